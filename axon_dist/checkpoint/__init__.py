@@ -1,7 +1,7 @@
-"""Checkpoints: complete or not there, checked byte by byte, restored onto any mesh.
+"""Checkpoints: written atomically, verified by checksums, restored onto any mesh.
 
-Start reading in `layout.py`, then `save.py`; `manager.py` keeps the checkpoints of a run, and
-`stores.py` is the only file that knows Orbax and safetensors.
+Start reading in `layout.py`, then `save.py`. `manager.py` manages the checkpoints of a run, and
+`stores.py` is the only file that uses Orbax and safetensors.
 """
 
 from ..core.errors import DamagedCheckpointError as DamagedCheckpointError

@@ -1,16 +1,16 @@
-"""A checkpoint in a bucket, where nothing is renamed: it counts as soon as its marker is written.
+"""Checkpoints in a bucket, which cannot rename: one is valid as soon as its marker is written.
 
 step_00000012/
     COMMITTED, manifest.json    as on a disk
-    zarr/params/w/.zarray       of every leaf: dtype, shape, and how it is cut
-    zarr/params/w/0.1           a piece of it, little-endian and row-major, as zarr 2 has it
-    zarr/.3.json                while it is written: what process 3 wrote, with checksums
-    manifest.2.json, zarr.2/    in place of the manifest and the values, where a save replaced these
+    zarr/params/w/.zarray       for every leaf: dtype, shape, and chunk shape
+    zarr/params/w/0.1           a chunk of it, little-endian and row-major, as in zarr 2
+    zarr/.3.json                during a save: what process 3 wrote, with checksums
+    manifest.2.json, zarr.2/    instead of manifest and values, after a save replaced these
 
-A save that replaces a checkpoint writes its manifest and its values under the names of `SLOTS` that
-the older one does not have. The marker is one object, which a store replaces whole or not at all,
-and holds the checksum of the manifest that counts. So the older checkpoint can be read until the
-marker is that of the newer one; then its objects are removed.
+A save that replaces a checkpoint writes its manifest and values under the names in `SLOTS` that the
+old one does not use. The marker is one object, which a store replaces atomically. It holds the
+checksum of the valid manifest. So the old checkpoint can be read until the marker is replaced; then
+its objects are removed.
 
 Every process writes the pieces that it owns, from copies in host memory, and reads the slices that
 its shards need, through tensorstore.
@@ -42,32 +42,32 @@ from ..mesh import process_index
 from .layout import MARKER, SLOTS, FileRecord, Manifest, is_main, marker_of
 
 _PIECE = 2**26
-"""Bytes above which a shard is cut, so that repeating a failed request costs little."""
+"""Larger shards are cut into pieces of at most this many bytes, so that retries cost little."""
 
 _AHEAD = 16
-"""Leaves that are being read while one is copied to its devices."""
+"""How many leaves are read ahead while one is copied to its devices."""
 
 _PATIENCE = 3600.0
-"""Seconds for which process 0 waits for the pieces of the others."""
+"""Seconds that process 0 waits for the pieces of the others."""
 
 
 def clear(folder: Address) -> None:
-    """Removes a checkpoint, whole or in part: the marker first, so that no half of it is read."""
+    """Removes a checkpoint or a part of one; the marker first, so no half of it is ever read."""
     names = folder.names()
     folder.remove([name for name in names if name == MARKER])
     folder.remove([name for name in names if name != MARKER])
 
 
 def slot_of(folder: Address, marker: bytes) -> tuple[int, bytes] | None:
-    """The manifest that a marker belongs to.
+    """Finds the manifest that a marker belongs to.
 
     Args:
         folder: of the checkpoint.
         marker: the contents of its marker.
 
     Returns:
-        The number of the slot and the manifest in it; None where the marker fits to none, as when
-        one of them was changed.
+        The index of the slot and its manifest; None if the marker matches no manifest, for example
+        because one of them was changed.
     """
     for number, (manifest, _) in enumerate(SLOTS):
         text = (folder / manifest).read()
@@ -77,10 +77,10 @@ def slot_of(folder: Address, marker: bytes) -> tuple[int, bytes] | None:
 
 
 def prepare(folder: Address) -> int:
-    """Removes what killed saves left at the address, and everything if no checkpoint is there.
+    """Removes leftovers of killed saves, and everything if there is no valid checkpoint.
 
     Returns:
-        The slot that a save writes to; a checkpoint that can be read stays in the other one.
+        The slot to write to; a valid checkpoint stays in the other one.
     """
     found = _found(folder)
     if found is None:
@@ -91,7 +91,7 @@ def prepare(folder: Address) -> int:
 
 
 def tidy(folder: Address) -> None:
-    """Removes what a killed save, of this checkpoint or in its place, has left there."""
+    """Removes leftovers of a killed save from the other slot of a valid checkpoint."""
     found = _found(folder)
     if found is not None:
         remove_slot(folder, 1 - found)
@@ -104,7 +104,7 @@ def remove_slot(folder: Address, slot: int) -> None:
 
 
 def _found(folder: Address) -> int | None:
-    """The slot of the checkpoint in a folder; None where none can be read."""
+    """The slot of the valid checkpoint in a folder, or None."""
     marker = (folder / MARKER).read()
     found = None if marker is None else slot_of(folder, marker)
     return None if found is None else found[0]
@@ -115,7 +115,7 @@ def begin(folder: Address, slot: int, leaves: Mapping[LeafPath, Array]) -> Calla
 
     Args:
         folder: of the checkpoint.
-        slot: the number of the names in `SLOTS`.
+        slot: the index in `SLOTS`.
         leaves: the arrays.
 
     Returns:
@@ -135,9 +135,9 @@ def begin(folder: Address, slot: int, leaves: Mapping[LeafPath, Array]) -> Calla
         return name, (len(contents), zlib.crc32(contents))
 
     def write() -> None:
-        mine = {**headers, **pieces} if is_main() else pieces
+        objects = {**headers, **pieces} if is_main() else pieces
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
-            records = dict(pool.map(written, mine.items()))
+            records = dict(pool.map(written, objects.items()))
         if is_writer:
             _record_of(folder / inside, process_index()).write(json.dumps(records).encode())
 
@@ -145,25 +145,25 @@ def begin(folder: Address, slot: int, leaves: Mapping[LeafPath, Array]) -> Calla
 
 
 def writers(leaves: Mapping[LeafPath, Array]) -> frozenset[int]:
-    """The processes that write a part of a state: those of its devices, and the main one."""
+    """The processes that write a part of a state: those with its devices, and the main one."""
     devices = {device for leaf in leaves.values() for device in leaf.sharding.device_set}
     return frozenset({0, *(device.process_index for device in devices)})
 
 
 def commit(folder: Address, slot: int, manifest: Manifest, processes: frozenset[int]) -> None:
-    """Writes the manifest and the marker of a checkpoint as soon as every process has written.
+    """Writes the manifest and the marker of a checkpoint once every process has written.
 
-    Then it removes the checkpoint that it replaces. If the store refuses that, the objects stay
-    until the next save, and nothing reads them.
+    Then it removes the replaced checkpoint. If the store refuses that, the objects stay until the
+    next save, and nothing reads them.
 
     Args:
         folder: of the checkpoint.
-        slot: the number of the names in `SLOTS`.
+        slot: the index in `SLOTS`.
         manifest: without files.
-        processes: that write.
+        processes: the processes that write.
 
     Raises:
-        CheckpointError: when a process does not write, or an object that it wrote is gone.
+        CheckpointError: if a process does not write, or an object that it wrote is gone.
     """
     manifest_name, inside = SLOTS[slot]
     records = [_record_of(folder / inside, process) for process in sorted(processes)]
@@ -185,7 +185,7 @@ def commit(folder: Address, slot: int, manifest: Manifest, processes: frozenset[
 
 
 def is_from_bucket(manifest: Manifest) -> bool:
-    """Whether a checkpoint has its values as `begin` writes them, also in a copy on a disk."""
+    """Whether a checkpoint has the layout of `begin`; also true of its copy on a disk."""
     folders = {inside for _, inside in SLOTS}
     return any(name.split("/")[0] in folders for name in manifest.files)
 
@@ -193,12 +193,13 @@ def is_from_bucket(manifest: Manifest) -> bool:
 def restore(
     folder: Place, manifest: Manifest, targets: Mapping[LeafPath, jax.ShapeDtypeStruct]
 ) -> dict[LeafPath, Array]:
-    """Reads the slices that the shards of this process need; also from a copy on a disk."""
+    """Reads the slices for the shards of this process; also from a copy on a disk."""
     inside = next(iter(manifest.files)).split("/")[0]
     reads = (
         (path, target, _reads(folder, inside, path, target)) for path, target in targets.items()
     )
-    ahead, restored = list(itertools.islice(reads, _AHEAD)), {}
+    ahead = list(itertools.islice(reads, _AHEAD))
+    restored = {}
     while ahead:
         path, target, slices = ahead.pop(0)
         ahead += itertools.islice(reads, 1)
@@ -212,7 +213,7 @@ def restore(
 def _reads(
     folder: Place, inside: str, path: LeafPath, target: jax.ShapeDtypeStruct
 ) -> dict[str, Any]:
-    """The reads of a leaf that are in flight, by slice."""
+    """Starts the reads of a leaf; returns their futures by slice."""
     store = folder.spec if isinstance(folder, Address) else {"driver": "file"}
     root = folder.key if isinstance(folder, Address) else folder
     spec = {"driver": "zarr", "kvstore": {**store, "path": f"{root}/{inside}/{path}/"}}
@@ -228,7 +229,10 @@ _NO_ANSWER = ("UNAVAILABLE", "ABORTED", "DEADLINE", "EXHAUSTED", "PERMISSION", "
 
 
 def _done(folder: Place, path: LeafPath, future: Any) -> Any:
-    """The values read of a leaf; where damage is not certain, no older checkpoint is taken."""
+    """Waits for a read of a leaf.
+
+    Errors that may be temporary are not reported as damage, so that no older checkpoint is used.
+    """
     try:
         return future.result()
     except ValueError as error:
@@ -241,21 +245,21 @@ def _done(folder: Place, path: LeafPath, future: Any) -> Any:
 
 
 def _header(leaf: Array) -> bytes:
-    """The metadata of an array, as zarr has it."""
+    """The zarr metadata of an array."""
     dtype = np.dtype(leaf.dtype)
-    ts.dtype(dtype)  # It raises for what cannot be read again.
+    ts.dtype(dtype)  # Raises for dtypes that tensorstore could not read back.
     header = {"zarr_format": 2, "shape": leaf.shape, "chunks": _piece_shape(leaf), "order": "C"}
     header |= {"dtype": dtype.str if dtype.isbuiltin == 1 else dtype.name}
     return json.dumps(header | dict.fromkeys(("compressor", "fill_value", "filters"))).encode()
 
 
 def _pieces(inside: str, path: LeafPath, leaf: Array) -> Iterator[tuple[str, np.ndarray]]:
-    """The pieces of a leaf that this process owns, by name."""
+    """Yields the pieces of a leaf that this process owns, with their names."""
     shape = _piece_shape(leaf)
     for shard in leaf.addressable_shards:
         if shard.replica_id != 0:
             continue
-        # A copy: on a CPU the array of numpy would share memory with one that is donated.
+        # Copies: on CPU the numpy array would share memory with an array that may be donated.
         values = np.array(shard.data)
         first = [index.start or 0 for index in shard.index]
         steps = [range(0, *pair) for pair in zip(values.shape, shape, strict=True)]
@@ -266,7 +270,7 @@ def _pieces(inside: str, path: LeafPath, leaf: Array) -> Iterator[tuple[str, np.
 
 
 def _piece_shape(leaf: Array) -> tuple[int, ...]:
-    """The shape of a piece: a shard, or a part that divides it, so that one process writes it."""
+    """The shape of a piece: a shard or an even part of it, so each piece has one writer."""
     shape = list(leaf.sharding.shard_shape(leaf.shape))
     while math.prod(shape) * leaf.dtype.itemsize > _PIECE:
         dim = shape.index(max(shape))
@@ -279,8 +283,9 @@ def _record_of(values: Address, process: int) -> Address:
 
 
 def _awaited(record: Address) -> bytes:
-    """The contents of an object that another process is going to write."""
-    end, pause = time.monotonic() + _PATIENCE, 0.05
+    """Waits for an object that another process writes, and returns its contents."""
+    end = time.monotonic() + _PATIENCE
+    pause = 0.05
     while (contents := record.read()) is None:
         if time.monotonic() > end:
             raise CheckpointError(

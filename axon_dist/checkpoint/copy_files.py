@@ -1,8 +1,8 @@
-"""The files of a copy in a host's memory: the pieces of one process each, and their headers.
+"""The files of a state's copy in host memory; each has the pieces of one process.
 
     step_00000012-<generation>-<process>.copy
 
-A safetensors file: a header as JSON, the place of each piece in its leaf, the pieces as bytes, and
+A safetensors file with a JSON header, the place of each piece in its leaf, the pieces as bytes, and
 a CRC-32 of each.
 """
 
@@ -26,10 +26,10 @@ from .layout import LeafSpec, leaf_specs, step_name
 from .stores import open_tensors, write_tensors
 
 Slices: TypeAlias = tuple[tuple[int, int], ...]
-"""The place of a piece in its leaf: along each dim the first index, and the one after the last."""
+"""The place of a piece in its leaf: (start, stop) along each dim."""
 
 CopyId: TypeAlias = tuple[int, str, int]
-"""Step, generation and turn of a copy; its pieces all come from the same moment."""
+"""Step, generation and turn of a copy; all of its pieces are from the same moment."""
 
 _HEADER, _PLACES, _CHECKSUMS = "header", "places", "checksums"
 
@@ -40,13 +40,13 @@ class CopyHeader:
 
     Args:
         step: how many steps the state has taken.
-        generation: which start of the run wrote it.
-        turn: how many copies that start had made by then.
-        process: whose pieces these are; it, or one of the next host, wrote the file.
-        writers: all processes of its host, each of which has one.
+        generation: an id of the start of the run that wrote it.
+        turn: how many copies that start had made.
+        process: the owner of the pieces; it, or a process of the next host, wrote the file.
+        writers: all processes of the owner's host; each has such a file.
         leaves: of the whole state.
-        meta: what was saved with it.
-        unpadded: the model's shapes of the leaves that are padded, by path.
+        meta: user data that was saved with it.
+        unpadded: the model's shapes of padded leaves, by path.
     """
 
     step: int
@@ -60,16 +60,16 @@ class CopyHeader:
 
     @property
     def copy(self) -> CopyId:
-        """Which copy the file is a part of."""
+        """The copy to which the file belongs."""
         return self.step, self.generation, self.turn
 
     def to_json(self) -> str:
-        """The header as text; `from_json` reads it."""
+        """Formats the header; `from_json` parses it."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> CopyHeader:
-        """Reads what `to_json` wrote."""
+        """Parses the output of `to_json`."""
         fields = json.loads(text)
         parsed = {"leaves": leaf_specs(fields["leaves"]), "writers": tuple(fields["writers"])}
         parsed["unpadded"] = {p: tuple(shape) for p, shape in fields.get("unpadded", {}).items()}
@@ -97,13 +97,13 @@ def write_copy(
     rows: Sequence[tuple[LeafPath, Slices, np.dtype]],
     pieces: Iterable[jax.Array | np.ndarray],
 ) -> None:
-    """Writes the pieces of one process; the file appears under its name when all of it is there.
+    """Writes the pieces of one process atomically.
 
     Args:
         folder: in the memory of the host.
         header: of the file.
         rows: path, place and dtype of each piece.
-        pieces: their values, each made when it is written, if this is a generator.
+        pieces: their values; a generator computes each one when it is written.
     """
     name = f"{step_name(header.step)}-{header.generation}-{header.process}"
     texts = header.to_json(), json.dumps([[path, place] for path, place, _ in rows])
@@ -122,30 +122,30 @@ def write_copy(
             yield raw
         yield np.array(sums, np.uint32)
 
-    # It is in memory, which a power cut empties.
+    # Not durable: memory is lost in a power cut anyway.
     write_tensors(folder / f"{name}.copy", specs, values(), durable=False)
 
 
 Part: TypeAlias = tuple[int, Sequence[int], Mapping[LeafPath, Sequence[Slices]]]
-"""A file without its values: process and writers of its header, and its places."""
+"""A file without its values: process and writers of its header, and its places by leaf."""
 
 
 def is_whole(parts: Sequence[Part], leaves: Mapping[LeafPath, LeafSpec]) -> bool:
-    """Whether every element of every leaf was written; the places of a leaf do not overlap.
+    """Whether every element of every leaf was written; the places of a leaf never overlap.
 
-    The pieces of a host count when all of its processes have finished.
+    The pieces of a host count only if all of its processes have finished.
 
     Args:
-        parts: of one copy, on any host.
+        parts: of one copy, from all hosts.
         leaves: of the whole state.
     """
-    there = {process for process, _, _ in parts}
-    done = [places for _, writers, places in parts if there.issuperset(writers)]
+    finished = {process for process, _, _ in parts}
+    done = [places for _, writers, places in parts if finished.issuperset(writers)]
 
     def written(leaf: LeafPath) -> int:
         return sum(map(size_of, {place for places in done for place in places.get(leaf, ())}))
 
-    # A random key has more words than its shape has elements.
+    # Not equality: random keys have more words than their shape has elements.
     return all(written(leaf) >= math.prod(spec.shape) for leaf, spec in leaves.items())
 
 
@@ -171,11 +171,11 @@ class Pieces:
             self.parts.append((header.process, header.writers, places))
 
     def add(self, leaf: LeafPath, place: Slices, raw: np.ndarray) -> None:
-        """Adds a piece that another host had, as bytes."""
+        """Adds the bytes of a piece from another host."""
         self._pieces[leaf, place] = raw, None
 
     def raw(self, leaf: LeafPath, place: Slices) -> np.ndarray:
-        """The bytes of a piece; remembers damage."""
+        """The bytes of a piece; records the leaf in `damaged` if the checksum is wrong."""
         raw, crc = self._pieces[leaf, place]
         if crc is not None and zlib.crc32(raw) != crc:
             self.damaged.add(leaf)
@@ -183,18 +183,18 @@ class Pieces:
         return raw
 
     def has(self, leaf: LeafPath, place: Slices) -> bool:
-        """Whether a piece is here."""
+        """Whether this host has a piece."""
         return (leaf, place) in self._pieces
 
     def read(
         self, leaf: LeafPath, dtype: Any, place: Slices, written: Iterable[Slices]
     ) -> np.ndarray:
-        """The values at a place, put together from the pieces that overlap it.
+        """Assembles the values at a place from the pieces that overlap it.
 
         Args:
-            leaf: which.
+            leaf: the path of the leaf.
             dtype: of its elements.
-            place: where.
+            place: the slices to read.
             written: the places of all pieces of the leaf.
         """
         values = np.empty([stop - start for start, stop in place], dtype)
@@ -216,17 +216,17 @@ def copies_in(folder: Path) -> dict[CopyId, tuple[CopyHeader, Pieces]]:
 
 
 def size_of(place: Slices) -> int:
-    """How many elements a place has."""
+    """The number of elements of a place."""
     return math.prod(stop - start for start, stop in place)
 
 
 def as_place(pairs: Iterable[Sequence[int]]) -> Slices:
-    """A place as JSON has it."""
+    """Converts a place from JSON."""
     return tuple((int(start), int(stop)) for start, stop in pairs)
 
 
 def overlap(one: Slices, other: Slices) -> Slices | None:
-    """The elements that two places share; None where there are none."""
+    """The intersection of two places; None if it is empty."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 
@@ -239,7 +239,7 @@ def _within(shared: Slices, place: Slices) -> tuple[slice, ...]:
 
 
 def headers_in(folder: Path) -> Iterator[tuple[CopyHeader, Path]]:
-    """The headers of the finished files of a folder, and their paths."""
+    """Yields the headers of the finished files in a folder, with their paths."""
     for path in sorted(folder.glob("*.copy")):
         with contextlib.suppress(OSError, *MALFORMED):
             yield CopyHeader.from_json(bytes(open_tensors(path)[_HEADER]).decode()), path

@@ -1,10 +1,10 @@
-"""`HostCopies`: the newest state of a run in the memory of its hosts, which outlives its processes.
+"""`HostCopies`: keeps the newest state of a run in host memory, where it outlives its processes.
 
-The memory of a process's devices is lost when it is killed. A folder in the memory of the host,
-such as `/dev/shm`, stays, so that the run goes on from there, on as many processes as there are
-then, and reads nothing from a disk. The folder is lost with its host. So each host also keeps what
-only the host before it has, and a run survives the loss of a host, or of several of which no two
-are consecutive.
+When a process is killed, the memory of its devices is lost. A folder in host memory, such as
+`/dev/shm`, stays, so the run can continue from there on any number of processes, without reading
+from a disk. The folder is lost with its host. So each host also keeps the pieces that only the
+previous host has. A run then survives the loss of a host, or of several hosts if no two of them are
+consecutive.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ Rows: TypeAlias = list[tuple[LeafPath, Slices, np.dtype]]
 
 @dataclasses.dataclass(frozen=True)
 class HostRing:
-    """The hosts of a run in the order of their processes; each keeps what the one before it has.
+    """The hosts of a run in process order; each one backs up the previous one.
 
     Args:
-        hosts: of every process, the number of its host.
+        hosts: for each process, the number of its host.
     """
 
     hosts: tuple[int, ...]
@@ -81,7 +81,7 @@ class HostRing:
         return tuple(p for p, host in enumerate(self.hosts) if host == self.hosts[process])
 
     def before(self, process: int) -> int:
-        """The process in the same place of the host before."""
+        """The process with the same position on the previous host."""
         order = list(dict.fromkeys(self.hosts))
         host = order[order.index(self.hosts[process]) - 1]
         return self.peers(self.hosts.index(host))[self.peers(process).index(process)]
@@ -93,7 +93,8 @@ class HostRing:
             leaves: arrays, or their shapes with shardings.
 
         Raises:
-            ConfigError: when the hosts are not alike, so that one device has no other to send to.
+            ConfigError: if the hosts have different numbers of processes or devices, so that a
+                device has no counterpart to send to.
         """
         spread = {path: leaf for path, leaf in leaves.items() if self._is_spread(leaf)}
         for path, leaf in spread.items():
@@ -109,7 +110,7 @@ class HostRing:
         return spread
 
     def local_pieces(self, leaves: Mapping[LeafPath, Array]) -> tuple[Rows, Iterator[jax.Array]]:
-        """The pieces of its devices that this process writes."""
+        """The pieces of its own host that this process writes."""
         rows: Rows = []
         pieces: list[jax.Array] = []
         for path, leaf in leaves.items():
@@ -120,17 +121,21 @@ class HostRing:
         return rows, iter(pieces)
 
     def pieces_before(self, leaves: Mapping[LeafPath, Array]) -> tuple[Rows, Iterator[jax.Array]]:
-        """The pieces that this process writes for the one before it; every process yields all.
+        """The pieces of the previous host that this process writes.
+
+        Every process must exhaust the iterator, because each leaf is sent over the mesh.
 
         Args:
-            leaves: those that are spread; each is sent when its turn comes.
+            leaves: those of `spread`; each is sent when the iterator reaches it.
         """
         me = process_index()
         wanted = {}
         for path, leaf in leaves.items():
-            here = _first_devices(leaf.sharding, leaf.shape, self.hosts)[self.hosts[me]]
-            theirs = self._written_by(self.before(me), leaf)
-            wanted[path] = {place: device for place, device in theirs.items() if place not in here}
+            local = _first_devices(leaf.sharding, leaf.shape, self.hosts)[self.hosts[me]]
+            previous = self._written_by(self.before(me), leaf)
+            wanted[path] = {
+                place: device for place, device in previous.items() if place not in local
+            }
         places = [(path, place) for path, some in wanted.items() for place in some]
 
         def pieces() -> Iterator[jax.Array]:
@@ -141,12 +146,12 @@ class HostRing:
         return [(path, place, np.dtype(leaves[path].dtype)) for path, place in places], pieces()
 
     def _sent(self, leaf: Array) -> dict[int, jax.Array]:
-        """The shards of a leaf on the devices of the process before, as bytes, by device number."""
+        """Sends a leaf around the ring; returns the previous process's shards by device id."""
         devices = sorted(leaf.sharding.device_set, key=lambda x: (x.process_index, x.id))
         each = len(devices) // len(self.hosts)
         sources = [self.before(n // each) * each + n % each for n in range(len(devices))]
         send, split = _sender(tuple(devices), tuple(sources))
-        # As bytes, for not every backend sends every dtype, nor from every kind of memory.
+        # As bytes in device memory: not every backend can send every dtype or memory kind.
         rows = [jax.device_put(raw_bytes(x.data)[None], x.device) for x in leaf.addressable_shards]
         shape = (len(devices), *rows[0].shape[1:])
         got = send(jax.make_array_from_single_device_arrays(shape, split, rows))
@@ -155,14 +160,14 @@ class HostRing:
 
     def _is_spread(self, leaf: Any) -> bool:
         if leaf.sharding.is_fully_addressable:
-            # Every process has another one.
+            # A local array, which differs between processes.
             return False
         places = _first_devices(leaf.sharding, leaf.shape, self.hosts)
         order = list(dict.fromkeys(self.hosts))
         return any(places[order[n - 1]].keys() - places[order[n]].keys() for n in range(len(order)))
 
     def _written_by(self, process: int, leaf: Array) -> dict[Slices, int]:
-        """The pieces of a host that a process of it writes, with the number of a device of it."""
+        """The pieces that a process writes for its host, with the id of a device that has each."""
         places = _first_devices(leaf.sharding, leaf.shape, self.hosts)[self.hosts[process]]
         return {place: device for place, (owner, device) in places.items() if owner == process}
 
@@ -171,11 +176,12 @@ class HostRing:
 def _first_devices(
     sharding: Sharding, shape: tuple[int, ...], hosts: tuple[int, ...]
 ) -> dict[int, dict[Slices, tuple[int, int]]]:
-    """The shards of an array on each host, and the first process and device there that has it."""
+    """For each host, the shards of an array with the first process and device that has each."""
     firsts: dict[int, dict[Slices, tuple[int, int]]] = {host: {} for host in hosts}
     for device, index in sharding.devices_indices_map(shape).items():
         process = int(device.process_index)
-        places, place = firsts[hosts[process]], place_of(index, shape)
+        places = firsts[hosts[process]]
+        place = place_of(index, shape)
         places[place] = min((process, int(device.id)), places.get(place, (process, int(device.id))))
     return firsts
 
@@ -184,8 +190,9 @@ def _first_devices(
 def _sender(
     devices: tuple[Hashable, ...], sources: tuple[int, ...]
 ) -> tuple[Callable[[jax.Array], jax.Array], NamedSharding]:
-    """A program that gives each device the row of another, and how rows are split."""
-    mesh, rows = Mesh(np.array(devices), ("device",)), PartitionSpec("device")
+    """A program that sends each device the row of its source, and the sharding of the rows."""
+    mesh = Mesh(np.array(devices), ("device",))
+    rows = PartitionSpec("device")
     pairs = [(source, n) for n, source in enumerate(sources)]
     send = jax.shard_map(
         lambda x: lax.ppermute(x, "device", pairs), mesh=mesh, in_specs=rows, out_specs=rows
@@ -200,7 +207,7 @@ class HostCopy:
     Args:
         step: how many steps the state has taken.
         state: the state.
-        meta: what was saved with it.
+        meta: user data that was saved with it.
     """
 
     step: int
@@ -209,18 +216,18 @@ class HostCopy:
 
 
 class HostCopies:
-    """The newest state that the processes of a run have left in the memory of their hosts.
+    """Copies of the newest state of a run in the memory of its hosts.
 
-    Each distinct shard is written once a host, by the first process there that holds it. So a host
-    has the shards of its devices: the whole state under `ddp`, and where every host has a replica.
-    Of leaves that are split over hosts each also gets, over the mesh, the shards of the host before
-    it, in the order of the processes, the last being before the first. The state survives the loss
-    of any process, and of any host whose next one stays; a new host gets its shards from the
-    others.
+    Each distinct shard is written once per host, by the first process there that has it. So a host
+    has the shards of its devices, which is the whole state under `ddp` or if every host has a
+    replica. Of leaves that are split over hosts, each host also gets, over the mesh, the shards of
+    the previous host in the order of processes; the last host precedes the first. The state
+    survives the loss of any process, and of any host whose next host stays; a new host gets its
+    shards from the others.
 
     Args:
         folder: in the memory of this host; the same for all of its processes.
-        tell: called with a sentence when a copy could not be made; the run goes on.
+        tell: called with a sentence if a copy could not be made; the run continues.
 
     Example:
         >>> import jax.numpy as jnp, tempfile
@@ -232,17 +239,18 @@ class HostCopies:
     """
 
     def __init__(self, folder: Path, tell: Callable[[str], None] = lambda text: None):
-        self.folder, self.tell = folder, tell
-        # Of processes that were killed while they wrote; none writes before all have come here.
+        self.folder = folder
+        self.tell = tell
+        # Leftovers of killed processes. No process is writing: the `_gathered` below waits for all.
         remove_abandoned(folder, 0.0)
         location = f"{socket.gethostname()} {folder.resolve()}"
         self._ring = HostRing(tuple(_gathered(zlib.crc32(location.encode()) >> 1)))
-        # Steps are counted again after a loss: files of before must not be mixed with later ones.
+        # After a loss steps are repeated, and files of different starts must not be mixed.
         self._generation: str = from_main(secrets.token_hex(8))
         self._turn = 0
 
     def check(self, target: PyTree) -> None:
-        """Raises `ConfigError` where a run could not survive the loss of a host.
+        """Raises `ConfigError` if the run could not survive the loss of a host.
 
         Args:
             target: as for `load_checkpoint`.
@@ -253,17 +261,19 @@ class HostCopies:
     def save(self, step: int, state: PyTree, meta: Mapping[str, Any]) -> None:
         """Copies the state of a step; its arrays may be donated when this returns.
 
-        Every process calls this between the same steps. A copy counts when all have written their
-        pieces; until then the one before it does, so that for a moment there are two.
+        Every process calls this between the same steps. A copy is valid when all processes have
+        written their pieces. Until then the previous copy is, so for a moment there are two.
 
         Args:
             step: how many steps the state has taken.
             state: a pytree of arrays and random keys.
-            meta: what JSON holds.
+            meta: user data that JSON can represent.
         """
         leaves = {path: as_array(path, leaf) for path, leaf in named_leaves(state).items()}
         stored = {path: to_stored(leaf) for path, leaf in leaves.items()}
-        me, ring, self._turn = process_index(), self._ring, self._turn + 1
+        me = process_index()
+        ring = self._ring
+        self._turn += 1
         header = CopyHeader(
             step=step,
             generation=self._generation,
@@ -277,10 +287,10 @@ class HostCopies:
         reason = self._write(header, *ring.local_pieces(stored))
         spread = ring.spread(stored)
         if spread:
-            other = ring.before(me)
-            theirs = dataclasses.replace(header, process=other, writers=ring.peers(other))
-            reason = self._write(theirs, *ring.pieces_before(spread)) or reason
-        # Only a copy that all have written takes the place of the one before it.
+            previous = ring.before(me)
+            backup = dataclasses.replace(header, process=previous, writers=ring.peers(previous))
+            reason = self._write(backup, *ring.pieces_before(spread)) or reason
+        # A copy replaces the previous one only if all processes have written it.
         if failed := [p for p, has_failed in enumerate(_gathered(bool(reason))) if has_failed]:
             local = {me, ring.before(me)} if spread else {me}
             self._remove(lambda stale: stale.process in local and stale.copy == header.copy)
@@ -299,13 +309,12 @@ class HostCopies:
             target: as for `load_checkpoint`.
 
         Returns:
-            The copy, on the mesh of the target; None where the hosts have no complete one, or
-            where its leaves are padded for another number of devices: only a checkpoint has them
-            without padding.
+            The copy, on the mesh of the target. None if the hosts have no complete copy, or its
+            leaves are padded for another number of devices; only checkpoints have no padding.
 
         Raises:
-            CheckpointError: when the copy belongs to another model or optimizer.
-            DamagedCheckpointError: on all processes, when a piece is not what was written.
+            CheckpointError: if the copy belongs to another model or optimizer.
+            DamagedCheckpointError: on all processes, if a piece is corrupted.
         """
         here = copies_in(self.folder)
         me = process_index()
@@ -355,23 +364,23 @@ class HostCopies:
         return HostCopy(header.step, state, dict(header.meta))
 
     def forget(self) -> None:
-        """Deletes all copies, as when a run goes back to an earlier state."""
+        """Deletes all copies, for example when a run goes back to an earlier state."""
         self._remove(lambda header: True)
 
     def _write(self, header: CopyHeader, rows: Rows, pieces: Iterator[jax.Array]) -> str:
-        """Writes a file; returns why it could not."""
+        """Writes a file; returns the reason if it fails, else ""."""
         try:
             write_copy(self.folder, header, rows, pieces)
         except OSError as error:
             return error.strerror or str(error)
         finally:
-            # The others wait for what this process sends.
+            # The iterator sends over the mesh, so the others would wait for this process.
             collections.deque(pieces, maxlen=0)
         return ""
 
     def _remove(self, is_outdated: Callable[[CopyHeader], bool]) -> None:
         for header, path in headers_in(self.folder):
-            # Another process of this host may have removed it, too.
+            # Another process of this host may have removed it already.
             if is_outdated(header):
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -387,12 +396,12 @@ def _without_padding(
 
 
 def _gathered(number: int) -> list[int]:
-    """A number of every process, by process."""
+    """All-gathers a number; returns the numbers by process."""
     return [int(x) for x in np.ravel(multihost_utils.process_allgather(np.int32(number)))]
 
 
 def _from_all(value: object) -> list[Any]:
-    """A value that JSON holds, of every process."""
+    """All-gathers a JSON value; returns the values by process."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = _gathered(text.size)
     padded = np.zeros(max(sizes), np.uint8)
@@ -402,16 +411,16 @@ def _from_all(value: object) -> list[Any]:
 
 
 Holders: TypeAlias = Mapping[LeafPath, Mapping[Slices, int]]
-"""For each place of each leaf the first process whose host has the piece."""
+"""For each place of each leaf, the first process whose host has the piece."""
 
 
 def _newest_complete(
     here: Mapping[CopyId, tuple[CopyHeader, Pieces]], is_teller: bool
 ) -> tuple[CopyHeader, Holders] | None:
-    """The newest copy that is complete over the folders of all hosts, and who has which piece.
+    """The newest copy that is complete over all hosts, and the holders of its pieces.
 
     Args:
-        here: what the folder of this host has.
+        here: the copies in the folder of this host.
         is_teller: whether this process reports for its host.
     """
     tables = _from_all([[c, pieces.parts] for c, (_, pieces) in here.items()] if is_teller else [])
@@ -446,7 +455,7 @@ def _missing(
         indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
         places = {place_of(index, leaf.shape) for index in indices if index is not None}
         for there in holders.get(path, ()):
-            # A scalar has one place, which is the empty tuple.
+            # Not by truth value: the overlap of a scalar is the empty tuple.
             is_needed = any(overlap(place, there) is not None for place in places)
             if is_needed and not local.has(path, there):
                 missing.add((path, there))
@@ -456,12 +465,12 @@ def _missing(
 def _fetch(
     local: Pieces, leaves: Mapping[LeafPath, jax.ShapeDtypeStruct], holders: Holders
 ) -> None:
-    """Gets what this process needs and its host lacks from hosts that have it.
+    """Fetches the pieces that this process needs and its host lacks from other hosts.
 
     Args:
-        local: what this host has; gets the rest.
-        leaves: what is stored of each, with the sharding that it is to get.
-        holders: who has which piece.
+        local: the pieces of this host; fetched ones are added.
+        leaves: the stored leaves, with their target shardings.
+        holders: the holders of all pieces.
     """
     missing = _missing(local, leaves, holders)
     requests = _from_all(sorted(missing))

@@ -1,9 +1,9 @@
-"""The files of a checkpoint, and its manifest; no arrays.
+"""The layout of a checkpoint's files, and its manifest.
 
 step_00000012/        the checkpoint; `step_00000012.tmp` while it is being written
     COMMITTED         the checksum of the manifest, written last
     manifest.json     every leaf and every file, with their checksums
-    arrays/           the values, as the store of the checkpoint's type writes them
+    arrays/           the values, written by the store of the checkpoint's type
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ MARKER = "COMMITTED"
 MANIFEST = "manifest.json"
 ARRAYS = "arrays"
 ZARR = "zarr"
-"""The folder of the values in a bucket, in place of `ARRAYS`."""
+"""The folder of the values in a bucket, instead of `ARRAYS`."""
 SLOTS = ((MANIFEST, ZARR), ("manifest.2.json", "zarr.2"))
-"""The names of the manifest and of the values of a checkpoint in a bucket, where nothing can be
-renamed: one that replaces another is written under the names that the other does not have, and the
-marker says by its checksum which manifest counts."""
+"""The names of the manifest and the values of a checkpoint in a bucket. A bucket cannot rename, so
+a checkpoint that replaces another uses the names that the other does not use; the checksum in the
+marker says which manifest is valid."""
 UNFINISHED = ".tmp"
-"""The suffix of a folder that is half written, or to be removed."""
+"""The suffix of a folder that is being written or removed."""
 OLD = ".old"
-"""What stands before that suffix in the name of a checkpoint that is being replaced."""
+"""Precedes that suffix in the name of a checkpoint that is being replaced."""
 
 _STEP_NAME = re.compile(r"step_([0-9]{8,18})")
 
 
 def step_name(step: int) -> str:
-    """The name of the checkpoint of a step; names sort as their steps do.
+    """The name of the checkpoint of a step; names sort like their steps.
 
     Args:
         step: how many steps the state has taken, at least 0.
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: for a negative number or another type.
 
     Example:
         >>> step_name(12)
@@ -83,7 +83,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint's name, or None for any other name.
+    """Parses the name of a checkpoint; None for any other name.
 
     Example:
         >>> step_of("step_00000012"), step_of("step_00000012.tmp")
@@ -94,33 +94,33 @@ def step_of(name: str) -> int | None:
 
 
 def staging_of(folder: Path) -> Path:
-    """Where a checkpoint is written on a disk before it gets its name."""
+    """The folder on a disk in which a checkpoint is written before it gets its name."""
     return folder.with_name(folder.name + UNFINISHED)
 
 
 def replaced_of(folder: Path) -> Path:
-    """The name of the checkpoint that had this name, while another one replaces it."""
+    """The name of an old checkpoint while a new one replaces it."""
     return folder.with_name(f"{folder.name}{OLD}{UNFINISHED}")
 
 
 def is_part(name: str) -> bool:
-    """Whether a checkpoint has an entry of that name."""
-    # While a store writes, the values are under their name with an ending of the store's.
+    """Whether a checkpoint can have an entry of this name."""
+    # While a store writes, it may append a suffix to the name of the values.
     in_slots = [name for slot in SLOTS for name in slot]
     return name in (MARKER, ARRAYS, *in_slots) or name.startswith(f"{ARRAYS}.")
 
 
 def marker_of(manifest: bytes) -> bytes:
-    """What the marker says: the checksum of the manifest."""
+    """The contents of the marker: the checksum of the manifest."""
     return f"{zlib.crc32(manifest):08x}\n".encode()
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """The dtype and the global shape of a leaf, whatever mesh it is placed on.
+    """The dtype and global shape of a leaf, independent of the mesh.
 
     Args:
-        dtype: as JAX names it, such as `bfloat16` or `key<fry>`.
+        dtype: its name in JAX, such as `bfloat16` or `key<fry>`.
         shape: the global shape.
 
     Example:
@@ -136,7 +136,7 @@ class LeafSpec:
 
 
 def leaf_specs(data: Mapping[LeafPath, Any]) -> dict[LeafPath, LeafSpec]:
-    """The leaves that JSON holds, as they were."""
+    """Converts leaves from JSON."""
     return {path: LeafSpec(x["dtype"], tuple(x["shape"])) for path, x in data.items()}
 
 
@@ -180,7 +180,7 @@ def differences(
         wanted: the leaves of the state to restore.
 
     Returns:
-        A sentence for each leaf that differs; none where the two agree.
+        A sentence for each leaf that differs.
 
     Example:
         >>> differences({"w": LeafSpec("float32", (2,))}, {"w": LeafSpec("float32", (3,))})
@@ -201,7 +201,7 @@ def named_leaves(tree: PyTree) -> dict[LeafPath, Any]:
     """The leaves of a tree by path.
 
     Raises:
-        CheckpointError: when two leaves have the same path.
+        CheckpointError: if two leaves have the same path.
     """
     pairs = leaves_with_paths(tree)
     leaves = dict(pairs)
@@ -215,11 +215,11 @@ def named_leaves(tree: PyTree) -> dict[LeafPath, Any]:
 
 
 def as_array(path: LeafPath, leaf: Leaf) -> Array:
-    """A leaf as a JAX array; numbers and numpy arrays are put on the default device.
+    """Converts a leaf to a JAX array; numbers and numpy arrays go to the default device.
 
     Raises:
-        CheckpointError: when it is nothing that JAX makes an array of, or when JAX would change its
-            dtype, as it does to int64 by default.
+        CheckpointError: if JAX cannot convert it, or would change its dtype, as it does to int64
+            by default.
     """
     if isinstance(leaf, jax.Array):
         return leaf
@@ -245,12 +245,12 @@ def as_array(path: LeafPath, leaf: Leaf) -> Array:
 
 
 def to_stored(leaf: Array) -> Array:
-    """What is stored of a leaf: its values, or the words of its keys, [..., words] uint32."""
+    """The stored form of a leaf: its values, or the data of random keys, [..., words] uint32."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def stored_target(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Describes what `to_stored` made of a leaf; keys keep their words on one device."""
+    """The shape, dtype and sharding of `to_stored(leaf)`; the words of a key are not split."""
     if not is_key(leaf):
         return leaf
     words = jax.eval_shape(jax.random.key_data, leaf)
@@ -258,7 +258,7 @@ def stored_target(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def from_stored(stored: Array, target: jax.ShapeDtypeStruct) -> Array:
-    """The inverse of `to_stored`, for a leaf that `target` describes."""
+    """The inverse of `to_stored`; `target` describes the leaf."""
     return jax.random.wrap_key_data(stored, impl=_key_impl(target)) if is_key(target) else stored
 
 
@@ -266,7 +266,7 @@ def described(path: LeafPath, leaf: Leaf) -> jax.ShapeDtypeStruct:
     """The shape, dtype and sharding of a leaf of a target.
 
     Raises:
-        CheckpointError: when it has no sharding.
+        CheckpointError: if it has no sharding.
     """
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
@@ -278,7 +278,7 @@ def described(path: LeafPath, leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 
 def target_of(abstract: PyTree, shardings: PyTree) -> PyTree:
-    """Puts shapes and shardings together into what `load_checkpoint` restores onto.
+    """Combines shapes and shardings into a target for `load_checkpoint`.
 
     Args:
         abstract: arrays or `ShapeDtypeStruct`s, such as `step.abstract_state`.
@@ -300,23 +300,23 @@ def target_of(abstract: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _key_impl(target: jax.ShapeDtypeStruct) -> Any:
-    """The implementation of described keys, which only an array, or a tracer of one, has."""
+    """The implementation of random keys; JAX returns it only for arrays and tracers."""
     impls = []
     jax.eval_shape(lambda keys: impls.append(jax.random.key_impl(keys)), target)
     return impls[0]
 
 
 def is_main() -> bool:
-    """Whether this process is the one that decides, and that writes what is written once."""
+    """Whether this is process 0, which makes decisions and writes what is written only once."""
     return process_index() == 0
 
 
 def from_main(value: object, source: int = 0) -> Any:
-    """The value that process 0, or another one, holds, on every process; all must call this.
+    """Broadcasts a value from process 0 or another process; all must call this.
 
     Args:
-        value: anything JSON holds; that of the other processes is ignored.
-        source: the process.
+        value: a JSON value; ignored on processes other than the source.
+        source: the process that sends.
     """
 
     def sent(x: np.ndarray) -> np.ndarray:
@@ -331,13 +331,13 @@ def from_main(value: object, source: int = 0) -> Any:
 
 
 def on_main(action: Callable[[], Any]) -> Any:
-    """Runs something on process 0 alone; its result, or its error, reaches every process.
+    """Runs an action on process 0 only, and returns its result or raises its error on all.
 
     Args:
-        action: returns what JSON holds.
+        action: returns a JSON value.
 
     Raises:
-        AxonDistError: whatever error of this library the action raised.
+        AxonDistError: if the action raised an error of this library.
     """
     outcome: dict[str, Any] = {}
     if is_main():
@@ -354,11 +354,11 @@ def on_main(action: Callable[[], Any]) -> Any:
 _FORMAT = 1
 _PACKAGES = ("axon_dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _READERS = ("tokenizers", "jinja2", "pillow", "pyarrow")
-"""Packages that make samples of files."""
+"""Packages that turn files into samples."""
 
 
 class StateDictType(NamedChoice):
-    """Who writes the values of a checkpoint; either kind restores onto any mesh."""
+    """How the values of a checkpoint are written; both types restore onto any mesh."""
 
     FULL = "full"
     """Process 0 gathers the whole state in host memory and writes one safetensors file."""
@@ -381,18 +381,18 @@ class FileRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself, as JSON beside its values.
+    """The metadata of a checkpoint, stored as JSON next to its values.
 
     Args:
         type: how the values are stored.
         leaves: dtype and shape of every leaf.
         checksums: of every leaf, independent of the mesh.
-        mesh: sizes of the mesh axes that the state was on; empty on a single device.
+        mesh: sizes of the mesh axes of the saved state; empty on a single device.
         versions: of the packages that wrote it.
-        meta: of the caller, such as the config and the position in the data.
-        score: by which the best checkpoints are chosen, lower being better; None without one.
+        meta: user data, such as the config and the position in the data.
+        score: for choosing the best checkpoints, lower is better; None without one.
         serial: how many checkpoints were written into the folder before it.
-        files: every file but the manifest and the marker, by path inside the checkpoint.
+        files: every file except the manifest and the marker, by path inside the checkpoint.
         format: the version of this layout.
     """
 
@@ -408,18 +408,19 @@ class Manifest:
     format: int = _FORMAT
 
     def to_json(self) -> str:
-        """Writes itself as text."""
+        """Formats the manifest as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Reads what `to_json` wrote.
+        """Parses the output of `to_json`.
 
         Raises:
-            CheckpointError: when a newer version of this library wrote it.
-            DamagedCheckpointError: when it is not one that a save writes.
+            CheckpointError: if a newer version of this library wrote it.
+            DamagedCheckpointError: if it is malformed.
         """
-        what, damaged = f"{MANIFEST} is not one that a save writes", errors.DamagedCheckpointError
+        what = f"{MANIFEST} is not one that a save writes"
+        damaged = errors.DamagedCheckpointError
         with reworded(what, "use another checkpoint", damaged, MALFORMED):
             data = json.loads(text)
             if not is_whole(data["format"]):
@@ -437,7 +438,7 @@ class Manifest:
 
 
 def _check_parts(data: Mapping[str, Any]) -> None:
-    """Raises `TypeError` unless what a manifest says is of the kinds that a save writes."""
+    """Raises `TypeError` unless the fields of a manifest have the right types."""
     sizes = [size for leaf in data["leaves"].values() for size in leaf["shape"]]
     numbers = [data["serial"], *data["checksums"].values(), *sizes]
     for record in data["files"].values():
@@ -457,7 +458,7 @@ def _check_parts(data: Mapping[str, Any]) -> None:
 
 
 def check_meta(meta: Any) -> None:
-    """Raises `CheckpointError`, naming the key, unless JSON holds what a checkpoint is to carry."""
+    """Raises `CheckpointError`, with the key, unless `meta` can be written as JSON."""
     if not isinstance(meta, Mapping):
         raise CheckpointError(
             f"meta is of type {type(meta).__name__}; give a mapping that JSON holds"
@@ -473,7 +474,7 @@ def check_meta(meta: Any) -> None:
 
 
 def installed_versions() -> dict[str, str]:
-    """The versions of the packages that a checkpoint, or the data, depends on, if installed."""
+    """The versions of installed packages that a checkpoint or the data depends on."""
     versions = {}
     for name in (*_PACKAGES, *_READERS):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -482,7 +483,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def mesh_shape(arrays: Iterable[Array]) -> dict[str, int]:
-    """The mesh of the first array that is placed on one; empty where none is."""
+    """The mesh sizes of the first array on a mesh; empty if there is none."""
     for array in arrays:
         if isinstance(array.sharding, NamedSharding):
             return {str(axis): size for axis, size in array.sharding.mesh.shape.items()}
@@ -490,5 +491,5 @@ def mesh_shape(arrays: Iterable[Array]) -> dict[str, int]:
 
 
 def spec_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> LeafSpec:
-    """The dtype and global shape of an array or of its description."""
+    """The `LeafSpec` of an array or a `ShapeDtypeStruct`."""
     return LeafSpec(str(leaf.dtype), tuple(leaf.shape))

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: the checkpoints of a run, written in the background and deleted by rules."""
+"""`CheckpointManager`: writes a run's checkpoints in the background and deletes outdated ones."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from .seal import check_replaceable, foreign_in, is_checkpoint, put_back, read_m
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A finished checkpoint in a folder of them.
+    """A finished checkpoint in a folder.
 
     Args:
         step: how many steps its state had taken.
-        serial: how many were written before it; a run that went back has steps out of order.
+        serial: how many were written before it. After a run went back, steps are out of order.
         score: lower is better; None without one.
     """
 
@@ -102,12 +102,12 @@ _RETENTION = ArgumentKind(
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """The checkpoint from which a run goes on.
+    """The checkpoint from which a run continues.
 
     Args:
-        path: of the folder of one checkpoint.
+        path: of the checkpoint.
         state: its state.
-        manifest: what it says about itself.
+        manifest: its metadata.
     """
 
     path: Place
@@ -116,24 +116,24 @@ class Restored:
 
     @property
     def step(self) -> int | None:
-        """The step in the name of the checkpoint, if there is one."""
+        """The step in the checkpoint's name, or None."""
         return step_of(self.path.name)
 
 
 class CheckpointManager:
-    """The checkpoints of a run in one folder; every process of the run holds one.
+    """Manages the checkpoints of a run in one folder; every process makes a manager.
 
-    A save that fails does not end the run: it is reported, and the checkpoints that are there stay.
+    A failed save does not end the run: it is reported, and existing checkpoints stay.
 
     Args:
-        folder: made when needed; also at `gs://` or `s3://`.
+        folder: created when needed; may be at `gs://` or `s3://`.
         retention: which checkpoints stay.
-        type: who writes.
-        background: write while the run continues; a save then waits for the one before it.
-        tell: called with a sentence for the user whenever something fails.
+        type: how values are written.
+        background: write while the run continues; a save then waits for the previous one.
+        tell: called with a sentence for the user when something fails.
 
     Raises:
-        ConfigError: for an unknown type, or one that cannot be there.
+        ConfigError: for an unknown type, or one that the folder does not support.
 
     Example:
         >>> import jax.numpy as jnp, tempfile
@@ -172,7 +172,7 @@ class CheckpointManager:
         if error is None:
             self.wait()
         elif self._pending is not None:
-            # The other processes may be gone, so this one waits for its part alone.
+            # The other processes may be gone, so this one waits only for its own part.
             self._pending.join()
 
     @in_own_context
@@ -184,16 +184,16 @@ class CheckpointManager:
         meta: Mapping[str, Any] | None = None,
         score: float | None = None,
     ) -> None:
-        """Starts saving the state of a step, whose arrays may then be donated.
+        """Starts to save the state of a step; its arrays may be donated when this returns.
 
         Args:
             step: how many steps the state has taken.
             state: a pytree of arrays.
-            meta: what JSON holds.
-            score: what `Retention.best` goes by, lower being better.
+            meta: user data that JSON can represent.
+            score: for `Retention.best`, lower is better.
 
         Raises:
-            ConfigError: for a step that is negative or no integer; every other failure is reported.
+            ConfigError: if the step is negative or not an integer; other failures are reported.
         """
         path = self.folder / step_name(step)
         NUMBER.or_none().check("CheckpointManager.save", "score", score)
@@ -216,7 +216,7 @@ class CheckpointManager:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when nothing is being written any more."""
+        """Waits until nothing is being written."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -227,7 +227,7 @@ class CheckpointManager:
             self._fail(error)
 
     def entries(self) -> list[Entry]:
-        """The finished checkpoints whose manifest can be read, oldest first."""
+        """The finished checkpoints with a readable manifest, oldest first."""
         entries = []
         for path in self._paths():
             with contextlib.suppress(CheckpointError):
@@ -236,11 +236,11 @@ class CheckpointManager:
         return sorted(entries, key=lambda entry: entry.serial)
 
     def newest_step(self) -> int:
-        """The step of the newest finished checkpoint, or -1 without one."""
+        """The step of the newest finished checkpoint, or -1."""
         return max((entry.step for entry in self.entries()[-1:]), default=-1)
 
     def passed_over(self) -> list[str]:
-        """What is wrong with each checkpoint that would be newer than the newest finished one."""
+        """The problems of checkpoints that would be newer than the newest finished one."""
         damages = []
         for path in self._newest_first():
             try:
@@ -261,7 +261,7 @@ class CheckpointManager:
             The checkpoint and its state, or None in a folder without checkpoints.
 
         Raises:
-            CheckpointError: when there are checkpoints and all are damaged, or when one belongs to
+            CheckpointError: if there are checkpoints and all are damaged, or one belongs to
                 another model.
         """
         names = from_main([path.name for path in self._newest_first()] if is_main() else None)
@@ -287,14 +287,14 @@ class CheckpointManager:
             for leftover in self.folder.glob(f"step_*{UNFINISHED}"):
                 with contextlib.suppress(OSError):
                     put_back(self.folder / _name_without(leftover))
-                    # What is removed may be all that the disk has under another name.
+                    # Sync first: the leftover may be all that the disk has of this checkpoint.
                     sync_path(self.folder)
                     if foreign_in(leftover, may_be_partial=True) is None:
                         shutil.rmtree(leftover)
         return 1 + max((entry.serial for entry in self.entries()), default=-1)
 
     def _tidy_bucket(self, folder: Address) -> None:
-        """Removes what killed saves left in a bucket, also beside a finished checkpoint."""
+        """Removes leftovers of killed saves in a bucket, also inside finished checkpoints."""
         parts: dict[str, set[str]] = {}
         for name in folder.names():
             step, _, inside = name.partition("/")
@@ -327,7 +327,7 @@ class CheckpointManager:
 
     def _paths(self) -> list[Place]:
         if isinstance(self.folder, Address):
-            # Without a marker it is of a killed save, as a folder `.tmp` is on a disk.
+            # Without a marker it is a leftover of a killed save, like `.tmp` on a disk.
             marked = [n.removesuffix(f"/{MARKER}") for n in self.folder.names() if "/" in n]
             return [self.folder / name for name in marked if step_of(name) is not None]
         if kind_at(self.folder) != "a folder":
@@ -336,11 +336,11 @@ class CheckpointManager:
         with reworded(what, "allow this program to read it, or name another", CheckpointError):
             names = {_name_without(path) for path in self.folder.iterdir()}
         named = [self.folder / name for name in sorted(names) if step_of(name) is not None]
-        # One that was being replaced is found without having its name.
+        # A checkpoint that was being replaced may exist only under its temporary name.
         return [path for path in named if os.path.lexists(path) or is_checkpoint(path)]
 
     def _newest_first(self) -> list[Place]:
-        """Every checkpoint; one whose manifest cannot be read is listed at the step of its name."""
+        """All checkpoints; those without a readable manifest are placed by the step in the name."""
         entries = {entry.step: float(entry.serial) for entry in self.entries()}
 
         def age(path: Place) -> float:
@@ -348,10 +348,10 @@ class CheckpointManager:
             before = [serial for other, serial in entries.items() if other < step]
             return entries.get(step, max(before, default=-1.0) + 0.5)
 
-        # Two have one number where a manifest could not be read while the next was saved.
+        # Serials can be equal if a manifest could not be read while the next one was saved.
         return sorted(self._paths(), key=lambda x: (age(x), step_of(x.name) or 0), reverse=True)
 
 
 def _name_without(path: Path) -> str:
-    """The name of a checkpoint, of one that is half written, or of one that is being replaced."""
+    """The checkpoint's name in the name of a finished, unfinished or replaced folder."""
     return path.name.removesuffix(UNFINISHED).removesuffix(OLD)

@@ -1,4 +1,4 @@
-"""A state into a folder that is either complete or not there, and from it onto any mesh."""
+"""Saves a state atomically into a folder, and restores it onto any mesh."""
 
 from __future__ import annotations
 
@@ -73,30 +73,29 @@ def save_checkpoint(
     type: StateDictType | str = StateDictType.SHARDED,
     meta: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a state, and returns when it is safe on disk; every process calls this.
+    """Saves a state, and returns when it is safe on disk; every process calls this.
 
-    The folder appears under its name only when everything in it is complete, so that a save that
-    is killed leaves the checkpoint that was there before. What is written does not depend on the
-    mesh: it restores onto any other one, bit for bit. The leaves of a `TrainState` that are padded,
-    because devices do not divide a dim, are written without their padding.
+    The folder gets its name only when it is complete, so a killed save leaves the previous
+    checkpoint. The contents do not depend on the mesh and restore bit for bit onto any other.
+    Leaves of a `TrainState` that are padded, because the devices do not divide a dim, are written
+    without padding.
 
-    In a bucket, where nothing can be renamed, a checkpoint counts when its marker is there, which
-    is written last. One that is replaced can be read until then, and is removed after.
+    Buckets cannot rename; there a checkpoint is valid when its marker exists, which is written
+    last. A replaced checkpoint can be read until then, and is removed afterwards.
 
     Args:
         path: the folder of the checkpoint, also at `gs://` or `s3://`. An empty folder or an
-            earlier checkpoint, damaged or not, is replaced; anything else stays, and is an error.
+            earlier checkpoint, damaged or not, is replaced; anything else is an error.
         state: a pytree of arrays, random keys and numbers.
-        type: who writes: every process its shards (`"sharded"`), or process 0 everything
-            (`"full"`).
-        meta: what JSON holds, to be found in `read_manifest(path).meta`.
+        type: `"sharded"`: every process writes its shards; `"full"`: process 0 writes everything.
+        meta: user data that JSON can represent; returned by `read_manifest(path).meta`.
 
     Raises:
         ConfigError: for another type.
-        CheckpointError: when the state has no leaves, one that is no array, or two that cannot be
-            told apart; when JSON does not hold the meta; when something else than a checkpoint
-            is at the path, or the disk refuses. What was there stays.
-        UnsupportedError: when a full checkpoint has no name for a dtype.
+        CheckpointError: if the state has no leaves, a leaf that is not an array, or two leaves with
+            one path; if `meta` cannot be written as JSON; if the path has something other than a
+            checkpoint; or if the disk fails. What was at the path stays.
+        UnsupportedError: if a full checkpoint cannot store a dtype.
 
     Example:
         >>> import jax, jax.numpy as jnp, tempfile
@@ -115,17 +114,17 @@ def save_checkpoint(
 class PendingSave:
     """A checkpoint that is being written.
 
-    Making one copies the state to host memory and then writes in a thread; afterwards the
+    The constructor copies the state to host memory and starts a thread that writes; afterwards the
     arrays of the state may be donated.
 
     Args:
         folder: of the checkpoint.
         state: a pytree of arrays.
-        type: who writes.
-        meta: what JSON holds.
+        type: how values are written.
+        meta: user data that JSON can represent.
         score: lower is better; None without one.
-        serial: how many checkpoints came before it.
-        then: run by process 0 once the checkpoint has its name.
+        serial: how many checkpoints were written before it.
+        then: called by process 0 once the checkpoint has its name.
     """
 
     def __init__(
@@ -189,27 +188,27 @@ class PendingSave:
         threading.Thread(target=self._finish, args=(complete,), name="checkpoint").start()
 
     def wait(self) -> None:
-        """Returns when the checkpoint is complete, on every process at once.
+        """Waits until the checkpoint is complete; every process must call it.
 
         Raises:
-            CheckpointError: saying what prevented it from being written.
+            CheckpointError: with the reason why it could not be written.
         """
         self.join()
         on_main(self._written.result)
 
     def join(self) -> None:
-        """Returns when this process has done its part, failed or not."""
+        """Waits until this process has done its part, even if it failed."""
         concurrent.futures.wait([self._written])
 
     def _finish(self, complete: Callable[[], None]) -> None:
         try:
             self._run(complete)
             self._written.set_result(None)
-        except BaseException as error:  # whoever waits must hear of it, whatever it is
+        except BaseException as error:  # Any error must reach the waiting thread.
             self._written.set_exception(error)
 
     def _claim_name(self, meta: Any, size: int) -> str:
-        """Prepares a place for a save; returns a name for it, or the number of its slot."""
+        """Prepares the folder; returns a unique name of the save, or the slot in a bucket."""
         check_meta(meta)
         self._run(lambda: check_replaceable(self.folder))
 
@@ -220,7 +219,7 @@ class PendingSave:
             shutil.rmtree(staging, ignore_errors=True)
             make_folder(staging.parent)
             staging.mkdir()
-            # Refused before the first byte: the stores would fail in every thread that writes.
+            # Checked before writing, because the stores would fail in every writing thread.
             if (free := shutil.disk_usage(staging).free) < size:
                 raise OSError(f"the disk has {byte_size(free)} left for its {byte_size(size)}")
             return secrets.token_hex(8)
@@ -228,7 +227,7 @@ class PendingSave:
         return self._run(clear)
 
     def _run(self, action: Callable[[], _T]) -> _T:
-        """Does a part of saving; whatever the disk or the store raise becomes one kind of error."""
+        """Runs a part of a save; turns errors of the disk or the store into `CheckpointError`."""
         try:
             return action()
         except Exception as error:
@@ -237,7 +236,7 @@ class PendingSave:
             if is_main() and not isinstance(self.folder, Address):
                 shutil.rmtree(staging_of(self.folder), ignore_errors=True)
             full = os.strerror(errno.ENOSPC)
-            # TensorStore reports it in a line for each of its layers.
+            # TensorStore reports a full disk with a line for each of its layers.
             reason = [full] if full in str(error) else str(error).strip().splitlines()
             reason = reason or [repr(error)]
             raise CheckpointError(
@@ -257,7 +256,7 @@ class HasState(Protocol):
 
     @property
     def state_shardings(self) -> PyTree:
-        """Its folder."""
+        """The shardings of the state."""
         ...
 
 
@@ -265,31 +264,29 @@ class HasState(Protocol):
 def load_checkpoint(
     path: str | Place, target: PyTree | HasState, *, parts: str | Collection[str] | None = None
 ) -> PyTree:
-    """Restores a state, bit for bit, onto the mesh and the layout that the target names.
+    """Restores a state bit for bit onto the mesh and shardings of a target.
 
-    Neither the mesh, nor the strategy, nor the number of processes has to be the one that the
-    state was saved on. Nothing is cast, cut, or left out: the leaves of checkpoint and target have
-    to be the same, or with `parts` those of some parts of it. Every file is checked before it is
-    read, and every value after.
+    The mesh, strategy and number of processes may differ from those of the save. Nothing is cast,
+    cut or left out: checkpoint and target must have the same leaves, or with `parts` the same
+    leaves in these parts. Every file is checked before it is read, and every value afterwards.
 
     Args:
         path: the folder of the checkpoint, also at `gs://` or `s3://`.
         target: a tree like the state, of `ShapeDtypeStruct`s with shardings or of arrays, whose
-            values are not looked at; or a `TrainStep`, for the state that it trains. Of a state
-            with padded leaves give the `TrainState` or the step: a part of it alone, such as its
-            `params`, does not say which are padded.
-        parts: the fields of the state to restore, the others not being read. A name, such as
-            `"params"`: the target is that field alone, such as `target.params`. Several: it is a
-            dict of them.
+            values are ignored; or a `TrainStep`, for its state. If leaves are padded, give the
+            whole `TrainState` or the step: a part of it, such as `params`, does not know which
+            leaves are padded.
+        parts: the fields of the state to restore; others are not read. With one name, such as
+            `"params"`, the target is that field, such as `target.params`. With several, the
+            target is a dict of them.
 
     Returns:
         The state, with the structure of the target.
 
     Raises:
-        CheckpointError: when there is no checkpoint, or it belongs to another model or optimizer;
+        CheckpointError: if there is no checkpoint, or it belongs to another model or optimizer;
             the message names the leaf.
-        DamagedCheckpointError: when it is unfinished, or is no longer what was written; the
-            message names the file.
+        DamagedCheckpointError: if it is unfinished or corrupted; the message names the file.
 
     Example:
         >>> import jax.numpy as jnp, tempfile
@@ -336,10 +333,10 @@ def load_checkpoint(
 
 
 def even_shards(path: LeafPath, shape: Shape, leaf: Leaf) -> EvenShards:
-    """How a padded leaf of a state becomes one in the shape of the model.
+    """The resharding of a padded leaf to the model's shape.
 
     Raises:
-        CheckpointError: when it is not on a mesh, as the leaves of a step's states are.
+        CheckpointError: if it is not on a mesh.
     """
     place = leaf.sharding
     if not isinstance(place, NamedSharding):
@@ -379,7 +376,7 @@ def _read(
             return bucket.restore(folder, manifest, stored)
         there = folder
         if isinstance(there, Address):
-            # It was written on a disk and copied to the bucket; so it is copied back.
+            # It was written on a disk and then copied to the bucket, so it is copied back.
             there = snapshot(there, lambda name: name in manifest.files)
         else:
             there = found_at(there)
@@ -401,7 +398,7 @@ def _read(
 
 
 def check_type(folder: Place, type: StateDictType) -> None:
-    """Raises `ConfigError` where a checkpoint of a type cannot be written to a place."""
+    """Raises `ConfigError` if a checkpoint of this type cannot be written to this folder."""
     if isinstance(folder, Address) and type is StateDictType.FULL:
         raise ConfigError(
             f"checkpoint.type: got full, one file that process 0 writes, and {str(folder)!r} is in "

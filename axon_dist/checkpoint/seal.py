@@ -1,8 +1,8 @@
-"""The folder of a checkpoint on disk: sealed when complete, checked before it is read.
+"""Seals the folder of a checkpoint when it is complete, and verifies it before it is read.
 
-Orbax stores arrays without a checksum over their values, so a flipped byte in them would be
-restored silently. The checksum of a leaf is computed on the devices before it leaves them and again
-after it came back, and so covers the whole path; the checksum of a file names the one at fault.
+Orbax stores no checksums of array values, so a flipped byte would be restored silently. The
+checksum of a leaf is computed on the devices before a save and again after a restore, so it covers
+the whole path. Checksums of files identify the damaged file.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ _GOLDEN = 0x9E3779B1
 
 @jax.jit  # traced once for all leaves of a shape
 def leaf_checksum(x: Array) -> Array:
-    """Mixes every element with its position into 32 bits, wherever the array is.
+    """A 32-bit checksum of an array that does not depend on its sharding.
 
     With `u_i` the bits of element i in row-major order, all modulo 2^32,
 
         sum over i of (u_i xor 0x9E3779B1 i) (2 i + 1)
 
-    A sum does not depend on how the array is split; each factor is odd, so that a change in one
-    element always changes the sum. Positions come from `iota` along each dim and not from
-    flattening, which would gather a split array.
+    A sum does not depend on how the array is split. Each factor is odd, so a change in one element
+    always changes the sum. Positions come from `iota` along each dim, because flattening would
+    gather a sharded array.
 
     Args:
-        x: an array of any dtype but a random key.
+        x: an array of any dtype except random keys.
 
     Returns:
         Scalar uint32.
@@ -86,7 +86,7 @@ def leaf_checksum(x: Array) -> Array:
 
 
 def leaf_checksums(leaves: Mapping[LeafPath, Array]) -> dict[LeafPath, Array]:
-    """Starts computing the checksums of leaves, asynchronously.
+    """Starts to compute the checksums of leaves, asynchronously.
 
     Args:
         leaves: arrays, in device or host memory; those on the same devices share one program.
@@ -122,7 +122,7 @@ def _checksums_of_group(leaves: dict[LeafPath, Array]) -> dict[LeafPath, Array]:
 
 
 def _as_words(x: Array) -> Array:
-    """The bits of each element as uint32; wider elements get a dim of their words."""
+    """The bits of each element as uint32; wider elements get an extra dim of words."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.stack([_as_words(x.real), _as_words(x.imag)], axis=-1)
     if x.dtype == jnp.bool_:
@@ -140,13 +140,13 @@ def _row_major_index(shape: tuple[int, ...]) -> Array:
 
 
 def seal(folder: Path, manifest: Manifest) -> None:
-    """Completes the manifest with the files of a folder, and writes it and the marker.
+    """Adds the files of a folder to the manifest, and writes it and the marker.
 
-    When it returns the disk has all of them, so that an older checkpoint may be removed once this
-    one has its name: a power cut leaves one of the two.
+    Everything is synced to disk when it returns, so an older checkpoint may be removed once this
+    one has its name; after a power cut one of the two exists.
 
     Args:
-        folder: holds every value already.
+        folder: with all values.
         manifest: without files.
     """
     files = {
@@ -164,15 +164,15 @@ def seal(folder: Path, manifest: Manifest) -> None:
 
 
 def publish(folder: Path) -> None:
-    """Gives a sealed checkpoint its name, in place of one that had it.
+    """Gives a sealed checkpoint its name, and replaces an older one of that name.
 
-    The older one is renamed and stays until the disk has the new one under its name. Between the
-    two renames nothing has the name, and `found_at` says where the older one is.
+    The older one is renamed and stays until the new name is synced to disk. Between the two renames
+    nothing has the name, and `found_at` returns where the older one is.
     """
     replaced = replaced_of(folder)
     if os.path.lexists(folder):
         if os.path.lexists(replaced):
-            # Of a save that was killed after its checkpoint had the name, perhaps not on the disk.
+            # Left by a save that was killed after its rename, which may not be synced yet.
             sync_path(folder.parent)
             _discard(replaced)
         os.rename(folder, replaced)
@@ -189,14 +189,13 @@ def publish(folder: Path) -> None:
 
 
 def found_at(folder: Path) -> Path:
-    """Where the checkpoint of a name is.
+    """The actual folder of a checkpoint.
 
     Args:
         folder: its name.
 
     Returns:
-        The folder; or that of the checkpoint before, where the save that was to replace it was
-        killed between its two renames.
+        The folder; or the renamed older checkpoint, if a save was killed between its two renames.
     """
     replaced = replaced_of(folder)
     is_between = not os.path.lexists(folder) and is_sealed(replaced)
@@ -204,27 +203,27 @@ def found_at(folder: Path) -> Path:
 
 
 def put_back(folder: Path) -> None:
-    """Renames a checkpoint that `found_at` finds under another name; for the only writer there."""
+    """Undoes the first rename of a killed save, see `found_at`; only for the single writer."""
     there = found_at(folder)
     if there != folder:
         os.rename(there, folder)
 
 
 def remove(folder: Place) -> None:
-    """Removes a checkpoint; it loses its name first, so that no half of it is ever read."""
+    """Removes a checkpoint; it loses its name first, so no half of it is ever read."""
     if isinstance(folder, Address):
         bucket.clear(folder)
         return
-    # Else this one, which may be half removed, would be found in the place of the other.
+    # Otherwise `found_at` would find this older one after the removal.
     _discard(replaced_of(folder))
-    doomed = staging_of(folder)
-    os.rename(folder, doomed)
+    unnamed = staging_of(folder)
+    os.rename(folder, unnamed)
     sync_path(folder.parent)
-    _discard(doomed)
+    _discard(unnamed)
 
 
 def _discard(folder: Path) -> None:
-    """Removes what is left of a checkpoint; its marker first, so that no half of it is found."""
+    """Removes what is left of a checkpoint; the marker first, so no half of it is found."""
     with contextlib.suppress(FileNotFoundError):
         (folder / MARKER).unlink()
     with contextlib.suppress(FileNotFoundError):
@@ -232,7 +231,7 @@ def _discard(folder: Path) -> None:
 
 
 def write_durably(path: Path, contents: bytes) -> None:
-    """Writes a new file, and returns when the disk has it."""
+    """Writes a new file and syncs it to disk."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with open(open_regular(path, flags), "wb") as file:
         file.write(contents)
@@ -249,22 +248,22 @@ def is_checkpoint(folder: str | Place) -> bool:
 
 
 def is_sealed(folder: Path) -> bool:
-    """Whether a folder of this very name has a marker; see `found_at`."""
+    """Whether exactly this folder has a marker; compare `found_at`."""
     return os.path.isfile(folder / MARKER)
 
 
 def read_manifest(folder: str | Place) -> Manifest:
-    """Reads what a checkpoint says about itself, without its values.
+    """Reads the metadata of a checkpoint, without its values.
 
     Args:
-        folder: of one checkpoint, all of whose files are written.
+        folder: of a finished checkpoint.
 
     Returns:
-        The manifest; `meta` in it is what the checkpoint was saved with.
+        The manifest; its `meta` is the user data of the save.
 
     Raises:
-        CheckpointError: when there is none, or a newer version wrote it.
-        DamagedCheckpointError: when it is unfinished, or the manifest was changed.
+        CheckpointError: if there is none, or a newer version wrote it.
+        DamagedCheckpointError: if it is unfinished, or the manifest was changed.
     """
     folder = as_place(folder, "the checkpoint", CheckpointError)
     text, marker = _objects_of(folder) if isinstance(folder, Address) else _files_of(folder)
@@ -298,7 +297,7 @@ def _files_of(folder: Path) -> tuple[bytes, bytes]:
     try:
         marker = read_bytes(folder / MARKER, MARKER, CheckpointError, links=False)
         for name, _ in SLOTS[1:]:
-            # A copy of a checkpoint in a bucket that had replaced another.
+            # A downloaded copy of a checkpoint that had replaced another in a bucket.
             if os.path.lexists(folder / name):
                 text = read_bytes(folder / name, name, CheckpointError, _MOST_BYTES, links=False)
                 if marker_of(text) == marker:
@@ -311,7 +310,8 @@ def _files_of(folder: Path) -> tuple[bytes, bytes]:
 
 def _objects_of(folder: Address) -> tuple[bytes, bytes]:
     """The manifest and the marker of a checkpoint in a bucket."""
-    marker, text = None, None
+    marker = None
+    text = None
     for _ in range(_MOST_REPLACED):
         marker = (folder / MARKER).read()
         if marker is None:
@@ -319,7 +319,7 @@ def _objects_of(folder: Address) -> tuple[bytes, bytes]:
         if (found := bucket.slot_of(folder, marker)) is not None:
             return found[1], marker
         if (folder / MARKER).read() == marker:
-            # It fits to no manifest, which `read_manifest` says.
+            # It matches no manifest; `read_manifest` reports that.
             texts = [(folder / name).read() for name, _ in SLOTS]
             text = next((one for one in texts if one is not None), None)
             break
@@ -336,18 +336,20 @@ def _objects_of(folder: Address) -> tuple[bytes, bytes]:
 def check_files(folder: Place, manifest: Manifest) -> None:
     """Reads every file of a checkpoint, and compares sizes and checksums.
 
-    In a bucket it asks which objects there are, and reads none: the processes read what they need,
-    and the checksums of the leaves say whether that is what was saved.
+    In a bucket it only lists the objects: each process reads what it needs, and the checksums of
+    the leaves verify that.
 
     Raises:
-        DamagedCheckpointError: naming the first file that is missing, or no longer what it was.
+        DamagedCheckpointError: about the first missing or corrupted file.
     """
     if isinstance(folder, Address):
         lost = sorted(manifest.files.keys() - set(folder.names()))
         problems = ((name, "is missing") for name in lost)
     else:
-        records, there = manifest.files.items(), found_at(folder)
-        problems = ((name, _problem_of(there / name, record)) for name, record in records)
+        actual = found_at(folder)
+        problems = (
+            (name, _problem_of(actual / name, record)) for name, record in manifest.files.items()
+        )
     for name, problem in problems:
         if problem is not None:
             raise DamagedCheckpointError(
@@ -356,10 +358,10 @@ def check_files(folder: Place, manifest: Manifest) -> None:
 
 
 def stray_in(folder: Place, manifest: Manifest) -> str | None:
-    """A file of a checkpoint that was not there when it was sealed, if there is one."""
+    """A file in a checkpoint that was added after it was sealed, or None."""
     known = {*manifest.files, MANIFEST, MARKER}
     if isinstance(folder, Address):
-        # What a save that was killed left in the other slot is no part of the checkpoint.
+        # Leftovers of a killed save in the other slot are not part of the checkpoint.
         slots = {name for slot in SLOTS for name in slot}
         others = (name for name in folder.names() if name.split("/")[0] not in slots)
         return next((name for name in others if name not in known), None)
@@ -372,7 +374,7 @@ _MOST_REPLACED = 3
 """How often a checkpoint may be replaced while its manifest is being read."""
 
 _MOST_BYTES = 2**30
-"""Bytes of a manifest, which has some hundreds for every leaf."""
+"""The most bytes of a manifest, which has a few hundred per leaf."""
 
 
 def _problem_of(path: Path, record: FileRecord) -> str | None:
@@ -393,15 +395,15 @@ def _problem_of(path: Path, record: FileRecord) -> str | None:
 
 
 def check_replaceable(folder: Place) -> None:
-    """Raises unless a save into a folder loses nothing but an earlier checkpoint.
+    """Raises if a save into a folder would delete anything but an earlier checkpoint.
 
-    A save takes three names: that of the checkpoint, and two that exist while it lasts.
+    A save uses three names: the checkpoint's name, and two temporary ones.
 
     Args:
-        folder: of the checkpoint, which need not exist.
+        folder: of the checkpoint; it need not exist.
 
     Raises:
-        CheckpointError: saying what is there.
+        CheckpointError: with what is there.
     """
     if not folder.name or folder.name == ".." or folder.name.endswith(UNFINISHED):
         raise CheckpointError(
@@ -426,18 +428,18 @@ def check_replaceable(folder: Place) -> None:
 
 
 def foreign_in(path: Place, *, may_be_partial: bool) -> str | None:
-    """Describes what is at a path if it is anything but an empty folder or a checkpoint.
+    """Describes what is at a path, unless it is an empty folder or a checkpoint.
 
-    A checkpoint holds the entries that `layout.py` names and no others, whatever state they are
-    in, and one of them says so: the marker, whose name is enough, or the manifest by its contents.
+    A checkpoint, even a damaged one, has only the entries that `layout.py` names. It is recognized
+    by the existence of the marker, or by the contents of the manifest.
 
     Args:
         path: of a file, a folder, or nothing.
-        may_be_partial: whether the name alone says that this is a checkpoint half written or half
-            removed; it then needs neither marker nor manifest.
+        may_be_partial: whether the name already says that this is an unfinished checkpoint; it then
+            needs neither marker nor manifest.
 
     Returns:
-        What is there; None where it may be removed.
+        What is there; None if it may be removed.
     """
     if isinstance(path, Address):
         names = sorted({name.split("/")[0] for name in path.names()})
@@ -462,7 +464,7 @@ def foreign_in(path: Place, *, may_be_partial: bool) -> str | None:
 
 
 def _is_manifest(path: Path) -> bool:
-    """Whether a file is a manifest of this library, rather than of anything else of that name."""
+    """Whether a file is a manifest of this library, not another file of that name."""
     try:
         text = read_bytes(path, MANIFEST, CheckpointError, _MOST_BYTES, links=False)
     except CheckpointError:

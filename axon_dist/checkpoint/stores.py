@@ -1,11 +1,11 @@
-"""How values are stored in files: by Orbax, or as safetensors; a new way is a row of `STORES`.
+"""Stores values in files by Orbax or as safetensors; a new store is a row of `STORES`.
 
     8 bytes      N, the length of the header, little-endian
     N bytes      {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
     the rest     the values, row-major, without gaps
 
-The writer here takes one array after the other; the library's wants all of them at once. Source:
-https://github.com/huggingface/safetensors#format
+The safetensors writer here takes one array at a time, while the official library needs all of them
+at once. Source: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .layout import ARRAYS, StateDictType, as_array, is_main, named_leaves, on_m
 _METADATA = "__metadata__"
 _ALIGNMENT = 8
 _MOST_HEADER = 100_000_000
-"""Bytes of a header, as the format has it."""
+"""The most bytes of a header, by the format."""
 _DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
     "U8": np.uint8,
@@ -69,15 +69,15 @@ _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 
 def plan_order(leaves: Mapping[str, Any]) -> list[str]:
-    """The order in which `write_tensors` takes the arrays: wide elements first.
+    """The order of arrays for `write_tensors`: wide elements first.
 
     Each array then starts at a multiple of its element size.
 
     Args:
-        leaves: by name, anything with a dtype.
+        leaves: anything with a dtype, by name.
 
     Raises:
-        UnsupportedError: for a dtype that the format has no name for.
+        UnsupportedError: for a dtype that safetensors does not support.
     """
     for name, leaf in leaves.items():
         if np.dtype(leaf.dtype) not in _NAMES:
@@ -96,14 +96,14 @@ def write_tensors(
     *,
     durable: bool = True,
 ) -> None:
-    """Writes arrays one after the other.
+    """Writes a safetensors file atomically, one array at a time.
 
     Args:
-        path: where the safetensors file goes; it appears under its name when it is complete.
+        path: of the file.
         specs: dtype and shape by name, in the order of `plan_order`.
-        arrays: the values, in the same order; made when they are written, if this is a generator.
-        metadata: texts to put into the header.
-        durable: whether the disk has the file when this returns.
+        arrays: the values, in the same order; a generator computes each when it is written.
+        metadata: strings for the header.
+        durable: whether to sync the file to disk.
     """
     header: JsonDict = {_METADATA: dict(metadata)} if metadata else {}
     offset = 0
@@ -125,13 +125,13 @@ def write_tensors(
 
 
 def open_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Maps the arrays of a file into memory; only what is touched is read.
+    """Memory-maps the arrays of a safetensors file; only accessed pages are read.
 
     Returns:
         Read-only arrays by name.
 
     Raises:
-        CheckpointError: when it is no safetensors file.
+        CheckpointError: if it is not a safetensors file.
 
     Example:
         >>> import tempfile
@@ -151,7 +151,7 @@ class TensorEntry:
         path: the file.
         dtype: of its elements.
         shape: of the array.
-        start: the byte of the file at which its values begin.
+        start: the offset of its values in the file, in bytes.
     """
 
     path: Path
@@ -161,11 +161,11 @@ class TensorEntry:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Its size in bytes."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     def open(self) -> np.ndarray:
-        """Maps it into memory, read-only; its pages are released with the last view."""
+        """Memory-maps it, read-only; its pages are released with the last view."""
         if not self.size:
             return np.zeros(self.shape, self.dtype)
         raw = np.memmap(self.path, np.uint8, "r", self.start, self.size)
@@ -173,20 +173,20 @@ class TensorEntry:
 
 
 def list_tensors(path: Path) -> dict[str, TensorEntry]:
-    """Reads the header of a file alone.
+    """Reads only the header of a safetensors file.
 
     Returns:
         The place of each array, by name.
 
     Raises:
-        CheckpointError: when it is no safetensors file, or was cut off.
+        CheckpointError: if it is not a safetensors file, or was truncated.
     """
     kinds = (OSError, struct.error, *MALFORMED)
     what = f"cannot read {str(path)!r} as safetensors"
     with reworded(what, "name another file", CheckpointError, kinds):
         if (kind := kind_at(path)) not in (None, "a file"):
             raise ValueError(f"it is {kind} and no file")
-        # Something else may have the name by now, and must not block the open either.
+        # The file may have been replaced since, for example by a pipe, which must not block.
         with open(open_regular(path, links=True), "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             size = os.fstat(file.fileno()).st_size
@@ -211,7 +211,7 @@ def _entry(
     if dtype not in _DTYPES:
         raise ValueError(f"its dtype {dtype!r:.80} is none of {', '.join(_DTYPES)}")
     entry = TensorEntry(path, np.dtype(_DTYPES[dtype]), tuple(shape), first + begin)
-    # Raises for a shape that no array has, of whatever size.
+    # Raises for a shape that no numpy array can have.
     np.broadcast_to(np.zeros((), entry.dtype), [max(n, 0) for n in shape])
     if min([begin, *shape], default=0) < 0 or end - begin != entry.size:
         raise ValueError(f"{dtype} of shape {shape} cannot lie at bytes {begin} to {end}")
@@ -219,7 +219,7 @@ def _entry(
 
 
 def _with_names_once(pairs: list[tuple[str, Any]]) -> JsonDict:
-    """A section of JSON; of two entries of a name it would have the last, so this refuses them."""
+    """A JSON object; refuses repeated names, of which `json` would keep the last."""
     section = dict(pairs)
     if len(section) < len(pairs):
         [(twice, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
@@ -228,7 +228,7 @@ def _with_names_once(pairs: list[tuple[str, Any]]) -> JsonDict:
 
 
 def _check_filled(entries: Mapping[str, TensorEntry], start: int, size: int) -> None:
-    """Raises unless the arrays are consecutive and fill the file, as the format demands."""
+    """Raises unless the arrays are consecutive and fill the file, as the format requires."""
     end = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)):
         if entry.start != end:
@@ -241,18 +241,19 @@ def _check_filled(entries: Mapping[str, TensorEntry], start: int, size: int) -> 
 
 
 Leaves = Mapping[LeafPath, Array]
-"""Arrays by path; no random keys among them."""
+"""Arrays by path, without random keys."""
 
 Targets = Mapping[LeafPath, jax.ShapeDtypeStruct]
-"""What to restore, each with its sharding."""
+"""The leaves to restore, with shardings."""
 _LEAST_SLICE = 2**20
-"""Bytes from which each replica writes a slice; below, compiling the slices takes longer."""
+"""Replicas each write a slice of arrays of at least this many bytes; for smaller ones, compiling
+the slices would take longer."""
 
 
 class OrbaxStore:
     """Every process writes the shards it owns, and reads those it needs.
 
-    Orbax refuses arrays without elements; there is nothing in them to store.
+    Empty arrays are not stored, because Orbax refuses them.
     """
 
     def begin(self, folder: Path, leaves: Leaves, save: str) -> Callable[[], None]:
@@ -260,7 +261,7 @@ class OrbaxStore:
         stored = {path: leaf for path, leaf in leaves.items() if leaf.size}
         stop_leaks_of_saves()
         end_failed_saves()
-        # Orbax logs what it also raises, with pages of its code for every thread.
+        # Orbax also logs the errors that it raises, with a long traceback for every thread.
         logging.getLogger("absl").addFilter(_is_news)
         barriers = _Barriers(save)
         options = ocp.AsyncOptions(barrier_sync_fn=barriers)
@@ -283,7 +284,7 @@ class OrbaxStore:
         return write
 
     def restore(self, folder: Path, targets: Targets) -> dict[LeafPath, Array]:
-        """Reads the slices that the shards of this process need."""
+        """Reads the slices for the shards of this process."""
         stop_leaks_of_saves()
         stored = {path: target for path, target in targets.items() if target.size}
         restored = self._read((folder / ARRAYS).absolute(), stored) if stored else {}
@@ -293,7 +294,7 @@ class OrbaxStore:
         }
 
     def _read(self, folder: Path, stored: Targets) -> dict[LeafPath, Array]:
-        # What StandardCheckpointer does, which insists on all leaves of the folder.
+        # Like StandardCheckpointer, but that one requires all leaves of the folder.
         what = ocp.args.PyTreeRestore(
             item=stored,
             restore_args=ocp.checkpoint_utils.construct_restore_args(stored),
@@ -304,35 +305,38 @@ class OrbaxStore:
 
 
 class _Barriers:
-    """The barriers of the processes of a save; none waits for a process that has failed.
+    """The barriers of a save, at which no process waits for one that has failed.
 
-    At barriers of Orbax the others wait 20 minutes for a process whose disk is full.
+    At Orbax's own barriers the others would wait 20 minutes for a process whose disk is full.
 
     Args:
-        save: its name, another one for every save.
+        save: a unique name of the save.
     """
 
     def __init__(self, save: str):
-        self._prefix, self._passed, self._is_open = f"axon/save/{save}/", 0, True
+        self._prefix = f"axon/save/{save}/"
+        self._passed = 0
+        self._is_open = True
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Returns when all processes have come; raises the error of one that failed."""
+        """Returns when all processes have arrived; raises the error of one that failed."""
         self._is_open = False
         store = SharedStore()
         store.wait(f"{self._prefix}{self._passed}", timeout_ms / 1000)
         if failed := store.items(f"{self._prefix}failed/"):
             process, reason = min(failed.items())
             raise OSError(f"process {process} could not write: {reason}")
-        self._passed, self._is_open = self._passed + 1, True
+        self._passed += 1
+        self._is_open = True
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Sends the error of this process to the others, at their next barrier."""
+        """Raises errors of the body also on the other processes, at their next barrier."""
         try:
             yield
         except Exception as error:
             if self._is_open:
-                # A single process has no store and no other to signal.
+                # A single process has no store and nobody to signal.
                 with contextlib.suppress(Exception):
                     SharedStore().set(f"{self._prefix}failed/{process_id()}", str(error))
                     self(key="", timeout_ms=_PATIENCE_MS)
@@ -340,7 +344,7 @@ class _Barriers:
 
 
 _PATIENCE_MS = 1_200_000
-"""For which Orbax waits, too."""
+"""The timeout of a barrier, as in Orbax."""
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -357,13 +361,13 @@ _FILE = "state.safetensors"
 
 
 class FullStore:
-    """Process 0 holds all values in host memory, and writes them; every process may read them."""
+    """Process 0 gathers all values in host memory and writes them; every process can read them."""
 
     def begin(self, folder: Path, leaves: Leaves, save: str) -> Callable[[], None]:
         """Gathers leaf by leaf; only process 0 keeps the values.
 
         Raises:
-            UnsupportedError: for a dtype that the file format has no name for.
+            UnsupportedError: for a dtype that safetensors does not support.
         """
         specs = {path: leaves[path] for path in plan_order(leaves)}
         values = list(gather(specs.values()))
@@ -371,13 +375,13 @@ class FullStore:
         def write() -> None:
             if is_main():
                 (folder / ARRAYS).mkdir()
-                # Sealing waits for the disk.
+                # Not durable here: sealing syncs all files.
                 write_tensors(folder / ARRAYS / _FILE, specs, values, durable=False)
 
         return write
 
     def restore(self, folder: Path, targets: Targets) -> dict[LeafPath, Array]:
-        """Reads the slices that the shards of this process need."""
+        """Reads the slices for the shards of this process."""
         stored = open_tensors(folder / ARRAYS / _FILE)
 
         def place(path: LeafPath, target: jax.ShapeDtypeStruct) -> Array:
@@ -394,12 +398,12 @@ class FullStore:
 def gather(leaves: Iterable[Array]) -> Iterator[np.ndarray]:
     """Yields the global values of each array on process 0, and nothing on the others.
 
-    Every process has to go through it, for an array that is split over processes is gathered by
-    all of them.
+    Every process must exhaust it, because arrays that are split over processes are gathered by all
+    of them.
     """
     for leaf in leaves:
         is_here = leaf.is_fully_addressable or leaf.is_fully_replicated
-        # A copy: on a CPU the array of numpy would share memory with one that is donated.
+        # Copies: on CPU the numpy array would share memory with an array that may be donated.
         values = np.array(leaf if is_here else multihost_utils.process_allgather(leaf, tiled=True))
         if is_main():
             yield values
@@ -408,26 +412,26 @@ def gather(leaves: Iterable[Array]) -> Iterator[np.ndarray]:
 STORES: MappingProxyType[StateDictType, OrbaxStore | FullStore] = MappingProxyType(
     {StateDictType.FULL: FullStore(), StateDictType.SHARDED: OrbaxStore()}
 )
-"""Which store writes and reads each type of checkpoint."""
+"""The store of each type of checkpoint."""
 
 
 @in_own_context
 def export_safetensors(
     path: str | Path, state: PyTree, *, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes the whole values of a state into one safetensors file; every process calls this.
+    """Writes a state to one safetensors file, atomically; every process calls this.
 
-    Process 0 writes, one leaf in its memory at a time. Names are the paths of the leaves, such as
-    `params/head/kernel`; random keys are their words.
+    Process 0 writes, with one leaf in its memory at a time. Names are the paths of the leaves, such
+    as `params/head/kernel`; random keys are stored as their key data.
 
     Args:
-        path: the file; it appears under its name when it is complete.
+        path: of the file.
         state: a pytree of arrays, such as `state` or `state.params`.
-        metadata: texts for the header of the file.
+        metadata: strings for the header of the file.
 
     Raises:
-        CheckpointError: when two leaves have the same path.
-        UnsupportedError: for a dtype that the format has no name for.
+        CheckpointError: if two leaves have the same path.
+        UnsupportedError: for a dtype that safetensors does not support.
 
     Example:
         >>> import jax.numpy as jnp, tempfile
@@ -450,16 +454,16 @@ def write_gathered(
     values: Iterator[np.ndarray],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes arrays that process 0 alone gets; every process calls this.
+    """Writes the arrays of `gather` to a safetensors file; every process calls this.
 
     Args:
-        path: of the file, which appears under its name when it is complete.
-        specs: as `write_tensors` takes them.
-        values: what `gather` yields of them; every process goes through all.
-        metadata: texts for the header.
+        path: of the file, which is written atomically.
+        specs: as for `write_tensors`.
+        values: the result of `gather`; every process exhausts it.
+        metadata: strings for the header.
 
     Raises:
-        CheckpointError: on every process when it cannot be written.
+        CheckpointError: on every process, if the file cannot be written.
     """
     error: OSError | None = None
     if is_main():

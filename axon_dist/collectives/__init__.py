@@ -1,8 +1,9 @@
-"""Values that ranks reduce and exchange, and the buckets in which gradients are averaged.
+"""Collectives, and buckets for averaging gradients.
 
-Every collective means the same in both places where it can be called: inside `shard_map` it acts
-on this rank's value, outside on rank-stacked arrays, row r being the value of rank r. Imports
-`mesh` and `core`. Start reading in `reduce.py`, then `place.py`; buckets are in `buckets.py`.
+Every collective can be called in two places with the same meaning: inside `shard_map` it acts on
+this rank's value; outside it acts on rank-stacked arrays, in which row r is the value of rank r.
+Imports `mesh` and `core`. Start reading in `reduce.py`, then `place.py`; buckets are in
+`buckets.py`.
 """
 
 from .buckets import DEFAULT_CAPACITY as DEFAULT_CAPACITY

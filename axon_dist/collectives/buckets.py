@@ -1,4 +1,4 @@
-"""Reducing gradients bucket by bucket, so that the plan is what the compiled program does."""
+"""Reduces gradients in buckets, such that the compiled program follows the plan exactly."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ DEFAULT_CAPACITY = 25_000_000
 
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
-    """Gradients by index, grouped into the buckets that are reduced one after another.
+    """Gradients grouped into buckets, which are reduced one after another.
 
     Args:
         buckets: indices of the leaves in each bucket, in the order of reduction.
         shapes: the shape of every leaf, in the order of the tree.
         dtypes: the dtype of every leaf.
-        capacity: how many elements a bucket of several leaves may hold.
+        capacity: the most elements in a bucket of several leaves.
 
     Raises:
-        ConfigError: unless every leaf is in exactly one bucket, the dtypes within a bucket agree,
-            and no bucket of several leaves exceeds the capacity.
+        ConfigError: unless every leaf is in exactly one bucket, each bucket has one dtype, and no
+            bucket of several leaves exceeds the capacity.
     """
 
     buckets: tuple[tuple[int, ...], ...]
@@ -44,7 +44,7 @@ class BucketPlan:
         self.validate()
 
     def validate(self) -> None:
-        """Raises `ConfigError` unless the plan reduces every leaf once, within the capacity."""
+        """Raises `ConfigError` unless the plan has every leaf once and respects the capacity."""
         check_capacity(self.capacity)
         placed = sorted(index for bucket in self.buckets for index in bucket)
         if placed != list(range(len(self.shapes))) or len(self.dtypes) != len(self.shapes):
@@ -84,20 +84,20 @@ class BucketPlan:
 
 
 def plan_buckets(tree_or_shapes: PyTree, capacity: int = DEFAULT_CAPACITY) -> BucketPlan:
-    """Packs gradients into buckets greedily, the last gradient first.
+    """Packs gradients greedily into buckets, in reverse order.
 
-    Backpropagation finishes the gradients of the last layers first, so in reverse order the first
-    bucket is full while the others are still being computed. A gradient that does not fit opens a
-    new bucket; one larger than the capacity gets a separate bucket. Gradients of different
-    dtypes never share one. Buckets are ordered by when their last gradient is ready.
+    The backward pass finishes the gradients of the last layers first, so in reverse order the
+    first bucket is full while the others are still being computed. A gradient that does not fit
+    opens a new bucket; one larger than the capacity gets its own bucket. Gradients of different
+    dtypes never share a bucket. Buckets are ordered by when their last gradient is ready.
 
     Args:
         tree_or_shapes: a pytree of arrays, of `jax.ShapeDtypeStruct`, or of shapes (tuples of
             ints, taken as float32).
-        capacity: how many elements a bucket may hold.
+        capacity: the most elements in a bucket.
 
     Returns:
-        The plan, over the leaves in the order of `jax.tree.leaves`.
+        The plan; leaves are numbered in the order of `jax.tree.leaves`.
 
     Raises:
         ConfigError: for a capacity below 1.
@@ -122,7 +122,7 @@ def plan_buckets(tree_or_shapes: PyTree, capacity: int = DEFAULT_CAPACITY) -> Bu
 
 
 def as_structs(tree_or_shapes: PyTree) -> PyTree:
-    """Replaces arrays, or float32 shapes where there are no arrays, by `jax.ShapeDtypeStruct`."""
+    """Converts arrays, or plain shapes (as float32), to `jax.ShapeDtypeStruct`."""
     leaves = jax.tree.leaves(tree_or_shapes, is_leaf=_is_shape)
     if wrong := [leaf for leaf in leaves if not (_is_shape(leaf) or hasattr(leaf, "dtype"))]:
         raise ConfigError(
@@ -166,35 +166,35 @@ def _pack(
 
 
 SMALL = 2**16
-"""Elements below which copying a gradient is cheaper than one more operand of a reduction.
+"""Below this many elements, copying a gradient is cheaper than one more operand of a reduction.
 
-An operand costs eight emulated devices about 0.1 ms; from 256 kB on the two copies cost more.
+An operand costs about 0.1 ms on eight emulated devices; from 256 kB on the two copies cost more.
 """
 
 
 def pack(leaves: Sequence[Array]) -> list[Array]:
-    """Joins the small arrays of a bucket into one flat array, behind the large ones as they are.
+    """Concatenates the small arrays of a bucket into one flat array.
 
-    Nothing is joined where mesh axes are left to the compiler, which would have to gather what it
-    has sharded along them.
+    Nothing is concatenated while any mesh axis is automatic: the compiler would have to gather
+    arrays that it has sharded along that axis.
 
     Args:
         leaves: arrays of one dtype.
 
     Returns:
-        The operands of one reduction.
+        The operands of one reduction: the large arrays, then the flat one.
 
     Example:
         >>> [x.shape for x in pack([jnp.ones(3), jnp.ones((500, 500)), jnp.ones((2, 2))])]
         [(500, 500), (7,)]
     """
     large, small = _split(leaves)
-    joined = [jnp.concatenate([leaves[index].ravel() for index in small])] if small else []
-    return [leaves[index] for index in large] + joined
+    flat = [jnp.concatenate([leaves[index].ravel() for index in small])] if small else []
+    return [leaves[index] for index in large] + flat
 
 
 def unpack(operands: Sequence[Array], leaves: Sequence[Array]) -> list[Array]:
-    """Undoes `pack`: cuts operands like `pack(leaves)` into arrays shaped like the leaves."""
+    """The inverse of `pack`: splits operands shaped like `pack(leaves)` into the leaves' shapes."""
     large, small = _split(leaves)
     parts = dict(zip(large, operands, strict=False))
     ends = np.cumsum([leaves[index].size for index in small])
@@ -205,7 +205,7 @@ def unpack(operands: Sequence[Array], leaves: Sequence[Array]) -> list[Array]:
 
 
 def _split(leaves: Sequence[Array]) -> tuple[list[int], list[int]]:
-    """The indices of the arrays that stay alone, and of those that are joined, at least two."""
+    """The indices of the arrays that stay separate, and of those to concatenate."""
     everything = range(len(leaves))
     small = [index for index in everything if leaves[index].size < SMALL]
     mesh = jax.sharding.get_abstract_mesh()
@@ -218,12 +218,12 @@ class GradSyncStrategy(NamedChoice):
     """When the buckets of gradients are reduced."""
 
     SYNCHRONOUS = "synchronous"
-    """After all gradients are there: one bucket after another."""
+    """After the whole backward pass, one bucket after another."""
     OVERLAPPED = "overlapped"
-    """As soon as its gradients are there and the bucket before it is done, beside what the
-    backward pass still computes."""
+    """As soon as its gradients are ready and the bucket before it is reduced, overlapped with the
+    rest of the backward pass."""
     NO_SYNC = "no_sync"
-    """Not at all: every rank keeps its gradients, to be accumulated and reduced later."""
+    """Not at all: every rank keeps its gradients, to accumulate and reduce them later."""
 
 
 def reduce_buckets(
@@ -234,10 +234,11 @@ def reduce_buckets(
 ) -> PyTree:
     """Reduces gradients inside `shard_map`, one collective per bucket of the plan.
 
-    It equals `reduce(leaves)` on all leaves at once. The gradients of a bucket are handed to
-    `reduce` as they are, except that the small ones are joined into one, and XLA combines their
-    reductions into one; copying all into one flat array would take more memory and, for large
-    gradients, more time. Buckets are made to wait for each other, or XLA would combine them, too.
+    The result equals `reduce(leaves)` on all leaves at once. `reduce` gets the large gradients of a
+    bucket as they are and the small ones concatenated, and XLA combines their reductions into one
+    collective. Copying all gradients into one flat array would take more memory and, for large
+    ones, more time. Each bucket waits for the one before it; otherwise XLA would combine the
+    buckets too.
 
     On GPUs XLA splits a combined reduction above
     `xla_gpu_all_reduce_combine_threshold_bytes` (30 MB unless set), so raise that flag together
@@ -245,16 +246,16 @@ def reduce_buckets(
 
     Args:
         tree: gradients of this rank.
-        plan: what `plan_buckets` made of the same tree.
+        plan: of `plan_buckets` for the same tree.
         reduce: maps a list of arrays to the list of their reductions over ranks, elementwise and
-            one collective each, such as `lambda gradients: jax.lax.pmean(gradients, "dp")`.
-        strategy: SYNCHRONOUS starts when all gradients are there; NO_SYNC returns the tree.
+            with one collective each, such as `lambda gradients: jax.lax.pmean(gradients, "dp")`.
+        strategy: SYNCHRONOUS starts when all gradients are ready; NO_SYNC returns the tree.
 
     Returns:
-        The reduced gradients, each of its shape and dtype.
+        The reduced gradients, in their shapes and dtypes.
 
     Raises:
-        ConfigError: when the tree is not the one that was planned for.
+        ConfigError: if the plan is of another tree.
 
     Example:
         >>> import functools
@@ -291,11 +292,12 @@ def _in_order(buckets: list[list[Array]], leaves: list[Array], plan: BucketPlan)
 
 
 def _wait(leaves: list[Array], before: list[Array]) -> tuple[list[Array], list[Array]]:
-    """Makes every leaf depend on all leaves, or on `before`, so that the compiler keeps the order.
+    """Makes every leaf depend on `before` or else all leaves, so the compiler keeps the order.
 
-    The caller goes on with both results: a barrier holds only what is used. XLA:CPU strips
-    barriers before it combines all-reduces, and under `check_vma=True` they type all their results
-    varying; there a select does the same for one more pass over the leaves.
+    The caller must use both results, because a barrier affects only results that are used.
+    XLA:CPU strips barriers before it combines all-reduces, and under `check_vma=True` barriers
+    type all results as varying. In both cases a select has the same effect, at the cost of one
+    more pass over the leaves.
     """
     if len({jax.typeof(x).mat.varying for x in leaves + before}) > 1:
         return _choose(leaves, before)
@@ -305,10 +307,10 @@ def _wait(leaves: list[Array], before: list[Array]) -> tuple[list[Array], list[A
 
 
 def _choose(leaves: list[Array], before: list[Array]) -> tuple[list[Array], list[Array]]:
-    """A select that always takes the leaf, which XLA cannot know: nothing is below -inf.
+    """Makes leaves depend on `before` by a select that always takes the leaf.
 
-    Where the compiler has sharded a gradient, its first element is on one device and costs a
-    reduction of one number.
+    XLA cannot know that nothing is below -inf. If the compiler has sharded a gradient, reading its
+    first element costs a reduction of one number.
     """
     firsts = [jnp.real(x.ravel()[0]).astype(jnp.float32) for x in before or leaves if x.size]
     impossible = sum(firsts, start=jnp.float32(0)) < -jnp.inf

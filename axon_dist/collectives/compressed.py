@@ -1,8 +1,8 @@
-"""Means over a slow axis of values sent in few bits, with feedback of their errors.
+"""Compressed means over a slow axis, with error feedback.
 
-Each rank r has values v_r and sends q_r, nearly the same in fewer bytes. All get the same m, about
-the mean of the v_r, and rank r keeps the error e_r, to be added to its next values. Nothing is
-lost, only late:
+Each rank r has values v_r and sends q_r, an approximation in fewer bytes. All ranks get the same m,
+approximately the mean of the v_r. Rank r keeps the error e_r and adds it to its next values. So
+nothing is lost, only delayed:
 
     m + mean_r(e_r) = mean_r(v_r)
 """
@@ -22,7 +22,7 @@ from ..core.typing import Array
 
 
 class Compression(Protocol):
-    """A way to average over a mesh axis in few bytes; a value that compares by its fields."""
+    """A way to average over a mesh axis in few bytes; instances compare by their fields."""
 
     def mean(
         self, values: Sequence[Array], axis: str, ranks: int
@@ -30,28 +30,28 @@ class Compression(Protocol):
         """Averages inside `shard_map`.
 
         Args:
-            values: float32, this rank's; those that ranks of other axes have alike give the same
-                results there.
+            values: float32, this rank's. If they are equal along other axes, so are the results.
             axis: the axis to average over.
             ranks: its size.
 
         Returns:
-            The mean as all ranks of the axis have it, and what this rank has to add next time.
+            The mean, equal on all ranks of the axis, and this rank's error, to add next time.
         """
         ...
 
     def wire_bytes(self, sizes: Sequence[int], ranks: int) -> int:
-        """Bytes that `mean` has one device send, for values of so many elements."""
+        """The bytes that one device sends in `mean`, for values of these sizes."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """Eight bits a number, and a float32 scale for each block of a leaf.
+    """Sends eight bits per number, and a float32 scale per block of a leaf.
 
-    The ranks exchange blocks, so that each averages 1/R of them in float32, round the means, and
-    gather those: `2(R-1)/R · (1 + 4/block)` bytes a number, a quarter of an all-reduce. The rank
-    that rounds a mean keeps the error of that, times R, for the next mean divides by R.
+    An all-to-all gives each of the R ranks 1/R of the blocks, which it averages in float32. It
+    quantizes the means, and an all-gather distributes them. This takes `2(R-1)/R · (1 + 4/block)`
+    bytes per number, a quarter of an all-reduce. The rank that quantizes a mean keeps that error
+    times R, because the next mean divides by R.
 
     Args:
         kind: `"int8"`, or `"fp8"` with 4 bits of exponent and 3 of mantissa.
@@ -80,22 +80,22 @@ class Quantized:
         blocks = self._blocks(values, ranks)
         sent = self._pack(blocks)
 
-        def share(x):
+        def exchange(x):
             return jax.lax.all_to_all(x, axis, 0, 0, tiled=True)
 
-        def apart(x):
+        def by_sender(x):
             return x.reshape(ranks, x.shape[0] // ranks, *x.shape[1:])
 
-        mean = self._unpack(*(apart(share(x)) for x in sent)).mean(0)
+        mean = self._unpack(*(by_sender(exchange(x)) for x in sent)).mean(0)
         rounded = self._pack(mean)
         full = self._unpack(*(jax.lax.all_gather(x, axis, tiled=True) for x in rounded))
-        missing = blocks - self._unpack(*sent)
+        error = blocks - self._unpack(*sent)
         rank = jax.lax.axis_index(axis)
-        twice = ranks * (mean - self._unpack(*rounded))
+        mean_error = ranks * (mean - self._unpack(*rounded))
         start = (rank * mean.shape[0], 0)
-        late = jax.lax.dynamic_slice(missing, start, mean.shape) + twice
-        missing = jax.lax.dynamic_update_slice(missing, late, start)
-        return self._leaves(full, values), self._leaves(missing, values)
+        own_error = jax.lax.dynamic_slice(error, start, mean.shape) + mean_error
+        error = jax.lax.dynamic_update_slice(error, own_error, start)
+        return self._leaves(full, values), self._leaves(error, values)
 
     def wire_bytes(self, sizes: Sequence[int], ranks: int) -> int:
         """As `Compression.wire_bytes`."""
@@ -103,7 +103,7 @@ class Quantized:
         return 2 * (ranks - 1) * blocks // ranks * (self.block + 4)
 
     def _count(self, sizes: Sequence[int], ranks: int) -> int:
-        # No block has numbers of two leaves: ranks of other axes may share only one of them.
+        # A block never spans two leaves: along other axes ranks may share only one of the two.
         return ranks * math.ceil(sum(math.ceil(size / self.block) for size in sizes) / ranks)
 
     def _blocks(self, values: Sequence[Array], ranks: int) -> Array:
@@ -123,14 +123,14 @@ class Quantized:
         return leaves
 
     def _pack(self, blocks: Array) -> tuple[Array, Array]:
-        """Eight bits a number, as integers of any meaning, and a scale a block."""
+        """Quantizes to eight bits per number, as int8 bit patterns, and a scale per block."""
         largest = _LARGEST[self.kind]
         top = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
         scale = jnp.where(top > 0, top / largest, 1)
         scaled = jnp.clip(blocks / scale, -largest, largest)
         if self.kind == "int8":
             return jnp.round(scaled).astype(jnp.int8), scale
-        # As whole numbers, for not every platform sends fp8.
+        # As int8 bits, because not every platform can send fp8.
         narrow = scaled.astype(jnp.float8_e4m3fn)
         return jax.lax.bitcast_convert_type(narrow, jnp.int8), scale
 
@@ -145,10 +145,10 @@ _LARGEST = {"int8": 127.0, "fp8": 448.0}
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
-    """The largest numbers of every leaf, each with its place; eight bytes a number that is sent.
+    """Sends only the largest numbers of every leaf, with their indices: eight bytes each.
 
     Args:
-        share: how many of a leaf's numbers a rank sends, above 0 and at most 1; one at least.
+        share: the fraction of a leaf's numbers to send, above 0 and at most 1; at least one number.
 
     Example:
         >>> TopK(1 / 64).wire_bytes([1024], ranks=2)
@@ -169,15 +169,15 @@ class TopK:
     ) -> tuple[list[Array], list[Array]]:
         """As `Compression.mean`."""
         pairs = [self._mean(value, axis, ranks) for value in values]
-        return [mean for mean, _ in pairs], [missing for _, missing in pairs]
+        return [mean for mean, _ in pairs], [error for _, error in pairs]
 
     def _mean(self, value: Array, axis: str, ranks: int) -> tuple[Array, Array]:
         flat = value.reshape(-1)
-        _, places = jax.lax.top_k(jnp.abs(flat), self._num_sent(flat.size))
-        largest = flat[places]
-        everywhere, numbers = (jax.lax.all_gather(x, axis, tiled=True) for x in (places, largest))
-        mean = jnp.zeros_like(flat).at[everywhere].add(numbers / ranks)
-        return mean.reshape(value.shape), flat.at[places].set(0).reshape(value.shape)
+        _, indices = jax.lax.top_k(jnp.abs(flat), self._num_sent(flat.size))
+        largest = flat[indices]
+        all_indices, numbers = (jax.lax.all_gather(x, axis, tiled=True) for x in (indices, largest))
+        mean = jnp.zeros_like(flat).at[all_indices].add(numbers / ranks)
+        return mean.reshape(value.shape), flat.at[indices].set(0).reshape(value.shape)
 
     def wire_bytes(self, sizes: Sequence[int], ranks: int) -> int:
         """As `Compression.wire_bytes`."""
@@ -188,10 +188,10 @@ class TopK:
 
 
 def compression_of(what: Compression | str | None) -> Compression | None:
-    """A compression by its name, or itself.
+    """Looks up a compression by name; returns a compression or None as it is.
 
     Raises:
-        ConfigError: when there is none of that name.
+        ConfigError: for an unknown name.
 
     Example:
         >>> compression_of("fp8")

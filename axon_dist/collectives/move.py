@@ -1,4 +1,4 @@
-"""Values moved and not reduced: broadcast, gather, scatter, all-to-all, and point to point."""
+"""Collectives that move values: broadcast, gather, scatter, all-to-all, point-to-point."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def broadcast(x: PyTree, group: ProcessGroup) -> PyTree:
 def broadcast_from(x: PyTree, group: ProcessGroup, *, src: int) -> PyTree:
     """Gives every rank of the group the value of rank `src`.
 
-    It is the sum of `x` on `src` and zeros elsewhere, chosen and not multiplied, so that a NaN on
-    another rank is not sent. One all-reduce; XLA has no broadcast on CPU.
+    It is one all-reduce of `x` on `src` and zeros elsewhere, because XLA:CPU has no broadcast. The
+    zeros are selected, not multiplied, so NaNs on other ranks do not matter.
 
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
@@ -43,10 +43,10 @@ def broadcast_from(x: PyTree, group: ProcessGroup, *, src: int) -> PyTree:
         src: the rank that sends, counted within the group.
 
     Returns:
-        A pytree like `x`; under `check_vma=True` typed invariant over the axes of the group.
+        A pytree like `x`; under `check_vma=True` its type is invariant over the axes of the group.
 
     Raises:
-        GroupError: when `src` is not a rank of the group.
+        GroupError: if `src` is not a rank of the group.
 
     Example:
         >>> import jax.numpy as jnp
@@ -64,20 +64,20 @@ def all_gather(x: PyTree, group: ProcessGroup, tiled: bool = False, *, dim: int 
     """Gives every rank of the group the values of all, in group order.
 
     A group by a list of ranks gathers from the whole mesh and selects, so it needs memory for
-    `world_size` values; ranks outside it get zeros, for their own value has another shape.
+    `world_size` values. Ranks outside it get zeros, because their own value has another shape.
 
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
         group: the ranks that take part, N of them.
-        tiled: stacks the values in a new dim when False, concatenates them along `dim` when True.
-        dim: the new dim, or the one to concatenate along, of one rank's array.
+        tiled: False stacks the values in a new dim; True concatenates them along `dim`.
+        dim: the new dim, or the dim to concatenate along, of one rank's array.
 
     Returns:
-        A pytree like `x` whose leaves of shape `(d0, d1, ...)` became `(N, d0, d1, ...)`, or
+        A pytree like `x`; leaves of shape `(d0, d1, ...)` become `(N, d0, d1, ...)`, or
         `(N * d0, d1, ...)` when tiled.
 
     Raises:
-        ConfigError: when an array lacks the dim.
+        ConfigError: if an array lacks the dim.
 
     Example:
         >>> import jax.numpy as jnp
@@ -92,7 +92,7 @@ def all_gather(x: PyTree, group: ProcessGroup, tiled: bool = False, *, dim: int 
 def gather_tensor(x: PyTree, group: ProcessGroup, dst: int = 0) -> PyTree:
     """Gives rank `dst` the stack of all values, and every other rank zeros.
 
-    One program has one shape per value: the others get zeros, and all send as in a gather.
+    In an SPMD program the result has the same shape on every rank, so the others get zeros.
 
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
@@ -103,7 +103,7 @@ def gather_tensor(x: PyTree, group: ProcessGroup, dst: int = 0) -> PyTree:
         A pytree like `x` whose leaves have a new leading dim of size N.
 
     Raises:
-        GroupError: when `dst` is not a rank of the group.
+        GroupError: if `dst` is not a rank of the group.
 
     Example:
         >>> import jax.numpy as jnp
@@ -131,8 +131,8 @@ def scatter_tensor(x: PyTree, group: ProcessGroup, src: int = 0, *, dim: int = 0
         group by ranks.
 
     Raises:
-        GroupError: when `src` is not a rank of the group.
-        DivisibilityError: when N does not divide the size of the dim.
+        GroupError: if `src` is not a rank of the group.
+        DivisibilityError: if N does not divide the size of the dim.
 
     Example:
         >>> import jax.numpy as jnp
@@ -147,25 +147,25 @@ def scatter_tensor(x: PyTree, group: ProcessGroup, src: int = 0, *, dim: int = 0
 
 
 def all_to_all(x: PyTree, group: ProcessGroup, split_dim: int, concat_dim: int) -> PyTree:
-    """Sends slice j of every rank to rank j, which joins what it gets in the order of the senders.
+    """Sends slice j of every rank to rank j, which concatenates the slices in sender order.
 
-    It moves a sharding from one dim to another: with the sequence sharded over N ranks,
-    `all_to_all(x, group, split_dim=heads, concat_dim=sequence)` has the heads sharded instead, and
-    the same with the dims exchanged undoes it. A group by a list of ranks gathers from the whole
-    mesh and selects.
+    It moves a sharding from one dim to another: if the sequence is sharded over N ranks,
+    `all_to_all(x, group, split_dim=heads, concat_dim=sequence)` shards the heads instead, and the
+    same call with the dims swapped is the inverse. A group by a list of ranks gathers from the
+    whole mesh and selects.
 
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
         group: the ranks that take part, N of them.
-        split_dim: the dim that is cut into N slices.
-        concat_dim: the dim along which the slices received are joined.
+        split_dim: the dim to cut into N slices.
+        concat_dim: the dim along which to concatenate the received slices.
 
     Returns:
         A pytree like `x` whose leaves are N times smaller along `split_dim` and N times larger
         along `concat_dim`.
 
     Raises:
-        DivisibilityError: when N does not divide the size of `split_dim`.
+        DivisibilityError: if N does not divide the size of `split_dim`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -180,7 +180,7 @@ def all_to_all(x: PyTree, group: ProcessGroup, split_dim: int, concat_dim: int) 
 
 
 def own_slice(x: Array, group: ProcessGroup, dim: int) -> Array:
-    """This rank's slice of a value that is replicated over the group."""
+    """Returns this rank's slice of a value that is replicated over the group."""
     size = x.shape[dim] // group.size
     return jax.lax.dynamic_slice_in_dim(x, position(group) * size, size, dim)
 
@@ -195,8 +195,8 @@ def _all_gather(x: Array, group: ProcessGroup, tiled: bool, dim: int) -> Array:
     if group.members is None:
         return gathered(x, group.axes, dim, tiled)
     rows = _member_rows(x, group)
-    joined = jnp.concatenate(rows, dim) if tiled else jnp.stack(rows, dim)
-    return keep_outside(joined, x, group)
+    gathered_rows = jnp.concatenate(rows, dim) if tiled else jnp.stack(rows, dim)
+    return keep_outside(gathered_rows, x, group)
 
 
 def _gather(x: Array, group: ProcessGroup, dst: int) -> Array:
@@ -235,15 +235,15 @@ def _member_rows(x: Array, group: ProcessGroup) -> list[Array]:
 def reduce_scatter_sum(
     x: PyTree, group: ProcessGroup, pad: bool = False, *, dim: int = 0
 ) -> PyTree:
-    """Adds the values of all ranks up and gives slice r of the sum to rank r.
+    """Sums the values of all ranks and gives slice r of the sum to rank r.
 
-    An all-gather of the slices would give the all-reduce: the two cost half each. A group by a
-    list of ranks costs a whole all-reduce.
+    It costs half of an all-reduce; an all-gather of the slices would be the other half. A group by
+    a list of ranks costs a whole all-reduce.
 
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
         group: the ranks that take part, N of them.
-        pad: appends zeros to the dim until N divides its size, behind the true values.
+        pad: appends zeros to the dim until N divides its size.
         dim: the dim to cut, of one rank's array.
 
     Returns:
@@ -251,7 +251,7 @@ def reduce_scatter_sum(
         outside a group by ranks.
 
     Raises:
-        DivisibilityError: when N does not divide the size of the dim, without `pad`.
+        DivisibilityError: if N does not divide the size of the dim, without `pad`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -272,7 +272,7 @@ def reduce_scatter_mean(
 
     Raises:
         DTypeError: for integers and booleans.
-        DivisibilityError: when the group does not divide the dim, without `pad`.
+        DivisibilityError: if the group does not divide the dim, without `pad`.
     """
     return each_leaf(_mean, x, group, pad=pad, dim=dim)
 
@@ -307,7 +307,7 @@ PAIRS = ArgumentKind(
 
 @checked(group=GROUP, perm=PAIRS)
 def send_recv(x: PyTree, group: ProcessGroup, perm: Sequence[tuple[int, int]]) -> PyTree:
-    """Sends values along pairs (source, destination); who is sent nothing gets zeros.
+    """Sends values along pairs (source, destination); ranks that receive nothing get zeros.
 
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
@@ -333,13 +333,13 @@ def send_recv(x: PyTree, group: ProcessGroup, perm: Sequence[tuple[int, int]]) -
 
 @checked(group=GROUP, offset=WHOLE)
 def shift(x: PyTree, group: ProcessGroup, offset: int = 1, wrap: bool = True) -> PyTree:
-    """Sends every value `offset` ranks further: rank r gets that of rank r - offset.
+    """Sends every value to the rank `offset` further: rank r gets the value of rank r - offset.
 
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
         group: the ranks that take part, in the order of the line or ring.
         offset: how far; negative numbers send towards rank 0.
-        wrap: True closes the ring; False leaves a line, into whose open end zeros move.
+        wrap: True for a ring; False for a line, where zeros move in at the end.
 
     Returns:
         A pytree like `x`.
@@ -360,20 +360,20 @@ def shift(x: PyTree, group: ProcessGroup, offset: int = 1, wrap: bool = True) ->
 
 
 def ring_all_reduce(x: PyTree, group: ProcessGroup) -> PyTree:
-    """Adds up over the group by passing slices around a ring, as libraries do underneath.
+    """Sums over the group by passing slices around a ring, as communication libraries do.
 
-    Every rank cuts its value into N slices. In N - 1 steps each slice is passed once around the
-    ring and every rank adds its slice to it; rank r then holds the sum of slice r + 1. In another
-    N - 1 steps the finished slices go around. Every rank sends 2 (N - 1) / N of the value, which is
-    the least possible. It equals `all_reduce_sum` up to the order of the additions, and is here to
-    be read; the all-reduce of XLA knows the links.
+    Every rank cuts its value into N slices. In N - 1 steps each slice goes once around the ring
+    and every rank adds its own slice; rank r then has the sum of slice r + 1. In another N - 1
+    steps the summed slices go around. Every rank sends 2 (N - 1) / N of the value, which is
+    optimal. It equals `all_reduce_sum` up to the order of additions. It is meant to be read; XLA's
+    all-reduce is faster, because it knows the links.
 
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
         group: the ranks that take part, N of them.
 
     Returns:
-        A pytree like `x`; under `check_vma=True` typed varying.
+        A pytree like `x`; under `check_vma=True` its type is varying.
 
     Example:
         >>> import jax.numpy as jnp
@@ -394,14 +394,15 @@ def _send(x: Array, group: ProcessGroup, pairs: tuple[tuple[int, int], ...]) -> 
 
 
 def _ring(x: Array, group: ProcessGroup) -> Array:
-    size, here = group.size, position(group)
-    onwards = tuple((src, (src + 1) % size) for src in range(size))
+    size = group.size
+    here = position(group)
+    to_next = tuple((src, (src + 1) % size) for src in range(size))
     slices = pad_dim(varying(x, group.axes).ravel(), 0, size).reshape(size, -1)
     for step in range(size - 1):
-        arrived = _send(slices[(here - step) % size], group, onwards)
+        arrived = _send(slices[(here - step) % size], group, to_next)
         slices = slices.at[(here - step - 1) % size].add(arrived)
     for step in range(size - 1):
-        arrived = _send(slices[(here + 1 - step) % size], group, onwards)
+        arrived = _send(slices[(here + 1 - step) % size], group, to_next)
         slices = slices.at[(here - step) % size].set(arrived)
     return keep_outside(slices.ravel()[: x.size].reshape(x.shape), x, group)
 
@@ -423,17 +424,16 @@ def _check_pairs(pairs: tuple[tuple[int, int], ...], group: ProcessGroup) -> Non
 
 
 class Mailbox:
-    """Keeps messages between ranks until they are received, first in, first out.
+    """A host-only reference of point-to-point messages, to compare `send_recv` programs with.
 
-    Messages with one source, destination and tag arrive in the order in which they were sent;
-    different tags do not mix. It runs on the host alone, with no devices and no threads: the
-    meaning of point-to-point messages, to compare a program of `send_recv` with.
+    Messages with the same source, destination and tag arrive in the order in which they were sent;
+    different tags do not mix. It uses no devices and no threads.
 
     Args:
-        num_ranks: how many ranks there are.
+        num_ranks: the number of ranks.
 
     Raises:
-        GroupError: for no ranks.
+        GroupError: if `num_ranks` is below 1.
 
     Example:
         >>> mailbox = Mailbox(2)
@@ -449,7 +449,7 @@ class Mailbox:
         self._queues: dict[tuple[int, int, int], deque[np.ndarray]] = defaultdict(deque)
 
     def send(self, value: object, src: int, dst: int, tag: int = 0) -> None:
-        """Leaves a copy of `value` for rank `dst`.
+        """Sends a copy of `value` to rank `dst`.
 
         Raises:
             GroupError: for a rank that does not exist or a negative tag.
@@ -457,19 +457,19 @@ class Mailbox:
         self._queues[self._address(src, dst, tag)].append(np.array(value))
 
     def recv(self, src: int, dst: int, tag: int = 0, *, size: int | None = None) -> np.ndarray:
-        """Takes the oldest message from `src` to `dst` with this tag.
+        """Receives the oldest message from `src` to `dst` with this tag.
 
         Args:
             src: the rank that sent it.
             dst: the rank that receives it.
             tag: its tag.
-            size: how many elements it must have; None takes any number.
+            size: how many elements it must have; None for any number.
 
         Returns:
             The array that was sent.
 
         Raises:
-            GroupError: when nothing was sent, or the size differs; the message then stays.
+            GroupError: if nothing was sent, or the size differs; the message then stays.
         """
         queue = self._queues[self._address(src, dst, tag)]
         if not queue:
@@ -485,7 +485,7 @@ class Mailbox:
         return queue.popleft()
 
     def __len__(self) -> int:
-        """How many messages are not received yet, over all ranks and tags."""
+        """The number of pending messages, over all ranks and tags."""
         return sum(len(queue) for queue in self._queues.values())
 
     def _address(self, src: int, dst: int, tag: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Where a collective is called, inside `shard_map` or outside; ranks, and the barrier."""
+"""Dispatches collectives inside or outside `shard_map`; ranks, and the barrier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..mesh import GROUP, ProcessGroup, process_index
 
 
 def is_inside(group: ProcessGroup) -> bool:
-    """Tells whether the code being traced runs once per rank of the group.
+    """Whether the code being traced runs once per rank of the group.
 
     Args:
         group: the ranks of the collective.
@@ -31,7 +31,7 @@ def is_inside(group: ProcessGroup) -> bool:
         any `shard_map`.
 
     Raises:
-        GroupError: when only a part of the group's axes is manual, or their sizes differ.
+        GroupError: if only some of the group's axes are manual, or their sizes differ.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
@@ -43,12 +43,12 @@ def is_inside(group: ProcessGroup) -> bool:
             f"{tuple(mesh.manual_axes)}, where {automatic} are not manual; name every axis of the "
             "group in shard_map(axis_names=...), or use a group over the manual axes"
         )
-    here = {axis: mesh.shape[axis] for axis in group.axes}
-    there = {axis: group.mesh.shape[axis] for axis in group.axes}
-    if here != there:
+    mapped_sizes = {axis: mesh.shape[axis] for axis in group.axes}
+    group_sizes = {axis: group.mesh.shape[axis] for axis in group.axes}
+    if mapped_sizes != group_sizes:
         raise GroupError(
-            f"the group {group} belongs to a mesh with axes {there}, and this shard_map runs over "
-            f"{here}; take the group from the world whose mesh the shard_map uses"
+            f"the group {group} belongs to a mesh with axes {group_sizes}, and this shard_map runs "
+            f"over {mapped_sizes}; take the group from the world whose mesh the shard_map uses"
         )
     return True
 
@@ -58,8 +58,8 @@ def each_leaf(leaf: Callable[..., Array], x: PyTree, group: ProcessGroup, **stat
     """Applies a per-rank function to every leaf, inside `shard_map` or on rank-stacked arrays.
 
     Args:
-        leaf: `leaf(array, group, **static)`, a module-level function, so that the compiled
-            program of the rank-stacked form is found again.
+        leaf: `leaf(array, group, **static)`; a module-level function, so that the compiled
+            program for rank-stacked arrays is found in the cache.
         x: a pytree of this rank's arrays; outside `shard_map`, of rank-stacked ones.
         group: the ranks of the collective.
         **static: hashable settings of the collective.
@@ -75,10 +75,10 @@ def each_leaf(leaf: Callable[..., Array], x: PyTree, group: ProcessGroup, **stat
 
 
 def check_arrays(x: PyTree) -> None:
-    """Raises unless every leaf is an array or a number, as JAX holds them.
+    """Raises unless every leaf is an array or a number that JAX supports.
 
     Raises:
-        DTypeError: for anything else, and for integers that JAX would cut to 32 bits.
+        DTypeError: for anything else, and for integers that do not fit in JAX's 32 bits.
     """
     if x is None:
         raise DTypeError("a collective got None; give an array, or a pytree of arrays")
@@ -91,7 +91,7 @@ def check_arrays(x: PyTree) -> None:
         if isinstance(leaf, jax.Array):
             continue
         kind = np.asarray(leaf).dtype.kind if isinstance(leaf, _NUMERIC) else "O"
-        # What ml_dtypes has, such as bfloat16, is of kind V.
+        # Dtypes of ml_dtypes, such as bfloat16, have kind V.
         if kind not in "biufcV":
             raise DTypeError(
                 f"a collective got {leaf!r:.60}, a {type(leaf).__name__}; give arrays of numbers"
@@ -110,12 +110,12 @@ def _stacked(
 
 
 def has_varying_types(axis: str) -> bool:
-    """Tells whether the `shard_map` being traced checks what varies (`check_vma=True`)."""
+    """Whether the `shard_map` being traced has `check_vma=True`."""
     return axis in jax.typeof(jax.lax.axis_index(axis)).mat.varying
 
 
 def position(group: ProcessGroup) -> Array:
-    """This rank's position in its group, int32 from 0; -1 for a rank outside a group by ranks."""
+    """This rank's position in its group, int32 from 0; -1 outside a group by ranks."""
     index = jax.lax.axis_index(group.axes)
     if group.members is None:
         return index
@@ -125,14 +125,14 @@ def position(group: ProcessGroup) -> Array:
 
 
 def members_or(x: Array, neutral: Any, group: ProcessGroup) -> Array:
-    """Replaces the values of ranks outside the group by one that the reduction ignores."""
+    """Replaces the values of ranks outside the group by the neutral element of the reduction."""
     if group.members is None:
         return x
     return jnp.where(position(group) >= 0, x, jnp.asarray(neutral, x.dtype))
 
 
 def keep_outside(result: Array, x: Array, group: ProcessGroup) -> Array:
-    """Lets ranks outside the group keep their value, or gives zeros where the shape differs."""
+    """Replaces the result on ranks outside the group by `x`, or by zeros if the shapes differ."""
     if group.members is None:
         return result
     unchanged = x.astype(result.dtype) if x.shape == result.shape else jnp.zeros_like(result)
@@ -140,7 +140,7 @@ def keep_outside(result: Array, x: Array, group: ProcessGroup) -> Array:
 
 
 def check_root(root: int, name: str, group: ProcessGroup) -> None:
-    """Raises `GroupError` unless a root is a rank of the group, counted within it."""
+    """Raises `GroupError` unless a root is a rank within the group."""
     GROUP.check("a collective", "group", group)
     if not is_whole(root) or not 0 <= root < group.size:
         raise GroupError(
@@ -150,7 +150,7 @@ def check_root(root: int, name: str, group: ProcessGroup) -> None:
 
 
 def check_dim(dim: int, num_dims: int, shape: tuple[int, ...]) -> int:
-    """Returns a dim counted from the front; `ConfigError` unless it is one of `num_dims`."""
+    """Returns a dim counted from the front; raises `ConfigError` if it is out of range."""
     WHOLE.check("a collective", "dim", dim)
     if not -num_dims <= dim < num_dims:
         raise ConfigError(
@@ -165,7 +165,8 @@ def check_divisible(
     shape: Shape, dim: int, group: ProcessGroup, what: str, remedy: str = "pad the array first"
 ) -> None:
     """Raises `DivisibilityError` unless the size of the group divides a dim."""
-    size, parts = shape[dim], group.size
+    size = shape[dim]
+    parts = group.size
     if size % parts:
         raise DivisibilityError(
             f"{what} cuts dim {dim} of an array of shape {shape} into {parts} slices, one per rank "
@@ -194,9 +195,9 @@ def rank(group: ProcessGroup) -> Array:
         group: the ranks among which to count.
 
     Returns:
-        Inside `shard_map` an int32 scalar, 0..size-1, row-major over the axes of the group; outside
-        the rank-stacked array of them, shape `(world_size,)`. -1 for ranks outside a group by
-        ranks.
+        Inside `shard_map` an int32 scalar, 0..size-1, row-major over the axes of the group.
+        Outside, the rank-stacked array of these, shape `(world_size,)`. -1 for ranks outside a
+        group by ranks.
 
     Example:
         >>> from axon_dist.mesh import World
@@ -213,14 +214,14 @@ def rank(group: ProcessGroup) -> Array:
 
 @checked(group=GROUP)
 def world_size(group: ProcessGroup) -> int:
-    """Returns how many ranks take part in a collective of the group, as a Python number."""
+    """Returns the number of ranks in one collective of the group, as a Python int."""
     return group.size
 
 
 def is_main_process() -> bool:
-    """Tells whether this is process 0, the one that prints and writes files.
+    """Whether this is process 0, which prints and writes files.
 
-    It asks about processes, of which each may own many ranks: `rank(group) == 0` asks about one.
+    A process may own many ranks; use `rank(group) == 0` to ask about a rank.
 
     Example:
         >>> is_main_process()
@@ -234,15 +235,15 @@ def is_main_process() -> bool:
 def barrier(group: ProcessGroup) -> None:
     """Waits until every device of the group's mesh, and so every process, has reached it.
 
-    Every process that owns devices of the mesh must call it. Work that was started before may
-    still run where nothing orders it; to wait for an array, block on the array.
+    Every process that owns devices of the mesh must call it. Work that was started earlier may
+    still be running; to wait for an array, block on the array.
 
     Args:
         group: any group of the mesh; a group over some axes still waits for all of them.
 
     Raises:
-        GroupError: inside `shard_map` or `jit`. A compiled program orders its work by the data it
-            hands on, so there is nothing that a barrier could delay.
+        GroupError: inside `shard_map` or `jit`. A compiled program is ordered by its data
+            dependences, so a barrier has no effect.
 
     Example:
         >>> from axon_dist.mesh import World
@@ -261,7 +262,7 @@ def barrier(group: ProcessGroup) -> None:
 
 @functools.lru_cache(maxsize=32)
 def _sum_over(mesh: Mesh) -> Callable[[], Array]:
-    """A sum over all devices, which finishes on none before all have started it."""
+    """A sum over all devices, which finishes on no device before all have started it."""
 
     def add():
         return jax.lax.psum(jax.lax.axis_index(mesh.axis_names), mesh.axis_names)

@@ -1,4 +1,4 @@
-"""All-reduce: every rank gets the sum, mean, product, minimum or maximum of all."""
+"""All-reduce: every rank gets the sum, mean, product, minimum or maximum over all ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _plain(x: Array, group: ProcessGroup, kind: str) -> Array:
 
 
 def _ignored(dtype: Any, kind: str) -> Any:
-    """The value that can never be the only extremum: what ranks outside the group contribute."""
+    """The neutral element of an extremum, which ranks outside the group contribute."""
     if dtype == jnp.bool_:
         return kind == "min"
     if jnp.issubdtype(dtype, jnp.floating):
@@ -44,20 +44,22 @@ def _ignored(dtype: Any, kind: str) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _floating(x: Array, group: ProcessGroup, kind: str) -> Array:
-    """`pmax` or `pmin`, and NaN wherever a rank has one, which XLA:CPU would drop."""
-    spoilt = all_max(members_or(jnp.isnan(x), False, group).astype(jnp.int8), group.axes)
-    return jnp.where(spoilt > 0, jnp.asarray(jnp.nan, x.dtype), _plain(x, group, kind))
+    """`pmax` or `pmin` that propagates NaNs, which XLA:CPU would drop."""
+    has_nan = all_max(members_or(jnp.isnan(x), False, group).astype(jnp.int8), group.axes)
+    return jnp.where(has_nan > 0, jnp.asarray(jnp.nan, x.dtype), _plain(x, group, kind))
 
 
 @_floating.defjvp
 def _floating_jvp(
     group: ProcessGroup, kind: str, primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:
-    """Neither `pmax` nor `pmin` has a rule; the sum below is linear, so JAX transposes it itself.
+    """The JVP of `pmax` and `pmin`, which have none in JAX.
 
-    The ranks that attain the extremum get equal shares, as `jax.numpy.max` gives them.
+    The sum below is linear, so JAX can transpose it. The ranks that attain the extremum get equal
+    shares, as in `jax.numpy.max`.
     """
-    (x,), (tangent,) = primals, tangents
+    (x,) = primals
+    (tangent,) = tangents
     result = _floating(x, group, kind)
     attained = members_or(x == result, False, group).astype(x.dtype)
     share = attained / all_sum(attained, group.axes)
@@ -65,7 +67,7 @@ def _floating_jvp(
 
 
 class ReduceOp(NamedChoice):
-    """How the values of several ranks become one."""
+    """The operation of a reduction."""
 
     SUM = "sum"
     PRODUCT = "product"
@@ -86,25 +88,25 @@ def all_reduce(x: PyTree, group: ProcessGroup, op: ReduceOp | str = ReduceOp.SUM
     """Gives every rank of the group the reduction of all their values.
 
     With ranks r = 0..N-1 holding `x_r`, every rank gets `op(x_0, ..., x_{N-1})`, elementwise.
-    NaN on one rank gives NaN on all, also for the minimum and maximum. Booleans are counted by
-    SUM and PRODUCT (int32), as in numpy. A group by a list of ranks costs an all-reduce over the
-    whole mesh; ranks outside it keep their value.
+    NaN on one rank gives NaN on all, also for the minimum and maximum. SUM and PRODUCT treat
+    booleans as int32, as numpy does. A group by a list of ranks costs an all-reduce over the whole
+    mesh; ranks outside it keep their value.
 
-    Derivatives are those of the dense expression; a minimum or maximum shares its cotangent
+    Derivatives are those of the dense expression; the cotangent of a minimum or maximum is shared
     equally among the ranks that attain it. PRODUCT needs N times the memory of `x`.
 
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`; outside, rank-stacked ones, with a
-            leading dim of `group.world_size` rows, row r the value of rank r.
-        group: the ranks that take part; a group over axes acts within each parallel group.
+            leading dim of `group.world_size`, where row r is the value of rank r.
+        group: the ranks that take part; a group over axes reduces within each parallel group.
         op: a `ReduceOp` or its name.
 
     Returns:
-        A pytree like `x`; under `check_vma=True` typed invariant over the axes of the group.
+        A pytree like `x`; under `check_vma=True` its type is invariant over the axes of the group.
 
     Raises:
         DTypeError: for the mean of integers, or the minimum of complex numbers.
-        GroupError: when only some axes of the group are manual, or `x` is not rank-stacked.
+        GroupError: if only some axes of the group are manual, or `x` is not rank-stacked.
         ConfigError: for an unknown name of an operation.
 
     Example:
@@ -135,7 +137,7 @@ def all_reduce_mean(x: PyTree, group: ProcessGroup) -> PyTree:
     """Gives every rank the mean over the group; see `all_reduce`.
 
     Raises:
-        DTypeError: for integers and booleans, whose mean has no dtype of theirs.
+        DTypeError: for integers and booleans, whose mean is not of their dtype.
     """
     return all_reduce(x, group, ReduceOp.AVERAGE)
 
@@ -156,10 +158,10 @@ def all_reduce_product(x: PyTree, group: ProcessGroup) -> PyTree:
 
 
 def reduce_slices(slices: Sequence[Any], op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
-    """Reduces the values of several ranks on the host: the numpy meaning of `all_reduce`.
+    """Reduces the values of several ranks on the host: `all_reduce` in numpy.
 
     Args:
-        slices: one array per rank, all of one shape.
+        slices: one array per rank, all of the same shape.
         op: a `ReduceOp` or its name; the mean of integers is a float here.
 
     Returns:
@@ -180,32 +182,39 @@ def reduce_slices(slices: Sequence[Any], op: ReduceOp | str = ReduceOp.SUM) -> n
             f"cannot reduce {len(arrays)} slices of shapes {sorted(shapes)}; give at least one, "
             "and all of one shape"
         )
-    along = {"sum": np.sum, "product": np.prod, "min": np.min, "max": np.max, "average": np.mean}
-    return along[ReduceOp(op)](np.stack(arrays), axis=0)
+    functions = {
+        "sum": np.sum,
+        "product": np.prod,
+        "min": np.min,
+        "max": np.max,
+        "average": np.mean,
+    }
+    return functions[ReduceOp(op)](np.stack(arrays), axis=0)
 
 
 def sum_leaf(x: Array, group: ProcessGroup) -> Array:
-    """The sum over the group of one array; booleans are counted."""
+    """The sum of one array over the group; booleans are summed as int32."""
     x = counted(x)
     return keep_outside(all_sum(members_or(x, 0, group), group.axes), x, group)
 
 
 def mean_leaf(x: Array, group: ProcessGroup) -> Array:
-    """The mean over the group of one array."""
+    """The mean of one array over the group."""
     check_mean(x)
     mean = all_sum(members_or(x, 0, group), group.axes) / group.size
     return keep_outside(mean, x, group)
 
 
 def product_leaf(x: Array, group: ProcessGroup) -> Array:
-    """The product over the group of one array.
+    """The product of one array over the group.
 
-    Every rank writes its value into its own row of zeros; the sum of all is the stack of all,
-    typed invariant, which an all-gather is not. Logarithms would lose signs and zeros.
+    Every rank writes its value into its own row of zeros, and the sum of these is the stack of all
+    values. Its type is invariant, unlike that of an all-gather. Logarithms would lose signs and
+    zeros.
     """
     x = counted(x)
-    place = jnp.arange(group.size).reshape(-1, *[1] * x.ndim) == position(group)
-    rows = all_sum(jnp.where(place, x, jnp.zeros_like(x)), group.axes)
+    is_own_row = jnp.arange(group.size).reshape(-1, *[1] * x.ndim) == position(group)
+    rows = all_sum(jnp.where(is_own_row, x, jnp.zeros_like(x)), group.axes)
     return keep_outside(jnp.prod(rows, axis=0, dtype=x.dtype), x, group)
 
 
@@ -219,7 +228,7 @@ def check_mean(x: Array) -> None:
 
 
 def counted(x: Array) -> Array:
-    """Booleans as the int32 that numpy adds them up as; everything else as it is."""
+    """Casts booleans to int32, as numpy's sum does; returns other arrays as they are."""
     return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
 
 
@@ -233,13 +242,13 @@ _REDUCTIONS: dict[ReduceOp, Callable[[Array, ProcessGroup], Array]] = {
 
 
 def tree_sum(x: Array, axes: tuple[str, ...], split: Mapping[str, int]) -> Array:
-    """Sums over mesh axes along a tree over the ranks, inside `shard_map`.
+    """Sums over mesh axes in the order of a binary tree over the ranks, inside `shard_map`.
 
     Args:
-        x: this rank's addend, whole.
-        axes: the axes to sum over, outer to inner; each has a power of two of ranks.
-        split: the dim of the sum that an axis splits, the outer axis first where it is one dim;
-            axes that it does not name keep copies.
+        x: this rank's full addend.
+        axes: the axes to sum over, outer to inner; their sizes are powers of two.
+        split: maps an axis to the dim of the sum that it shards; outer axes come first if several
+            shard the same dim. The sum is replicated over axes that are not in it.
 
     Returns:
         This rank's shard of the sum.
@@ -269,20 +278,26 @@ def tree_sum(x: Array, axes: tuple[str, ...], split: Mapping[str, int]) -> Array
 
 
 def _halved(x: Array, axis: str, dim: int) -> Array:
-    """The sum over one axis; of `dim`, which is as long as the axis, this rank's element."""
-    size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    stages, shape = size.bit_length() - 1, x.shape
+    """Sums over one axis by recursive halving and keeps this rank's element of `dim`.
+
+    The size of `dim` is the size of the axis.
+    """
+    size = jax.lax.axis_size(axis)
+    rank = jax.lax.axis_index(axis)
+    stages = size.bit_length() - 1
+    shape = x.shape
     x = x.reshape(*shape[:dim], *[2] * stages, *shape[dim + 1 :])
     for stage in range(stages):
-        bit, place = (rank >> stage) & 1, dim + stages - 1 - stage
-        half, sent = (jax.lax.dynamic_index_in_dim(x, b, place) for b in (bit, 1 - bit))
+        bit = (rank >> stage) & 1
+        bit_dim = dim + stages - 1 - stage
+        half, sent = (jax.lax.dynamic_index_in_dim(x, b, bit_dim) for b in (bit, 1 - bit))
         partners = [(source, source ^ 1 << stage) for source in range(size)]
         x = half + jax.lax.ppermute(sent, axis, partners)
     return x.reshape(*shape[:dim], 1, *shape[dim + 1 :])
 
 
 def _copied(x: Array, axis: str) -> Array:
-    """The sum over one axis, whole on every rank."""
+    """Sums over one axis; every rank gets the whole sum."""
     size = jax.lax.axis_size(axis)
     rows = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
     full = jax.lax.all_gather(_halved(rows, axis, 0), axis, axis=0, tiled=True)

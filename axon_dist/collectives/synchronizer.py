@@ -1,4 +1,4 @@
-"""`GradientSynchronizer`: takes gradients one by one, and reduces them in buckets."""
+"""`GradientSynchronizer`: collects gradients one by one and reduces them in buckets."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from .reduce import all_reduce_mean, check_mean, mean_leaf
 
 
 class GradientSynchronizer:
-    """Averages the gradients of a model over a group, as many at once as fit into a bucket.
+    """Averages the gradients of a model over a group, bucket by bucket.
 
-    The life of one step: `add_gradient` for every parameter in any order, `sync_all`, `extract`,
-    `clear`. It serves code that handles gradients one by one; a jitted step calls
+    One step calls `add_gradient` for every parameter in any order, then `sync_all`, `extract` and
+    `clear`. It is for code that handles gradients one by one; a jitted step calls
     `reduce_buckets` on the whole tree.
 
     Args:
-        strategy: a `GradSyncStrategy`; NO_SYNC makes `sync_all` leave the gradients alone.
-        bucket_capacity: how many elements are reduced together; 25 million are 100 MB in float32.
+        strategy: a `GradSyncStrategy`; with NO_SYNC `sync_all` does not change the gradients.
+        bucket_capacity: elements per bucket; 25 million are 100 MB in float32.
 
     Raises:
         ConfigError: for a capacity below 1.
@@ -71,7 +71,7 @@ class GradientSynchronizer:
         """Plans the buckets and forgets all gradients.
 
         Args:
-            tree_or_shapes: what `plan_buckets` takes; the parameters will do. Gradients are
+            tree_or_shapes: as for `plan_buckets`, for example the parameters. Gradients are
                 numbered in the order of its leaves.
 
         Returns:
@@ -92,15 +92,15 @@ class GradientSynchronizer:
         return self._prepared()[0]
 
     def add_gradient(self, index: int, gradient: Array | np.ndarray | float) -> None:
-        """Hands in the gradient of one parameter.
+        """Adds the gradient of one parameter.
 
         Args:
-            index: which parameter, counted over the leaves given to `prepare`.
+            index: of the parameter among the leaves given to `prepare`.
             gradient: of the planned dtype, and of the planned shape or, outside `shard_map`,
                 rank-stacked: the planned shape with a leading dim of one row per rank.
 
         Raises:
-            ConfigError: for an index out of range or handed in already, or another shape.
+            ConfigError: for an index that is out of range or added twice, or another shape.
             DTypeError: for another dtype.
         """
         check_arrays(gradient)
@@ -109,7 +109,7 @@ class GradientSynchronizer:
         self._gradients[index] = gradient
 
     def ready(self) -> bool:
-        """Tells whether every gradient has been handed in."""
+        """Whether every gradient has been added."""
         return not self._missing()
 
     def sync_all(self, group: ProcessGroup) -> None:
@@ -119,8 +119,8 @@ class GradientSynchronizer:
             group: the ranks; inside `shard_map` gradients are this rank's, outside rank-stacked.
 
         Raises:
-            ConfigError: when gradients are missing.
-            GroupError: outside `shard_map`, when gradients are not rank-stacked.
+            ConfigError: if gradients are missing.
+            GroupError: outside `shard_map`, if gradients are not rank-stacked.
             DTypeError: for the mean of integers.
         """
         gradients = self._complete()
@@ -135,15 +135,15 @@ class GradientSynchronizer:
         self._gradients = dict(enumerate(reduced))
 
     def extract(self) -> PyTree:
-        """Returns the gradients in the tree that `prepare` was given, and keeps them.
+        """Returns the gradients in the tree given to `prepare`, and keeps them.
 
         Raises:
-            ConfigError: when gradients are missing.
+            ConfigError: if gradients are missing.
         """
         return jax.tree.unflatten(self._prepared()[1], self._complete())
 
     def clear(self) -> None:
-        """Forgets the gradients and keeps the plan, ready for the next step."""
+        """Drops the gradients and keeps the plan for the next step."""
         self._gradients = {}
 
     def _prepared(self) -> tuple[BucketPlan, Any]:
@@ -202,15 +202,15 @@ def _stacked_mean(
 
 
 def sync_gradients(tree: PyTree, group: ProcessGroup) -> PyTree:
-    """Averages gradients that every rank took of the loss over its own samples.
+    """Averages the local gradients of all ranks.
 
-    With equal numbers of samples, the mean of the local gradients is the gradient of the mean
-    loss over all of them: `grad = (1/N) sum_r grad_r`.
+    If all ranks have equally many samples, the mean of the local gradients is the gradient of the
+    mean loss over all samples: `grad = (1/N) sum_r grad_r`.
 
-    Inside a `shard_map` with `check_vma=True`, JAX itself adds up the gradient with respect to a
-    value that is the same on every rank, and types the sum as invariant. Averaging such a gradient
-    again would leave it N times too large, so it is only divided by N. Either way the loss that is
-    differentiated must be that of the rank, and not yet averaged over the group.
+    Inside a `shard_map` with `check_vma=True`, JAX itself sums the gradient with respect to a
+    replicated value, and types the sum as invariant. The mean of that sum over ranks would be N
+    times too large, so it is only divided by N. Either way, differentiate the rank's own loss, not
+    yet averaged over the group.
 
     Args:
         tree: a pytree of gradients: this rank's inside `shard_map`, rank-stacked ones outside.
@@ -221,7 +221,7 @@ def sync_gradients(tree: PyTree, group: ProcessGroup) -> PyTree:
 
     Raises:
         DTypeError: for integers.
-        GroupError: for a group by ranks, when JAX has added the gradient up over all ranks.
+        GroupError: for a group by ranks, if JAX has already summed the gradient over all ranks.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -257,12 +257,12 @@ def _averaged(g: Array, group: ProcessGroup) -> Array:
 
 
 class GradientBucket:
-    """Collects gradients into one flat array, and cuts it into them again.
+    """Packs gradients into one flat array, and unpacks them again.
 
     Args:
         capacity: how many elements fit.
         dtype: of the flat array; gradients of a narrower float dtype are widened, and narrowed
-            back on the way out, which loses nothing.
+            again by `extract`, which is exact.
 
     Raises:
         ConfigError: for a capacity below 1.
@@ -291,10 +291,10 @@ class GradientBucket:
             gradient: an array of any shape.
 
         Returns:
-            Whether it fitted; if not, the bucket is as it was.
+            Whether it fit; if not, the bucket does not change.
 
         Raises:
-            DTypeError: when the dtype of the bucket cannot hold the gradient exactly.
+            DTypeError: if the bucket's dtype cannot represent the gradient exactly.
         """
         check_arrays(gradient)
         gradient = jnp.asarray(gradient)
@@ -315,7 +315,7 @@ class GradientBucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether no element fits any more."""
+        """Whether the bucket has no space left."""
         return self.size >= self.capacity
 
     @property
@@ -326,7 +326,7 @@ class GradientBucket:
     @property
     def data(self) -> Array:
         """All elements in one array of the bucket's dtype, shape `(size,)`."""
-        # XLA ends the process at a slice of what was joined with nothing.
+        # Empty arrays are skipped: XLA aborts at a slice of a concatenation with one.
         flat = [x.ravel().astype(self.dtype) for x in self._gradients if x.size]
         return jnp.concatenate(flat) if flat else jnp.zeros(0, self.dtype)
 
@@ -334,13 +334,13 @@ class GradientBucket:
         """Returns the gradients in their shapes and dtypes, and keeps them.
 
         Args:
-            data: a flat array to cut instead of that of the bucket, such as the reduced one.
+            data: a flat array to unpack instead of the bucket's own, such as the reduced one.
 
         Returns:
             Arrays in the order in which they were added.
 
         Raises:
-            ConfigError: when `data` has another shape than that of the bucket.
+            ConfigError: if `data` has another shape than the bucket's own.
         """
         flat = self.data if data is None else data
         if flat.shape != (self.size,):

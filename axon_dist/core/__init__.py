@@ -1,4 +1,4 @@
-"""The words every room shares: errors, type aliases, tree paths, and the unstable names of JAX.
+"""Errors, type aliases, tree paths and JAX's private names, for all other packages.
 
-Imports nothing of ours. Start reading in `errors.py`.
+Imports no other package of this library. Start reading in `errors.py`.
 """

@@ -1,8 +1,8 @@
-"""The arguments of a public function, compared with its annotations.
+"""Checks the arguments of public functions against their annotations.
 
-An annotation says what an argument can be where it names plain values, arrays, classes, or
-containers of these; a kind says more, such as that a number is at least 1. Plain Python: the kinds
-that need JAX are in `checks.py`.
+An annotation is checked if it names plain values, arrays, classes, or containers of these. An
+`ArgumentKind` checks more, for example that a number is at least 1. This module does not import
+JAX; the kinds that need it are in `checks.py`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class ArgumentKind:
     """What an argument can be.
 
     Args:
-        advice: what to give, to follow "give".
-        holds: whether a value is of the kind.
-        error: what is raised where it is not.
+        advice: what to give; follows the word "give" in messages.
+        holds: whether a value is of this kind.
+        error: the error to raise if it is not.
     """
 
     advice: str
@@ -51,7 +51,7 @@ class ArgumentKind:
     error: type[AxonDistError] = ConfigError
 
     def check(self, who: str, name: str, value: object) -> None:
-        """Raises the error of the kind unless a value is of it.
+        """Raises `error` if a value is not of this kind.
 
         Example:
             >>> WHOLE.check("shift", "offset", 2.5)
@@ -62,13 +62,13 @@ class ArgumentKind:
             raise self.error(f"{who} got {name}={_brief(value)}; give {self.advice}")
 
     def or_none(self) -> ArgumentKind:
-        """The kind, or None."""
+        """This kind, or None."""
         return ArgumentKind(
             f"{self.advice}, or None", lambda x: x is None or self.holds(x), self.error
         )
 
     def several(self) -> ArgumentKind:
-        """A sequence of the kind; no iterator, which can be read but once."""
+        """A sequence of this kind; not an iterator, which can be read only once."""
         return ArgumentKind(
             f"a list or tuple, each of it {self.advice}",
             lambda x: (
@@ -82,18 +82,20 @@ class ArgumentKind:
 
 
 def instance_of(cls: type, advice: str, error: type[AxonDistError] = ConfigError) -> ArgumentKind:
-    """An instance of a class; arguments as of `ArgumentKind`."""
+    """The kind of a class's instances; see `ArgumentKind` for the arguments."""
     return ArgumentKind(advice, lambda x: isinstance(x, cls), error)
 
 
 def checked(
     who: str | None = None, /, **kinds: ArgumentKind
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Has a function compare its arguments with their annotations, or kinds, before it runs.
+    """Decorates a function to check its arguments before it runs.
+
+    Each argument is checked against its kind if it has one, otherwise against its annotation.
 
     Args:
-        who: the name in messages; None takes that of the function.
-        **kinds: what the arguments of these names can be, in place of their annotations.
+        who: the name in messages; None for the function's name.
+        **kinds: kinds by argument name, checked instead of the annotations.
 
     Example:
         >>> @checked(number=WHOLE)
@@ -120,7 +122,7 @@ def checked(
 def _comparison(
     function: Callable[..., Any], who: str, kinds: Mapping[str, ArgumentKind]
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
-    """Makes the function that compares the arguments of a call with what they can be."""
+    """Returns the function that checks the arguments of one call."""
     parameters = inspect.signature(function).parameters.values()
     positional = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
     several = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
@@ -128,7 +130,7 @@ def _comparison(
 
     def compare(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not rows:
-            # Not before: a module may name classes that are defined after the function.
+            # Resolved at the first call: annotations may name classes defined after the function.
             rows.update({name: kind_of(hint) for name, hint in _hints(function).items()})
             rows.update(kinds)
         names = itertools.chain(positional, itertools.cycle(several))
@@ -141,15 +143,15 @@ def _comparison(
 
 
 def check_fields(thing: Any, who: str = "", but: tuple[str, ...] = ()) -> None:
-    """Compares the fields of a dataclass with their annotations.
+    """Checks the fields of a dataclass against their annotations.
 
     Args:
         thing: the dataclass.
-        who: the name in messages; "" takes that of its class.
-        but: fields that are left out.
+        who: the name in messages; "" for the name of its class.
+        but: fields that are not checked.
 
     Raises:
-        ConfigError: about the first field that is of another kind.
+        ConfigError: about the first field of the wrong kind.
 
     Example:
         >>> @dataclasses.dataclass
@@ -172,7 +174,7 @@ def _kinds_of_fields(cls: Any) -> tuple[tuple[str, ArgumentKind], ...]:
 
 
 def _hints(thing: Any) -> dict[str, Any]:
-    """The annotations of a function or a class; none where one names what is not imported."""
+    """The annotations of a function or class; {} if one of them names something not imported."""
     try:
         return get_type_hints(thing)
     except NameError:
@@ -180,11 +182,11 @@ def _hints(thing: Any) -> dict[str, Any]:
 
 
 def kind_of(hint: Any) -> ArgumentKind | None:
-    """The kind of an annotation; None where it names other types.
+    """The kind of an annotation; None if it names types that are not checked.
 
     Args:
-        hint: of plain values, containers, functions, arrays, and of classes of this package, JAX
-            and Flax; enums are left to `NamedChoice`, which looks members up by name.
+        hint: checked for plain values, containers, functions, arrays, and classes of this package,
+            JAX and Flax. Enums are left to `NamedChoice`, which looks up members by value.
 
     Example:
         >>> kind_of(tuple[float, ...] | None).advice, kind_of(str | enum.Enum)
@@ -229,30 +231,30 @@ def _kind_of_class(cls: type) -> ArgumentKind | None:
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is a whole number; true and false are none."""
+    """Whether a value is a whole number; booleans are not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite number of Python or numpy."""
+    """Whether a value is a finite Python or numpy number."""
     return REAL.holds(value) and math.isfinite(value)  # pyright: ignore[reportArgumentType]
 
 
 def _is_scalar(value: Any) -> bool:
-    """Whether a value is a number, or an array of no dims."""
+    """Whether a value is a number other than NaN, or a scalar JAX array."""
     is_real = REAL.holds(value) and value == value
     return is_real or (hasattr(value, "aval") and value.shape == ())
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value is an array of numbers, truths or keys, or its shape."""
+    """Whether a value is an array (or its shape) of numbers, booleans or random keys."""
     if inspect.isclass(value) or not hasattr(value, "shape"):
         return False
     return hasattr(value, "dtype") and getattr(value.dtype, "kind", "V") not in "OUSmM"
 
 
 def _is_dtype(of_numpy: Any, value: Any) -> bool:
-    """Whether a value is a dtype of numbers or truths, or names one."""
+    """Whether a value is a numeric or boolean dtype, or the name of one."""
     try:
         dtype = of_numpy(value)
     except (TypeError, ValueError):
@@ -261,7 +263,7 @@ def _is_dtype(of_numpy: Any, value: Any) -> bool:
 
 
 def _brief(value: object) -> str:
-    """A value and its type in a few words; what prints over many lines is its type alone."""
+    """A short description of a value and its type; only the type if the value prints long."""
     name = type(value).__name__
     kind = f"a{'n' * (name[0] in 'aeiouAEIO')} {name}"
     kind = f"the class {value.__name__}" if inspect.isclass(value) else kind
@@ -277,7 +279,7 @@ SIZE = ArgumentKind("a whole number, at least 0", lambda x: is_whole(x) and x >=
 COUNT = ArgumentKind("a whole number, at least 1", lambda x: is_whole(x) and x >= 1)
 NUMBER = ArgumentKind("a finite number", is_number)
 REAL = ArgumentKind("a number", lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool))
-"""A number, finite or not; the caller checks its range."""
+"""A number, possibly infinite or NaN; the caller checks its range."""
 TEXT = ArgumentKind("a text", lambda x: isinstance(x, str))
 TEXTS = dataclasses.replace(TEXT.several(), advice="a list of texts")
 FUNCTION = ArgumentKind("a function", callable)
@@ -289,7 +291,7 @@ ARRAY = ArgumentKind("an array of numbers", _is_array)
 NUMPY = ArgumentKind("an array of numbers", lambda x: _is_array(x) or NUMBER.several().holds(x))
 _ANYTHING = ArgumentKind("what the docstring says", lambda _: True)
 _KNOWN = "axon_dist.", "flax.", "jax", "optax."
-"""Modules whose classes are checked by `isinstance`: no other class replaces them."""
+"""Modules whose classes are checked by `isinstance`."""
 _PLAIN: MappingProxyType[type, ArgumentKind] = MappingProxyType(
     {
         int: WHOLE,
@@ -300,4 +302,4 @@ _PLAIN: MappingProxyType[type, ArgumentKind] = MappingProxyType(
         NoneType: ArgumentKind("None", lambda x: x is None),
     }
 )
-"""What an argument can be whose annotation is such a class."""
+"""The kinds of plain classes used as annotations."""

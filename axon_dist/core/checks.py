@@ -1,4 +1,4 @@
-"""Kinds of arguments that need JAX or Flax to be checked; the others are in `arguments.py`."""
+"""Argument kinds whose checks need JAX or Flax; the others are in `arguments.py`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def is_array(value: Any) -> bool:
         return SHAPED.holds(value)
     try:
         return np.asarray(value).dtype.kind in "biufc"
-    except ValueError:  # Lists of several lengths.
+    except ValueError:  # Nested lists of different lengths.
         return False
 
 
 def takes(function: Callable[..., Any], *names: str) -> bool:
-    """Whether a function can be called with so many arguments, as far as Python knows.
+    """Whether a function accepts this many positional arguments; True if Python cannot tell.
 
     Example:
         >>> takes(lambda keys, leaf: True, "keys", "leaf"), takes(lambda: True, "keys")
@@ -48,7 +48,7 @@ def takes(function: Callable[..., Any], *names: str) -> bool:
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # A callable that Python knows no signature of.
+    except (TypeError, ValueError):  # A callable without a signature that Python can inspect.
         return True
     try:
         signature.bind(*names)
@@ -58,7 +58,7 @@ def takes(function: Callable[..., Any], *names: str) -> bool:
 
 
 def is_dtype(value: Any, kind: DTypeLike) -> bool:
-    """Whether a value is a dtype of a kind, such as `jnp.floating`, or names one that JAX has."""
+    """Whether a value is, or names, a JAX dtype of a kind such as `jnp.floating`."""
     try:
         return jnp.issubdtype(jnp.dtype(value), kind)
     except (TypeError, ValueError):
@@ -66,11 +66,11 @@ def is_dtype(value: Any, kind: DTypeLike) -> bool:
 
 
 def is_module(value: object) -> bool:
-    """Whether a value is a module, or a function that makes one; a wrapper of one is neither."""
+    """Whether a value is an nnx module or a function that returns one; wrappers do not count."""
     if isinstance(value, (nnx.Module, linen.Module)):
         return isinstance(value, nnx.Module)
     is_maker = callable(value) and (inspect.isclass(value) or takes(value))
-    # What functools.cache has kept of one trace is of no use in another.
+    # A function under functools.cache would return values of an earlier trace.
     return is_maker and not hasattr(value, "strategy") and not hasattr(value, "cache_info")
 
 
@@ -93,14 +93,14 @@ OPTIMIZER = ArgumentKind(
 
 
 def made_by(model: Any, who: str) -> nnx.Module:
-    """The module that a function of no arguments makes; a module is taken as it is.
+    """Returns a module as it is, or calls a function of no arguments to make one.
 
     Args:
-        model: of the kind `MODEL`.
-        who: the function that was given it.
+        model: a `MODEL`.
+        who: the function that got it, for messages.
 
     Raises:
-        ConfigError: when the function makes something else.
+        ConfigError: if the function returns something else.
     """
     made = model if isinstance(model, nnx.Module) else model()
     MODULE.check(who, "model()", made)

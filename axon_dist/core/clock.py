@@ -1,4 +1,4 @@
-"""When this process began, which is before Python can look at a clock."""
+"""The start time of this process, which is before Python can read a clock."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import contextlib
 import os
 import time
 
-_IMPORTED, _USED = time.perf_counter(), time.process_time()
+_IMPORTED = time.perf_counter()
+_USED = time.process_time()
 
 LONGEST = 5.0
-"""Seconds that Python may take until this module is imported, over those that it computes."""
+"""The most seconds between process start and this import, beyond the CPU time used."""
 
 
 def process_began() -> float:
-    """The reading of `time.perf_counter` at the start of this process.
+    """What `time.perf_counter` would have read when this process started.
 
-    Linux says when a process was made. A shell may have waited in it before it became Python by
-    `exec`: an earlier time than can be is left out, and the CPU-seconds used so far are taken, as
-    they are where the system does not say.
+    Linux reports when a process was created. But a shell may have waited in the process before it
+    became Python by `exec`, so an implausibly early time is rejected. Then, and on other systems,
+    the CPU time used so far serves as an estimate.
 
     Example:
         >>> process_began() < time.perf_counter()
@@ -32,9 +33,9 @@ def process_began() -> float:
 
 
 def _age() -> float:
-    """The seconds since this process was made, as Linux counts them."""
+    """The seconds since this process was created, according to Linux."""
     with open("/proc/self/stat") as file:
-        # The name of the program, in parentheses, may have blanks.
+        # The program name, in parentheses, may contain spaces.
         fields = file.read().rpartition(")")[2].split()
-    made = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - made
+    created = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - created

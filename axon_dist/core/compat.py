@@ -1,4 +1,4 @@
-"""The only file that touches names of JAX and Orbax without a promise of stability."""
+"""The only file that uses private names of JAX and Orbax, which may change in any release."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 from .typing import Array, Function
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
-"""The names of equations that only call a program."""
+"""Names of primitives that only call an inner jaxpr."""
 
 REMATS = frozenset({"remat", "remat2", "checkpoint"})
-"""The names that `jax.checkpoint` has had."""
+"""Names that the primitive of `jax.checkpoint` has had."""
 
 RARE = "axon_dist_rare"
-"""The named scope in branches that hardly ever run: what counts operations passes them over."""
+"""The named scope of branches that hardly ever run; operation counters skip them."""
 
 REDUCERS = frozenset({"reduce", "reduce_window"})
-"""Operations with a program of two numbers, which is given none of their operands as it is."""
+"""Primitives whose inner jaxpr combines two scalars, so their operands are not its inputs."""
 
 _RENDEZVOUS_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
@@ -61,35 +61,35 @@ _RENDEZVOUS_FLAGS = (
 
 
 def backend_started() -> bool:
-    """Tells whether JAX has started a backend, after which device counts are fixed."""
+    """Whether JAX has started a backend, after which device counts are fixed."""
     return xla_bridge.backends_are_initialized()
 
 
 def rendezvous_flags() -> tuple[str, ...]:
     """XLA flags that let emulated devices wait for each other on a busy machine.
 
-    XLA aborts the process when a device waits a minute for the others, which eight devices that
-    share two cores can reach. An unknown flag would abort the process too, so they are given only
-    to the versions of jaxlib that are known to have them.
+    XLA aborts the process if a device waits a minute for the others, which happens when eight
+    devices share two cores. XLA also aborts at an unknown flag, so the flags are returned only for
+    jaxlib versions known to have them.
 
     Returns:
-        Flags for `XLA_FLAGS`, none where they are not known to exist.
+        Flags for `XLA_FLAGS`; none if this jaxlib is not known to have them.
     """
     return _RENDEZVOUS_FLAGS if (0, 10) <= _jaxlib_version() <= (0, 12) else ()
 
 
 def watchdog_flags(seconds: int) -> tuple[str, ...]:
-    """XLA flags that end a process which waits for others on GPUs, after the watchdogs of a run.
+    """XLA flags that end a process stuck in a GPU collective, later than the run's watchdogs do.
 
-    Without them a process whose peer is gone may wait in a collective of NCCL for good where its
-    threads do not get to run. An unknown flag aborts, so they are given only to the versions of
-    jaxlib that are known to have them; other platforms read them and do nothing.
+    Without them a process whose peer is gone may wait in an NCCL collective for ever, if its
+    watchdog thread does not get to run. XLA aborts at an unknown flag, so the flags are returned
+    only for jaxlib versions known to have them. Other platforms ignore them.
 
     Args:
-        seconds: that a process waits for others before it aborts.
+        seconds: how long a process waits for others before it aborts.
 
     Returns:
-        Flags for `XLA_FLAGS`, none where they are not known to exist.
+        Flags for `XLA_FLAGS`; none if this jaxlib is not known to have them.
     """
     if not (0, 10) <= _jaxlib_version() <= (0, 12):
         return ()
@@ -100,13 +100,13 @@ def watchdog_flags(seconds: int) -> tuple[str, ...]:
 
 
 def runs_cached_collectives_in_order() -> bool:
-    """Whether XLA:CPU keeps the order of collectives in programs of JAX's compilation cache.
+    """Whether XLA:CPU runs collectives in order in programs from JAX's compilation cache.
 
-    Every `ppermute` has the channel 1, so that devices know two of them by their order alone.
-    Of programs that jaxlib 0.12 has loaded from the cache, a device can be in two at once: most
+    Every `ppermute` has channel 1, so devices can tell two of them apart only by their order.
+    In programs that jaxlib 0.12 loads from the cache, a device can be in two of them at once: most
     runs of a ring over 8 devices abort in rendezvous.h ("Id can't be larger than the number of
-    participating threads") or hang. The same program just compiled did not, nor did any with 0.10.2
-    and 0.11.2, in the few runs that were tried.
+    participating threads") or hang. In the few runs that were tried, the same program freshly
+    compiled did not, nor did any program with jaxlib 0.10.2 and 0.11.2.
     """
     return _jaxlib_version() < (0, 12)
 
@@ -119,24 +119,25 @@ def _jaxlib_version() -> tuple[int, int]:
 def keep_executables(
     folder: Path, get: Callable[[str], bytes | None], put: Callable[[str, bytes], None]
 ) -> None:
-    """Has JAX's compilation cache keep all programs, small ones too, in a given store.
+    """Makes JAX's compilation cache keep all programs, even small ones, in a given store.
 
     Args:
-        folder: what the cache is known by, and where XLA keeps what it has tuned.
-        get: from a key to its program, or None.
-        put: keeps the program of a key.
+        folder: the cache's path, where XLA also keeps its autotuning results.
+        get: returns the program stored under a key, or None.
+        put: stores a program under a key.
     """
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.reset_cache()
     store: Any = types.SimpleNamespace(_path=folder, get=get, put=put)
-    compilation_cache._cache, compilation_cache._cache_initialized = store, True
+    compilation_cache._cache = store
+    compilation_cache._cache_initialized = True
 
 
 @functools.cache
 def keep_only(is_kept: Callable[[str], bool]) -> None:
-    """Has JAX's cache keep programs of which `is_kept(optimised HLO)`, and load no others."""
+    """Makes JAX's cache store and load only programs for which `is_kept(optimized_hlo)`."""
     put = compilation_cache.put_executable_and_time
 
     def put_some(key: str, name: str, executable: Any, *others: Any) -> None:
@@ -146,21 +147,23 @@ def keep_only(is_kept: Callable[[str], bool]) -> None:
     def rule() -> str:
         return f"axon_dist: {is_kept.__name__}"
 
-    compilation_cache.put_executable_and_time, cache_key.custom_hook = put_some, rule
+    compilation_cache.put_executable_and_time = put_some
+    # The hook is part of every cache key, so programs stored without this rule are not found.
+    cache_key.custom_hook = rule
 
 
 def gpu_pipelining(*kinds: str, on: bool = True) -> dict[str, str | bool]:
-    """Options of XLA:GPU that move a collective in a loop into the iteration before or after.
+    """XLA:GPU options that pipeline collectives in a loop into the iteration before or after.
 
-    XLA renamed them and made modes of their flags (openxla/xla#45836), which jaxlib 0.11.1 was the
-    first to bring; the old names it refuses.
+    XLA renamed these options and turned the booleans into modes (openxla/xla#45836). jaxlib 0.11.1
+    was the first release with the new names, and it rejects the old ones.
 
     Args:
-        kinds: of collectives: `all_gather`, `reduce_scatter`, `all_reduce`.
-        on: whether they are moved.
+        kinds: collectives, of `all_gather`, `reduce_scatter` and `all_reduce`.
+        on: whether to pipeline them.
 
     Returns:
-        Names and values, as `jax.jit(..., compiler_options=...)` takes them.
+        Options for `jax.jit(..., compiler_options=...)`.
     """
     if tuple(int(part) for part in jaxlib.__version__.split(".")[:3]) < (0, 11, 1):
         return {f"xla_gpu_enable_pipelined_{kind}": on for kind in kinds}
@@ -169,19 +172,19 @@ def gpu_pipelining(*kinds: str, on: bool = True) -> dict[str, str | bool]:
 
 
 class SharedStore:
-    """The key-value store that the processes of `jax.distributed` share; process 0 holds it."""
+    """The key-value store shared by the processes of `jax.distributed`."""
 
     def set(self, key: str, value: str) -> None:
-        """Writes a value, over another one too."""
+        """Writes a value; overwrites an existing one."""
         self._client.key_value_set(key, value, allow_overwrite=True)
 
     def items(self, prefix: str) -> Mapping[str, str]:
-        """All values under a prefix that ends in a slash, by what follows the prefix."""
+        """All values under a prefix that ends in a slash; keys are without the prefix."""
         pairs = self._client.key_value_dir_get(prefix)
         return {key.removeprefix(prefix): value for key, value in pairs}
 
     def wait(self, name: str, seconds: float) -> None:
-        """Returns when every process waits at the barrier of this name, which is met once."""
+        """Returns when every process has reached the barrier; a name can be used only once."""
         self._client.wait_at_barrier(name, int(1000 * seconds))
 
     @property
@@ -192,7 +195,7 @@ class SharedStore:
 
 
 def process_id() -> int:
-    """Which process of `jax.distributed` this is, without starting a backend to ask it."""
+    """The index of this process in `jax.distributed`, without starting a backend."""
     return distributed.global_state.process_id
 
 
@@ -206,17 +209,18 @@ def join_service(
     heartbeat_timeout: int,
     shutdown_timeout: int,
 ) -> None:
-    """What `jax.distributed.initialize` does, but process 0 starts no service: it runs elsewhere.
+    """Like `jax.distributed.initialize`, but connects to a service that already runs elsewhere.
 
     Args:
-        address: of the service, `host:port`.
-        num_processes: how many take part.
-        process_id: which of them this is.
-        local_device_ids: the accelerators of this host that the process takes; None takes those
+        address: `host:port` of the service.
+        num_processes: the number of processes.
+        process_id: the index of this one.
+        local_device_ids: the accelerators of this host that the process uses; None for those
             of `JAX_LOCAL_DEVICE_IDS`, or all.
-        connect_timeout: seconds until the service answers.
-        heartbeat_timeout: seconds without a heartbeat after which the service gives up a process.
-        shutdown_timeout: seconds that processes wait for each other in the end.
+        connect_timeout: seconds to wait for the service to answer.
+        heartbeat_timeout: seconds without a heartbeat after which the service declares a process
+            dead.
+        shutdown_timeout: seconds that processes wait for each other at shutdown.
     """
     listed = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     if local_device_ids is not None:
@@ -234,25 +238,28 @@ def join_service(
         use_compression=True,
     )
     client.connect()
-    state, partition = distributed.global_state, os.environ.get("JAX_PARTITION_INDEX")
-    state.client, state.coordinator_address = client, address
-    state.process_id, state.num_processes = process_id or 0, num_processes
+    state = distributed.global_state
+    partition = os.environ.get("JAX_PARTITION_INDEX")
+    state.client = client
+    state.coordinator_address = address
+    state.process_id = process_id or 0
+    state.num_processes = num_processes
     state.partition_index = None if partition is None else int(partition)
 
 
 def detect_cluster(name: str, timeout: float) -> tuple[str, int, int, Sequence[int] | None]:
-    """Asks JAX for the processes of a cluster that it knows.
+    """Detects the processes of a cluster by one of JAX's own methods.
 
     Args:
-        name: what `jax.distributed.initialize` calls `cluster_detection_method`.
-        timeout: seconds that the cluster may take.
+        name: the `cluster_detection_method` of `jax.distributed.initialize`.
+        timeout: seconds that the cluster may take to answer.
 
     Returns:
         The coordinator's address, the number of processes, the id of this one, and the devices of
-        this host that it takes, None for all.
+        this host that it uses (None for all).
 
     Raises:
-        ValueError: when this is no such cluster.
+        ValueError: if this is not such a cluster.
     """
     address, count, number, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, name, int(timeout)
@@ -277,7 +284,7 @@ def eval_equation(equation: JaxprEqn, values: Sequence[Array | np.ndarray]) -> l
 
 @contextlib.contextmanager
 def in_place_of(equation: JaxprEqn) -> Iterator[None]:
-    """Gives what is traced within the names, the source line and the settings of an equation."""
+    """Traces its body with the name stack, source line and settings of an equation."""
     names = source_info_util.current_name_stack() + equation.source_info.name_stack
     context = source_info_util.user_context(equation.source_info.traceback, name_stack=names)
     with context, equation.ctx.manager:
@@ -285,22 +292,22 @@ def in_place_of(equation: JaxprEqn) -> Iterator[None]:
 
 
 def called(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """The program that an equation runs once, as `jit`, `checkpoint` and `custom_vjp` do, or None.
+    """The inner program of an equation that calls it once, as `jit` or `checkpoint`; else None.
 
-    Its inputs are the last operands of the equation. Loops and branches are no calls.
+    The program's inputs are the last operands of the equation. Loops and branches are not calls.
     """
     if equation.primitive.name in REDUCERS | {"scan"}:
         return None
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         program = equation.params.get(key)
         if program is not None:
-            # Before 0.11 an open program was of another type, without values of constants.
+            # Before JAX 0.11 an open jaxpr had another type, without values for its constants.
             return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
     return None
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a `scan` are its constants, and how many it carries."""
+    """The numbers of constant and of carried operands of a `scan`."""
     if "num_consts" in equation.params:
         return equation.params["num_consts"], equation.params["num_carry"]
     consts, carry, _ = equation.params["ft_in"].unpack()  # since 0.11
@@ -308,7 +315,7 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
 
 
 def inner_programs(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """The open jaxprs that an equation of a jaxpr runs: of calls, loops and branches."""
+    """The open jaxprs inside an equation: bodies of calls, loops and branches."""
     for value in equation.params.values():
         for inner in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(inner, (Jaxpr, ClosedJaxpr)):
@@ -316,35 +323,35 @@ def inner_programs(equation: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def dce_jaxpr(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
-    """Drops all equations that the used outputs do not need, inside calls and loops too.
+    """Drops all equations that the used outputs do not need, also inside calls and loops.
 
     Returns:
-        The smaller jaxpr, and which inputs it still has.
+        The smaller jaxpr, and for each input whether it is kept.
     """
     with outside_meshes():
         return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
 
 
 def _setting(name: str) -> Any:
-    """A setting of JAX that is local to a thread; version 0.12 moved those of meshes."""
+    """A thread-local JAX setting; JAX 0.12 moved the mesh settings to another module."""
     return getattr(mesh_lib, name, None) or getattr(config, name)
 
 
 _ABSTRACT_MESH = _setting("abstract_mesh_context_manager")
 _CONCRETE_MESH = _setting("device_context")
 _READER: Any = jax.make_user_context(None)
-"""Who reads the shardings that a model names; a part of the key of every cache of JAX."""
+"""The current `ShardingReader`; it is part of the key of every JAX cache."""
 
 
 class OwnContext:
-    """Sets aside every mesh that a caller has in context, and says who reads named shardings.
+    """Hides every mesh that a caller has in context, and sets the reader of named shardings.
 
-    Within it no mesh is in context, whatever `jax.set_mesh`, `jax.sharding.use_mesh` or
-    `with mesh:` have put there, and arrays have no types of explicit meshes. Inside a function
-    that JAX traces it changes nothing. It takes about two microseconds.
+    Inside it no mesh is in context, whatever `jax.set_mesh`, `jax.sharding.use_mesh` or
+    `with mesh:` has put there, and arrays do not have the types of explicit meshes. Inside a
+    function that JAX traces it changes nothing. It takes about two microseconds.
 
     Args:
-        reader: a `ShardingReader`; hashable, for programs are cached by it.
+        reader: a `ShardingReader`; must be hashable, because programs are cached by it.
     """
 
     __slots__ = ("_before", "_reader")
@@ -386,7 +393,7 @@ class OwnContext:
 
 
 def _set_legacy_env(env: Any, meshes: tuple[Any, ...]) -> None:
-    """What `with mesh:` does, for any environment."""
+    """Does what `with mesh:` does, for any environment."""
     mesh_lib.thread_resources.stack.append(env)
     mesh_lib.thread_resources.env = env
     config.mesh_context_manager.set_local(meshes)
@@ -398,38 +405,38 @@ def is_in_trace() -> bool:
 
 
 def current_reader() -> Any:
-    """The reader of the `OwnContext` around the caller; None outside of any."""
+    """The reader of the enclosing `OwnContext`, or None."""
     return _READER.value
 
 
 class ShardingReader(Protocol):
-    """Reads the shardings that the code of a model names, in an `OwnContext`."""
+    """Interprets the shardings that a model's code names, inside an `OwnContext`."""
 
     def stated(self, sharding: NamedSharding | PartitionSpec) -> NamedSharding:
-        """What stands for a stated sharding until the array that it is about is known."""
+        """A placeholder for a sharding that the model names, until its array is known."""
         ...
 
     def is_stated(self, sharding: NamedSharding) -> bool:
-        """Whether a sharding is one that `stated` made."""
+        """Whether a sharding was made by `stated`."""
         ...
 
     def is_foreign(self, mesh: Any) -> bool:
-        """Whether a mesh is one that the caller's arrays are on, and not that of the step."""
+        """Whether a mesh is the caller's and not the step's."""
         ...
 
     def constrain(self, x: Array, sharding: NamedSharding, bind: Function) -> Array:
-        """An array with a constraint; `bind(array, sharding)` makes one."""
+        """Constrains an array; `bind(array, sharding)` adds the constraint."""
         ...
 
 
 @functools.cache
 def read_shardings() -> None:
-    """Has JAX ask the reader of an `OwnContext` about every sharding that a model names.
+    """Patches JAX to ask the reader of an `OwnContext` about every sharding that a model names.
 
-    A `PartitionSpec` names axes of the mesh in context, which in the code of a model is a mesh of
-    its author, and not of the step. JAX resolves it in two places: in `with_sharding_constraint`,
-    and in `canonicalize_sharding` for what only explicit meshes read, `out_sharding` and `reshard`.
-    Outside of an `OwnContext` both do what they did.
+    A `PartitionSpec` in a model names axes of the mesh its author had in mind, which is not the
+    step's mesh. JAX resolves it in two places: in `with_sharding_constraint`, and in
+    `canonicalize_sharding` for `out_sharding` and `reshard`, which only explicit meshes use.
+    Outside an `OwnContext` both behave as before.
     """
     importlib.import_module("jax.extend.core.primitives")
     _read_constraints()
@@ -447,7 +454,7 @@ def _read_constraints() -> None:
             return create(mesh, sharding, name, api_name)
         if api_name == "with_sharding_constraint":
             return reader.stated(sharding)
-        # Of an inner `jit` of the model; a sharding of what is traced is a hint.
+        # A sharding of an inner `jit` in the model; inside a trace it is only a hint.
         is_spec = isinstance(sharding, PartitionSpec)
         return create(mesh, None if is_spec else sharding, name, api_name)
 
@@ -478,11 +485,11 @@ def _read_out_shardings() -> None:
         if reader is None or not isinstance(sharding, (PartitionSpec, NamedSharding)):
             return canonicalize(sharding, api_name, *args, **options)
         if api_name != "reshard":
-            # The axes of a step are automatic: the layout of a result is left to its strategy.
+            # The axes of a step are automatic: its strategy decides the layout of results.
             return None
         spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
         if isinstance(sharding, NamedSharding) and not any(spec):
-            # JAX itself brings closed-over arrays into a `shard_map` so.
+            # JAX itself brings closed-over arrays into a `shard_map` this way.
             return canonicalize(sharding, api_name, *args, **options)
         return reader.stated(spec)
 
@@ -493,7 +500,7 @@ def _read_out_shardings() -> None:
         return pjit.with_sharding_constraint(x, target)
 
     def new_mesh_or_none(*args: Any, **options: Any) -> Any:
-        # No axis of a step is explicit, so that there is none to make automatic.
+        # No axis of a step is explicit, so there is none to make automatic.
         return new_mesh(*args, **options) if current_reader() is None else None
 
     for name, module in list(sys.modules.items()):
@@ -504,7 +511,7 @@ def _read_out_shardings() -> None:
 
 
 def _forget_explicit_types() -> None:
-    """Arrays on meshes of a caller, such as constants of a loss, enter programs without types."""
+    """Lets arrays on a caller's mesh, such as constants of a loss, enter programs without types."""
     kind = jax_array.ArrayImpl
     typed = core.pytype_aval_mappings[kind]
 
@@ -520,14 +527,14 @@ def _forget_explicit_types() -> None:
 
 
 def outside_meshes() -> Any:
-    """A context without a mesh: within one, jax 0.10 enters no `shard_map` of another size."""
+    """A context without a mesh; inside a mesh, JAX 0.10 enters no `shard_map` of another size."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def source_line(equation: JaxprEqn) -> str:
-    """The line of the user's that made an equation, as `file.py:12`; "" where none is known.
+    """The user's source line that made an equation, as `file.py:12`; "" if unknown.
 
-    The innermost that is not in an installed package, or else the innermost of all.
+    It is the innermost line outside installed packages, or else the innermost of all.
     """
     frames = list(source_info_util.user_frames(equation.source_info.traceback))
     outside = [frame for frame in frames if "site-packages" not in frame.file_name]
@@ -542,8 +549,8 @@ class Frame:
     Args:
         file: the whole path.
         line: from 1.
-        column: of the first letter, from 0; None where it is not known.
-        end_column: behind the last letter, if that is on the same line, or None.
+        column: of the first character, from 0; None if unknown.
+        end_column: after the last character, or None if that is on another line.
         function: its qualified name.
     """
 
@@ -578,20 +585,21 @@ def source_frames(
 
     Args:
         equation: of a jaxpr.
-        callers: the calls that it stands in, the outermost first. JAX traces a function that is
-            called twice once, so the lines of its equations are those of the first call.
+        callers: the calls that contain it, outermost first. JAX traces a function once even if it
+            is called twice, so its equations carry the line of the first call.
 
     Returns:
-        The frames of programs that are not JAX, the innermost first; and of an equation of a
-        backward pass the frame that asked for the gradient, for its own line is of the forward
-        pass, unless it stands in a derivative that the user wrote.
+        The frames outside JAX, innermost first. For an equation of a backward pass also the frame
+        that asked for the gradient, because its own line is of the forward pass; None for other
+        equations, and in a derivative that the user wrote.
     """
     frames = _own_frames(equation)
     for caller in reversed(callers):
         outer = _own_frames(caller)
         program = called(caller)
         info = program.jaxpr.debug_info if program is not None else None
-        name, file = getattr(info, "func_name", None), getattr(info, "func_filename", None)
+        name = getattr(info, "func_name", None)
+        file = getattr(info, "func_filename", None)
         if not outer:
             continue
         within = [n for n, f in enumerate(frames) if f.file == file and _ends(f.function, name)]
@@ -613,7 +621,7 @@ def source_frames(
 
 
 def map_axes(equation: JaxprEqn) -> tuple[str, ...]:
-    """The axes of the mesh over which a `shard_map` equation runs rank by rank, in its order."""
+    """The manual axes of a `shard_map` equation, in mesh order."""
     params = equation.params
     axes = params.get("newly_manual_axes", params.get("manual_axes"))
     return tuple(name for name in params["mesh"].axis_names if name in axes)
@@ -625,20 +633,20 @@ def new_operation(
     batched: Function | None = None,
     moved: Function | None = None,
 ) -> Primitive:
-    """An operation that programs show as one equation, and that is compiled as what it runs.
+    """A primitive that appears as one equation in a jaxpr and is compiled as `run`.
 
-    Unlike a `jit`, of which `jax.checkpoint` asks about each equation inside.
+    Unlike with `jit`, the policies of `jax.checkpoint` see one equation, not those inside.
 
     Args:
         name: of its equations.
         run: (*arrays, **parameters) -> a tuple of arrays; parameters are hashable.
-        batched: (arrays, their batch dims, **parameters) -> (results, their batch dims), as JAX
-            asks it of `vmap`; None maps what it runs.
-        moved: (arrays, tangents, **parameters) -> (results, their tangents), as `jax.custom_jvp`
-            has it, the tangent of what does not move None; None for what has no derivative.
+        batched: (arrays, their batch dims, **parameters) -> (results, their batch dims), the
+            batching rule; None applies `jax.vmap` to `run`.
+        moved: (arrays, tangents, **parameters) -> (results, their tangents), the JVP rule as in
+            `jax.custom_jvp`; a zero tangent is None. None for operations without a derivative.
 
     Returns:
-        The primitive; bound to arrays, it gives a list.
+        The primitive; `bind(*arrays)` returns a list.
     """
     operation = Primitive(name)
     operation.multiple_results = True
@@ -676,13 +684,13 @@ def new_operation(
 def splash_flops(
     name: str, operands: Iterable[Sequence[int]], results: Iterable[Sequence[int]]
 ) -> int:
-    """The matrix operations of a splash attention kernel on all pairs; 0 for other kernels.
+    """The matmul FLOPs of a splash attention kernel without a mask; 0 for other kernels.
 
     Args:
-        name: of the kernel; that of the backward pass is one of five products, or two of four and
-            of three.
-        operands: their shapes; the largest are the queries, `[..., T, K]`, against as many keys.
-        results: their shapes.
+        name: of the kernel. The backward pass is one kernel of five matmuls, or two kernels of four
+            and of three.
+        operands: shapes; the largest is the queries' `[..., T, K]`, with as many keys.
+        results: shapes.
 
     Example:
         >>> splash_flops("splash_mha_fwd_residuals", [(8, 64, 32)], [(8, 64, 32)])
@@ -693,7 +701,7 @@ def splash_flops(
     queries = max((shape for shape in operands if len(shape) > 2), key=math.prod)
     products = 3 if "_dq" in name else 2
     if "_dkv" in name:
-        # The one kernel leaves an addend of the queries' gradient for every block of keys.
+        # The fused kernel writes a partial gradient of the queries for every block of keys.
         products = 5 if any(len(shape) > len(queries) for shape in results) else 4
     return products * 2 * math.prod(queries) * queries[-2]
 
@@ -708,33 +716,33 @@ def splash_gradients(
     out: Array,
     cotangent: Array,
 ) -> tuple[Array, Array, Array]:
-    """The backward kernels of splash attention, with the weights that the caller names.
+    """Runs the backward kernels of splash attention with a given logsumexp.
 
     Args:
         kernel: of `splash_kernel`.
         query: `[H, T, K]`, scaled.
         key: `[N, T, K]`.
-        value: likewise.
+        value: `[N, T, K]`.
         segments: `SegmentIds`, or None.
-        log_weight: float32 `[H, T]`, may count more keys than those given.
-        out: `[H, T, K]`, the result with all of those keys.
-        cotangent: of that result.
+        log_weight: float32 `[H, T]`, the logsumexp; it may cover more keys than `key` has.
+        out: `[H, T, K]`, the attention output over all of those keys.
+        cotangent: of `out`.
 
     Returns:
-        The gradients of queries, as scaled, of keys and values.
+        The gradients of the scaled queries, of the keys and of the values.
     """
-    said = kernel.kwargs
+    options = kernel.kwargs
     saved = (query, key, value, segments, None, out, log_weight)
     masks = (kernel.dq_mask_info, kernel.dkv_mask_info)
     gradients = splash_attention_kernel._splash_attention_bwd(
         False,
-        said["mask_value"],
-        said["is_mqa"],
-        said["block_sizes"],
-        said["residual_checkpoint_name"],
-        said["mask_function"],
-        said["attn_logits_soft_cap"],
-        said["interpret"],
+        options["mask_value"],
+        options["is_mqa"],
+        options["block_sizes"],
+        options["residual_checkpoint_name"],
+        options["mask_function"],
+        options["attn_logits_soft_cap"],
+        options["interpret"],
         (*saved, *masks),
         cotangent,
     )
@@ -743,20 +751,20 @@ def splash_gradients(
 
 
 class _KvSpec(dict[str, Any]):
-    """What Orbax says of a folder, which is JSON already."""
+    """The key-value spec that Orbax builds of a folder, which is JSON already."""
 
     to_json = dict.copy
 
 
 def _count_nothing(*direction: str) -> None:
-    """What Orbax takes for bytes that nobody has counted."""
+    """Stands in for Orbax's byte counter; None means not counted."""
 
 
 def stop_leaks_of_saves() -> None:
-    """Has Orbax ask TensorStore for no JSON, which that (0.1.86) makes dicts of and never frees.
+    """Stops Orbax from asking TensorStore for JSON, which TensorStore 0.1.86 never frees.
 
-    Every save asks for the counters that Orbax logs, and for the folder of every leaf: 24 objects
-    and 600 bytes a leaf that stay. Another Orbax, without these names, is left as it is.
+    Every save asks for the counters that Orbax logs and for the folder of every leaf. Each leaf
+    leaks 24 objects and 600 bytes. Orbax versions without these names are left as they are.
     """
     with contextlib.suppress(ImportError, AttributeError):
         name = "orbax.checkpoint._src.serialization.tensorstore_utils"
@@ -769,9 +777,9 @@ def stop_leaks_of_saves() -> None:
 
 
 def end_failed_saves() -> None:
-    """Has a save of Orbax (0.12) that fails wait for its other writes, before it closes their loop.
+    """Makes a failing save of Orbax 0.12 wait for its other writes before it closes their loop.
 
-    Else each of them reports that too, after the error itself.
+    Otherwise each of those writes reports the closed loop after the error itself.
     """
     with contextlib.suppress(ImportError, AttributeError):
         utils: Any = importlib.import_module("orbax.checkpoint._src.asyncio_utils")
@@ -782,7 +790,10 @@ def end_failed_saves() -> None:
 
 
 def array_metadata_store() -> Any:
-    """Where Orbax (0.12) checks that all processes write shards of one shape; None in another."""
+    """The store in which Orbax 0.12 checks that all processes write shards of one shape.
+
+    None with another Orbax.
+    """
     with contextlib.suppress(ImportError, AttributeError):
         name = "orbax.checkpoint._src.metadata.array_metadata_store"
         return importlib.import_module(name).Store()
@@ -798,9 +809,9 @@ async def _after_all(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def is_computed(value: object) -> bool:
-    """Whether a value that is traced is the result of one operation.
+    """Whether a traced value is the result of a single operation.
 
-    An argument is none, nor what a program of its own hands on, as `jax.checkpoint` does.
+    Arguments are not, nor are results of an inner program, as of `jax.checkpoint`.
     """
     parent = getattr(getattr(value, "primal", value), "parent", None)
     return parent is not None and not any(inner_programs(parent))

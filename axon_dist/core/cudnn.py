@@ -1,8 +1,8 @@
 """cuDNN's fused attention, traced for the target machine.
 
-Whether it runs follows from dtypes, shapes and the target's chip. JAX's own call asks the process
-that traces whether cuDNN is installed and which GPU it has, so that a step for
-another machine would be traced differently where no CUDA is installed.
+Whether it is used depends only on dtypes, shapes and the target's chip. JAX's public call instead
+asks the tracing process whether cuDNN is installed and which GPU it has. A step for another machine
+would then trace differently on a host without CUDA.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from .compat import fused_attention_stablehlo as kernels
 from .typing import Array, Leaf
 
 MOST_FEATURES = 256
-"""The largest head, on Hopper and later chips."""
+"""The largest head size on Hopper and later chips."""
 
 MOST_BEFORE_HOPPER = 128
-"""The largest head on chips before."""
+"""The largest head size on earlier chips."""
 
 HIDDEN: MappingProxyType[str, float] = MappingProxyType(
     {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 )
-"""What is added to a score that is not seen: large, and cuDNN can subtract two of it (JAX's)."""
+"""Added to masked scores, as in JAX: large, yet cuDNN can subtract two of them."""
 
 
 def cudnn_obstacle(query: Leaf, has_bias: bool = False) -> str | None:
-    """Says why cuDNN cannot compute attention of these arrays, or None if it can.
+    """Returns why cuDNN cannot compute attention of these arrays, or None if it can.
 
     Args:
-        query: `[B, T, H, K]`, or its shape and dtype; keys and values are alike.
+        query: `[B, T, H, K]`, or its shape and dtype; keys and values have the same dtype.
         has_bias: whether a mask or a bias is added to the scores.
 
     Example:
@@ -59,12 +59,12 @@ def cudnn_attention(
     Args:
         query: `[B, T, H, K]` in bfloat16 or float16.
         key: `[B, T, N, K]`.
-        value: likewise.
-        bias: `[B, 1, T, T]`, added to the scores, a constant; None for none.
+        value: `[B, T, N, K]`.
+        bias: `[B, 1, T, T]`, a constant added to the scores, or None.
         causal: position t sees positions 0 to t.
 
     Returns:
-        `[B, T, H, K]`; it can be lowered for NVIDIA GPUs alone.
+        `[B, T, H, K]`; it can be lowered only for NVIDIA GPUs.
     """
     (out,) = cudnn_attention_forward(query, key, value, bias, causal, keeps_weights=False)
     return out
@@ -80,7 +80,7 @@ def _backward(causal: bool, residuals: tuple, cotangent: Array):
     gradients = cudnn_attention_gradients(
         query, key, value, bias, causal, log_weight, out, cotangent
     )
-    # The bias is made of integers; nothing is differentiated by it.
+    # The bias is computed from integers, so it has no gradient.
     return *gradients, None
 
 
@@ -90,21 +90,21 @@ cudnn_attention.defvjp(_forward, _backward)
 def cudnn_attention_forward(
     query: Array, key: Array, value: Array, bias: Array | None, causal: bool, keeps_weights: bool
 ) -> tuple[Array, ...]:
-    """The forward kernel of cuDNN's attention, asked of no process whether it has cuDNN.
+    """Calls cuDNN's forward attention kernel without asking this process whether it has cuDNN.
 
-    The public call asks that, and scrambles the logarithms of the weights besides: it gives them as
-    `[B, T, H]` where the kernel wrote `[B, H, T]`.
+    JAX's public call asks, and it also returns the logsumexp with a wrong layout: it labels as
+    `[B, T, H]` what the kernel wrote as `[B, H, T]`.
 
     Args:
         query: `[B, T, H, K]` in bfloat16 or float16.
         key: `[B, S, N, K]`.
-        value: likewise.
-        bias: `[B, 1, T, S]`, added to the scores; None for none.
+        value: `[B, S, N, K]`.
+        bias: `[B, 1, T, S]`, added to the scores, or None.
         causal: position t sees positions 0 to t.
-        keeps_weights: whether the logarithms of the weights are given too.
+        keeps_weights: whether to return the logsumexp too.
 
     Returns:
-        `[B, T, H, K]`, and float32 `[B, H, T]` where they are kept.
+        `[B, T, H, K]`, and with `keeps_weights` the logsumexp, float32 `[B, H, T]`.
     """
     outputs = kernels._dot_product_attention_fwd_p_wrapper.bind(
         *_cudnn_operands(query, key, value, bias),
@@ -117,13 +117,13 @@ def cudnn_attention_forward(
 def _cudnn_operands(
     query: Array, key: Array, value: Array, bias: Array | None
 ) -> tuple[Array, ...]:
-    """The arrays of a call: no lengths, offsets or pages."""
+    """The array operands of a kernel call, without lengths, offsets or pages."""
     unused = jnp.zeros(0, query.dtype)
     return query, key, value, unused if bias is None else bias, *[unused] * 6
 
 
 def _cudnn_parameters(query: Array, bias: Array | None, causal: bool) -> dict[str, object]:
-    # Since 0.11 a score may be changed by a function.
+    # JAX 0.11 added the parameter score_mod.
     names = inspect.signature(kernels.dot_product_attention).parameters
     more = {"score_mod": None} if "score_mod" in names else {}
     return {
@@ -148,17 +148,17 @@ def cudnn_attention_gradients(
     out: Array,
     cotangent: Array,
 ) -> tuple[Array, Array, Array]:
-    """The backward kernel of cuDNN by itself, with the weights that the caller names.
+    """Calls cuDNN's backward attention kernel with a given logsumexp.
 
     Args:
-        query: as of `cudnn_attention`, like the others up to `causal`.
-        key: likewise.
-        value: likewise.
-        bias: likewise.
-        causal: likewise.
-        log_weight: float32 `[B, H, T]`, may count more keys than those given.
-        out: `[B, T, H, K]`, the result with all of those keys.
-        cotangent: of that result.
+        query: as in `cudnn_attention`.
+        key: as in `cudnn_attention`.
+        value: as in `cudnn_attention`.
+        bias: as in `cudnn_attention`.
+        causal: as in `cudnn_attention`.
+        log_weight: float32 `[B, H, T]`, the logsumexp; it may cover more keys than `key` has.
+        out: `[B, T, H, K]`, the attention output over all of those keys.
+        cotangent: of `out`.
 
     Returns:
         The gradients of queries, keys and values.

@@ -1,4 +1,4 @@
-"""Every error a user can get, each saying what was got, what must hold and what to do."""
+"""Every error a user can get. Messages say what was given, what must hold and what to do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AxonDistError(Exception):
 
     Args:
         *args: the message.
-        code: a short name of what is wrong, which programs may compare; messages may change.
+        code: a short name of the problem for programs to compare; messages may change.
     """
 
     code: str
@@ -31,11 +31,11 @@ class AxonDistError(Exception):
 
 
 class ConfigError(AxonDistError, ValueError):
-    """A configuration names an unknown key, a wrong type or an impossible value."""
+    """A configuration has an unknown key, a wrong type or an impossible value."""
 
 
 class MeshError(AxonDistError, ValueError):
-    """A mesh does not fit the devices, or an axis of it does not exist."""
+    """A mesh does not fit the devices, or has no such axis."""
 
 
 class GroupError(AxonDistError, ValueError):
@@ -47,23 +47,23 @@ class DivisibilityError(AxonDistError, ValueError):
 
 
 class DTypeError(AxonDistError, TypeError):
-    """An operation got a dtype for which it has no meaning, such as the mean of integers."""
+    """An operation is not defined for a dtype, such as the mean of integers."""
 
 
 class StrategyConflictError(AxonDistError, ValueError):
-    """Two strategies claim one dimension of one array, or settings that exclude each other."""
+    """Two strategies split the same dimension of an array, or have conflicting settings."""
 
 
 class ClaimError(AxonDistError, RuntimeError):
-    """A built step breaks what its strategy claims, for example bytes per device."""
+    """A built step violates what its strategy claims, for example its bytes per device."""
 
 
 class ScheduleError(AxonDistError, ValueError):
-    """A pipeline table is not a legal schedule; the message shows the grid, the cell marked."""
+    """A pipeline table is not a legal schedule; the message shows the grid with the cell marked."""
 
 
 class NoAttributeError(AxonDistError, AttributeError):
-    """An object has no attribute of that name; the message says what is meant."""
+    """An object has no attribute of that name; the message suggests the right one."""
 
 
 class UnsupportedError(AxonDistError, ValueError):
@@ -83,15 +83,15 @@ class CheckpointError(AxonDistError, ValueError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is unfinished, or is no longer what was written; another one may be good.
+    """A checkpoint is unfinished or corrupted; another one may be good.
 
-    A checkpoint that is whole but belongs to another model raises a plain `CheckpointError`: no
-    older one would fit either.
+    An intact checkpoint of another model raises a plain `CheckpointError`, because no older one
+    would fit either.
     """
 
 
 class StoreError(AxonDistError, RuntimeError):
-    """A bucket that cannot be reached, or that refuses what was asked."""
+    """A bucket cannot be reached, or refuses a request."""
 
 
 class LaunchError(AxonDistError, ValueError):
@@ -99,11 +99,11 @@ class LaunchError(AxonDistError, ValueError):
 
 
 class BackendStartedError(AxonDistError, RuntimeError):
-    """JAX has started its backend already, so its number of devices can no longer change."""
+    """JAX has already started its backend, so its number of devices can no longer change."""
 
 
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
-"""What Python raises over malformed data of a file or a network peer."""
+"""The exceptions that malformed data of a file or a network peer raises in Python."""
 
 _ALSO_CALLED: MappingProxyType[str, str] = MappingProxyType(
     {
@@ -116,7 +116,7 @@ _ALSO_CALLED: MappingProxyType[str, str] = MappingProxyType(
         **dict.fromkeys(("node", "hosts", "host"), "nodes"),
     }
 )
-"""Mesh axes under the names that others give them, too far from theirs to be near spellings."""
+"""Other libraries' names of our mesh axes, too different for `difflib` to match."""
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
@@ -143,7 +143,7 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra of this package from where the package itself came.
+    """The command that installs an extra of this package from the package's own origin.
 
     Args:
         extra: its name in `pyproject.toml`, such as `plots`.
@@ -161,16 +161,16 @@ def reworded(
     kind: type[AxonDistError] = ConfigError,
     of: type[Exception] | tuple[type[Exception], ...] = OSError,
 ) -> Iterator[None]:
-    """Rewords errors within a block as one sentence; errors of this library pass.
+    """Rewords errors of its body as one sentence; errors of this library pass unchanged.
 
     Args:
-        what: cannot be done, or is not what it should be, to open the sentence.
-        advice: what to do, to close it.
-        kind: of the error.
-        of: what may fail.
+        what: the start of the sentence: what failed.
+        advice: the end of the sentence: what to do.
+        kind: the error to raise.
+        of: the errors to reword.
 
     Raises:
-        AxonDistError: of the kind, with the reason between the two.
+        AxonDistError: of type `kind`, with the reason between `what` and `advice`.
 
     Example:
         >>> with reworded("no numbers", "write digits", of=ValueError):
@@ -183,8 +183,9 @@ def reworded(
     except AxonDistError:
         raise
     except of as error:
-        said = repr(error) if isinstance(error, KeyError) else str(error) or repr(error)
-        reason = getattr(error, "strerror", None) or said.rstrip(".")
+        # str() of a KeyError is only the key.
+        text = repr(error) if isinstance(error, KeyError) else str(error) or repr(error)
+        reason = getattr(error, "strerror", None) or text.rstrip(".")
         raise kind(f"{what}: {reason:.400}; {advice}") from error
 
 
@@ -199,17 +200,17 @@ def require(
 
     Args:
         name: of the module.
-        extra: the extra of this package that brings it.
-        purpose: what it is needed for, to open the message.
-        otherwise: what else can be done, to close it.
-        error: the kind of the error.
+        extra: the extra of this package that includes it.
+        purpose: the start of the message: what needs the module.
+        otherwise: the end of the message: an alternative.
+        error: the error to raise.
 
     Returns:
         The module.
 
     Raises:
-        ConfigError: or what `error` is, when it is not installed, with the command that installs
-            it.
+        ConfigError: or `error`, if it is not installed; the message has the command that
+            installs it.
 
     Example:
         >>> require("json", "plots", "a plot").__name__
@@ -225,7 +226,7 @@ def require(
 
 
 def unknown(cls: type[enum.Enum], value: object) -> ConfigError:
-    """The error about a value that no member of an enum has."""
+    """The error about a value that is not a member of an enum."""
     names = [str(member.value) for member in cls]
     hint = did_you_mean(str(value), names)
     return ConfigError(f"{cls.__name__} got {value!r:.80}, and has no such member.{hint}")
@@ -248,11 +249,11 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Requirement(Generic[T]):
-    """One row.
+    """A named rule with its check.
 
     Args:
         name: what must hold, in a few words.
-        check: raises an `AxonDistError` about what is wrong, where it does not hold.
+        check: raises an `AxonDistError` if it does not hold.
     """
 
     name: str
@@ -266,13 +267,13 @@ class Requirement(Generic[T]):
         sentence: str,
         when: Callable[[T], Mapping[str, object] | None],
     ) -> Requirement[T]:
-        """A requirement by the condition that breaks it and the message.
+        """A requirement given by its message and the condition that breaks it.
 
         Args:
             name: what must hold, in a few words.
-            error: the kind of error.
-            sentence: what was got, what must hold and what to do, with names in braces.
-            when: gives the values of these names where it does not hold, and else None.
+            error: the error to raise.
+            sentence: the message, with names in braces.
+            when: returns the values of these names if the requirement is broken, else None.
 
         Example:
             >>> even = Requirement.row(
@@ -290,14 +291,17 @@ class Requirement(Generic[T]):
 
 
 def check_all(rules: tuple[Requirement[T], ...], subject: T) -> None:
-    """Raises the error of the first requirement that does not hold, if there is one."""
+    """Raises the error of the first requirement that does not hold."""
     for rule in rules:
         rule.check(subject)
 
 
 def warn(message: str) -> None:
-    """Warns, at the line of the first caller that is neither of this package nor of JAX."""
-    frame, level, inside = sys._getframe(1), 2, ("axon_dist.", "jax.")
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith(inside):
-        frame, level = frame.f_back, level + 1
+    """Warns at the line of the innermost caller outside this package and JAX."""
+    internal = ("axon_dist.", "jax.")
+    frame = sys._getframe(1)
+    level = 2
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(internal):
+        frame = frame.f_back
+        level += 1
     warnings.warn(message, stacklevel=level)

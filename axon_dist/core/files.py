@@ -1,8 +1,8 @@
-"""Files that somebody names: paths of this machine, and objects in buckets at `gs://` and `s3://`.
+"""Local files, and objects in buckets at `gs://` and `s3://`.
 
-Reads are bounded in size and never block, and errors are one sentence. tensorstore reads and writes
-both kinds of bucket: it finds the credentials, retries a request that was throttled, cut short or
-not answered, and returns the version of an object, a generation of GCS or an ETag of S3.
+Reads are bounded in size and never block; errors are one sentence. tensorstore reads and writes
+both kinds of bucket: it finds the credentials, retries requests that were throttled, cut short or
+not answered, and returns the version of an object, a GCS generation or an S3 ETag.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Any, BinaryIO
 from .errors import AxonDistError, ConfigError, StoreError, reworded
 
 MOST_TEXT = 2**24
-"""The largest size of a config, an index or another text, in bytes."""
+"""The largest size of a config, an index or another text file, in bytes."""
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
-# Path("gs://bucket") has one slash left.
+# Path("gs://bucket") turns the two slashes into one.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -43,15 +43,15 @@ _KINDS = (
 
 
 def as_path(text: Any, label: str, error: type[AxonDistError] = ConfigError) -> Path:
-    """A path that can be one on this machine, `~` and `~user` resolved; nothing is looked up.
+    """Checks that a text can be a local path, and expands `~` and `~user`; reads no file.
 
     Args:
-        text: a text or a path.
-        label: the key, option or argument that names it; it opens the message.
-        error: the kind of error.
+        text: a string or a path.
+        label: the key, option or argument that names it; starts the message.
+        error: the error to raise.
 
     Raises:
-        AxonDistError: of that kind, when no file can have this path.
+        AxonDistError: of type `error`, if no file can have this path.
 
     Example:
         >>> as_path("~nobody-here/runs", "run_dir")
@@ -65,14 +65,18 @@ def as_path(text: Any, label: str, error: type[AxonDistError] = ConfigError) -> 
     try:
         name = os.fsencode(text)
     except UnicodeEncodeError as cause:
-        raise error(f"{label}: got {shown}, which no file name can hold; correct it") from cause
+        raise error(
+            f"{label}: got {shown}, which cannot be encoded as a file name; remove the unpaired "
+            "surrogates",
+            code="path-encoding",
+        ) from cause
     if _SCHEME.match(str(text)):
-        # As a path it would be a folder of this machine, which is lost with it.
+        # Path would make a local folder of it, and the files would be lost with the machine.
         raise error(
             f"{label}: got {shown}, the address of an object store; run_dir, checkpoint.dir, data, "
-            "weights and model.hub may be at gs:// and s3://, all else is a file of this machine: "
-            "mount the store as a folder (gcsfuse, mountpoint-s3) and name that, or copy to it and "
-            "from it"
+            "weights and model.hub may be at gs:// and s3://, everything else must be a local "
+            "file: mount the store as a folder (gcsfuse, mountpoint-s3) and name that, or copy "
+            "the files"
         )
     if not name:
         raise error(f"{label}: got an empty path; name a file or folder, or leave it out")
@@ -97,9 +101,9 @@ def as_path(text: Any, label: str, error: type[AxonDistError] = ConfigError) -> 
 
 
 def kind_at(path: Path) -> str | None:
-    """The kind of file at a path, in words: `a file`, `a folder`, `a pipe`...; None for nothing.
+    """The kind of file at a path, in words: `a file`, `a folder`, `a pipe`...; None if none.
 
-    A broken link, or one into a folder that may not be entered, is nothing.
+    The result is also None for a broken link, and for a link into a folder without permission.
 
     Example:
         >>> kind_at(Path("/dev/null")), kind_at(Path("/no/such"))
@@ -113,30 +117,29 @@ def kind_at(path: Path) -> str | None:
 
 
 NO_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.EMLINK})
-"""The numbers of the errors of `open_regular` about a link, or about anything but a file."""
+"""The errnos of `open_regular` for links and for anything that is not a regular file."""
 
 
 def open_regular(
     path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links: bool = False
 ) -> int:
-    """Opens a regular file; never a link, and never waits for a pipe or a device.
+    """Opens a regular file; refuses links, and never waits for a pipe or a device.
 
-    Whoever can write to a folder can put a link or a pipe in the place of any file that this
-    library reads or adds to there. So every file of the library's own is opened here, or by
-    `replacing`. A file that is written to must not have a second name either: a hard link would
-    have the same effect as a symbolic one.
+    Whoever can write to a folder can replace any file there by a link or a pipe. So the library
+    opens all of its own files here or in `replacing`. A file opened for writing must not have a
+    second name either, because a hard link would have the same effect as a symbolic one.
 
     Args:
         path: of the file.
         flags: of `os.open`.
-        mode: of a file that is made.
-        links: whether a link at the path is followed, as for files that the user names.
+        mode: of a file that is created.
+        links: whether to follow a link at the path, as for files that the user names.
 
     Returns:
         The descriptor, which the caller closes.
 
     Raises:
-        OSError: when there is anything else, with what it is as its reason.
+        OSError: if it is anything else; the reason says what it is.
     """
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     try:
@@ -165,24 +168,24 @@ def _refusal(number: int, reason: str, path: Path) -> OSError:
 
 
 TEMPORARY = ".axon.tmp"
-"""The end of the name of a file that is being written, and that no reader opens."""
+"""The suffix of files that are being written; no reader opens them."""
 
 _ABANDONED = 3600.0
-"""Seconds without a write after which a file of that name was left by a process that is gone."""
+"""Seconds without a write after which a temporary file counts as abandoned by its process."""
 
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o666, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of another one when all of it is there.
+    """Opens a file that replaces another one atomically once it is completely written.
 
-    It is written under a name that nobody can guess, and made anew, so that no link is followed. A
-    link at the path itself is replaced, and what it leads to stays as it is.
+    It is newly created under a name that nobody can guess, so no link is followed. A link at the
+    path itself is replaced; its target stays as it is.
 
     Args:
-        path: the name that it gets; after an error, what was there stays there.
-        mode: of the new file, from which the mask of the process is taken.
-        durable: whether the disk has the file when this ends; without it a power cut may leave an
-            empty file.
+        path: the final name; after an error the old file is still there.
+        mode: of the new file, before the process's umask.
+        durable: whether to sync the file to disk before this returns; without it a power cut may
+            leave an empty file.
 
     Yields:
         The file.
@@ -217,17 +220,17 @@ def replacing(path: Path, mode: int = 0o666, *, durable: bool = True) -> Iterato
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Writes a text as the contents of a file, whole or not at all; as `replacing`."""
+    """Writes a text file atomically, see `replacing`."""
     with replacing(path, durable=durable) as file:
         file.write(text.encode())
 
 
 def remove_abandoned(folder: Path, seconds: float = _ABANDONED) -> None:
-    """Removes the files that `replacing` of killed processes has left in a folder.
+    """Removes temporary files that killed processes have left in a folder.
 
     Args:
         folder: where to look.
-        seconds: for which such a file was not written to.
+        seconds: the age of the last write from which a file counts as abandoned.
     """
     with contextlib.suppress(OSError):
         for path in folder.glob(f".{'[0-9a-f]' * 16}{TEMPORARY}"):
@@ -240,17 +243,17 @@ _UNKNOWN_CALL = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 
 
 def sync(descriptor: int) -> None:
-    """Waits until the disk has a file, or the names in a folder."""
+    """Syncs a file, or the entries of a folder, to disk."""
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Buckets that are mounted as folders have no such call for some of their files.
+        # Buckets mounted as folders do not support fsync for some of their files.
         if error.errno not in _UNKNOWN_CALL:
             raise
 
 
 def sync_path(path: Path) -> None:
-    """Waits until the disk has a file, or the names in a folder."""
+    """Syncs a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         sync(descriptor)
@@ -259,7 +262,7 @@ def sync_path(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder, and those that it is in; the disk has the names of all when this returns."""
+    """Makes a folder and its missing parents, and syncs their names to disk."""
     missing = [one for one in (path, *path.absolute().parents) if not one.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for one in missing:
@@ -274,17 +277,17 @@ def read_bytes(
     *,
     links: bool = True,
 ) -> bytes:
-    """The contents of a file; of nothing else, so that no pipe or device blocks it.
+    """Reads a regular file; refuses pipes and devices, which could block.
 
     Args:
         path: of the file.
-        what: it is, to follow "cannot read".
-        error: the kind of error.
-        most: bytes that it may have.
-        links: whether a link is followed, as for files that the user names.
+        what: names the file in messages, after "cannot read".
+        error: the error to raise.
+        most: the largest size in bytes.
+        links: whether to follow a link, as for files that the user names.
 
     Raises:
-        AxonDistError: of that kind, when there is no file, it cannot be read, or is too large.
+        AxonDistError: of type `error`, if the file is missing, unreadable or too large.
 
     Example:
         >>> read_bytes(Path("/dev/zero"), "the config '/dev/zero'")
@@ -315,18 +318,19 @@ def read_text(
     *,
     links: bool = True,
 ) -> str:
-    """The contents of a file as UTF-8, with or without a mark of it in front; as `read_bytes`."""
+    """Reads a UTF-8 file, with or without a byte order mark; otherwise as `read_bytes`."""
     try:
         return read_bytes(path, what, error, most, links=links).decode("utf-8-sig")
     except UnicodeDecodeError as cause:
         raise error(
-            f"cannot read {what}: not a text of UTF-8 (byte {cause.start}); convert it, or "
-            "name another file"
+            f"cannot read {what}: it is not UTF-8 text (byte {cause.start}); convert it, or "
+            "name another file",
+            code="not-utf8",
         ) from cause
 
 
 def json_section(text: str | bytes) -> dict[str, Any] | None:
-    """The object that a text of JSON is, or None where it is broken or anything else."""
+    """Parses a JSON object; None if the text is not valid JSON or not an object."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -335,7 +339,7 @@ def json_section(text: str | bytes) -> dict[str, Any] | None:
 
 
 def host_memory() -> int:
-    """How many bytes of memory this process can have: those of the machine, or of its container.
+    """The bytes of memory available to this process: of the machine, or its container's limit.
 
     Example:
         >>> host_memory() > 2**28
@@ -345,27 +349,27 @@ def host_memory() -> int:
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             machine = min(machine, int(Path(file).read_text()))
-        except (OSError, ValueError):  # No container, or one without a limit, which says "max".
+        except (OSError, ValueError):  # No container, or no limit: the file says "max".
             continue
     return machine
 
 
 _ADDRESS = re.compile(r"(gs|s3):/{1,2}([a-z0-9][a-z0-9._-]{1,61}[a-z0-9])(?:/(.*))?", re.DOTALL)
 _KEY = 1024
-"""Bytes in the name of an object."""
+"""The most bytes in the name of an object."""
 
 _BLOCK = 2**26
 _RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "30s"}
-"""A store that does not answer for two minutes is an error."""
+"""With these retries, a store that does not answer for two minutes is an error."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Address:
-    """The address of an object, and of the folder of the objects named `object/...`.
+    """The address of an object, and of the folder of all objects named `object/...`.
 
     Args:
         scheme: `gs` or `s3`.
-        bucket: its name.
+        bucket: the name of the bucket.
         key: the name of the object in it, without a slash at either end.
 
     Example:
@@ -384,17 +388,17 @@ class Address:
         return dataclasses.replace(self, key=f"{self.key}/{name}" if self.key else name)
 
     def resolve(self) -> Address:
-        """Itself: in a bucket there are no links."""
+        """Returns itself: buckets have no links."""
         return self
 
     @property
     def name(self) -> str:
-        """The last part of its name."""
+        """The last part of the key."""
         return self.key.rpartition("/")[2]
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The bucket, as tensorstore has it."""
+        """The tensorstore spec of the bucket."""
         if self.scheme == "gs":
             return {"driver": "gcs", "bucket": self.bucket, "gcs_request_retries": _RETRIES}
         env = os.environ.get
@@ -402,40 +406,41 @@ class Address:
         spec = {"driver": "s3", "bucket": self.bucket, "use_conditional_write": True}
         options: dict[str, Any] = {key: value for key, value in environment.items() if value}
         if env("AWS_ACCESS_KEY_ID") and env("AWS_SECRET_ACCESS_KEY"):
-            # These come first in any case; asked for the others, too, it prints lines about each.
+            # The environment has priority anyway. Without this, tensorstore also tries the other
+            # sources and prints lines about each.
             options["aws_credentials"] = {"type": "environment"}
         return {**spec, **options, "s3_request_retries": _RETRIES}
 
     def read(self) -> bytes | None:
-        """The contents of the object, or None where there is none."""
+        """The contents of the object, or None if it does not exist."""
         return self.read_versioned()[0]
 
     def read_versioned(self) -> tuple[bytes | None, bytes]:
-        """The contents of the object, or None where there is none, and its version."""
+        """The contents of the object, or None if it does not exist, and its version."""
         result = self._done(self._store.read(self.key))
         return result.value if result.state == "value" else None, result.stamp.generation
 
     def version(self) -> bytes:
-        """The version of the object as it is now, also where there is none."""
+        """The present version of the object; also defined if it does not exist."""
         return self._done(self._store.read(self.key, byte_range=slice(0, 0))).stamp.generation
 
     def write(self, contents: bytes, version: bytes | None = None) -> bytes | None:
-        """Writes an object, whole or not at all.
+        """Writes an object atomically.
 
         Args:
-            contents: of it.
-            version: which it must have before, as `version` returns it; None for any.
+            contents: the new contents.
+            version: write only if the object has this version, see `version`; None for any.
 
         Returns:
-            The version it has now; None where it had another one. A request that was not
-            answered is retried, and may then find what it wrote itself.
+            The new version, or None if the object had another version. A request that was not
+            answered is retried, and may then find its own write.
         """
-        made = self._done(self._store.write(self.key, contents, if_equal=version))
-        return made.generation or None
+        stamp = self._done(self._store.write(self.key, contents, if_equal=version))
+        return stamp.generation or None
 
     def names(self) -> list[str]:
-        """The objects of the folder, without its name in front, sorted."""
-        # "0" comes after "/".
+        """The names of the objects in the folder, relative to it, sorted."""
+        # "0" is the character after "/", so this range holds all keys that begin with "key/".
         ends = (f"{self.key}/", f"{self.key}0") if self.key else ()
         inside = _tensorstore().KvStore.KeyRange(*ends)
         listed = self._done(self._store.list(inside, len("".join(ends[:1]).encode())))
@@ -443,15 +448,17 @@ class Address:
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes objects of the folder; those that do not exist are ignored."""
-        doomed = [(self / name).key for name in names]
-        for future in [self._store.write(key, None) for key in doomed]:
+        keys = [(self / name).key for name in names]
+        # Starts all requests before it waits for the first.
+        for future in [self._store.write(key, None) for key in keys]:
             self._done(future)
 
     def fetched(self) -> Path:
-        """A copy of the object on this machine, made unless this version of it was copied before.
+        """A local copy of the object, cached by its version.
 
         Raises:
-            StoreError: when there is none, it cannot be read, or the disk cannot be written.
+            StoreError: if the object does not exist or cannot be read, or the disk cannot be
+                written.
         """
         version = self.version()
         path = _cache_path(f"{self} {version!r}") / self.name
@@ -470,14 +477,14 @@ class Address:
         return path
 
     def _blocks(self) -> Iterator[Any]:
-        """What is read of it, one block after the other."""
+        """Reads the object block by block."""
         start, stop = 0, _BLOCK
         while stop is not None:
             try:
                 yield self._store.read(self.key, byte_range=slice(start, stop)).result()
                 start, stop = stop, stop + _BLOCK
             except ValueError as error:
-                # Fewer bytes than were asked for are none at all.
+                # A request for bytes beyond the end fails instead of returning the rest.
                 if "OUT_OF_RANGE" not in str(error):
                     raise self.refused(error) from error
                 stop = None
@@ -496,7 +503,7 @@ class Address:
             raise self.refused(error) from error
 
     def refused(self, error: Exception) -> StoreError:
-        """The error of tensorstore about the bucket, with what to do."""
+        """The error for a failed tensorstore request, with advice."""
         reason = (str(error).partition(" [")[0].strip() or repr(error)).splitlines()[0]
         return StoreError(
             f"{self}: {reason}; check the name, that these credentials may read and write it, and "
@@ -515,19 +522,19 @@ def _opened(spec: str) -> Any:
 
 
 Place = Path | Address
-"""A folder or file of this machine, or one in a bucket."""
+"""A local file or folder, or one in a bucket."""
 
 
 def as_place(text: Any, label: str, error: type[AxonDistError] = ConfigError) -> Place:
-    """A path of this machine, as `as_path`, or an address in a bucket; nothing is looked up.
+    """Reads a local path, as `as_path`, or an address in a bucket; accesses neither.
 
     Args:
-        text: a text, a path or an address.
-        label: the key, option or argument that names it; it opens the message.
-        error: the kind of error.
+        text: a string, a path or an address.
+        label: the key, option or argument that names it; starts the message.
+        error: the error to raise.
 
     Raises:
-        AxonDistError: of that kind, when it can be neither.
+        AxonDistError: of type `error`, if it can be neither.
 
     Example:
         >>> as_place("s3://bucket/runs/one/", "run_dir")
@@ -544,38 +551,39 @@ def as_place(text: Any, label: str, error: type[AxonDistError] = ConfigError) ->
     is_named = key.isprintable() and len(key.encode(errors="surrogateescape")) <= _KEY
     if not is_named or any(part in ("", ".", "..") for part in parts):
         raise error(
-            f"{label}: got {str(text)!r:.80}, and the name of an object has no empty part, no . or "
-            f".., no control character, and at most {_KEY} bytes; correct it"
+            f"{label}: got {str(text)!r:.80}; the name of an object must have no empty part, no . "
+            f"or .., no control character, and at most {_KEY} bytes",
+            code="object-name",
         )
     return Address(match[1], match[2], key)
 
 
 def _check_bucket(text: Any, label: str, error: type[AxonDistError]) -> None:
-    """Raises where an address has a scheme that can be read, and a bucket that cannot be."""
+    """Raises if an address has the scheme of a bucket but no valid bucket name."""
     match = re.match(r"(?:gs|s3):/{1,2}([^/]*)", str(text), re.DOTALL)
     if match is not None and isinstance(text, (str, Path)):
         raise error(
             f"{label}: got {str(text)!r:.80}, and {match[1]!r:.80} cannot be the name of a bucket: "
-            "it has 3 to 63 of the letters a-z, the digits, and dots, hyphens and underscores "
-            "between them; correct it"
+            "it has 3 to 63 of the letters a-z and digits, with dots, hyphens and underscores "
+            "between them"
         )
 
 
 def all_fetched(addresses: Iterable[Address]) -> list[Path]:
-    """Copies of objects on this machine, several of which are made at a time; as `fetched`."""
+    """Local copies of objects, several fetched at a time; see `Address.fetched`."""
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         return list(pool.map(Address.fetched, addresses))
 
 
 def snapshot(folder: Address, wanted: Callable[[str], bool]) -> Path:
-    """A folder of this machine with copies of the objects of one in a bucket, as they are now.
+    """A local folder with copies of the present objects of a folder in a bucket.
 
     Args:
         folder: in the bucket.
-        wanted: whether to copy an object, by its name in the folder.
+        wanted: whether to copy an object, given its name in the folder.
 
     Raises:
-        StoreError: as `Address.fetched` does, or when there is no such object.
+        StoreError: as `Address.fetched`, or if there is no such object.
     """
     names = [name for name in folder.names() if wanted(name)]
     if not names:
@@ -593,17 +601,17 @@ def snapshot(folder: Address, wanted: Callable[[str], bool]) -> Path:
 
 
 def _link(copy: Path, link: Path) -> None:
-    """Gives a file a second name; a hard link, for readers of a run follow no other one."""
+    """Gives a file a second name by a hard link, because readers of a run follow no symlinks."""
     try:
         os.link(copy, link)
     except FileExistsError:
-        pass  # Another process has made it.
+        pass  # Another process made it first.
     except OSError:
         with open(copy, "rb") as source, replacing(link, 0o600) as file:
             shutil.copyfileobj(source, file)
 
 
 def _cache_path(what: str) -> Path:
-    """The folder of copies of objects; it may be removed at any time."""
+    """The cache folder of copied objects; users may remove it at any time."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(caches) / "axon_dist" / hashlib.sha256(what.encode()).hexdigest()[:32]

@@ -1,7 +1,7 @@
-"""Names of a package that are imported when they are first used, listed in its type stub.
+"""Imports the public names of a package at first use, as its type stub lists them.
 
-`__init__.pyi` says which module defines each public name. Type checkers read
-it, and so does the package when a program asks for a name: the list is written once.
+`__init__.pyi` says which module defines each public name. Type checkers read it, and so does the
+package at run time, so the list is written only once.
 """
 
 import ast
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 @functools.cache
 def _read_stub(path: pathlib.Path) -> tuple[Mapping[str, str], tuple[str, ...]]:
-    """The module of each name of a stub, relative to the package, and the stub's `__all__`."""
+    """Maps each name of a stub to its module, relative to the package; returns `__all__` too."""
     modules: dict[str, str] = {}
     listed: tuple[str, ...] = ()
     for node in ast.parse(path.read_text()).body:
@@ -58,11 +58,11 @@ def names_of_stub(package: str, file: str) -> tuple[Callable[[str], object], Cal
 
 
 def moved(old: str, *new: str) -> Callable[[str], object]:
-    """The `__getattr__` of a module whose names live elsewhere now; each use warns.
+    """The `__getattr__` of a module whose names have moved; each use warns.
 
     Args:
-        old: the dotted name under which programs import it.
-        new: the dotted names of the modules that have the names, tried in this order.
+        old: the dotted name of that module.
+        new: the dotted names of the modules that have the names now, tried in this order.
     """
 
     def module_getattr(name: str) -> object:

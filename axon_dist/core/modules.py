@@ -1,4 +1,4 @@
-"""Modules of a model, unmodified: how calls are wrapped; which stack layers, which are bridged."""
+"""Inspects and wraps a model's modules: method wrappers, stacked layers, bridged Linen modules."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .typing import Function, Keys, Path, PyTree
 Around: TypeAlias = Function
 """`around(method, module, *args, **kwargs)` runs in place of `method(module, *args, **kwargs)`."""
 
-# Bridged Linen modules take all their attributes for variables, but those that begin like this.
+# Bridged Linen modules treat all attributes as variables except those with this prefix.
 HELD = "_pytree__around"
-"""The attribute of a module that holds what runs around its methods."""
+"""The attribute of a module that holds the wrappers of its methods."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """What runs around the methods of one module, as a part of its structure.
+    """The wrappers of one module's methods, as a static part of the module.
 
     Args:
-        layers: (method, function) pairs, the innermost first.
+        layers: (method name, wrapper) pairs, innermost first.
     """
 
     layers: tuple[tuple[str, Around], ...] = ()
@@ -34,12 +34,12 @@ class Layers:
 
 @dataclasses.dataclass(frozen=True)
 class Beneath:
-    """A method with what runs around it, up to some layer; compares by value.
+    """A method with the innermost `depth` of its wrappers; compares by value.
 
     Args:
-        module_type: the class before any change.
-        name: of the method that is called.
-        depth: how many of the layers around it run; 0 is the method itself.
+        module_type: the original class.
+        name: of the method.
+        depth: how many wrappers run; 0 is the method itself.
     """
 
     module_type: type[nnx.Module]
@@ -48,11 +48,11 @@ class Beneath:
 
     @property
     def __wrapped__(self) -> Function:
-        """The method itself, whose signature `inspect` then finds."""
+        """The unwrapped method, so that `inspect` finds its signature."""
         return getattr(self.module_type, self.name)
 
     def __call__(self, module: nnx.Module, *args: object, **kwargs: object) -> PyTree:
-        """Runs it."""
+        """Runs the outermost of these wrappers, or the method itself."""
         if not self.depth:
             return getattr(self.module_type, self.name)(module, *args, **kwargs)
         around = around_of(module, self.name)[self.depth - 1]
@@ -60,15 +60,15 @@ class Beneath:
 
 
 def wrap_calls(module: nnx.Module, around: Mapping[str, Around]) -> None:
-    """Replaces methods of one module, in place, leaving its class and its other instances alone.
+    """Wraps methods of one module in place; its class and other instances do not change.
 
-    What runs instead belongs to the structure of the module, so that equal modules wrapped by equal
-    functions stay equal for JAX's caches: give functions that compare by value. A method may be
-    wrapped several times; the last is the outermost.
+    The wrappers are part of the module's structure, so equal modules with equal wrappers hit the
+    same entries of JAX's caches. Pass functions that compare by value. A method may be wrapped
+    several times; the last wrapper is the outermost.
 
     Args:
         module: a model merged inside a trace, or a part of one.
-        around: what runs in place of each method, by name.
+        around: wrappers by method name.
 
     Example:
         >>> import jax.numpy as jnp
@@ -86,19 +86,19 @@ def wrap_calls(module: nnx.Module, around: Mapping[str, Around]) -> None:
 
 
 def around_of(module: nnx.Module, name: str) -> tuple[Around, ...]:
-    """What runs around a method of a module, the innermost first."""
+    """The wrappers of a method, innermost first."""
     layers = getattr(module, HELD, Layers()).layers
     return tuple(function for method, function in layers if method == name)
 
 
-# Flax and JAX keep every class of modules for good, so there must not be one per wrapping: a class
-# depends on nothing but the class that it stands for and the names of methods. Hence no bound.
+# Flax and JAX keep every module class for ever, so wrapping must not make a new class each time.
+# A class depends only on the original class and the method names. Hence a cache without bound.
 @functools.cache
 def _open(module_type: type[nnx.Module], names: tuple[str, ...]) -> type[nnx.Module]:
-    """A class like another, whose methods look in the module for what runs around them."""
+    """A subclass whose methods look up their wrappers in the module."""
 
     def member(name: str) -> Function:
-        # Keeps the signature, by which attention is distinguished from other modules.
+        # Keeps the signature, because attention modules are recognized by it.
         @functools.wraps(getattr(module_type, name))
         def call(self: nnx.Module, *args: object, **kwargs: object) -> PyTree:
             depth = len(around_of(self, name))
@@ -126,21 +126,21 @@ DIMS: MappingProxyType[type[nnx.Module], Callable[[Any], dict[str, int]]] = Mapp
         nnx.BatchNorm: lambda _: {"scale": 1, "bias": 1},
     }
 )
-"""How many dims the parameters of Flax's layers have, each for itself."""
+"""How many dims the parameters of a single Flax layer have."""
 
 
 def num_stacked(module: nnx.Module) -> int | None:
-    """How many layers a module holds, stacked by `nnx.vmap`; None where it is one layer.
+    """How many layers are stacked in a module by `nnx.vmap`; None for a single layer.
 
-    A stacked module has the class and the attributes of one layer, and leaves of a dim more. So a
-    layer of Flax in it decides: its parameters have one dim more than such a layer needs, and all
-    parameters of the module have the same leading size.
+    A stacked module has the class and attributes of one layer, but its leaves have one more dim.
+    It is recognized by its Flax layers: their parameters have one dim more than such a layer
+    needs, and all parameters of the module have the same leading size.
 
     Args:
-        module: any; its leaves may be shapes.
+        module: any module; its leaves may be shapes.
 
     Returns:
-        The size of the leading dim.
+        The size of the leading dim, or None.
 
     Example:
         >>> make = lambda rngs: nnx.Linear(2, 3, rngs=rngs)
@@ -159,7 +159,7 @@ def num_stacked(module: nnx.Module) -> int | None:
 
 
 def _extra_dims(layer: nnx.Module) -> set[int]:
-    """By how many dims the parameters of a layer of Flax exceed those of one such layer."""
+    """How many extra dims the parameters of a Flax layer have; empty for other modules."""
     dims = next((find(layer) for kind, find in DIMS.items() if isinstance(layer, kind)), {})
     attributes = {name: getattr(layer, name, None) for name in dims}
     params = {name: value for name, value in attributes.items() if isinstance(value, nnx.Param)}
@@ -167,7 +167,7 @@ def _extra_dims(layer: nnx.Module) -> set[int]:
 
 
 def stacks_of(model: nnx.Module) -> dict[Path, int]:
-    """The outermost stacked modules of a model, and how many layers each holds."""
+    """The outermost stacked modules of a model, and the number of layers in each."""
     counts: dict[tuple, int] = {}
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
     if 1 not in {dims for _, module in modules for dims in _extra_dims(module)}:
@@ -180,7 +180,7 @@ def stacks_of(model: nnx.Module) -> dict[Path, int]:
 
 
 def bridges_of(model: nnx.Module) -> Iterator[tuple[Keys, nnx.bridge.ToNNX]]:
-    """The bridged Linen modules of a model, with their keys."""
+    """Yields the bridged Linen modules of a model with their keys."""
     for keys, module in nnx.iter_modules(model):
         if isinstance(module, nnx.bridge.ToNNX):
             yield tuple(keys), module

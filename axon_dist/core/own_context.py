@@ -1,12 +1,12 @@
-"""The mesh context of this library: programs are traced under it, whatever a caller has in context.
+"""The library's own mesh context, in which it traces programs whatever mesh the caller has set.
 
 `jax.set_mesh` puts a mesh in context for all code of a thread. Its axes are explicit by default:
-every array then has a type with a sharding, and operations refuse operands of another mesh. A step
-has a mesh of its own, over which the compiler shards, and is traced, compiled and called without
-the caller's. The doors of the library enter this context; what runs inside knows nothing of it.
+array types then include a sharding, and operations refuse operands of another mesh. A step has its
+own mesh, over which the compiler shards, so it is traced, compiled and called without the caller's.
+The library's public functions enter this context; the code inside does not depend on it.
 
-Models name axes, too: `with_sharding_constraint(x, P("data", None))`. These are names of the mesh
-that their author had in mind. `AxisNames` says which axes of the step's mesh they mean.
+Models name axes too: `with_sharding_constraint(x, P("data", None))`. These are axes of the mesh
+that their author had in mind. `AxisNames` maps them to axes of the step's mesh.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("expert", "experts", "ep"), ("ep",)),
     **dict.fromkeys(("pipe", "pipeline", "stage", "stages", "pp"), ("pp",)),
 }
-"""Names of mesh axes that others use, and the axes of this library that they mean."""
+"""Common axis names of other code, and the axes of this library that they mean."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AxisNames:
-    """Which axes of a mesh are meant by the names that a model gives them.
+    """Maps the axis names in a model to axes of the step's mesh.
 
-    A name of the mesh is itself. Other names are looked up in the table, then among `SYNONYMS`; of
-    what they mean, axes that the mesh lacks are left out.
+    The table is looked up first, then the mesh's own axes, then `SYNONYMS`. Axes of a synonym that
+    the mesh lacks are dropped.
 
     Args:
-        mesh: that of the step; None where there is none, and then every name means nothing.
+        mesh: the step's mesh; None for no mesh, and then every name maps to no axis.
         table: pairs of a name and the axes that it means.
 
     Raises:
-        ConfigError: when the table names an axis that the mesh lacks.
+        ConfigError: if the table names an axis that the mesh lacks.
 
     Example:
         >>> mesh = AbstractMesh((2, 4), ("dp", "tp"))
@@ -70,14 +70,14 @@ class AxisNames:
     def of(
         cls, mesh: Mesh | AbstractMesh, given: Mapping[str, str | Sequence[str]] | None
     ) -> AxisNames:
-        """The names of a mesh, and those that a user gives.
+        """Builds the map from the names that a user gives.
 
         Args:
-            mesh: that of the step.
-            given: from a name to one axis, several axes, or none.
+            mesh: the step's mesh.
+            given: maps a name to one axis, several axes, or none.
 
         Raises:
-            ConfigError: when it names an axis that the mesh lacks.
+            ConfigError: if it names an axis that the mesh lacks.
         """
         pairs = {
             name: (axes,) if isinstance(axes, str) else tuple(axes)
@@ -94,7 +94,7 @@ class AxisNames:
         return cls(mesh, tuple(sorted(pairs.items())))
 
     def meant(self, name: str) -> tuple[str, ...] | None:
-        """The axes of the mesh that a name means; None for a name that nobody knows."""
+        """The mesh axes that a name means; None for an unknown name."""
         if self.mesh is None:
             return ()
         axes = self.mesh.axis_names
@@ -107,10 +107,10 @@ class AxisNames:
         return None if known is None else tuple(axis for axis in known if axis in axes)
 
     def of_annotation(self, spec: PartitionSpec) -> PartitionSpec:
-        """The spec that an author wrote on a parameter, in axes of the mesh as the table says.
+        """Translates a parameter's annotated spec to mesh axes, by the table alone.
 
-        Synonyms are not looked up: how parameters are split is a matter of the strategy, and names
-        that neither the mesh nor the table has split none.
+        Synonyms are not looked up, because the strategy decides how parameters are split. Names
+        that neither the mesh nor the table has do not split anything.
         """
         table = dict(self.table)
 
@@ -121,9 +121,9 @@ class AxisNames:
         return PartitionSpec(*map(axes_of, spec))
 
     def stated(self, sharding: NamedSharding | PartitionSpec) -> NamedSharding:
-        """A sharding that a model states, over a mesh of the names in it.
+        """A placeholder for a sharding that a model names, over a mesh of the names in it.
 
-        Such a mesh stands for the author's until the array is known: see `constrain`.
+        The mesh is a stand-in for the author's until the array is known, see `constrain`.
         """
         if isinstance(sharding, NamedSharding):
             if self.is_stated(sharding) or not self.is_foreign(sharding.mesh):
@@ -133,29 +133,29 @@ class AxisNames:
         return NamedSharding(_stand_in((STATED, *names)), sharding)
 
     def is_stated(self, sharding: NamedSharding) -> bool:
-        """Whether a sharding is one that `stated` made."""
+        """Whether a sharding was made by `stated`."""
         return STATED in sharding.mesh.axis_names
 
     def is_foreign(self, mesh: Mesh | AbstractMesh) -> bool:
-        """Whether a mesh is neither that of the step nor what a `shard_map` makes of it."""
+        """Whether a mesh is neither the step's nor the step's inside a `shard_map`."""
         is_other = self.mesh is not None and mesh.shape_tuple != self.mesh.shape_tuple
         return is_other or bool(mesh.explicit_axes)
 
     def constrain(
         self, x: Array, sharding: NamedSharding, bind: Callable[[Array, NamedSharding], Array]
     ) -> Array:
-        """An array constrained as the model states, as far as it can be where the caller is.
+        """Constrains an array as the model asks, as far as the present context allows.
 
-        Dims of which the model says nothing, or whose axes the mesh lacks, are left to the
-        compiler. Axes that a `shard_map` has made manual split the array already.
+        Dims that the model does not mention, or whose axes the mesh lacks, are left to the
+        compiler. Axes that are manual in a `shard_map` are dropped: they split the array already.
 
         Args:
             x: the array.
-            sharding: what `stated` gave, or one over the mesh of the step.
+            sharding: a result of `stated`, or a sharding over the step's mesh.
             bind: adds a constraint.
 
         Raises:
-            UnsupportedError: for a name that nobody knows.
+            UnsupportedError: for an unknown name.
         """
         is_stated = self.is_stated(sharding)
         here = jax.sharding.get_abstract_mesh()
@@ -165,14 +165,14 @@ class AxisNames:
             return x
         spec = self._translated(x, sharding.spec) if is_stated else sharding.spec
         mesh = here if here.manual_axes else self.mesh
-        left = tuple(axis for axis in mesh.axis_names if axis not in here.manual_axes)
-        kept = PartitionSpec(*(_only(entry, left) for entry in spec))
+        auto = tuple(axis for axis in mesh.axis_names if axis not in here.manual_axes)
+        kept = PartitionSpec(*(_only(entry, auto) for entry in spec))
         if all(entry is FREE for entry in kept):
             return x
         return bind(x, NamedSharding(mesh, kept))
 
     def _translated(self, x: Array, stated: PartitionSpec) -> PartitionSpec:
-        """The axes that a stated spec means for an array; `FREE` where it means none."""
+        """Translates a placeholder spec to mesh axes; `FREE` for dims without any."""
         mesh: Any = self.mesh
         entries: list[Any] = [FREE] * x.ndim
         used = set[str]()
@@ -183,8 +183,8 @@ class AxisNames:
                 if meant is None:
                     raise UnsupportedError(self._unknown(name, x, stated))
                 axes += [axis for axis in meant if axis not in used and axis not in axes]
-            # What does not divide by its axes is left to the compiler; of the rows of a batch that
-            # would depend on how many there are.
+            # Dims that do not divide by their axes are left to the compiler. Not dim 0: the result
+            # would then depend on the number of rows in the batch.
             size = math.prod(mesh.shape[axis] for axis in axes)
             if axes and (dim == 0 or x.shape[dim] % size == 0):
                 used.update(axes)
@@ -203,7 +203,7 @@ class AxisNames:
 
 
 STATED = "named by the model"
-"""The axis by which a mesh is known that only stands for the one that a model's author had."""
+"""The axis name that marks a stand-in mesh made by `AxisNames.stated`."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -218,7 +218,7 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 
 def _only(entry: Any, axes: tuple[str, ...]) -> Any:
-    """An entry of a spec with the axes that may be named; `FREE` where none is left of several."""
+    """Drops all but the given axes from an entry of a spec; `FREE` if none remains."""
     if entry is None or entry is FREE:
         return entry
     kept = tuple(name for name in _names(entry) if name in axes)
@@ -233,11 +233,11 @@ _NO_NAMES = AxisNames(None)
 
 
 def own_context(names: AxisNames | None = None) -> contextlib.AbstractContextManager[None]:
-    """The context in which this library traces, compiles and calls; see the module's docstring.
+    """The context in which this library traces, compiles and calls; see the module docstring.
 
     Args:
-        names: what the axes that a model names mean; None keeps what they mean already, or leaves
-            every constraint of the model out.
+        names: maps the axis names in a model. None keeps the map of an enclosing context; without
+            one, all constraints of the model are dropped.
     """
     read_shardings()
     if names is None:
@@ -246,7 +246,7 @@ def own_context(names: AxisNames | None = None) -> contextlib.AbstractContextMan
 
 
 def in_own_context(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Has a function run in the library's own mesh context, where it is not traced by a caller.
+    """Decorates a function to run in the library's own mesh context, unless it is being traced.
 
     Example:
         >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
@@ -265,7 +265,7 @@ def in_own_context(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def in_context_of_step(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Has a method run in the context of its step, whose names of axes `self.axis_names` are."""
+    """Decorates a method to run in the context of its step, with `self.axis_names`."""
 
     @functools.wraps(method)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -277,10 +277,10 @@ def in_context_of_step(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def readable_by_caller(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Has a method give its metrics on the explicit mesh that its caller has in context.
+    """Decorates a method to return its metrics on the caller's explicit mesh, if there is one.
 
-    JAX refuses operations of an array on one mesh while explicit axes of another are in context,
-    and metrics are there to be computed with. Every device has them, so that nothing is sent.
+    JAX refuses operations on an array of one mesh while explicit axes of another are in context,
+    and callers compute with metrics. Every device already holds them, so nothing is sent.
 
     Args:
         method: returns metrics, or a pair of something else and metrics.
@@ -302,7 +302,7 @@ def readable_by_caller(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _replicated(x: Array, place: NamedSharding) -> Array:
-    """An array that every device holds, in another place; sent only to devices without it."""
+    """Moves a replicated array to another sharding; sends it only to devices that lack it."""
     held = {shard.device: shard.data for shard in x.addressable_shards}
     shards = [held[device] for device in place.addressable_devices if device in held]
     if len(shards) < len(place.addressable_devices):

@@ -1,10 +1,10 @@
-"""Sums, means and extremes over mesh axes inside `shard_map`, safe on every platform.
+"""Sums, means, minima and maxima over mesh axes inside `shard_map`, safe on every platform.
 
-Whatever this library reduces inside a manual region goes through here. XLA:CPU ends the process
-when it compiles a bfloat16 reduction in a region where some axes are left to the compiler (the pass
-AllReducePromotion: "Invalid binary instruction opcode copy"), also where the reduction is the
-transpose of something else. There values are widened to float32 first, which the compiler for CPUs
-does to bfloat16 sums anyway; no other platform sees a difference.
+All reductions of this library inside manual regions go through this module. XLA:CPU aborts the
+process when it compiles a bfloat16 reduction in a partly manual region (the pass
+AllReducePromotion: "Invalid binary instruction opcode copy"), even if the reduction is the
+transpose of something else. There values are cast to float32 first, as XLA:CPU does with bfloat16
+sums anyway. Other platforms are not affected.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jax.typing import DTypeLike
 from .typing import Array, PyTree
 
 NARROW = jnp.bfloat16
-"""The dtype whose reductions abort the compiler for CPUs."""
+"""The dtype whose reductions abort XLA:CPU."""
 
 
 def all_sum(tree: PyTree, axes: str | tuple[str, ...]) -> PyTree:
-    """Adds up over mesh axes, in the dtype of each leaf."""
+    """Sums over mesh axes, in the dtype of each leaf."""
     return _each(lambda x, axes: jax.lax.psum(x, axes), tree, axes)
 
 
@@ -42,7 +42,7 @@ def all_min(tree: PyTree, axes: str | tuple[str, ...]) -> PyTree:
 
 
 def sum_scatter(x: Array, axes: str | tuple[str, ...], dim: int) -> Array:
-    """Adds up over mesh axes and keeps this rank's equal slice of `dim`."""
+    """Reduce-scatters over mesh axes: sums, and keeps this rank's equal slice of `dim`."""
 
     def scatter(x, axes):
         return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
@@ -51,7 +51,7 @@ def sum_scatter(x: Array, axes: str | tuple[str, ...], dim: int) -> Array:
 
 
 def gathered(x: Array, axes: str | tuple[str, ...], dim: int, tiled: bool = True) -> Array:
-    """Joins the values of all ranks along `dim`; its gradient is a sum, and as safe as one."""
+    """All-gathers along `dim`; the transpose is a reduction, with the same safeguard."""
 
     def gather(x, axes):
         return jax.lax.all_gather(x, axes, axis=dim, tiled=tiled)
@@ -60,17 +60,17 @@ def gathered(x: Array, axes: str | tuple[str, ...], dim: int, tiled: bool = True
 
 
 def varying(x: Array, axes: tuple[str, ...]) -> Array:
-    """Types a value as different on every rank of some axes, as collectives ask of their operand.
+    """Casts a value to a type that varies over some axes, as collectives require.
 
-    Under `check_vma=True` a replicated value is typed invariant, and JAX refuses to reduce it over
-    axes along which it does not vary. Under `check_vma=False` there are no such types.
+    Under `check_vma=True` a replicated value has an invariant type, and JAX refuses to reduce it
+    over axes along which it does not vary. Under `check_vma=False` there are no such types.
     """
     missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def on_wire(x: Array, dtype: DTypeLike | None) -> Array:
-    """A value in the dtype in which it is reduced; complex values stay what they are."""
+    """Casts a value to the dtype of its reduction; complex values are not cast."""
     is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
     return x if dtype is None or is_complex else x.astype(dtype)
 
@@ -81,8 +81,7 @@ def _each(
     axes: str | tuple[str, ...],
 ) -> PyTree:
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    # The mesh in context knows for which platform it is compiled, also for devices that are not
-    # there.
+    # The mesh in context knows the target platform, even when its devices are not attached.
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device
     on_cpu = jax.default_backend() == "cpu" if device is None else device.platform == "cpu"
@@ -91,7 +90,7 @@ def _each(
     def reduced(x: Array) -> Array:
         x = jnp.asarray(x)
         if aborts and x.dtype == NARROW:
-            # The cast comes before the change of type, whose transpose is a reduction too.
+            # Cast before `varying`, because the transpose of `varying` is a reduction too.
             return reduction(varying(x.astype(jnp.float32), names), names).astype(x.dtype)
         return reduction(varying(x, names), names)
 

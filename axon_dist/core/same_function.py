@@ -1,9 +1,9 @@
-"""Whether one function computes what another does: compared by their programs, then on numbers.
+"""Tests whether two functions compute the same: compares their programs, then their results.
 
-Where a strategy or a loss puts a function of its own in the place of a user's, the two are compared
-first. Both are traced on small shapes. What their programs share is computed by neither: only the
-operations that one of them has for itself run, on random numbers in place of what is shared. So a
-comparison costs two traces and a few small products, however large the model is.
+Before a strategy or a loss replaces a user's function by its own, the two are compared. Both are
+traced on small shapes. Values that both programs compute in the same way are replaced by random
+numbers, so only the operations that differ run. A comparison therefore costs two traces and a few
+small operations, however large the model is.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from jax.extend.core import ClosedJaxpr, Literal
 from .compat import eval_equation, inner_programs
 
 CLOSE = 2e-4
-"""How far float32 results of one function in two spellings differ, relative to the largest."""
+"""The tolerance for float32 results of two equivalent functions, relative to the largest value."""
 
 CLOSE_LOW = 5e-2
-"""The same, where one of them computes in half precision."""
+"""The tolerance if one of them computes in half precision."""
 
 _OURS = "axon_dist."
 _LOW = ("bfloat16", "float16")
 _REPEATED = 2**16 + 1
-"""Random numbers are drawn so many at most, and repeated: large weights need no more."""
+"""The most random numbers that are drawn for an array; larger arrays repeat them."""
 
 
 def is_from(function: Any, *packages: str) -> bool:
-    """Whether a function was written in one of some packages.
+    """Whether a function is defined in one of the given packages.
 
-    A decorator of the user's that copies the name of what it wraps does not count as that.
+    Wrappers of this library are looked through. A user's decorator is not, even if it copies the
+    name of the wrapped function.
 
     Args:
-        function: a function or a method; one that this library has wrapped is asked about itself.
-        packages: beginnings of names of modules, such as `"axon_dist.nn"`.
+        function: a function or a method.
+        packages: prefixes of module names, such as `"axon_dist.nn"`.
 
     Example:
         >>> is_from(is_from, "axon_dist.core"), is_from(jnp.sum, "axon_dist.core")
@@ -59,16 +60,17 @@ def is_from(function: Any, *packages: str) -> bool:
 def difference(
     one: Callable[..., Any], other: Callable[..., Any], arguments: Sequence[Any]
 ) -> str | None:
-    """How the results of two functions differ; "" where they are equal.
+    """Describes how the results of two functions differ; "" if they are equal.
 
     Args:
-        one: of the arguments; may close over values of a trace and be called where JAX traces.
-        other: likewise.
-        arguments: concrete arrays, or shapes of what random numbers may stand for.
+        one: a function of the arguments; it may close over tracers.
+        other: another such function.
+        arguments: concrete arrays, or shapes to be filled with random numbers.
 
     Returns:
-        The end of a sentence about `one`, such as `"is other than this by 0.5 of 1.2"`; or None
-        where they cannot be compared, because one of them draws random numbers, for example.
+        The end of a sentence about `one`, such as `"differs from this by 0.5, where the largest
+        number is 1.2"`; None if they cannot be compared, for example because one of them draws
+        random numbers.
     """
     try:
         with jax.default_matmul_precision("highest"):
@@ -79,11 +81,12 @@ def difference(
     given = dict(enumerate(jax.tree.leaves(list(arguments))))
     numbering = _Numbering()
     numbered = [numbering.of(program) for program in programs]
-    mine, theirs = (list(x.results) for x in numbered)
-    shapes_of = [[np.shape(v.aval) for v in x.jaxpr.outvars] for x in programs]
-    if shapes_of[0] != shapes_of[1]:
-        return f"gives arrays of shapes {shapes_of[0]}, and not {shapes_of[1]}"
-    if mine == theirs:
+    one_shapes, other_shapes = (
+        [np.shape(variable.aval) for variable in program.jaxpr.outvars] for program in programs
+    )
+    if one_shapes != other_shapes:
+        return f"returns arrays of shapes {one_shapes}, not {other_shapes}"
+    if list(numbered[0].results) == list(numbered[1].results):
         return ""
     is_shared = set(numbered[0].made) & set(numbered[1].made)
     try:
@@ -96,20 +99,23 @@ def difference(
     return _compared(results[0], results[1], CLOSE_LOW if is_low else CLOSE)
 
 
-def _compared(mine: list[np.ndarray], theirs: list[np.ndarray], close: float) -> str | None:
-    for left, right in zip(mine, theirs, strict=True):
-        if left.dtype.kind not in "fiub" or right.dtype.kind not in "fiub":
+def _compared(
+    one_results: list[np.ndarray], other_results: list[np.ndarray], close: float
+) -> str | None:
+    for one, other in zip(one_results, other_results, strict=True):
+        if one.dtype.kind not in "fiub" or other.dtype.kind not in "fiub":
             return None
-        left, right = left.astype(np.float64), right.astype(np.float64)
-        known = np.isfinite(left) & np.isfinite(right)
-        if not np.array_equal(np.isfinite(left), np.isfinite(right)):
+        one = one.astype(np.float64)
+        other = other.astype(np.float64)
+        finite = np.isfinite(one) & np.isfinite(other)
+        if not np.array_equal(np.isfinite(one), np.isfinite(other)):
             return "is finite where this is not, or the other way round"
-        if not known.any():
-            return None if left.size else ""
-        worst = float(np.abs(left - right)[known].max())
-        size = float(np.abs(right)[known].max())
+        if not finite.any():
+            return None if one.size else ""
+        worst = float(np.abs(one - other)[finite].max())
+        size = float(np.abs(other)[finite].max())
         if not worst <= close * max(size, 1e-3):
-            return f"is other than this by {worst:.2g}, where the largest number is {size:.2g}"
+            return f"differs from this by {worst:.2g}, where the largest number is {size:.2g}"
     return ""
 
 
@@ -118,12 +124,12 @@ def _shape(leaf: Any) -> Any:
 
 
 class _Numbering:
-    """Gives values of several programs one number where they are computed in one way."""
+    """Numbers the values of several programs; values computed in the same way share a number."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self.sources: dict[int, tuple[str, Any]] = {}
-        # Values are compared by identity, so they are to live as long.
+        # Tracers and keys are compared by identity, so they must stay alive.
         self._kept: list[Any] = []
 
     def _number(self, key: Hashable) -> int:
@@ -141,7 +147,7 @@ class _Numbering:
         return number
 
     def of(self, program: ClosedJaxpr) -> _Numbered:
-        """The program with a number for each of its values."""
+        """Numbers each value of a program."""
         numbers: dict[Any, int] = {}
         jaxpr = program.jaxpr
         for variable, value in zip(jaxpr.constvars, program.consts, strict=True):
@@ -156,15 +162,15 @@ class _Numbering:
         made: dict[int, Any] = {}
         for equation in jaxpr.eqns:
             operands = tuple(map(read, equation.invars))
-            how = equation.primitive.name, self._said(equation), operands
+            how = equation.primitive.name, self._params_key(equation), operands
             for index, variable in enumerate(equation.outvars):
                 numbers[variable] = self._number((how, index))
                 made.setdefault(numbers[variable], (equation, operands, index))
         results = [read(atom) for atom in jaxpr.outvars]
         return _Numbered(program, made, results)
 
-    def _said(self, equation: Any) -> Hashable:
-        """The parameters of an equation; those of derivatives change no result."""
+    def _params_key(self, equation: Any) -> Hashable:
+        """The parameters of an equation, without derivative rules: they change no result."""
         if equation.effects:
             return ("effect", id(equation))
         inner = list(inner_programs(equation))
@@ -182,12 +188,12 @@ class _Numbering:
 
 
 class _Numbered:
-    """A program whose values have numbers.
+    """A program with numbered values.
 
     Args:
         program: as it was traced.
-        made: the equation, its operands and the place among its results, by number.
-        results: the numbers of what it returns.
+        made: by number: the equation, its operands and the index among its results.
+        results: the numbers of its outputs.
     """
 
     def __init__(self, program: ClosedJaxpr, made: dict[int, Any], results: list[int]):
@@ -200,7 +206,7 @@ class _Numbered:
         )
 
     def run(self, values: _Values, is_shared: set[int]) -> list[np.ndarray]:
-        """The results, computed from what the programs share and from their inputs."""
+        """Computes the results from the inputs and the shared values."""
         order: list[int] = []
         seen: set[int] = set()
 
@@ -215,7 +221,7 @@ class _Numbered:
                     continue
                 seen.add(at)
                 stack.append((at, True))
-                # Integers are computed where they can be: random ones may be out of bounds.
+                # Shared integers are computed too: random ones may be out of bounds as indices.
                 if at in self.made and (at not in is_shared or not self._is_float(at)):
                     stack.extend((x, False) for x in self.made[at][1])
 
@@ -241,7 +247,7 @@ class _Numbered:
 
 
 class _Values:
-    """What stands for the inputs of programs, and for what they share."""
+    """The values used for the programs' inputs and shared values."""
 
     def __init__(self, given: dict[int, Any], numbering: _Numbering):
         self._given = given
@@ -249,7 +255,7 @@ class _Values:
         self._made: dict[int, Any] = {}
 
     def source(self, number: int) -> Any:
-        """An argument or a constant; numbers in place of a value of a trace."""
+        """The value of an argument or a constant; random numbers for a tracer."""
         kind, value = self._sources[number]
         if kind == "const":
             return value
@@ -260,11 +266,12 @@ class _Values:
         return given if isinstance(given, np.ndarray) else self.random(number, aval)
 
     def random(self, number: int, aval: Any) -> Any:
-        """Numbers of a shape; the same for the same value of two programs."""
+        """Random numbers of a shape; the same whenever the value has the same number."""
         if number not in self._made:
             if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
                 raise TypeError("draws random numbers")
-            rng, size = np.random.default_rng(number), int(np.prod(aval.shape))
+            rng = np.random.default_rng(number)
+            size = int(np.prod(aval.shape))
             drawn = rng.uniform(0.2, 1.0, min(size, _REPEATED))
             drawn *= rng.choice([-1, 1], drawn.shape) if aval.ndim > 1 else 1
             if not jnp.issubdtype(aval.dtype, jnp.floating):

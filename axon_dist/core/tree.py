@@ -17,7 +17,7 @@ from .errors import ConfigError, DTypeError, did_you_mean
 from .typing import Array, Function, Leaf, Path, PyTree
 
 Where: TypeAlias = Literal["device", "host"]
-"""Which memory of a device is meant: its own, or that of the host it is attached to."""
+"""A device's own memory, or that of its host."""
 
 _HOST_KINDS = ("pinned_host", "unpinned_host")
 
@@ -26,7 +26,7 @@ def path_str(key_path: KeyPath) -> Path:
     """Spells a JAX key path as names joined by slashes.
 
     Args:
-        key_path: what `jax.tree_util.tree_leaves_with_path` gives beside each leaf.
+        key_path: from `jax.tree_util.tree_leaves_with_path`.
 
     Returns:
         A path such as `"blocks/0/kernel"`.
@@ -43,7 +43,7 @@ def leaves_with_paths(tree: PyTree) -> list[tuple[Path, PyTree]]:
     """Lists the leaves of a tree with their paths, in the order of `jax.tree.leaves`.
 
     Raises:
-        ConfigError: for keys that have no order, and for a tree without an end.
+        ConfigError: for keys that cannot be sorted, and for a tree that contains itself.
     """
     check_depth(tree)
     try:
@@ -59,18 +59,18 @@ _DEEPEST = 200
 def check_depth(
     tree: PyTree, keys: tuple[object, ...] = (), seen: dict[int, int] | None = None
 ) -> None:
-    """Raises for dicts, lists and tuples too deep in each other, as in one that holds itself.
+    """Raises if dicts, lists and tuples are nested too deep, as in one that contains itself.
 
-    JAX flattens by recursion in C++; where that ends for want of room, the process never has as
-    much again (jax 0.12: every later trace is a `RecursionError`).
+    JAX flattens trees by recursion in C++. Once that exhausts the stack, the process does not
+    recover: in JAX 0.12 every later trace raises a `RecursionError`.
 
     Args:
-        tree: any.
-        keys: where it stands in the tree that is looked at.
-        seen: how deep each node stands that was looked at; None at the root.
+        tree: any tree.
+        keys: the position of this node in the whole tree.
+        seen: the greatest depth at which each node was visited; None at the root.
 
     Raises:
-        ConfigError: saying how deep a tree can be.
+        ConfigError: with the depth limit.
 
     Example:
         >>> endless = {}
@@ -88,7 +88,7 @@ def check_depth(
             f"{'/'.join(map(str, keys[:3]))}/...; one that holds itself has no end: take it out"
         )
     seen = {} if seen is None else seen
-    # A node that several others share is looked at again only where it is deeper.
+    # A shared node is visited again only at a greater depth, so DAGs take no exponential time.
     if seen.get(id(tree), -1) >= len(keys):
         return
     seen[id(tree)] = len(keys)
@@ -98,21 +98,21 @@ def check_depth(
 
 
 def map_with_path(function: Function, tree: PyTree, *rest: PyTree) -> PyTree:
-    """Maps `function(path, leaf, *rest_leaves)` over a tree, the path written with slashes."""
+    """Maps `function(path, leaf, *rest_leaves)` over a tree; paths are joined by slashes."""
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: function(path_str(path), *leaves), tree, *rest
     )
 
 
 def partition(tree: PyTree, paths: Collection[Path]) -> tuple[PyTree, PyTree]:
-    """Divides nested dicts in two by the paths of their leaves.
+    """Splits nested dicts in two by the paths of their leaves.
 
     Args:
         tree: nested dicts.
-        paths: of leaves, which need not all be there.
+        paths: of leaves; some may be missing in the tree.
 
     Returns:
-        The leaves that are at none of the paths, and those that are, as nested dicts.
+        The leaves not in `paths`, and those in `paths`, as nested dicts.
 
     Example:
         >>> partition({"a": 1, "b": {"c": 2, "d": 3}}, {"b/c"})
@@ -132,7 +132,7 @@ def partition(tree: PyTree, paths: Collection[Path]) -> tuple[PyTree, PyTree]:
 
 
 def combine(tree: PyTree, other: PyTree) -> PyTree:
-    """Nested dicts with the leaves of both; the inverse of `parted`.
+    """Merges nested dicts without common leaves; the inverse of `partition`.
 
     Example:
         >>> combine({"a": 1, "b": {"d": 3}}, {"b": {"c": 2}})
@@ -156,7 +156,7 @@ def num_params(tree: PyTree) -> int:
 
 
 def num_bytes(tree: PyTree) -> int:
-    """Counts the bytes of all leaves as if each were stored once, whole.
+    """Counts the bytes of all leaves, ignoring shardings.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -167,20 +167,19 @@ def num_bytes(tree: PyTree) -> int:
 
 
 def memory_of(leaf: Leaf) -> Where:
-    """The memory that an array, or a shape with a sharding, is in."""
+    """The memory of an array, or of a shape with a sharding."""
     return "host" if leaf.sharding.memory_kind in _HOST_KINDS else "device"
 
 
 def device_bytes(tree: PyTree, where: Where | None = "device") -> dict[Any, int]:
-    """Adds up what the shards of a tree of arrays occupy on each device of this process.
+    """The bytes that the shards of a tree occupy on each device of this process.
 
     Args:
-        tree: arrays; other leaves count nothing.
-        where: `device` for device memory, `host` for shards that a memory kind keeps on the host,
-            None for both.
+        tree: arrays; other leaves are ignored.
+        where: `device` for device memory, `host` for shards in host memory, None for both.
 
     Returns:
-        Measured bytes by device; a replicated array counts in full on each.
+        Measured bytes by device; a replicated array counts in full on each device.
 
     Example:
         >>> import jax.numpy as jnp
@@ -196,14 +195,15 @@ def device_bytes(tree: PyTree, where: Where | None = "device") -> dict[Any, int]
 
 
 def bytes_per_device(tree: PyTree, where: Where | None = "device") -> int:
-    """The bytes of a tree on the device that holds most of it.
+    """The bytes of a tree on the device that holds the most.
 
     Args:
-        tree: arrays, or `jax.ShapeDtypeStruct`s with shardings, which are computed, not measured.
+        tree: arrays, which are measured, or `jax.ShapeDtypeStruct`s with shardings, whose bytes
+            are computed.
         where: as in `device_bytes`.
 
     Returns:
-        The largest of the sums over each device.
+        The largest sum of any device.
     """
     leaves = jax.tree.leaves(tree)
     planned = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
@@ -212,14 +212,14 @@ def bytes_per_device(tree: PyTree, where: Where | None = "device") -> int:
 
 
 def shard_bytes(leaf: Leaf) -> int:
-    """Bytes of one array on the device that holds most of it, measured where there is an array."""
+    """The bytes of one array on the device that holds the most; computed for a shape."""
     if isinstance(leaf, jax.Array):
         return max((shard.data.nbytes for shard in leaf.addressable_shards), default=0)
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def shapes_of(tree: PyTree, lead: int = 0) -> PyTree:
-    """The shapes of a tree's arrays, without some leading dims.
+    """The shapes of a tree's arrays, without the first `lead` dims.
 
     Example:
         >>> shapes_of({"x": np.ones((4, 2), np.float32)}, lead=1)
@@ -229,13 +229,13 @@ def shapes_of(tree: PyTree, lead: int = 0) -> PyTree:
 
 
 def shape_key(tree: PyTree) -> tuple[Hashable, ...]:
-    """What trees of arrays of the same shapes and dtypes have alike; a key of a dict."""
+    """A dict key that is equal for trees with the same structure, shapes and dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((x.shape, x.dtype) for x in leaves)
 
 
 def problem_of(leaf: object) -> str | None:
-    """Why JAX cannot take an array, to follow its name; None if nothing speaks against it.
+    """Why JAX cannot use an array, as the end of a sentence; None if it can.
 
     Example:
         >>> problem_of(np.ones(3, ">f4"))
@@ -265,7 +265,7 @@ _WIDER: tuple[type[np.generic], ...] = (np.longdouble, np.clongdouble)
 
 
 def has_64_bits() -> bool:
-    """Whether JAX keeps 64 bits of a number; else it makes float64 float32, with a warning."""
+    """Whether JAX uses 64-bit dtypes; otherwise it casts float64 to float32, with a warning."""
     return bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -276,13 +276,13 @@ def floating_dtype(value: DTypeLike, what: str) -> np.dtype:
     """Reads a floating-point dtype or its name.
 
     Raises:
-        ConfigError: naming what it was for, what was got and what is valid.
+        ConfigError: if it is not a floating-point dtype, or is one that JAX narrows.
     """
     try:
         dtype = jax.numpy.dtype(value)
     except (TypeError, ValueError):
         dtype = None
-    # Dtypes of 8 bits hold products with scales of their own, as `products="fp8"` has them.
+    # 8-bit dtypes are refused: they need scales, as with `products="fp8"`.
     if dtype is None or dtype.name not in _FLOATS:
         raise ConfigError(
             f"{what} dtype is {value!r:.80}; it must be a floating-point dtype."
@@ -290,30 +290,31 @@ def floating_dtype(value: DTypeLike, what: str) -> np.dtype:
         )
     if dtype.itemsize > 4 and not has_64_bits():
         raise ConfigError(
-            f"{what} dtype is {dtype.name}, of which JAX keeps 32 bits; take float32, or set "
-            "JAX_ENABLE_X64=1"
+            f"{what} dtype is {dtype.name}, which JAX narrows to 32 bits; use float32, or set "
+            "JAX_ENABLE_X64=1",
+            code="needs-x64",
         )
     return dtype
 
 
 def wide(x: Array) -> Array:
-    """In float32, or wider."""
+    """Casts to float32, unless the dtype is wider."""
     return x.astype(jax.numpy.promote_types(x.dtype, jax.numpy.float32))
 
 
 _NARROW = {"i": np.iinfo(np.int32), "u": np.iinfo(np.uint32), "f": np.finfo(np.float32)}
-"""What JAX keeps of the wide numbers of a kind."""
+"""The 32-bit limits to which JAX narrows 64-bit numbers, by dtype kind."""
 
 
 def check_32_bits(what: str, leaf: object) -> None:
-    """Raises where a number of a numpy array is too large for the 32 bits that JAX keeps.
+    """Raises if a numpy array has a number that does not fit in the 32 bits that JAX keeps.
 
     Args:
-        what: holds the array; it opens the message.
-        leaf: any; arrays of JAX have been cut already, or need not be.
+        what: names the array; starts the message.
+        leaf: any value; JAX arrays pass, because they were narrowed when they were made.
 
     Raises:
-        DTypeError: naming the number.
+        DTypeError: about the first such number.
 
     Example:
         >>> check_32_bits("leaf x", np.array([2**40]))

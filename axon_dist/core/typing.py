@@ -14,16 +14,16 @@ PyTree: TypeAlias = Any
 """Nested containers that `jax.tree` knows, with arrays at the leaves."""
 
 ArrayTree: TypeAlias = Any
-"""A tree of which each leaf has a shape, which no number of Python has."""
+"""A tree whose leaves all have a shape, so no Python numbers."""
 
 Path: TypeAlias = str
-"""Where a leaf lives in its tree, as in `"blocks/0/attn/kernel"`."""
+"""The path of a leaf in its tree, such as `"blocks/0/attn/kernel"`."""
 
 Keys: TypeAlias = tuple[Any, ...]
-"""The keys of nested dicts on the way to a leaf or a module."""
+"""The keys of nested dicts that lead to a leaf or a module."""
 
 Shape: TypeAlias = tuple[int, ...]
-"""Sizes of the dims of an array."""
+"""The sizes of an array's dims."""
 
 Leaf: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 """An array of a tree, or its shape and dtype."""
@@ -35,16 +35,16 @@ LossFn: TypeAlias = Callable[..., PyTree]
 """`loss_fn(model, batch)`: a scalar mean or a `Weighted`, or `(either, dict of metrics)`."""
 
 OptionValue: TypeAlias = str | bool | int | float
-"""What an option of the compiler is set to."""
+"""The value of a compiler option."""
 
 Trainable: TypeAlias = Any
-"""What of a model is trained: a Variable type, a pattern of paths, a filter of nnx, or several."""
+"""Selects what to train: a Variable type, a pattern of paths, an nnx filter, or several."""
 
 Function: TypeAlias = Callable[..., PyTree]
-"""A function of arrays, in whatever they are nested."""
+"""A function of pytrees of arrays."""
 
 Metrics: TypeAlias = dict[str, PyTree]
-"""What a step or an evaluation says, by name: scalars, and groups of them where a loss nests."""
+"""The metrics of a step or an evaluation by name: scalars, or nested dicts of them."""
 
 JsonDict: TypeAlias = dict[str, Any]
-"""An object as JSON and YAML write it: texts, numbers, lists and further objects by name."""
+"""A JSON or YAML object."""

@@ -1,4 +1,4 @@
-"""What a loss and its batch may say of themselves: `Weighted`, `Shared`, `per_sample`."""
+"""Markers for losses and batches: `Weighted`, `Shared`, `per_sample`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .typing import Array, Function
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weighted:
-    """A sum and the weight it has to be divided by: the loss is `total / weight`.
+    """A sum and the weight to divide it by: the loss is `total / weight`.
 
     A mean over tokens cannot be averaged over shards when the shards hold different numbers of
     tokens: the mean of `[1, 2, 3]` and of `[4]` is not the mean of their means. A loss function
     that returns its sum and its weight lets the step compute `sum(totals) / sum(weights)` over
     every shard and microbatch, which is what one device would have computed. A microbatch that is
-    all padding adds nothing; where no sample of the step weighs anything, loss and gradient are 0.
+    all padding adds nothing. If no sample of the step has weight, loss and gradient are 0.
 
     A metric may be `Weighted` too, and is then divided by its own weight.
 
     Args:
         total: scalar, the sum of the losses of the samples (or tokens) that count.
-        weight: scalar, how many count; it must not depend on the parameters.
+        weight: scalar, the number of those; it must not depend on the parameters.
 
     Example:
         >>> import jax.numpy as jnp
@@ -55,16 +55,16 @@ class Weighted:
 )
 @dataclasses.dataclass(frozen=True)
 class WithTerm(Weighted):
-    """A loss with a term that is a mean over the samples, whatever each of them weighs.
+    """A loss with an extra term that is a mean over samples, whatever their weights.
 
-    As the balance term of experts. Where a batch is cut into microbatches, the term of each counts
-    by its number of samples, and not by the weight of the loss.
+    The load-balancing loss of experts is such a term. In a batch of several microbatches, each
+    term is weighed by the number of samples, not by the weight of the loss.
 
     Args:
-        total: the sum of the losses, and `term * weight`.
-        weight: as of `Weighted`.
+        total: the sum of the losses, plus `term * weight`.
+        weight: as in `Weighted`.
         term: the scalar that is added to the mean.
-        metrics: the names of the metrics that are such means too.
+        metrics: the names of metrics that are such means too.
     """
 
     term: Array | float
@@ -74,8 +74,8 @@ class WithTerm(Weighted):
         """The loss of a part of a batch, with the term weighed by samples.
 
         Args:
-            samples: of the part.
-            mean_weight: of a sample, over the whole batch.
+            samples: the number of samples in the part.
+            mean_weight: the mean weight of a sample over the whole batch.
         """
         more = mean_weight * samples - self.weight
         return Weighted(self.total + self.term * more, self.weight)
@@ -83,11 +83,11 @@ class WithTerm(Weighted):
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Marks what all samples of a batch have in common, which is not cut with them.
+    """Marks an array of a batch that all samples share, so it is not split among devices.
 
-    `batch = {"x": ..., "y": ..., "class_weights": Shared(weights)}`: the loss function finds the
-    array itself under the name. Every device holds all of it, and microbatches and ranks see the
-    same.
+    With `batch = {"x": ..., "y": ..., "class_weights": Shared(weights)}` the loss function gets the
+    array itself under that name. Every device holds all of it, and all microbatches and ranks see
+    the same.
 
     Args:
         value: an array of any shape, the same on every process.
@@ -105,14 +105,13 @@ class Shared:
 
 
 class FilledBatch(dict[str, Any]):
-    """A batch of fewer samples than others, filled up to their size by samples that come again.
+    """A short batch, such as the last of a validation, filled up with repeated samples.
 
-    As the last one of a validation. `TrainStep.evaluate` takes `samples` in its place, and so
-    counts each once.
+    `TrainStep.evaluate` uses `samples` instead, so each sample counts once.
 
     Args:
         arrays: the rows of this process, filled up.
-        samples: all samples of the batch over all processes, each once; the same on every process.
+        samples: all samples of the batch over all processes, each once; equal on every process.
 
     Example:
         >>> batch = FilledBatch({"x": [1.0, 2.0, 3.0, 1.0]}, samples={"x": [1.0, 2.0, 3.0]})
@@ -134,28 +133,28 @@ def _unflattened(names: tuple[str, ...], arrays: Iterable[Any]) -> Any:
     return dict(zip(names, arrays, strict=True))
 
 
-# To JAX it is a dict of its arrays.
+# JAX sees a dict of the arrays.
 jax.tree_util.register_pytree_with_keys(FilledBatch, _flattened, _unflattened)
 
 
 PER_SAMPLE = "axon_dist_per_sample"
-"""The name of a call that is promised to treat the samples, dim 0 of its arrays, one by one."""
+"""The name of `jit` calls that treat samples (dim 0 of their arrays) independently."""
 
 
 @checked(function=FUNCTION)
 def per_sample(function: Function) -> Function:
-    """Promises that a function treats samples one by one, forwards and backwards.
+    """Declares that a function treats samples independently, forward and backward.
 
-    A step that computes a loss in parts reads from its program that samples do not mix. A kernel
-    of Pallas, or a call into foreign code, is no program that it could read. Random numbers are
-    drawn before the function: each rank runs it on its own samples, and would draw the same.
+    A step that splits the batch checks in the loss's program that samples do not mix. It cannot
+    check Pallas kernels or calls into foreign code. Draw random numbers outside the function:
+    each rank runs it on its own samples, and all ranks would draw the same numbers inside.
 
     Args:
-        function: takes and returns arrays; dim 0 of each that has one for every sample counts
+        function: takes and returns arrays; dim 0 of arrays with one entry per sample counts
             samples.
 
     Returns:
-        The function, marked.
+        The marked function.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Numbers, bytes, times and lists as people read them."""
+"""Formats numbers, bytes, times and lists for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 def si(value: float, giga: str = "G") -> str:
-    """A number in thousands, millions, ...; of parameters `giga` is `B`, as models are named.
+    """Formats a number with an SI suffix; use `giga="B"` for parameter counts.
 
     Example:
         >>> si(987), si(12_345), si(3_456_789), si(7e9, giga="B")
@@ -22,7 +22,7 @@ def si(value: float, giga: str = "G") -> str:
 
 
 def printable(text: str) -> str:
-    """A text from outside for a terminal, which must not obey it; lines and tabs stay.
+    """Replaces control characters in untrusted text for a terminal; keeps newlines and tabs.
 
     Example:
         >>> printable("red: \\x1b[31m")
@@ -33,7 +33,7 @@ def printable(text: str) -> str:
 
 
 def pattern_error(pattern: str) -> str | None:
-    """Why names cannot be searched for a regular expression, or None.
+    """Why a regular expression is invalid or could take for ever to match, or None.
 
     Example:
         >>> pattern_error("blocks/.*/kernel"), pattern_error("(a+)+")
@@ -43,7 +43,7 @@ def pattern_error(pattern: str) -> str | None:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         return f"is no regular expression: {error}"
-    # What is escaped, or in a class of letters, is no group; one without choices is one text.
+    # Drop escapes and character classes; a group without alternatives cannot backtrack.
     plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern)
     plain = re.sub(r"\((\?:)?[^()*+{|?]*\)", "x", plain)
     if re.search(r"\)[*+{]", plain):
@@ -57,7 +57,7 @@ _MOST_REPEATS = 6
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:
-    """A number and what is counted.
+    """Formats a count with its noun.
 
     Example:
         >>> plural(1, "step"), plural(0, "step"), plural(3, "microbatch")
@@ -69,7 +69,7 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 
 
 def byte_size(value: float) -> str:
-    """A number of bytes, in powers of 1000.
+    """Formats a number of bytes, in powers of 1000.
 
     Example:
         >>> byte_size(987), byte_size(3_456_789)
@@ -80,7 +80,7 @@ def byte_size(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time from microseconds to seconds.
+    """Formats a duration in microseconds, milliseconds or seconds.
 
     Example:
         >>> duration(0.0834), duration(1.25)
@@ -92,7 +92,7 @@ def duration(seconds: float) -> str:
 
 
 def clock_time(seconds: float) -> str:
-    """A time as a clock shows it.
+    """Formats a duration as hours, minutes and seconds.
 
     Example:
         >>> clock_time(75), clock_time(3675)
@@ -104,30 +104,31 @@ def clock_time(seconds: float) -> str:
 
 
 def first_few(texts: Sequence[str], most: int = 3, between: str = ", ", more: str = "") -> str:
-    """Joins the first of some texts, and counts the others.
+    """Joins the first few texts and counts the rest.
 
     Args:
-        texts: all of them.
-        most: how many are shown.
-        between: what stands between two.
-        more: what the others are called.
+        texts: all texts.
+        most: how many to show.
+        between: the separator.
+        more: a noun for the rest, after "more".
 
     Example:
         >>> first_few(["a", "b", "c", "d", "e"], between="; ")
         'a; b; c; and 2 more'
     """
-    left = len(texts) - most
-    rest = [f"and {left} more{more}"] if left > 0 else []
+    num_hidden = len(texts) - most
+    rest = [f"and {num_hidden} more{more}"] if num_hidden > 0 else []
     return between.join([*texts[:most], *rest])
 
 
 def ranges(numbers: Iterable[int], between: str = ",") -> str:
-    """Writes ascending integers as ranges.
+    """Formats ascending integers as ranges.
 
     Example:
         >>> ranges([0, 1, 2, 3, 6])
         '0-3,6'
     """
+    # The number minus its position is the same within a run of consecutive numbers.
     by_run = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in run] for _, run in by_run]
     return between.join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,7 +1,7 @@
-"""Runs of many processes: their ranks, their rendezvous, and what happens when one is lost.
+"""Launches runs of many processes: ranks, rendezvous, and handling of lost processes.
 
-`environment.py` turns variables into a `LaunchSpec`, `distributed.py` goes from there to
-`jax.distributed`, `watchdog.py` says what happens when a process is lost. Imports `core` alone.
+`environment.py` reads environment variables into a `LaunchSpec`, `distributed.py` starts
+`jax.distributed` from it, and `watchdog.py` ends a run when a process is lost. Imports only `core`.
 """
 
 from .distributed import LAUNCH_TIMEOUT as LAUNCH_TIMEOUT

@@ -1,4 +1,4 @@
-"""`Child`: a process that the local launcher started, in a session of its own, with its log."""
+"""`Child`: a rank that the local launcher started, in its own session, with its log."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _ABORTS = ("coordination service", "distributed service")
 _DEATH_SECONDS = 10.0
 _PUMP_SECONDS = 1.0
 _MOST_PUMPS = 256
-"""Ranks whose output is copied by a thread; each takes two open files of the launcher."""
+"""The most ranks whose output a thread copies; each takes two open files of the launcher."""
 _GUARD = (
     'groups=; while read -r group; do groups="$groups -$group"; done; kill -s KILL -- $groups; '
     'rm -rf -- "$0"'
 )
-_LOST = "it lost the coordination service, the process beside rank 0 through which all meet"
+_LOST = "it lost the coordination service, a separate process on the host of rank 0"
 
 
 @dataclasses.dataclass
@@ -40,11 +40,12 @@ class Child:
     """One rank of a run.
 
     Args:
-        rank: which.
-        process: the process; it leads a session, so that a key pressed in the terminal reaches the
-            launcher alone, and whatever it starts can be ended with it.
-        log: where its output goes.
-        pump: copies the output to the log, and to the screen; None if the rank writes the log.
+        rank: its number.
+        process: the process. It leads a session, so keys pressed in the terminal reach only the
+            launcher, and everything that it starts can be ended with it.
+        log: the file for its output.
+        pump: the thread that copies its output to the log and the screen; None if the rank writes
+            the log itself.
     """
 
     rank: int
@@ -54,7 +55,7 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """The exit code, 128 + n after signal n, None while it runs."""
+        """The exit code, 128 + n after signal n; None while it runs."""
         code = self.process.poll()
         return code if code is None or code >= 0 else 128 - code
 
@@ -64,35 +65,35 @@ class Child:
         return (self.process.poll() or 0) < 0
 
     def send(self, number: int) -> None:
-        """Sends it a signal, if it still runs."""
+        """Sends it a signal if it still runs."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
     def kill(self) -> bool:
-        """Ends it and all that it started, also when it is stopped.
+        """Kills it and everything that it started, even if it is stopped.
 
         Returns:
-            Whether it is gone; false for one that the kernel holds, as over a disk that is gone.
+            Whether it is gone; False if the kernel blocks it, for example on a lost disk.
         """
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_DEATH_SECONDS)
         if self.pump is not None:
-            # What left the group may hold the other end open for good.
+            # A process that left the group may keep the other end open for ever.
             self.pump.join(_DEATH_SECONDS)
         return self.process.poll() is not None
 
     def describe_end(self) -> str:
-        """How it ended, in words, with the last that it said."""
+        """A sentence about how it ended, with its last error or line."""
         code = self.process.poll()
         if code is not None and code < 0:
-            # JAX ends a process by this signal when the service of the run is gone.
+            # JAX aborts a process when the coordination service of the run is gone.
             is_lost = code == -signal.SIGABRT and any(x in _tail(self.log) for x in _ABORTS)
             lost = f": {_LOST}" if is_lost else ""
             return f"rank {self.rank} was killed by {signal.Signals(-code).name}{lost}"
         if self.pump is not None:
-            # What the rank said last may not be in the log yet.
+            # The rank's last output may not be in the log yet.
             self.pump.join(_PUMP_SECONDS)
         words = last_words(self.log)
         return f"rank {self.rank} exited with code {code}{f': {words}' if words else ''}"
@@ -105,21 +106,21 @@ def start_child(
     log: Path,
     tell: Callable[[str], None],
 ) -> Child:
-    """Starts a rank; the output of that of local rank 0 goes to the standard output as well.
+    """Starts a rank; the output of local rank 0 goes to the standard output too.
 
-    A rank that wrote its log itself would fail at a print when the disk of the logs is full. So a
-    thread reads what it prints, and goes on reading where the log cannot be written.
+    A rank that writes its log itself would fail at a print when the disk is full. So a thread of
+    the launcher copies its output, and goes on reading if the log cannot be written.
 
     Args:
         command: program and arguments.
         env: its environment.
-        rank: its rank.
-        log: the file for its output; appended to.
-        tell: takes a sentence when the log cannot be written.
+        rank: its number.
+        log: the file for its output; it is appended to.
+        tell: called with a sentence when the log cannot be written.
 
     Raises:
-        LaunchError: when something other than a file has the name of the log.
-        OSError: when the program cannot be started.
+        LaunchError: if something other than a file has the name of the log.
+        OSError: if the program cannot be started.
     """
     local = int(env["LOCAL_RANK"])
     output = _Log(log, tell)
@@ -144,18 +145,20 @@ def start_child(
 
 
 class _Log:
-    """The log of a rank; a disk that refuses costs lines, and ends nothing.
+    """The log of a rank; a disk error loses lines, but does not end the rank.
 
     Args:
-        path: of the file, which is appended to.
-        tell: takes a sentence about the first line that is lost.
+        path: of the file; it is appended to.
+        tell: called with a sentence when the first line is lost.
 
     Raises:
-        LaunchError: when something other than a file has its name.
+        LaunchError: if something other than a file has its name.
     """
 
     def __init__(self, path: Path, tell: Callable[[str], None]):
-        self._path, self._tell, self._has_failed = path, tell, False
+        self._path = path
+        self._tell = tell
+        self._has_failed = False
         try:
             self.descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         except OSError as error:
@@ -168,7 +171,7 @@ class _Log:
             self._fail(error)
 
     def write(self, chunk: bytes) -> None:
-        """Adds to the log what the disk takes."""
+        """Appends to the log as much as the disk accepts."""
         try:
             while chunk:
                 chunk = chunk[os.write(self.descriptor, chunk) :]
@@ -187,10 +190,10 @@ class _Log:
 
 
 class Reaper:
-    """Ends the process groups of a launcher that died; runs as a separate process.
+    """Kills the process groups of a launcher that died; runs as a separate process.
 
-    The kernel can end a process whose parent died, but not what that process started; and asking it
-    to takes a fork, which JAX warns of.
+    The kernel can kill a process whose parent died, but not that process's children. And setting
+    this up takes a fork, which JAX warns about.
 
     Args:
         doomed: a folder to remove when the launcher dies; "" for none.
@@ -206,14 +209,14 @@ class Reaper:
         )
 
     def watch(self, child: Child) -> None:
-        """Adds a process whose group is ended if the launcher dies."""
+        """Adds a process whose group is killed if the launcher dies."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{child.process.pid}\n".encode())
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """Stops watching: all processes have ended."""
+        """Stops watching, after all processes have ended."""
         assert self._process.stdin is not None
         self._process.kill()
         self._process.wait()
@@ -222,7 +225,7 @@ class Reaper:
 
 
 def lasting(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """Ignores errors of a terminal that is gone: they must not end a run."""
+    """Wraps `tell` to ignore errors of a closed terminal, which must not end a run."""
 
     def tell_or_not(line: str) -> None:
         with contextlib.suppress(OSError):
@@ -232,10 +235,10 @@ def lasting(tell: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def last_words(log: Path) -> str:
-    """The last line in a log that this library wrote; or the last error of all, or the last line.
+    """The last line of this library in a log, else the last error, else the last line.
 
-    The error below a traceback need not be the last line: its message may have several, and JAX
-    adds that it left frames out.
+    The error below a traceback need not be the last line: its message may have several lines, and
+    JAX appends a note about filtered frames.
     """
     lines = [line for line in _tail(log).splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith(_OURS)]
@@ -249,7 +252,7 @@ _MOST_WORDS = 2000
 
 
 def _tail(log: Path) -> str:
-    """The end of a log; nothing where it cannot be read."""
+    """The end of a log; "" if it cannot be read."""
     with contextlib.suppress(OSError), open(open_regular(log), "rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
         return file.read().decode(errors="replace")
@@ -268,7 +271,7 @@ def _start(command: Sequence[str], env: Mapping[str, str], output: int) -> subpr
 
 
 def _copy(source: int, log: _Log, has_screen: bool) -> None:
-    """Copies until the other end is closed, which a terminal reports as an error."""
+    """Copies output until the other end is closed, which a terminal reports as an error."""
     with contextlib.suppress(OSError):
         while chunk := os.read(source, _CHUNK_BYTES):
             log.write(chunk)
@@ -278,11 +281,11 @@ def _copy(source: int, log: _Log, has_screen: bool) -> None:
 
 
 def _show(chunk: bytes) -> bool:
-    """Copies to the screen; false once its reader is gone, which must not stop the rank."""
+    """Copies to the screen; returns False once its reader is gone, which must not stop the rank."""
     lines = chunk.splitlines(keepends=True)
     try:
         sys.stdout.buffer.write(b"".join(x for x in lines if not x.startswith(_NOISE)))
         sys.stdout.buffer.flush()
-    except (OSError, ValueError):  # The latter of a stream that was closed.
+    except (OSError, ValueError):  # A closed stream raises ValueError.
         return False
     return True

@@ -1,10 +1,10 @@
 """The coordination service of `jax.distributed`, as a separate program.
 
-JAX runs it inside process 0, so it dies with that process, and the others abort without learning
-which process was lost. Here it outlives process 0 until they have found out. It is run by its
-path (`python -P coordinator.py ADDRESS PROCESSES HEARTBEAT SHUTDOWN LINGER`) and imports `jaxlib`
-alone, so it starts at once. It says `ready`, reads its standard input until process 0 is gone, and
-ends: at once if that said `bye`, `LINGER` seconds later if not.
+JAX runs the service inside process 0. It then dies with that process, and the others abort without
+learning which process was lost. Here it outlives process 0 until they have found out. It is run by
+its path (`python -P coordinator.py ADDRESS PROCESSES HEARTBEAT SHUTDOWN LINGER`) and imports only
+`jaxlib`, so it starts quickly. It prints `ready`, reads its standard input until process 0 is gone,
+and ends: at once if process 0 sent `bye`, else `LINGER` seconds later.
 """
 
 import os
@@ -20,15 +20,15 @@ def main(address: str, count: int, heartbeat: int, shutdown: int, linger: float)
 
     Args:
         address: `host:port` to listen on.
-        count: how many processes take part.
-        heartbeat: seconds without one after which the service gives a process up.
-        shutdown: seconds that processes wait for each other in the end.
+        count: the number of processes.
+        heartbeat: seconds without a heartbeat after which the service declares a process dead.
+        shutdown: seconds that processes wait for each other at shutdown.
         linger: seconds to stay after process 0 was lost.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Process 0 gets these too; it may still have to save.
+        # Process 0 gets these signals too and may still have to save.
         signal.signal(number, signal.SIG_IGN)
-    # It serves as long as this name refers to it.
+    # The service runs as long as this object lives.
     service = _jax.get_distributed_runtime_service(
         address, count, heartbeat_timeout=heartbeat, shutdown_timeout=shutdown
     )

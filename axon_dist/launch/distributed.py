@@ -1,4 +1,4 @@
-"""`initialize`: from a `LaunchSpec` to processes that know each other, and their devices."""
+"""`initialize`: connects the processes of a `LaunchSpec`, and sets up their devices."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _LINGER_SECONDS = 10
 
 
 def check_settings() -> None:
-    """Raises where JAX is set to authenticate the processes of a run, which is not done here.
+    """Raises if JAX is set to authenticate the processes of a run, which is not supported.
 
     Raises:
-        LaunchError: naming the settings.
+        LaunchError: with the names of the settings.
     """
     secure = ("mtls_", "verify_secure_credentials")
     stated = {name: v for name, v in jax.config.values.items() if any(s in name for s in secure)}
@@ -59,12 +59,12 @@ class Coordinator:
     """The process that runs the coordination service; process 0 owns it.
 
     Args:
-        address: `host:port` where processes look for it.
-        num_processes: how many processes take part.
+        address: `host:port` to which processes connect.
+        num_processes: the number of processes.
         silence: seconds after which the watchdog of a process counts another one as lost.
 
     Raises:
-        LaunchError: when it does not start.
+        LaunchError: if it does not start.
     """
 
     def __init__(self, address: str, num_processes: int, silence: float):
@@ -76,7 +76,7 @@ class Coordinator:
             [sys.executable, "-P", coordinator.__file__, endpoint, *map(str, numbers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # It outlives this process, so it must not hold on to its output.
+            # It outlives this process, so it must not keep its output open.
             stderr=subprocess.DEVNULL,
             text=True,
         )
@@ -89,7 +89,7 @@ class Coordinator:
                 )
 
     def dismiss(self) -> None:
-        """Tells it that this process ends well, so that it need not stay for the others."""
+        """Tells the service that this process ends normally, so it need not outlive it."""
         assert self._process.stdin is not None
         self._process.stdin.write("bye")
         self._process.stdin.flush()
@@ -103,11 +103,11 @@ def join(spec: LaunchSpec, silence: float) -> Coordinator | None:
         silence: seconds after which the watchdog counts a process as lost.
 
     Returns:
-        The service, on process 0.
+        The service on process 0, None on others.
     """
     assert spec.coordinator_address is not None
     assert spec.num_processes is not None
-    # JAX's notice of preemption would swallow SIGTERM, which means "save and stop" here.
+    # JAX's preemption service would swallow SIGTERM, which means "save and stop" here.
     jax.config.update("jax_enable_preemption_service", False)
     is_main = spec.process_id == 0
     service = (
@@ -126,7 +126,7 @@ def join(spec: LaunchSpec, silence: float) -> Coordinator | None:
 
 
 def _heartbeat(silence: float) -> int:
-    """JAX's own timeout: the second line of defence, as it aborts processes without a name."""
+    """JAX's own timeout. It comes second, because JAX aborts without naming the lost process."""
     return int(2 * silence) + 10
 
 
@@ -143,12 +143,12 @@ class Timeouts:
     """How long processes wait for each other.
 
     Args:
-        launch: seconds until all have reported, and until a collective got through.
-        silence: seconds without a sign of life after which a process counts as lost.
-        step: seconds within which some process has to take a step, compiling and saving included.
+        launch: seconds until all processes have reported, and until the first collective is done.
+        silence: seconds without a heartbeat after which a process counts as lost.
+        step: seconds in which some process must take a step, including compiling and saving.
 
     Raises:
-        LaunchError: when one is not positive.
+        LaunchError: if one is not positive.
     """
 
     launch: float = 300.0
@@ -183,21 +183,22 @@ class Timeouts:
 def initialize(
     spec: LaunchSpec, timeouts: Timeouts | None = None, devices_per_process: int | None = None
 ) -> None:
-    """Brings the processes of a run together; nothing happens for a single one, or twice.
+    """Connects the processes of a run; does nothing for a single process, or the second time.
 
-    In turn: the cluster is asked for what the spec leaves open, every process reports to process 0,
-    `jax.distributed` starts, and from then on a watchdog ends all when one is lost. An exception
-    that ends this process ends it at once, and the others hear of it. SIGTERM keeps its meaning.
+    It asks the cluster for what the spec leaves open, lets every process report to process 0, and
+    starts `jax.distributed` and a watchdog that ends all processes when one is lost. After that, an
+    uncaught exception ends this process at once and is reported to the others. SIGTERM keeps its
+    meaning.
 
     Args:
         spec: how this process was launched.
         timeouts: how long to wait; None for the defaults.
-        devices_per_process: CPU devices that each process makes up; None takes the devices that
-            there are.
+        devices_per_process: CPU devices that each process emulates; None uses the existing
+            devices.
 
     Raises:
-        BackendStartedError: when JAX has started its backend already.
-        LaunchError: when the processes do not come together; the message names who is missing.
+        BackendStartedError: if JAX has already started its backend.
+        LaunchError: if processes do not arrive; the message names the missing ones.
     """
     if not spec.is_distributed or jax.distributed.is_initialized():
         return
@@ -220,12 +221,12 @@ def initialize(
     present = rendezvous(spec.coordinator_address, me, timeouts.launch, token)
     if devices_per_process is not None:
         prepare_emulation(devices_per_process)
-    # Longer than our own watchdogs, which name the process that is lost.
+    # Longer than our own watchdogs, which can name the lost process.
     _add_flags(watchdog_flags(int(timeouts.step + timeouts.silence)))
     coordinator = join(spec, timeouts.silence)
     watchdog = Watchdog(me.process, present, SharedStore(), timeouts.silence)
     watchdog.start()
-    # At an ordinary exit the last one runs first, before JAX waits for the others.
+    # Exit handlers run in reverse order: these run before JAX waits for the other processes.
     if coordinator is not None:
         atexit.register(coordinator.dismiss)
     atexit.register(watchdog.stop)
@@ -236,7 +237,7 @@ def complete(spec: LaunchSpec, timeouts: Timeouts) -> LaunchSpec:
     """Asks the cluster for what a spec leaves open.
 
     Raises:
-        LaunchError: when the cluster does not say.
+        LaunchError: if the cluster does not answer.
     """
     if spec.is_complete:
         return spec
@@ -257,14 +258,14 @@ def complete(spec: LaunchSpec, timeouts: Timeouts) -> LaunchSpec:
 
 
 def leave(code: int, reason: str) -> int:
-    """Ends this process if it is one of several; returns the code if it is alone.
+    """Ends this process if it is one of several; returns the code if it is the only one.
 
-    An ordinary exit would wait for the others, which wait for this process in a collective. They
-    hear the reason from the watchdog, and end too.
+    A normal exit would wait for the others, which wait for this process in a collective. The
+    watchdog tells them the reason, and they end too.
 
     Args:
         code: the exit code.
-        reason: why, in a line.
+        reason: one line.
     """
     if not jax.distributed.is_initialized():
         return code
@@ -272,7 +273,7 @@ def leave(code: int, reason: str) -> int:
 
 
 def leave_after(error: BaseException) -> int:
-    """As `leave` with code 1, after an exception that the caller has reported to the user."""
+    """Like `leave` with code 1, after an exception that was already shown to the user."""
     hook = sys.excepthook
     if isinstance(hook, _OnException):
         hook.leave(error)
@@ -293,7 +294,7 @@ class _OnException:
 
     def leave(self, error: BaseException) -> NoReturn:
         if any(word in str(error) for word in _PEER_WORDS):
-            # A symptom: a collective failed because a peer is gone. The watchdog knows which.
+            # A collective failed because a peer is gone. The watchdog knows which one.
             self.watchdog.wait_for_verdict()
         first_line = (str(error).splitlines() or [""])[0]
         _end_at_once(1, f"{type(error).__name__}: {first_line}")
@@ -319,19 +320,19 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 _FEWEST_THREADS = 16
 _MOST_THREADS = 2**12
 MOST_DEVICES = 1024
-"""Emulated devices of a run."""
+"""The most emulated devices of a run."""
 _VARIABLE = "JAX_NUM_CPU_DEVICES"
 
 
 def stated_share(env: Mapping[str, str]) -> int | None:
-    """How many CPU devices a process emulates by `JAX_NUM_CPU_DEVICES`; None where it is not set.
+    """The number of CPU devices in `JAX_NUM_CPU_DEVICES`; None if it is not set.
 
     Raises:
-        LaunchError: when it is no number of devices.
+        LaunchError: if it is not a valid number of devices.
     """
     if _VARIABLE not in env:
         return None
-    # JAX treats -1 as not set.
+    # JAX treats -1 as unset.
     stated = _within(env[_VARIABLE], _VARIABLE, -1, MOST_DEVICES)
     return None if stated == -1 else stated
 
@@ -344,16 +345,16 @@ def _within(text: str, name: str, least: int, most: int) -> int:
 
 
 def share_of(num_devices: int, spec: LaunchSpec, stated: int | None = None) -> int:
-    """The number of a run's emulated devices that one process has.
+    """How many of a run's emulated devices each process has.
 
     Args:
         num_devices: over all processes.
         spec: how this process was launched.
-        stated: how many each process has by the environment.
+        stated: the number per process that the environment sets.
 
     Raises:
-        LaunchError: when the processes cannot share them evenly.
-        MeshError: when there are none.
+        LaunchError: if the processes cannot share them evenly.
+        MeshError: if the number of devices is out of range.
 
     Example:
         >>> share_of(8, LaunchSpec(num_processes=4, process_id=1))
@@ -385,10 +386,10 @@ def share_of(num_devices: int, spec: LaunchSpec, stated: int | None = None) -> i
 
 
 def prepare_emulation(num_devices: int) -> None:
-    """Sets up emulated CPU devices before the backend starts; does nothing after that.
+    """Sets up emulated CPU devices before the backend starts; does nothing afterwards.
 
-    With as many threads as cores, a loop that never waits fills XLA's pool with devices that wait
-    for each other, and the process dies; so the pool gets room for every device.
+    With one thread per core, a loop that never blocks fills XLA's thread pool with devices that
+    wait for each other, and the process dies. So the pool gets enough threads for all devices.
     """
     if backend_started():
         return
@@ -397,7 +398,7 @@ def prepare_emulation(num_devices: int) -> None:
     threads = max(fewest, 2 * num_devices, stated, os.cpu_count() or 1)
     os.environ["NPROC"] = str(threads)
     _add_flags(rendezvous_flags())
-    # The environment may ask for more, for another world that comes later in this process.
+    # The environment may ask for more devices, for another world later in this process.
     asked = getattr(jax.config, "jax_num_cpu_devices")  # noqa: B009
     jax.config.update("jax_num_cpu_devices", max(num_devices, asked))
     if not getattr(jax.config, "jax_platforms"):  # noqa: B009
@@ -405,17 +406,17 @@ def prepare_emulation(num_devices: int) -> None:
 
 
 def _add_flags(wanted: Sequence[str]) -> None:
-    """Adds flags of XLA to the environment; those that the user has set stay as they are."""
+    """Adds XLA flags to the environment, except those that the user has set."""
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in wanted if flag.split("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
 
 
 def keep_collectives_in_order(devices: Sequence[Any]) -> None:
-    """Keeps programs whose collectives XLA:CPU would mix up out of JAX's compilation cache.
+    """Keeps programs whose collectives XLA:CPU could confuse out of JAX's compilation cache.
 
     Args:
-        devices: of a world; those of other platforms, or one alone, may use the cache as it is.
+        devices: of a world; a single device and other platforms are not affected.
     """
     is_at_risk = len(devices) > 1 and devices[0].platform == "cpu"
     if is_at_risk and not runs_cached_collectives_in_order():
@@ -429,11 +430,11 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
 def orders_collectives(hlo: str) -> bool:
-    """Whether no two collectives of a program can be confused, whatever their order.
+    """Whether no two collectives of a program can be confused, in any order.
 
-    XLA:CPU matches the devices of a collective by its kind and channel, and orders collectives of
-    one list of operations; loops and branches lose that order when a program is loaded from the
-    cache. So each must have its own channel, and be outside of all loops.
+    XLA:CPU matches devices in a collective by its kind and channel, and runs the collectives of one
+    computation in order. Loops and branches lose that order when a program is loaded from the
+    cache. So each collective must have its own channel, and be outside loops and branches.
 
     Args:
         hlo: the text of an optimised module.

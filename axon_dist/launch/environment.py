@@ -1,4 +1,4 @@
-"""`from_env`: environment variables -> `LaunchSpec`, one reader per kind of launcher."""
+"""`from_env`: reads a `LaunchSpec` from environment variables, one reader per launcher."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class LaunchSpec:
 
     Args:
         coordinator_address: `host:port` where process 0 listens; None lets JAX ask the cluster.
-        num_processes: how many processes make up the run; None lets JAX ask the cluster.
-        process_id: which of them this is; None lets JAX ask the cluster.
-        local_rank: which of the processes on this host this is.
-        local_device_ids: the accelerators of this host that the process takes; None takes all.
-        source: the launcher: `default`, `torchrun`, `sagemaker`, `jax`, or the name that
-            `jax.distributed` has for a cluster, such as `slurm`.
+        num_processes: the number of processes; None lets JAX ask the cluster.
+        process_id: the index of this process; None lets JAX ask the cluster.
+        local_rank: the index of this process among those on this host.
+        local_device_ids: the accelerators of this host that the process uses; None for all.
+        source: the launcher: `default`, `torchrun`, `sagemaker`, `jax`, or a cluster's name in
+            `jax.distributed`, such as `slurm`.
 
     Raises:
-        LaunchError: when there cannot be such a process.
+        LaunchError: if the process id or the address is invalid.
 
     Example:
         >>> LaunchSpec().is_distributed
@@ -54,7 +54,7 @@ class LaunchSpec:
         self.validate()
 
     def validate(self) -> None:
-        """Raises `LaunchError` unless the process exists and the address is one."""
+        """Raises `LaunchError` unless the process id and the address are valid."""
         if self.num_processes is not None and self.num_processes < 1:
             raise LaunchError(f"{self.num_processes} processes cannot run; start at least one")
         process, count = self.process_id, self.num_processes
@@ -68,12 +68,12 @@ class LaunchSpec:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to ask the cluster for."""
+        """Whether the cluster need not be asked for anything."""
         return None not in (self.coordinator_address, self.num_processes, self.process_id)
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are, or may be, other processes."""
+        """Whether there are or may be other processes."""
         return self.num_processes != 1
 
 
@@ -81,7 +81,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Splits `host:port`, also `[::1]:port`.
 
     Raises:
-        LaunchError: when it is not of that form, or the port is not one.
+        LaunchError: if it does not have that form, or the port is invalid.
 
     Example:
         >>> split_address("10.0.0.1:29500")
@@ -95,14 +95,14 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def bind_address(address: str) -> tuple[str, int]:
-    """Where process 0 listens: at the coordinator's address, if that is one of this host.
+    """Where process 0 listens: at the coordinator's address if it belongs to this host.
 
     Args:
         address: `host:port`.
 
     Returns:
-        Host and port to listen at; no host, which means all addresses, where the name is of another
-        machine that forwards connections, as a service of Kubernetes does.
+        Host and port. The host is "", for all addresses, if the name is of another machine that
+        forwards connections, such as a Kubernetes service.
 
     Example:
         >>> bind_address("localhost:29500")[0] in ("127.0.0.1", "::1")
@@ -112,24 +112,24 @@ def bind_address(address: str) -> tuple[str, int]:
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, _, _, sockaddr in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                # Any free port will do to learn whether the address is one of this host.
+                # Binding any free port tests whether the address belongs to this host.
                 probe.bind((sockaddr[0], 0))
                 return str(sockaddr[0]), port
     return "", port
 
 
 def parse_host(text: str, name: str) -> str:
-    """Reads the name or the address of a host, as it stands before `:port`.
+    """Checks the name or address of a host, without a port.
 
     Args:
         text: such as `node0`, `10.0.0.1`, `::1` or `[::1]`.
-        name: where it was said.
+        name: the variable or option, for messages.
 
     Returns:
-        The same; an IPv6 address within brackets.
+        The host; an IPv6 address in brackets.
 
     Raises:
-        LaunchError: for a URL, a host with its port, or what no host is called.
+        LaunchError: for a URL, a host with a port, or an invalid name.
 
     Example:
         >>> parse_host("::1", "MASTER_ADDR")
@@ -140,7 +140,7 @@ def parse_host(text: str, name: str) -> str:
         return host
     address = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
-        # A link's name may follow, fe80::1%eth0.
+        # May end with a zone, as in fe80::1%eth0.
         ipaddress.IPv6Address(address)
     except ValueError:
         what = f"{host!r:.80}" if host else "empty"
@@ -155,7 +155,7 @@ def parse_port(text: str, name: str) -> int:
     """Reads a TCP port.
 
     Raises:
-        LaunchError: naming the variable, when it is not a number from 1 to 65535.
+        LaunchError: with the variable's name, if it is not a number from 1 to 65535.
     """
     port = parse_count(text, name)
     if not 1 <= port <= 65535:
@@ -164,12 +164,12 @@ def parse_port(text: str, name: str) -> int:
 
 
 def parse_count(text: str, name: str) -> int:
-    """Reads an integer of an environment variable.
+    """Reads an integer from an environment variable.
 
     Raises:
-        LaunchError: naming the variable, when it is not one.
+        LaunchError: with the variable's name, if it is not an integer.
     """
-    # `int` would take digits of every script, and underscores between them.
+    # `int` would also accept digits of other scripts, and underscores.
     if not text.isascii() or re.fullmatch(r"\s*[-+]?\d{1,18}\s*", text) is None:
         raise LaunchError(f"{name} is {text!r:.80}, which is not an integer; set a number")
     return int(text)
@@ -178,20 +178,20 @@ def parse_count(text: str, name: str) -> int:
 Environment = Mapping[str, str]
 
 CLUSTER = "AXON_CLUSTER"
-"""The variable that names the cluster, or says `none`, where guessing would be wrong."""
+"""The variable with the cluster's name, or `none`, to override the detection."""
 
 _JAX_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _CLUSTERS = ("slurm", "ompi", "mpi4py", "k8s", "gcetpu", "gketpu")
 
 
 def from_env(env: Environment) -> LaunchSpec:
-    """Reads how this process was launched, from the environment alone; starts nothing.
+    """Reads from the environment how this process was launched; starts nothing.
 
-    In this order: `AXON_CLUSTER`; the variables of torchrun, which Azure ML, vast.ai, Kubernetes
-    templates and `axon launch` set too (`MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK`);
-    those of JAX (`JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID`); SageMaker; and the
-    clusters that `jax.distributed` knows how to ask (SLURM, Open MPI, Kubernetes jobs, TPU pods on
-    GKE). None of them: one process.
+    It looks in this order for `AXON_CLUSTER`; the variables of torchrun, which Azure ML, vast.ai,
+    Kubernetes templates and `axon launch` set too (`MASTER_ADDR MASTER_PORT WORLD_SIZE RANK
+    LOCAL_RANK`); those of JAX (`JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID`);
+    SageMaker; and the clusters that `jax.distributed` can ask (SLURM, Open MPI, Kubernetes jobs,
+    TPU pods on GKE). Without any of them there is one process.
 
     Args:
         env: the environment, as in `os.environ`.
@@ -200,8 +200,8 @@ def from_env(env: Environment) -> LaunchSpec:
         The spec.
 
     Raises:
-        LaunchError: when the variables contradict each other, some are missing, or `MASTER_PORT`
-            is no port, which is refused even where it is not used.
+        LaunchError: if the variables contradict each other, some are missing, or `MASTER_PORT` is
+            not a port, even if it is not used.
 
     Example:
         >>> spec = from_env({"WORLD_SIZE": "8", "RANK": "4", "MASTER_ADDR": "10.0.0.1"})
@@ -210,7 +210,7 @@ def from_env(env: Environment) -> LaunchSpec:
         >>> from_env({}).is_distributed
         False
     """
-    # Kubernetes gives every pod `MASTER_PORT=tcp://...` beside a service that is called master.
+    # Kubernetes sets `MASTER_PORT=tcp://...` in every pod if a service is called master.
     port = env.get("MASTER_PORT", "")
     if port and not port.startswith("tcp://"):
         parse_port(port, "MASTER_PORT")
@@ -259,14 +259,14 @@ def _master(env: Environment) -> str:
 
 
 def _port(env: Environment) -> int:
-    """The port; under torchrun itself the next one, for its own store listens on the first."""
+    """The port. Under torchrun itself it is the next one, because its store uses the first."""
     port = parse_port(env.get("MASTER_PORT", str(DEFAULT_PORT)), "MASTER_PORT")
     is_in_use = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     return parse_port(str(port + is_in_use), "MASTER_PORT + 1")
 
 
 def _local_devices(env: Environment) -> tuple[int, ...] | None:
-    """One accelerator for each process of a host; all of them for a process alone on its host."""
+    """One accelerator per process; None, for all, if the host has only one process."""
     if "LOCAL_RANK" not in env:
         return None
     local = _count(env, "LOCAL_RANK")
@@ -283,13 +283,14 @@ def _local_devices(env: Environment) -> tuple[int, ...] | None:
 
 
 def _jax(env: Environment) -> LaunchSpec | None:
-    """JAX's own variables; on a cluster the address alone may be set."""
+    """Reads JAX's own variables; on a cluster only the address may be set."""
     if "JAX_NUM_PROCESSES" not in env and "JAX_PROCESS_ID" not in env:
         return None
     missing = [name for name in _JAX_VARIABLES if name not in env]
     if missing:
         raise LaunchError(_some_missing(env, missing))
-    address, port = env["JAX_COORDINATOR_ADDRESS"], env.get("JAX_COORDINATOR_PORT")
+    address = env["JAX_COORDINATOR_ADDRESS"]
+    port = env.get("JAX_COORDINATOR_PORT")
     return LaunchSpec(
         coordinator_address=address if port is None or ":" in address else f"{address}:{port}",
         num_processes=_count(env, "JAX_NUM_PROCESSES", at_least=1),
@@ -307,7 +308,7 @@ def _some_missing(env: Environment, missing: Sequence[str]) -> str:
 
 
 def _sagemaker(env: Environment) -> LaunchSpec | None:
-    """One process per host, which takes all of its devices; process 0 is on the first by name."""
+    """One process per host with all of its devices; process 0 is on the first host by name."""
     if "SM_HOSTS" not in env:
         return None
     hosts = _host_list(env["SM_HOSTS"])
@@ -360,7 +361,7 @@ def _ompi(env: Environment) -> LaunchSpec | None:
 
 
 def _slurm(env: Environment) -> LaunchSpec | None:
-    """A process that `srun` started; a shell inside an allocation is a single process."""
+    """A process started by `srun`; a shell inside an allocation is a single process."""
     needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
     if any(name not in env for name in needed):
         return None
@@ -371,7 +372,7 @@ def _slurm(env: Environment) -> LaunchSpec | None:
 
 
 def _kubernetes(env: Environment) -> LaunchSpec | None:
-    """A pod of an indexed job; its size is known to the API server alone."""
+    """A pod of an indexed job; only the API server knows the job's size."""
     if "KUBERNETES_SERVICE_HOST" not in env or "JOB_COMPLETION_INDEX" not in env:
         return None
     return _ask_cluster("k8s", process=_count(env, "JOB_COMPLETION_INDEX"))
@@ -384,7 +385,7 @@ def _gke_tpu(env: Environment) -> LaunchSpec | None:
 
 
 def _ranked(env: Environment, count: str, process: str) -> LaunchSpec:
-    """The two numbers that every launcher sets."""
+    """Reads the two numbers that every launcher sets."""
     if process not in env or count not in env:
         present, missing = (count, process) if count in env else (process, count)
         raise LaunchError(

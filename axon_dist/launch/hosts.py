@@ -1,7 +1,7 @@
 """Starts a launcher on each of several hosts over ssh, and ends all of them together.
 
-The standard input of ssh carries what must not be in a command line, and stays open: a launcher
-whose input ends has lost this one, and ends its ranks. So nothing is left behind on a host.
+Secrets go through the standard input of ssh, not the command line. The input stays open: a remote
+launcher whose input ends has lost this one, and ends its ranks. So nothing is left on a host.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .rendezvous import TOKEN
 from .watchdog import EXIT_PEER_LOST
 
 _FORWARDED = ("AXON_", "JAX_", "XLA_", "NCCL_", "LIBTPU_", "FI_", "CUDA_", "HF_", "WANDB_", "AWS_")
-"""Beginnings of variables that every host gets: those that change a run, and its keys."""
+"""Prefixes of variables that are sent to every host: settings of a run, and credentials."""
 
 _UNREACHED = 255
 """The exit code of ssh itself."""
@@ -41,13 +41,13 @@ _OURS = "axon launch: "
 
 
 def read_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
-    """The hosts of `--hosts a,b` or of a file with one on each line.
+    """Reads the hosts of `--hosts a,b` or of a file with one host per line.
 
-    In a file `#` begins a comment, and words after a name, as `slots=8` of Open MPI, are passed
-    over.
+    In a file `#` starts a comment, and words after a name, such as Open MPI's `slots=8`, are
+    ignored.
 
     Raises:
-        LaunchError: for none, a name twice, or what no host is called.
+        LaunchError: for no host, a repeated one, or an invalid name.
 
     Example:
         >>> read_hosts("node0,10.0.0.2", None)
@@ -75,20 +75,20 @@ def launch_hosts(
 ) -> int:
     """Runs a plan on several hosts to its end, with restarts.
 
-    The hosts have this folder and this Python at the same paths, as a shared disk or one image
-    gives them. Host 0 is that of rank 0; the others must reach it by the name that is given.
+    All hosts must have this folder and this Python at the same paths, for example by a shared disk
+    or the same image. Rank 0 runs on host 0; the others must reach it by the given name.
 
     Args:
-        hosts: as ssh takes them; host 0 first.
+        hosts: destinations for ssh; host 0 first.
         plan: what each host runs.
         options: further options of `axon launch` for each host.
-        tell: takes a line about what happens.
+        tell: called with a line about what happens.
 
     Returns:
-        As `launch`: 76 also where a host was lost.
+        As `launch`; 76 also if a host was lost.
 
     Raises:
-        LaunchError: when there is no ssh, or a host cannot be reached.
+        LaunchError: if there is no ssh, or a host cannot be reached.
     """
     if shutil.which("ssh") is None:
         raise LaunchError("there is no ssh on this machine; install it, or run axon launch "
@@ -105,7 +105,7 @@ def launch_hosts(
 
 @dataclasses.dataclass(eq=False)
 class _Host:
-    """One host of an attempt, and the ssh that leads to it."""
+    """One host of an attempt, and the ssh process for it."""
 
     name: str
     process: subprocess.Popen[str]
@@ -115,7 +115,7 @@ class _Host:
     reader: threading.Thread | None = None
 
     def listen(self) -> None:
-        """Passes on what its launcher says."""
+        """Forwards the output of its launcher."""
         assert self.process.stderr is not None
         with contextlib.suppress(ValueError):
             for line in self.process.stderr:
@@ -125,14 +125,14 @@ class _Host:
                 self.tell(f"{self.name}: {text.removeprefix(_OURS)}")
 
     def send(self, text: str) -> None:
-        """Writes to its launcher, if that is still there."""
+        """Writes to its launcher if that still runs."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(text)
             self.process.stdin.flush()
 
     def close(self) -> None:
-        """Lets its launcher end by itself, and waits for the end."""
+        """Closes the launcher's input, which ends it, and waits."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.close()
@@ -149,7 +149,7 @@ class _Host:
 
     @property
     def code(self) -> int | None:
-        """The exit code of its launcher; 76 where the host was lost."""
+        """The exit code of its launcher; 76 if the host was lost."""
         code = self.process.poll()
         return EXIT_PEER_LOST if code is not None and (code < 0 or code == _UNREACHED) else code
 
@@ -179,12 +179,12 @@ class _Attempt:
         process = subprocess.Popen(
             ["ssh", "-o", "BatchMode=yes", name, remote_command(self, rank)],
             stdin=subprocess.PIPE,
-            # The output of rank 0 is shown, as on a single host.
+            # Only the output of rank 0 is shown, as on a single host.
             stdout=None if rank == 0 else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            # A key pressed in the terminal reaches this launcher alone.
+            # Keys pressed in the terminal reach only this launcher.
             start_new_session=True,
         )
         host = _Host(name, process, self.tell)
@@ -225,7 +225,7 @@ class _Attempt:
         self.tell(f"{failed.name} {how}; ending the other hosts")
         self._wait_for(self.plan.grace)
         for _ in range(2):
-            # The second one ends ranks that have nothing to save at once.
+            # The second signal ends ranks at once that have nothing to save.
             for host in self.started:
                 host.send(_END)
         self._wait_for(2 * self.plan.grace + 1)
@@ -237,7 +237,7 @@ class _Attempt:
 
 
 def remote_command(attempt: _Attempt, rank: int) -> str:
-    """What ssh runs on a host, quoted for its shell."""
+    """The command for ssh to run on a host, quoted for its shell."""
     plan = attempt.plan
     host = attempt.hosts[0].rpartition("@")[2]
     port = plan.master_port or DEFAULT_PORT
@@ -254,13 +254,13 @@ def remote_command(attempt: _Attempt, rank: int) -> str:
 
 
 def attach() -> None:
-    """Makes this launcher end with the one that started it over ssh.
+    """Ties this launcher to the one that started it over ssh.
 
-    The first line of the standard input holds variables for the ranks; each further line asks for
-    the end, as SIGTERM does, and so does the end of the input: the connection is gone.
+    The first line of the standard input has variables for the ranks. Each further line, and the end
+    of the input (a lost connection), ends the run like SIGTERM.
     """
-    given: Mapping[str, str] = json.loads(sys.stdin.readline() or "{}")
-    os.environ.update(given)
+    variables: Mapping[str, str] = json.loads(sys.stdin.readline() or "{}")
+    os.environ.update(variables)
 
     def follow() -> None:
         for _ in sys.stdin:

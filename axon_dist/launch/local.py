@@ -1,4 +1,4 @@
-"""The local launcher: starts the processes of a run on this host, and waits for their end."""
+"""The local launcher: starts the processes of a run on this host and waits for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .rendezvous import TOKEN
 from .watchdog import EXIT_PEER_LOST
 
 MEMORY = "AXON_MEMORY"
-"""The variable with a folder in the memory of the host, for copies of the state of a run."""
+"""The variable with a folder in host memory, for copies of the state of a run."""
 
 _HOST_MEMORY = Path("/dev/shm")
 _PREFIX, _LOCK, _MAKING_SECONDS = "axon-", "lock", 60.0
@@ -39,16 +39,16 @@ _PREFIX, _LOCK, _MAKING_SECONDS = "axon-", "lock", 60.0
 
 @contextlib.contextmanager
 def host_folder(root: Path = _HOST_MEMORY) -> Iterator[Path | None]:
-    """A folder in the memory of this host, for as long as the context lasts.
+    """Makes a folder in the memory of this host for the duration of the context.
 
-    It is for its owner alone, and locked: a folder left behind because `Reaper` was killed too
-    is not, and is removed by the next launcher of the same user.
+    Only its owner can access it. The launcher holds a lock in it, so the next launcher of the same
+    user can recognize and remove a folder that was left behind because `Reaper` was killed too.
 
     Args:
-        root: where memory is mounted as files.
+        root: a memory file system.
 
     Yields:
-        The folder; None on a host that has no such memory.
+        The folder; None on a host without such memory.
 
     Example:
         >>> with host_folder(Path(tempfile.mkdtemp())) as folder:
@@ -61,12 +61,12 @@ def host_folder(root: Path = _HOST_MEMORY) -> Iterator[Path | None]:
         yield None
         return
     prefix = f"{_PREFIX}{os.getuid()}-"
-    for left in root.glob(f"{prefix}*"):
-        _remove_unless_locked(left)
+    for leftover in root.glob(f"{prefix}*"):
+        _remove_unless_locked(leftover)
     try:
         folder, lock = _locked_folder(prefix, root)
     except OSError:
-        # Its memory is full: a run that asks for copies says so, and others need none.
+        # Memory is full. A run that needs copies reports that; others do not need the folder.
         yield None
         return
     with lock:
@@ -91,9 +91,10 @@ def _locked_folder(prefix: str, root: Path) -> tuple[Path, BinaryIO]:
 
 
 def _remove_unless_locked(folder: Path) -> None:
-    """Removes a folder whose launcher is gone; a new one without a lock is being made just now.
+    """Removes a folder whose launcher is gone.
 
-    Any user can make something of such a name in the memory of the host, which is passed over.
+    A new folder without a lock is kept, because another launcher is just creating it. Folders and
+    files of other users are ignored, even if they have such a name.
     """
     with contextlib.suppress(OSError):
         status = folder.lstat()
@@ -107,26 +108,26 @@ def _remove_unless_locked(folder: Path) -> None:
 
 
 USER_ERROR = 2
-"""The exit code of a mistake of the user, which a restart would only repeat."""
+"""The exit code of a user error, which a restart would only repeat."""
 
 INTERRUPTED = 75
-"""The exit code of a run that a signal ended between two steps, its state saved: `EX_TEMPFAIL` of
-`sysexits.h`, "try again later". A scheduler starts it again, with `--resume auto`."""
+"""The exit code of a run that a signal ended between two steps after it saved: `EX_TEMPFAIL` of
+`sysexits.h`, "try again later". A scheduler restarts it with `--resume auto`."""
 
 PLANNED = "AXON_PLANNED_WORLD_SIZE"
-"""The variable with how many processes a run has when none is lost."""
+"""The variable with the number of processes of a run when none is lost."""
 
 ELASTIC = "AXON_ELASTIC"
-"""The variable that is set where a run continues without the processes that it loses."""
+"""The variable that is set if a run continues without lost processes."""
 
 _MOST_PROCESSES, _MOST_NODES = 4096, 2**20
 _POLL_SECONDS = 0.1
 _FOREIGN = frozenset({"AXON_CLUSTER", "TORCHELASTIC_USE_AGENT_STORE"})
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOPPING_SECONDS = 1800.0
-"""Seconds that the ranks have after a signal, the step and the save included."""
+"""Seconds that the ranks have after a signal, for the step and the save."""
 _LAST_SECONDS = 15.0
-"""Seconds that the last ranks have once one has ended with its state saved."""
+"""Seconds that the other ranks have after one has saved and ended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,21 +136,21 @@ class LaunchPlan:
 
     Args:
         command: the program and its arguments, the same for every rank.
-        num_processes: how many on this host.
-        nnodes: how many hosts run a launcher like this one.
-        node_rank: which of them this is.
+        num_processes: the number of processes on this host.
+        nnodes: the number of hosts that run a launcher.
+        node_rank: the index of this host.
         master_addr: the host of rank 0.
-        master_port: a free port there; None finds one, which takes a single host.
-        devices_per_process: CPU devices that each process makes up; None leaves it to the command.
-        max_restarts: how often a run that failed starts again.
-        elastic: start again without the processes that were lost.
-        rejoin_after: seconds on fewer processes after which all start again, from one step to the
-            next; None leaves the run as it shrank.
-        grace: seconds that the other ranks have to end by themselves once one has failed.
+        master_port: a free port there; None finds one, on a single host only.
+        devices_per_process: CPU devices that each process emulates; None leaves it to the command.
+        max_restarts: how often a failed run restarts.
+        elastic: restart without the lost processes.
+        rejoin_after: seconds on fewer processes after which all processes start again, between two
+            steps; None never.
+        grace: seconds that the other ranks have to end by themselves after one has failed.
         log_dir: the folder for `rank-<r>.log`.
 
     Raises:
-        LaunchError: for a plan that cannot be.
+        LaunchError: for an invalid plan.
     """
 
     command: tuple[str, ...]
@@ -170,7 +171,7 @@ class LaunchPlan:
         self.validate()
 
     def validate(self) -> None:
-        """Raises `LaunchError` for counts that are out of range or exclude each other."""
+        """Raises `LaunchError` for counts that are out of range or contradict each other."""
         if not self.command:
             raise LaunchError("got no command; give one after --, as in: axon launch -n 2 -- CMD")
         can_be = 1 <= self.num_processes <= _MOST_PROCESSES and 1 <= self.nnodes <= _MOST_NODES
@@ -220,16 +221,16 @@ class LaunchPlan:
 def rank_environments(
     plan: LaunchPlan, base: Mapping[str, str], num_processes: int, port: int
 ) -> list[dict[str, str]]:
-    """The environments of the ranks on this host: those of torchrun, and the number of devices.
+    """The environments of the ranks on this host: torchrun's variables, and the device count.
 
-    The ranks of a single host share a secret token; those of several do where
-    `AXON_RUN_TOKEN` gives all launchers the same.
+    The ranks of a single host share a secret token. Those of several hosts share one if
+    `AXON_RUN_TOKEN` is the same for all launchers.
 
     Args:
-        plan: the command, and how many processes of how many hosts run it.
+        plan: the command, and the numbers of processes and hosts.
         base: the environment of the launcher.
         num_processes: how many to start on this host.
-        port: where rank 0 listens.
+        port: the port on which rank 0 listens.
 
     Example:
         >>> plan = LaunchPlan(command=("true",), nnodes=2, node_rank=1, master_addr="node0")
@@ -262,15 +263,15 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
 
     Args:
         plan: what to start.
-        tell: takes a line about what happens.
+        tell: called with a line about what happens.
 
     Returns:
-        0; 75 where a signal has ended the run, its state saved if it had one; 76 where a rank was
-        killed or lost; 130 or 143 where a second SIGINT or SIGTERM has ended it at once; or the
-        exit code of the rank that failed first in the last attempt.
+        0; 75 if a signal ended the run, after it saved its state if it had one; 76 if a rank was
+        killed or lost; 130 or 143 if a second SIGINT or SIGTERM ended it at once; or the exit code
+        of the rank that failed first in the last attempt.
 
     Raises:
-        LaunchError: when the command does not exist.
+        LaunchError: if the command does not exist.
     """
     with noticing() as notice:
         return _launch(plan, lasting(tell), notice)
@@ -278,7 +279,7 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
 
 @dataclasses.dataclass(eq=False)
 class Notice:
-    """The signals that came, and the ranks that get them too, for they know how to stop."""
+    """The received signals, and the ranks to which they are forwarded."""
 
     numbers: list[int] = dataclasses.field(default_factory=list)
     children: Sequence[Child] = ()
@@ -287,41 +288,41 @@ class Notice:
         return bool(self.numbers)
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """Takes a signal."""
+        """Records a signal and forwards it; a signal handler."""
         self.numbers.append(number)
         for child in self.children:
             child.send(number)
 
     @property
     def aborting(self) -> list[int]:
-        """Those of which a second one ends a run at once."""
+        """The signals of which the second ends a run at once."""
         return [number for number in self.numbers if number != signal.SIGHUP]
 
 
 @contextlib.contextmanager
 def noticing() -> Iterator[Notice]:
-    """Takes the signals that end a run, from before its first rank until after its last."""
+    """Handles the signals that end a run, for the whole life of its ranks."""
     notice = Notice()
-    # `nohup` has the hangup ignored, here and in the ranks.
+    # Under `nohup` SIGHUP stays ignored, here and in the ranks.
     handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     if threading.current_thread() is not threading.main_thread():
         handled = []
     before = {number: signal.signal(number, notice.take) for number in handled}
     if handled and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        # It asks a rank for a trace; sent to all of a job, it must not end the launcher, nor a rank
-        # that has no handler for it yet, which starts with what is ignored here.
+        # SIGUSR1 asks a rank for a trace. Sent to a whole job, it must not kill the launcher, nor
+        # a rank without a handler yet; ranks inherit that it is ignored.
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield notice
     finally:
         for number, handler in before.items():
-            # A terminal that closes hangs up twice, and the exit code is still to come.
+            # A closing terminal sends SIGHUP twice; the second must not prevent the exit code.
             is_second = number == signal.SIGHUP and notice
             signal.signal(number, signal.SIG_IGN if is_second else handler)
 
 
 def _launch(plan: LaunchPlan, tell: Callable[[str], None], notice: Notice) -> int:
-    # On the path, or beside the Python that runs this, as `axon` is.
+    # On the PATH, or in the folder of the running Python, like `axon` itself.
     name, *arguments = plan.command
     path = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
     path = path or shutil.which(name, path=str(Path(sys.executable).parent))
@@ -332,7 +333,7 @@ def _launch(plan: LaunchPlan, tell: Callable[[str], None], notice: Notice) -> in
     with reworded(what, "name another with --log-dir", LaunchError):
         plan.log_dir.mkdir(parents=True, exist_ok=True)
     tell(f"{plan.num_processes} processes; their logs: {plan.log_dir}/rank-*.log")
-    # Where the ranks may start again, they get memory that outlives them.
+    # If the ranks may restart, they get memory that outlives them.
     needs_memory = plan.max_restarts and not os.environ.get(MEMORY)
     with host_folder() if needs_memory else contextlib.nullcontext() as folder:
         memory = {} if folder is None else {MEMORY: str(folder)}
@@ -364,41 +365,41 @@ def _run_attempts(
 
 
 def next_count(plan: LaunchPlan, count: int, failed: Child | None) -> int:
-    """How many processes the next attempt has; 0 if there is no sense in one.
+    """The number of processes of the next attempt; 0 for no further attempt.
 
     Args:
-        plan: the command, and how many processes of how many hosts run it.
-        count: how many the attempt had that failed.
+        plan: the command, and the numbers of processes and hosts.
+        count: the number of processes of the failed attempt.
         failed: the rank that failed first.
     """
     if failed is None:
         return 0
     has_shrunk = count < plan.num_processes
     if failed.code == USER_ERROR:
-        # A mistake, or sizes that do not divide by the smaller number of processes.
+        # A user error, or sizes that do not divide by the smaller number of processes.
         return count - 1 if has_shrunk else 0
     is_lost = failed.was_killed or failed.code == EXIT_PEER_LOST
     return max(count - 1, 1) if plan.elastic and is_lost else count
 
 
 def may_end_at_once(failed: Child, memory: str | None) -> bool:
-    """Whether the other ranks can be killed at once: nothing to report, and nothing to save.
+    """Whether the other ranks can be killed at once, because they need not report or save.
 
     Args:
         failed: the rank that failed first.
-        memory: the folder of the host's memory, which may hold copies of the state.
+        memory: the folder in host memory, which may have copies of the state.
     """
-    # A process that JAX aborts knows more than the launcher sees.
+    # After an abort by JAX the other ranks may know more than the launcher.
     is_killed = failed.was_killed and failed.code != 128 + signal.SIGABRT
     return is_killed and memory is not None and any(Path(memory).glob("*.copy"))
 
 
 def gets_ahead(memory: str | None, since: float) -> bool:
-    """Whether a run that makes copies has made one since a time; true where it makes none.
+    """Whether a run has made a copy of its state since a time; True if it makes no copies.
 
     Args:
-        memory: the folder of the host's memory.
-        since: in seconds of the clock.
+        memory: the folder in host memory.
+        since: seconds since the epoch.
     """
     copies = [] if memory is None else list(Path(memory).glob("*.copy"))
     with contextlib.suppress(FileNotFoundError):
@@ -407,7 +408,7 @@ def gets_ahead(memory: str | None, since: float) -> bool:
 
 
 def free_port() -> int:
-    """A port of this host that nothing listens on."""
+    """A free port of this host."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -430,14 +431,14 @@ class _Attempt:
     _last: float | None = None
 
     def run(self) -> int:
-        """Starts the ranks, waits for their end, and leaves none behind."""
+        """Starts the ranks, waits for their end, and leaves none running."""
         doomed = "" if MEMORY in os.environ else self.base.get(MEMORY, "")
         self.notice.children = self.children
         with contextlib.closing(Reaper(doomed)) as guard:
             try:
                 self._start(guard)
                 if self.notice:
-                    # Not all of them may have got it, and none has taken a step.
+                    # Not all ranks may have got the signal, and none has taken a step.
                     self.late = [child for child in self.children if child.code is None]
                     self._end(self.late)
                 else:
@@ -453,11 +454,11 @@ class _Attempt:
     def _code(self) -> int:
         """The exit code of the run, once all ranks have ended."""
         if self.failed is not None:
-            # The other ranks, started by hand, end with this code by themselves.
+            # Ranks that are started by hand end with this code by themselves.
             return EXIT_PEER_LOST if self.failed.was_killed else self.failed.code or 0
         codes = [child.code or 0 for child in self.children if child not in self.late]
         if self.notice:
-            # A second signal has effect where a rank had not saved yet.
+            # A second signal has an effect only if a rank had not saved yet.
             aborting = self.notice.aborting[1:]
             if aborting and (self.late or not {0, INTERRUPTED}.issuperset(codes)):
                 return 128 + aborting[-1]
@@ -480,10 +481,10 @@ class _Attempt:
             guard.watch(child)
 
     def _wait(self) -> Child | None:
-        """Returns the first rank that failed, or None when all have ended, if only for now."""
+        """Returns the first rank that failed, or None when all have ended or stopped to rejoin."""
         started = time.time()
         while True:
-            # A command that does not handle a signal was stopped by it too.
+            # A command that does not handle a signal was ended by it, with 128 + its number.
             sent = [*self.notice.numbers, *([signal.SIGTERM] if self.made_room else [])]
             stopped = {INTERRUPTED, *(128 + number for number in sent)}
             codes = [child.code for child in self.children]
@@ -491,13 +492,13 @@ class _Attempt:
                 if code and code not in stopped:
                     return child
             if None not in codes:
-                # Where they ended by themselves meanwhile, nothing is left for the others to do.
+                # If they ended by themselves meanwhile, there is nothing to rejoin.
                 self.made_room = self.made_room and not stopped.isdisjoint(codes)
                 return None
             if self._is_overdue(any(code in stopped for code in codes)):
                 return self._end_late(stopped)
             if not self.made_room and self._is_time_to_rejoin(started):
-                # The ranks stop between two steps, so that those that were lost can come back.
+                # The ranks stop between two steps, so that lost ones can rejoin.
                 self.made_room = True
                 self.tell(
                     f"stopping {self.count} processes after this step, for the others to come back"
@@ -507,7 +508,7 @@ class _Attempt:
             time.sleep(_POLL_SECONDS)
 
     def _is_overdue(self, has_saved: bool) -> bool:
-        """Whether ranks still run that had to end: a signal came, or another has saved and left."""
+        """Whether ranks run too long after a signal, or after another rank saved and ended."""
         seconds = [_LAST_SECONDS] if has_saved else []
         if self.notice or self.made_room:
             seconds.append(_STOPPING_SECONDS)
@@ -520,13 +521,13 @@ class _Attempt:
         return now >= self._last
 
     def _end_late(self, stopped: set[int]) -> Child | None:
-        """Ends the ranks that are overdue; the first that did not stop on request has failed."""
+        """Ends overdue ranks; returns the first that did not stop on request as failed."""
         late = [child for child in self.children if child.code is None]
         names = ", ".join(str(child.rank) for child in late)
         self.tell(f"ranks {names} had to end and did not; ending them (log: {late[0].log})")
         self._end(late)
         if any(child.code in stopped for child in self.children if child not in late):
-            # The run has stopped as asked, its state saved by all together.
+            # The run stopped as requested: saving needs all ranks, so the state is saved.
             self.late = [child for child in late if child.code not in stopped]
             return None
         if len(self.notice.aborting) > 1:
@@ -535,7 +536,7 @@ class _Attempt:
         return next((child for child in late if child.code and child.code not in stopped), None)
 
     def _end(self, children: Sequence[Child]) -> None:
-        """Sends SIGTERM first, once, and kills those that still run after the grace period."""
+        """Sends SIGTERM once, and kills ranks that still run after the grace period."""
         for child in children:
             child.send(signal.SIGTERM)
         self._wait_for_end(self.plan.grace)
@@ -548,7 +549,7 @@ class _Attempt:
             time.sleep(_POLL_SECONDS)
 
     def _is_time_to_rejoin(self, started: float) -> bool:
-        """Whether those that were lost may come back: not before the others have got ahead."""
+        """Whether lost ranks may rejoin: not before the others have made progress."""
         seconds = self.plan.rejoin_after
         if seconds is None or self.count == self.plan.num_processes:
             return False

@@ -1,7 +1,8 @@
-"""The rendezvous: every process reports to process 0 before JAX starts, or all hear who is missing.
+"""The rendezvous: every process reports to process 0 before JAX starts.
 
-JAX ends the process when a peer does not come (`SIGABRT`, no exception, no name). So the processes
-connect here first, over a plain socket on the coordinator's port, which is free until JAX takes it.
+JAX aborts a process if a peer does not arrive (`SIGABRT`, no exception, no name). So the processes
+connect here first and learn who is missing. They use a plain socket on the coordinator's port,
+which is free until JAX takes it.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ _PAUSE_SECONDS = 0.2
 _NOTE_SECONDS = 15.0
 _HELLO_BYTES, _LINE_BYTES = 2**16, 2**24
 _STRANGERS = 64
-"""Connections of other programs that are listened to at a time."""
+"""How many connections of other programs are accepted at a time."""
 TOKEN = "AXON_RUN_TOKEN"
-"""The variable with the secret that the processes of a run share."""
+"""The variable with the shared secret of a run's processes."""
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "axon_dist")
-"""Two processes with different versions of one of these may compute different numbers."""
+"""Libraries whose versions must be equal, because they decide what is computed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peer:
-    """The description that a process sends of itself.
+    """A process's description of itself.
 
     Args:
-        process: which it is.
-        num_processes: how many it expects.
-        host: where it runs.
-        pid: its id there.
+        process: its index.
+        num_processes: the number of processes that it expects.
+        host: the name of its host.
+        pid: its process id there.
         versions: of the libraries that decide what is computed, by name.
-        settings: of JAX and of the environment that change a program or its numbers.
+        settings: of JAX and the environment that change a program or its numbers.
     """
 
     process: int
@@ -75,11 +76,11 @@ class Peer:
         )
 
     def validate(self) -> None:
-        """Raises unless every field has its type; a stranger may say anything.
+        """Checks the fields, because another program may send anything.
 
         Raises:
-            ConfigError: when a field is of another type.
-            ValueError: when there is no such process.
+            ConfigError: if a field has the wrong type.
+            ValueError: if there is no such process.
         """
         check_fields(self)
         if not 0 <= self.process < self.num_processes:
@@ -90,34 +91,34 @@ class Peer:
 
 
 def rendezvous(address: str, me: Peer, timeout: float, token: str = "") -> tuple[Peer, ...]:
-    """Returns when all processes are there; every one of them must call it.
+    """Waits until all processes have arrived; every process must call it.
 
-    Each proves that it knows the token, and process 0 that it does too, without sending it: by an
-    HMAC-SHA256 of what it says and of a number that the other has drawn.
+    Each process, including process 0, proves that it knows the token without sending it: by an
+    HMAC-SHA256 of its message and a nonce that the other has drawn.
 
     Args:
-        address: `host:port` of process 0, which listens on the port while this runs.
+        address: `host:port` of process 0, which listens there during this call.
         me: this process.
         timeout: seconds to wait for the last one.
-        token: the secret that the processes of the run share; empty admits everyone.
+        token: the shared secret of the run's processes; "" admits everyone.
 
     Returns:
         All processes, in order.
 
     Raises:
-        LaunchError: on every process that came: who is missing, who came twice, who expects another
-            number of processes, or has another version of a library or another setting.
+        LaunchError: on every process that arrived: if a process is missing, arrived twice, expects
+            another number of processes, or has other library versions or settings.
     """
     meet = _host if me.process == 0 else _attend
     return meet(address, me, timeout, token)
 
 
 def find_mistake(present: Mapping[int, Peer], late: Peer) -> str | None:
-    """Says what is wrong with one more process, if anything.
+    """Returns what is wrong with a new process, or None.
 
     Args:
-        present: who is there, process 0 included.
-        late: the next one.
+        present: the processes that have arrived, including process 0.
+        late: the new process.
 
     Example:
         >>> zero = Peer(process=0, num_processes=2, host="a", pid=1, versions={})
@@ -182,14 +183,14 @@ def _host(address: str, me: Peer, timeout: float, token: str) -> tuple[Peer, ...
 
 @dataclasses.dataclass(eq=False)
 class _Connection:
-    """A connection to process 0: of a process of the run, or of another program.
+    """A connection to process 0, from a process of the run or another program.
 
     Args:
-        connection: non-blocking.
-        deadline: when it must have said who it is.
-        nonce: what its proof must cover.
+        connection: a non-blocking socket.
+        deadline: when it must have identified itself.
+        nonce: that its proof must cover.
         received: the bytes of the message so far.
-        drawn: the number that the caller has drawn.
+        drawn: the nonce that the caller has drawn.
     """
 
     connection: socket.socket
@@ -200,33 +201,35 @@ class _Connection:
 
 
 class _Listener:
-    """Listens to all connections at once: a silent or slow one delays no other.
+    """Serves all connections concurrently, so a silent or slow one does not delay others.
 
     Args:
         address: `host:port` to listen on.
-        most: connections at a time; a further one is closed at once.
-        token: what callers must prove to know.
+        most: the most connections at a time; further ones are closed at once.
+        token: the secret that callers must prove to know.
 
     Attributes:
-        refused: how many could not.
+        refused: how many callers could not prove it.
     """
 
     def __init__(self, address: str, most: int, token: str):
-        self.most, self.token, self.refused = most, token, 0
+        self.most = most
+        self.token = token
+        self.refused = 0
         self._server = listen(address)
         self._open: set[_Connection] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
 
     def close(self) -> None:
-        """Closes every connection, those of the processes of the run too."""
+        """Closes all connections, including those of the run's processes."""
         self._selector.close()
         self._server.close()
         for caller in self._open:
             caller.connection.close()
 
     def arrivals(self) -> Iterator[tuple[_Connection, Peer]]:
-        """The processes that have identified themselves since the last call; waits a moment."""
+        """Waits a moment; yields processes that have identified themselves since the last call."""
         for key, _ in self._selector.select(_PAUSE_SECONDS):
             if key.data is None:
                 self._accept()
@@ -254,7 +257,7 @@ class _Listener:
                 self._drop(caller)
 
     def _hear(self, caller: _Connection) -> Peer | None:
-        """Reads from a caller; returns its description once it is complete, else None."""
+        """Reads from a caller; returns its description once the message is complete, else None."""
         try:
             chunk = caller.connection.recv(_HELLO_BYTES)
             caller.received += chunk
@@ -290,7 +293,7 @@ def listen(address: str) -> socket.socket:
     """Listens at the coordinator's address, and only there where possible.
 
     Raises:
-        LaunchError: when the port is taken.
+        LaunchError: if the port is taken.
     """
     host, port = bind_address(address)
     what = f"process 0 cannot listen on port {port}"
@@ -335,7 +338,7 @@ def _report(address: str, me: Peer, deadline: float, token: str) -> JsonDict:
         drawn, fields = secrets.token_hex(16), dataclasses.asdict(me)
         proof = _proof(token, "peer", nonce, drawn, fields)
         _send(connection, {"peer": fields, "nonce": drawn, "proof": proof})
-        # Process 0 may have started its clock later, and answers when its own time is up.
+        # Process 0 may have started later, and answers at its own deadline.
         answer = _receive(connection, time.monotonic() + 2 * seconds + _HELLO_SECONDS)
     if answer.get("refused"):
         raise LaunchError(
@@ -349,7 +352,7 @@ def _report(address: str, me: Peer, deadline: float, token: str) -> JsonDict:
 
 
 def _proof(token: str, *parts: Any) -> str:
-    """The HMAC of a message, which only those who know the token can compute."""
+    """The HMAC of a message, which proves knowledge of the token."""
     text = json.dumps(parts, sort_keys=True).encode()
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
@@ -359,7 +362,7 @@ def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket, deadline: float) -> JsonDict:
-    """One line, which must arrive as a whole before the deadline."""
+    """Receives one line, which must arrive completely before the deadline."""
     line = bytearray()
     while not line.endswith(b"\n"):
         connection.settimeout(max(deadline - time.monotonic(), 0.01))
@@ -386,7 +389,7 @@ def _missing_text(missing: Sequence[int], count: int, timeout: float, refused: i
 
 
 class _Note:
-    """Prints now and then what is being waited for."""
+    """Prints from time to time what this process waits for."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + _NOTE_SECONDS

@@ -1,7 +1,7 @@
 """The settings of a process that change its program or its numbers, as plain text.
 
-All processes of a run compile one program each, which must be the same one: where two differ, a
-collective hangs, or gloo and NCCL abort without a word about the cause.
+All processes of a run must compile the same program. If two programs differ, a collective hangs, or
+gloo and NCCL abort without naming the cause.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ JAX_FLAGS = (
     "jax_use_hlo_logistic_lowering", "jax_use_magma", "jax_use_shardy_partitioner",
     "jax_use_simplified_jaxpr_constants", "jax_xla_profile_version",
 )  # fmt: skip
-"""Flags of JAX that are compared; one that this version of JAX lacks is left out."""
+"""JAX flags to compare; flags that this version of JAX lacks are skipped."""
 FLAG_LISTS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Variables that hold flags, which are compared one by one, in any order."""
+"""Variables with lists of flags, which are compared one by one, in any order."""
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
 """Other variables that change numbers. Those of memory, XLA_PYTHON_CLIENT_*, do not."""
 _OF_ONE_PROCESS = re.compile(
     r"xla_force_host_platform_device_count|dump|timeout|cache_(dir|file)|autotune_results|"
     r"cuda_data_dir|compilation_parallelism|megascale_.*(port|address|slice_id)"
 )
-"""Flags that may differ: devices, folders, waiting and ports of a process, not its program."""
+"""Flags that may differ between processes: they set devices, folders, timeouts and ports, and do
+not change the program."""
 _LONGEST = 200
 _SHOWN = 3
 
 
 def read_settings(env: Mapping[str, str], jax_flags: Mapping[str, object]) -> dict[str, str]:
-    """All that is compared, by name; what is not set is left out.
+    """The settings to compare, by name; unset ones are left out.
 
     Args:
         env: the environment.
@@ -60,7 +61,7 @@ def read_settings(env: Mapping[str, str], jax_flags: Mapping[str, object]) -> di
         >>> read_settings(env, {"jax_enable_x64": True, "jax_log_compiles": True})
         {'jax_enable_x64': 'True', 'XLA_FLAGS --xla_cpu_enable_fast_math': 'true'}
     """
-    settings = {name: _said(jax_flags[name]) for name in JAX_FLAGS if name in jax_flags}
+    settings = {name: _text_of(jax_flags[name]) for name in JAX_FLAGS if name in jax_flags}
     for variable in FLAG_LISTS:
         for flag, value in _split_flags(env.get(variable, "")).items():
             if not _OF_ONE_PROCESS.search(flag):
@@ -80,12 +81,12 @@ def compare_settings(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[
 
 
 def difference_text(one: Mapping[str, str], other: Mapping[str, str], pair: tuple[int, int]) -> str:
-    """Says in which settings two processes differ; empty where in none.
+    """Describes the settings in which two processes differ; "" if there are none.
 
     Args:
         one: the settings of the first.
         other: the settings of the second.
-        pair: which processes they are.
+        pair: the indices of the two processes.
 
     Example:
         >>> difference_text({"jax_enable_x64": "True"}, {"jax_enable_x64": "False"}, (0, 2))
@@ -93,7 +94,7 @@ def difference_text(one: Mapping[str, str], other: Mapping[str, str], pair: tupl
     """
 
     def state(settings: Mapping[str, str], name: str, process: int) -> str:
-        # Another process may send anything: its values are printed as ASCII, and cut.
+        # Another process may send anything, so its values are printed as ASCII and truncated.
         value = f"{settings[name]!a:.300}" if name in settings else "not set"
         return f"{value} in process {process}"
 
@@ -106,11 +107,11 @@ def difference_text(one: Mapping[str, str], other: Mapping[str, str], pair: tupl
 
 
 def _split_flags(text: str) -> dict[str, str]:
-    """Flags and values; the last of a name counts, and a lone path names a file of flags."""
+    """Splits flags and values; the last of a name counts, and a lone path names a flag file."""
     if text.strip() and not text.strip().startswith("-"):
         path = Path(text.strip())
-        is_there = kind_at(path) == "a file" and os.access(path, os.R_OK)
-        text = path.read_text(errors="replace") if is_there else f"--file={text.strip()}"
+        is_readable = kind_at(path) == "a file" and os.access(path, os.R_OK)
+        text = path.read_text(errors="replace") if is_readable else f"--file={text.strip()}"
     try:
         parts = shlex.split(text)
     except ValueError:
@@ -119,12 +120,12 @@ def _split_flags(text: str) -> dict[str, str]:
     return {name: value if equals else "true" for name, equals, value in pairs}
 
 
-def _said(value: object) -> str:
+def _text_of(value: object) -> str:
     return value.name.lower() if isinstance(value, enum.Enum) else str(value)
 
 
 def _shortened(value: str) -> str:
-    """A long value as its beginning and a checksum: the line that a process sends is bounded."""
+    """Shortens a long value to its start and a checksum, because messages have a size limit."""
     if len(value) <= _LONGEST:
         return value
     digest = hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:16]

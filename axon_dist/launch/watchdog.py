@@ -1,9 +1,9 @@
-"""The watchdog: a process that is killed, hangs or fails is named by the others, which then end.
+"""The watchdog: when a process is killed, hangs or fails, the others name it and end.
 
-Without it they wait in a collective for good, or JAX aborts them without a name. Every process
-writes a heartbeat into the key-value store of `jax.distributed`; process 0 reads all of them and
-posts who is lost on a bulletin; the others read that, and the heartbeat of process 0. So the
-traffic grows with the number of processes and not with its square.
+Without it they would wait in a collective for ever, or JAX would abort them without a name. Every
+process writes a heartbeat to the key-value store of `jax.distributed`. Process 0 reads all of them
+and posts a verdict about lost processes; the others read the verdict and the heartbeat of process
+0. So the traffic grows linearly with the number of processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .rendezvous import Peer
 EXIT_PEER_LOST = 76
 """The exit code of a process that ended because another one was lost (`EX_PROTOCOL`).
 
-Nothing was saved for it: 75 says that, and another try starts from an older checkpoint."""
+Unlike with 75, no state was saved, so a restart continues from an older checkpoint."""
 
 _HEARTBEATS, _FAILURES, _BROKEN, _BULLETIN = (
     "axon/watch/heartbeat/",
@@ -31,7 +31,7 @@ _HEARTBEATS, _FAILURES, _BROKEN, _BULLETIN = (
 )
 _SHORTEST, _LONGEST = 0.2, 1.0
 _MISSED = 5
-"""Heartbeats that a process may miss once a collective broke, as it does when one died."""
+"""Heartbeats that a process may miss after a collective broke, as it does when a process died."""
 _STACK_LINES = 12
 
 
@@ -39,19 +39,19 @@ class KeyValueStore(Protocol):
     """A key-value store that all processes share."""
 
     def set(self, key: str, value: str) -> None:
-        """Writes a value, over another one too."""
+        """Writes a value; overwrites an existing one."""
         ...
 
     def items(self, prefix: str) -> Mapping[str, str]:
-        """All values under a prefix, by what follows the prefix."""
+        """All values under a prefix; keys are without the prefix."""
         ...
 
 
 class Silences:
-    """How long each of several signals has not changed.
+    """Measures how long each of several signals has not changed.
 
-    It counts its own ticks instead of reading a clock: a process that was stopped, or got no
-    processor, does not blame the others for it.
+    It counts its own ticks instead of reading a clock, so a process that was stopped or got no CPU
+    time does not blame the others.
 
     Args:
         names: of the signals.
@@ -69,28 +69,29 @@ class Silences:
         self._heard: dict[int, str] = {}
 
     def hear(self, values: Mapping[int, str]) -> None:
-        """Notes the present values; one that differs from before ends a silence."""
+        """Records the present values; a changed value resets its silence."""
         for name, value in values.items():
             if name in self._silence and self._heard.get(name) != value:
-                self._heard[name], self._silence[name] = value, 0.0
+                self._heard[name] = value
+                self._silence[name] = 0.0
 
     def tick(self, seconds: float) -> None:
-        """Lets time pass."""
+        """Adds a period to all silences."""
         for name in self._silence:
             self._silence[name] += seconds
 
     def longer_than(self, seconds: float) -> list[int]:
-        """The signals that were silent for longer."""
+        """The signals that have been silent for longer than this."""
         return [name for name, silence in self._silence.items() if silence > seconds]
 
 
 class Watchdog:
-    """Watches over the processes of a run with two threads in each.
+    """Watches the processes of a run, with two threads in each process.
 
     Args:
-        me: which process this is.
+        me: the index of this process.
         present: all processes, in order.
-        store: what they share.
+        store: the shared store.
         timeout: seconds of silence after which a process counts as lost.
     """
 
@@ -112,17 +113,17 @@ class Watchdog:
             threading.Thread(target=run, name=f"axon-watchdog{run.__name__}", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the watch, before JAX closes the store."""
+        """Stops the watch; call it before JAX closes the store."""
         self._stopped.set()
 
     def wait_for_verdict(self) -> None:
-        """Waits, once a collective broke, until who is lost is known, which ends this process."""
+        """Waits after a broken collective until the verdict is known, which ends this process."""
         with contextlib.suppress(Exception):
             self.store.set(f"{_BROKEN}{self.me}", "1")
         self._stopped.wait(self.timeout + 5 * self.period)
 
     def _beat(self) -> None:
-        """Talks to the store; a call may block when the network does."""
+        """Exchanges heartbeats through the store; a call may block with the network."""
         count = 0
         while not self._stopped.wait(self.period):
             count += 1
@@ -130,7 +131,7 @@ class Watchdog:
                 self.store.set(f"{_HEARTBEATS}{self.me}", str(count))
                 self._listen(count)
             except Exception:
-                # The store is gone: JAX reports that itself, and ends the process.
+                # The store is gone; JAX reports that itself and ends the process.
                 return
 
     def _listen(self, count: int) -> None:
@@ -149,7 +150,7 @@ class Watchdog:
         self._verdict = bulletin.get("verdict")
 
     def _watch(self) -> None:
-        """Judges, and never blocks."""
+        """Checks for a verdict or for silence; never blocks."""
         while not self._stopped.wait(self.period):
             self._silences.tick(self.period)
             silent = self._silences.longer_than(self._patience)
@@ -170,7 +171,7 @@ class Watchdog:
 
 
 def post_failure(store: KeyValueStore, process: int, reason: str) -> None:
-    """Tells the other processes why this one ends."""
+    """Posts why this process ends, for the others."""
     store.set(f"{_FAILURES}{process}", reason)
     if process == 0:
         # Only process 0 posts verdicts.
@@ -178,12 +179,12 @@ def post_failure(store: KeyValueStore, process: int, reason: str) -> None:
 
 
 def post_verdict(store: KeyValueStore, verdict: str) -> None:
-    """Lets every process know who is lost; they end."""
+    """Posts a verdict about a lost process; every process that reads it ends."""
     store.set(f"{_BULLETIN}verdict", verdict)
 
 
 def say(text: str) -> None:
-    """Writes to the standard error past every lock that a stuck thread may hold."""
+    """Writes to standard error without any lock that a stuck thread may hold."""
     os.write(2, text.encode(errors="replace"))
 
 
@@ -192,7 +193,7 @@ def _by_process(items: Mapping[str, str]) -> dict[int, str]:
 
 
 def _main_stack() -> str:
-    """The stack of the main thread, which shows what it waits for."""
+    """The stack of the main thread, which shows where it waits."""
     frames: Mapping[int, Any] = sys._current_frames()
     frame = frames.get(threading.main_thread().ident or 0)
     if frame is None:

@@ -1,9 +1,9 @@
-"""Devices under named axes: the spec, the world, and the groups that communicate.
+"""Meshes: the spec of named axes, the world of devices, and the groups that communicate.
 
-`MeshSpec` never needs a device. No other room asks JAX about devices and processes. Start reading
-in `mesh_spec.py`, then `world.py`. `chips.py` is the table of chips, `targets.py` names machines to
-compile for; `agreement.py` compares what processes were started with, and names one that hangs. How
-they find each other is in `launch`.
+`MeshSpec` never needs a device. No other package asks JAX about devices and processes. Start
+reading in `mesh_spec.py`, then `world.py`. `chips.py` is the table of chips, and `targets.py` names
+machines to compile for. `agreement.py` checks that all processes were started with the same
+arguments, and names one that hangs. How processes find each other is in `launch`.
 """
 
 from ..launch import LAUNCH_TIMEOUT as LAUNCH_TIMEOUT

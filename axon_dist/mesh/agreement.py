@@ -1,15 +1,15 @@
-"""Before anything is trained: processes that were started with different arguments are named.
+"""Checks that all processes run the same program, and names one that hangs.
 
-Every process of a run executes the same program on its own part of the data. One that was given
-another learning rate, other files or other first parameters would train on without an error,
-for nothing that is exchanged afterwards shows the difference. So each writes its arguments, as
-named facts, to the store that they share, and all compare.
+Every process of a run executes the same program on its own part of the data. A process with another
+learning rate, other files or other initial parameters would train without an error, because nothing
+that is exchanged afterwards shows the difference. So before training each process writes its
+arguments, as named facts, to the shared store, and all compare them.
 
-While it trains, a process that lives but takes no step is named, and all end. The watchdog hears a
-heartbeat from a thread, which goes on while the main thread hangs: in a lock, in a file system that
-does not answer, in a batch that never comes. The others then wait for it in a collective for good.
-So the loop reports its step, and where no step has changed for too long, the process whose step is
-behind those of the others is the culprit.
+During training, a process that is alive but takes no step is named, and all end. The watchdog does
+not notice it: its heartbeat comes from a thread, which goes on while the main thread hangs in a
+lock, in a file system that does not answer, or in a batch that never comes. The others then wait
+for it in a collective for ever. So the loop reports its step, and if no step has changed for too
+long, the process that is behind the others is the culprit.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _MOST_LINES = 8
 
 
 def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 300.0) -> None:
-    """Returns when all processes have the same facts; every one of them must call it.
+    """Checks that all processes have the same facts; every process must call it.
 
     Args:
-        world: whose processes; a single one agrees with itself.
-        topic: what the facts are about, such as `"config"`.
-        facts: by name, what JSON can hold. A fact that another process does not have is no
-            difference: each may hold other shards.
-        timeout: seconds to wait for the last one.
+        world: the processes to compare; a single one always agrees.
+        topic: the subject of the facts, such as `"config"`.
+        facts: JSON values by name. Facts that only one process has are not compared, because
+            processes may hold different shards.
+        timeout: seconds to wait for the last process.
 
     Raises:
-        LaunchError: on every process: which differ from the first in which facts, or who did
-            not arrive.
+        LaunchError: on every process, about the facts that differ or the processes that did not
+            arrive.
 
     Example:
         >>> agree(World.emulate(2), "config", {"seed": 0})
@@ -75,13 +75,13 @@ def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 3
 
 
 def differences(facts: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """The facts in which each process differs from the first one that has them too.
+    """Compares each fact with that of the first process that has it.
 
     Args:
-        facts: by process, facts by name.
+        facts: facts by name, by process.
 
     Returns:
-        A line for every difference, by process.
+        A line for every difference, ordered by process.
 
     Example:
         >>> differences({0: {"seed": 0}, 1: {"seed": 1}})
@@ -101,10 +101,10 @@ def differences(facts: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def from_main(tree: PyTree) -> PyTree:
-    """The values that process 0 has of a tree; every process must call it with the same shapes.
+    """Broadcasts a tree from process 0; every process must call it with the same shapes.
 
     Args:
-        tree: of arrays that each process holds whole.
+        tree: arrays that each process holds in full.
 
     Returns:
         The tree of process 0, on every process.
@@ -115,7 +115,7 @@ def from_main(tree: PyTree) -> PyTree:
     """
     if jax.process_count() == 1:
         return tree
-    # Random keys cannot be sent; their words can.
+    # Typed random keys cannot be broadcast, so their key data is.
     words = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
     sent = multihost_utils.broadcast_one_to_all(words)
 
@@ -126,10 +126,10 @@ def from_main(tree: PyTree) -> PyTree:
 
 
 def checksums(tree: PyTree) -> dict[str, str]:
-    """A checksum of every shard that this process holds, by the path and the place of the shard.
+    """Checksums of all shards that this process holds, by path and index of the shard.
 
     Args:
-        tree: of arrays, on one device or many.
+        tree: arrays, on one device or many.
 
     Returns:
         CRC-32 by `path` for whole arrays, by `path[start:stop, ...]` for shards.
@@ -149,7 +149,7 @@ def checksums(tree: PyTree) -> dict[str, str]:
 
 
 def digest(lowered: jax.stages.Lowered) -> str:
-    """A few letters that stand for a lowered program, its constants included.
+    """A short hash of a lowered program, including its constants.
 
     Example:
         >>> len(digest(jax.jit(lambda x: x + 1).lower(1.0)))
@@ -165,7 +165,7 @@ def _shards(array: Any) -> list[tuple[str, Any]]:
 
 
 def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    """Example: rows 0 to 3 of an array [8, 2] are at `[0:4, 0:2]`; a whole array has no place."""
+    """The index of a shard, as `[0:4, 0:2]` for rows 0 to 3 of an array [8, 2]; "" for all."""
     bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
     if all(bound == (0, size) for bound, size in zip(bounds, shape, strict=True)):
         return ""
@@ -173,10 +173,11 @@ def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 
 
 def _exchange(world: World, topic: str, value: str, timeout: float = 300.0) -> dict[int, str]:
-    """The value that every process has written about a topic as often as this one."""
-    store, me = SharedStore(), world.process_index
+    """Writes a value and returns the values of all processes in the same round of this topic."""
+    store = SharedStore()
+    me = world.process_index
     prefix = f"{_PREFIX}{topic}/{me}/"
-    # The store has as many values of this process as it wrote; the others must have as many.
+    # A process's number of values so far is the round, and must be the same for all.
     count = len(store.items(prefix))
     store.set(f"{prefix}{count}", value)
     deadline = time.monotonic() + timeout
@@ -234,11 +235,11 @@ def rank_table(world: World) -> list[str]:
 
 
 def self_test(world: World, timeout: float) -> None:
-    """Adds up the ranks over all devices, to find out at the start whether they can communicate.
+    """Sums the ranks over all devices, to test at the start whether they can communicate.
 
     Args:
         world: the devices; every process must call it.
-        timeout: seconds until it names the processes that did not finish, and ends this one.
+        timeout: seconds after which it names the processes that did not finish, and ends this one.
 
     Raises:
         LaunchError: when the sum is wrong.
@@ -261,11 +262,12 @@ def self_test(world: World, timeout: float) -> None:
 
 @contextlib.contextmanager
 def _deadline(world: World, timeout: float) -> Iterator[None]:
-    """Ends the process, with the names of those that are late, unless the body is done in time."""
+    """Ends the process and names the late ones, unless the body finishes in time."""
     if world.num_processes == 1:
         yield
         return
-    store, me = SharedStore(), world.process_index
+    store = SharedStore()
+    me = world.process_index
     store.set(f"{_ARRIVED}{me}", "")
     timer = threading.Timer(timeout, _give_up, (world, store, timeout))
     timer.daemon = True
@@ -290,20 +292,23 @@ def _give_up(world: World, store: SharedStore, timeout: float) -> None:
 
 
 _STEPS = "axon/watch/step/"
-_MEASURED, _LEAST = 5, 300.0
-"""The signs from which on the timeout follows their times, and its least seconds."""
+_MEASURED = 5
+"""How many signs must be measured before the timeout follows them."""
+_LEAST = 300.0
+"""The least timeout that follows signs, in seconds."""
 _SHORTEST, _LONGEST = 0.2, 5.0
+"""The bounds of the seconds between two reports."""
 
 
 class StepWatch:
-    """Reports the step of this process to the others; process 0 finds the one that hangs.
+    """Reports the step of this process to the others; process 0 finds a process that hangs.
 
     Args:
         me: this process.
-        store: what all processes share.
-        timeout: seconds in which some process has to make progress.
-        follows: whether the timeout is that of the first steps alone, and then follows the time
-            that steps, validations and saves have taken.
+        store: the store that all processes share.
+        timeout: seconds in which some process must make progress.
+        follows: whether the timeout applies only to the first steps, and afterwards follows the
+            measured times of steps, validations and saves.
     """
 
     def __init__(self, me: Peer, store: KeyValueStore, timeout: float, follows: bool = False):
@@ -316,35 +321,38 @@ class StepWatch:
         self.period = min(max(timeout / 20, _SHORTEST), _LONGEST)
         self._silences = Silences(range(me.num_processes))
         self._stopped = threading.Event()
-        self._step, self._signs = 0, 0
+        self._step = 0
+        self._signs = 0
 
     def __call__(self, step: int) -> None:
-        """Counts a sign of progress of the loop; all processes give the same signs in order."""
+        """Counts a sign of progress; all processes give the same signs in the same order."""
         now = time.monotonic()
         if self._signs:
             self._longest = max(self._longest, now - self._last)
         else:
             self._first = now - self._began
-        self._last, self._step, self._signs = now, step, self._signs + 1
+        self._last = now
+        self._step = step
+        self._signs += 1
 
     @property
     def limit(self) -> float:
-        """The present timeout, in seconds.
+        """The current timeout in seconds.
 
-        Twice as long as until the first sign, for a validation is compiled too, and 20 times as
-        long as any sign took after that.
+        It is at least twice the time until the first sign, because a validation is compiled too,
+        and at least 20 times the longest time between later signs.
         """
         if not self.follows or self._signs < _MEASURED:
             return self.timeout
         return max(_LEAST, 2 * self._first, 20 * self._longest)
 
     def run(self) -> None:
-        """Reports and judges until it is stopped; the body of a thread."""
+        """Reports and checks until it is stopped; the body of a thread."""
         while not self._stopped.wait(self.period):
             try:
                 self._exchange()
             except Exception:
-                # The store is gone: JAX reports it, and ends the process.
+                # The store is gone; JAX reports that and ends the process.
                 return
 
     def stop(self) -> None:
@@ -364,11 +372,11 @@ class StepWatch:
 
 
 def find_culprit(reports: Mapping[int, str], timeout: float) -> str:
-    """Names the process that hangs, where none has made progress for too long.
+    """Names the process that hangs, given that none has made progress for too long.
 
     Args:
-        reports: what each process last reported, as JSON.
-        timeout: for how many seconds.
+        reports: the last report of each process, as JSON.
+        timeout: seconds without progress.
 
     Example:
         >>> signs = '{"who": "a", "step": 5, "signs": 9}', '{"who": "b", "step": 5, "signs": 8}'
@@ -376,7 +384,8 @@ def find_culprit(reports: Mapping[int, str], timeout: float) -> str:
         'b hangs: no sign for 60 s after step 5, and the others wait for it; see where its main ...'
     """
     rows = [json.loads(text) for text in reports.values()]
-    least, most = (choose(row["signs"] for row in rows) for choose in (min, max))
+    least = min(row["signs"] for row in rows)
+    most = max(row["signs"] for row in rows)
     behind = [row for row in rows if row["signs"] == least]
     after = f"for {timeout:g} s after step {behind[0]['step']}"
     if least == most:
@@ -392,15 +401,15 @@ def find_culprit(reports: Mapping[int, str], timeout: float) -> str:
 
 @contextlib.contextmanager
 def watch_steps(world: World) -> Iterator[Callable[[int], None]]:
-    """Watches that all processes of a world make progress, while the context lasts.
+    """Watches inside its body that all processes of a world make progress.
 
-    `AXON_STEP_TIMEOUT` says within how many seconds; a process that compiles or saves gives no
-    sign, so it must be longer than these take. Where it is not set the timeout begins with 1800 and
-    follows the time of steps. Every process ends when one hangs, and each prints
-    where its main thread was.
+    `AXON_STEP_TIMEOUT` sets the timeout in seconds. A process that compiles or saves gives no sign,
+    so the timeout must be longer than these take. If it is not set, the timeout starts at 1800 and
+    follows the time of steps. When one process hangs, every process ends and prints where its main
+    thread was.
 
     Args:
-        world: whose processes; nothing is watched where there is only one.
+        world: the processes to watch; a single one is not watched.
 
     Yields:
         A function to call with the number of steps taken, after every step and whenever
@@ -414,8 +423,8 @@ def watch_steps(world: World) -> Iterator[Callable[[int], None]]:
         yield lambda step: None
         return
     me = Peer.here(world.process_index, world.num_processes)
-    timeout, follows = Timeouts.from_env(os.environ).step, STEP_TIMEOUT not in os.environ
-    watch = StepWatch(me, SharedStore(), timeout, follows)
+    timeout = Timeouts.from_env(os.environ).step
+    watch = StepWatch(me, SharedStore(), timeout, follows=STEP_TIMEOUT not in os.environ)
     threading.Thread(target=watch.run, name="axon-step-watch", daemon=True).start()
     try:
         yield watch

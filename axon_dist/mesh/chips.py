@@ -1,6 +1,6 @@
-"""The one table of chips: rates, memory, links, wiring, and what to compile with, with sources.
+"""The table of chips: rates, memory, links, wiring and compiler options, with sources.
 
-Flags of XLA:GPU are described in `xla.proto`; those of XLA:TPU are the ones that public recipes for
+XLA:GPU flags are described in `xla.proto`. The XLA:TPU flags are those that public recipes for
 large models set (MaxText, `benchmarks/xla_flags_library.py`).
 """
 
@@ -22,47 +22,49 @@ from ..core.errors import ConfigError, did_you_mean
 from .group import Groups
 
 CompilerOptions: TypeAlias = dict[str, str | bool | int]
-"""Names and values that `jax.jit` hands to XLA."""
+"""Compiler options for `jax.jit`, by name."""
 
 Flags: TypeAlias = MappingProxyType[str, str | bool | int]
-"""Options of a compiler."""
+"""Immutable compiler options."""
 
 PIPELINED: Flags = MappingProxyType(gpu_pipelining("all_gather", "reduce_scatter", "all_reduce"))
-"""A collective in a loop is moved into the iteration before or after, where compute hides it."""
+"""Moves a collective in a loop into the iteration before or after, where compute hides it."""
 
 DOUBLE_BUFFERED: Flags = MappingProxyType({"xla_gpu_enable_while_loop_double_buffering": True})
-"""What a loop gathers for its next iteration is in its carry, where XLA copies it to have one
-buffer for all iterations; a loop that runs two at a time has a buffer for each."""
+"""A loop carries what it gathers for its next iteration, and XLA copies it to keep one buffer for
+all iterations. With double buffering the loop is unrolled by two and has a buffer for each."""
 
 SINGLE_BUFFERED: Flags = MappingProxyType(dict.fromkeys(DOUBLE_BUFFERED, False))
-"""Where no loop gathers, two iterations at a time only cost memory: 2.9 GiB of 26.6 in a step of
-data parallelism over eight microbatches of 1.3 billion parameters."""
+"""If no loop gathers, double buffering only costs memory: 2.9 of 26.6 GiB in a data-parallel step
+of 1.3 billion parameters with eight microbatches."""
 
 IN_PARALLEL: Flags = MappingProxyType({"xla_gpu_experimental_parallel_collective_overlap_limit": 8})
-"""With one in flight, gathers that the compute between them cannot hide follow each other where a
-loop begins, and arrays that are sent around a ring at once wait for each other. Other gathers
-inside a node are short enough, and XLA, which assumes that each has the links alone, would start
-them too late. 70 billion parameters on 64 H100s wait for 63 ms with 4, 12 with 8, 18 with 16."""
+"""How many collectives may be in flight. With one, gathers that compute cannot hide run one after
+another at the start of a loop, and arrays that go around a ring together wait for each other.
+Inside a node the default is better: gathers are short, and XLA, which assumes that each has the
+links to itself, would start them too late. 70 billion parameters on 64 H100s wait 63 ms with 4,
+12 ms with 8, and 18 ms with 16."""
 
 SCHEDULED: Flags = MappingProxyType(
     {**dict.fromkeys(IN_PARALLEL, 16), "xla_gpu_enable_latency_hiding_scheduler": True}
 )
-"""Where XLA knows no rates of a GPU, as before Hopper, it starts a collective only where it ends,
-unless an option has it schedule by latencies. It then guesses when each ends, and starts the next
-too late: at 6.7 billion parameters 8 A100s wait for 84 of 957 ms with 1, 40 with 4, 4 with 16."""
+"""XLA knows no rates of GPUs before Hopper, and then starts a collective only where its result is
+needed, unless the latency-hiding scheduler is on. That guesses when each collective ends and
+starts the next too late, so many are allowed in flight: at 6.7 billion parameters 8 A100s wait 84
+of 957 ms with 1, 40 ms with 4, and 4 ms with 16."""
 
 SUMS_NOT_PIPELINED: Flags = MappingProxyType(gpu_pipelining("all_reduce", on=False))
-"""Where sums of gradients are the only transfers, compute hides each where it is; moved to the next
-iteration, that of the last one comes after the loop, where nothing hides it."""
+"""If gradient all-reduces are the only transfers, compute hides each of them in place. Pipelined
+into the next iteration, the last one would run after the loop, where nothing hides it."""
 
 NO_WINDOWS: Flags = MappingProxyType({"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"})
-"""By default a product with a gathered operand becomes, on a TPU, a loop of thousands of
-collective-permutes (windowed einsum, Wang et al., ASPLOS 2023)."""
+"""Turns off windowed einsums (Wang et al., ASPLOS 2023), by which XLA:TPU makes a matmul with a
+gathered operand a loop of thousands of collective-permutes."""
 
 ASYNC_GATHERS: Flags = MappingProxyType(
     {
-        # For v5e alone: elsewhere it has made wrong numbers (jax-ml/jax issue 38741), and libtpu
-        # refuses it there since 0.0.50.
+        # Only for v5e: on other TPUs it gave wrong results (jax-ml/jax issue 38741), and libtpu
+        # rejects it there since 0.0.50.
         "xla_tpu_enable_async_collective_fusion": "true",
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
         "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
@@ -70,7 +72,7 @@ ASYNC_GATHERS: Flags = MappingProxyType(
         "xla_enable_async_all_gather": "true",
     }
 )
-"""A gather on a TPU advances in steps between pieces of compute instead of stopping it."""
+"""Fuses all-gathers on a TPU into compute, so they advance in steps instead of blocking it."""
 
 SPARSE_CORE: Flags = MappingProxyType(
     {
@@ -78,37 +80,38 @@ SPARSE_CORE: Flags = MappingProxyType(
         # all-reduce of twice the bytes.
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
         "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
-        # What the compute units cannot scatter, such as rows of 11008 over 64 chips, becomes an
-        # all-reduce before anything asks whether the sparse core can.
+        # Without this, a reduce-scatter that the compute units cannot do, such as of 11008 rows
+        # over 64 chips, becomes an all-reduce even if the sparse core could do it.
         "xla_tpu_check_legacy_constraints_in_reduce_scatter_legalizer": "false",
         "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
-        # A gather over two or three closed dims of a torus is another emitter, with another
-        # switch: without it the compute units run the gather themselves, and compute nothing else.
+        # All-gathers over two or three ring dims of a torus have separate emitters and switches.
+        # Without these the compute units run the gather and cannot compute meanwhile.
         "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
         "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
     }
 )
-"""The sparse core of a TPU sends while the others compute."""
+"""Offloads collectives to the sparse cores of a TPU, while the other cores compute."""
 
 
 Platform: TypeAlias = Literal["cpu", "cuda", "tpu"]
-"""Which compiler a chip needs."""
+"""The compiler that a chip needs."""
 
 Options: TypeAlias = tuple[tuple[str, str | bool | int], ...]
-"""Names and values that a compiler takes."""
+"""Hashable compiler options: pairs of name and value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-    """How devices of one kind are put together, and under which names compilers know that.
+    """How devices of one kind are connected, as compilers need to know it.
 
     Args:
-        platform: whose compiler.
-        examples: shapes that exist, the last one of several nodes or closed rings.
-        num_dims: how many sizes a shape may have.
-        max_last_dim: the most devices along the last one.
-        full_ring: a torus axis of a multiple of it closes into a ring; 0 without a torus.
-        topology: what else `jax.experimental.topologies.get_topology_desc` needs.
+        platform: of the compiler.
+        examples: valid shapes; the last one has several nodes or closed rings.
+        num_dims: the valid numbers of dims of a shape.
+        max_last_dim: the most devices along the last dim.
+        full_ring: a torus axis closes into a ring if its size is a multiple of this; 0 without a
+            torus.
+        topology: more arguments of `jax.experimental.topologies.get_topology_desc`.
     """
 
     platform: Platform
@@ -120,41 +123,41 @@ class Wiring:
 
 
 EMULATED = Wiring("cpu", ("8",), (1,), 4096)
-"""Devices that the CPU emulates; they have no rates."""
+"""CPU devices that a process emulates; they have no rates."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """All that is known of one chip; any machine can be described.
+    """The data of one chip; you can describe any machine.
 
     Args:
-        name: what targets and reports call it.
+        name: in targets and reports.
         memory_bytes: device memory, bytes.
-        flops: dense bfloat16 matrix operations, FLOP/s.
+        flops: dense bfloat16 matmuls, FLOP/s.
         memory_bandwidth: device memory, bytes/s.
-        link: what a device sends into a ring inside its node, or over a torus axis, bytes/s.
-        network: what a device sends out of its node, bytes/s; equal to `link` without nodes.
-        node_size: devices per node; 0 where there are no nodes.
-        float32_rate: the rate of XLA's default float32 products over that of bfloat16: TF32 runs
-            at half, a TPU multiplies in bfloat16.
-        float8_rate: the same of float8, which is widened to bfloat16 where there is no unit for it.
+        link: the rate of a device into a ring inside its node, or over a torus axis, bytes/s.
+        network: the rate of a device out of its node, bytes/s; equal to `link` without nodes.
+        node_size: devices per node; 0 without nodes.
+        float32_rate: the rate of XLA's default float32 matmuls relative to bfloat16: TF32 runs at
+            half, and a TPU multiplies in bfloat16.
+        float8_rate: the same for float8, which is cast to bfloat16 on chips without a unit for it.
         link_latency: of one hop inside a node, seconds.
         network_latency: of one hop between nodes, seconds.
-        source: where the numbers are from.
-        kinds: regular expressions for the values of `device.device_kind` that mean this chip.
-        aliases: other names that targets may call it.
-        wiring: how it is put together; None for a machine that cannot be compiled for.
-        options: what a step is compiled with for it, as names and values.
-        no_gather_options: options over these for steps in which no loop gathers weights, such as
-            those of DDP.
-        sums_only_options: the same for steps whose only transfers are sums of gradients.
-        parallel_options: the same where several transfers are in flight at once: between nodes,
-            of weights and gradients, and in rings over positions.
+        source: the source of the numbers.
+        kinds: regular expressions for the values of `device.device_kind` of this chip.
+        aliases: other names in targets.
+        wiring: how devices are connected; None for a machine that cannot be compiled for.
+        options: default compiler options of a step.
+        no_gather_options: options that override these for steps in which no loop gathers weights,
+            such as those of DDP.
+        sums_only_options: the same for steps whose only transfers are gradient all-reduces.
+        parallel_options: the same for steps with several transfers in flight at once: between
+            nodes, of weights and gradients, and in rings over positions.
         capability: the compute capability of an NVIDIA GPU, such as `9.0`; "" for others.
-        like: the chip whose limits the compiler gets, where those of this one are not described; ""
-            where they are.
-        block_seconds: about what it takes to compile one more block of a model for it; 0 where a
-            loop over blocks has not been measured against unrolled ones.
+        like: the chip whose description the compiler gets if there is none of this chip; "" if
+            there is.
+        block_seconds: roughly the time to compile one more block of a model; 0 if loops over
+            blocks have not been compared with unrolled ones.
 
     Raises:
         ConfigError: for a rate or size that is not positive.
@@ -212,22 +215,28 @@ class Hardware:
         self, num_devices: int, whole: bool = False, only_sums: bool = False,
         parallel: bool | None = None,
     ) -> CompilerOptions:  # fmt: skip
-        """Compiler options of a step that gathers nothing in loops (`whole`), sends `only_sums` of
-        gradients, or has several transfers in flight (`parallel`; None: across nodes)."""
+        """Compiler options of a step.
+
+        Args:
+            num_devices: of the mesh.
+            whole: whether no loop gathers weights.
+            only_sums: whether gradient all-reduces are the only transfers.
+            parallel: whether several transfers are in flight; None: if there are several nodes.
+        """
         parallel = self.num_nodes(num_devices) > 1 if parallel is None else parallel
         options = self.options + self.parallel_options * parallel + self.no_gather_options * whole
         return dict(options + self.sums_only_options * only_sums)
 
     def num_nodes(self, num_ranks: int, stride: int = 1) -> int:
-        """The nodes that a group touches whose members are `stride` devices apart."""
+        """The number of nodes of a group whose members are `stride` devices apart."""
         return math.ceil(num_ranks * stride / self.node_size) if self.node_size else 1
 
     def bandwidth(self, num_ranks: int, stride: int = 1) -> float:
-        """What each member of a ring sends per second, bytes/s.
+        """The rate at which each member of a ring sends, bytes/s.
 
         Args:
             num_ranks: members of the group.
-            stride: how many devices apart neighbours are; 1 for the innermost mesh axis.
+            stride: the distance of neighbours in devices; 1 for the innermost mesh axis.
 
         Example:
             >>> h100 = hardware("h100")
@@ -239,14 +248,14 @@ class Hardware:
         return self._out_of_nodes(max(1, min(num_ranks, self.node_size // stride)))
 
     def ring_latency(self, num_ranks: int, stride: int = 1) -> float:
-        """The seconds that `num_ranks - 1` hops around a ring take, apart from the bytes."""
+        """The latency of `num_ranks - 1` hops around a ring, in seconds."""
         crossings = self.num_nodes(num_ranks, stride) - 1
         crossings = min(crossings, num_ranks - 1)
         inside = num_ranks - 1 - crossings
         return crossings * self.network_latency + inside * self.link_latency
 
     def rate(self, dtype: DTypeLike) -> float:
-        """Dense matrix operations per second on operands of a dtype, as XLA multiplies by default.
+        """Dense matmul FLOP/s for operands of a dtype, at XLA's default precision.
 
         Example:
             >>> h100 = hardware("h100")
@@ -257,11 +266,11 @@ class Hardware:
         return self.flops * share.get(jnp.dtype(dtype).itemsize, 1.0)
 
     def wire_seconds(self, wire_bytes: int, groups: Groups) -> float:
-        """The time that a transfer takes when it has the links alone, latency left out.
+        """The time of a transfer that has the links to itself, without latency.
 
         Args:
-            wire_bytes: bytes that each device sends.
-            groups: who takes part, as device positions; consecutive ones share a node.
+            wire_bytes: the bytes that each device sends.
+            groups: device positions of each group; consecutive positions share a node.
         """
         if not self.node_size:
             return wire_bytes / self.link
@@ -273,7 +282,7 @@ class Hardware:
         return wire_bytes / slowest
 
     def _out_of_nodes(self, members: int) -> float:
-        """A ring that leaves its nodes is bound by what its members inside one send together."""
+        """The rate of a ring across nodes: its members inside a node share its network ports."""
         return min(self.link, members * self.network)
 
 
@@ -286,39 +295,52 @@ _TPU_DOCS = "cloud.google.com/tpu/docs; jax-ml.github.io/scaling-book"
 
 _NODES = Wiring("cuda", ("8", "8x8"), (1, 2), 8)
 _FOURS = Wiring("cuda", ("4", "8x4"), (1, 2), 4)
-# The NVLink domain of a rack is 72, of which meshes take 64.
+# The NVLink domain of a rack has 72 GPUs; meshes use 64.
 _RACK = Wiring("cuda", ("64", "4x64"), (1, 2), 64)
 _TORUS_2D = Wiring("tpu", ("4x4", "16x16"), (2,), 16, 16)
 _TORUS_3D = Wiring("tpu", ("2x2x2", "4x4x4"), (3,), 16, 4)
-# The two cores of a v4 chip are one device, as JAX finds them there.
+# JAX sees the two cores of a v4 chip as one device.
 _TORUS_V4 = dataclasses.replace(_TORUS_3D, topology=(("chip_config_name", "megacore"),))
 
 _ON_V5E = tuple({**NO_WINDOWS, **ASYNC_GATHERS}.items())
 _ON_SPARSE_CORE = tuple({**NO_WINDOWS, **SPARSE_CORE}.items())
 
-# A rate is written once (a test counts): all SXM cards with the same chip have the same dense
-# bfloat16 rate.
+# Each rate is written once (a test checks it): all SXM cards with the same chip have the same
+# dense bfloat16 rate.
 _AMPERE, _HOPPER, _HOPPER_NVL, _BLACKWELL, _GRACE_BLACKWELL = (
     312e12, 989e12, 835e12, 2.25e15, 2.5e15,
 )  # fmt: skip
-# NVLink: half of the bidirectional number. PCIe: of 16 lanes; cards that a bridge joins in pairs
-# still send a ring of eight over it.
+# NVLink: half of the bidirectional rate. PCIe: 16 lanes; a ring of eight goes over PCIe even on
+# cards with NVLink bridges, which join only pairs.
 _NVLINK3, _NVLINK4, _NVLINK5, _PCIE5 = 300e9, 450e9, 900e9, 64e9
 # One port per GPU: HDR is 200 Gb/s, NDR 400 Gb/s, XDR 800 Gb/s.
 _HDR, _NDR, _XDR = 25e9, 50e9, 100e9
 
 
 _BLOCK_SECONDS = 1.0
-"""At most what a block of a GPT adds to the compile time of its step, on one core. A loop with
-double buffers is compiled as two blocks."""
+"""An upper bound of the compile time per GPT block, on one core. A double-buffered loop compiles
+as two blocks."""
 
 
 def _gpu(
     name: str, memory: int, flops: float, hbm: float, link: float, network: float, sheet: str,
     kind: str, capability: str, like: str = "", wiring: Wiring = _NODES,
 ) -> Hardware:  # fmt: skip
-    """A GPU of NVIDIA: `hbm` is the bandwidth of its memory, `sheet` its data sheet, `kind` a
-    regular expression for its `device_kind`; the others are fields of `Hardware`, in its units."""
+    """The row of an NVIDIA GPU.
+
+    Args:
+        name: as in `Hardware`, like all arguments that are not listed here.
+        memory: `memory_bytes`.
+        flops: `flops`.
+        hbm: `memory_bandwidth`.
+        link: `link`.
+        network: `network`.
+        sheet: the name of its data sheet.
+        kind: a regular expression for its `device_kind`.
+        capability: `capability`.
+        like: `like`.
+        wiring: `wiring`.
+    """
     from_hopper = _version(capability) >= (9, 0)
     return Hardware(
         name, memory, flops, hbm, link, network, node_size=wiring.max_last_dim, float32_rate=0.5,
@@ -366,7 +388,7 @@ HARDWARE: MappingProxyType[str, Hardware] = MappingProxyType(
                  r"NVIDIA H200( SXM\d?)?( 141GB)?( HBM3e)?", "9.0"),
             _gpu("h200-nvl", 141 * _GB, _HOPPER_NVL, 4.8e12, _PCIE5, _NDR, "H200 NVL",
                  "NVIDIA H200 NVL", "9.0", "h200"),
-            # Boards of four; the name of the first counts the memory of its CPU.
+            # Boards of four. The device name of the first has the size of its CPU memory.
             _gpu("gh200-96", 96 * _GB, _HOPPER, 4e12, _NVLINK4, _NDR, "GH200 96 GB",
                  "NVIDIA GH200 (120GB|480GB)", "9.0", "h100", _FOURS),
             _gpu("gh200-144", 144 * _GB, _HOPPER, 4.9e12, _NVLINK4, _NDR, "GH200 144 GB",
@@ -379,28 +401,28 @@ HARDWARE: MappingProxyType[str, Hardware] = MappingProxyType(
                  r"NVIDIA B300( SXM\d?)?( AC)?", "10.3", "b200"),
             _gpu("gb300", 297_021_079_552, _GRACE_BLACKWELL, 8e12, _NVLINK5, _XDR, "GB300 NVL72",
                  "NVIDIA GB300", "10.3", "b200", _RACK),
-            # A ring over one torus axis uses both directions of a link.
+            # A ring over a torus axis uses both directions of a link.
             _tpu("v4", 32 * _GB, 275e12, 1228e9, 90e9, _TORUS_V4, "TPU v4"),
-            # Without a sparse core.
+            # v5e has no sparse core.
             _tpu("v5e", 16 * _GB, 197e12, 819e9, 90e9, _TORUS_2D, "TPU v5 lite", "TPU v5e",
                  aliases=("v5litepod",), options=_ON_V5E),
             _tpu("v5p", 95 * _GB, 459e12, 2765e9, 180e9, _TORUS_3D, "TPU v5", "TPU v5p"),
             _tpu("v6e", 32 * _GB, 918e12, 1640e9, 180e9, _TORUS_2D, "TPU v6 lite", "TPU v6e",
                  aliases=("trillium",)),
-            # Each of the two halves of a chip is a device, and has half of its links.
+            # Each half of a chip is a device, with half of its links.
             _tpu("tpu7x", 96 * _GB, 1153.5e12, 3690e9, 180e9, _TORUS_3D, "TPU ?v?7x?",
                  aliases=("ironwood", "v7x"), float8_rate=2.0),
         )
     }
 )  # fmt: skip
-"""The chips that are known, by name."""
+"""The known chips, by name."""
 
 MACHINES: tuple[Hardware, ...] = tuple(HARDWARE.values())
-Machine = Hardware  # What `inspect` calls a row whose rates judge transfers.
+Machine = Hardware  # The name in `inspect`.
 
 
 def machine_of(mesh: jax.sharding.Mesh | None) -> Hardware | None:
-    """Looks up the chip whose devices form a mesh; None for one that is not in the table."""
+    """Looks up the chip of a mesh's devices; None if it is not in the table."""
     if mesh is None:
         return None
     kind = str(getattr(mesh.devices.flat[0], "device_kind", None))
@@ -409,10 +431,10 @@ def machine_of(mesh: jax.sharding.Mesh | None) -> Hardware | None:
 
 
 def relative_of(mesh: jax.sharding.Mesh) -> Hardware | None:
-    """The row whose options serve the devices of a mesh.
+    """The row whose compiler options suit the devices of a mesh.
 
-    That is their own, or of a GPU that is in no row the newest one that is not newer: what a
-    compiler does with options goes by the compute capability. Its rates are those of another chip.
+    That is their own row. For a GPU without one it is the newest known GPU that is not newer,
+    because the effect of options depends on the compute capability; the rates do not apply then.
     """
     capability = getattr(mesh.devices.flat[0], "compute_capability", None)
     exact = machine_of(mesh)
@@ -424,7 +446,7 @@ def relative_of(mesh: jax.sharding.Mesh) -> Hardware | None:
 
 
 def unknown_chip(mesh: jax.sharding.Mesh) -> str | None:
-    """What is not known of the devices of a mesh, in a sentence; None for a chip of the table."""
+    """A sentence about a mesh of unknown chips; None if the chip is in the table."""
     device = mesh.devices.flat[0]
     if machine_of(mesh) is not None or getattr(device, "platform", "cpu") == "cpu":
         return None
@@ -437,7 +459,7 @@ def unknown_chip(mesh: jax.sharding.Mesh) -> str | None:
 
 
 def hardware(name: str) -> Hardware:
-    """Looks up a machine.
+    """Looks up a chip.
 
     Args:
         name: a key of `HARDWARE`, or an alias of one.
@@ -446,7 +468,7 @@ def hardware(name: str) -> Hardware:
         Its row.
 
     Raises:
-        ConfigError: for an unknown name; it suggests the nearest.
+        ConfigError: for an unknown name; the message suggests the nearest.
 
     Example:
         >>> hardware("v5p").memory_bytes // 10**9
@@ -459,26 +481,26 @@ def hardware(name: str) -> Hardware:
 
 
 def chip_names() -> dict[str, str]:
-    """The name of every chip that is known, by the names and aliases that it may be called."""
+    """Maps the names and aliases of all chips to their names."""
     return {alias: row.name for row in HARDWARE.values() for alias in (row.name, *row.aliases)}
 
 
 def option_names() -> tuple[str, ...]:
-    """The names of all compiler options that are set for some chip."""
+    """The names of all compiler options that the table sets for any chip."""
     fields = ("options", "no_gather_options", "sums_only_options", "parallel_options")
     option_lists = [getattr(row, field) for row in HARDWARE.values() for field in fields]
     return tuple(sorted({name for options in option_lists for name, _ in options}))
 
 
 MOST_DEVICES = 2**20
-"""The largest number of devices that a cluster may be said to have."""
+"""The largest number of devices in a cluster description."""
 
 
 def parse_cluster(text: str) -> tuple[Hardware, int]:
-    """Reads a machine and how many of it: `h100:8`, `h100:4x8`, `v5p:4x4x4`.
+    """Parses a chip and a number of devices: `h100:8`, `h100:4x8`, `v5p:4x4x4`.
 
     Args:
-        text: the name of the hardware, a colon, and sizes that multiply to the number of devices.
+        text: the name of the chip, a colon, and sizes whose product is the number of devices.
 
     Returns:
         The row and the number of devices.
@@ -494,7 +516,7 @@ def parse_cluster(text: str) -> tuple[Hardware, int]:
     name, _, sizes = text.partition(":")
     row = hardware(name)
     parts = sizes.split("x")
-    # `isdigit` takes digits of every script, which `int` may not.
+    # Not `isdigit`: it accepts characters such as superscripts, which `int` rejects.
     if not all(re.fullmatch("[0-9]{1,9}", part) and int(part) > 0 for part in parts):
         raise ConfigError(
             f"cannot read the number of devices {sizes!r:.40} in {text!r:.40}; write it as "

@@ -1,12 +1,12 @@
-"""`ProcessGroup`: the ranks that take part in a collective; and those that a program names.
+"""`ProcessGroup`: the ranks that take part in a collective; and parsers of XLA's replica groups.
 
 XLA writes the groups of a collective in four notations; all become tuples of device positions:
 
 * `{{0,1},{2,3}}`, a list of groups, and `{}` for one group of all devices;
 * `[4,2]<=[2,2,2]T(0,2,1)`, an iota that is reshaped, transposed and cut into rows;
-* `mesh['a'=4,'b'=2] {'a'}`, the axes of a mesh (those of XLA, not of the user) that are joined;
+* `mesh['a'=4,'b'=2] {'a'}`, the axes that a group spans, of a mesh of XLA (not the user's);
 * the same with `device_ids=([2,4]T(1,0))` for a mesh in another order, or with a sub-axis
-  `'b':(2)2`, which is the part of size 2 of axis b behind a part of size 2.
+  `'b':(2)2`, the part of size 2 of axis b after a part of size 2.
 
 Positions count along `mesh.devices.flat`.
 """
@@ -37,11 +37,11 @@ _ELSEWHERE: MappingProxyType[str, str] = MappingProxyType(
         "axon_dist.rank(group), in group.spmd(function) or shard_map",
     }
 )
-"""What groups have in other libraries, and where it is here."""
+"""Attributes that groups have in other libraries, and what to use here."""
 
 
 class _Group(type):
-    """Says where to find what other libraries have as an attribute of a group."""
+    """Raises helpful errors for attributes that groups have in other libraries."""
 
     def __getattr__(cls, name: str) -> NoReturn:
         public = [known for known in dir(cls) if not known.startswith("_")]
@@ -51,7 +51,7 @@ class _Group(type):
 
 @dataclasses.dataclass(frozen=True)
 class ProcessGroup(metaclass=_Group):
-    """Ranks that reduce, gather and send among each other: mesh axes, or a list of ranks.
+    """Ranks that communicate in a collective: those along mesh axes, or a list of ranks.
 
     A group by axes is one of several parallel groups at once: on a mesh `dp=2,tp=2` the group
     over `tp` is `[0, 1]` and `[2, 3]`, and a collective acts within each. A group by a list of
@@ -63,7 +63,7 @@ class ProcessGroup(metaclass=_Group):
         members: the global ranks of a group by rank list, or None for a group by axes.
 
     Raises:
-        GroupError: for unknown axes; for an empty list of ranks, a rank twice, or out of range.
+        GroupError: for unknown axes, and for ranks that are none, repeated or out of range.
 
     Example:
         >>> from axon_dist.mesh import World
@@ -110,23 +110,23 @@ class ProcessGroup(metaclass=_Group):
 
     @property
     def size(self) -> int:
-        """How many ranks take part in one collective."""
+        """The number of ranks in one collective."""
         if self.members is not None:
             return len(self.members)
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
     def world_size(self) -> int:
-        """How many ranks the whole mesh has, members or not."""
+        """The number of ranks of the whole mesh, members or not."""
         return self.mesh.size
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks of the group; of a group by axes, those of the group of rank 0."""
+        """The global ranks of the group; for a group by axes, of the one that contains rank 0."""
         return self.partition()[0]
 
     def partition(self) -> tuple[tuple[int, ...], ...]:
-        """The complete set of parallel groups, each as its global ranks in group order."""
+        """All parallel groups, each as its global ranks in group order."""
         if self.members is not None:
             return (self.members,)
         grid = np.arange(self.mesh.size).reshape(self.mesh.devices.shape)
@@ -137,11 +137,11 @@ class ProcessGroup(metaclass=_Group):
         return _rows(rows)
 
     def contains(self, rank: int) -> bool:
-        """Tells whether a global rank takes part; in a group by axes every rank does."""
+        """Whether a global rank is a member; in a group by axes every rank is."""
         return self._group_with(rank) is not None
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """The global ranks that a rank communicates with, itself included."""
+        """The global ranks that a rank communicates with, including itself."""
         if (group := self._group_with(rank)) is not None:
             return group
         raise GroupError(
@@ -157,17 +157,17 @@ class ProcessGroup(metaclass=_Group):
         return next((group for group in self.partition() if rank in group), None)
 
     def spmd(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Runs a per-rank function on rank-stacked arrays.
+        """Maps a per-rank function over rank-stacked arrays.
 
-        Row r of every argument is what rank r sees, and row r of every result is what rank r
-        returned. Inside, every mesh axis is manual, so the collectives of this library act on the
-        value of the rank. It is the deterministic test mode: the whole world in one array.
+        Rank r gets row r of every argument, and its results are row r of every result. Inside,
+        every mesh axis is manual, so the collectives of this library act on the rank's value. It
+        suits deterministic tests: one array holds the values of the whole world.
 
         Args:
             function: maps arrays of one rank to a pytree of arrays of one rank.
 
         Returns:
-            The same function of arrays with a leading dim of size `world_size`.
+            The function on arrays with a leading dim of size `world_size`.
 
         Example:
             >>> import jax.numpy as jnp
@@ -201,7 +201,7 @@ class RankStacked:
     """A jitted function of rank-stacked arrays, called in the library's own mesh context.
 
     Args:
-        jitted: of `jax.jit`; its other methods, such as `lower`, are found here too.
+        jitted: a result of `jax.jit`; its other attributes are available here too.
     """
 
     def __init__(self, jitted: Any):
@@ -265,11 +265,11 @@ def replica_groups(attributes: str, num_devices: int) -> Groups:
     """Reads the groups of a collective.
 
     Args:
-        attributes: the text behind the operands of the instruction.
-        num_devices: how many devices run the program, which `{}` stands for.
+        attributes: the text after the operands of the instruction.
+        num_devices: how many devices run the program; `{}` means all of them.
 
     Returns:
-        The groups; one of all devices where the instruction names none.
+        The groups; one group of all devices if the instruction names none.
 
     Example:
         >>> replica_groups("replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}", 4)
@@ -290,7 +290,7 @@ def replica_groups(attributes: str, num_devices: int) -> Groups:
 
 
 def source_target_pairs(attributes: str) -> Groups:
-    """Reads the pairs of source and target of a collective-permute.
+    """Reads the source-target pairs of a collective-permute.
 
     Example:
         >>> source_target_pairs("channel_id=1, source_target_pairs={{0,1},{1,0}}")
@@ -308,8 +308,8 @@ def spanned_axes(groups: Groups, mesh: jax.sharding.Mesh | None) -> tuple[str, .
         mesh: the mesh that the program was compiled for.
 
     Returns:
-        The axes whose joint groups are exactly these; `()` where no device sends to another; None
-        where no set of axes matches, or without a mesh.
+        The axes whose groups are exactly these; `()` if no device sends to another; None if no set
+        of axes matches, or without a mesh.
     """
     if mesh is None:
         return None
@@ -350,7 +350,7 @@ def _mesh_groups(axes: str, device_ids: str | None, joined: str) -> Groups:
 
 
 def _cut(full: int, cuts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Splits an axis into the parts named, as (size before it, size), and those between them."""
+    """Splits an axis into the named parts, as (size before it, size), and those between them."""
     parts, edge = [], 1
     for before, size in cuts:
         if before > edge:

@@ -1,4 +1,4 @@
-"""`MeshSpec`: named axes and their sizes, before any device is looked at."""
+"""`MeshSpec`: named axes and their sizes, without devices."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..core.errors import MeshError, did_you_mean
 _COUNT = dataclasses.replace(COUNT, error=MeshError)
 
 SLOW_AXES = ("pods", "nodes")
-"""The axes that may be over slow links; all others stay within a node, where nodes are known."""
+"""The axes that may cross slow links; all others stay within a node if nodes are known."""
 
 AXIS_ORDER = (*SLOW_AXES, "pp", "dp", "fsdp", "cp", "ep", "tp")
-"""The axes of this library, outer to inner: the inner ones send most and are closest together."""
+"""The axes of this library, outer to inner; inner axes send most and have the fastest links."""
 
 
 class _Located(Protocol):
@@ -34,9 +34,9 @@ _Device = TypeVar("_Device", bound=_Located)
 class MeshSpec:
     """Named mesh axes and their sizes, outer to inner; at most one size may be -1.
 
-    The last axis is the fastest: with `dp=2,pp=2,tp=2` rank `4*dp + 2*pp + tp` is at
-    `(dp, pp, tp)`, so the tp groups are `[0, 1], [2, 3], ...`. Axes keep the order in which they
-    are given. Size -1 takes the devices that the other axes leave.
+    Ranks are row-major, so the last axis varies fastest: with `dp=2,pp=2,tp=2` the rank
+    `4*dp + 2*pp + tp` is at `(dp, pp, tp)`, and the tp groups are `[0, 1], [2, 3], ...`. Axes keep
+    the order in which they are given. Size -1 stands for all devices that the other axes leave.
 
     Args:
         axes: a mapping or a string such as `"dp=4,tp=2"`, instead of keywords.
@@ -94,13 +94,13 @@ class MeshSpec:
         """Fills in the size -1 and checks the product.
 
         Args:
-            num_devices: how many devices the mesh has to cover, all of them.
+            num_devices: the number of devices, all of which the mesh must cover.
 
         Returns:
             The same axes with positive sizes whose product is `num_devices`.
 
         Raises:
-            MeshError: when the sizes do not multiply to the number of devices.
+            MeshError: if the sizes do not multiply to the number of devices.
         """
         _COUNT.check("MeshSpec.resolve", "num_devices", num_devices)
         known = math.prod(size for _, size in self.axes if size != -1)
@@ -118,8 +118,8 @@ class MeshSpec:
                 f"size -1, or emulate other devices: devices.emulate={known}, in Python "
                 f"World.emulate({known})"
             )
-        left = num_devices // known
-        return MeshSpec({name: left if size == -1 else size for name, size in self.axes})
+        rest = num_devices // known
+        return MeshSpec({name: rest if size == -1 else size for name, size in self.axes})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ class MeshSpec:
 
     @property
     def size(self) -> int:
-        """The number of devices, once no axis is -1."""
+        """The number of devices; raises if an axis has size -1."""
         if -1 in self.sizes:
             raise MeshError(f"mesh {self} has an axis of size -1; call resolve(num_devices) first")
         return math.prod(self.sizes)
@@ -194,20 +194,16 @@ def _parse_axis(part: str, text: str) -> tuple[str, int]:
 def by_links(spec: MeshSpec, devices: Sequence[_Device]) -> list[list[_Device]]:
     """Divides devices among the ranks of the slow axes, so that no other axis leaves a node.
 
-    A node is what JAX calls a slice, the devices that reach each other without the network; where
-    all are of one slice, the devices of a process.
+    A node is a slice in JAX's terms: devices that reach each other without the network. If all
+    devices are of one slice, a node is the devices of one process.
 
     Args:
         spec: resolved axes; those of `SLOW_AXES` come first.
-        devices: as many.
+        devices: as many as the mesh has.
 
     Returns:
-        For every rank of the slow axes together its devices, those of a node consecutive; all of
-        them in one list where the mesh has no slow axis, or there is one node.
-
-    Raises:
-        MeshError: when a slow axis comes after another, nodes are of unlike sizes, or the other
-            axes cannot stay within them.
+        The devices of each rank along the slow axes, with those of a node consecutive. One list of
+        all devices if the mesh has no slow axis, or there is only one node.
 
     Example:
         >>> from types import SimpleNamespace
@@ -227,7 +223,8 @@ def by_links(spec: MeshSpec, devices: Sequence[_Device]) -> list[list[_Device]]:
     kind, nodes = _nodes(devices)
     if len(nodes) == 1:
         return [list(devices)]
-    within, size = math.prod(spec[axis] for axis in fast), len(nodes[0])
+    within = math.prod(spec[axis] for axis in fast)
+    size = len(nodes[0])
     sizes = sorted({len(node) for node in nodes})
     fits = size % within == 0 or (kind == "process" and within % size == 0)
     if len(sizes) > 1 or not fits:
@@ -246,7 +243,7 @@ _PLURAL = {"slice": "slices", "process": "processes"}
 
 
 def _nodes(devices: Sequence[_Device]) -> tuple[str, list[list[_Device]]]:
-    """What a node is here, and the devices of each, in the order of their first ones."""
+    """The kind of a node, slice or process, and the devices of each node."""
     slices = [getattr(device, "slice_index", None) for device in devices]
     kind, keys = "slice", slices
     if len(set(slices)) < 2:

@@ -1,8 +1,8 @@
-"""The rates that kernels of a chip reach: one table, with the date, source and command of each row.
+"""The rates that kernels reach on a chip: a table with the date, source and command of each row.
 
-A data sheet says what a chip can do at best; kernels reach less, and how much depends on their
-shape. The time of a step follows from these rates and from what its kernels multiply and move, and
-no rate here is fitted to the time of a step. `inspect.model_time` adds up a compiled program,
+A data sheet gives the peak rates of a chip. Kernels reach less, depending on their shapes. The time
+of a step is computed from these rates and from what its kernels multiply and move; no rate here is
+fitted to the time of a step. `inspect.model_time` adds up a compiled program,
 `planner.Reading.step_time` a traced one.
 """
 
@@ -19,15 +19,15 @@ from .chips import HARDWARE, Hardware
 
 @dataclasses.dataclass(frozen=True)
 class ProductShape:
-    """The matrix products of one kernel: `batch` times `[rows, summed] @ [summed, columns]`.
+    """The matmuls of one kernel: `batch` times `[rows, summed] @ [summed, columns]`.
 
     Args:
         rows: of the result.
         columns: of the result.
-        summed: the dim that is contracted.
-        batch: independent products.
-        written: bytes of an element of the result.
-        read: bytes of an element of the operands.
+        summed: the size of the contracted dim.
+        batch: the number of independent matmuls.
+        written: bytes per element of the result.
+        read: bytes per element of the operands.
 
     Example:
         >>> ProductShape(8, 4, 2).flops
@@ -43,7 +43,7 @@ class ProductShape:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
+        """FLOPs: multiplications and additions."""
         return 2 * self.batch * self.rows * self.columns * self.summed
 
 
@@ -52,11 +52,11 @@ class AttentionShape:
     """One pass of fused attention.
 
     Args:
-        flops: of its products over all pairs of positions, as if nothing were masked.
-        length: positions that a query may look at.
-        head_dim: the width of a head.
+        flops: of its matmuls over all pairs of positions, as if nothing were masked.
+        length: the number of keys.
+        head_dim: the size of a head.
         is_backward: whether it is the backward pass.
-        is_causal: whether it leaves out later positions.
+        is_causal: whether later positions are masked.
     """
 
     flops: float
@@ -68,15 +68,15 @@ class AttentionShape:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What the kernels of a chip reach.
+    """The rates that kernels reach on a chip.
 
     Args:
-        products: FLOP/s of bfloat16 products while the matrix units have operands.
+        products: FLOP/s of bfloat16 matmuls while the matrix units have operands.
         memory: bytes/s of a kernel that streams through memory.
-        cores: the processors that each compute a tile of a product; 0 where products have none.
-        start: seconds until a tile has the first of its operands, their transfer left out.
+        cores: processors that each compute a tile of a matmul; 0 if matmuls are not tiled.
+        start: the latency until a tile has its first operands, in seconds, without the transfer.
         gap: seconds between two kernels.
-        source: where the numbers are from.
+        source: the source of the numbers.
 
     Example:
         >>> rates = Rates(products=891e12, memory=3.07e12, cores=132, start=1e-6)
@@ -93,25 +93,25 @@ class Rates:
     source: str = ""
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """The time of a kernel that reads and writes so many bytes and is bound by that."""
+        """The time of a memory-bound kernel that reads and writes this many bytes."""
         return num_bytes / self.memory
 
     def product_seconds(self, shape: ProductShape, rate: float = 1.0) -> float:
-        """The time of products, by the tiles that the processors compute at once.
+        """The time of matmuls, computed in waves of tiles.
 
-        A processor waits for the first operands of a tile and while it writes its result; the last
-        wave of tiles leaves some processors idle. The best of the usual tiles is taken. Long sums
-        of few tiles are split, and their parts added.
+        A processor idles while it waits for the first operands of a tile and while it writes the
+        result; some processors idle in the last wave of tiles. The fastest of the usual tile sizes
+        counts. If there are few tiles with a long contraction, it may be split (split-K).
 
         Args:
-            shape: what is multiplied.
-            rate: over that of bfloat16, for other dtypes.
+            shape: the matmuls.
+            rate: of the dtype, relative to bfloat16.
         """
         if min(shape.rows, shape.columns, shape.summed, shape.batch) < 1:
             return 0.0
         if not self.cores:
             return shape.flops / (self.products * rate)
-        # A product and its transpose are one.
+        # A matmul takes as long as its transpose.
         long, wide = sorted((shape.rows, shape.columns), reverse=True)
         return min(
             self._tiled(dataclasses.replace(shape, rows=long, columns=wide), *tile, splits, rate)
@@ -134,7 +134,7 @@ class Rates:
         return total
 
     def attention_seconds(self, shape: AttentionShape) -> float:
-        """The time of fused attention, from published rates for its length and width of heads.
+        """The time of fused attention, from published rates for its length and head size.
 
         Example:
             >>> rates = Rates(products=891e12, memory=3.07e12)
@@ -147,19 +147,19 @@ class Rates:
 
 
 _TILES = ((128, 256), (128, 128), (64, 256))
-"""Rows and columns of the tiles of products, as CUTLASS and cuBLAS have them for Hopper."""
+"""Rows and columns of matmul tiles, as in CUTLASS and cuBLAS for Hopper."""
 
 _SPLITS = (1, 2, 4, 8, 16)
-"""Into how many parts a sum is split, where its tiles do not fill the chip."""
+"""Into how many parts a contraction may be split if its tiles do not fill the chip (split-K)."""
 
 _LEAST_SUM = 512
-"""The shortest part of a sum."""
+"""The shortest part of a split contraction."""
 
 _STAGE = 64
-"""How much of a sum one stage of a tile's pipeline has."""
+"""The length of the contraction in one stage of a tile's pipeline."""
 
 _PARTIAL = 4
-"""Bytes of a number of a split sum."""
+"""Bytes per element of the partial results of a split contraction."""
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
@@ -171,17 +171,17 @@ ATTENTION: MappingProxyType[tuple[int, bool], tuple[float, ...]] = MappingProxyT
         (128, True): (305e12, 408e12, 465e12, 499e12, 518e12, 516e12),
     }
 )
-"""FLOP/s of cuDNN's attention without a mask on an H100 SXM5, at lengths of 512 to 16 384, by the
-width of heads and whether it is the backward pass: FlashAttention-3, arXiv:2407.08608, figures 5
-and 6, July 2024; a batch has 16 384 positions."""
+"""FLOP/s of cuDNN's attention without a mask on an H100 SXM5, at lengths of 512 to 16 384, by head
+size and whether it is the backward pass. Source: FlashAttention-3, arXiv:2407.08608, figures 5 and
+6, July 2024; a batch has 16 384 positions."""
 
 CAUSAL: tuple[float, ...] = (0.634, 0.714, 0.784, 0.851, 0.882, 0.906)
-"""What is left of these rates with a causal mask, where half of the pairs are counted: of the same
-source, the forward pass with heads of 128. Short sequences are mostly diagonal."""
+"""The fraction of these rates with a causal mask, counting half of the pairs: of the same source,
+forward pass, head size 128. It is low for short sequences, which are mostly diagonal tiles."""
 
 
 def attention_rate(shape: AttentionShape) -> float:
-    """FLOP/s of attention on an H100, of pairs that are not masked, between the table's lengths.
+    """FLOP/s of attention on an H100, counting unmasked pairs, interpolated between lengths.
 
     Example:
         >>> wide = AttentionShape(0, 2048, 128, is_backward=True, is_causal=False)
@@ -197,7 +197,7 @@ def attention_rate(shape: AttentionShape) -> float:
     def between(values: tuple[float, ...]) -> float:
         return values[low] + (values[low + 1] - values[low]) * (place - low)
 
-    # Heads that are narrower than a kernel's tile fill it in part.
+    # A head that is smaller than a kernel's tile fills only a part of it.
     filled = min(1.0, shape.head_dim / width)
     return between(rates) * (between(CAUSAL) if shape.is_causal else 1.0) * filled
 
@@ -217,17 +217,17 @@ RATES: MappingProxyType[str, Rates] = MappingProxyType(
         )
     }
 )
-"""The rates of chips that were measured, by the name of their row in `chips.HARDWARE`."""
+"""Measured rates, by the name of the chip's row in `chips.HARDWARE`."""
 
 _CORES: MappingProxyType[str, int] = MappingProxyType(
     {"8.0": 108, "9.0": 132, "10.0": 148, "10.3": 160}
 )
-"""Processors of a GPU, by its compute capability; NVIDIA's data sheets."""
+"""The number of SMs of a GPU by compute capability, from NVIDIA's data sheets."""
 
 
 @functools.cache
 def rates_of(machine: Hardware) -> Rates:
-    """The rates of a chip; of one that was not measured, the shares of its peaks that an H100 has.
+    """The rates of a chip; an unmeasured one is assumed to reach the same share of peak as H100s.
 
     Example:
         >>> from axon_dist.mesh.chips import hardware

@@ -27,10 +27,10 @@ _EMULATED = "cpu"
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A number of devices of one kind, wired in one way.
+    """A machine to compile for: a number of devices of one kind and their wiring.
 
     Args:
-        name: what `parse_target` reads, such as `"v5p:4x4x4"`.
+        name: as for `parse_target`, such as `"v5p:4x4x4"`.
         platform: `cpu`, `cuda` or `tpu`.
         chip: `cpu`, or a name of `HARDWARE`.
         shape: nodes and devices per node of a GPU cluster, or the dims of a TPU slice.
@@ -48,26 +48,26 @@ class Target:
 
     @property
     def num_devices(self) -> int:
-        """How many devices there are in all."""
+        """The number of devices."""
         return math.prod(self.shape)
 
     @property
     def hbm_bytes(self) -> int | None:
-        """Bytes of memory of one device; None for the CPU."""
+        """The bytes of memory per device; None for the CPU."""
         return self.machine.memory_bytes if self.machine else None
 
     @property
     def machine(self) -> Hardware | None:
-        """The row of the chip; None for the CPU."""
+        """The chip's row in `HARDWARE`; None for the CPU."""
         return HARDWARE.get(self.chip)
 
     @property
     def wrap(self) -> tuple[bool, bool, bool] | None:
-        """Which axes of a TPU slice close into rings, or None where none does.
+        """Which axes of a TPU slice wrap around into rings, or None if none does.
 
-        A v5p slice has the wires when it is made of whole 4x4x4 cubes, a v5e or v6e slice along
-        an axis of 16. The compiler must know: without rings it replaces all-gathers over the
-        whole slice by all-reduces.
+        A v5p slice has the wrap-around links if it consists of whole 4x4x4 cubes, a v5e or v6e
+        slice has them along an axis of 16. The compiler must know: without rings it replaces
+        all-gathers over the whole slice by all-reduces.
         """
         full = _wiring(self.chip).full_ring
         if not full:
@@ -79,7 +79,7 @@ class Target:
 
     @property
     def topology(self) -> JsonDict:
-        """The arguments of `jax.experimental.topologies.get_topology_desc` for it."""
+        """The arguments of `jax.experimental.topologies.get_topology_desc`."""
         sizes = "x".join(map(str, self.shape))
         if self.platform == "cuda":
             nodes, per_node = (1, *self.shape)[-2:]
@@ -96,19 +96,19 @@ class Target:
 
 
 def parse_target(name: str) -> Target:
-    """Reads the name of a target.
+    """Parses the name of a target.
 
-    `h100:8` is one node of eight GPUs, `h100:8x8` eight nodes of eight, `v5p:4x4x4` a TPU slice by
-    its dims, `cpu:8` eight emulated devices.
+    `h100:8` is one node of eight GPUs, `h100:8x8` is eight nodes of eight, `v5p:4x4x4` is a TPU
+    slice with these dims, and `cpu:8` is eight emulated devices.
 
     Args:
         name: `chip:shape`.
 
     Returns:
-        The target; no device or compiler is touched.
+        The target; no device or compiler is accessed.
 
     Raises:
-        ConfigError: the chip is unknown or cannot have this shape.
+        ConfigError: if the chip is unknown or cannot have this shape.
 
     Example:
         >>> parse_target("h100:8x8").num_devices
@@ -139,15 +139,15 @@ def parse_target(name: str) -> Target:
 
 
 def as_target(target: Target | str) -> Target:
-    """Reads a target unless it has been read already."""
+    """Parses a target's name; a target is returned as it is."""
     return parse_target(target) if isinstance(target, str) else target
 
 
 def target_options(target: Target | str) -> CompilerOptions:
-    """Returns what a step is compiled with for a target, unless the step has other options.
+    """Returns the default compiler options of a target.
 
-    `build_train_step` looks them up by its devices: a step that is compiled for the devices of a
-    target has them already.
+    `build_train_step` looks them up by its devices, so a step compiled for the devices of a target
+    already has them.
 
     Args:
         target: a target or its name.
@@ -184,9 +184,9 @@ def compute_capability(chip: str) -> str | None:
 
 
 def _description(row: Hardware) -> str:
-    """The description of a GPU for XLA: its limits, or those of one that is like it.
+    """XLA's description of a GPU, or a similar GPU's.
 
-    Memory, bandwidth and the name are those of the row in any case, and so is the capability.
+    The name, memory, bandwidth and compute capability are those of the row in any case.
     """
     file = resources.files("axon_dist.mesh") / f"{row.like or row.name}.textproto"
     text = file.read_text()
@@ -206,7 +206,7 @@ def _description(row: Hardware) -> str:
 
 
 def _kind(row: Hardware) -> str:
-    """A name that devices of a chip have: the shortest that its expression takes."""
+    """A `device_kind` of a chip: the shortest that its regular expression matches."""
     return re.sub(r"\((\w+)\|.*?\)|\(.*?\)\?", r"\1", row.kinds[0])
 
 
@@ -230,7 +230,7 @@ _COMPILERS = {
 
 
 def prepare_environment(target: Target | str) -> None:
-    """Makes this process able to compile for a target; it then computes on the CPU itself.
+    """Makes this process able to compile for a target; the process itself then runs on CPU.
 
     Sets environment variables that are not set yet, and `jax_platforms` to `cpu` unless it is set.
 
@@ -238,9 +238,9 @@ def prepare_environment(target: Target | str) -> None:
         target: a target or its name.
 
     Raises:
-        UnsupportedError: the compiler is not installed.
-        BackendStartedError: JAX has started and left the CUDA plug-in out, which it does not take
-            back.
+        UnsupportedError: if the compiler is not installed.
+        BackendStartedError: if JAX has already started without the CUDA plug-in, and cannot load
+            it any more.
     """
     target = as_target(target)
     platform = target.platform
@@ -260,7 +260,7 @@ def prepare_environment(target: Target | str) -> None:
 
 
 def missing_compiler(target: Target | str) -> str | None:
-    """Says what to install to compile for a target, or None where nothing is missing.
+    """Says what to install to compile for a target, or None if nothing is missing.
 
     Example:
         >>> missing_compiler("cpu:8") is None

@@ -1,4 +1,4 @@
-"""`World`: the devices of a run under named mesh axes; the one place that asks JAX about them."""
+"""`World`: the devices of a run as a mesh; the only file that asks JAX about devices."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from .mesh_spec import SLOW_AXES, AxesLike, MeshSpec, by_links
 
 
 def batch_shares(mesh: Mesh, axes: Sequence[str]) -> dict[int, int]:
-    """Numbers the parts of a batch that processes bring, by their first row.
+    """Numbers the parts of a batch that processes load, in order of their first row.
 
     Args:
         mesh: devices of one or several processes.
         axes: the mesh axes that split the rows.
 
     Returns:
-        The part of each process; processes with the same rows have the same one.
+        The part of each process; processes with the same rows have the same part.
 
     Raises:
-        MeshError: when the rows of two processes overlap in part.
+        MeshError: if the rows of two processes overlap only in part.
     """
     process_of = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
-    # The position of every device along the batch axes, the first axis being the slowest.
+    # The row-major position of every device along the batch axes.
     rows = np.zeros(mesh.devices.shape, int)
     for axis in axes:
         position = mesh.axis_names.index(axis)
@@ -63,7 +63,7 @@ def batch_shares(mesh: Mesh, axes: Sequence[str]) -> dict[int, int]:
 
 
 def check_axes(mesh: Mesh, axes: Sequence[str]) -> None:
-    """Raises `MeshError` unless axes are a list of axes of a mesh."""
+    """Raises `MeshError` unless `axes` is a list of axes of the mesh."""
     is_list = isinstance(axes, Iterable) and not isinstance(axes, (str, Mapping))
     odd = [axis for axis in axes if axis not in mesh.axis_names] if is_list else [axes]
     if odd:
@@ -74,10 +74,10 @@ def check_axes(mesh: Mesh, axes: Sequence[str]) -> None:
 
 
 class Backend(NamedChoice):
-    """What carries the collectives of a world."""
+    """The transport of a world's collectives."""
 
     EMULATED = "emulated"
-    """Devices that one CPU process makes up: same program, no speed."""
+    """CPU devices that one process emulates: the same programs, without the speed."""
     GLOO = "gloo"
     """CPU devices of several processes."""
     NCCL = "nccl"
@@ -92,7 +92,7 @@ class World:
 
     Args:
         mesh: a `jax.sharding.Mesh` whose axes are all of type Auto.
-        backend: what carries the collectives.
+        backend: the transport of the collectives.
 
     Example:
         >>> world = World.emulate(8, "dp=4,tp=2")
@@ -115,8 +115,8 @@ class World:
     def init(cls, axes: AxesLike = "dp=-1", devices: Sequence[Any] | None = None) -> World:
         """Arranges the devices of every process into a mesh.
 
-        Where the environment says that this process is one of several (`from_env`), they are first
-        connected by `jax.distributed`; every one of them must call this.
+        If the environment says that this process is one of several (`from_env`),
+        `jax.distributed` connects them first, and every process must call this.
 
         Args:
             axes: anything `MeshSpec` reads; `"dp=-1"` puts all devices on one data axis.
@@ -126,8 +126,8 @@ class World:
             The world.
 
         Raises:
-            LaunchError: when the environment contradicts itself, or a process does not come.
-            MeshError: when the axes do not multiply to the number of devices.
+            LaunchError: if the environment contradicts itself, or a process does not arrive.
+            MeshError: if the axes do not multiply to the number of devices.
 
         Example:
             >>> World.init().mesh.axis_names
@@ -147,23 +147,23 @@ class World:
     def emulate(cls, num_devices: int | None = None, axes: AxesLike = "dp=-1") -> World:
         """Makes a world of CPU devices that this process emulates.
 
-        Where the environment says that this process is one of several, each emulates its share.
+        If the environment says that this process is one of several, each emulates its share.
 
-        Must come before JAX starts its backend, which is the first time anything asks for a
-        device or makes an array; importing is fine. It also gives XLA's thread pool room for every
-        device: with as many threads as cores, a loop that never waits fills the pool with devices
-        waiting for each other, and the process dies.
+        Call it before JAX starts its backend, that is before anything asks for a device or makes
+        an array; importing is fine. It also enlarges XLA's thread pool for all devices: with one
+        thread per core, a loop that never blocks fills the pool with devices waiting for each
+        other, and the process dies.
 
         Args:
-            num_devices: how many, over all processes; None takes the CPU devices that there are.
+            num_devices: how many, over all processes; None uses the CPU devices that exist.
             axes: anything `MeshSpec` reads.
 
         Returns:
             The world, over the first `num_devices` CPU devices.
 
         Raises:
-            BackendStartedError: when the backend runs already with fewer devices.
-            LaunchError: when the processes cannot share the devices, or one does not come.
+            BackendStartedError: if the backend already runs with fewer devices.
+            LaunchError: if the processes cannot share the devices, or one does not arrive.
 
         Example:
             >>> World.emulate(8).backend
@@ -188,11 +188,11 @@ class World:
 
     @classmethod
     def mock(cls, num_devices: int | None = None, axes: AxesLike = "dp=-1") -> World:
-        """Another name of `emulate`."""
+        """An alias of `emulate`."""
         return cls.emulate(num_devices, axes)
 
     def __str__(self) -> str:
-        """Mesh, devices and processes in a few lines."""
+        """Describes the mesh, devices and processes in a few lines."""
         kinds = sorted({device.device_kind for device in self.mesh.devices.flat})
         axes = " × ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
         lines = [
@@ -234,7 +234,7 @@ class World:
         return ProcessGroup(self.mesh, ordered)
 
     def new_group(self, ranks: Sequence[int]) -> ProcessGroup:
-        """The group of some global ranks; the others keep their values in its collectives.
+        """The group of a list of global ranks; other ranks keep their values in its collectives.
 
         Raises:
             GroupError: for an empty list, a rank twice, or a rank that does not exist.
@@ -255,7 +255,7 @@ class World:
 
     @property
     def is_emulated(self) -> bool:
-        """Whether one CPU process makes the devices up."""
+        """Whether the devices are CPU devices emulated by one process."""
         return self.backend is Backend.EMULATED
 
     @property
@@ -265,7 +265,7 @@ class World:
 
     @property
     def process_index(self) -> int:
-        """Which process this is."""
+        """The index of this process."""
         return process_index()
 
     @property
@@ -274,19 +274,20 @@ class World:
         return len({device.process_index for device in self.mesh.devices.flat})
 
     def share_of_batch(self, axes: Sequence[str]) -> tuple[int, int]:
-        """Says which rows of a global batch this process has to bring.
+        """Which rows of a global batch this process must load.
 
-        Processes that own the same ranks along the batch axes, such as those that split only a
-        pipeline or a tensor axis among them, bring the same rows.
+        Processes that own the same ranks along the batch axes load the same rows, for example
+        those that differ only along a pipeline or tensor axis.
 
         Args:
             axes: the mesh axes that split the samples.
 
         Returns:
-            `(index, count)`: of `count` equal parts, the one of this process.
+            `(index, count)`: this process loads part `index` of `count` equal parts.
 
         Raises:
-            MeshError: when the rows of two processes overlap in part, or this one owns no device.
+            MeshError: if the rows of two processes overlap only in part, or this process owns no
+                device.
 
         Example:
             >>> World.emulate(4).share_of_batch(["dp"])
@@ -302,7 +303,7 @@ class World:
         return shares[self.process_index], len(set(shares.values()))
 
     def num_batch_shares(self, axes: Sequence[str]) -> int:
-        """How many processes bring rows of their own; see `share_of_batch`."""
+        """The number of parts into which processes split a batch; see `share_of_batch`."""
         return len(set(batch_shares(self.mesh, axes).values()))
 
     def memory_kinds(self) -> frozenset[str]:
@@ -311,7 +312,7 @@ class World:
         return frozenset(memory.kind for memory in device.addressable_memories())
 
     def runtime_info(self) -> JsonDict:
-        """What the run stands on: versions, backend, devices and processes.
+        """Versions, backend, devices and processes of this run.
 
         Returns:
             A flat dict of strings and numbers, ready for a table or a log.
@@ -349,26 +350,26 @@ def _as_devices(devices: Any) -> list[Any]:
 
 
 def process_index() -> int:
-    """Returns which of the processes of the run this is, 0 being the main one."""
+    """Returns the index of this process; 0 is the main one."""
     return jax.process_index()
 
 
 def available_devices() -> list[Any]:
-    """All devices of JAX, those of other processes too."""
+    """All JAX devices, including those of other processes."""
     return list(jax.devices())
 
 
 def build_mesh(spec: MeshSpec, devices: Sequence[Any]) -> Mesh:
-    """Lays devices out row-major over the axes of a resolved spec, every axis of type Auto.
+    """Lays out devices row-major over the axes of a resolved spec; every axis has type Auto.
 
-    On TPUs `jax.make_mesh` orders the devices after the wiring of the slice, dims of which are
-    split only where the axes are no products of whole ones; elsewhere the order given is the order
-    of the ranks, but that slow axes, such as `nodes`, are between nodes and the others within them
-    (`by_links`). The axis types are always written out, for JAX's two ways to make a mesh disagree
-    about the default.
+    On TPUs `jax.make_mesh` orders the devices by the wiring of the slice. Physical axes are split
+    only if the mesh axes are not products of whole ones. Elsewhere ranks follow the given order,
+    except that slow axes, such as `nodes`, go between nodes and the others within them
+    (`by_links`). The axis types are always explicit, because JAX's two ways to make a mesh have
+    different defaults.
 
     Raises:
-        MeshError: when the sizes do not multiply to the number of devices.
+        MeshError: if the sizes do not multiply to the number of devices.
     """
     spec = spec.resolve(len(devices))
     types = (AxisType.Auto,) * len(spec.names)
@@ -376,7 +377,7 @@ def build_mesh(spec: MeshSpec, devices: Sequence[Any]) -> Mesh:
     if devices[0].platform != "tpu":
         return Mesh(np.array(parts).reshape(spec.sizes), spec.names, axis_types=types)
     if len(parts) > 1:
-        # One torus for each rank of the slow axes: no wiring goes from one to the next.
+        # One torus per rank of the slow axes: no wires connect them.
         sizes = [size for name, size in spec.axes if name not in SLOW_AXES]
         wired = [
             mesh_utils.create_device_mesh(sizes, part, allow_split_physical_axes=True)
@@ -409,14 +410,14 @@ def _backend_of(devices: Sequence[Any]) -> Backend:
 
 @dataclasses.dataclass(frozen=True)
 class PlaceholderDevice:
-    """A device that is not there: it says what a trace asks of one, and nothing is compiled for it.
+    """A stand-in for a device, good for tracing but not for compiling.
 
     Args:
         id: its number in the mesh.
-        platform: `cpu`, `gpu` or `tpu`, as devices call it.
-        process_index: of the process that has it.
-        device_kind: the name of no chip, so that no compiler is asked for its options.
-        compute_capability: of an NVIDIA GPU, such as `9.0`, as devices call it; None for others.
+        platform: `cpu`, `gpu` or `tpu`, as in `jax.Device`.
+        process_index: of the process that owns it.
+        device_kind: not the name of a chip, so no compiler options are looked up for it.
+        compute_capability: of an NVIDIA GPU, such as `9.0`; None for others.
     """
 
     id: int
@@ -426,15 +427,15 @@ class PlaceholderDevice:
     compute_capability: str | None = None
 
     def memory_stats(self) -> None:
-        """Nothing is known of its memory."""
+        """Returns None: its memory is unknown."""
 
     def addressable_memories(self) -> list[object]:
-        """It has none."""
+        """Returns no memories."""
         return []
 
 
 def is_abstract(world: World) -> bool:
-    """Whether a world is one of `abstract_world`: programs for it are traced and never lowered."""
+    """Whether a world is from `abstract_world`: its programs are traced but never lowered."""
     return isinstance(world.mesh.devices.flat[0], PlaceholderDevice)
 
 
@@ -445,15 +446,15 @@ def abstract_world(
 
     Args:
         axes: anything `MeshSpec` reads.
-        num_devices: what the axes multiply to.
+        num_devices: the product of the axes.
         platform: `cpu`, `gpu` or `tpu`.
-        compute_capability: of NVIDIA GPUs, which says what kernels take; None where it is unknown.
+        compute_capability: of NVIDIA GPUs, on which the choice of kernels depends; None if unknown.
 
     Returns:
-        The world; programs for it can be read and not compiled.
+        The world; its programs can be traced but not compiled.
 
     Raises:
-        MeshError: when the axes do not multiply to the number of devices.
+        MeshError: if the axes do not multiply to the number of devices.
 
     Example:
         >>> abstract_world("dp=2,tp=4", 8, "tpu").size
@@ -462,7 +463,7 @@ def abstract_world(
     spec = MeshSpec(axes).resolve(num_devices)
     device = PlaceholderDevice(0, platform, compute_capability=compute_capability)
     devices = [dataclasses.replace(device, id=number) for number in range(num_devices)]
-    # Not by `build_mesh`, which asks the devices of a TPU how they are wired.
+    # `build_mesh` would ask the devices of a TPU for their wiring.
     types = (AxisType.Auto,) * len(spec.names)
     mesh = Mesh(np.array(devices).reshape(spec.sizes), spec.names, axis_types=types)
     return World(mesh, _backend_of(devices))

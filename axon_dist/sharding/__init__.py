@@ -1,7 +1,7 @@
-"""Who owns which part of every array: pure functions of path, shape and mesh.
+"""Sharding policies: pure functions from path, shape and mesh to a PartitionSpec.
 
-No device is needed to decide. Imports `core`. Start reading in `policy.py`; `explain`
-shows what was decided, and checks that it came true.
+They need no device. Imports `core`. Start reading in `policy.py`; `explain` shows the decisions and
+checks that arrays follow them.
 """
 
 from ..core.tree import shard_bytes as shard_bytes

@@ -1,10 +1,9 @@
-"""Policies applied to trees: shardings of parameters and of the optimizer state beside them.
+"""Applies policies to trees: shardings of parameters and of their optimizer state.
 
 `explain` shows the spec of every array with its reason, and checks the arrays of a run against it.
 
-A policy splits an array along a dim that divides, or else pads one (`padding.py`). Where the
-elements of an array are counted as one row instead, as in estimates of memory and in flat buckets,
-`ShardSpec` has the sizes:
+A policy splits an array along a dim that divides, or else pads a dim (`padding.py`). Memory
+estimates and flat buckets instead split the flattened array; `ShardSpec` computes the sizes:
 
     shard_size = ceil(numel / num_shards),  padding = shard_size * num_shards - numel
 """
@@ -35,7 +34,7 @@ def specs(policy: Policy, tree: ArrayTree, mesh: Mesh) -> PyTree:
     """The PartitionSpec of every leaf of a tree.
 
     Args:
-        policy: decides by path, shape and mesh.
+        policy: maps path, shape and mesh to a spec.
         tree: arrays or `ShapeDtypeStruct`s.
         mesh: the mesh whose axes the specs name.
 
@@ -50,8 +49,8 @@ def shardings(
 ) -> PyTree:
     """The NamedSharding of every leaf of a tree.
 
-    Where a policy pads a dim, the sharding is that of the padded array: within `jit` a leaf may be
-    constrained to it as it is, and outside it has to be padded to a multiple of its shards first.
+    If a policy pads a dim, the sharding is that of the padded array. Inside `jit` the unpadded
+    leaf can be constrained to it; outside `jit` the leaf must be padded first.
 
     Example:
         >>> import jax.numpy as jnp
@@ -77,17 +76,17 @@ def _placed(mesh: Mesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSh
 
 
 def put(tree: ArrayTree, places: PyTree) -> PyTree:
-    """Puts arrays where they are to be stored, as `jax.device_put` does.
+    """Puts arrays on devices, like `jax.device_put`.
 
-    What one CPU device of this process holds is cut by numpy, into views. JAX compiles a program
-    for each shape that it cuts.
+    Arrays on a single CPU device of this process are sliced by numpy, into views, because JAX
+    would compile a program for each shape.
 
     Args:
         tree: arrays.
-        places: a tree like it, of the sharding of each.
+        places: a tree of their shardings.
 
     Returns:
-        The arrays in their places; those given stay usable.
+        The sharded arrays; the given ones stay usable.
 
     Example:
         >>> from axon_dist.mesh import World
@@ -101,12 +100,12 @@ def put(tree: ArrayTree, places: PyTree) -> PyTree:
 
 
 def _on_host(leaf: Array, place: NamedSharding) -> Array | np.ndarray:
-    """An array that is in the memory of this process as the numpy array that it is."""
+    """Converts an array on one CPU device of this process to numpy; returns others unchanged."""
     if not isinstance(leaf, jax.Array) or is_key(leaf) or not place.is_fully_addressable:
         return leaf
     devices = leaf.sharding.device_set
-    is_here = len(devices) == 1 and next(iter(devices)).platform == "cpu"
-    return np.asarray(leaf) if is_here else leaf
+    is_on_host = len(devices) == 1 and next(iter(devices)).platform == "cpu"
+    return np.asarray(leaf) if is_on_host else leaf
 
 
 def optimizer_shardings(
@@ -116,14 +115,14 @@ def optimizer_shardings(
     mesh: Mesh,
     memory_kind: str | None = None,
 ) -> PyTree:
-    """The shardings of an optax state: moments are split as their parameter would be.
+    """The shardings of an optax state: moments are split like their parameter.
 
     Args:
         policy: the policy of the optimizer state.
         params: the parameters, arrays or `ShapeDtypeStruct`s.
         opt_state: `jax.eval_shape(tx.init, params)`, or the state itself.
-        mesh: names and sizes of its axes, over all devices.
-        memory_kind: where the moments live; None is the device.
+        mesh: the mesh of all devices.
+        memory_kind: the memory of the moments; None for device memory.
 
     Returns:
         A tree like `opt_state` with a `NamedSharding` at every leaf.
@@ -137,12 +136,12 @@ def optimizer_shardings(
 def optimizer_decisions(
     policy: Policy, params: ArrayTree, opt_state: ArrayTree, mesh: HasShape
 ) -> PyTree:
-    """What a policy decides about every leaf of an optax state.
+    """A policy's decisions about every leaf of an optax state.
 
-    A leaf belongs to a parameter when its path ends with the parameter's path and the shapes
-    agree, and is split as the parameter would be. Matching by path holds for masked and partitioned
-    transformations too, where `optax.tree_map_params` fails. What belongs to no parameter, such as
-    factored or flattened moments, is split by the part of the policy that looks at no path.
+    A leaf belongs to a parameter if its path ends with the parameter's path and the shapes are
+    equal; it is then split like the parameter. Matching by path also works for masked and
+    partitioned transformations, where `optax.tree_map_params` fails. Other leaves, such as factored
+    or flattened moments, are split by the part of the policy that does not depend on paths.
 
     Args:
         policy: the policy of the optimizer state.
@@ -171,10 +170,10 @@ def optimizer_decisions(
 
 @dataclasses.dataclass(frozen=True)
 class Copies(Wrapped):
-    """Gives each rank of an axis one row of dim 0, and decides about a row as another policy does.
+    """Splits dim 0 over an axis, one copy per rank, and lays out each copy by another policy.
 
     Args:
-        policy: decides about one copy.
+        policy: the policy of one copy.
         axis: the mesh axis whose ranks have separate copies.
 
     Example:
@@ -189,7 +188,7 @@ class Copies(Wrapped):
 
     @property
     def split_axes(self) -> tuple[str, ...]:
-        """The axis, and those of the policy."""
+        """The axis, and the policy's axes."""
         return (self.axis, *self.policy.split_axes)
 
     def decide(
@@ -203,13 +202,13 @@ class Copies(Wrapped):
 
 @dataclasses.dataclass(frozen=True)
 class InPlaceOf(Wrapped):
-    """Decides about the leaves of a dict that replaces a weight.
+    """Decides about a dict of leaves that replaces a weight, such as its quantized form.
 
-    Each is split as the weight would be, except along the dims in which it has one entry.
+    Each leaf is split like the weight, except along dims of size 1.
 
     Args:
-        policy: about weights.
-        shapes: of the weights, by path.
+        policy: the policy of weights.
+        shapes: the shapes of the replaced weights, by path.
 
     Example:
         >>> from axon_dist.mesh import MeshSpec
@@ -225,7 +224,7 @@ class InPlaceOf(Wrapped):
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
-        """Decides about a weight, or about what replaces it."""
+        """Decides about a weight, or a leaf that replaces one."""
         weight = path.rpartition("/")[0]
         if weight not in self.shapes:
             return self.policy.decide(path, shape, mesh, taken)
@@ -234,11 +233,11 @@ class InPlaceOf(Wrapped):
 
 
 def spread(spec: PartitionSpec, shape: Shape) -> PartitionSpec:
-    """A spec of an array that others are broadcast to, for one of them.
+    """Adapts a spec to an array that is broadcast against the array of the spec.
 
     Args:
-        spec: of the largest array.
-        shape: of the other; a dim of size 1 is whole.
+        spec: of the full array.
+        shape: of the other array; its dims of size 1 are not split.
 
     Example:
         >>> spread(PartitionSpec("fsdp", "tp"), (1, 64))
@@ -249,11 +248,11 @@ def spread(spec: PartitionSpec, shape: Shape) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class WithMoments(Wrapped):
-    """Lays trained parameters out as their moments, and leaves all else to another policy.
+    """Lays out trained parameters like their moments, and everything else by another policy.
 
     Args:
-        policy: of moments.
-        otherwise: for frozen parameters, and for what has no path of a parameter.
+        policy: the policy of moments.
+        otherwise: for frozen parameters, and for leaves that do not belong to a parameter.
         frozen: the paths of the frozen parameters.
     """
 
@@ -262,28 +261,28 @@ class WithMoments(Wrapped):
 
     @property
     def flexible_part(self) -> Policy:
-        """What is no parameter has no moments."""
+        """The flexible part of `otherwise`, because only parameters have moments."""
         return self.otherwise.flexible_part
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
-        """Decides as the one or the other."""
+        """Decides by `otherwise` if the path is frozen, else by the policy of moments."""
         policy = self.otherwise if path in self.frozen else self.policy
         return policy.decide(path, shape, mesh, taken)
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafDecision:
-    """What was decided about one array.
+    """The decision about one array.
 
     Args:
-        path: where it lives.
+        path: its path.
         shape: its global shape.
-        dtype: its element type.
+        dtype: its dtype.
         bytes: bytes of the whole array, without padding.
-        ways: into how many shards it is cut.
-        bytes_per_device: bytes of one shard, with its padding.
+        ways: the number of shards.
+        bytes_per_device: bytes of one shard, with padding.
         decision: the spec, the rule that decided, and why.
     """
 
@@ -306,8 +305,8 @@ class Explanation:
     """The decisions about all arrays of a tree; prints as a table.
 
     Args:
-        rows: one for each leaf, in the order of the tree.
-        title: what the tree is.
+        rows: one per leaf, in tree order.
+        title: a name for the tree.
     """
 
     rows: tuple[LeafDecision, ...]
@@ -325,7 +324,7 @@ class Explanation:
 
     @property
     def whole(self) -> tuple[LeafDecision, ...]:
-        """The rows that every device holds whole; the reason is theirs."""
+        """The rows of arrays that every device holds in full; each has its reason."""
         return tuple(row for row in self.rows if row.ways == 1)
 
     def check(self, tree: ArrayTree) -> None:
@@ -335,7 +334,7 @@ class Explanation:
             tree: the arrays, or `ShapeDtypeStruct`s with the shardings of a compiled program.
 
         Raises:
-            ClaimError: naming the bytes, and the leaves of which a device holds more.
+            ClaimError: with the bytes, and the leaves of which a device holds more.
         """
         leaves = leaves_with_paths(tree)
         sizes = [shard_bytes(leaf) for _, leaf in leaves]
@@ -378,13 +377,13 @@ class Explanation:
 
 
 def explain(policy: Policy, tree: ArrayTree, mesh: HasShape, title: str = "layout") -> Explanation:
-    """Tells where a policy lays every array of a tree, which rule decided, and why.
+    """Explains how a policy lays out every array of a tree, which rule decided, and why.
 
     Args:
         policy: the policy, such as `strategy.params`.
         tree: arrays or `ShapeDtypeStruct`s.
         mesh: anything with named axes; no device is needed.
-        title: what the tree is.
+        title: a name for the tree.
 
     Returns:
         The decisions.
@@ -411,7 +410,7 @@ def explain_optimizer(
     mesh: Mesh,
     title: str = "optimizer state",
 ) -> Explanation:
-    """As `explain`, of an optax state: moments are split as their parameter would be."""
+    """Like `explain`, for an optax state: moments are split like their parameter."""
     decisions = jax.tree.leaves(optimizer_decisions(policy, params, opt_state, mesh))
     rows = [
         _row(path, leaf, decision, mesh)
@@ -468,16 +467,16 @@ class ShardSpec:
 
     @property
     def padding(self) -> int:
-        """Zeros at the end of the row."""
+        """The number of zeros at the end of the flattened array."""
         return self.shard_size * self.num_shards - self.numel
 
     @property
     def real_sizes(self) -> tuple[int, ...]:
-        """Elements of the array in each shard, padding left out."""
+        """Elements of the array in each shard, without padding."""
         return tuple(self.local_slice(r).stop - self.local_slice(r).start for r in self._ranks)
 
     def local_slice(self, rank: int) -> slice:
-        """Which elements of the row a rank holds; empty where only padding is left for it."""
+        """The elements of the flattened array that a rank holds; empty if it has only padding."""
         start, stop = (min(r * self.shard_size, self.numel) for r in (rank, rank + 1))
         return slice(start, stop)
 
@@ -485,14 +484,14 @@ class ShardSpec:
         """Cuts an array into rows `[num_shards, shard_size]`, one for each rank.
 
         Raises:
-            ConfigError: when the array has another shape.
+            ConfigError: if the array has another shape.
         """
         if tuple(array.shape) != tuple(self.original_shape):
             raise ConfigError(f"got an array of shape {array.shape} to cut as {self}")
         return jnp.pad(array.reshape(-1), (0, self.padding)).reshape(self.num_shards, -1)
 
     def unshard(self, shards: Array) -> Array:
-        """The array of its rows; bit for bit the input of `shard`."""
+        """The inverse of `shard`, bit for bit."""
         return shards.reshape(-1)[: self.numel].reshape(self.original_shape)
 
     @property

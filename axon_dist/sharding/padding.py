@@ -1,13 +1,12 @@
-"""Arrays whose split dim does not divide: padded between steps, as they are within a step.
+"""Padding of arrays whose split dim does not divide by the number of shards.
 
 JAX stores an array only in equal shards. A dim of 512 over 5 devices is therefore stored as 515
-rows, 103 on each device, of which the last three are zeros. Within a jitted program
+rows, 103 on each device, and the last three are zeros. Inside a jitted program
 `with_sharding_constraint` accepts 512 over 5 as it is: XLA keeps the same 103 rows on each device,
-so that cutting the padding off and adding it again moves nothing between devices.
+so removing and adding the padding moves nothing between devices.
 
-Two shapes belong to such an array: the *model's* shape, about which policies decide, and the
-*stored* shape, a multiple of the number of shards. A `Padding` says which leaves of a state have
-two.
+Such an array has two shapes: the *model's* shape, which policies see, and the *stored* shape, a
+multiple of the number of shards. A `Padding` lists the leaves of a state that have two.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Padding:
     """Which leaves of a stored tree are padded, and their shapes in the model.
 
     Args:
-        leaves: pairs of a path in the stored tree and the model's shape, in the order of the tree.
+        leaves: pairs of a path in the stored tree and the model's shape, in tree order.
 
     Example:
         >>> padding = Padding((("params/kernel", (512, 512)),))
@@ -51,11 +50,11 @@ class Padding:
 
 
 def stored_shape(shape: Shape, spec: PartitionSpec, mesh: HasShape) -> Shape:
-    """The shape in which an array is stored: every split dim a multiple of its shards.
+    """The stored shape of an array: every split dim is rounded up to a multiple of its shards.
 
     Args:
-        shape: of the array in the model.
-        spec: how it is split.
+        shape: the model's shape.
+        spec: how the array is split.
         mesh: anything with `.shape`, axis name to size.
 
     Example:
@@ -68,7 +67,7 @@ def stored_shape(shape: Shape, spec: PartitionSpec, mesh: HasShape) -> Shape:
 
 
 def padded(x: Any, shape: Shape) -> Any:
-    """An array with zeros behind its last rows, up to a shape; itself where it has that shape.
+    """Appends zeros to the dims of an array up to a shape.
 
     Example:
         >>> padded(jnp.ones(2), (3,)).tolist()
@@ -83,7 +82,7 @@ def padded(x: Any, shape: Shape) -> Any:
 
 
 def cut(x: Array, shape: Shape) -> Array:
-    """The first rows of an array, as many as a shape has; the inverse of `padded`.
+    """Removes padding down to a shape; the inverse of `padded`.
 
     Example:
         >>> cut(jnp.array([1.0, 1.0, 0.0]), (2,)).tolist()
@@ -95,11 +94,11 @@ def cut(x: Array, shape: Shape) -> Array:
 
 
 def stored_tree(tree: PyTree, places: PyTree) -> PyTree:
-    """Leaves of the model's shapes as they are stored, padded with zeros; inside or outside `jit`.
+    """Pads leaves from the model's shapes to their stored shapes; inside or outside `jit`.
 
     Args:
         tree: arrays of the model's shapes.
-        places: a `NamedSharding` for each, which need not divide it.
+        places: a `NamedSharding` for each; it need not divide the shape.
     """
     return jax.tree.map(
         lambda x, at: padded(x, stored_shape(np.shape(x), at.spec, at.mesh)), tree, places
@@ -107,7 +106,7 @@ def stored_tree(tree: PyTree, places: PyTree) -> PyTree:
 
 
 def stored_shapes(tree: PyTree, places: PyTree) -> PyTree:
-    """As `stored_tree`, of shapes."""
+    """Like `stored_tree`, for shapes."""
 
     def one(x: Leaf, at: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(stored_shape(x.shape, at.spec, at.mesh), x.dtype)
@@ -116,14 +115,14 @@ def stored_shapes(tree: PyTree, places: PyTree) -> PyTree:
 
 
 def padding_of(tree: PyTree, places: PyTree) -> Padding | None:
-    """Which leaves of a tree are padded where they are stored.
+    """Lists the leaves of a tree whose stored shape is padded.
 
     Args:
         tree: arrays or shapes, in the model's shapes.
         places: a `NamedSharding` for each.
 
     Returns:
-        The padding; None where every split dim divides.
+        The padding; None if every split dim divides.
     """
     stored = stored_shapes(tree, places)
     pairs = zip(leaves_with_paths(tree), jax.tree.leaves(stored), strict=True)
@@ -132,20 +131,20 @@ def padding_of(tree: PyTree, places: PyTree) -> Padding | None:
 
 
 def model_tree(stored: PyTree, shapes: PyTree, places: PyTree) -> PyTree:
-    """Stored leaves in the model's shapes, split as before; inside `jit`.
+    """Removes the padding of stored leaves and keeps their sharding; inside `jit`.
 
     Args:
-        stored: arrays as they are stored.
-        shapes: a leaf of the model's shape for each.
+        stored: arrays of the stored shapes.
+        shapes: for each, a leaf of the model's shape.
         places: a `NamedSharding` for each.
     """
 
     def one(x: Array, like: Leaf, place: NamedSharding) -> Array:
         if tuple(x.shape) == tuple(like.shape):
             return x
-        here = _in_memory(place)
-        x = x if here is place else jax.device_put(x, here)
-        return jax.lax.with_sharding_constraint(cut(x, like.shape), here)
+        on_device = _in_memory(place)
+        x = x if on_device is place else jax.device_put(x, on_device)
+        return jax.lax.with_sharding_constraint(cut(x, like.shape), on_device)
 
     return jax.tree.map(one, stored, shapes, places)
 
@@ -155,7 +154,7 @@ def _in_memory(place: NamedSharding) -> NamedSharding:
 
 
 def even_spec(spec: PartitionSpec, shape: Shape, mesh: HasShape) -> PartitionSpec:
-    """The part of a spec that divides a shape: of each dim as many of its first axes as divide.
+    """Drops axes that do not divide a shape: keeps as many first axes of each dim as divide it.
 
     Example:
         >>> from axon_dist.mesh import MeshSpec
@@ -172,34 +171,34 @@ def even_spec(spec: PartitionSpec, shape: Shape, mesh: HasShape) -> PartitionSpe
 
 
 def even_places(tree: PyTree, places: PyTree) -> PyTree:
-    """Shardings that divide leaves of the model's shapes; see `even_spec`."""
+    """Shardings that divide the model's shapes; see `even_spec`."""
     return jax.tree.map(
         lambda x, at: at.update(spec=even_spec(at.spec, x.shape, at.mesh)), tree, places
     )
 
 
 def for_region(tree: PyTree, specs: PyTree, mesh: HasShape) -> PyTree:
-    """Leaves as a `shard_map` takes them, which asks for dims that divide: padded with zeros.
+    """Pads leaves with zeros for a `shard_map`, which requires dims that divide.
 
     Args:
         tree: arrays of the model's shapes, inside `jit`.
-        specs: how the region splits each.
-        mesh: of the region.
+        specs: the `in_specs` of the `shard_map`.
+        mesh: its mesh.
     """
     return jax.tree.map(lambda x, spec: padded(x, stored_shape(x.shape, spec, mesh)), tree, specs)
 
 
 def like(tree: PyTree, shapes: PyTree) -> PyTree:
-    """Leaves that come out of a `shard_map`, cut to the shapes of others."""
+    """Cuts results of a `shard_map` to the shapes of other leaves."""
     return jax.tree.map(lambda x, one: cut(x, one.shape), tree, shapes)
 
 
 def paddings_in(tree: PyTree) -> dict[Path, Shape]:
-    """The model's shapes of the padded leaves of a tree, by path, wherever a state stands in it.
+    """The model's shapes of the padded leaves of a tree, by path.
 
     Args:
-        tree: any; what has a `padding`, as a `TrainState` does, says of its own leaves which are
-            padded.
+        tree: any tree; nodes with an attribute `padding`, such as a `TrainState`, list their own
+            padded leaves.
     """
     states = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: getattr(x, "padding", None) is not None
@@ -215,15 +214,15 @@ def paddings_in(tree: PyTree) -> dict[Path, Shape]:
 
 @dataclasses.dataclass(frozen=True)
 class EvenShards:
-    """The shards of a padded array, cut anew so that they divide the model's shape.
+    """Reshards a padded array such that its shards divide the model's shape.
 
-    Of 512 rows that 5 devices store as 515, four devices get 128 each: the largest number of
-    devices, up to those there are, that divides 512. No device ever holds the whole array. It is
-    how checkpoints write padded arrays in the model's shape.
+    Of 512 rows that 5 devices store as 515, four devices get 128 each: four is the largest number
+    of available devices that divides 512. No device ever holds the whole array. Checkpoints write
+    padded arrays in the model's shape this way.
 
     Args:
-        shape: the model's.
-        place: the sharding in which the array is stored, padded.
+        shape: the model's shape.
+        place: the sharding of the stored, padded array.
 
     Example:
         >>> from axon_dist.mesh import World
@@ -238,7 +237,7 @@ class EvenShards:
 
     @cached_property
     def _dims(self) -> dict[int, int]:
-        """Of each dim that is padded the number of devices that divides it."""
+        """For each padded dim, the largest number of devices that divides it."""
         mesh, dims = self.place.mesh, {}
         for dim, size in enumerate(self.shape):
             count = math.prod(mesh.shape[axis] for axis in axes_of(self.place.spec, dim))
@@ -252,14 +251,14 @@ class EvenShards:
 
     @cached_property
     def _here(self) -> NamedSharding:
-        """The same shards in device memory, which alone lets one cut them."""
+        """The same sharding in device memory, the only memory where arrays can be sliced."""
         return _in_memory(self.place)
 
     @cached_property
     def target(self) -> NamedSharding:
         """The sharding of the array in the model's shape.
 
-        Over several processes, where each has to take part, the padded dims are whole.
+        Over several processes the padded dims are not split, because each process must take part.
         """
         mesh, spec = self.place.mesh, self.place.spec
         if not self._is_within_process:
@@ -283,7 +282,7 @@ class EvenShards:
 
     @property
     def _recut(self) -> Shape:
-        """The shape of an array over all devices, of which the first few hold the model's rows."""
+        """The shape of an array over all devices whose first devices hold the model's rows."""
         recut = list(self.shape)
         for dim, count in self._dims.items():
             axes = axes_of(self.place.spec, dim)
@@ -292,7 +291,7 @@ class EvenShards:
         return tuple(recut)
 
     def of(self, stored: Array) -> Array:
-        """The array in the model's shape, from the one that is stored."""
+        """Converts the stored array to the model's shape."""
         stored = jax.device_put(stored, self._here)
         if not self._is_within_process:
             return _reshaped(self.shape, self.shape, self.target)(stored)
@@ -300,16 +299,17 @@ class EvenShards:
         return _on_devices(recut.addressable_shards, self.shape, self.target)
 
     def stored(self, array: Array) -> Array:
-        """The stored array, from the one in the model's shape; the inverse of `of`."""
+        """Converts an array of the model's shape to the stored one; the inverse of `of`."""
         full = stored_shape(self.shape, self.place.spec, self.place.mesh)
         if self._is_within_process:
             array = self._on_all(array)
         return jax.device_put(_reshaped(self.shape, full, self._here)(array), self.place)
 
     def _on_all(self, array: Array) -> Array:
-        """An array over all devices, of which those without a part have zeros."""
+        """Extends an array to all devices, with zeros on those without a shard."""
         held = {shard.device: shard.data for shard in array.addressable_shards}
-        size, pieces = self._here.shard_shape(self._recut), []
+        size = self._here.shard_shape(self._recut)
+        pieces: list[Array] = []
         for device in self._here.addressable_devices_indices_map(self._recut):
             at = SingleDeviceSharding(device, memory_kind=self._here.memory_kind)
             piece = held.get(device)
@@ -321,12 +321,12 @@ class EvenShards:
 
 @functools.lru_cache(maxsize=4096)
 def _reshaped(shape: Shape, to: Shape, place: NamedSharding) -> Function:
-    """The program that cuts an array to one shape and pads it to another, kept by shape."""
+    """A cached program that cuts an array to one shape and pads it to another."""
     return jax.jit(lambda x: padded(cut(x, shape), to), out_shardings=place)
 
 
 def _on_devices(shards: Iterable[Any], shape: Shape, place: NamedSharding) -> Array:
-    """An array made of those of the shards that are on the devices of a sharding."""
+    """Builds an array from the shards on the devices of a sharding."""
     held = {shard.device: shard.data for shard in shards}
     pieces = [held[device] for device in place.addressable_devices_indices_map(shape)]
     return jax.make_array_from_single_device_arrays(shape, place, pieces)

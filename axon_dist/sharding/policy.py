@@ -1,4 +1,4 @@
-"""Policies: pure functions (path, shape, mesh) -> PartitionSpec, and how they merge."""
+"""Policies: pure functions (path, shape, mesh) -> PartitionSpec, and their composition."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ HasShape: TypeAlias = Any
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What a policy decided about one leaf, and why.
+    """A policy's decision about one leaf.
 
     Args:
         spec: the PartitionSpec.
         rule: the name of the policy that decided.
-        reason: one clause in plain words, for `explain`.
+        reason: a short explanation, for `explain`.
     """
 
     spec: PartitionSpec
@@ -39,29 +39,29 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Policy(abc.ABC):
-    """Decides how each array of a tree is laid out over a mesh.
+    """Decides how each array of a tree is sharded over a mesh.
 
-    A policy is a value and a pure function: `policy(path, shape, mesh)` is the `PartitionSpec`,
-    the same on every process and before any device exists.
+    A policy is an immutable value and a pure function: `policy(path, shape, mesh)` returns the
+    same `PartitionSpec` on every process, and needs no device.
     """
 
     label = ""
     flexible = False
-    """Whether it picks among the dims that others left free, rather than claiming its own."""
+    """Whether it chooses among dims that other policies left free, instead of fixed ones."""
 
     @property
     def name(self) -> str:
-        """The name that conflict messages and tables show; the label, where there is one."""
+        """The name in conflict messages and tables; by default the label."""
         return self.label
 
     @property
     def split_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which it splits every array that it can."""
+        """The mesh axes over which it splits every array if possible."""
         return ()
 
     @property
     def flexible_part(self) -> Policy:
-        """What of it applies to any array, whatever its path: of fixed policies nothing."""
+        """The part that applies to any array regardless of its path; none of a fixed policy."""
         return self if self.flexible else Replicate()
 
     @abc.abstractmethod
@@ -71,17 +71,17 @@ class Policy(abc.ABC):
         """Decides about one leaf.
 
         Args:
-            path: where the leaf lives, as in `"blocks/0/attn/kernel"`.
+            path: of the leaf, such as `"blocks/0/attn/kernel"`.
             shape: its global shape.
             mesh: anything with `.shape`, axis name to size.
-            taken: dims that a fixed policy has claimed already; only flexible ones look at it.
+            taken: dims already claimed by a fixed policy; used only by flexible policies.
 
         Returns:
             The spec of this policy alone, and the reason.
         """
 
     def __call__(self, path: Path, shape: Shape, mesh: HasShape) -> PartitionSpec:
-        """The spec alone."""
+        """Returns only the spec."""
         return self.decide(path, shape, mesh).spec
 
 
@@ -105,32 +105,33 @@ class Replicate(Policy):
 
 
 TILE, LARGE = 8, 2**20
-"""Rows in a tile of TPU memory, and the elements from which on a leaf is cut between tiles.
+"""The rows of a tile in TPU memory, and the elements from which on shards must be whole tiles.
 
-A shard that ends within a tile is padded for a reduce-scatter, which the compute units then run
-themselves instead of running beside it.
+A shard that ends inside a tile is padded for a reduce-scatter. The compute units then run that
+reduce-scatter themselves, so it does not overlap with compute.
 """
 
 
 NO_DIM = "no free dim of"
-"""How the reason begins for which a leaf stays whole that is large enough to be split."""
+"""The start of the reason why a leaf stays whole although it is large enough to split."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LargestDim(Policy):
     """Splits the largest free dim that divides by the size of the axes; the FSDP and ZeRO rule.
 
-    Of large leaves a dim that is split into whole tiles goes before a larger one that is not.
+    For large leaves, a dim that splits into whole tiles is preferred to a larger one that does not.
 
-    Where no free dim divides, the one is split that needs the least padding: every shard then has
+    If no free dim divides, the dim with the least padding is split: every shard then has
     `ceil(size / count)` rows, and the last ones end in zeros. A dim with fewer rows than shards is
     never padded.
 
     Args:
-        axes: the mesh axes that split it, together.
-        min_elements: leaves with fewer elements stay whole, for a gather costs more than they save.
-        label: the name that tables show.
-        pads: whether a dim may be padded; else a leaf without a dim that divides stays whole.
+        axes: the mesh axes over which the dim is split, jointly.
+        min_elements: leaves with fewer elements stay whole, because gathering them costs more than
+            sharding saves.
+        label: the name in tables.
+        pads: whether a dim may be padded; otherwise a leaf without a dim that divides stays whole.
 
     Example:
         >>> from axon_dist.mesh import MeshSpec
@@ -145,7 +146,7 @@ class LargestDim(Policy):
         'dim 0 of (512, 512) padded to 515 and split 5 ways'
 
     Raises:
-        ConfigError: when `min_elements` is no whole number of at least 0.
+        ConfigError: if `min_elements` is not a whole number of at least 0.
     """
 
     axes: tuple[str, ...]
@@ -159,13 +160,13 @@ class LargestDim(Policy):
 
     @property
     def split_axes(self) -> tuple[str, ...]:
-        """The axes, together."""
+        """The axes."""
         return self.axes
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
-        """Decides for the largest free dim that divides, else for the one with least padding."""
+        """Splits the largest free dim that divides, else the one with the least padding."""
         count = math.prod(mesh.shape[axis] for axis in self.axes)
         elements = math.prod(shape)
         if elements < self.min_elements:
@@ -185,7 +186,7 @@ class LargestDim(Policy):
         return Decision(spec, self.label, f"dim {dim} of {shape} split {count} ways")
 
     def _padded(self, shape: Shape, free: list[int], count: int) -> Decision:
-        """Decides where no free dim divides."""
+        """Decides if no free dim divides."""
         padded = {d: -(-shape[d] // count) * count for d in free if shape[d] >= count}
         if not self.pads or not padded:
             has = "has as many rows as" if self.pads else "divides by"
@@ -199,17 +200,17 @@ class LargestDim(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class ByRule(Policy):
-    """Lays leaves out by the first pattern that matches their path; the tensor-parallel rule.
+    """Shards leaves by the first pattern that matches their path; the tensor-parallel rule.
 
-    Its `split_axes` are none: a strategy takes its arrays for whole. ZeRO of some arrays alone is a
-    subclass of `Wrapped` that asks `LargestDim` about these.
+    Its `split_axes` are empty, so a strategy does not gather its arrays. To apply ZeRO to some
+    arrays only, write a subclass of `Wrapped` that asks `LargestDim` about these.
 
     Args:
         rules: pairs of a regular expression, searched for in the path, and a PartitionSpec.
-        label: the name that tables show.
+        label: the name in tables.
 
     Raises:
-        DivisibilityError: when a claimed dim does not divide by its axes.
+        DivisibilityError: if a split dim does not divide by its axes.
 
     Example:
         >>> from axon_dist.mesh import MeshSpec
@@ -224,7 +225,7 @@ class ByRule(Policy):
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
-        """Decides by the first matching rule, else to replicate."""
+        """Decides by the first matching rule; replicates if none matches."""
         for pattern, spec in self.rules:
             if re.search(pattern, path):
                 check_divides(path, shape, spec, mesh)
@@ -234,15 +235,16 @@ class ByRule(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Merge(Policy):
-    """Overlays policies; each dim of each array may be claimed by one of them, or alike by several.
+    """Overlays policies; several may claim the same dim only if they claim the same axes.
 
-    Fixed policies claim first; flexible ones then choose among the dims that are left.
+    Fixed policies claim first; flexible ones then choose among the remaining dims.
 
     Args:
         policies: at least one.
 
     Raises:
-        StrategyConflictError: when two claim one dim differently, or one mesh axis on two dims.
+        StrategyConflictError: if two policies claim one dim differently, or one mesh axis would
+            split two dims.
 
     Example:
         >>> from axon_dist.mesh import MeshSpec
@@ -266,13 +268,13 @@ class Merge(Policy):
 
     @property
     def flexible_part(self) -> Policy:
-        """The flexible parts of its parts."""
+        """The flexible parts of all parts."""
         return Merge(tuple(policy.flexible_part for policy in self.policies))
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
-        """Decides by overlaying what each part decides."""
+        """Overlays the decisions of all parts."""
         claims: list[Decision] = []
         spec = taken
         for policy in sorted(self.policies, key=lambda policy: policy.flexible):
@@ -285,7 +287,7 @@ class Merge(Policy):
 
 
 def axes_of(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
-    """The mesh axes that split one dim of an array, none where it is whole.
+    """The mesh axes that split one dim of an array; empty if it is not split.
 
     Example:
         >>> axes_of(PartitionSpec("dp", ("fsdp", "tp")), 1)
@@ -303,7 +305,7 @@ def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def spec_of(axes: Iterable[tuple[str, ...]]) -> PartitionSpec:
-    """The spec that splits dims over some axes each; it ends with the last that is split.
+    """The spec with the given axes for each dim, without trailing `None`s.
 
     Example:
         >>> spec_of([(), ("dp", "fsdp"), ()])
@@ -316,7 +318,7 @@ def spec_of(axes: Iterable[tuple[str, ...]]) -> PartitionSpec:
 
 
 def shard_count(spec: PartitionSpec, mesh: HasShape) -> int:
-    """Into how many different shards a spec cuts an array."""
+    """The number of distinct shards of an array with this spec."""
     return math.prod(mesh.shape[axis] for axis in spec_axes(spec))
 
 
@@ -324,8 +326,8 @@ def check_divides(path: Path, shape: Shape, spec: PartitionSpec, mesh: HasShape)
     """Raises unless every dim that a spec splits divides by its axes.
 
     Raises:
-        DivisibilityError: naming the dim, its size, and the sizes of the axes that would do.
-        StrategyConflictError: when the spec names more dims than there are, or another axis.
+        DivisibilityError: with the dim, its size, and valid sizes of the axes.
+        StrategyConflictError: if the spec has more dims than the array, or an unknown axis.
     """
     if lacking := {*spec_axes(spec)}.difference(mesh.shape):
         raise StrategyConflictError(
@@ -374,41 +376,41 @@ def _overlay(
 
 @dataclasses.dataclass(frozen=True)
 class Wrapped(Policy):
-    """Asks another policy, whose name and axes it has, about other paths and shapes.
+    """A base class for policies that delegate to another one with changed paths or shapes.
 
     Args:
-        policy: the other one.
+        policy: the other policy.
     """
 
     policy: Policy
 
     @property
     def name(self) -> str:
-        """That of the policy."""
+        """The policy's name."""
         return self.policy.name
 
     @property
     def flexible(self) -> bool:
-        """Whether the policy is."""
+        """Whether the policy is flexible."""
         return self.policy.flexible
 
     @property
     def split_axes(self) -> tuple[str, ...]:
-        """Those of the policy."""
+        """The policy's axes."""
         return self.policy.split_axes
 
     @property
     def flexible_part(self) -> Policy:
-        """As this one, about the flexible part of the policy."""
+        """This wrapper around the policy's flexible part."""
         return dataclasses.replace(self, policy=self.policy.flexible_part)
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsAlike(Wrapped):
-    """Leaves the leading dim of stacked layers whole, and decides about one layer's row.
+class PerLayer(Wrapped):
+    """Shards stacked layers one by one: never splits their leading dim.
 
-    A loop over the layers then finds its share of every row on each rank, and gathers one row at a
-    time; split along the layers, all of them would have to be gathered before it.
+    A loop over the layers then has a shard of every layer on each rank and gathers one layer at a
+    time. If the layer dim were split, all layers would have to be gathered before the loop.
 
     Args:
         policy: a flexible policy.
@@ -416,7 +418,7 @@ class RowsAlike(Wrapped):
 
     Example:
         >>> from axon_dist.mesh import MeshSpec
-        >>> rule = RowsAlike(LargestDim(("fsdp",)), frozenset({"blocks"}))
+        >>> rule = PerLayer(LargestDim(("fsdp",)), frozenset({"blocks"}))
         >>> rule("blocks/up/kernel", (512, 64, 64), MeshSpec(fsdp=4))
         P(None, 'fsdp')
         >>> rule("head/kernel", (64, 512), MeshSpec(fsdp=4))
@@ -428,7 +430,7 @@ class RowsAlike(Wrapped):
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
-        """Decides about one row, or about a leaf of no stack as the policy does."""
+        """Decides about one layer of a stack; about other leaves as the policy does."""
         if not any(path.startswith(f"{stack}/") for stack in self.stacks):
             return self.policy.decide(path, shape, mesh, taken)
         row = self.policy.decide(path, shape[1:], mesh, PartitionSpec(*tuple(taken)[1:]))
@@ -437,10 +439,10 @@ class RowsAlike(Wrapped):
 
 
 def same_for_rows(policy: Policy, stacks: frozenset[Path]) -> Policy:
-    """A policy whose flexible parts lay out stacked layers one by one.
+    """Makes the flexible parts of a policy shard stacked layers one by one.
 
     Args:
-        policy: any; what it fixes by path stays.
+        policy: any policy; its fixed parts do not change.
         stacks: the paths of the stacked modules.
 
     Returns:
@@ -448,21 +450,20 @@ def same_for_rows(policy: Policy, stacks: frozenset[Path]) -> Policy:
     """
     if isinstance(policy, Merge):
         return Merge(tuple(same_for_rows(part, stacks) for part in policy.policies))
-    return RowsAlike(policy, stacks) if policy.flexible else policy
+    return PerLayer(policy, stacks) if policy.flexible else policy
 
 
 @dataclasses.dataclass(frozen=True)
 class FromMetadata(Policy):
-    """Lays parameters out as their `nnx.with_partitioning` annotations say.
+    """Shards parameters by their `nnx.with_partitioning` annotations.
 
-    Names of axes that the mesh lacks split nothing, for the same model also runs on smaller
-    meshes.
+    Axes that the mesh lacks are ignored, so the same model also runs on smaller meshes.
 
     Args:
-        annotations: pairs of a path and the PartitionSpec written on its parameter.
+        annotations: pairs of a path and the annotated PartitionSpec.
 
     Raises:
-        DivisibilityError: when an annotated dim does not divide by its axes.
+        DivisibilityError: if an annotated dim does not divide by its axes.
 
     Example:
         >>> from axon_dist.mesh import MeshSpec
@@ -477,7 +478,7 @@ class FromMetadata(Policy):
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
-        """Decides by the annotation of the path, as far as the mesh has its axes."""
+        """Decides by the annotation of the path, restricted to axes of the mesh."""
         written = dict(self.annotations).get(path, PartitionSpec())
         dims = (axes_of(written, dim) for dim in range(len(written)))
         spec = spec_of(tuple(axis for axis in axes if axis in mesh.shape) for axes in dims)
@@ -486,13 +487,13 @@ class FromMetadata(Policy):
 
 
 def annotations_of(model: nnx.Module) -> tuple[tuple[Path, PartitionSpec], ...]:
-    """The annotated parameters of a model, logical names translated by Flax's rules.
+    """The partitioning annotations of a model, with logical names translated by Flax's rules.
 
     Args:
-        model: any NNX module, also one whose arrays are `ShapeDtypeStruct`s.
+        model: any NNX module; its arrays may be `ShapeDtypeStruct`s.
 
     Returns:
-        Pairs of a path and the spec written on it; empty where the author wrote none.
+        Pairs of a path and its spec; empty if the model has no annotations.
 
     Example:
         >>> init = nnx.with_partitioning(nnx.initializers.ones, ("in", None))

@@ -216,8 +216,8 @@ def test_an_address_is_no_folder(address):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("gs://bucket/a//b", "has no empty part"),
-        ("gs://bucket/../b", "has no empty part"),
+        ("gs://bucket/a//b", "must have no empty part"),
+        ("gs://bucket/../b", "must have no empty part"),
         ("s3://bucket/a\nb", "no control character"),
         ("gs://bucket/" + "a" * 1025, "at most 1024 bytes"),
         ("gs://Not A Bucket/a", "'Not A Bucket' cannot be the name of a bucket"),

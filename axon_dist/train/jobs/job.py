@@ -1,7 +1,7 @@
-"""`Job`: a run that a scheduler starts on many nodes, as a value; schedulers write it as a file.
+"""`Job`: describes a run on many nodes, which each scheduler writes as a job file.
 
-What must be the same under every scheduler is here: the command, the settings of the environment
-with the reason of each, and what an exit code means.
+It defines what all schedulers share: the command, the environment with a reason for each setting,
+and the meaning of exit codes.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from ...launch.local import INTERRUPTED, USER_ERROR
 from ...launch.watchdog import EXIT_PEER_LOST
 
 PORT = 29500
-"""Where process 0 listens; the job files open it."""
+"""The port on which process 0 listens; job files open it."""
 
 RESTARTS = 10
-"""How often a job starts again after a process was lost; a signal is not counted."""
+"""How often a job restarts after a process was lost; ends by a signal do not count."""
 
 SAVE_SECONDS = 120
-"""Seconds between SIGTERM and the end of a job: a step and a checkpoint."""
+"""Seconds between SIGTERM and the end of a job, for a step and a checkpoint."""
 
 LAST_SECONDS = 1800
-"""Seconds between the first and the last end of a rank, which may have a checkpoint to write."""
+"""Seconds that ranks may run after the first one ended, for example to write a checkpoint."""
 
 REQUEUED = (INTERRUPTED, EXIT_PEER_LOST)
-"""Exit codes after which a job starts again."""
+"""Exit codes after which a job restarts."""
 
 FINAL = USER_ERROR
-"""The exit code after which a job must not start again."""
+"""The exit code after which a job must not restart."""
 
 _MOST_NODES, _MOST_GPUS = 2**16, 64
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
-"""A label of DNS, which Kubernetes asks for; JobSet adds the names of job and pod to it."""
+"""A DNS label, which Kubernetes requires; short, because JobSet appends job and pod names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A variable of the environment of every process of a job.
+    """An environment variable of all processes of a job.
 
     Args:
         name: of the variable.
-        value: what it is set to.
-        reason: why, as a comment of the job file.
+        value: its value.
+        reason: a comment for the job file.
     """
 
     name: str
@@ -59,19 +59,19 @@ class Job:
     """A run on many nodes.
 
     Args:
-        config: the path of its config, as the nodes see it.
-        overrides: `key.path=value` words for `axon train`.
-        name: of the job: small letters, digits and dashes, and a letter first.
-        nodes: how many.
-        gpus: of one node.
-        shared: a folder that all nodes see; the run and compiled programs are kept there.
-        image: of the containers, where the scheduler starts containers.
+        config: the path of its config on the nodes.
+        overrides: `key.path=value` arguments for `axon train`.
+        name: of the job: lower-case letters, digits and dashes, starting with a letter.
+        nodes: the number of nodes.
+        gpus: GPUs per node.
+        shared: a folder on all nodes, for the run and compiled programs.
+        image: the container image, if the scheduler runs containers.
         efa: whether nodes are connected by Elastic Fabric Adapters, as on AWS.
-        accelerator: the name of the GPU, where the scheduler asks for one.
-        hours: the most that the job may take, where the scheduler needs to know.
+        accelerator: the name of the GPU, if the scheduler asks for it.
+        hours: the time limit, if the scheduler asks for it.
 
     Raises:
-        LaunchError: for a job that cannot be.
+        LaunchError: for invalid fields.
     """
 
     config: str
@@ -90,7 +90,7 @@ class Job:
         self.validate()
 
     def validate(self) -> None:
-        """Raises `LaunchError` for a size, a name or a folder that no scheduler takes."""
+        """Raises `LaunchError` for a size, a name or a folder that no scheduler accepts."""
         if not (1 <= self.nodes <= _MOST_NODES and 1 <= self.gpus <= _MOST_GPUS and self.hours > 0):
             raise LaunchError(
                 f"got {self.nodes} nodes with {self.gpus} GPUs for {self.hours} hours; a job has 1 "
@@ -112,12 +112,12 @@ class Job:
 
     @property
     def run_dir(self) -> str:
-        """The folder of the run, the same at each start, so that `--resume auto` finds it."""
+        """The folder of the run; the same at each start, so that `--resume auto` finds it."""
         return f"{self.shared.rstrip('/')}/runs/{self.name}"
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What every process runs."""
+        """The command of every process."""
         named = [word.partition("=")[0] for word in self.overrides]
         # A config for emulated devices would otherwise leave the GPUs idle.
         real = [] if "devices.emulate" in named else ["devices.emulate=null"]
@@ -170,12 +170,12 @@ class Job:
 
 
 def commented(settings: Sequence[Setting], indent: str, line: str) -> list[str]:
-    """Lines of a file that set variables, each below its reason.
+    """Formats settings as lines of a file, each below a comment with its reason.
 
     Args:
         settings: the variables.
-        indent: what every line begins with.
-        line: a format of `name` and `value`.
+        indent: the prefix of every line.
+        line: a format string with `name` and `value`.
 
     Example:
         >>> commented([Setting("A", "1", "Because.")], "  ", "export {name}={value}")

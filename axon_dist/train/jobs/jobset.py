@@ -1,4 +1,4 @@
-"""A job as a JobSet of Kubernetes: one pod for each node, which takes all of its GPUs."""
+"""Writes a job as a Kubernetes JobSet, with one pod per node that uses all of its GPUs."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ SETTINGS
 def manifest(job: Job) -> str:
     """The manifest for `kubectl apply`.
 
-    A failed pod fails its Job, and the JobSet makes all pods anew: the pods of a run need each
-    other. A signal is no failure, and is not counted against `maxRestarts`.
+    A failed pod fails its Job, and the JobSet recreates all pods, because the pods of a run need
+    each other. An end by a signal is not a failure and does not count against `maxRestarts`.
     """
     interrupted, lost = REQUEUED
-    # JobSet calls pod 0 of the first replica of the replicated job "node" like this.
+    # JobSet's name of pod 0 of the first replica of the replicated job "node".
     first = f"{job.name}-node-0-0.{job.name}"
     settings = commented(job.settings(), " " * 16, '- {{name: {name}, value: "{value}"}}')
     words = [f"                - {json.dumps(word)}" for word in job.command]
@@ -154,18 +154,18 @@ _SPEC: Mapping[str, object] = {
     },
     "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": dict}}],
 }  # fmt: skip
-"""Fields of `JobSetSpec` that are written here, with types and choices: those of the custom
+"""The fields of `JobSetSpec` that are used here, with their types and choices. Source: the custom
 resource definition jobset.x-k8s.io/v1alpha2 of kubernetes-sigs/jobset, config/components/crd."""
 
 
 def check(text: str) -> str | None:
-    """Checks a manifest: fields and types of the resource, and the rules of the API server.
+    """Checks the fields and types of a manifest, and rules of the API server.
 
     Returns:
-        What checked it.
+        A description of the check.
 
     Raises:
-        LaunchError: naming the first field that is wrong.
+        LaunchError: about the first wrong field.
     """
     data = sections_of(text, "the JobSet")
     if (data.get("apiVersion"), data.get("kind")) != ("jobset.x-k8s.io/v1alpha2", "JobSet"):
@@ -175,7 +175,7 @@ def check(text: str) -> str | None:
     for job in data["spec"]["replicatedJobs"]:
         template = job["template"]["spec"]
         if template["template"]["spec"]["restartPolicy"] != "Never":
-            # The API server takes a podFailurePolicy with this restart policy alone.
+            # The API server accepts a podFailurePolicy only with this restart policy.
             raise LaunchError("a Job with a podFailurePolicy must have restartPolicy: Never")
     return "the fields of jobset.x-k8s.io/v1alpha2"
 

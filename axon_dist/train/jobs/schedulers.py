@@ -1,4 +1,4 @@
-"""The table of schedulers: how each writes a job as a file, checks the file and takes it."""
+"""The table of schedulers: how to write, check and submit a job file for each."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class Scheduler:
     """One row of the table.
 
     Args:
-        write: makes the text of the job file.
-        suffix: how the name of the file ends.
-        submit: the command that takes the file, which follows it.
-        test: the command that checks the file and starts nothing; empty where there is none.
-        check: checks the text in Python; returns what checked it, None where nothing could.
+        write: returns the text of the job file.
+        suffix: of the file's name.
+        submit: the command that submits the file, which is its last argument.
+        test: the command that only checks the file; empty if there is none.
+        check: checks the text in Python; returns a description of the check, or None if it could
+            not be checked.
     """
 
     write: Callable[[Job], str]
@@ -48,21 +49,21 @@ SCHEDULERS: Mapping[str, Scheduler] = {
         check=skypilot.check,
     ),
 }
-"""Every scheduler by the name of its option."""
+"""The schedulers, by the name of their option."""
 
 
 def check_job(scheduler: Scheduler, path: Path) -> list[str]:
-    """Checks a job file by the table, and by the scheduler itself where that is on this machine.
+    """Checks a job file in Python, and by the scheduler's own command if it is installed.
 
     Args:
         scheduler: a row of `SCHEDULERS`.
         path: the file.
 
     Returns:
-        What checked it.
+        Descriptions of the checks.
 
     Raises:
-        LaunchError: with what the scheduler says.
+        LaunchError: with the scheduler's message.
     """
     found = scheduler.check(path.read_text())
     checked = [] if found is None else [found]
@@ -73,17 +74,17 @@ def check_job(scheduler: Scheduler, path: Path) -> list[str]:
 
 
 def submit_job(scheduler: Scheduler, path: Path) -> str:
-    """Hands a job file to its scheduler.
+    """Submits a job file to its scheduler.
 
     Args:
         scheduler: a row of `SCHEDULERS`.
         path: the file.
 
     Returns:
-        What the scheduler says.
+        The scheduler's output.
 
     Raises:
-        LaunchError: when it is not on this machine, or refuses the job.
+        LaunchError: if the scheduler is not installed here, or rejects the job.
     """
     program = scheduler.submit[0]
     if shutil.which(program) is None:
@@ -99,7 +100,7 @@ def _run(command: tuple[str, ...], what: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     except OSError as error:
         raise LaunchError(f"{command[0]} does not start: {error.strerror}") from error
-    said = " ".join(printable(f"{done.stdout} {done.stderr}").split())
+    output = " ".join(printable(f"{done.stdout} {done.stderr}").split())
     if done.returncode:
-        raise LaunchError(f"{command[0]} {what} {command[-1]} (code {done.returncode}): {said}")
-    return said
+        raise LaunchError(f"{command[0]} {what} {command[-1]} (code {done.returncode}): {output}")
+    return output

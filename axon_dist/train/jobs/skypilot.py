@@ -1,4 +1,4 @@
-"""A job as a task of SkyPilot, for `sky jobs launch`."""
+"""Writes a job as a SkyPilot task, for `sky jobs launch`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .job import PORT, REQUEUED, RESTARTS, Job, commented
 
 
 def task(job: Job) -> str:
-    """The YAML file of the task: a launcher on each node starts a process for each GPU."""
+    """The YAML file of the task: a launcher on each node starts one process per GPU."""
     interrupted, lost = REQUEUED
     settings = "\n".join(commented(job.settings(), "  ", '{name}: "{value}"'))
     return f"""\
@@ -44,13 +44,13 @@ run: |
 
 
 def check(text: str) -> str | None:
-    """Checks a task by the schemas of SkyPilot, where that is installed with `jsonschema`.
+    """Checks a task by SkyPilot's schemas, if SkyPilot and `jsonschema` are installed.
 
     Returns:
-        What checked it; None where nothing here can.
+        A description of the check; None if they are not installed.
 
     Raises:
-        LaunchError: with what the schema says.
+        LaunchError: with the message of the schema.
     """
     try:
         jsonschema = importlib.import_module("jsonschema")

@@ -1,4 +1,4 @@
-"""A job as a batch script of SLURM."""
+"""Writes a job as a SLURM batch script."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .job import FINAL, LAST_SECONDS, REQUEUED, RESTARTS, SAVE_SECONDS, Job, com
 
 
 def script(job: Job) -> str:
-    """The script for `sbatch`, a process for each GPU."""
+    """The script for `sbatch`, with one process per GPU."""
     interrupted, lost = REQUEUED
     settings = commented(job.settings(), "", 'export {name}="{value}"')
     return "\n".join(

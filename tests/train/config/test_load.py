@@ -84,7 +84,7 @@ def test_a_missing_file(tmp_path):
 def test_a_binary_file(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ConfigError, match=r"x.yaml': not a text"):
+    with pytest.raises(ConfigError, match=r"x.yaml': it is not UTF-8 text"):
         read_yaml(path)
 
 
