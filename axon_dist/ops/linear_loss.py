@@ -43,14 +43,14 @@ CHUNK_SHARE = 1 / 64
 
 @dataclasses.dataclass(frozen=True)
 class HeadLoss:
-    """How logits become losses; arguments of the same names as in `linear_cross_entropy`.
+    """How logits become losses; the options of `linear_cross_entropy` as one value.
 
     Args:
-        z_loss: see there.
-        label_smoothing: see there.
-        soft_cap: see there.
-        logits_dtype: see there.
-        num_chunks: see there.
+        z_loss: as in `linear_cross_entropy`.
+        label_smoothing: as in `linear_cross_entropy`.
+        soft_cap: as in `linear_cross_entropy`.
+        logits_dtype: as in `linear_cross_entropy`.
+        num_chunks: as in `linear_cross_entropy`.
         scores: whether to count the positions at which the likeliest token is the label.
     """
 
