@@ -64,8 +64,9 @@ def read_trace(folder: str | Path) -> list[Event]:
     files = sorted(Path(folder).glob("**/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise UnsupportedError(
-            f"{str(folder)!r} holds no trace (*.xplane.pb); give the folder that "
-            "jax.profiler.trace was given"
+            f"{str(folder)!r} holds no trace (*.xplane.pb); pass the folder that "
+            "jax.profiler.trace wrote to",
+            code="no-trace",
         )
     with warnings.catch_warnings():
         # Python warns that the reader's types lack the attribute __module__.
@@ -74,8 +75,9 @@ def read_trace(folder: str | Path) -> list[Event]:
         events = [event for plane in planes for event in _events(plane)]
     if not events:
         raise UnsupportedError(
-            f"the trace {str(files[-1])!r} has no operation of a CPU, GPU or TPU; trace a step "
-            "that runs, and wait for its result before the trace ends"
+            f"the trace {str(files[-1])!r} has no operation of a CPU, GPU or TPU; run a step in "
+            "the trace, and wait for its result before the trace ends",
+            code="no-operations",
         )
     return events
 

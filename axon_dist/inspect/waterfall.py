@@ -293,8 +293,9 @@ def waterfall(
 
     if not any(event.name in known for event in own):
         raise UnsupportedError(
-            f"no operation of the trace is one of the compiled step ({len(known)} instructions of "
-            f"{module.name!r}); give the trace and the program of one step"
+            f"no operation of the trace belongs to the compiled step ({len(known)} instructions of "
+            f"{module.name!r}); pass the trace and the program of the same step",
+            code="other-program",
         )
     time = spent(own, num_runs, rank)
     return _broken_down(time, known, kinds, module, peak_flops, peak_source, device)

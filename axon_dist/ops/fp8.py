@@ -117,9 +117,10 @@ class Fp8Dot:
         trailing = tuple(range(lhs.ndim - count, lhs.ndim))
         if more or any(batch) or (tuple(left), tuple(right)) != (trailing, tuple(range(count))):
             raise UnsupportedError(
-                f"a product with dimension_numbers={dimension_numbers} and {more} is none of last "
-                "with first dims, which is what fp8 can compute; leave the layer out by "
-                "MixedPrecision.fp8(skip=...)"
+                f"got a product with dimension_numbers={dimension_numbers} and {more}; fp8 "
+                "products must contract the last dims with the first dims, without further arguments; "
+                "leave the layer out with MixedPrecision.fp8(skip=...)",
+                code="fp8-dimensions",
             )
         dtype = jnp.dtype(preferred_element_type or lhs.dtype)
         # The scale is shared by all samples, so a sample depends on others only through rounding.

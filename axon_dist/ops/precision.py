@@ -81,14 +81,16 @@ class MixedPrecision:
         if self.skip and self.products is None:
             raise ConfigError(
                 f"skip={self.skip!s:.80} names layers that fp8 leaves out, and products is None; "
-                "say products='fp8', or leave skip out"
+                "set products='fp8', or leave skip out",
+                code="skip-without-products",
             )
         if self.gather not in (None, "fp8"):
             raise ConfigError(f"gather is {self.gather!r:.80}; it must be 'fp8', or None")
         if self.gather is not None and self.products is None:
             raise ConfigError(
-                "gather='fp8' sends weights as products in fp8 read them, and products is "
-                "None; say products='fp8', or leave gather out"
+                "gather='fp8' gathers the weights of fp8 products, and products is None; "
+                "set products='fp8', or leave gather out",
+                code="gather-without-products",
             )
 
     @classmethod

@@ -465,7 +465,7 @@ def _loss(loss: Value, weight: Value, parts: float) -> OutputUse:
         # The parts' values of a total can be summed; a constant is the mean of equal values.
         if value.kind not in (Kind.CONSTANT, Kind.TOTAL):
             kind = Use.MIXED if value.kind is Kind.MIXED else Use.COUPLED
-            why = whose + (value.why or "is no sum over the samples")
+            why = whose + (value.why or "is not a sum over the samples")
             return OutputUse(kind, 1.0, why, value.line)
     factor = loss.scale / weight.scale
     if same_scale(factor, parts):

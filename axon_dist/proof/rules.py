@@ -79,7 +79,7 @@ def _broadcast(op: Operation, values: list[Value]) -> Value:
     if value.dim is not None:
         value = op.moved(only_numbers(value))
         if dims != [value.dim]:
-            raise Coupling("puts every sample beside every other")
+            raise Coupling("pairs every sample with every other")
         return value
     if dims and not value.is_constant:
         raise Coupling("gives a total over the samples back to each of them")
@@ -223,7 +223,7 @@ def _stack(op: Operation, values: list[Value]) -> Value:
 
 def _unstack(op: Operation, values: list[Value]) -> list[Value]:
     if Role.PART in op.roles:
-        raise Coupling("takes the samples apart")
+        raise Coupling("splits an array along the samples")
     return [op.moved(not_numbered(values[0]))] * len(op.outputs)
 
 
