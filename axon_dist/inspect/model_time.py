@@ -145,7 +145,8 @@ class _Kernels:
     """Adds up the kernels of one program, each computation once."""
 
     def __init__(self, module: Module, machine: Hardware):
-        self._module, self._machine = module, machine
+        self._module = module
+        self._machine = machine
         self._rates: Rates = rates_of(machine)
         self._costs = CostModel(module)
         self._known: dict[str, _Counted] = {}

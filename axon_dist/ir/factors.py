@@ -179,7 +179,8 @@ class Factors:
 
 def factors(equation: JaxprEqn) -> Factors | None:
     """Returns the factors of an equation without inner programs; None if they are unknown."""
-    inputs, outputs = map(shape_of, equation.invars), map(shape_of, equation.outvars)
+    inputs = map(shape_of, equation.invars)
+    outputs = map(shape_of, equation.outvars)
     return factors_of(equation.primitive.name, equation.params, [*inputs], [*outputs])
 
 
@@ -389,8 +390,11 @@ def _windows_of(rank: int, *hidden: Sequence[int]) -> list[int]:
 
 
 def _take(draft: Factors) -> None:
-    numbers, sizes = draft.params["dimension_numbers"], draft.params["slice_sizes"]
-    table, indices, shape = draft.inputs[0], draft.inputs[1], draft.outputs[0]
+    numbers = draft.params["dimension_numbers"]
+    sizes = draft.params["slice_sizes"]
+    table = draft.inputs[0]
+    indices = draft.inputs[1]
+    shape = draft.outputs[0]
     batching = dict(
         zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
     )

@@ -249,7 +249,8 @@ def _run(equation: JaxprEqn, operands: Sequence[Array], how: LayerScan) -> Seque
         return how.protect(evaluate, 1)(operands)
     if not has_units(equation):
         return evaluate(operands)
-    name, inner = equation.primitive.name, called(equation)
+    name = equation.primitive.name
+    inner = called(equation)
     if inner is not None and name in CALLS:
         return _evaluate(ClosedJaxpr(inner.jaxpr, inner.consts), operands, how)
     if how.remat is None:

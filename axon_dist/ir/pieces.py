@@ -335,7 +335,8 @@ def _rows_of(equation: JaxprEqn, read: set[Var]) -> TableRows | None:
 def _is_by_rows(equation: JaxprEqn) -> bool:
     """Whether a gather takes whole rows of a matrix, one per id."""
     table, ids = map(struct_of, equation.invars)
-    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    numbers = equation.params["dimension_numbers"]
+    sizes = equation.params["slice_sizes"]
     return (
         table.ndim == 2
         and tuple(sizes) == (1, table.shape[1])

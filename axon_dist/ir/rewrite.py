@@ -167,7 +167,8 @@ class _Run:
         return interpret(jaxpr, consts, values, self.equation)
 
     def equation(self, equation: JaxprEqn, operands: Sequence[Array]) -> Sequence[Array]:
-        name, hidden = equation.primitive.name, self.rewriting.hidden
+        name = equation.primitive.name
+        hidden = self.rewriting.hidden
         if name in self.rewriting.replace:
             with in_place_of(equation):
                 results = self.rewriting.replace[name](equation, operands)

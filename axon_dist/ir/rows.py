@@ -119,7 +119,8 @@ def _run(equation: JaxprEqn, operands: Sequence[RowValue]) -> Sequence[RowValue]
     results = eval_equation(equation, [whole(x) for x in operands])
     if equation.primitive.name != "broadcast_in_dim" or len(equation.invars) > 1:
         return results
-    shape, dims = equation.params["shape"], equation.params["broadcast_dimensions"]
+    shape = equation.params["shape"]
+    dims = equation.params["broadcast_dimensions"]
     if not shape or 0 in dims or shape[0] == 1:
         return results
     # All rows are equal: each is a broadcast of the same smaller array.
@@ -348,7 +349,8 @@ def run_with_calls(closed: ClosedJaxpr, values: Sequence[Array], run: RunCalls) 
     known.update(zip(jaxpr.invars, values, strict=True))
     waiting = list(jaxpr.eqns)
     while waiting:
-        ready, later = [], []
+        ready = []
+        later = []
         for equation in waiting:
             if not variables(equation.invars) <= known.keys():
                 later.append(equation)
@@ -370,7 +372,8 @@ def input_shapes(program: ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
 
 
 def _call(equation: JaxprEqn, origins: dict[Var, Origin], operands: list[Array]) -> RowCall:
-    function, lead = equation.params["function"], equation.params["lead"]
+    function = equation.params["function"]
+    lead = equation.params["lead"]
     operand = equation.invars[0]
     origin = None if isinstance(operand, Literal) else origins.get(operand)
     return RowCall(function, lead, origin, operands[0], tuple(operands[1:]))

@@ -167,7 +167,8 @@ def _is_inlined(equation: JaxprEqn) -> bool:
 
 def _is_exact(atom: Atom) -> bool:
     """Whether a value is at most `SMALL` keys or integers, which are exact on every device."""
-    aval, dtype = atom.aval, dtype_of(atom)
+    aval = atom.aval
+    dtype = dtype_of(atom)
     if dtype is None or math.prod(shape_of(atom)) > SMALL or getattr(aval, "weak_type", False):
         return False
     return is_key(aval) or np.dtype(dtype).kind in "iub"

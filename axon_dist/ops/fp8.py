@@ -118,8 +118,8 @@ class Fp8Dot:
         if more or any(batch) or (tuple(left), tuple(right)) != (trailing, tuple(range(count))):
             raise UnsupportedError(
                 f"got a product with dimension_numbers={dimension_numbers} and {more}; fp8 "
-                "products must contract the last dims with the first dims, without further arguments; "
-                "leave the layer out with MixedPrecision.fp8(skip=...)",
+                "products must contract the last dims with the first dims, and take no further "
+                "arguments; leave the layer out with MixedPrecision.fp8(skip=...)",
                 code="fp8-dimensions",
             )
         dtype = jnp.dtype(preferred_element_type or lhs.dtype)

@@ -249,7 +249,8 @@ def _bound(
 
 def _check(operands: dict[str, Array]) -> None:
     shapes = {name: jnp.shape(x) for name, x in operands.items()}
-    lead, width = shapes["hidden"][:-1], shapes["hidden"][-1:]
+    lead = shapes["hidden"][:-1]
+    width = shapes["hidden"][-1:]
     fits = len(shapes["kernel"]) == 2 and shapes["kernel"][:1] == width
     fits = fits and shapes["labels"] == shapes["weights"] == lead
     if not fits or shapes.get("bias", shapes["kernel"][1:]) != shapes["kernel"][1:]:

@@ -108,7 +108,8 @@ def _written(op: Operation, table: Value, indices: Value) -> int | None:
         return _factor(op, table, _TABLE) if is_own else None
     targets = tuple(numbers.scatter_dims_to_operand_dims)
     if dim in targets and dim in numbers.inserted_window_dims:
-        column, flags = targets.index(dim), indices.numbers
+        column = targets.index(dim)
+        flags = indices.numbers
         if len(flags) > column and flags[column] and sum(flags) == 1 and table.outer == 1:
             return op.factors.factor(_INDICES, indices.dim or 0)
     elif dim not in targets:

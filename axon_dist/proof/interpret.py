@@ -115,7 +115,8 @@ class Walk:
     """
 
     def __init__(self, ratio: float, is_single: bool = False):
-        self._ratio, self._is_single = ratio, is_single
+        self._ratio = ratio
+        self._is_single = is_single
         self._numbers: dict[Hashable, int] = {}
         self._in_backward = False
 
@@ -178,7 +179,8 @@ class Walk:
 
     def _equation(self, pair: Pair, operands: list[Value], line: str) -> list[Value]:
         one, two = pair
-        name, count = one.primitive.name, len(one.outvars)
+        name = one.primitive.name
+        count = len(one.outvars)
         at = line or source_line(one)
         if name != two.primitive.name:
             return [coupled(Why.DIFFERS, at)] * count
@@ -194,7 +196,8 @@ class Walk:
         return self._primitive(op, operands, at)
 
     def _primitive(self, op: Operation, operands: list[Value], at: str) -> list[Value]:
-        name, count = op.name, len(op.outputs)
+        name = op.name
+        count = len(op.outputs)
         known = [value.known for value in operands if value.known is not None]
         if len(known) == len(operands) and (number := folded(op, known)) is not None:
             key = (name, str(op.params), *known)

@@ -155,7 +155,8 @@ def _repeats_samples(op: Operation, value: Value, small: Shape) -> bool:
     """Whether a constant is repeated once per sample, so that the part has it once."""
     if op.name != "broadcast_in_dim" or not value.is_constant:
         return False
-    large, result = op.inputs[0][1], op.outputs[0][1]
+    large = op.inputs[0][1]
+    result = op.outputs[0][1]
     return small == large and math.prod(result) > math.prod(large)
 
 

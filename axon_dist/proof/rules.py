@@ -73,7 +73,8 @@ def _power(op: Operation, values: list[Value]) -> Value:
 
 
 def _broadcast(op: Operation, values: list[Value]) -> Value:
-    value, dims = values[0], grown(op.outputs[0])
+    value = values[0]
+    dims = grown(op.outputs[0])
     if value.kind is Kind.CARRY and op.inputs[0] != op.outputs[0]:
         raise Coupling(Why.LOOPED)
     if value.dim is not None:
@@ -274,7 +275,8 @@ def _of_one_key(op: Operation, key: Value, key_ndim: int = 0) -> Value:
 
 def _gamma(op: Operation, values: list[Value]) -> Value:
     """The rule for gamma noise: each element has its own key, split from one or one per sample."""
-    key, shape_of_it = values[0], as_rows(values[1], op.inputs[1])
+    key = values[0]
+    shape_of_it = as_rows(values[1], op.inputs[1])
     nonlinear(op.name, [key, shape_of_it])
     if key.is_rows:
         if "rbg" in op.generator:
