@@ -1,25 +1,27 @@
-"""What a compiled step sends, stores and computes on each device.
+"""Measures what a compiled step sends, stores and computes on each device.
 
-This room reads the text of the optimised program that will run, and nothing else: it knows no
-strategy, so that it can check what one claims. Times follow from the rates of `mesh.chips`.
+This package reads only the text of the optimised program that will run. It does not know the
+strategies, so it can check their claims independently. Times follow from the rates of `mesh.chips`.
 
-* `collectives` lists what is sent, over which mesh axis, how often, and whether compute hides it;
-  `expect_collectives` and `expect_bytes` turn that into tests.
-* `memory` asks the compiler for bytes per device; `device_bytes` measures what arrays occupy.
-* `carried_bytes` is what a loop carries between iterations, such as the sum of gradients.
-* `kernels` counts the custom calls, fused attention among them, and `expect_kernels` turns that
-  into tests; `recomputed` is what XLA rematerialises unasked.
-* `flops` counts matrix operations with the trip counts of loops.
-* `model_time` adds up its kernels, each at the rate that its shape reaches (`mesh.rates`).
-* `report` joins these.
-* `read_trace` reads what `jax.profiler` traced, and `waterfall` says with the program what the
-  time of a step went to.
-* `target_mesh("h100:8x8", "fsdp=64")` gives devices to compile for that are not here, and
-  `target_options` the compiler options of their chip, which a step built for them has already.
+* `collectives` lists the collectives: their bytes, mesh axis and count, and whether compute hides
+  them. `expect_collectives` and `expect_bytes` turn that into tests.
+* `memory` asks the compiler for bytes per device; `device_bytes` measures the bytes of arrays.
+* `carried_bytes` measures the carry of a loop, such as the sum of gradients.
+* `kernels` counts custom calls, including fused attention, and `expect_kernels` turns that into
+  tests; `recomputed` counts the instructions that XLA rematerialises on its own.
+* `flops` counts matrix operations, multiplied by the trip counts of loops.
+* `model_time` sums the times of the kernels, each at the rate that its shape reaches
+  (`mesh.rates`).
+* `report` combines these.
+* `read_trace` reads a trace of `jax.profiler`; `waterfall` uses it with the program to show where
+  the time of a step went.
+* `target_mesh("h100:8x8", "fsdp=64")` returns devices that programs can be compiled for without
+  having them. `target_options` returns the compiler options of their chip, which a step built for
+  them already has.
 
-Start reading in `transfers.py`, which finds the collectives and judges them: `parse.py` reads the
-text, `computations.py` follows its control flow, `flops.py` says what it costs, and `ledger.py`
-adds up.
+Start with `transfers.py`, which finds the collectives and decides whether they are hidden.
+`parse.py` reads the text, `computations.py` follows its control flow, `flops.py` computes its cost,
+and `ledger.py` adds up.
 """
 
 from ..core.tree import bytes_per_device as bytes_per_device

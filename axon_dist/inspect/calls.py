@@ -1,8 +1,8 @@
-"""The kernels that a compiled program calls, and what the compiler rematerialises.
+"""Counts the kernels that a compiled program calls, and the work that XLA rematerialises.
 
-A fused kernel is a custom call, whose target or name says what it is. Asking for one
-proves nothing: with a dtype that the kernel does not take, or on a platform without it, the same
-model compiles to products over all scores.
+A fused kernel is a custom call; its target or its name identifies it. Requesting a fused kernel
+does not guarantee one: with an unsupported dtype, or on a platform without it, the same model
+compiles to products over all scores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def expect_collectives(
 ) -> Ledger:
     """Raises unless a program executes exactly these collectives in a step.
 
-    A kind that is not named must not occur.
+    Kinds that are not given must not occur.
 
     Args:
         program: a `jax.stages.Compiled`, its text, or a `Module`.
@@ -58,7 +58,7 @@ def expect_collectives(
         The whole ledger, for further questions.
 
     Raises:
-        ClaimError: a number differs; the message shows the ledger.
+        ClaimError: if a number differs; the message shows the ledger.
 
     Example:
         >>> import jax.numpy as jnp
@@ -101,7 +101,7 @@ def expect_bytes(
     axis: str | tuple[str, ...] | None = None,
     tolerance: float = 0.02,
 ) -> Ledger:
-    """Raises unless a device sends so many bytes in a step.
+    """Raises unless a device sends the given number of bytes in a step.
 
     Args:
         program: a `jax.stages.Compiled`, its text, or a `Module`.
@@ -116,7 +116,7 @@ def expect_bytes(
         The whole ledger, for further questions.
 
     Raises:
-        ClaimError: the bytes deviate by more; the message shows the ledger.
+        ClaimError: if the bytes deviate by more; the message shows the ledger.
     """
     ledger = collectives(program, mesh)
     sent = ledger.total_wire_bytes(kind, axis)
@@ -131,32 +131,32 @@ def expect_bytes(
 
 
 def is_expected(count: int, claim: Expected) -> bool:
-    """Whether a number of executions is one that is allowed."""
+    """Whether a number of executions is allowed."""
     return claim is None or count in (claim if isinstance(claim, range) else (claim,))
 
 
 ATTENTION = re.compile(r"fmha|flash|splash|attention", re.IGNORECASE)
-"""What the targets and names of fused attention have in them."""
+"""Matches the targets and names of fused attention kernels."""
 
 PALLAS = ("tpu_custom_call", "mosaic", "triton_kernel_call", "__gpu$xla.gpu.triton")
-"""Targets that any kernel may have; its name says which it is."""
+"""Targets shared by many kernels; the instruction's name identifies the kernel."""
 
 _NUMBER = re.compile(r"(\.\d+)+$")
 PADDING = 128
-"""XLA pads a dim that does not divide by less than this: 50 257 become 50 260 for cuBLAS."""
+"""XLA may pad a dim to a multiple, by less than this: for cuBLAS, 50 257 becomes 50 260."""
 
 REMAT = ".remat"
-"""What XLA adds to the name of an instruction that it computes again to save memory."""
+"""XLA adds this to the name of an instruction that it recomputes to save memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recomputed:
-    """What XLA rematerialises unasked; what the program recomputes by itself is not counted.
+    """The work that XLA rematerialises on its own, without that of the program's checkpoints.
 
     Args:
-        count: executions per step.
-        bytes: of their results, per step.
-        flops: matrix operations among them, per step.
+        count: executions of rematerialised instructions per step.
+        bytes: bytes of their results, per step.
+        flops: their matrix operations, per step.
     """
 
     count: int = 0
@@ -171,13 +171,13 @@ class Recomputed:
 
 
 def kernels(program: ProgramLike) -> dict[str, int]:
-    """Counts the custom calls of a program by target, kernels of Pallas by their names.
+    """Counts the custom calls of a program by target, and Pallas kernels by target and name.
 
     Args:
         program: a `jax.stages.Compiled`, its text, or a `Module`.
 
     Returns:
-        Executions per step and device; a loop whose length only the data know counts once.
+        Executions per step and device; a loop whose length depends on the data counts once.
 
     Example:
         >>> import jax
@@ -193,23 +193,24 @@ def kernels(program: ProgramLike) -> dict[str, int]:
 
 
 def attention_kernels(program: ProgramLike) -> dict[str, int]:
-    """Those of the `kernels` that are fused attention, forward and backward."""
+    """Returns the `kernels` that are fused attention, forward and backward."""
     return {name: count for name, count in kernels(program).items() if ATTENTION.search(name)}
 
 
 def recomputed(program: ProgramLike) -> Recomputed:
-    """What XLA rematerialises by itself: instructions that are named `.remat`.
+    """Counts the instructions that XLA rematerialises on its own, which it names `.remat`.
 
-    It does so where a program would not fit, without a message, and counts these FLOPs nowhere.
+    XLA does so silently if a program would otherwise not fit, and reports these FLOPs nowhere.
 
     Args:
         program: a `jax.stages.Compiled`, its text, or a `Module`.
 
     Returns:
-        How often, and how much.
+        The executions, bytes and FLOPs.
     """
     module = as_module(program)
-    cost, total = CostModel(module), Recomputed()
+    cost = CostModel(module)
+    total = Recomputed()
     for visit in visits(module):
         for instruction in visit.computation.instructions:
             if REMAT not in instruction.name:
@@ -224,16 +225,17 @@ def recomputed(program: ProgramLike) -> Recomputed:
 
 
 def largest_logits(program: ProgramLike, classes: int) -> int:
-    """The positions of the largest array of floats that has one for each of them and each class.
+    """Returns how many positions the largest array of logits has.
 
-    A value within a fusion does not count, for it is never in memory as a whole.
+    Any floating-point array with a dim of `classes` counts. Values within a fusion do not count:
+    they are never in memory as a whole.
 
     Args:
         program: a `jax.stages.Compiled`, its text, or a `Module`.
-        classes: how many classes a device has: of a vocabulary that is split, its part.
+        classes: the number of classes on a device: its part of the vocabulary if that is split.
 
     Returns:
-        How many; 0 where no array has such a dim, or one that XLA has padded.
+        The number of positions; 0 if no array has such a dim, even allowing for XLA's padding.
     """
     module = as_module(program)
     shapes = (
@@ -259,22 +261,22 @@ def expect_kernels(
     loss: tuple[int, int] | None = None,
     remat: Expected = None,
 ) -> Mapping[str, int]:
-    """Raises unless a program calls the kernels that its speed was counted on.
+    """Raises unless a program calls the kernels that its speed depends on.
 
     Args:
         program: a `jax.stages.Compiled`, its text, or a `Module`.
-        attention: how often a device runs a fused kernel of attention in a step, forward,
-            backward and recomputed together; a `range` for several allowed numbers, such as
-            `range(1, 10**6)` for any but none, and None for any.
-        loss: (positions, classes) of one device, of which no array may hold all logits, in float32
-            or in half precision.
-        remat: how many instructions XLA may rematerialise by itself.
+        attention: how often a device runs a fused attention kernel in a step, counting forward,
+            backward and recomputation. A `range` allows several numbers, such as `range(1, 10**6)`
+            for any number above 0; None allows any.
+        loss: (positions, classes) of one device; no array may hold that many logits, in float32 or
+            half precision.
+        remat: how many instructions XLA may rematerialise on its own.
 
     Returns:
         All `kernels` of the program.
 
     Raises:
-        ClaimError: naming what differs.
+        ClaimError: if anything differs; names what.
 
     Example:
         >>> import jax

@@ -1,8 +1,8 @@
-"""Visits every computation that the control flow of a program reaches, and how often.
+"""Visits every computation that the control flow of a program reaches, with its execution count.
 
-CPU and GPU write the number into the instruction; for TPU it has to be inferred. A loop that comes
-from `lax.scan` or `fori_loop` counts an integer, so the integers among its carried values are
-simulated until its condition fails.
+The CPU and GPU compilers write a loop's trip count into its instruction; for TPU it has to be
+inferred. A loop from `lax.scan` or `fori_loop` counts an integer, so the integers among its carried
+values are simulated until its condition fails.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _OPERATIONS: dict[str, Callable[..., int]] = {
 }
 
 Known: TypeAlias = int | Mapping[int, int] | None
-"""What is known of a value: an integer, those among the elements of a tuple, or nothing."""
+"""What is known about a value: an integer, the integers of a tuple by index, or nothing."""
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Returns how often the body of a `while` runs, or None where only the data decide.
+    """Returns how often the body of a `while` runs, or None if that depends on the data.
 
     Args:
         module: the parsed HLO of a compiled program.
@@ -62,10 +62,10 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     call = _Call(module, computation, _arguments(module, computation))
     state = call.value(loop.operands[0])
     for iteration in range(_MAX_SIMULATED):
-        goes_on = _Call(module, condition, [state]).value(condition.root.name)
-        if not isinstance(goes_on, int):
+        continues = _Call(module, condition, [state]).value(condition.root.name)
+        if not isinstance(continues, int):
             return None
-        if not goes_on:
+        if not continues:
             return iteration
         before, state = state, _next_state(module, body, state)
         if state == before:
@@ -74,9 +74,9 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _arguments(module: Module, computation: Computation) -> list[Known]:
-    """What is known about the arguments of a computation, where all its calls agree on it.
+    """Returns what is known about a computation's arguments if all its calls agree, else [].
 
-    XLA for CPUs moves small loops into calls of their own.
+    It is needed because XLA:CPU moves small loops into calls.
     """
     values = []
     for caller in module.computations.values():
@@ -94,9 +94,9 @@ def _next_state(module: Module, body: Computation, state: Known) -> Mapping[int,
 
 
 class _Call:
-    """What is known of the values in one call of a computation, on demand.
+    """Evaluates values in one call of a computation, on demand.
 
-    `arguments[n]` is what is known of parameter n.
+    `arguments[n]` is what is known about parameter n.
     """
 
     def __init__(self, module: Module, computation: Computation, arguments: Sequence[Known]):
@@ -127,7 +127,7 @@ class _Call:
         return self._computed(instruction)
 
     def elements(self, made: Instruction, indices: Iterable[int]) -> Mapping[int, int]:
-        """The integers among some elements of a tuple."""
+        """Returns the integers among some elements of a tuple, by index."""
         values = {index: self.value(made.operands[index]) for index in indices}
         return {index: value for index, value in values.items() if isinstance(value, int)}
 
@@ -139,7 +139,7 @@ class _Call:
         return carried.get(index) if isinstance(carried, Mapping) else None
 
     def _computed(self, instruction: Instruction) -> Known:
-        """What an operation makes of integers."""
+        """Evaluates an operation on integers."""
         opcode, operands = instruction.opcode, instruction.operands
         if opcode == "select":
             test = self.value(operands[0])
@@ -164,10 +164,10 @@ class Visit:
     """One way to reach a computation from the entry.
 
     Args:
-        computation: what is reached.
-        count: executions per step, the trip counts of the loops around it multiplied.
-        unknown_trip: whether a loop around it was counted once because only the data decide.
-        in_conditional: whether a branch of a conditional leads to it.
+        computation: the computation reached.
+        count: executions per step: the product of the trip counts of the loops around it.
+        unknown_trip: whether a loop around it has a data-dependent length and was counted once.
+        in_conditional: whether it is reached through a branch of a conditional.
     """
 
     computation: Computation
@@ -179,8 +179,8 @@ class Visit:
 def visits(module: Module) -> Iterator[Visit]:
     """Follows loops, branches and calls from the entry of a program.
 
-    Fusions and asynchronous wrappers are not entered: their instructions are scheduled where they
-    are launched. The branches of a conditional all count as executed, but for those marked as rare.
+    It does not enter fusions and asynchronous wrappers: their instructions are scheduled where they
+    are launched. All branches of a conditional count as executed, except those marked as rare.
 
     Args:
         module: the parsed HLO of a compiled program.
@@ -212,10 +212,10 @@ def _descend(module: Module, visit: Visit) -> Iterator[Visit]:
 
 
 def usually_called(module: Module, instruction: Instruction) -> list[Computation]:
-    """What an instruction calls, without the branches that this library marks as rare.
+    """Returns what an instruction calls, without the branches that this library marks as rare.
 
-    Experts have slots for the load of the busiest under a balanced choice; branches with more, and
-    a loop for what exceeds these, are marked. None of them holds a collective.
+    Experts have slots for the busiest expert's load under a balanced choice. Branches with more
+    slots are marked as rare, and so is a loop for even larger loads. They contain no collectives.
     """
     called = list(module.called(instruction))
     if instruction.opcode != "conditional":
@@ -224,10 +224,10 @@ def usually_called(module: Module, instruction: Instruction) -> list[Computation
 
 
 def below_branches(module: Module) -> Iterator[Computation]:
-    """Finds what only some devices may run: all that a branch of a conditional leads to.
+    """Finds what only some devices may run: everything reached from a branch of a conditional.
 
-    Unlike `visits` it enters everything that is named on the way, fusions and asynchronous
-    wrappers too, and each computation once.
+    Unlike `visits`, it enters every computation that an instruction names, including fusions and
+    asynchronous wrappers, and each only once.
 
     Args:
         module: the parsed HLO of a compiled program.
@@ -252,10 +252,11 @@ def _named(instruction: Instruction) -> Iterator[str]:
 
 
 def carried_bytes(program: ProgramLike) -> int:
-    """Bytes per device that a loop rewrites in every iteration: of the outermost, the largest.
+    """Returns the bytes per device that a loop rewrites in every iteration.
 
-    In a step that accumulates these are the sums over microbatches, of gradients and of a few
-    scalars. What a loop only reads, such as weights, does not count; nor do loops within it.
+    It is the largest number among the outermost loops. In a step with gradient accumulation, these
+    bytes are the sums of gradients, and a few scalars. Values that a loop only reads, such as
+    weights, do not count; nor do loops within it.
 
     Args:
         program: a compiled step, or its text.
@@ -291,6 +292,6 @@ def _rewritten(module: Module, loop: Instruction) -> int:
 
 
 def _is_kept(body: Computation, operand: str, position: int) -> bool:
-    """Whether an iteration returns its argument at a position unchanged."""
+    """Whether an iteration returns the argument at a position unchanged."""
     maker = body.by_name[operand]
     return maker.opcode == "get-tuple-element" and maker.attribute("index") == str(position)

@@ -1,8 +1,8 @@
-"""What running a computation costs: matrix operations and bytes of memory traffic.
+"""The cost of a computation: matrix operations and bytes of memory traffic.
 
-A multiplication and an addition are two operations. Elementwise work is not counted: it is bound by
-memory, and no accelerator's peak is stated for it. A causal mask is not discounted, as in the usual
-`6 * parameters * tokens + attention` accounting.
+A multiplication and an addition are two operations. Elementwise work is not counted: it is
+memory-bound, and vendors state no peak for it. A causal mask does not reduce the count, as in the
+usual `6 * parameters * tokens + attention` accounting.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _NO_FLOPS = re.compile(
 
 
 def matmul_flops(computation: Computation, instruction: Instruction) -> int:
-    """Counts the matrix operations of one instruction, not of what it calls.
+    """Counts the matrix operations of one instruction, without those of computations it calls.
 
     Args:
-        computation: the computation that holds it, which has its operands.
+        computation: the computation that holds it and its operands.
         instruction: a `dot`, a `convolution`, or a custom call to cuBLAS, cuDNN or a kernel that
-            states its cost; anything else counts nothing.
+            states its cost; any other instruction counts 0.
 
     Returns:
         Twice the number of multiplications.
@@ -55,7 +55,7 @@ def matmul_flops(computation: Computation, instruction: Instruction) -> int:
 
 
 def target_of(instruction: Instruction) -> str:
-    """The target of a custom call; "" where it has none."""
+    """Returns the target of a custom call; "" if it has none."""
     match = _TARGET.search(instruction.attributes)
     return match.group(1) if match else ""
 
@@ -66,8 +66,9 @@ def _gemm(computation: Computation, instruction: Instruction, contracted: tuple[
 
 
 def _custom_call(computation: Computation, instruction: Instruction) -> int | None:
-    """The matrix operations of a kernel; None where they are not known."""
-    target, attributes = target_of(instruction), instruction.attributes
+    """Counts the matrix operations of a kernel; None if they are unknown."""
+    target = target_of(instruction)
+    attributes = instruction.attributes
     if "matmul" in target or "gemm" in target:
         match = _GEMM_LHS.search(attributes)
         return _gemm(computation, instruction, _dims(match.group(1))) if match else 0
@@ -84,8 +85,8 @@ def _custom_call(computation: Computation, instruction: Instruction) -> int | No
 
 
 def _attention(computation: Computation, instruction: Instruction, backward: bool) -> int:
-    # Flash attention forms the scores again in its backward pass: five products instead of four
-    # (Dao et al., arXiv:2205.14135).
+    # The backward pass of flash attention recomputes the scores, so it has five products instead of
+    # four (Dao et al., arXiv:2205.14135).
     match = _SCORES.search(instruction.attributes)
     if match is None:
         return 0
@@ -94,8 +95,8 @@ def _attention(computation: Computation, instruction: Instruction, backward: boo
 
 
 def _convolution(computation: Computation, instruction: Instruction) -> int:
-    # On TPU every matrix product is a convolution, and batch dims become spatial ones with base
-    # dilation, where most positions of the window fall on holes and cost nothing.
+    # On TPU every matrix product is a convolution. Batch dims become spatial dims with base
+    # dilation: most positions of the window fall on holes, and cost nothing.
     lhs, kernel, *_ = computation.operand_shapes(instruction)
     output = instruction.shapes[0]
     labels = re.split(r"_|->", instruction.attribute("dim_labels") or "")
@@ -123,7 +124,8 @@ def _valid_positions(
         return window[key][index] if key in window else default
 
     low = int(field("pad", "0_0").split("_")[0])
-    stride, hole = int(field("stride", "1")), int(field("lhs_dilate", "1"))
+    stride = int(field("stride", "1"))
+    hole = int(field("lhs_dilate", "1"))
     at = np.arange(output)[:, None] * stride - low
     at = at + np.arange(kernel)[None, :] * int(field("rhs_dilate", "1"))
     return int(np.sum((at >= 0) & (at <= (lhs - 1) * hole) & (at % hole == 0)))
@@ -144,7 +146,7 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 class Cost:
     """Bounds on the matrix operations, and the bytes of memory traffic, of one execution.
 
-    `low` lets every conditional take its cheapest branch, `high` its dearest.
+    `low` assumes the cheapest branch of every conditional, `high` the most expensive one.
     """
 
     low: int = 0
@@ -155,11 +157,11 @@ class Cost:
         return Cost(self.low + other.low, self.high + other.high, self.traffic + other.traffic)
 
     def times(self, count: int) -> Cost:
-        """The cost of so many executions."""
+        """Returns the cost of `count` executions."""
         return Cost(self.low * count, self.high * count, self.traffic * count)
 
     def seconds(self, machine: Hardware) -> float:
-        """The least time that a machine needs, at its peak rates and on the cheapest branches."""
+        """Returns the least time on a machine: at peak rates, on the cheapest branches."""
         return max(self.low / machine.flops, self.traffic / machine.memory_bandwidth)
 
 
@@ -175,14 +177,14 @@ class CostModel:
         self._known: dict[str, Cost] = {}
 
     def computation(self, computation: Computation) -> Cost:
-        """The cost of one execution of a computation, with all that it calls."""
+        """Returns the cost of one execution of a computation, including all it calls."""
         if computation.name not in self._known:
             costs = (self.instruction(computation, i) for i in computation.instructions)
             self._known[computation.name] = sum(costs, Cost())
         return self._known[computation.name]
 
     def instruction(self, computation: Computation, instruction: Instruction) -> Cost:
-        """The cost of one instruction of a computation, with all that it calls."""
+        """Returns the cost of one instruction of a computation, including all it calls."""
         opcode = instruction.opcode
         called = [self.computation(callee) for callee in usually_called(self._module, instruction)]
         inner = sum(called, Cost())
@@ -214,7 +216,7 @@ class CostModel:
 
 
 def _read(fused: Computation) -> int:
-    """What a fusion reads: a stack of layers of which it slices one counts as that one."""
+    """Returns the bytes a fusion reads; if it slices one layer of a stack, only that slice."""
     total = 0
     known: dict[str, int] = {}
     slices_something = any(i.opcode in _SLICES for i in fused.instructions)
@@ -240,14 +242,15 @@ _ELEMENTWISE = frozenset(
 
 
 def _elements_read(fused: Computation, value: Instruction, known: dict[str, int]) -> int:
-    """How many elements of a value a fusion needs, which computes an element where it is read.
+    """Returns how many elements of a value a fusion reads.
 
-    A gather from what is converted elementwise reads the elements gathered, no others.
+    A fusion computes an element only when it is read. So a gather from a value that is converted
+    elementwise reads only the gathered elements.
 
     Args:
-        fused: what the fusion runs.
+        fused: the computation of the fusion.
         value: one of its instructions.
-        known: the answers so far, by name; this one is added.
+        known: a cache of the results, by name.
     """
     if value.name not in known:
         known[value.name] = _elements_needed(fused, value, known)
@@ -269,7 +272,7 @@ def _elements_needed(fused: Computation, value: Instruction, known: dict[str, in
 
 
 def _users(fused: Computation, value: Instruction) -> Iterator[tuple[Instruction, str]]:
-    """What uses a value, and under which name: a bitcast is the same bytes under another."""
+    """Yields the users of a value, with the name they use; a bitcast is another name for it."""
     for user in fused.instructions:
         if value.name in user.operands:
             if user.opcode == "bitcast":
@@ -283,7 +286,7 @@ def _overwrites(user: Instruction, name: str) -> bool:
 
 
 def _written(computation: Computation, value: Instruction) -> int:
-    """What storing a value writes: an update in place counts as the slice it replaces."""
+    """Returns the bytes written to store a value; an in-place update writes only its slice."""
     elements = [computation.by_name[name] for name in value.operands if value.opcode == "tuple"]
     if elements:
         return sum(_written(computation, element) for element in elements)
@@ -299,11 +302,12 @@ class Flops:
     Branches that are marked as rare do not count (`usually_called`).
 
     Args:
-        low: with every conditional on its cheapest branch.
-        high: with every conditional on its dearest branch; equal to `low` where there is none.
-        unknown_trip: whether a loop was counted once because only the data decide how often it
-            runs; the truth is then higher.
-        opaque: custom calls whose work the text does not say; the truth may be higher.
+        low: the number with every conditional on its cheapest branch.
+        high: the number with every conditional on its most expensive branch; equal to `low` if
+            there is no conditional.
+        unknown_trip: whether a loop with a data-dependent length was counted once; the true number
+            is then higher.
+        opaque: custom calls whose work the text does not state; the true number may be higher.
     """
 
     low: int
@@ -315,9 +319,9 @@ class Flops:
 def flops(program: ProgramLike) -> Flops:
     """Counts the matrix operations of one device in one execution of a compiled program.
 
-    The count is weighted with trip counts, which XLA's own `cost_analysis` leaves out, and covers
-    `dot`, `convolution`, cuBLAS and Triton products, cuDNN attention, and the stated cost of
-    kernels, inside fusions too.
+    The count includes trip counts, which XLA's own `cost_analysis` ignores. It covers `dot`,
+    `convolution`, cuBLAS and Triton products, cuDNN attention, and the stated cost of kernels,
+    inside fusions too.
 
     Args:
         program: a `jax.stages.Compiled`, its text, or a `Module`.

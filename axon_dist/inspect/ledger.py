@@ -1,4 +1,4 @@
-"""The list of a program's collectives, with totals by kind, by mesh axis and by exposure."""
+"""The ledger of a program's collectives, with totals by kind, by mesh axis and by exposure."""
 
 from __future__ import annotations
 
@@ -32,33 +32,34 @@ Exposure: TypeAlias = Literal["hidden", "light", "exposed"]
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """What one collective sends, how often, between which devices, and whether compute hides it.
+    """One collective: its bytes, count and devices, and whether compute hides it.
 
     Args:
         name: the instruction's name in the HLO text.
         kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `ragged-all-to-all`,
             `collective-permute` or `collective-broadcast`.
-        dtypes: XLA's names of the element types that are sent, each once.
-        num_arrays: arrays in it; more than one where the compiler combined several.
+        dtypes: XLA's names of the distinct element types sent.
+        num_arrays: arrays in it; more than one if the compiler combined several.
         bytes_in: bytes of its operands on one device.
         bytes_out: bytes of its results on one device.
         group_size: devices that take part together; 2 for a collective-permute.
         wire_bytes: bytes that one device sends in one execution, by the ring algorithm.
-        count: executions per step, the trip counts of the loops around it multiplied.
-        unknown_trip: whether a loop around it was counted once because only the data decide.
-        in_conditional: whether a branch of a conditional leads to it.
-        axes: the mesh axes that its groups span; None where no set of axes matches.
+        count: executions per step: the product of the trip counts of the loops around it.
+        unknown_trip: whether a loop around it has a data-dependent length and was counted once.
+        in_conditional: whether it is reached through a branch of a conditional.
+        axes: the mesh axes that its groups span; None if no set of axes matches.
         is_async: whether it is started and awaited at different places of the schedule.
-        exposure: `exposed` where it is synchronous or what is scheduled until it is awaited hides
-            almost nothing of it, `light` where that takes less time than the transfer, `hidden`
-            otherwise.
-        seconds: of one execution that has the links alone; None where no rates are known.
-        waited: exposed seconds of one execution, in which the compute units are idle; None where
-            no rates are known.
-        op_name: the traced operation it comes from, where the compiler kept it.
-        source: `file.py:line` of the user's program, where the compiler kept it.
-        is_slow: whether it leaves a node: it spans an axis of `SLOW_AXES`, or devices that the
-            table of chips says are of several nodes.
+        exposure: `exposed` if it is synchronous, or if the compute scheduled before it is awaited
+            hides almost none of it; `light` if that compute takes less time than the transfer;
+            `hidden` otherwise.
+        seconds: seconds of one execution without other traffic on the links; None if no rates are
+            known.
+        waited: exposed seconds of one execution, while the compute units are idle; None if no rates
+            are known.
+        op_name: the traced operation it comes from, if the compiler kept it.
+        source: `file.py:line` of the user's program, if the compiler kept it.
+        is_slow: whether it leaves a node: it spans an axis of `SLOW_AXES`, or devices of several
+            nodes according to the table of chips.
     """
 
     name: str
@@ -88,24 +89,24 @@ class Collective:
 
     @property
     def axis(self) -> str:
-        """Its axes as one label: `fsdp`, `dp,tp`, `none` or `?` where no axes match."""
+        """Its axes as one label, such as `fsdp`, `dp,tp` or `none`; `?` if no axes match."""
         if self.axes is None:
             return "?"
         return ",".join(self.axes) or "none"
 
 
 def ring_bytes(kind: str, bytes_in: int, bytes_out: int, group_size: int) -> int:
-    """Bytes that each device sends when the collective runs as a ring.
+    """Returns the bytes that each device sends if the collective runs as a ring.
 
     With n devices an all-gather sends (n-1)/n of its result, a reduce-scatter and an all-to-all
     (n-1)/n of their operand, and an all-reduce, being a reduce-scatter and an all-gather, twice
     that (Patarasuk and Yuan, 2009). No algorithm sends less.
 
     Args:
-        kind: as in `Collective`.
+        kind: the kind of collective, as in `Collective`.
         bytes_in: bytes of the operands on one device.
         bytes_out: bytes of the results on one device.
-        group_size: n.
+        group_size: the number of devices, n.
 
     Returns:
         The bytes, rounded down.
@@ -132,8 +133,8 @@ class Ledger:
     Args:
         rows: the collectives, in the order of the program.
         mesh_axes: the axes of the mesh the program was compiled for; empty without a mesh.
-        step_seconds: the time of the program at the rates of the machine, exposed transfers
-            included; 0 where no rates are known.
+        step_seconds: the time of the program at the rates of the machine, including exposed
+            transfers; 0 if no rates are known.
 
     Example:
         >>> ledger = Ledger((), mesh_axes=("dp",))
@@ -152,15 +153,15 @@ class Ledger:
         return len(self.rows)
 
     def select(self, kind: str | None = None, axis: str | tuple[str, ...] | None = None) -> Ledger:
-        """Returns the part of the ledger of one kind, over one axis, or both.
+        """Returns the rows of one kind, over one axis, or both.
 
         Args:
             kind: one of `KINDS`, or None for all.
             axis: a mesh axis, a tuple of axes that a collective spans together, or None for all.
 
         Raises:
-            ConfigError: no collective is called so.
-            MeshError: the mesh has no such axis, or the ledger was read without a mesh.
+            ConfigError: if there is no such kind of collective.
+            MeshError: if the mesh has no such axis, or the ledger was read without a mesh.
         """
         if kind is not None and kind not in KINDS:
             raise ConfigError(f"no collective is called {kind!r}.{did_you_mean(kind, KINDS)}")
@@ -179,60 +180,63 @@ class Ledger:
     def total_wire_bytes(
         self, kind: str | None = None, axis: str | tuple[str, ...] | None = None
     ) -> int:
-        """Bytes that one device sends in a step, with trip counts; see `select` for arguments."""
+        """Returns the bytes one device sends per step, with trip counts; arguments as `select`."""
         return sum(row.total_bytes for row in self.select(kind, axis))
 
     def exposed_bytes(self) -> int:
-        """Bytes per step that nothing hides: synchronous, or awaited with no compute between."""
+        """Returns the bytes per step of transfers with no compute to hide them."""
         return self.by_exposure().get("exposed", 0)
 
     def light_bytes(self) -> int:
-        """Bytes per step of transfers that compute hides in part."""
+        """Returns the bytes per step of transfers that compute hides in part."""
         return self.by_exposure().get("light", 0)
 
     def seconds(self, exposure: Exposure | None = None) -> float:
-        """The time per step of transfers that have the links alone, at the rates of the machine.
+        """Returns the transfer time per step at the machine's rates, without contention.
 
         Args:
-            exposure: of those judged so; None for all. Without a machine it is 0.
+            exposure: count only transfers of this exposure; None for all.
+
+        Returns:
+            The seconds; 0 without a machine.
         """
         rows = (row for row in self.rows if exposure in (None, row.exposure))
         return sum((row.seconds or 0.0) * row.count for row in rows)
 
     def waited(self, exposure: Exposure | None = None) -> float:
-        """The time per step for which the compute units wait for transfers; see `seconds`."""
+        """Returns the time per step that the compute units wait for transfers; see `seconds`."""
         rows = (row for row in self.rows if exposure in (None, row.exposure))
         return sum((row.waited or 0.0) * row.count for row in rows)
 
     def waited_share(self) -> float:
-        """The share of a step for which the compute units wait for transfers; 0 without rates."""
+        """Returns the share of a step spent waiting for transfers; 0 without rates."""
         return self.waited() / self.step_seconds if self.step_seconds else 0.0
 
     def by_kind(self) -> dict[str, int]:
-        """Wire bytes per step for each kind that occurs."""
+        """Returns the wire bytes per step of each kind that occurs."""
         return self._totals(lambda row: row.kind)
 
     def by_axis(self) -> dict[str, int]:
-        """Wire bytes per step for each mesh axis, or comma-joined axes, that occurs."""
+        """Returns the wire bytes per step of each mesh axis, or comma-joined axes, that occurs."""
         return self._totals(lambda row: row.axis)
 
     def by_link(self) -> dict[str, int]:
-        """Wire bytes per step over `fast` links, within a node, and `slow` ones, between nodes."""
+        """Returns the wire bytes per step of `fast` links (in a node) and `slow` ones (between)."""
         return self._totals(lambda row: "slow" if row.is_slow else "fast")
 
     def by_exposure(self) -> dict[str, int]:
-        """Wire bytes per step that are hidden, covered in part (`light`) and exposed."""
+        """Returns the wire bytes per step by exposure: hidden, `light` (in part) and exposed."""
         return self._totals(lambda row: row.exposure)
 
     def num_executions(self) -> int:
-        """How many collectives one step executes, with trip counts."""
+        """Returns how many collectives one step executes, with trip counts."""
         return sum(row.count for row in self.rows)
 
     def lint(self) -> list[str]:
-        """Lists what in the program may hang or be counted wrong.
+        """Lists collectives that may hang or are counted wrong.
 
-        A collective-permute names its pairs for all devices at once; when devices take different
-        branches, some never send, and the program waits for them without end.
+        A collective-permute names its pairs for all devices at once. If devices take different
+        branches, some never send, and the program waits for them forever.
 
         Returns:
             One sentence per finding.
@@ -253,19 +257,21 @@ class Ledger:
         return findings
 
     def to_rows(self) -> list[JsonDict]:
-        """The ledger as plain dictionaries, ready for JSON."""
+        """Returns the rows as plain dictionaries, ready for JSON."""
         return [
             {**dataclasses.asdict(row), "axis": row.axis, "total_bytes": row.total_bytes}
             for row in self.rows
         ]
 
     def table(self, exposure: bool = True) -> Table:
-        """The ledger as a table for a terminal, equal collectives joined, the heaviest first.
+        """Returns the ledger as a table for a terminal: equal collectives grouped, largest first.
 
         Args:
-            exposure: whether to show what hides each, which on CPUs, without links, has no meaning.
+            exposure: whether to show how much of each is hidden; on CPUs, which have no links, this
+                has no meaning.
         """
-        title, tight = "collectives per device and step", (0, 1, 0, 0)
+        title = "collectives per device and step"
+        tight = (0, 1, 0, 0)
         table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=tight)
         for column in ("kind", "axis", "dtype", "count", "each", "total"):
             right = column in ("each", "total")
@@ -273,7 +279,7 @@ class Ledger:
         if exposure:
             table.add_column("covered", no_wrap=True)
         table.add_column("source", overflow="fold")
-        for (*labels, each, coverage, source), rows in self._combined():
+        for (*labels, each, coverage, source), rows in self._grouped():
             kind, axis, dtypes, flags = labels
             count = rows.num_executions()
             sizes = (byte_size(each), byte_size(each * count))
@@ -289,17 +295,18 @@ class Ledger:
         return table
 
     def _times(self, exposure: Exposure | None) -> str:
-        """How many milliseconds of the transfers compute hides; "" without a machine."""
-        total, waited = self.seconds(exposure), self.waited(exposure)
+        """Formats how many milliseconds of the transfers compute hides; "" without a machine."""
+        total = self.seconds(exposure)
+        waited = self.waited(exposure)
         return f"{_ms(max(total - waited, 0.0))} of {_ms(total)} ms" if total else ""
 
-    def _combined(self) -> list[tuple[tuple, Ledger]]:
-        joined: dict[tuple, list[Collective]] = {}
+    def _grouped(self) -> list[tuple[tuple, Ledger]]:
+        groups: dict[tuple, list[Collective]] = {}
         for row in self.rows:
             flags = ("+" if row.unknown_trip else "") + (" (branch)" if row.in_conditional else "")
             labels = (row.kind, row.axis, ",".join(row.dtypes), flags)
-            joined.setdefault((*labels, row.wire_bytes, row.exposure, row.source), []).append(row)
-        ledgers = [(key, dataclasses.replace(self, rows=tuple(x))) for key, x in joined.items()]
+            groups.setdefault((*labels, row.wire_bytes, row.exposure, row.source), []).append(row)
+        ledgers = [(key, dataclasses.replace(self, rows=tuple(x))) for key, x in groups.items()]
         return sorted(ledgers, key=lambda item: -item[1].total_wire_bytes())
 
     def _totals(self, label: Callable[[Collective], str]) -> dict[str, int]:
@@ -315,7 +322,7 @@ class Ledger:
 
 
 def as_text(shown: RenderableType) -> str:
-    """What `rich` prints of something, for logs and errors."""
+    """Renders something with `rich` as plain text, for logs and errors."""
     console = Console(width=120, color_system=None)
     with console.capture() as text:
         console.print(shown)

@@ -1,9 +1,9 @@
-"""How long a compiled step takes: each of its kernels at the rate that its shape reaches.
+"""Models the time of a compiled step: each kernel at the rate that its shape reaches.
 
-Products run in tiles, attention at the rate of its length and width of heads, and everything else
-is bound by the bytes that it reads and writes: an update in place counts the slice it replaces.
-Kernels follow one another with a gap. The rates are those of `mesh.rates`, which were measured on
-single kernels; nothing here is fitted to the time of a step. Transfers wait as `transfers` says.
+Products run in tiles. Attention runs at a rate for its length and head width. All other kernels are
+bound by the bytes they read and write; an in-place update counts only the slice it replaces. There
+is a gap between kernels. The rates, from `mesh.rates`, were measured on single kernels; nothing
+here is fitted to the time of a step. `transfers` computes how long the step waits for transfers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "gaps": "gaps between kernels",
     }
 )
-"""What the time of a step is made of, and what a table calls it."""
+"""The parts of a step's time, with their labels in tables."""
 
 MOVES = frozenset(
     {
@@ -44,7 +44,7 @@ MOVES = frozenset(
         *("slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad"),
     }
 )
-"""Operations that move numbers and compute none."""
+"""Operations that move numbers without computing any."""
 
 _CALLS = ("while", "conditional", "call")
 _LHS_BATCH = re.compile(r'"lhs_batch_dimensions":\s*\[([^\]]*)\]')
@@ -56,9 +56,9 @@ class ModelTime:
     """The modelled time of a step on one device.
 
     Args:
-        seconds: by the keys of `KINDS`.
+        seconds: the seconds of each part, by the keys of `KINDS`.
         kernels: how many kernels a step launches, by the same keys.
-        machine: whose rates were taken.
+        machine: the machine whose rates were used.
     """
 
     seconds: Mapping[str, float]
@@ -71,11 +71,11 @@ class ModelTime:
         return sum(self.seconds.values())
 
     def utilization(self, flops: float) -> float:
-        """MFU: the share of the chip's bfloat16 peak that so many useful FLOPs of a device are."""
+        """Returns the MFU for a device's useful FLOPs: their share of the bfloat16 peak."""
         return flops / (self.machine.flops * self.total) if self.total else 0.0
 
     def to_dict(self) -> JsonDict:
-        """The figures as plain values."""
+        """Returns the figures as plain values."""
         return {
             "total": self.total,
             "seconds": dict(self.seconds),
@@ -97,7 +97,7 @@ def model_time(
         machine: the chip; looked up from the mesh's devices unless given.
 
     Returns:
-        The time; None of a chip that no table describes.
+        The time; None for a chip that no table describes.
 
     Example:
         >>> from axon_dist.mesh.chips import hardware
@@ -112,7 +112,8 @@ def model_time(
         >>> {kind: round(1e6 * x, 1) for kind, x in found.seconds.items() if x}
         {'kernels': 3.9, 'gaps': 0.9}
     """
-    module, machine = as_module(program), machine or machine_of(mesh)
+    module = as_module(program)
+    machine = machine or machine_of(mesh)
     if machine is None:
         return None
     counted = _Kernels(module, machine).computation(module.entry)
@@ -144,13 +145,14 @@ class _Kernels:
     """Adds up the kernels of one program, each computation once."""
 
     def __init__(self, module: Module, machine: Hardware):
-        self._module, self._machine = module, machine
+        self._module = module
+        self._machine = machine
         self._rates: Rates = rates_of(machine)
         self._costs = CostModel(module)
         self._known: dict[str, _Counted] = {}
 
     def computation(self, computation: Computation) -> _Counted:
-        """What one execution of a computation takes, with all that it calls."""
+        """Returns the time of one execution of a computation, including all it calls."""
         if computation.name not in self._known:
             total = _Counted()
             for instruction in computation.instructions:
@@ -199,7 +201,7 @@ class _Kernels:
         return ("copies" if operations <= MOVES else "kernels"), moved
 
     def _products(self, computation: Computation, instruction: Instruction) -> Iterator[float]:
-        """The seconds of each product of a kernel, those within a fusion too."""
+        """Yields the seconds of each product of a kernel, including those within a fusion."""
         if shape := product_shape(computation, instruction):
             widest = max((s.dtype for s in computation.operand_shapes(instruction)), key=dtype_bits)
             rate = {32: self._machine.float32_rate, 8: self._machine.float8_rate}
@@ -210,11 +212,11 @@ class _Kernels:
 
 
 def product_shape(computation: Computation, instruction: Instruction) -> ProductShape | None:
-    """The sizes of the product that an instruction is; None for anything else.
+    """Returns the sizes of a matrix product; None for any other instruction.
 
     Args:
-        computation: that holds it.
-        instruction: a `dot`, a convolution, or a custom call to a library of products.
+        computation: the computation that holds the instruction.
+        instruction: a `dot`, a convolution, or a custom call to a matmul library.
     """
     is_call = instruction.opcode == "custom-call"
     if is_call and not re.search("matmul|gemm|conv", target_of(instruction)):
@@ -224,7 +226,8 @@ def product_shape(computation: Computation, instruction: Instruction) -> Product
         return None
     result = instruction.shapes[0]
     operands = computation.operand_shapes(instruction)
-    batch, columns = 1, result.dims[-1] if result.dims else 1
+    batch = 1
+    columns = result.dims[-1] if result.dims else 1
     if instruction.opcode in DOTS or is_call:
         batch_dims = _batch_dims(instruction)
         batch = math.prod(operands[0].dims[dim] for dim in batch_dims)
@@ -252,12 +255,12 @@ def _batch_dims(instruction: Instruction) -> list[int]:
 def attention_shape(
     computation: Computation, instruction: Instruction, flops: float
 ) -> AttentionShape | None:
-    """The sizes of the fused attention that an instruction is; None for anything else.
+    """Returns the sizes of a fused attention kernel; None for any other instruction.
 
     Args:
-        computation: that holds it.
-        instruction: any.
-        flops: of its products over all pairs of positions.
+        computation: the computation that holds the instruction.
+        instruction: any instruction.
+        flops: the FLOPs of its products over all pairs of positions.
     """
     target = target_of(instruction) if instruction.opcode == "custom-call" else ""
     match = _SCORES.search(instruction.attributes) if "fmha" in target else None

@@ -1,7 +1,7 @@
 """Reads the text of an optimised HLO module into instructions and computations.
 
-The text is the one interface that every backend offers (`jax.stages.Compiled.as_text`), also for
-devices that are not here. Only what the other files of this room need is read.
+The text is the one interface that every backend offers (`jax.stages.Compiled.as_text`), even for
+devices that are not present. The parser reads only what the other files of this package need.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def dtype_bits(dtype: str) -> int:
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """Lists the array types in the text of a type, the leaves of a tuple in order.
+    """Lists the array types in the text of a type; for a tuple, its leaves in order.
 
     Example:
         >>> parse_shapes("(f32[8,2]{1,0:T(8,128)}, (bf16[4]{0}))")
@@ -76,16 +76,16 @@ _ROW = re.compile(r"(\d+) (.*)")
 
 
 def source_lines(lines: list[str]) -> dict[int, str]:
-    """Joins the tables at the head of an HLO module.
+    """Reads the source line of each stack frame from the tables at the head of an HLO module.
 
-    XLA writes each file name, location and stack frame once and lets instructions name a frame.
-    The innermost frame is the line that made the operation.
+    XLA writes each file name, location and stack frame once, and instructions refer to a frame. The
+    innermost frame is the line that created the operation.
 
     Args:
-        lines: the text of the module, by lines.
+        lines: the lines of the module's text.
 
     Returns:
-        `{stack_frame_id: "file.py:line"}`, empty where the module carries no tables.
+        `{stack_frame_id: "file.py:line"}`; empty if the module has no tables.
 
     Example:
         >>> source_lines(['FileNames', '1 "/home/me/step.py"', 'FileLocations',
@@ -110,26 +110,28 @@ _LIBRARIES = re.compile(r"site-packages/(?:flax|jax|jaxlib|optax)/")
 
 
 def own_lines(lines: list[str]) -> dict[int, str]:
-    """Joins the same tables as `source_lines`, but passes over the frames of Flax, JAX and optax.
+    """Reads the same tables as `source_lines`, but skips the frames of Flax, JAX and optax.
 
-    The innermost frame of every product of a model is the same line of `flax/nnx/nn/linear.py`;
-    the line that called it says which layer it is.
+    The innermost frame of every product of a model is the same line of `flax/nnx/nn/linear.py`; the
+    line that called it identifies the layer.
 
     Args:
-        lines: the text of the module, by lines.
+        lines: the lines of the module's text.
 
     Returns:
-        `{stack_frame_id: "file.py:line"}`, of the innermost frame of another package; where there
-        is none, of the innermost of all.
+        `{stack_frame_id: "file.py:line"}` of the innermost frame outside these packages, or of the
+        innermost frame if there is none.
     """
-    tables, innermost = _read_tables(lines), source_lines(lines)
+    tables = _read_tables(lines)
+    innermost = source_lines(lines)
     files = tables["FileNames"]
     is_library = {
         key: bool(_LIBRARIES.search(files.get(_field(row, "file_name_id"), "")))
         for key, row in tables["FileLocations"].items()
     }
     frames = tables["StackFrames"]
-    # XLA writes the number of the parent, counted from 1, or one more.
+    # XLA writes the parent's number (counted from 1) or that number plus 1. If it were the number
+    # itself, no frame would be its own parent.
     more = int(any(_field(row, "parent_frame_id") == key for key, row in frames.items()))
     found: dict[int, str] = {}
     for key, row in sorted(frames.items()):
@@ -163,11 +165,11 @@ def origin(attributes: str, sources: dict[int, str]) -> tuple[str, str]:
     """Returns the operation name and the `file.py:line` that an instruction's metadata names.
 
     Args:
-        attributes: the text behind the operands of the instruction.
-        sources: what `source_lines` returned for its module.
+        attributes: the text after the operands of the instruction.
+        sources: the result of `source_lines` for its module.
 
     Returns:
-        `(op_name, source)`, each empty where the compiler left nothing.
+        `(op_name, source)`; each is empty if the compiler did not keep it.
     """
     op_name = re.search(r'\bop_name="([^"]*)"', attributes)
     source = sources.get(_field(attributes, "stack_frame_id", -1), "")
@@ -216,7 +218,7 @@ class Instruction:
         return roles
 
     def attribute(self, key: str) -> str | None:
-        """Returns the text behind `key=` up to the comma that ends it, or None."""
+        """Returns the text after `key=` up to the comma that ends it, or None."""
         match = re.search(rf"(?:^|[ ,{{]){re.escape(key)}=", self.attributes)
         if match is None:
             return None
@@ -248,15 +250,15 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program: its computations, and what its header and tables say.
+    """A compiled program: its computations, and the data of its header and tables.
 
     Args:
-        computations: by name.
-        entry: where it begins.
-        num_devices: that it runs on.
-        sources: the innermost line of each stack frame, see `source_lines`.
-        name: of the module, such as `jit_train_step`.
-        own_lines: the innermost line outside of libraries, see `own_lines`.
+        computations: its computations, by name.
+        entry: the computation where it starts.
+        num_devices: how many devices it runs on.
+        sources: the innermost line of each stack frame; see `source_lines`.
+        name: the name of the module, such as `jit_train_step`.
+        own_lines: the innermost line of each frame outside libraries; see `own_lines`.
     """
 
     computations: dict[str, Computation]
@@ -267,7 +269,7 @@ class Module:
     own_lines: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def called(self, instruction: Instruction) -> list[Computation]:
-        """The computations that an instruction runs; a reducer is not counted as run."""
+        """Returns the computations that an instruction runs, without reducers."""
         launches = ("call", "call-start", "async-start")
         names = (
             name
@@ -283,16 +285,16 @@ ProgramLike: TypeAlias = Module | str | Any
 
 
 def as_module(program: ProgramLike) -> Module:
-    """Reads a compiled program, unless it has been read already.
+    """Parses a compiled program; returns a `Module` unchanged.
 
     Args:
-        program: what `jax.jit(f).lower(...).compile()` returns, its `as_text()`, or a `Module`.
+        program: the result of `jax.jit(f).lower(...).compile()`, its `as_text()`, or a `Module`.
 
     Returns:
-        The module; read it once and pass it on when several functions read it.
+        The module. If several functions read it, parse it once and pass the module.
 
     Raises:
-        UnsupportedError: the text is not optimised HLO, such as that of a step not yet compiled.
+        UnsupportedError: if the text is not optimised HLO, such as that of an uncompiled step.
     """
     if isinstance(program, Module):
         return program
@@ -338,13 +340,14 @@ def parse(text: str) -> Module:
 
 
 def joined_lines(lines: Iterable[str]) -> Iterator[str]:
-    r"""Joins instructions that go on over several lines, as metadata of TPU kernels does.
+    r"""Joins instructions that span several lines, as the metadata of TPU kernels does.
 
     Example:
         >>> list(joined_lines(["  %k = f32[] custom-call(), metadata={", '"a": "}"', "}", "}"]))
         ['  %k = f32[] custom-call(), metadata={ "a": "}" }', '}']
     """
-    pending, depth = "", 0
+    pending = ""
+    depth = 0
     for line in lines:
         if not pending and not (_LINE.match(line) and line.count("{") > line.count("}")):
             yield line
@@ -354,12 +357,14 @@ def joined_lines(lines: Iterable[str]) -> Iterator[str]:
         pending = f"{pending} {line}" if pending else line
         if depth <= 0:
             yield pending
-            pending, depth = "", 0
+            pending = ""
+            depth = 0
 
 
 def _blocks(lines: list[str]) -> Iterator[tuple[bool, str, list[str]]]:
     body: list[str] | None = None
-    is_entry, name = False, ""
+    is_entry = False
+    name = ""
     for line in lines:
         if body is not None and line.startswith("}"):
             yield is_entry, name, body
@@ -367,7 +372,9 @@ def _blocks(lines: list[str]) -> Iterator[tuple[bool, str, list[str]]]:
         elif body is not None:
             body.append(line)
         elif header := _HEADER.match(line):
-            is_entry, name, body = bool(header.group(1)), header.group(2), []
+            is_entry = bool(header.group(1))
+            name = header.group(2)
+            body = []
 
 
 def _instruction(line: str) -> Instruction | None:

@@ -1,7 +1,7 @@
-"""Memory, collectives and FLOPs of one compiled step, together.
+"""A report of the memory, collectives and FLOPs of one compiled step.
 
-The compilers of GPUs and TPUs run without the device. Compiled with the devices of a target, the
-very step that would train there reports its memory, its collectives and its FLOPs on a laptop.
+The compilers for GPUs and TPUs run without the device. So a laptop can compile the step that would
+train on a target, and report its memory, collectives and FLOPs.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from .transfers import collectives
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """What one execution of a compiled program needs on one device, in bytes.
+    """The memory that one execution of a compiled program needs on one device, in bytes.
 
     Args:
-        arguments: arrays handed to it.
-        outputs: arrays it returns.
-        aliased: outputs in the buffers of donated arguments.
-        temporaries: everything between. Of TPUs what is in their memory, not what is on the chip.
+        arguments: the arguments.
+        outputs: the results.
+        aliased: results in the buffers of donated arguments.
+        temporaries: intermediate values. On TPU, only those in main memory (HBM), not on the chip.
         generated_code: the program itself.
         host_arguments: arguments that stay in host memory. XLA:CPU counts these as `arguments`.
         host_temporaries: temporaries in host memory, such as offloaded activations.
@@ -59,14 +59,14 @@ class MemoryReport:
 
     @property
     def peak(self) -> int:
-        """Arguments, temporaries and the outputs that do not alias an argument.
+        """Arguments, temporaries, and the outputs that do not alias an argument.
 
-        The `peak_memory_in_bytes` of XLA leaves the temporaries out on CPU, so it is not used.
+        XLA's own `peak_memory_in_bytes` is not used: it omits the temporaries on CPU.
         """
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     def table(self) -> Table:
-        """The report as a table for a terminal."""
+        """Returns the report as a table for a terminal."""
         table = Table(title="memory per device")
         table.add_column("what")
         table.add_column("size", justify="right")
@@ -78,16 +78,16 @@ class MemoryReport:
 
 
 def memory(compiled: jax.stages.Compiled) -> MemoryReport:
-    """Asks the compiler what a program needs on each device.
+    """Asks the compiler for the memory that a program needs on each device.
 
     Args:
-        compiled: what `jax.jit(f).lower(...).compile()` returns.
+        compiled: the result of `jax.jit(f).lower(...).compile()`.
 
     Returns:
         Bytes per device.
 
     Raises:
-        UnsupportedError: when the backend reports none.
+        UnsupportedError: if the backend does not report memory.
 
     Example:
         >>> import jax.numpy as jnp
@@ -105,9 +105,9 @@ def memory(compiled: jax.stages.Compiled) -> MemoryReport:
     temporaries = stats.temp_size_in_bytes
     places = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     if {device.platform for place in places for device in place.device_set} == {"tpu"}:
-        # There the size of temporaries counts more than is in the chip's memory at once, such as
-        # what is in its vector memory. XLA's peak does not: of a 1.3B step on v5p:2x2x2 it is
-        # 3.41 GiB, XLA's report of memory in use 3.43, and by that size it would be 3.82.
+        # On TPU `temp_size_in_bytes` counts more than the chip's main memory holds at once, such as
+        # values in vector memory. XLA's peak does not. For a 1.3B step on v5p:2x2x2, the peak is
+        # 3.41 GiB and XLA's report of memory in use 3.43, but by `temp_size_in_bytes` it is 3.82.
         between = (
             stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
         )
@@ -125,13 +125,13 @@ def memory(compiled: jax.stages.Compiled) -> MemoryReport:
 
 @dataclasses.dataclass(frozen=True)
 class LeafBytes:
-    """What one array of a tree occupies.
+    """The bytes of one array of a tree.
 
     Args:
-        path: of the array in the tree.
+        path: the path of the array in the tree.
         shape: its global shape.
         dtype: its element type.
-        spec: its partition spec, or the name of its sharding where it has none.
+        spec: its partition spec, or the name of its sharding's class if that has no spec.
         bytes: bytes of the whole array.
         shard_bytes: bytes on one device.
         where: `device` or `host`.
@@ -147,7 +147,7 @@ class LeafBytes:
 
 
 def leaf_bytes(tree: ArrayTree) -> list[LeafBytes]:
-    """Lists what every array of a tree occupies on one device, in the order of the tree.
+    """Lists the bytes of every array of a tree on one device, in tree order.
 
     Example:
         >>> import jax.numpy as jnp
@@ -169,7 +169,7 @@ def leaf_bytes(tree: ArrayTree) -> list[LeafBytes]:
 
 
 def leaf_table(tree: ArrayTree) -> Table:
-    """The rows of `leaf_bytes` as a table for a terminal."""
+    """Returns the rows of `leaf_bytes` as a table for a terminal."""
     table = Table(title="bytes per device")
     for column in ("leaf", "shape", "dtype", "spec", "MB", "MB per device", "where"):
         table.add_column(column, justify="right" if "MB" in column else "left")
@@ -180,25 +180,25 @@ def leaf_table(tree: ArrayTree) -> Table:
 
 
 AGREED = 0.1
-"""The share by which the FLOPs of a compiled step may differ from the traced without a warning."""
+"""The share by which compiled and traced FLOPs of a step may differ without a warning."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What one step costs on one device; prints as tables with `rich`.
+    """The cost of one step on one device; prints as tables with `rich`.
 
     Args:
-        memory: bytes it needs.
-        collectives: what it sends, and whether that is hidden.
-        flops: matrix operations it computes.
-        attention: fused kernels of attention and how often a step runs each.
-        recomputed: what XLA rematerialises unasked.
-        num_devices: devices of the mesh.
-        machine: whose rates judged the transfers; None where it is not known.
-        is_cpu: whether it was compiled for CPUs, of which exposure says nothing.
-        unknown: what is not known because the chip is not; "" where it is.
-        traced_flops: matrix operations of the traced step; None where they were not counted.
-        time: the modelled time of a step; None where the chip is not known.
+        memory: the memory it needs.
+        collectives: its collectives, and whether they are hidden.
+        flops: its matrix operations.
+        attention: fused attention kernels, and how often a step runs each.
+        recomputed: the work that XLA rematerialises on its own.
+        num_devices: the number of devices of the mesh.
+        machine: the machine whose rates judged the transfers; None if unknown.
+        is_cpu: whether it was compiled for CPUs, where exposure has no meaning.
+        unknown: what cannot be reported because the chip is unknown; "" if it is known.
+        traced_flops: matrix operations of the traced step; None if they were not counted.
+        time: the modelled time of a step; None if the chip is unknown.
     """
 
     memory: MemoryReport
@@ -215,13 +215,13 @@ class Report:
 
     @property
     def flops_over_traced(self) -> float | None:
-        """The FLOPs of the compiled step over those traced; None where either is not known."""
+        """The FLOPs of the compiled step over those traced; None if either is unknown."""
         if not self.traced_flops or self.flops.unknown_trip or self.flops.opaque:
             return None
         return self.flops.high / self.traced_flops
 
     def warnings(self) -> list[str]:
-        """What is wrong with the compiled step, a sentence each."""
+        """Returns what is wrong with the compiled step, one sentence each."""
         warnings = [self.unknown] if self.unknown else []
         ratio = self.flops_over_traced
         if ratio is not None and self.traced_flops and abs(ratio - 1) > AGREED:
@@ -239,11 +239,11 @@ class Report:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak fits the memory of the machine; None where that is not known."""
+        """Whether the peak fits the memory of the machine; None if the machine is unknown."""
         return None if self.machine is None else self.memory.peak <= self.machine.memory_bytes
 
     def to_dict(self) -> JsonDict:
-        """The report as plain values."""
+        """Returns the report as plain values."""
         ledger = self.collectives
         return {
             "num_devices": self.num_devices,
@@ -269,7 +269,7 @@ class Report:
         }
 
     def to_json(self) -> str:
-        """The report as JSON text."""
+        """Returns the report as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
@@ -332,14 +332,15 @@ def report(
     machine: Hardware | None = None,
     traced_flops: float | None = None,
 ) -> Report:
-    """Joins what `memory`, `collectives` and `flops` say about one compiled step.
+    """Combines `memory`, `collectives`, `flops` and more for one compiled step.
 
     Args:
-        compiled: what `jax.jit(step).lower(...).compile()` returns.
+        compiled: the result of `jax.jit(step).lower(...).compile()`.
         mesh: the mesh it was compiled for.
-        machine: whose rates judge the transfers; looked up from the mesh's devices unless given.
-        traced_flops: matrix operations of the traced step on a device, as `planner.read_step` has
-            them, for the report to compare.
+        machine: the machine whose rates judge the transfers; looked up from the mesh's devices
+            unless given.
+        traced_flops: matrix operations of the traced step per device, from `planner.read_step`, to
+            compare with.
 
     Returns:
         The report; `rich.print` shows it.
@@ -372,15 +373,15 @@ def target_devices(target: Target | str) -> Sequence[Any]:
     """Returns devices that programs can be compiled for but not run on.
 
     Args:
-        target: a target or its name. For `cpu` these are the emulated devices of this process,
-            which do run.
+        target: a target or its name. For `cpu`, the result is the emulated devices of this process,
+            which can run programs.
 
     Returns:
         All devices of the target.
 
     Raises:
-        UnsupportedError: the compiler is not installed, or knows no such slice.
-        BackendStartedError: JAX has already started without what the target needs.
+        UnsupportedError: if the compiler is not installed, or knows no such slice.
+        BackendStartedError: if JAX has already started without what the target needs.
 
     Example:
         >>> len(target_devices("cpu:1"))
@@ -401,20 +402,20 @@ def target_devices(target: Target | str) -> Sequence[Any]:
 
 
 def target_mesh(target: Target | str, axes: AxesLike) -> jax.sharding.Mesh:
-    """Lays the devices of a target out over mesh axes, all of type Auto.
+    """Makes a mesh of the devices of a target, with all axes of type Auto.
 
     Args:
         target: a target or its name.
-        axes: sizes by axis name, outer to inner, one of them -1 at most; the sizes multiply to the
-            number of devices.
+        axes: sizes by axis name, outer to inner; at most one is -1. Their product is the number of
+            devices.
 
     Returns:
-        The mesh. On TPU the devices are ordered after the wiring (`jax.make_mesh`), so that the
-        neighbours on an axis are neighbours in the torus. `World.init(axes,
-        devices=target_devices(target))` is the same with a world around it.
+        The mesh. On TPU the devices are ordered by the wiring (`jax.make_mesh`), so that neighbours
+        on an axis are neighbours in the torus. `World.init(axes, devices=target_devices(target))`
+        makes the same mesh with a world around it.
 
     Raises:
-        MeshError: the sizes do not multiply to the number of devices.
+        MeshError: if the sizes do not multiply to the number of devices.
         UnsupportedError: as in `target_devices`.
         BackendStartedError: as in `target_devices`.
 

@@ -1,8 +1,8 @@
-"""What each operation of a program took in a trace of `jax.profiler`.
+"""The time that each operation of a program takes in a trace of `jax.profiler`.
 
-Every moment of a device belongs to one operation, or to none. Where several run at once, as on the
-streams of a GPU, it belongs to the one that the step would wait for anyway: a product before a
-copy, and a copy before a transfer. A transfer therefore keeps only the time that nothing hides.
+Every moment of a device is attributed to one operation, or to none. If several run at once, as on
+the streams of a GPU, it goes to the one that the step would wait for anyway: a product before a
+copy, a copy before a transfer. So a transfer keeps only the time that nothing hides.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Event:
     """One execution of an operation.
 
     Args:
-        name: of the HLO instruction; of a kernel without one, its own.
-        program: the name of the HLO module; "" where the trace does not say.
+        name: the name of the HLO instruction, or of a kernel that has no instruction.
+        program: the name of the HLO module; "" if the trace does not name it.
         device: the number of the device.
-        start: nanoseconds.
-        end: nanoseconds.
-        run: a number that the operations of one execution of a program share; None where the
-            trace does not say.
+        start: the start in nanoseconds.
+        end: the end in nanoseconds.
+        run: a number shared by the operations of one execution of a program; None if the trace has
+            none.
     """
 
     name: str
@@ -52,30 +52,32 @@ def read_trace(folder: str | Path) -> list[Event]:
     """Reads the newest trace in a folder.
 
     Args:
-        folder: that `jax.profiler.trace` was given.
+        folder: the folder that was passed to `jax.profiler.trace`.
 
     Returns:
-        The executions of operations: of GPUs those on their streams, of TPUs those of the line
-        `XLA Ops`, of CPUs those that name an HLO instruction.
+        The executions of operations: on GPU those on streams, on TPU those of the line `XLA Ops`,
+        on CPU those that name an HLO instruction.
 
     Raises:
-        UnsupportedError: when there is no trace, or none of operations.
+        UnsupportedError: if there is no trace, or it has no operations.
     """
     files = sorted(Path(folder).glob("**/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise UnsupportedError(
-            f"{str(folder)!r} holds no trace (*.xplane.pb); give the folder that "
-            "jax.profiler.trace was given"
+            f"{str(folder)!r} holds no trace (*.xplane.pb); pass the folder that "
+            "jax.profiler.trace wrote to",
+            code="no-trace",
         )
     with warnings.catch_warnings():
-        # The types of the reader lack the attribute __module__, of which Python warns.
+        # Python warns that the reader's types lack the attribute __module__.
         warnings.simplefilter("ignore", DeprecationWarning)
         planes = jax.profiler.ProfileData.from_file(str(files[-1])).planes
         events = [event for plane in planes for event in _events(plane)]
     if not events:
         raise UnsupportedError(
-            f"the trace {str(files[-1])!r} has no operation of a CPU, GPU or TPU; trace a step "
-            "that runs, and wait for its result before the trace ends"
+            f"the trace {str(files[-1])!r} has no operation of a CPU, GPU or TPU; run a step in "
+            "the trace, and wait for its result before the trace ends",
+            code="no-operations",
         )
     return events
 
@@ -112,15 +114,15 @@ def _event(one: Any, device: int, stats: Mapping[str, Any] | None = None) -> Eve
 
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """The time of one step, of all devices the mean.
+    """The time of one step, as the mean over devices.
 
     Args:
-        step: seconds from the start of a step to that of the next.
-        by_name: seconds that belong to each operation.
-        counts: how often a device runs each.
+        step: seconds from the start of a step to the start of the next.
+        by_name: seconds attributed to each operation.
+        counts: how often a device runs each operation.
         gaps: seconds within a step in which a device runs nothing, by the operation that follows.
-        between: seconds in which a device waits for the next step to begin.
-        num_steps: how many steps were traced whole.
+        between: seconds in which a device waits for the next step to start.
+        num_steps: how many steps were measured.
         num_devices: how many devices were traced.
     """
 
@@ -134,17 +136,16 @@ class Spent:
 
 
 def spent(events: Sequence[Event], num_runs: int, rank: Callable[[Event], int]) -> Spent:
-    """Adds up what the operations of a step took.
+    """Adds up the times of the operations of a step.
 
     Args:
-        events: of so many steps after one another, of all devices.
-        num_runs: steps that were traced. The first is left out, in which the trace begins, and the
-            last only says where the one before it ends.
-        rank: of events that run at once, the moment belongs to those of the lowest rank, in equal
-            shares.
+        events: the events of `num_runs` consecutive steps, on all devices.
+        num_runs: the number of traced steps. The first is not measured, because the trace starts in
+            it. The last only marks the end of the step before it.
+        rank: a moment in which several events run is shared equally by those of the lowest rank.
 
     Raises:
-        UnsupportedError: when fewer than three steps can be told apart.
+        UnsupportedError: if fewer than three steps can be told apart.
     """
     by_device: dict[int, list[Event]] = defaultdict(list)
     for event in events:
@@ -178,13 +179,13 @@ def spent(events: Sequence[Event], num_runs: int, rank: Callable[[Event], int]) 
 
 
 def _runs(events: Sequence[Event], num_runs: int) -> list[tuple[float, float]]:
-    """Where each execution of the step begins and ends on one device, in order."""
+    """Returns the start and end of each execution of the step on one device, in order."""
     groups: dict[int, list[Event]] = defaultdict(list)
     if all(event.run is not None for event in events):
         for event in events:
             groups[event.run or 0].append(event)
     else:
-        # What a step runs once occurs as often as there are steps.
+        # An operation that a step runs once occurs as often as there are steps.
         counts = Counter((event.program, event.name) for event in events)
         seen: Counter[tuple[str, str]] = Counter()
         for event in sorted(events, key=lambda event: event.start):
@@ -192,7 +193,7 @@ def _runs(events: Sequence[Event], num_runs: int) -> list[tuple[float, float]]:
             if counts[key] == num_runs:
                 groups[seen[key]].append(event)
                 seen[key] += 1
-    # The longest: other programs run between steps, such as one that reads a metric.
+    # Keep the longest: other programs run between steps, such as one that reads a metric.
     spans = [(min(e.start for e in own), max(e.end for e in own)) for own in groups.values()]
     longest = sorted(spans, key=lambda span: span[0] - span[1])[:num_runs]
     return sorted(longest)
@@ -205,7 +206,7 @@ def _sweep(
     rank: Callable[[Event], int],
     totals: Mapping[str, dict[str, float]],
 ) -> float:
-    """Gives every moment of a window to operations; returns what lies between steps."""
+    """Attributes every moment of a window to operations; returns the time between steps."""
     begin, end = window
     inside = sorted((e for e in events if e.end > begin and e.start < end), key=lambda e: e.start)
     for event in inside:
@@ -213,7 +214,8 @@ def _sweep(
     ranks = [rank(event) for event in inside]
     running: set[int] = set()
     ends: list[tuple[float, int]] = []
-    between, clock = 0.0, begin
+    between = 0.0
+    clock = begin
     for number, event in itertools.chain(enumerate(inside), [(None, None)]):
         until = end if event is None else max(begin, event.start)
         while ends and ends[0][0] <= until:
@@ -241,7 +243,7 @@ def _share(
     time: float,
     total: dict[str, float],
 ) -> None:
-    """Gives a time to those of the running events that have the lowest rank."""
+    """Shares a time among the running events of the lowest rank."""
     if time <= 0:
         return
     lowest = min(ranks[number] for number in running)
@@ -251,7 +253,7 @@ def _share(
 
 
 def _outside(begin: float, end: float, runs: Sequence[tuple[float, float]]) -> float:
-    """How much of an interval lies in no run."""
+    """Returns how much of an interval lies outside all runs."""
     covered = (min(end, stop) - max(begin, start) for start, stop in runs)
     return (end - begin) - sum(x for x in covered if x > 0)
 
@@ -267,4 +269,4 @@ RANKS: Mapping[str, int] = MappingProxyType(
         "gaps": 4,
     }
 )
-"""Which kind of work a moment belongs to where several run at once: the lowest."""
+"""The rank of each kind of work; a moment with several kinds belongs to the lowest."""

@@ -1,11 +1,10 @@
 """The collectives of a compiled program, read from its text alone.
 
-Whether the compute scheduled beside a transfer hides it: two clocks run through the schedule of a
-computation, one of the compute units and one of the links. Compute takes the least time its machine
-allows, and transfers share the links one after the other, so the same matrix product never hides
-two of them; transfers of a loop within use the links, too. What this calls hidden would be hidden
-even by compute at its peak rate; latency, and the memory bandwidth that a transfer uses, are left
-out.
+To decide whether compute hides a transfer, two clocks run through the schedule of a computation:
+one for the compute units and one for the links. Compute takes the least time its machine allows.
+Transfers use the links one after another, so the same matrix product never hides two of them;
+transfers of an inner loop use the links too. A transfer that counts as hidden would be hidden even
+by compute at its peak rate. Latency, and the memory bandwidth that a transfer uses, are ignored.
 
 A collective can be one instruction (`all-gather`), a pair (`all-gather-start`, `all-gather-done`),
 a computation wrapped in an asynchronous pair (`async-start`, or `call-start` for the sparse core of
@@ -54,18 +53,18 @@ def collectives(
 ) -> Ledger:
     """Lists the collectives that one step of a compiled program executes.
 
-    Nothing the strategies declare enters: the rows are read from the optimised program that will
-    run. On CPU XLA widens bf16 collectives to f32 (`AllReducePromotion`), so bytes there are those
-    of the emulation; compile for the real target to see its bytes.
+    The rows come only from the optimised program that will run, not from the strategies. On CPU,
+    XLA widens bf16 collectives to f32 (`AllReducePromotion`), so the bytes are those of the
+    emulation; compile for the real target to see its bytes.
 
     Args:
         program: a `jax.stages.Compiled`, its text, or a `Module`.
-        mesh: the mesh it was compiled for; names the axes of every row.
-        machine: the rates that decide whether a transfer is hidden; looked up from the mesh's
-            devices unless given.
+        mesh: the mesh it was compiled for; used to name the axes of every row.
+        machine: the machine whose rates decide whether a transfer is hidden; looked up from the
+            mesh's devices unless given.
 
     Returns:
-        A row for every collective and every way the control flow leads to it.
+        A row for every collective and every call path to it.
 
     Example:
         >>> ledger = collectives('''HloModule step, num_partitions=8
@@ -115,13 +114,13 @@ def _rows(wires: WireModel, visit: Visit, mesh: jax.sharding.Mesh | None) -> Ite
 _CALLS = ("while", "conditional", "call")
 
 NOTHING = 0.01
-"""A transfer is exposed where compute covers less than this share of its time."""
+"""A transfer is exposed if compute covers less than this share of its time."""
 
 
 def _exposure(seconds: float, waited: float, has_compute: bool) -> Exposure:
     if not has_compute or waited > (1 - NOTHING) * seconds:
         return "exposed"
-    # Sums of floating-point times differ from their parts.
+    # The tolerance allows for rounding in sums of times.
     return "light" if waited > 1e-9 * seconds else "hidden"
 
 
@@ -138,7 +137,8 @@ def _waits(
         starts.setdefault(transfer.start, []).append(number)
         ends.setdefault(transfer.done, []).append(number)
     clock = wire_free = 0.0
-    arrival, waits = [0.0] * len(sent), [0.0] * len(sent)
+    arrival = [0.0] * len(sent)
+    waits = [0.0] * len(sent)
     pending: set[int] = set()
     for index, (seconds, called) in enumerate(zip(compute_seconds, within, strict=True)):
         for number in starts.get(index, ()):
@@ -150,7 +150,7 @@ def _waits(
             clock += waits[number]
             pending.discard(number)
         if called:
-            # Transfers of a loop delay those outside of it that share its link.
+            # Transfers of a loop delay pending transfers outside it that share its link.
             wire_free = max(wire_free, clock) + called
             for number in pending:
                 arrival[number] += called if arrival[number] > clock else 0.0
@@ -162,12 +162,13 @@ class Execution(NamedTuple):
     """One execution of a computation.
 
     Attributes:
-        judged: what it launches itself, not in its loops or branches, in order: how much of each
-            is hidden, and the exposed seconds, None without a machine.
-        wire: seconds for which it uses the links, with all that it calls.
-        step: seconds that it takes, one instruction after another, each bound by its matrix
-            operations or its memory traffic, with exposed transfers; loops as often as they run,
-            and of branches the longest, which some device takes. 0 where no rates are known.
+        judged: the collectives that it launches itself, not in its loops or branches, in order;
+            each with its exposure and exposed seconds (None without a machine).
+        wire: seconds for which it uses the links, including all it calls.
+        step: seconds that it takes, instruction by instruction, each bound by its matrix operations
+            or its memory traffic, plus exposed transfers. Loops count with their trip counts, and
+            conditionals with their longest branch, which some device takes. 0 if no rates are
+            known.
     """
 
     judged: Sequence[tuple[ScheduledCollective, Exposure, float | None]]
@@ -180,8 +181,8 @@ class WireModel:
 
     Args:
         module: the parsed HLO of a compiled program.
-        machine: whose rates apply; None where they are not known, and a transfer with any compute
-            beside it is `light`.
+        machine: the machine whose rates apply. If None, a transfer that overlaps any compute is
+            `light`.
     """
 
     def __init__(self, module: Module, machine: Hardware | None):
@@ -191,7 +192,7 @@ class WireModel:
         self._known: dict[str, Execution] = {}
 
     def timed(self, computation: Computation) -> Execution:
-        """Judges what a computation launches, and times it."""
+        """Judges the transfers that a computation launches, and times it."""
         if computation.name not in self._known:
             self._known[computation.name] = self._timed(computation)
         return self._known[computation.name]
@@ -199,20 +200,21 @@ class WireModel:
     def _timed(self, computation: Computation) -> Execution:
         sent = transfers(self.module, computation)
         work = [self._costs.instruction(computation, i) for i in computation.instructions]
-        beside = [
+        overlaps = [
             any(cost.low or cost.traffic for cost in work[one.start + 1 : one.done]) for one in sent
         ]
         called = [self._called(computation, i) for i in computation.instructions]
-        alone, within = [self.seconds(one) for one in sent], [wire for wire, _ in called]
+        alone = [self.seconds(one) for one in sent]
+        within = [wire for wire, _ in called]
         wire = sum(alone) + sum(within)
         if self.machine is None:
-            kinds: list[Exposure] = ["light" if covered else "exposed" for covered in beside]
+            kinds: list[Exposure] = ["light" if covered else "exposed" for covered in overlaps]
             return Execution(
                 [(one, kind, None) for one, kind in zip(sent, kinds, strict=True)], wire, 0.0
             )
         compute = [cost.seconds(self.machine) for cost in work]
         waits = _waits(compute, sent, alone, within)
-        kinds = [_exposure(*one) for one in zip(alone, waits, beside, strict=True)]
+        kinds = [_exposure(*one) for one in zip(alone, waits, overlaps, strict=True)]
         runs = (
             spent if i.opcode in _CALLS else least
             for i, least, (_, spent) in zip(computation.instructions, compute, called, strict=True)
@@ -220,7 +222,7 @@ class WireModel:
         return Execution(list(zip(sent, kinds, waits, strict=True)), wire, sum(waits) + sum(runs))
 
     def _called(self, computation: Computation, instruction: Instruction) -> tuple[float, float]:
-        """The seconds of the computations that an instruction calls: on the links, and in all."""
+        """Returns the seconds of what an instruction calls: on the links, and in total."""
         if instruction.opcode not in _CALLS:
             return 0.0, 0.0
         each = [self.timed(called) for called in usually_called(self.module, instruction)]
@@ -232,7 +234,7 @@ class WireModel:
         return sum(one.wire for one in each) * count, sum(one.step for one in each) * count
 
     def waited(self, computation: Computation) -> float:
-        """The seconds for which an execution waits for transfers, with all that it calls."""
+        """Returns the seconds an execution waits for transfers, including all it calls."""
         waits = self.timed(computation).judged
         total = sum(wait or 0.0 for _, _, wait in waits)
         for instruction in computation.instructions:
@@ -247,12 +249,12 @@ class WireModel:
         return total
 
     def leaves_node(self, sent: ScheduledCollective) -> bool:
-        """Whether a transfer goes from one node to another, where the machine has nodes."""
+        """Whether a transfer goes from one node to another; False if the machine has no nodes."""
         size = 0 if self.machine is None else self.machine.node_size
         return bool(size) and any(len({d // size for d in group}) > 1 for group in sent.groups)
 
     def seconds(self, sent: ScheduledCollective) -> float:
-        """The seconds of a transfer that has the links alone; 0 where no rates are known."""
+        """Returns the seconds of a transfer without contention; 0 if no rates are known."""
         if self.machine is None:
             return 0.0
         return self.machine.wire_seconds(sent.wire_bytes, sent.groups)
@@ -266,14 +268,14 @@ _MOVES = ("bitcast", "reshape", "copy", "transpose", "convert")
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledCollective:
-    """One collective and the part of the schedule during which it is under way.
+    """One collective, and the part of the schedule during which it is in flight.
 
     Args:
         module: the program.
         instruction: the collective itself.
-        owner: the computation that holds it, which has its operands.
+        owner: the computation that holds it and its operands.
         start: position in the launching computation at which it starts.
-        done: position at which its result is awaited; equal to `start` where it is synchronous.
+        done: position at which its result is awaited; equal to `start` if it is synchronous.
     """
 
     module: Module
@@ -304,17 +306,18 @@ class ScheduledCollective:
 
     @property
     def operands(self) -> tuple[Shape, ...]:
-        """The arrays that go in."""
+        """The shapes of its operands."""
         return self.owner.operand_shapes(self.instruction)
 
     @property
     def results(self) -> tuple[Shape, ...]:
-        """The arrays that come out; a `-start` may carry its operands and contexts beside them."""
+        """The shapes of its results, without the operands and contexts that a `-start` returns."""
         if self.kind == "collective-permute":
             return self.operands
         if shard := reduced_slice(self.owner, self.instruction):
             return shard.shapes
-        name, is_start = self.instruction.name, self.instruction.opcode.endswith("-start")
+        name = self.instruction.name
+        is_start = self.instruction.opcode.endswith("-start")
         for later in self.owner.instructions if is_start else ():
             if name in later.operands and later.opcode.endswith("-done"):
                 return later.shapes
@@ -328,7 +331,7 @@ class ScheduledCollective:
 
 
 def collective_kind(instruction: Instruction) -> str | None:
-    """Which of `KINDS` an instruction is or starts; None for anything else, `-done` too."""
+    """Returns the collective that an instruction is or starts; None for others and `-done`."""
     if _is_send(instruction):
         return "collective-permute"
     kind = instruction.opcode.removesuffix("-start")
@@ -336,30 +339,30 @@ def collective_kind(instruction: Instruction) -> str | None:
 
 
 def reduced_slice(owner: Computation, instruction: Instruction) -> Instruction | None:
-    """The slice of an all-reduce that a fusion of TPUs keeps and sends, alone.
+    """Returns the slice of an all-reduce that is the only part a TPU fusion keeps and sends.
 
-    Such a fusion, called `all-reduce-scatter`, reduces as a reduce-scatter does (TPU text has no
-    other form of one that runs on the cores themselves).
+    Such a fusion, named `all-reduce-scatter`, works as a reduce-scatter. TPU text has no other form
+    of a reduce-scatter that runs on the cores themselves.
 
     Args:
         owner: the computation that holds the instruction.
-        instruction: any.
+        instruction: any instruction.
 
     Returns:
-        The slice; None for anything else.
+        The slice; None for any other instruction.
     """
     if instruction.opcode != "all-reduce" or not owner.name.startswith(_SCATTER):
         return None
-    left = instruction
+    value = instruction
     while True:
-        users = [user for user in owner.instructions if left.name in user.operands]
+        users = [user for user in owner.instructions if value.name in user.operands]
         if len(users) != 1:
             return None
         if users[0].opcode == "dynamic-slice":
             return users[0]
         if users[0].opcode not in _MOVES:
             return None
-        left = users[0]
+        value = users[0]
 
 
 def transfers(module: Module, computation: Computation) -> list[ScheduledCollective]:
@@ -367,10 +370,10 @@ def transfers(module: Module, computation: Computation) -> list[ScheduledCollect
 
     Args:
         module: the parsed HLO of a compiled program.
-        computation: one that the control flow reaches, see `visits`.
+        computation: one that the control flow reaches; see `visits`.
 
     Returns:
-        The collectives in the order of the schedule, a chain of fusions as one.
+        The collectives in schedule order; a chain of fusions counts as one.
     """
     collectives: dict[object, ScheduledCollective] = {}
     for index, instruction in enumerate(computation.instructions):
@@ -396,7 +399,7 @@ def _launched(
 
 
 def _is_send(instruction: Instruction) -> bool:
-    """Whether it sends to another device; other sends go to the host."""
+    """Whether an instruction sends to another device; other sends go to the host."""
     return instruction.opcode == "send" and "source_target_pairs" in instruction.attributes
 
 

@@ -1,9 +1,8 @@
-"""Where the time of a step goes, from the peak of its chip down: a traced step, read with its HLO.
+"""Where the time of a step goes, compared with the peak of its chip.
 
-A step that kept its chip at the peak of its matrix units would take as long as its products take
-at that rate. `waterfall` says what every other percent of the measured step went to, by kind and
-by source line. Nothing is modelled: times are those of the trace, and the products are counted in
-the compiled program.
+At the peak of its matrix units, a step would take only the time of its products at that rate.
+`waterfall` attributes the rest of the measured step by kind and by source line. Nothing is
+modelled: times are those of the trace, and products are counted in the compiled program.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "host": "waiting for the host",
     }
 )
-"""What the time of a step is lost to, and what a table calls it, in the order of the table."""
+"""The kinds of lost time, with their labels in tables, in table order."""
 
 AGREED = 0.01
 """The share of the step by which the rows of a waterfall may miss it."""
@@ -51,7 +50,7 @@ AGREED = 0.01
 _LOOPS = frozenset({"while", "conditional"})
 _CONTAINERS = frozenset({*_LOOPS, "call", "async-start", "call-start"})
 _RECOMPUTED = "rematted_computation"
-"""What `jax.checkpoint` adds to the names of the operations that it runs again."""
+"""`jax.checkpoint` adds this to the names of the operations that it recomputes."""
 _KERNELS: Mapping[str, re.Pattern[str]] = MappingProxyType(
     {
         "wire": re.compile(r"nccl|nvshmem", re.IGNORECASE),
@@ -60,17 +59,17 @@ _KERNELS: Mapping[str, re.Pattern[str]] = MappingProxyType(
         "products": re.compile(r"gemm|cutlass|nvjet|cublas|xmma|matmul", re.IGNORECASE),
     }
 )
-"""Names of kernels that the trace does not give to an instruction."""
+"""The kinds of kernels that the trace attributes to no instruction, by their names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LostLine:
-    """A line of the program, and what a step loses there.
+    """A line of the program, and the time that a step loses there.
 
     Args:
-        source: `file.py:line`; "" where the compiler kept none.
-        operation: the heaviest operation of that line, by its name in the HLO text.
-        seconds: of a step.
+        source: `file.py:line`; "" if the compiler kept none.
+        operation: the most expensive operation of that line, by its name in the HLO text.
+        seconds: seconds lost per step.
         count: executions per step on one device, of all its operations of that kind.
     """
 
@@ -86,9 +85,9 @@ class LostTime:
 
     Args:
         kind: a key of `KINDS`.
-        seconds: of a step, beyond what its products take at the peak.
-        places: the lines where it is lost, the heaviest first; their seconds add up to its own.
-        advice: the option that would give some of it back; "" where none is known.
+        seconds: seconds lost per step, beyond the time of products at the peak.
+        places: the lines where it is lost, largest first; their seconds add up to `seconds`.
+        advice: the option that would recover some of it; "" if none is known.
     """
 
     kind: str
@@ -99,19 +98,19 @@ class LostTime:
 
 @dataclasses.dataclass(frozen=True)
 class Waterfall:
-    """From the peak of a chip to a step; prints as a table, whose percents add up to 100.
+    """A breakdown of the time of a step; prints as a table whose percents add up to 100.
 
     Args:
         device: the kind of device.
-        num_devices: that were traced; all figures are the mean over them.
-        num_steps: that were measured.
-        step_seconds: of one step.
-        peak_flops: matrix operations per second of a device at best.
-        peak_source: where that number is from, in words.
-        flops: matrix operations of a step on one device, without those computed again.
-        useful_seconds: what these take at the peak.
+        num_devices: how many devices were traced; all figures are the mean over them.
+        num_steps: how many steps were measured.
+        step_seconds: the seconds of one step.
+        peak_flops: the peak matrix operations per second of a device.
+        peak_source: the source of that number, in words.
+        flops: matrix operations of a step on one device, without recomputation.
+        useful_seconds: the time of these operations at the peak.
         losses: a row for each of `KINDS`.
-        notes: what else a reader has to know, a sentence each.
+        notes: further remarks, one sentence each.
     """
 
     device: str
@@ -152,20 +151,20 @@ class Waterfall:
 
     @property
     def utilization(self) -> float:
-        """The share of the peak that the step reaches, what is computed again left out."""
+        """The share of the peak that the step reaches, without counting recomputation."""
         return self.useful_seconds / self.step_seconds
 
     def percent(self, seconds: float) -> float:
-        """A time as a part of the step."""
+        """Returns a time as a percentage of the step."""
         return 100 * seconds / self.step_seconds
 
     def with_advice(self, advice: Mapping[str, str]) -> Waterfall:
-        """The same with an option for some kinds of loss."""
+        """Returns a copy with advice for some kinds of loss."""
         losses = (dataclasses.replace(x, advice=advice.get(x.kind, "")) for x in self.losses)
         return dataclasses.replace(self, losses=tuple(losses))
 
     def to_dict(self) -> JsonDict:
-        """The figures as plain values, in seconds and in percent."""
+        """Returns the figures as plain values, in seconds and in percent."""
         plain = dataclasses.asdict(self)
         plain["utilization"] = self.utilization
         for row in plain["losses"]:
@@ -174,10 +173,10 @@ class Waterfall:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Waterfall:
-        """Reads what `to_dict` gave.
+        """Reads the result of `to_dict`.
 
         Raises:
-            ConfigError: when it is not that of a waterfall, or its rows do not add up.
+            ConfigError: if it is not that of a waterfall, or its rows do not add up.
         """
         try:
             losses = tuple(
@@ -198,7 +197,7 @@ class Waterfall:
         return Waterfall(**{**fields, "losses": losses, "notes": tuple(fields["notes"])})
 
     def rows(self) -> list[tuple[str, float, float, str, str]]:
-        """A row for each kind that took time: label, percent, seconds, lines, advice."""
+        """Returns a row for each kind that took time: label, percent, seconds, lines, advice."""
         useful = ("products at the peak", self.percent(self.useful_seconds))
         found: list[tuple[str, float, float, str, str]] = [(*useful, self.useful_seconds, "", "")]
         for loss in self.losses:
@@ -212,7 +211,7 @@ class Waterfall:
         return found
 
     def summary(self) -> list[str]:
-        """The step and the peak in words, then the notes."""
+        """Returns the step and the peak in words, then the notes."""
         steps = plural(self.num_steps, "step")
         return [
             f"{duration(self.step_seconds)} a step, of {steps} on "
@@ -247,7 +246,7 @@ _LINES = 3
 
 @dataclasses.dataclass(frozen=True)
 class _Operation:
-    """What is known of an operation of the program: its kind, its line, and its products."""
+    """An operation of the program: its kind, its source line, and its FLOPs."""
 
     kind: str
     source: str
@@ -266,19 +265,19 @@ def waterfall(
     """Adds up a trace of some steps to one step.
 
     Args:
-        events: by `read_trace`, of `num_runs` steps after one another.
+        events: the result of `read_trace`, of `num_runs` consecutive steps.
         program: the compiled step, its text, or a `Module`.
-        num_runs: steps that were traced; the first and the last are not measured.
-        peak_flops: matrix operations per second of a device at best.
-        peak_source: where that number is from, in words.
+        num_runs: the number of traced steps; the first and the last are not measured.
+        peak_flops: the peak matrix operations per second of a device.
+        peak_source: the source of that number, in words.
         device: the kind of device.
 
     Returns:
         The waterfall.
 
     Raises:
-        ConfigError: for a peak that is not positive.
-        UnsupportedError: when fewer than three steps can be told apart.
+        ConfigError: if the peak is not positive.
+        UnsupportedError: if fewer than three steps can be told apart.
     """
     if not peak_flops > 0:
         raise ConfigError(f"got peak_flops={peak_flops}; it must be FLOP/s, above 0")
@@ -294,19 +293,20 @@ def waterfall(
 
     if not any(event.name in known for event in own):
         raise UnsupportedError(
-            f"no operation of the trace is one of the compiled step ({len(known)} instructions of "
-            f"{module.name!r}); give the trace and the program of one step"
+            f"no operation of the trace belongs to the compiled step ({len(known)} instructions of "
+            f"{module.name!r}); pass the trace and the program of the same step",
+            code="other-program",
         )
     time = spent(own, num_runs, rank)
-    return _combined(time, known, kinds, module, peak_flops, peak_source, device)
+    return _broken_down(time, known, kinds, module, peak_flops, peak_source, device)
 
 
 def _own(event: Event, module: Module, known: Mapping[str, _Operation]) -> Event:
-    """The event under the name of its instruction, or of its program where that is another."""
+    """Renames an event to its instruction, or prefixes it with the name of another program."""
     if event.program and event.program != module.name:
         return dataclasses.replace(event, name=f"{event.program}/{event.name}")
     if event.name not in known and (name := _plain(event.name)) in known:
-        # A kernel of a GPU is called as its fusion is, with no dots or dashes in the name.
+        # A GPU kernel has the name of its fusion, without dots and dashes.
         return dataclasses.replace(event, name=name)
     return event
 
@@ -332,7 +332,7 @@ def _operations(module: Module) -> dict[str, _Operation]:
 
 
 def _source(module: Module, instruction: Instruction) -> str:
-    """The line of an instruction, or of the first in its fusion that has one."""
+    """Returns the line of an instruction, or the first line found within its fusion."""
     _, source = origin(instruction.attributes, module.own_lines)
     if source or instruction.opcode != "fusion":
         return source
@@ -377,7 +377,7 @@ def _kind(name: str, known: Mapping[str, _Operation]) -> str:
     return next((kind for kind, pattern in _KERNELS.items() if pattern.search(name)), "kernels")
 
 
-def _combined(
+def _broken_down(
     time: Spent,
     known: Mapping[str, _Operation],
     kinds: Mapping[str, str],
@@ -386,7 +386,7 @@ def _combined(
     peak_source: str,
     device: str,
 ) -> Waterfall:
-    """The rows of what every operation took."""
+    """Makes the waterfall from the time of every operation."""
     lost: dict[str, list[tuple[str, str, float, float]]] = {kind: [] for kind in KINDS}
     at_peak = _at_peak(time, known, kinds, module, peak_flops)
     useful = above = 0.0
@@ -404,7 +404,7 @@ def _combined(
     if time.between > 0:
         lost["host"].append(("", "between two steps", time.between, 1.0))
     total = flops(module)
-    again = sum(
+    recomputed = sum(
         operation.flops * time.counts.get(name, 0.0)
         for name, operation in known.items()
         if operation.kind == "recomputed"
@@ -424,7 +424,7 @@ def _combined(
         step_seconds=time.step,
         peak_flops=peak_flops,
         peak_source=peak_source,
-        flops=max(0.0, total.high - again),
+        flops=max(0.0, total.high - recomputed),
         useful_seconds=useful,
         losses=tuple(_loss(kind, rows) for kind, rows in lost.items()),
         notes=tuple(notes),
@@ -438,26 +438,26 @@ def _at_peak(
     module: Module,
     peak_flops: float,
 ) -> dict[str, float]:
-    """What the products of each operation take at the peak."""
+    """Returns the seconds that the products of each operation take at the peak."""
     done = {
         name: known[name].flops * time.counts.get(name, 0.0)
         for name in time.by_name
         if name in known and not known[name].is_container
     }
-    # Products that the trace does not give to an instruction share what is left of the program's.
-    left = max(0.0, flops(module).high - sum(done.values()))
+    # Products that the trace attributes to no instruction share the program's remaining FLOPs.
+    remaining = max(0.0, flops(module).high - sum(done.values()))
     unnamed = {
         name: seconds
         for name, seconds in time.by_name.items()
         if name not in known and kinds[name] in ("products", "attention")
     }
     total = sum(unnamed.values())
-    done |= {name: left * seconds / total for name, seconds in unnamed.items()}
+    done |= {name: remaining * seconds / total for name, seconds in unnamed.items()}
     return {name: count / peak_flops for name, count in done.items()}
 
 
 def _loss(kind: str, rows: Iterable[tuple[str, str, float, float]]) -> LostTime:
-    """Joins what is lost in one line."""
+    """Groups the losses of one kind by source line."""
     by_source: dict[str, list[tuple[str, float, float]]] = defaultdict(list)
     for source, name, seconds, count in rows:
         if seconds > 0:

@@ -1,6 +1,6 @@
-"""Reads and rewrites traced programs: units, loops over layers, pieces, relations of dims.
+"""Reads and rewrites traced programs: units, loops over layers, slices, relations between dims.
 
-Start reading in `walk.py`, the few ways in which all others read a jaxpr; then `units.py`,
-`layer_scan.py` and `pieces.py`. `factors.py` says how the dims of each primitive's results relate
-to those of its operands.
+Start with `walk.py`: all other modules read a jaxpr through it. Then read `units.py`,
+`layer_scan.py` and `pieces.py`. `factors.py` describes, for each primitive, how the dims of its
+results relate to the dims of its operands.
 """

@@ -1,8 +1,8 @@
-"""What a program computes where some of its inputs are zero: which results are then constant.
+"""Constant propagation: finds the results of a program that are constant if some inputs are zero.
 
-This is constant propagation for arrays whose elements are all equal: an array is that one number,
-or unknown. A product with zeros is zero whatever the other factor is, as long as that is finite;
-so setting the weights of samples to zero shows which results leave out samples without a weight.
+The analysis knows an array only if all its elements are the same number; any other array is
+unknown. A product with zeros is zero for every finite value of the other factor. So setting the
+weights of samples to zero shows which results ignore samples of weight 0.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .walk import LOOPS, dtype_of, inners, interpret, shape_of
 
 @dataclasses.dataclass(frozen=True)
 class UniformValue:
-    """What is known of the elements of an array.
+    """What is known about the elements of an array.
 
     Args:
-        value: the number that all of them are; None where that is not known.
-        is_finite: whether they are finite where the inputs of the program are.
+        value: the number that every element equals; None if unknown.
+        is_finite: whether all elements are finite if the inputs of the program are.
     """
 
     value: float | None = None
@@ -57,12 +57,12 @@ _SUMS = frozenset(("cumsum", "psum", "psum_invariant"))
 def alike(
     jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[UniformValue]
 ) -> list[UniformValue]:
-    """What is known of the outputs of a program.
+    """Derives what is known about the outputs of a program.
 
     Args:
         jaxpr: an open jaxpr.
         consts: values of its constants.
-        inputs: what is known of its inputs.
+        inputs: what is known about its inputs.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -83,14 +83,14 @@ def _of_array(value: Any) -> UniformValue:
             return UNKNOWN
     try:
         array = np.asarray(value)
-    except Exception:  # Keys and tracers.
+    except Exception:  # Random keys and tracers have no NumPy value.
         return UNKNOWN
     if array.dtype.kind not in "biuf" or not array.size:
         return UNKNOWN
     first = array.flat[0]
     if not (array == first).all():
         return UNKNOWN
-    # An infinite constant, such as that of a mask, does not come from a weight of 0.
+    # An infinite constant, such as one of a mask, counts as finite: no weight of 0 caused it.
     return UniformValue(float(first))
 
 
@@ -112,10 +112,10 @@ def _scan(equation: JaxprEqn, operands: Sequence[UniformValue]) -> list[UniformV
     (inner,) = inners(equation)
     shared, carry, rows = inner.parts(operands)
 
-    def turn(carry: list[UniformValue]) -> list[UniformValue]:
+    def iteration(carry: list[UniformValue]) -> list[UniformValue]:
         return alike(inner.program.jaxpr, inner.program.consts, [*shared, *carry, *rows])
 
-    settled = inner.settled(carry, turn, lambda a, b: _join([a, b]))
+    settled = inner.settled(carry, iteration, lambda a, b: _join([a, b]))
     if settled is None:
         return [INFINITE] * len(equation.outvars)
     return [*settled[0], *settled[1]]
@@ -156,12 +156,12 @@ def _logical(equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformVal
 
 
 def _quotient(equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformValue:
-    above, below = operands
-    if below.is_zero:
-        # A scalar 0 / 0 is the mean over no weights, which is not used where all weights are zero.
-        is_total = above.is_zero and not shape_of(equation.outvars[0])
+    numerator, divisor = operands
+    if divisor.is_zero:
+        # A scalar 0 / 0 is a weighted mean without weights; nothing uses it when all weights are 0.
+        is_total = numerator.is_zero and not shape_of(equation.outvars[0])
         return ZERO if is_total else INFINITE
-    if above.is_zero:
+    if numerator.is_zero:
         return ZERO if _unknown(operands).is_finite else INFINITE
     return _computed(equation, operands)
 
@@ -194,7 +194,7 @@ _RULES: dict[str, Callable[[JaxprEqn, Sequence[UniformValue]], UniformValue]] = 
 
 
 def _computed(equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformValue:
-    """An elementwise operation, evaluated on the one number that each operand is."""
+    """Evaluates an elementwise operation on the one number that each operand equals."""
     if any(value.value is None for value in operands):
         return _unknown(operands)
     values = [
@@ -204,9 +204,9 @@ def _computed(equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformVa
     try:
         (result,) = eval_equation(equation, values)
         known = _of_array(np.asarray(result).astype(np.float64))
-    except Exception:  # The operation needs a shape or a dtype that a scalar does not have.
+    except Exception:  # The operation may need a shape or dtype that a scalar cannot have.
         return _unknown(operands)
     if known.value is None:
-        return INFINITE  # The result is NaN, which is not equal to itself.
-    spoiled = np.isinf(known.value) and not any(np.isinf(value.value or 0) for value in operands)
-    return dataclasses.replace(known, is_finite=_unknown(operands).is_finite and not spoiled)
+        return INFINITE  # The result is NaN: it does not equal itself.
+    overflows = np.isinf(known.value) and not any(np.isinf(value.value or 0) for value in operands)
+    return dataclasses.replace(known, is_finite=_unknown(operands).is_finite and not overflows)

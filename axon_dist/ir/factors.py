@@ -1,10 +1,11 @@
-"""What every primitive does with dims: one table, from which all analyses of dims are derived.
+"""How each primitive relates the dims of its results to those of its operands, in one table.
 
 An equation has *factors*, as in the op-sharding rules of Shardy: `dot_general` of `[i, k]` and
-`[k, j]` has three. Each dim of an operand or a result is made of factors, the major one first; a
-dim that a reshape cuts in two has two. Each equation has a `Role` for each of its factors:
-whether elements stay at their place along it, are summed over, are needed all together, and so on.
-All analyses of dims use it: of layouts, of dims that are split alike, and of what counts samples.
+`[k, j]` has three. Each dim of an operand or a result is a product of factors, major factor first;
+a dim that a reshape splits in two has two. Each factor has a `Role` in the equation: elements keep
+their place along it, or are summed over it, or each result needs all of it, and so on. Every
+analysis of dims uses this table: of layouts, of dims that need the same sharding, and of dims that
+count samples.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..core.typing import Shape
 from .walk import shape_of
 
 OperandDim: TypeAlias = tuple[int, int]
-"""(the number of an operand or a result, one of its dims)."""
+"""(position of an operand or a result, one of its dims)."""
 
 
 EACH = frozenset((
@@ -36,10 +37,10 @@ EACH = frozenset((
     "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
     "stop_gradient", "sub", "tan", "tanh", "xor",
 ))  # fmt: skip
-"""Cheap elementwise operations, which the backward pass may compute again.
+"""Cheap elementwise operations, which the backward pass may recompute.
 
-Each element of their results depends on the elements of operands at the same place, and on
-parameters. Other elementwise operations are in `ELEMENTWISE`."""
+Each element of a result depends only on the parameters and on the operands' elements at the same
+place. `ELEMENTWISE` adds the other elementwise operations."""
 
 ELEMENTWISE = EACH | frozenset((
     "add_any", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "conj", "copy_p", "eq_to",
@@ -47,39 +48,39 @@ ELEMENTWISE = EACH | frozenset((
     "polygamma", "polynomial", "random_clone", "random_fold_in", "random_gamma_grad",
     "random_unwrap", "regularized_incomplete_beta", "threefry2x32", "tie", "to_edtype", "zeta",
 ))  # fmt: skip
-"""`EACH`, and elementwise operations that cost more, give names, or work on random keys."""
+"""`EACH`, and elementwise operations that cost more, name values, or work on random keys."""
 
 COMPARES = frozenset(("eq", "ge", "gt", "is_finite", "le", "lt", "ne"))
-"""Those of `EACH` whose results take a byte per element, whatever the dtype of the operands."""
+"""The operations of `EACH` with boolean results: one byte per element for any operand dtype."""
 
 MOVES = frozenset((
     "broadcast_in_dim", "concatenate", "expand_dims", "iota", "pad", "reshape", "rev", "slice",
     "split", "squeeze", "transpose",
 ))  # fmt: skip
-"""Operations that move elements, and compute nothing."""
+"""Operations that move elements and compute nothing."""
 
 RESHAPES = frozenset(("broadcast_in_dim", "expand_dims", "reshape", "squeeze"))
-"""Those of `MOVES` that may keep the entries of an array in their order."""
+"""The operations of `MOVES` that may keep the elements of an array in row-major order."""
 
 KEEPS = frozenset((
     "device_put", "layout_constraint", "mesh_cast", "optimization_barrier", "pcast", "pvary",
     "reshard", "sharding_constraint",
 ))  # fmt: skip
-"""Other operations that keep every element at its place."""
+"""Other operations that keep every element in its place."""
 
 
 class Role(enum.Enum):
     """What an equation does along a factor.
 
-    PASSES: an element of results depends on the elements of operands at its place alone.
+    PASSES: an element of a result depends only on the operands' elements at the same place.
     SUMMED: results are sums over it.
-    REDUCED: results are made of all of it in another way, such as the largest.
+    REDUCED: results reduce it in another way, such as by the maximum.
     ALONG: results have it, and each place may depend on all of it, as in a sort.
-    WINDOW: results have it in another size, and each place depends on places around it.
-    PART: results have a part of it, or it is a part of theirs.
+    WINDOW: results have it in another size, and each place depends on nearby places.
+    PART: the result's dim is a part of the operand's, or the reverse.
     JOINED: operands are concatenated along it, or one is written into a part of another.
-    INDEXED: a computed index selects the places of it that are read or written.
-    NEW: results alone have it.
+    INDEXED: a computed index selects the places along it that are read or written.
+    NEW: only results have it.
     """
 
     PASSES = "passes"
@@ -97,18 +98,19 @@ class Role(enum.Enum):
 class Factors:
     """The factors of an equation.
 
-    The rule of the primitive fills the last three lists in place, one factor at a time, by `add`
-    and what calls it; when `factors` or `factors_of` returns, they are complete, and are only read.
+    The rule of the primitive fills the last three lists in place, one factor at a time, through
+    `add` and the methods that call it. The lists are complete when `factors` or `factors_of`
+    returns; from then on they are only read.
 
     Args:
-        name: of its primitive.
-        params: of the equation.
+        name: the name of the primitive.
+        params: the parameters of the equation.
         inputs: the shapes of its operands.
         outputs: the shapes of its results.
-        roles: of each factor, by its number.
-        operands: for each operand and each of its dims the factors, the major one first. None for
-            a dim that is repeated or dropped, of size 1.
-        results: likewise.
+        roles: the role of each factor, indexed by factor number.
+        operands: for each operand, the factors of each dim, major factor first. A dim of size 1
+            that is broadcast or dropped has no factors.
+        results: for each result, the factors of each dim, major factor first.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -129,12 +131,12 @@ class Factors:
     results: list[list[tuple[int, ...]]]
 
     def role(self, operand: int, dim: int) -> Role | None:
-        """What happens along the major factor of a dim of an operand; None where it has none."""
+        """Returns the role of the major factor of an operand's dim; None if it has no factor."""
         numbers = self.operands[operand][dim]
         return self.roles[numbers[0]] if numbers else None
 
     def dims(self, factor: int, side: Sequence[Sequence[tuple[int, ...]]]) -> list[OperandDim]:
-        """Where a factor is, among the dims of `operands` or `results`."""
+        """Returns the dims of `operands` or `results` that contain a factor."""
         return [
             (number, dim)
             for number, array in enumerate(side)
@@ -143,11 +145,11 @@ class Factors:
         ]
 
     def factor(self, operand: int, dim: int) -> int | None:
-        """The major factor of a dim of an operand."""
+        """Returns the major factor of an operand's dim; None if it has no factor."""
         return next(iter(self.operands[operand][dim]), None)
 
     def result_dim(self, operand: int, dim: int) -> int | None:
-        """The dim of the first result that has the major factor of a dim of an operand."""
+        """Returns the first result's dim with the major factor of an operand's dim, or None."""
         numbers = self.operands[operand][dim]
         places = self.dims(numbers[0], self.results) if numbers else []
         return next((at for number, at in places if number == 0), None)
@@ -155,7 +157,7 @@ class Factors:
     def add(
         self, role: Role, ins: Iterable[OperandDim] = (), outs: Iterable[OperandDim] = ()
     ) -> None:
-        """Adds a factor, behind those that its dims have already."""
+        """Adds a factor as the minor factor of the given dims."""
         number = len(self.roles)
         self.roles.append(role)
         for which, dim in ins:
@@ -164,20 +166,21 @@ class Factors:
             self.results[which][dim] += (number,)
 
     def move(self, pairs: Iterable[tuple[int, int]], operand: int = 0) -> None:
-        """Dims of an operand become dims of all results; where sizes differ, one is a part."""
+        """Maps dims of an operand to dims of all results; if sizes differ, the role is PART."""
         for source, target in pairs:
             outs = [(number, target) for number in range(len(self.outputs))]
             is_same = all(s[target] == self.inputs[operand][source] for s in self.outputs)
             self.add(Role.PASSES if is_same else Role.PART, [(operand, source)], outs)
 
     def keep(self) -> None:
-        """Dims of the operand become those of the results, from the first on."""
+        """Maps each dim of the operand to the same dim of the results, starting at dim 0."""
         self.move((dim, dim) for dim in range(min(len(self.inputs[0]), len(self.outputs[0]))))
 
 
 def factors(equation: JaxprEqn) -> Factors | None:
-    """The factors of an equation that runs no inner program; None where they are unknown."""
-    inputs, outputs = map(shape_of, equation.invars), map(shape_of, equation.outvars)
+    """Returns the factors of an equation without inner programs; None if they are unknown."""
+    inputs = map(shape_of, equation.invars)
+    outputs = map(shape_of, equation.outvars)
     return factors_of(equation.primitive.name, equation.params, [*inputs], [*outputs])
 
 
@@ -188,14 +191,14 @@ def factors_of(
     outputs: Sequence[Shape],
     rule: Callable[[Factors], None] | None = None,
 ) -> Factors | None:
-    """The factors of an operation.
+    """Returns the factors of an operation; None if they are unknown.
 
     Args:
-        name: of its primitive.
-        params: of the equation.
+        name: the name of the primitive.
+        params: the parameters of the equation.
         inputs: the shapes of its operands.
         outputs: the shapes of its results.
-        rule: says them; None takes that of the primitive.
+        rule: fills in the factors; None uses the primitive's rule in `FACTORS`.
     """
     rule = rule or FACTORS.get(name)
     if rule is None or (rule is _along and len(_DIM & params.keys()) != 1):
@@ -205,14 +208,14 @@ def factors_of(
     rule(factors)
     for number, shape in enumerate(outputs):
         for dim, size in enumerate(shape):
-            # What has no factor in a result is new.
+            # A dim of a result that the rule gave no factor is new.
             if not results[number][dim] and size != 1:
                 factors.add(Role.NEW, (), [(number, dim)])
     return factors
 
 
 def guessed(equation: JaxprEqn) -> Factors:
-    """Factors by shapes alone: dims of one size, at one place in arrays of one rank, are one."""
+    """Guesses factors from shapes: equal dims at the same place of arrays of equal rank match."""
     inputs, outputs = ([*map(shape_of, side)] for side in (equation.invars, equation.outvars))
     factors = factors_of(equation.primitive.name, equation.params, inputs, outputs, _each)
     assert factors is not None, "a rule is given"
@@ -237,24 +240,27 @@ def _broadcast(draft: Factors) -> None:
 
 
 def _reshape(draft: Factors) -> None:
-    """Cuts both shapes into groups of equal size, in which the dims of one side are the factors."""
-    (before, *_), (after,) = draft.inputs, draft.outputs
+    """Cuts both shapes into groups of equal size; within a group, one side's dims are factors."""
+    before, *_ = draft.inputs
+    (after,) = draft.outputs
     order = draft.params.get("dimensions") or range(len(before))
-    left = [dim for dim in order if before[dim] != 1]
-    right = [dim for dim, size in enumerate(after) if size != 1]
+    old_dims = [dim for dim in order if before[dim] != 1]
+    new_dims = [dim for dim, size in enumerate(after) if size != 1]
 
     def size(shape, dims):
         return math.prod(shape[dim] for dim in dims)
 
-    while left and right:
-        mine, theirs = [left.pop(0)], [right.pop(0)]
-        while size(before, mine) != size(after, theirs):
-            is_less = size(before, mine) < size(after, theirs)
-            group, rest = (mine, left) if is_less else (theirs, right)
+    while old_dims and new_dims:
+        old_group = [old_dims.pop(0)]
+        new_group = [new_dims.pop(0)]
+        while size(before, old_group) != size(after, new_group):
+            is_less = size(before, old_group) < size(after, new_group)
+            group, rest = (old_group, old_dims) if is_less else (new_group, new_dims)
             if not rest:
                 break
             group.append(rest.pop(0))
-        ins, outs = [(0, dim) for dim in mine], [(0, dim) for dim in theirs]
+        ins = [(0, dim) for dim in old_group]
+        outs = [(0, dim) for dim in new_group]
         if len(ins) > 1 and len(outs) > 1:
             draft.add(Role.ALONG, ins, outs)
         elif len(outs) == 1:
@@ -266,7 +272,7 @@ def _reshape(draft: Factors) -> None:
 
 
 def _drop(draft: Factors, gone: Iterable[int], role: Role | None) -> None:
-    """Some dims of all operands are dropped, and the others keep their order."""
+    """Drops some dims of all operands; the others keep their order."""
     gone = {*gone}
     for rank in sorted({len(shape) for shape in draft.inputs}):
         numbers = [n for n, shape in enumerate(draft.inputs) if len(shape) == rank]
@@ -293,7 +299,7 @@ def _stack(draft: Factors) -> None:
 
 
 def _need_all(draft: Factors, dims: Iterable[int]) -> None:
-    """Some dims, counted from the front, are needed in full; the others pass, in all arrays."""
+    """In all arrays, gives some dims ALONG or REDUCED, and the others PASSES."""
     spanned = {*dims}
     rank = max(map(len, (*draft.inputs, *draft.outputs)))
     for dim in range(rank):
@@ -326,7 +332,7 @@ def _trailing(draft: Factors) -> None:
 
 
 def _stay(draft: Factors, role: Role, has_role: Sequence[bool], count: int = 1) -> None:
-    """All dims stay; along some, elements of the first operands do not keep their place."""
+    """Keeps all dims; along some of them, the first `count` operands have the given role."""
     for dim, here in enumerate(has_role):
         ins = [(n, dim) for n, shape in enumerate(draft.inputs[:count]) if dim < len(shape)]
         outs = [(number, dim) for number in range(len(draft.outputs))]
@@ -342,8 +348,9 @@ def _update(draft: Factors) -> None:
 
 
 def _concatenate(draft: Factors) -> None:
-    dims, at = range(len(draft.outputs[0])), draft.params["dimension"]
-    _stay(draft, Role.JOINED, [dim == at for dim in dims], len(draft.inputs))
+    at = draft.params["dimension"]
+    is_joined = [dim == at for dim in range(len(draft.outputs[0]))]
+    _stay(draft, Role.JOINED, is_joined, len(draft.inputs))
 
 
 def _windows(draft: Factors) -> None:
@@ -356,10 +363,10 @@ def _windows(draft: Factors) -> None:
 def _dot(draft: Factors) -> None:
     (left, right), (left_batch, right_batch) = draft.params["dimension_numbers"]
     out = itertools.count()
-    for mine, theirs in zip(left_batch, right_batch, strict=True):
-        draft.add(Role.PASSES, [(0, mine), (1, theirs)], [(0, next(out))])
-    for mine, theirs in zip(left, right, strict=True):
-        draft.add(Role.SUMMED, [(0, mine), (1, theirs)])
+    for left_dim, right_dim in zip(left_batch, right_batch, strict=True):
+        draft.add(Role.PASSES, [(0, left_dim), (1, right_dim)], [(0, next(out))])
+    for left_dim, right_dim in zip(left, right, strict=True):
+        draft.add(Role.SUMMED, [(0, left_dim), (1, right_dim)])
     for operand, paired in enumerate(((*left, *left_batch), (*right, *right_batch))):
         for dim in range(len(draft.inputs[operand])):
             if dim not in paired:
@@ -378,13 +385,16 @@ def _convolution(draft: Factors) -> None:
 
 
 def _windows_of(rank: int, *hidden: Sequence[int]) -> list[int]:
-    """The dims of a table that are dims of the windows which a gather or scatter moves."""
+    """Returns the dims of a table that span the windows of a gather or scatter."""
     return [dim for dim in range(rank) if not any(dim in dims for dims in hidden)]
 
 
 def _take(draft: Factors) -> None:
-    numbers, sizes = draft.params["dimension_numbers"], draft.params["slice_sizes"]
-    table, indices, shape = draft.inputs[0], draft.inputs[1], draft.outputs[0]
+    numbers = draft.params["dimension_numbers"]
+    sizes = draft.params["slice_sizes"]
+    table = draft.inputs[0]
+    indices = draft.inputs[1]
+    shape = draft.outputs[0]
     batching = dict(
         zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
     )
@@ -439,10 +449,10 @@ REDUCTIONS |= {"argmax", "argmin", "reduce"}
 
 ALONG_ONE = frozenset({f"cum{kind}" for kind in ("sum", "prod", "max", "min", "logsumexp")})
 ALONG_ONE |= {"sort", "top_k", "approx_top_k"}
-"""Operations along one dim, which a parameter of `_DIM` names; the other dims pass."""
+"""Operations along one dim, named by a parameter in `_DIM`; the other dims pass."""
 
 WINDOWS = frozenset({f"reduce_window{kind}" for kind in ("", "_sum", "_max", "_min")})
-"""Operations on the neighbourhood of each element."""
+"""Operations on a window around each element."""
 
 TRAILING: MappingProxyType[str, int] = MappingProxyType(
     {
@@ -451,10 +461,10 @@ TRAILING: MappingProxyType[str, int] = MappingProxyType(
         "tridiagonal_solve": 2, "lu_pivots_to_permutation": 1, "fft": 1,
     }
 )  # fmt: skip
-"""How many dims at the end a linear algebra routine takes as one matrix or vector."""
+"""How many trailing dims a linear algebra routine takes as one matrix or vector."""
 
 SCATTER_ADDS = frozenset({"scatter-add", "scatter_add", "scatter-sub", "scatter_sub"})
-"""Scatters that add what falls on one place."""
+"""Scatters that add all updates of one place."""
 
 SCATTERS = SCATTER_ADDS | frozenset(
     {"scatter"} | {f"scatter{dash}{kind}" for kind in ("mul", "min", "max") for dash in "-_"}
@@ -494,4 +504,4 @@ FACTORS: MappingProxyType[str, Callable[[Factors], None]] = MappingProxyType(
         ),
     }
 )
-"""The rules, by the name of the primitive."""
+"""The rule of each primitive, by name."""

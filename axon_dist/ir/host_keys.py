@@ -1,9 +1,9 @@
-"""Random keys in the memory of the host: the threefry generator, in numpy.
+"""Random keys in host memory: the threefry generator in NumPy.
 
-Deriving a key takes microseconds here. JAX would compile a program for each way to derive one, and
-would wait for a device. Only what is listed in `ON_HOST` is computed here, and only of threefry
-keys, whose bits JAX keeps: https://docs.jax.dev/en/latest/jep/9263-typed-keys.html. Other
-generators are asked through JAX.
+Deriving a key takes microseconds here. JAX would compile a program for each way of deriving one,
+and would wait for a device. Only the primitives in `ON_HOST` are computed here, and only for
+threefry keys, whose bits JAX keeps stable:
+https://docs.jax.dev/en/latest/jep/9263-typed-keys.html. JAX computes the other generators.
 
 Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011.
 """
@@ -23,10 +23,10 @@ ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Key:
-    """Random keys in the memory of the host.
+    """Random keys in host memory.
 
     Args:
-        data: their words, in the last dim.
+        data: the words of the keys, along the last dim.
         impl: the generator, as `jax.random.wrap_key_data` takes it.
     """
 
@@ -35,10 +35,10 @@ class Key:
 
 
 Value: TypeAlias = np.ndarray | Key
-"""Whole numbers, or keys."""
+"""Integers or keys."""
 
 OnHost: TypeAlias = Callable[[Mapping[str, Any], Sequence[Value]], Value | None]
-"""(parameters, operands) -> the result; None where JAX has to compute it."""
+"""(parameters, operands) -> the result; None if JAX has to compute it."""
 
 
 def threefry(key: np.ndarray, high: np.ndarray, low: np.ndarray) -> np.ndarray:
@@ -50,7 +50,7 @@ def threefry(key: np.ndarray, high: np.ndarray, low: np.ndarray) -> np.ndarray:
         low: the second words.
 
     Returns:
-        The encrypted pairs, in the last dim.
+        The encrypted pairs, along the last dim.
 
     Example:
         >>> key = np.array([0, 42], np.uint32)
@@ -105,16 +105,18 @@ def _sliced(params: Mapping[str, Any], operands: Sequence[Value]) -> Value | Non
 
 
 def _squeezed(params: Mapping[str, Any], operands: Sequence[Value]) -> Value | None:
-    # The words of keys are a further dim at the end, so that these dims are counted from the front.
+    # Keys have their words in an extra last dim, so these dims must be counted from the front.
     dims = tuple(params["dimensions"])
     return _moved(operands[0], lambda x: np.squeeze(x, dims))
 
 
 def _repeated(params: Mapping[str, Any], operands: Sequence[Value]) -> Value | None:
-    shape, dims = tuple(params["shape"]), params["broadcast_dimensions"]
+    shape = tuple(params["shape"])
+    dims = params["broadcast_dimensions"]
 
     def run(x: np.ndarray) -> np.ndarray:
-        sizes, words = [1] * len(shape), x.shape[len(dims) :]
+        sizes = [1] * len(shape)
+        words = x.shape[len(dims) :]
         for dim, size in zip(dims, x.shape, strict=False):
             sizes[dim] = size
         return np.broadcast_to(x.reshape(*sizes, *words), (*shape, *words))
@@ -144,4 +146,4 @@ ON_HOST: Mapping[str, OnHost] = {
     "broadcast_in_dim": _repeated,
     "add": _added,
 }
-"""What is computed here, by the name of the primitive."""
+"""The primitives that are computed on the host, by name."""

@@ -1,17 +1,18 @@
 """Scan over layers: equal units called one after another become one `lax.scan` over weights.
 
-A model that loops over its layers in Python compiles every layer anew, and lets the compiler keep
-or move what should live for one layer only. It works on the jaxpr, where the flow of data is
-explicit: a chain of calls of the same inner program, each fed by the one before, is the loop
+A model that loops over its layers in Python compiles each layer separately, and lets the compiler
+keep or move values that should live for one layer only. This module works on the jaxpr, where the
+data flow is explicit: a chain of calls of the same inner program, each fed by the previous one, is
+the loop
 
     for weights in stacked: x = unit(weights, x)
 
-whatever the Python code looked like. Values that the model uses from between two layers come out
-of the scan as well. Where the flow is not such a chain, the calls are left as they are. A loop that
-the model has itself, over layers that it keeps stacked, stays that loop.
+whatever the Python code looked like. The scan also returns the values between two layers that the
+model uses elsewhere. Calls that do not form such a chain stay as they are. A model's own loop over
+stacked layers stays that loop.
 
-Wherever units are called, in chains, in loops, in functions that the model has jitted, what they
-compute is kept for the backward pass as the policy says, and not otherwise.
+The remat policy applies to units wherever they are called: in chains, in loops, and in functions
+that the model has jitted.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ from .walk import (
 SHARED, STACKED = "shared", "stacked"
 
 Protect: TypeAlias = Callable[[Function, int], Function]
-"""(function, how many times it runs) -> it under `jax.checkpoint`, or unchanged."""
+"""(function, how many times it runs) -> the function under `jax.checkpoint`, or unchanged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A chain of calls of one unit program, each of which reads the results of the one before.
+    """A chain of calls of one unit program, each of which reads results of the previous call.
 
     Args:
         calls: positions of the equations, in order.
-        roles: for each operand of a call, `"shared"` by all calls, `"stacked"` (each has its own),
-            or the index of the result of the call before that it is.
+        roles: for each operand of a call, `"shared"` (one value for all calls), `"stacked"` (each
+            call has its own), or the index of the previous call's result that feeds it.
     """
 
     calls: tuple[int, ...]
@@ -65,7 +66,7 @@ class Chain:
 
     @property
     def carried(self) -> tuple[int, ...]:
-        """The results that feed the next call, in the order of the operands they become."""
+        """The results that feed the next call, in operand order."""
         return tuple(role for role in self.roles if isinstance(role, int))
 
 
@@ -75,8 +76,8 @@ class LayerScan:
 
     Args:
         group: (number of iterations) -> how many of them are recomputed together.
-        remat: what the backward pass keeps of them; None keeps all.
-        prefetch: whether it may gather the weights of an iteration in the one before.
+        remat: which intermediate values the backward pass keeps; None keeps all.
+        prefetch: whether the backward pass may gather an iteration's weights one iteration ahead.
         rule: which chains run as a loop.
     """
 
@@ -86,7 +87,7 @@ class LayerScan:
     rule: LoopRule
 
     def loops(self, jaxpr: Jaxpr, chain: Chain) -> bool:
-        """Whether a chain runs as a loop; groups are iterations, so that they always do."""
+        """Whether a chain runs as a loop; it always does if units are recomputed in groups."""
         length = len(chain.calls)
         if self.group(length) > 1:
             self.rule.tell(LoopChoice(length, True, "groups of them are recomputed together"))
@@ -96,11 +97,12 @@ class LayerScan:
         return self.rule.loops(program, chain.roles, length, keeps)
 
     def protect(self, body: Function, times: int) -> Function:
-        """What runs so many times, under `jax.checkpoint`.
+        """Puts a function that runs `times` times under `jax.checkpoint`.
 
-        Its barrier keeps recomputed values apart from those of the forward pass, and holds the
-        gathers of a backward iteration back until it starts. A loop keeps the two passes apart by
-        itself; what runs once, or in a loop of one iteration, which is inlined, needs the barrier.
+        The checkpoint's barrier (`prevent_cse`) stops XLA from merging recomputed values with those
+        of the forward pass, and delays the gathers of a backward iteration until it starts. A loop
+        separates the two passes by itself. A function that runs once needs the barrier, and so does
+        a loop of one iteration, because XLA inlines it.
         """
         if self.remat is None:
             return body
@@ -120,22 +122,21 @@ def scan_over_layers(
     """Makes a function whose chains of units run as scans.
 
     Args:
-        function: calls a model with marked units; traced once more here.
-        group: how many units one iteration runs, or a function that says so of their number; the
-            last iteration may run fewer.
-        remat: when given, each iteration is under `jax.checkpoint` with this policy, and so is
-            each unit that is in no chain, and each iteration of a loop of the model's own that
-            calls a unit.
-        prefetch: whether the backward pass may gather the weights of an iteration in the one
-            before. Only where units move nothing but weights: the compiler would prefetch gathered
-            activations too, with all the compute that leads up to them, and do it twice.
-        unroll: chains of at most so many units stay calls one after another: what they keep for
-            the backward pass is put on no stacks then, and each is compiled by itself. None is
-            `UNROLLED`, of units that do not loop themselves.
-        rule: which chains run as a loop, in place of `unroll`.
+        function: calls a model with marked units; traced again here.
+        group: how many units one iteration runs, or a function that returns this for a number of
+            units; the last iteration may run fewer.
+        remat: if given, each iteration is under `jax.checkpoint` with this policy. So is each unit
+            outside a chain, and each iteration of a model's own loop that calls a unit.
+        prefetch: whether the backward pass may gather an iteration's weights one iteration ahead.
+            Set it only if units communicate nothing but weights: the compiler would also prefetch
+            gathered activations, and compute everything that leads to them twice.
+        unroll: chains of at most this many units stay separate calls: each is compiled by itself,
+            and the values it saves for the backward pass are not stacked. None means `UNROLLED`,
+            for units that contain no loop themselves.
+        rule: which chains run as a loop; replaces `unroll`.
 
     Returns:
-        A function of the same arguments with the same results.
+        A function with the same arguments and results.
     """
 
     loops = LoopRule(unroll, f"unroll={unroll}") if rule is None else rule
@@ -161,7 +162,7 @@ def find_chains(jaxpr: Jaxpr) -> list[Chain]:
     roles: tuple[str | int, ...] | None = None
     tainted = made_by(jaxpr.eqns[call] for call in current)
     for call in calls[1:]:
-        # Dependence on the calls so far is known up to the last call: no equation is read twice.
+        # `tainted` is complete up to the last call, so each equation is visited once.
         tainted = depends_on(jaxpr, tainted, call, start=current[-1] + 1)
         link = _link(jaxpr, current[-1], call, tainted)
         if link is not None and roles in (None, link):
@@ -170,15 +171,17 @@ def find_chains(jaxpr: Jaxpr) -> list[Chain]:
             tainted.update(jaxpr.eqns[call].outvars)
             continue
         chains += [Chain(tuple(current), roles)] if roles else []
-        current, roles, tainted = [call], None, set(jaxpr.eqns[call].outvars)
+        current = [call]
+        roles = None
+        tainted = set(jaxpr.eqns[call].outvars)
     return chains + ([Chain(tuple(current), roles)] if roles else [])
 
 
 def _link(jaxpr: Jaxpr, last: int, call: int, tainted: set[Var]) -> tuple[str | int, ...] | None:
-    """The roles of the operands of `call` as the next of a chain, or None where it is not."""
+    """Returns the operands' roles if `call` continues a chain after `last`; else None."""
     before, after = jaxpr.eqns[last], jaxpr.eqns[call]
-    # Equal calls of one trace share their program: JAX has traced it once. To compare two programs
-    # would be to compare all their constants.
+    # Equal calls within one trace share one program object, because JAX traces it once. Comparing
+    # two programs would mean comparing all their constants.
     if before.params["jaxpr"] is not after.params["jaxpr"]:
         return None
     roles: list[str | int] = []
@@ -190,8 +193,8 @@ def _link(jaxpr: Jaxpr, last: int, call: int, tainted: set[Var]) -> tuple[str | 
             roles.append(SHARED)
         elif new in before.outvars:
             roles.append(before.outvars.index(new))
-            # A first input in another dtype than all later ones cannot be carried. The mesh that an
-            # aval names says nothing: that of an input traced as a shape is empty.
+            # A scan cannot carry a first input whose dtype differs from all later ones. The mesh of
+            # an aval is not compared: it is empty for an input that was traced as a shape.
             if _kind(old.aval) != _kind(new.aval):
                 return None
         elif not tainted.isdisjoint(variables([new])):
@@ -202,12 +205,12 @@ def _link(jaxpr: Jaxpr, last: int, call: int, tainted: set[Var]) -> tuple[str | 
 
 
 def _kind(aval: Aval) -> Hashable:
-    """The properties that must not change from one carried value to the next."""
+    """Returns the properties of a carry that must be the same in all iterations."""
     return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
 
 
 def _evaluate(closed: ClosedJaxpr, values: Sequence[Array], how: LayerScan | None) -> list[Array]:
-    """Runs a program; with no `how` its units as they are, without checkpoints around them."""
+    """Runs a program; if `how` is None, units run unchanged and without checkpoints."""
     jaxpr = closed.jaxpr
     if how is None:
         return interpret(jaxpr, closed.consts, values, eval_equation, enters=_calls_units)
@@ -225,8 +228,8 @@ def _evaluate(closed: ClosedJaxpr, values: Sequence[Array], how: LayerScan | Non
 
     for index in range(len(jaxpr.eqns)):
         if index in chains:
-            # A loop stands where its first call stood. What its later calls need, and no call of
-            # it leads to, is therefore computed before, out of the order of the program.
+            # The loop runs at the position of its first call. So equations that later calls may
+            # need, and that depend on no call of the chain, run first, out of program order.
             chain = chains[index]
             last = chain.calls[-1]
             tainted = depends_on(jaxpr, made_by(jaxpr.eqns[call] for call in chain.calls), last)
@@ -240,13 +243,14 @@ def _evaluate(closed: ClosedJaxpr, values: Sequence[Array], how: LayerScan | Non
 
 
 def _run(equation: JaxprEqn, operands: Sequence[Array], how: LayerScan) -> Sequence[Array]:
-    """Runs an equation; units are protected wherever in it they are called."""
+    """Runs an equation, with all units within it under a checkpoint."""
     evaluate = functools.partial(eval_equation, equation)
     if is_unit(equation):
         return how.protect(evaluate, 1)(operands)
     if not has_units(equation):
         return evaluate(operands)
-    name, inner = equation.primitive.name, called(equation)
+    name = equation.primitive.name
+    inner = called(equation)
     if inner is not None and name in CALLS:
         return _evaluate(ClosedJaxpr(inner.jaxpr, inner.consts), operands, how)
     if how.remat is None:
@@ -255,18 +259,20 @@ def _run(equation: JaxprEqn, operands: Sequence[Array], how: LayerScan) -> Seque
         return _scan_of_model(equation, operands, how)
     if name in REMATS and inner is not None:
         return _remat_of_model(equation, inner.jaxpr, operands, how)
-    # A branch, a kernel, a function with its own derivative: recomputed as one.
+    # A branch, a kernel or a function with a custom derivative is recomputed as a whole.
     return how.protect(evaluate, 1)(operands)
 
 
 def _scan_of_model(equation: JaxprEqn, operands: Sequence[Array], how: LayerScan) -> list[Array]:
-    """A loop of the model itself, with the body of its iteration under a checkpoint."""
-    (loop,), params, closed = inners(equation), equation.params, equation.params["jaxpr"]
+    """Runs a model's own scan with the body of each iteration under a checkpoint."""
+    (loop,) = inners(equation)
+    params = equation.params
+    closed = params["jaxpr"]
     values = [_as_array(x, v.aval) for x, v in zip(operands, equation.invars, strict=True)]
     consts, carry, stacked = loop.parts(values)
     is_one = _runs_one_unit(closed.jaxpr)
-    # The checkpoint is around the iteration: with the model's own checkpoint inside, it would be
-    # recomputed twice.
+    # The checkpoint wraps the iteration. The model's own checkpoint is dropped: with both, the unit
+    # would be recomputed twice.
     compute = functools.partial(_evaluate, closed, how=None if is_one else how)
 
     def body(carry: Sequence[Array], rows: Sequence[Array]) -> tuple[list[Array], list[Array]]:
@@ -289,7 +295,7 @@ def _scan_of_model(equation: JaxprEqn, operands: Sequence[Array], how: LayerScan
 def _remat_of_model(
     equation: JaxprEqn, jaxpr: Jaxpr, operands: Sequence[Array], how: LayerScan
 ) -> Sequence[Array]:
-    """A checkpoint of the model itself: it saves what both its policy and ours save."""
+    """Runs a model's own checkpoint; it saves the values that both its policy and ours save."""
     policy = equation.params["policy"] or jax.checkpoint_policies.nothing_saveable
     barrier = equation.params["prevent_cse"]
     is_one = _runs_one_unit(jaxpr)
@@ -302,12 +308,12 @@ def _remat_of_model(
 
 
 def has_units(equation: JaxprEqn) -> bool:
-    """Whether units are called in the programs that an equation runs."""
+    """Whether the inner programs of an equation call units."""
     return any(is_unit(e) for inner in inner_programs(equation) for e in equations(inner))
 
 
 def _runs_one_unit(jaxpr: Jaxpr) -> bool:
-    """Whether a program calls one unit, once."""
+    """Whether a program calls exactly one unit, once."""
     eqns = list(equations(jaxpr))
     loops = [e for e in eqns if e.primitive.name in LOOPS and has_units(e)]
     return sum(map(is_unit, eqns)) == 1 and not loops
@@ -320,13 +326,13 @@ def _calls_units(equation: JaxprEqn) -> bool:
 
 
 def _policies(jaxpr: Jaxpr) -> list[RematPolicy]:
-    """The policies of a model's own checkpoints around units."""
+    """Returns the policies of the model's own checkpoints around units."""
     checkpoints = [e for e in equations(jaxpr) if e.primitive.name in REMATS and _calls_units(e)]
     return [e.params["policy"] or jax.checkpoint_policies.nothing_saveable for e in checkpoints]
 
 
 def _both(*candidates: RematPolicy | None) -> RematPolicy:
-    """A policy that saves what all of some policies save, and offloads as the first that does."""
+    """Returns a policy that saves what all policies save; the first one that offloads decides."""
     policies = [policy for policy in candidates if policy is not None]
     if len(policies) == 1:
         return policies[0]
@@ -346,7 +352,7 @@ def _as_array(value: Array, aval: Aval) -> Array:
 
 
 def _scan(jaxpr: Jaxpr, chain: Chain, env: Mapping[Var, Array], how: LayerScan) -> dict[Var, Array]:
-    """Runs a chain and returns the values of all results that something else reads."""
+    """Runs a chain; returns the values of all its results that other equations read."""
     calls = [jaxpr.eqns[index] for index in chain.calls]
     inner = calls[0].params["jaxpr"]
     first = values_of(env, calls[0].invars)
@@ -355,11 +361,15 @@ def _scan(jaxpr: Jaxpr, chain: Chain, env: Mapping[Var, Array], how: LayerScan) 
     stacked = [jnp.stack([jnp.asarray(row) for row in each]) for each in rows]
     used = _read_elsewhere(jaxpr, chain)
 
-    def unit(carry: tuple[Array, ...], mine: list[Array]) -> tuple[tuple[Array, ...], list[Array]]:
-        operands, fed, each = [], iter(carry), iter(mine)
+    def unit(carry: tuple[Array, ...], row: list[Array]) -> tuple[tuple[Array, ...], list[Array]]:
+        operands = []
+        carried = iter(carry)
+        own = iter(row)
         for role, shared in zip(chain.roles, first, strict=True):
-            source = {SHARED: None, STACKED: each}.get(role, fed)  # type: ignore[call-overload]
-            operands.append(shared if source is None else next(source))
+            if role == SHARED:
+                operands.append(shared)
+            else:
+                operands.append(next(own if role == STACKED else carried))
         results = eval_jaxpr(inner, operands)
         return tuple(results[role] for role in chain.carried), [results[i] for i in used]
 
@@ -393,13 +403,13 @@ def grouped_scan(
 
     Args:
         body: (carry, row) -> (carry, outputs).
-        carry: what the first step gets.
+        carry: the initial carry.
         stacked: leaves with a leading dim of `length`.
         length: how many steps.
         group: steps per iteration; `length` need not divide by it.
-        protect: puts the body of a loop of so many iterations under `jax.checkpoint`.
-        reverse: whether the last row comes first.
-        unroll: as `lax.scan` has it, for groups of one.
+        protect: puts the body of a loop with that many iterations under `jax.checkpoint`.
+        reverse: whether to start with the last row.
+        unroll: the `unroll` of `lax.scan`, for groups of one.
 
     Returns:
         The last carry, and the stacked outputs of all steps.
@@ -410,13 +420,14 @@ def grouped_scan(
         )
     if reverse:
 
-        def turn(rows):
+        def flipped(rows):
             return [jnp.flip(row, 0) for row in rows]
 
-        carry, outputs = grouped_scan(body, carry, turn(stacked), length, group, protect)
-        return carry, turn(outputs)
+        carry, outputs = grouped_scan(body, carry, flipped(stacked), length, group, protect)
+        return carry, flipped(outputs)
 
     def several(size):
+        """Makes a body that runs `size` steps as an inner scan."""
         return lambda carry, rows: jax.lax.scan(body, carry, rows, size)
 
     grouped = length // group * group
@@ -434,7 +445,7 @@ def grouped_scan(
 
 
 def _read_elsewhere(jaxpr: Jaxpr, chain: Chain) -> list[int]:
-    """The results of the calls that other equations than the chain's next call read."""
+    """Returns the positions of results that are read by more than the chain's next call."""
     last = chain.calls[-1]
     readers = [e for i, e in enumerate(jaxpr.eqns) if i not in chain.calls]
     used = variables([*(v for e in readers for v in e.invars), *jaxpr.outvars])

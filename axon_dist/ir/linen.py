@@ -1,11 +1,12 @@
-"""The repeated blocks of a bridged Linen model: found by their paths, and made units.
+"""Finds the repeated blocks of a bridged Linen model by their paths, and makes them units.
 
-A bridged model is one NNX module with a tree of parameters. The modules that its Linen module makes
-exist only while it runs, and each has its own subtree: what stands in the tree several times under
-one name and a number, with leaves alike, is a repeated block. While the model runs, Flax tells of
-every call of a method, and that of a block is lifted out of it, as `flax.linen.jit` would do, to
-become one equation of the traced program. Equal blocks get the same inner program: their random
-keys, which Flax derives from their names, are made before the call and handed in.
+A bridged model is one NNX module with a tree of parameters. The submodules of its Linen module
+exist only while it runs, and each has its own subtree. Subtrees under one name with different
+numbers, whose leaves have equal shapes, are repeated blocks. While the model runs, a Flax
+interceptor sees every method call, and lifts the call of a block out of the model, as
+`flax.linen.jit` would do: it becomes one equation of the traced program. Equal blocks get the same
+inner program: their random keys, which Flax derives from their names, are computed before the call
+and passed in.
 """
 
 from __future__ import annotations
@@ -30,50 +31,51 @@ from ..core.typing import Array, Function, Keys, Path, PyTree
 from .walk import inners, opened, struct_of, values_of, variables, without_tracers
 
 Gathers: TypeAlias = tuple[Callable[[Array], Array] | None, ...]
-"""The gather function of each of the first values of a program; None for an unsharded value."""
+"""The gather function of each leading input of a program; None for an unsharded value."""
 
 RunUnit: TypeAlias = Callable[[ClosedJaxpr, Gathers, list[Array]], list[Array]]
-"""(program, how its values are gathered, values) -> results, as the equation of a unit."""
+"""(program, gather functions of its inputs, inputs) -> results; runs as the equation of a unit."""
 
 SAME_SHARE = 0.5
-"""The least share of leaves that two modules have alike to be blocks of one kind."""
+"""The least share of equal leaves at which two modules are blocks of one kind."""
 
 ARRAYS: tuple[type, ...] = jax.Array, np.ndarray
-"""What the arrays among the leaves of a tree are, and what a trace has in place of them."""
+"""The types of array leaves; tracers are instances of `jax.Array` too."""
 
 MAKES_KEYS = frozenset({"random_fold_in", "random_wrap", "random_unwrap"})
 """The primitives by which Flax derives the random key of a module from its path."""
 
 
 def linen_modules(model: nnx.Module) -> Iterator[tuple[Keys, str]]:
-    """The modules within the bridged ones of a model, and what each is called.
+    """Yields the modules within the bridged modules of a model, each with its name.
 
     Args:
         model: any NNX module; its leaves may be shapes.
 
     Returns:
-        Pairs of keys in the model and a name, the path without numbers: that of
-        `encoder/layer/0` is `encoder/layer`, that of `Block_3`, as Flax names what nobody has
-        named, `Block`. What only holds a list of others has no name.
+        Pairs of keys in the model and a name, which is the path without numbers: `encoder/layer`
+        for `encoder/layer/0`, and `Block` for `Block_3`, the default name that Flax gives.
+        Modules that only hold a list of other modules are left out.
     """
     for keys, bridge in bridges_of(model):
         yield from ((keys + below, "/".join(name)) for below, name in _named(_tree_of(bridge)))
 
 
 def linen_blocks(bridge: nnx.bridge.ToNNX, names: Collection[str] = ()) -> list[Keys]:
-    """The repeated blocks of a bridged Linen module, or the modules in it of some names.
+    """Returns the repeated blocks of a bridged Linen module, or its modules with given names.
 
-    Of modules in others the outermost that are alike are blocks: those whose leaves have the same
-    shapes for the most part. Where modules differ that are numbered, as the stages of a ResNet do,
-    what is alike within them comes first. Single layers are blocks only where nothing else is.
+    Modules are equal if most of their leaves have equal shapes; the outermost equal modules are
+    blocks. If numbered modules differ, as the stages of a ResNet do, the equal modules within
+    them are blocks. Single layers are blocks only if no larger module is.
 
     Args:
         bridge: its leaves may be shapes.
-        names: the last part of a name or more of it, `layer` or `encoder/layer`; none takes the
-            repeated blocks.
+        names: the last part of a name, or several last parts: `layer` or `encoder/layer`. If
+            empty, the repeated blocks are returned.
 
     Returns:
-        Their keys below the bridge, of repeated blocks `layer_2` before `layer_10`.
+        Their keys below the bridge. Repeated blocks are in numeric order: `layer_2` before
+        `layer_10`.
 
     Example:
         >>> layers = nn.Sequential([nn.Dense(4) for _ in range(3)])
@@ -94,13 +96,13 @@ def linen_blocks(bridge: nnx.bridge.ToNNX, names: Collection[str] = ()) -> list[
 
 
 def split_number(name: str) -> tuple[str, int | None]:
-    """A module's name and its number: of `layers_2` `layers` and 2, of `0` nothing and 0."""
+    """Splits a module's name from its number: `layers_2` gives ("layers", 2), `0` gives ("", 0)."""
     match = re.fullmatch(r"(.*?)_?(\d+)", name)
     return (match[1], int(match[2])) if match else (name, None)
 
 
 def _tree_of(bridge: nnx.bridge.ToNNX) -> dict[str, PyTree]:
-    """The shapes of a bridged module's parameters, by name in nested dicts."""
+    """Returns the shapes of a bridged module's parameters as nested dicts by name."""
     shapes = {
         tuple(map(str, keys)): tuple(variable.get_value().shape)
         for keys, variable in nnx.iter_graph(bridge)
@@ -112,7 +114,7 @@ def _tree_of(bridge: nnx.bridge.ToNNX) -> dict[str, PyTree]:
 def _named(
     tree: Mapping[str, PyTree], above: Keys = (), name: tuple[str, ...] = ()
 ) -> Iterator[tuple[Keys, tuple[str, ...]]]:
-    """Pairs of keys and the parts of a name without numbers."""
+    """Yields pairs of keys and the parts of the module's name without numbers."""
     for key, child in tree.items():
         if isinstance(child, dict):
             plain, _ = split_number(key)
@@ -123,7 +125,7 @@ def _named(
 
 
 def _blocks(tree: Mapping[str, PyTree], composite: bool) -> list[Keys]:
-    """The blocks in a tree of shapes: of modules that hold others, or of single layers."""
+    """Returns the blocks in a tree of shapes: composite modules, or single layers."""
     groups: dict[str, list[tuple[int, str]]] = {}
     for key, child in tree.items():
         name, number = split_number(key)
@@ -140,7 +142,7 @@ def _blocks(tree: Mapping[str, PyTree], composite: bool) -> list[Keys]:
             continue
         for each in fit:
             inner = [(each, *below) for below in _blocks(tree[each], composite)]
-            # A single one is a block where it is in a list, as a block that layers share is.
+            # A single module in a list is a block: layers may share it.
             blocks += inner or ([(each,)] if len(fit) > 1 or not name else [])
     for key, child in tree.items():
         if isinstance(child, dict) and key not in fitting:
@@ -149,7 +151,7 @@ def _blocks(tree: Mapping[str, PyTree], composite: bool) -> list[Keys]:
 
 
 def _are_equal(trees: Sequence[Mapping[str, PyTree]]) -> bool:
-    """Whether each of some modules has most of its leaves like those of the one before."""
+    """Whether each module has most of its leaves in common with the previous one."""
     leaves = list(map(flatten_dict, trees))
     return all(
         len(one.items() & other.items()) >= SAME_SHARE * max(len(one), len(other))
@@ -160,18 +162,20 @@ def _are_equal(trees: Sequence[Mapping[str, PyTree]]) -> bool:
 def without_keys(
     closed: ClosedJaxpr, operands: Sequence[Array], keys: Container[int]
 ) -> tuple[ClosedJaxpr, list[Array]]:
-    """Moves the derivation of random keys, from known keys and constants, out of a program.
+    """Moves the derivation of random keys from known keys and constants out of a program.
 
     Args:
         closed: a closed jaxpr.
-        operands: what it was traced with.
-        keys: the positions of the operands that are keys, from which Flax derives others.
+        operands: the values it was traced with.
+        keys: positions of the operands that are keys; Flax derives other keys from them.
 
     Returns:
         The program, and the operands of a call of it.
     """
     closed, read = without_tracers(closed)
-    jaxpr, values, count = closed.jaxpr, [*operands, *read], len(operands)
+    jaxpr = closed.jaxpr
+    values = [*operands, *read]
+    count = len(operands)
     pairs = enumerate(zip(jaxpr.invars, values, strict=True))
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     known = {v: x for at, (v, x) in pairs if at in keys or at >= count}
@@ -194,7 +198,7 @@ def without_keys(
 
 
 def looped_inputs(closed: ClosedJaxpr) -> dict[int, int]:
-    """Which inputs of a program a scan reads row by row, each with the length of the scan."""
+    """Returns the inputs that a scan reads row by row, each with the length of the scan."""
     program = opened(closed, [*map(struct_of, closed.jaxpr.invars)]).jaxpr
     numbers = {variable: number for number, variable in enumerate(program.invars)}
     return {
@@ -207,13 +211,14 @@ def looped_inputs(closed: ClosedJaxpr) -> dict[int, int]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinenUnits:
-    """Runs a bridged module, its blocks as named equations.
+    """Runs a bridged module with its blocks as named equations.
 
     Args:
-        paths: of the blocks, below the bridge.
+        paths: paths of the blocks, below the bridge.
         run: runs a program as the equation of a unit.
-        metadata: of a parameter, that which says how it is gathered.
-        stacked: those of the paths whose parameters stack the layers of a loop, each a block.
+        metadata: the metadata key of a parameter that holds its gather function.
+        stacked: the subset of the paths whose parameters stack the layers of a loop; each layer is
+            a block.
     """
 
     paths: frozenset[Path]
@@ -224,7 +229,7 @@ class LinenUnits:
     def __call__(
         self, call: Function, bridge: nnx.bridge.ToNNX, *args: PyTree, **kwargs: PyTree
     ) -> PyTree:
-        """Runs the bridge with the calls of its blocks intercepted."""
+        """Runs the bridge and intercepts the calls of its blocks."""
         by_path = {
             "/".join(map(str, keys)): variable
             for keys, variable in nnx.iter_graph(bridge)
@@ -250,10 +255,10 @@ class Intercepted:
     """Turns the outermost calls of blocks into equations, during one call of a bridge.
 
     Args:
-        units: which blocks, and how.
-        gathers: how parameters are gathered, by path below the bridge.
-        shapes: of the parameters as the bridge holds them, likewise; {} where nothing is stacked.
-        is_inside: whether a block is being called.
+        units: the blocks, and how they run.
+        gathers: the gather functions of parameters, by path below the bridge.
+        shapes: shapes of the bridge's parameters, by the same paths; {} if nothing is stacked.
+        is_inside: whether a block is being called at the moment.
     """
 
     units: LinenUnits
@@ -274,21 +279,21 @@ class Intercepted:
         if self.is_inside or path not in self.units.paths or name == "setup":
             return call(*args, **kwargs)
         if path in self.units.stacked and self._is_whole(module, path):
-            # The loop itself, which calls the layers.
+            # This is the loop itself, which calls the layers.
             return call(*args, **kwargs)
         method = context.orig_method.func  # pyright: ignore[reportFunctionMemberAccess]
         lifted = nn.transforms.lift_transform(self._lift, method)
         return lifted(module, *args, **kwargs)
 
     def _is_whole(self, module: nn.Module, path: Path) -> bool:
-        """Whether a module has its parameters as the bridge holds them: those of all layers."""
+        """Whether a module has the parameters of all layers, in the shapes the bridge holds."""
         here = flatten_dict(module.variables.get("params", {}), sep="/")
         return any(
             self.shapes.get(f"{path}/{name}") == np.shape(leaf) for name, leaf in here.items()
         )
 
     def _lift(self, function: Function) -> Function:
-        """A transformation of Flax's: `function` takes scopes in place of a module."""
+        """Transforms a function as Flax's lifted transforms do: it takes scopes, not a module."""
 
         def inner(
             scope_fn: Function,
@@ -308,7 +313,7 @@ class Intercepted:
                 inputs = [next(values) if isinstance(leaf, ARRAYS) else leaf for leaf in leaves]
                 args, kwargs = jax.tree.unflatten(structure, inputs)
                 scopes = scope_fn(variables, rngs)
-                # A number or a flag that a method returns stays what it is.
+                # A Python number or flag that a method returns stays one.
                 made[:] = jax.tree.flatten((function(scopes, *args, **kwargs), repack(scopes)))
                 return [leaf for leaf in made[0] if isinstance(leaf, ARRAYS)]
 
@@ -334,7 +339,7 @@ class Intercepted:
         leaves, structure = jax.tree.flatten((state, rngs, arrays))
         gathers = self._of_leaves(state, paths)
         gathers += (None,) * (len(leaves) - len(gathers))
-        # Traced with gathered weights: the gathers are outside the programs that are compared.
+        # Trace with gathered weights: the gathers stay outside the programs that are compared.
         gathered = [
             leaf if gather is None else jax.eval_shape(gather, leaf)
             for leaf, gather in zip(leaves, gathers, strict=True)
@@ -345,7 +350,7 @@ class Intercepted:
         keys = range(first, first + len(jax.tree.leaves(rngs)))
         program, values = without_keys(closed, leaves, keys)
         if not program.jaxpr.eqns:
-            # A method that returns a size or a parameter computes nothing, and is no unit.
+            # A method that only returns a size or a parameter computes nothing: not a unit.
             returned = variables(program.jaxpr.outvars)
             pairs = itertools.zip_longest(program.jaxpr.invars, values, gathers)
             operands = [g(x) if g and v in returned else x for v, x, g in pairs]
@@ -353,10 +358,10 @@ class Intercepted:
         return self.units.run(program, gathers, values)
 
     def _of_leaves(self, variables: PyTree, paths: Sequence[Path]) -> Gathers:
-        """How each leaf of the variables of each scope is gathered, or None."""
+        """Returns the gather function, or None, of each leaf of each scope's variables."""
 
         def one(path: Path, keys: Keys) -> Callable[[Array], Array] | None:
-            # The first key is the collection, of which a bridged module knows nothing.
+            # The first key is the Linen collection, which paths of a bridged module do not have.
             _, *names = (str(key.key) for key in keys if hasattr(key, "key"))
             return self.gathers.get("/".join(filter(None, (path, *names))))
 
@@ -370,7 +375,7 @@ class Intercepted:
 
 
 def _outermost(scopes: PyTree) -> list[Path]:
-    """The paths of the scopes that are inside no other, as Flax packs their variables."""
+    """Returns the paths of the outermost scopes, in the order in which Flax packs variables."""
     paths = list(dict.fromkeys(scope.path for scope in jax.tree.leaves(scopes)))
 
     def is_below(one, other):

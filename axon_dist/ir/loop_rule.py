@@ -1,8 +1,8 @@
-"""Whether equal blocks that are called one after another run as one loop, or are unrolled.
+"""Decides whether equal blocks that are called one after another run as one loop or are unrolled.
 
-A loop is compiled once, whatever its length. It puts what each block keeps for the backward pass on
-stacks: a block's share is copied onto them and out of them again, and XLA:GPU clears them first.
-Unrolled blocks are compiled each by itself, and what each keeps stays where it was made.
+A loop is compiled once, whatever its length. It stacks the values that blocks save for the backward
+pass: each block's slice is copied into the stack and out again, and XLA:GPU zeroes the stack first.
+Unrolled blocks are compiled separately, and their saved values stay where they were computed.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from ..core.words import byte_size, duration
 from .walk import CALLS, LOOPS, Aval, equations, interpret
 
 UNROLLED = 4
-"""Up to how many blocks are unrolled, whatever they cost; more where costs are known, and say so. A
-loop takes a tenth of the time of four small blocks, and more memory; unrolled blocks take time to
-compile, each. CPUs have no cost: there the time to compile is most of what a test takes."""
+"""Up to this many blocks are always unrolled; more are unrolled if a known cost favours it. A loop
+takes a tenth of the time of four small blocks, and more memory; each unrolled block takes time to
+compile. CPUs have no cost model: most of a test's time there is compile time."""
 
 STACK_PASSES = 5
-"""How often memory passes over a stack: it is cleared; its share is read and written where it is
-copied in, and where it is copied out. At 124 million parameters and 64 samples of 1024 tokens an
-H100 takes 17.6 ms for it in a step of 158.9; this counts 18.1."""
+"""How often memory traffic passes over a stack: once to zero it, a read and a write to copy into
+it, a read and a write to copy out. At 124 million parameters and 64 samples of 1024 tokens this
+takes an H100 17.6 ms of a 158.9 ms step; the estimate is 18.1 ms."""
 
 GATHERED_BLOCKS = 16
-"""Up to how many blocks that gather their weights are unrolled. A loop gathers one block at a time;
-of unrolled ones the compiler decides when each is gathered. Compiled for h100:8 (FSDP in bfloat16,
-width 512, 8 samples of 512 tokens a device) their temporaries take 445 MB at 8 blocks where a loop
-takes 494, and 810 at 16 where a loop takes 839. Each further block adds 2.4 MB more than in a loop,
-less than the 6.3 MB of its gathered weights, so these are freed; deeper models were not compiled,
-and stay a loop.
+"""Up to this many blocks that gather their weights are unrolled. A loop gathers one block at a
+time; for unrolled blocks the compiler decides when to gather each. Compiled for h100:8 (FSDP in
+bfloat16, width 512, 8 samples of 512 tokens per device), unrolled blocks take 445 MB of temporaries
+at 8 blocks and a loop 494; at 16 blocks, 810 and 839. Each further block adds 2.4 MB more than in a
+loop. That is less than the 6.3 MB of its gathered weights, so these are freed. Deeper models were
+not compiled, and stay a loop.
 
-Nor does a loop of so many save time to compile: the compiler peels and doubles its iterations to
-gather ahead. On one core they took 43 and 65 s, and unrolled blocks 31 and 56."""
+A loop of this many blocks does not save compile time either: the compiler peels and doubles its
+iterations to gather ahead. On one core the loops took 43 and 65 s to compile, unrolled blocks 31
+and 56."""
 
 STEPS = 10_000
-"""The steps of a run that is long enough for its speed to matter."""
+"""Number of steps of a run that is long enough for its speed to matter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +53,8 @@ class LoopChoice:
 
     Args:
         num_blocks: how many there are, called one after another.
-        is_loop: whether they run as one loop; else they are unrolled.
-        why: a clause.
+        is_loop: whether they run as one loop; otherwise they are unrolled.
+        why: the reason, as a clause.
 
     Example:
         >>> print(LoopChoice(12, False, "scan_layers=False says so"))
@@ -75,12 +76,12 @@ class LoopCost:
 
     Args:
         bandwidth: bytes per second of the device's memory.
-        block_seconds: what it takes to compile one more block.
-        platform: `"cpu"`, `"cuda"` or `"tpu"`, whose branches are taken.
-        num_shares: over how many devices the arrays of the traced program are divided: in global
-            view the ranks that split the samples, inside `shard_map` one.
-        most: the most blocks whose memory is known where they are unrolled; None sets no limit.
-        loop_blocks: as many unrolled blocks are compiled in the time of a loop.
+        block_seconds: seconds to compile one more block.
+        platform: `"cpu"`, `"cuda"` or `"tpu"`; branches for other platforms are ignored.
+        num_shares: over how many devices the arrays of the traced program are divided: the ranks
+            that split the samples in global view, one inside `shard_map`.
+        most: the largest number of unrolled blocks whose memory is known; None sets no limit.
+        loop_blocks: how many unrolled blocks compile in the time of one loop.
     """
 
     bandwidth: float
@@ -95,7 +96,7 @@ class LoopCost:
 
         Args:
             num_blocks: how many blocks there are.
-            stack_bytes: what the loop has on stacks, on all devices that share them.
+            stack_bytes: the bytes of the loop's stacks, over all devices that share them.
 
         Example:
             >>> cost = LoopCost(bandwidth=3e12, block_seconds=1.0)
@@ -105,7 +106,8 @@ class LoopCost:
         stack_bytes //= self.num_shares
         a_step = STACK_PASSES * stack_bytes / self.bandwidth
         compiling = max(0, num_blocks - self.loop_blocks) * self.block_seconds
-        saved, took = duration(compiling), f"{duration(a_step)} of every step"
+        saved = duration(compiling)
+        took = f"{duration(a_step)} of every step"
         if self.most is not None and num_blocks > self.most:
             why = f"unrolled, more than {self.most} could keep gathered weights for longer; "
             why += f"{byte_size(stack_bytes)} of stacks take {took}"
@@ -119,11 +121,11 @@ class LoopCost:
 
 
 Keeps: TypeAlias = Callable[[Function], Function]
-"""Puts the function of a block under `jax.checkpoint`, or leaves it."""
+"""Puts the function of a block under `jax.checkpoint`, or returns it unchanged."""
 
 
 def _ignore(choice: LoopChoice) -> None:
-    """Takes a choice that nobody asks about."""
+    """Ignores a choice."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +133,11 @@ class LoopRule:
     """Which chains of equal blocks run as a loop.
 
     Args:
-        most: up to how many blocks are unrolled; None unrolls `UNROLLED`, and more where `cost`
-            says so, and leaves blocks that loop themselves in a loop.
-        why: says where `most` is from, in a clause; without `most`, why no cost is known.
-        cost: of a loop on the devices; None where it is unknown.
-        tell: takes every choice.
+        most: up to this many blocks are unrolled. None unrolls up to `UNROLLED`, and more if
+            `cost` favours it; blocks that contain a loop themselves then run as a loop.
+        why: where `most` comes from, as a clause; without `most`, why no cost is known.
+        cost: the cost of a loop on the devices; None if unknown.
+        tell: called with every choice.
     """
 
     most: int | None = None
@@ -149,9 +151,9 @@ class LoopRule:
         """Whether a chain runs as a loop.
 
         Args:
-            program: of one block.
-            roles: of its operands: the index of the result that a carried one comes from, or
-                `"stacked"` where each block has its own, or `"shared"`.
+            program: the program of one block.
+            roles: the role of each operand: the index of the result that a carried operand comes
+                from, `"stacked"` if each block has its own, or `"shared"`.
             length: how many blocks there are.
             keeps: puts a block under the `jax.checkpoint` that it runs under.
         """
@@ -165,7 +167,7 @@ class LoopRule:
         if self.most is not None:
             return LoopChoice(length, length > self.most, self.why)
         if any(equation.primitive.name in LOOPS for equation in equations(program)):
-            # What such a block keeps is stacked in any case.
+            # The inner loop stacks what the block saves in any case.
             return LoopChoice(length, True, "each loops itself")
         if length > UNROLLED and self.cost is not None:
             each = stacked_bytes(program, roles, self.cost.platform, keeps)
@@ -182,15 +184,15 @@ def stacked_bytes(
     platform: str,
     keeps: Keeps = lambda block: block,
 ) -> int:
-    """What a loop over a block has on stacks for each iteration, from the block's own derivative.
+    """Returns the bytes that a loop stacks per iteration, found by differentiating the block.
 
-    That is what the backward pass reads and the block has made or was handed on, and the operands
-    that each block has for itself.
+    These are the values that the backward pass reads and that are not shared by all blocks, and
+    the operands of which each block has its own.
 
     Args:
-        program: of the block.
-        roles: of its operands, as in `LoopRule.loops`.
-        platform: whose branches are taken: what only others keep is never made.
+        program: the program of the block.
+        roles: the role of each operand, as in `LoopRule.loops`.
+        platform: only the branches for this platform are counted.
         keeps: puts the block under the `jax.checkpoint` that it runs under.
     """
 
@@ -214,7 +216,7 @@ def _is_call(equation: JaxprEqn) -> bool:
 
 
 def _run(equation: JaxprEqn, operands: Sequence[Any], platform: str) -> list[Any]:
-    """Runs an equation, and of a choice by platform its branch alone."""
+    """Runs an equation; of a choice by platform, runs only this platform's branch."""
     name, params = equation.primitive.name, equation.params
     names = params.get("platforms" if name == "platform_index" else "branches_platforms")
     number = operands[0] if name == "cond" else None
@@ -230,7 +232,7 @@ def _run(equation: JaxprEqn, operands: Sequence[Any], platform: str) -> list[Any
 
 
 def _shape(aval: Aval) -> jax.ShapeDtypeStruct:
-    """An argument to trace with, which varies over the same ranks inside `shard_map`."""
+    """Returns an argument to trace with; inside `shard_map` it varies over the same axes."""
     varies = getattr(aval, "vma", None)
     more = {"vma": varies} if varies else {}
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **more)

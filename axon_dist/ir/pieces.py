@@ -1,4 +1,4 @@
-"""Slices of a traced program: the equations that some of its values need, and no others."""
+"""Slices of a traced program: exactly the equations that some of its values need."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Piece:
     """Some equations of a jaxpr, as a function from an environment to its outputs.
 
     Args:
-        equations: in order.
+        equations: the equations, in order.
         outputs: the variables or literals it computes.
-        needs: the variables that must be known beforehand.
-        pinned: the variables that stay replicated over the mesh axes left to the compiler.
+        needs: the variables whose values `run` requires.
+        pinned: the variables that stay replicated over the automatic mesh axes.
     """
 
     equations: tuple[JaxprEqn, ...]
@@ -53,7 +53,7 @@ class Piece:
 
     @property
     def made(self) -> set[Var]:
-        """The variables that it computes."""
+        """The variables that its equations define."""
         return made_by(self.equations)
 
     def run(self, known: Mapping[Var, Array]) -> list[Array]:
@@ -79,13 +79,13 @@ def cut(
     known: Iterable[Var] = (),
     pinned: frozenset[Var] = frozenset(),
 ) -> Piece:
-    """The backward slice of a jaxpr: the equations that compute some values from others.
+    """Returns the backward slice of a jaxpr: the equations that compute the outputs.
 
     Args:
         jaxpr: an open jaxpr.
         outputs: variables of it, or literals.
-        known: variables that need not be computed; inputs of the jaxpr never are.
-        pinned: variables of it that stay replicated over the mesh axes left to the compiler.
+        known: variables that need not be computed. Inputs of the jaxpr are always known.
+        pinned: variables of it that stay replicated over the automatic mesh axes.
 
     Returns:
         The piece.
@@ -122,7 +122,7 @@ class Ending:
     def of(
         cls, program: ClosedJaxpr, values: Sequence[Array], ends: Sequence[int]
     ) -> tuple[Ending, list[Array], list[Array]]:
-        """Runs a program, and separates the operations that end it.
+        """Runs a program, and separates the last operations of some of its results.
 
         Args:
             program: a closed jaxpr.
@@ -130,10 +130,11 @@ class Ending:
             ends: the positions of the scalar results whose last operations are separated.
 
         Returns:
-            The last operations, all results, and the sums that these operations begin with.
+            The last operations, all results, and the sums that these operations read.
         """
         program = _scalars_written_out(program, values)
-        jaxpr, results = program.jaxpr, [program.jaxpr.outvars[number] for number in ends]
+        jaxpr = program.jaxpr
+        results = [jaxpr.outvars[number] for number in ends]
         consts = dict(zip(jaxpr.constvars, program.consts, strict=True))
         piece = cut(jaxpr.replace(eqns=[e for e in jaxpr.eqns if _is_ending(e)]), results)
         read = [*(v for equation in piece.equations for v in equation.invars), *results]
@@ -149,7 +150,7 @@ class Ending:
         """Runs the last operations again, on other sums.
 
         Args:
-            sums: their operands, such as the sums over the whole batch.
+            sums: the values of `self.sums`, such as the sums over the whole batch.
         """
         pairs = zip(self.sums, sums, strict=True)
         operands = {v: jnp.asarray(x).astype(dtype_of(v)) for v, x in pairs}
@@ -157,11 +158,11 @@ class Ending:
 
 
 def _scalars_written_out(program: ClosedJaxpr, values: Sequence[Array]) -> ClosedJaxpr:
-    """The same program, with the calls inlined that compute scalars from arrays.
+    """Inlines the calls that compute scalars from arrays.
 
     Args:
         program: a closed jaxpr.
-        values: what it is traced with.
+        values: the inputs to trace it with.
     """
 
     def enters(equation: JaxprEqn) -> bool:
@@ -178,7 +179,7 @@ def _is_number(atom: Atom) -> bool:
 
 
 _OF_SCALARS = EACH | CALLS | RESHAPES | {"copy_p", "custom_jvp_call"}
-"""The operations of an `Ending`: on scalars they give the same result on every device."""
+"""The operations of an `Ending`: on scalars, they give the same result on every device."""
 
 
 def _is_ending(equation: JaxprEqn) -> bool:
@@ -188,15 +189,15 @@ def _is_ending(equation: JaxprEqn) -> bool:
 
 
 def replicated(x: Array) -> Array:
-    """Replicates a value over the mesh axes whose sharding is left to the compiler."""
+    """Replicates a value over the automatic mesh axes."""
     return _sharded(x, lambda _: PartitionSpec())
 
 
 def unconstrained(tree: PyTree) -> PyTree:
-    """The results of a branch, with an unconstrained sharding.
+    """Gives the results of a branch an unconstrained sharding.
 
-    XLA compares the shardings of the results of a conditional's branches, and fails
-    ("Inconsistent conditional sharding") where one result has a sharding and another has none.
+    XLA compares the shardings of the branches' results. It fails with "Inconsistent conditional
+    sharding" if the result of one branch has a sharding and that of another has none.
     """
     free = PartitionSpec.UNCONSTRAINED
     return jax.tree.map(lambda x: _sharded(x, lambda ndim: PartitionSpec(*(free,) * ndim)), tree)
@@ -223,10 +224,10 @@ class TableRows:
     Args:
         equation: a gather, or a call of a program that is one.
         operands: the other operands of the equation.
-        ids: the values of the operands -> the ids, integers of any shape, also out of bounds.
-        casts: the dtypes that the table, or its rows, are cast to, in order.
-        mode: how ids that are out of bounds are treated.
-        fill: the value of rows that are out of bounds, where `mode` fills them; None for NaN.
+        ids: (values of the operands) -> the ids: integers of any shape, possibly out of bounds.
+        casts: the dtypes that the table or its rows are cast to, in order.
+        mode: how the gather treats ids that are out of bounds.
+        fill: the value of out-of-bounds rows if `mode` fills them; None for NaN.
     """
 
     equation: JaxprEqn
@@ -238,7 +239,7 @@ class TableRows:
 
     @property
     def result(self) -> Var:
-        """The variable of the rows."""
+        """The variable that holds the rows."""
         return self.equation.outvars[0]
 
 
@@ -247,9 +248,9 @@ class Readers:
     """The equations that read an input of a program.
 
     Args:
-        rows: the lookups of rows of it by ids.
-        others: the other equations that read it; None for the program's own outputs.
-        forms: its variable, and those that are casts of it.
+        rows: the equations that look up rows of it by ids.
+        others: the other equations that read it; None stands for the program's own outputs.
+        forms: the variable of the input, and the variables that are casts of it.
     """
 
     rows: tuple[TableRows, ...]
@@ -258,10 +259,10 @@ class Readers:
 
 
 def readers_of(jaxpr: Jaxpr, table: Var) -> Readers:
-    """The equations that read a table `[N, D]`, in a program and in the programs that it calls.
+    """Returns the equations that read a table `[N, D]`, in a program and the programs it calls.
 
     Args:
-        jaxpr: open, its units as calls.
+        jaxpr: an open jaxpr, with units as calls.
         table: a variable of it.
 
     Returns:
@@ -294,7 +295,7 @@ def readers_of(jaxpr: Jaxpr, table: Var) -> Readers:
 
 
 def _rows_of(equation: JaxprEqn, read: set[Var]) -> TableRows | None:
-    """The lookup that an equation is, of a table or a cast of it; None where it is none."""
+    """Returns the lookup that an equation performs in a table or a cast of it, or None."""
     places = [i for i, atom in enumerate(equation.invars) if atom in read]
     if len(places) != 1:
         return None
@@ -332,9 +333,10 @@ def _rows_of(equation: JaxprEqn, read: set[Var]) -> TableRows | None:
 
 
 def _is_by_rows(equation: JaxprEqn) -> bool:
-    """Whether a gather takes whole rows of a matrix, an id each."""
+    """Whether a gather takes whole rows of a matrix, one per id."""
     table, ids = map(struct_of, equation.invars)
-    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    numbers = equation.params["dimension_numbers"]
+    sizes = equation.params["slice_sizes"]
     return (
         table.ndim == 2
         and tuple(sizes) == (1, table.shape[1])
@@ -346,13 +348,13 @@ def _is_by_rows(equation: JaxprEqn) -> bool:
 
 
 Names: TypeAlias = Sequence[str | None]
-"""The names of inputs, or of what an equation reads where it is one of them."""
+"""The names of inputs, or of an equation's operands; None for an operand that is no named input."""
 
 
 def _readers(
     jaxpr: Jaxpr, names: Names, passed: Collection[str] = CASTS
 ) -> Iterator[tuple[JaxprEqn | None, Names]]:
-    """The equations that read named inputs, with the name of each operand; None for the outputs."""
+    """Yields the equations that read named inputs, with each operand's name; last the outputs."""
     known = {v: name for v, name in zip(jaxpr.invars, names, strict=False) if name}
 
     for equation in jaxpr.eqns:
@@ -365,14 +367,14 @@ def _readers(
 
 
 def read_outside_units(jaxpr: Jaxpr, names: Names) -> Iterator[str]:
-    """The named inputs that are read outside the units that they are operands of.
+    """Yields the named inputs that equations other than units read.
 
     Args:
-        jaxpr: whose first inputs have names; units in it are marked.
-        names: of these inputs.
+        jaxpr: a program with marked units; its first inputs have names.
+        names: the names of these inputs.
 
     Returns:
-        The names, each as often as it is read; a change of dtype reads nothing.
+        The names, each as often as it is read. A cast does not count as a read.
     """
     for equation, labels in _readers(jaxpr, names):
         if equation is None or is_unit(equation):
@@ -385,14 +387,14 @@ def read_outside_units(jaxpr: Jaxpr, names: Names) -> Iterator[str]:
 
 
 def read_once(jaxpr: Jaxpr, names: Names) -> frozenset[str]:
-    """The inputs that are handed to one call of one unit, and to nothing else.
+    """Returns the inputs that exactly one call of one unit reads, and nothing else.
 
-    What stands in a loop over its rows is handed to one call each. What a loop hands to every
-    iteration, and what only a branch reads, is not read once.
+    A scan over an input's rows reads each row once. An input that a loop passes to every iteration
+    is not read once, and neither is one that a branch reads.
 
     Args:
-        jaxpr: whose first inputs have names; units in it are marked.
-        names: of these inputs.
+        jaxpr: a program with marked units; its first inputs have names.
+        names: the names of these inputs.
 
     Returns:
         The names.
@@ -401,6 +403,7 @@ def read_once(jaxpr: Jaxpr, names: Names) -> frozenset[str]:
 
 
 _MANY = 2
+"""Any count of reads above one."""
 
 
 def _counts(jaxpr: Jaxpr, names: Names) -> Counter[str]:
@@ -425,21 +428,21 @@ def _counts(jaxpr: Jaxpr, names: Names) -> Counter[str]:
 
 
 PASSED = CASTS | RESHAPES | {"transpose"}
-"""Operations whose result is the same values as their one operand."""
+"""Operations whose result has the same values as their one operand."""
 
 SLICES = frozenset({"dynamic_slice", "gather"})
-"""Operations with which a loop takes a row of what all turns are handed."""
+"""Operations by which an iteration of a loop takes its row of a shared input."""
 
 
 def read_in_loops(jaxpr: Jaxpr, names: Names, in_loop: bool = False) -> frozenset[str]:
-    """The inputs that a loop reads in every iteration, as a recurrent layer reads its weights.
+    """Returns the inputs that a loop reads in every iteration, as a recurrent layer does weights.
 
-    Operands of units that a loop calls, and inputs that a loop only slices, are not among them;
-    nor are the operands of functions with custom derivatives.
+    It leaves out operands of units that a loop calls, inputs that a loop only slices, and operands
+    of functions with custom derivatives.
 
     Args:
-        jaxpr: whose first inputs have names; units in it may be marked.
-        names: of these inputs.
+        jaxpr: a program that may have marked units; its first inputs have names.
+        names: the names of these inputs.
         in_loop: whether the program is itself the body of a loop.
 
     Returns:

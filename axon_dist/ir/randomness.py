@@ -1,9 +1,9 @@
-"""Random numbers of one rank's rows, cut from those that one device would draw.
+"""Draws one rank's rows of the random numbers that a single device would draw.
 
 Inside `shard_map` a key is the same on every rank, so `bernoulli(key, shape=(rows, ...))` would
 give every rank the same mask. Folding the rank into the key would make the masks depend on the
-mesh. Instead the keys are given a PRNG implementation that draws the rows of the global draw
-that belong to the rank, so that dropout has the same bits on one device and on many.
+mesh. Instead, the keys get a PRNG implementation that draws only the rank's rows of the global
+draw. So dropout has the same bits on one device and on many.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .walk import dtype_of, equations, inners, interpret, needed_for, same, same
 
 @dataclasses.dataclass(frozen=True)
 class SampleRows:
-    """Which dim of a drawn array counts samples, and its size on one device.
+    """Which dim of a drawn array counts samples, and its global size.
 
     Args:
         dim: the dim that the ranks split.
@@ -39,7 +39,7 @@ class SampleRows:
 
 
 Drawn: TypeAlias = tuple[Any, ...]
-"""The shape of drawn bits; or "split" and the shape of keys that one key is split into."""
+"""The shape of drawn bits; or "split" or "gamma", followed by the shape of the result."""
 
 MAKERS = frozenset({"random_seed", "random_wrap"})
 """Primitives that make a key from numbers."""
@@ -50,7 +50,7 @@ FIRST_KEY = (
 )
 
 TAG = "rows"
-"""The tag of the keys that draw rows."""
+"""The tag of the PRNG implementation whose keys draw rows."""
 
 
 def find_rows(
@@ -58,21 +58,20 @@ def find_rows(
 ) -> dict[Drawn, SampleRows] | None:
     """Learns from two traces which drawn shapes grow with the number of samples.
 
-    What is drawn from one key for each sample, as `vmap` over `split(key, samples)`
-    does, is right as soon as the keys are: only the split has to return the rows of a rank.
+    Draws from one key per sample, as with `vmap` over `split(key, samples)`, are correct once the
+    keys are: only the split has to return the rank's rows.
 
     Args:
         trace: `trace(num_samples)` gives the jaxpr of the forward pass on that many samples.
-        local: the samples of one part, which is what one rank has of one microbatch.
+        local: the number of samples of one part: one rank's share of one microbatch.
         num_parts: how many parts a batch has.
 
     Returns:
-        For every shape that a part draws and that counts samples, which rows are the part's; None
-        where nothing is drawn at all.
+        For every drawn shape that counts samples, the part's rows; None if nothing is drawn.
 
     Raises:
-        UnsupportedError: when shapes are ambiguous, or the key of such a draw is made within
-            the forward pass, where it is the same on every rank.
+        UnsupportedError: if shapes are ambiguous, or if the forward pass creates the key of such a
+            draw, which would then be the same on every rank.
     """
     program = trace(local)
     part = list(_drawn(program))
@@ -85,25 +84,26 @@ def find_rows(
             f"{local * num_parts}; random draws must not depend on the batch size"
         )
     rows: dict[Drawn, SampleRows | None] = {}
-    for (mine, key), (full, other) in zip(part, batch, strict=True):
-        sampled = None if key != other else _compare(mine, full)
-        if key != other and "rbg" in key[1] and mine[:1] != ("split",):
+    for (drawn, key), (full, full_key) in zip(part, batch, strict=True):
+        sampled = None if key != full_key else _compare(drawn, full)
+        if key != full_key and "rbg" in key[1] and drawn[:1] != ("split",):
             raise UnsupportedError(f"the model {FIRST_KEY}")
-        if mine[:1] == ("gamma",):
-            # Each element has a key, split off the operand, and splits it in 2 and in 3.
+        if drawn[:1] == ("gamma",):
+            # The gamma sampler splits one key per element off its operand, and then splits each of
+            # these keys into 2 and into 3.
             single = None if key[0] else sampled
-            sampled = None if single is None else _key_rows(mine[1:], full[1:], single.dim)
-            mine = "split", math.prod(mine[1 + len(key[0]) :])
+            sampled = None if single is None else _key_rows(drawn[1:], full[1:], single.dim)
+            drawn = "split", math.prod(drawn[1 + len(key[0]) :])
             _note(rows, ("split", 2), None)
             _note(rows, ("split", 3), None)
-        _note(rows, mine, sampled)
+        _note(rows, drawn, sampled)
     counting = {drawn: sampled for drawn, sampled in rows.items() if sampled is not None}
     _check_keys(program.jaxpr, [False] * len(program.jaxpr.invars), counting)
     return counting
 
 
 def _note(rows: dict[Drawn, SampleRows | None], drawn: Drawn, sampled: SampleRows | None) -> None:
-    """Notes the rows of a drawn shape; raises where the shape does not say whether it has any."""
+    """Records the rows of a drawn shape; raises if the shape is drawn with and without rows."""
     if rows.setdefault(drawn, sampled) != sampled:
         what = f"random arrays of shape {drawn}"
         if drawn[:1] == ("split",):
@@ -114,11 +114,11 @@ def _note(rows: dict[Drawn, SampleRows | None], drawn: Drawn, sampled: SampleRow
         )
 
 
-def _key_rows(mine: Shape, full: Shape, dim: int) -> SampleRows:
-    """Which of the keys of all elements of gamma noise are those of some samples."""
-    if math.prod(mine[:dim]) > 1:
+def _key_rows(part: Shape, full: Shape, dim: int) -> SampleRows:
+    """Returns which keys, among those of all elements of gamma noise, belong to a part."""
+    if math.prod(part[:dim]) > 1:
         raise UnsupportedError(
-            f"the model draws gamma noise of shape {mine} from one key, in which dim {dim} counts "
+            f"the model draws gamma noise of shape {part} from one key, in which dim {dim} counts "
             "samples, so that the keys of a part of them do not follow each other; draw it with "
             "the samples first, and transpose it"
         )
@@ -126,15 +126,15 @@ def _key_rows(mine: Shape, full: Shape, dim: int) -> SampleRows:
 
 
 def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleRows]) -> list[bool]:
-    """Raises where samples' rows are drawn from a key that the program makes; returns such keys.
+    """Raises if samples' rows are drawn from a key that the program creates itself.
 
     Args:
-        jaxpr: open; its inner programs are looked into.
-        made: for each input, whether it is a key that the program makes.
+        jaxpr: an open jaxpr; its inner programs are checked too.
+        made: for each input, whether it is a key that the program creates.
         rows: the shapes that count samples.
 
     Returns:
-        For every output, whether it is such a key.
+        For every output, whether it is a key that the program creates.
     """
 
     def run(equation: JaxprEqn, operands: Sequence[bool]) -> list[bool]:
@@ -151,7 +151,7 @@ def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleR
         for inner in inners(equation):
             results = _check_keys(inner.program.jaxpr, inner.inputs(operands), rows)
             flags = results if len(results) == len(flags) else [any(results)] * len(flags)
-        # What is drawn from such a key is no key any more.
+        # Numbers drawn from such a key are not keys.
         return [flag and is_key(v.aval) for v, flag in zip(equation.outvars, flags, strict=True)]
 
     consts = [False] * len(jaxpr.constvars)
@@ -159,15 +159,15 @@ def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleR
 
 
 def with_rank(buffers: PyTree, rows: Mapping[Drawn, SampleRows], rank: Array) -> PyTree:
-    """Replaces every key in the buffers by one that draws the rows of this rank, or part.
+    """Replaces every key in the buffers by one that draws the rows of one rank, or of one part.
 
     Args:
         buffers: nested dict with typed keys among its leaves.
-        rows: what `find_rows` found.
-        rank: scalar, its position among all that split the samples.
+        rows: the result of `find_rows`.
+        rank: scalar; the position among all ranks or parts that split the samples.
 
     Returns:
-        The same buffers, keys replaced.
+        The same buffers with their keys replaced.
     """
 
     def replace(leaf: Any) -> Any:
@@ -182,7 +182,7 @@ def with_rank(buffers: PyTree, rows: Mapping[Drawn, SampleRows], rank: Array) ->
 
 
 def at_part(leaf: Array, part: Array) -> Array:
-    """A key that draws rows, of another part; any other array as it is."""
+    """Changes a key that draws rows to another part; returns any other array unchanged."""
     if not is_key(leaf) or str(jax.random.key_impl(leaf)) != TAG:
         return leaf
     data = jax.random.key_data(leaf)
@@ -191,19 +191,19 @@ def at_part(leaf: Array, part: Array) -> Array:
 
 
 def without_rank(buffers: PyTree, original: PyTree) -> PyTree:
-    """Puts the original keys back; counts and statistics stay as they became."""
+    """Restores the original keys; counts and statistics keep their new values."""
     return jax.tree.map(lambda new, old: old if is_key(old) else new, buffers, original)
 
 
-def _compare(mine: Drawn, full: Drawn) -> SampleRows | None:
-    lead = len([size for size in mine if isinstance(size, str)])
-    mine, full = mine[lead:], full[lead:]
-    differing = [dim for dim, (a, b) in enumerate(zip(mine, full, strict=True)) if a != b]
+def _compare(part: Drawn, full: Drawn) -> SampleRows | None:
+    lead = len([size for size in part if isinstance(size, str)])
+    part, full = part[lead:], full[lead:]
+    differing = [dim for dim, (a, b) in enumerate(zip(part, full, strict=True)) if a != b]
     if not differing:
         return None
     if len(differing) > 1:
         raise UnsupportedError(
-            f"a random array of shape {mine} grows to {full} with the batch in {len(differing)} "
+            f"a random array of shape {part} grows to {full} with the batch in {len(differing)} "
             "dims; only one dim may count samples"
         )
     return SampleRows(differing[0], full[differing[0]])
@@ -220,7 +220,7 @@ def _drawn_by(equation: JaxprEqn) -> Drawn:
 
 
 def _drawn(program: ClosedJaxpr) -> Iterator[tuple[Drawn, tuple[Shape, str]]]:
-    """What is drawn, and the keys that it is drawn from: their shape and generator."""
+    """Yields each draw, with the shape and the generator of its keys."""
     for equation in equations(program.jaxpr):
         if equation.primitive.name in DRAWS | {"random_gamma"}:
             keys = equation.invars[0]
@@ -229,7 +229,7 @@ def _drawn(program: ClosedJaxpr) -> Iterator[tuple[Drawn, tuple[Shape, str]]]:
 
 @functools.lru_cache(maxsize=64)
 def _row_impl(base: str, rows: tuple[tuple[Drawn, SampleRows], ...]) -> Any:
-    """A PRNG like `base` whose key carries a rank and whose draws are that rank's rows."""
+    """Makes a PRNG like `base` whose keys carry a rank, and whose draws are that rank's rows."""
     table = dict(rows)
     seeded = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=base)))
     words = seeded.shape[-1]
@@ -283,12 +283,12 @@ def _row_impl(base: str, rows: tuple[tuple[Drawn, SampleRows], ...]) -> Any:
 
 
 def _counts_elements(base: str) -> bool:
-    """Whether each element of a draw depends on its index alone."""
+    """Whether each element of a draw depends only on its index, as in partitionable threefry."""
     return base == "threefry2x32" and bool(getattr(jax.config, "jax_threefry_partitionable"))  # noqa: B009
 
 
 def _threefry_rows(data: Array, full: Shape, shape: Shape, dim: int, start: Array) -> Array:
-    """Draws some rows alone: partitionable threefry encrypts the index of each element."""
+    """Draws only some rows: partitionable threefry encrypts the index of each element."""
     strides = [math.prod(full[axis + 1 :]) for axis in range(len(full))]
     index = jnp.zeros(shape, jnp.uint32)
     for axis, stride in enumerate(strides):
@@ -304,14 +304,14 @@ def _threefry_rows(data: Array, full: Shape, shape: Shape, dim: int, start: Arra
 def results_of_no_sample(
     part: ClosedJaxpr, batch: ClosedJaxpr, num_samples: int, num_results: int
 ) -> list[int]:
-    """Which of the last results are computed from no sample, whatever their number.
+    """Returns which of the last results depend neither on the samples nor on their number.
 
     Args:
         part: the program of a part of a batch.
-        batch: that of the whole batch.
+        batch: the program of the whole batch.
         num_samples: how many of the last inputs are samples.
-        num_results: how many of the last results are asked about; those passed on unchanged are
-            left out.
+        num_results: how many of the last results to look at. Results that are inputs passed on
+            unchanged are left out.
     """
     if not all(map(same, part.consts, batch.consts)):
         return []
@@ -320,20 +320,21 @@ def results_of_no_sample(
 
     def is_once(number: int) -> bool:
         made, needed = needed_for(part.jaxpr, [last + number])
-        # A number of samples is computed without reading them, and changes with the batch.
-        is_alike = same_program(made, needed_for(batch.jaxpr, [last + number])[0])
-        return is_alike and bool(made.eqns) and max(needed, default=0) < first
+        # The number of samples is computed without reading them; comparing the programs of two
+        # batch sizes shows whether the result depends on it.
+        is_equal = same_program(made, needed_for(batch.jaxpr, [last + number])[0])
+        return is_equal and bool(made.eqns) and max(needed, default=0) < first
 
     return [number for number in range(num_results) if is_once(number)]
 
 
 def changed_results(program: ClosedJaxpr, first: int, count: int) -> list[int]:
-    """Which of the last results are not the inputs that they belong to, passed on unchanged.
+    """Returns which of the last results differ from the inputs that they correspond to.
 
     Args:
-        program: any.
-        first: the number of the input that belongs to the first of these results.
-        count: how many results.
+        program: any program.
+        first: the position of the input that corresponds to the first of these results.
+        count: how many results to look at.
 
     Example:
         >>> changed_results(jax.make_jaxpr(lambda x, y, z: (x, y, z + 1))(1, 2, 3), 1, 2)
@@ -345,12 +346,12 @@ def changed_results(program: ClosedJaxpr, first: int, count: int) -> list[int]:
 
 
 def is_added_to(program: ClosedJaxpr, invar: int, output: int) -> bool:
-    """Whether an output is an input, of whole numbers, plus what does not follow from that input.
+    """Whether an output is an integer input plus a value that does not depend on that input.
 
     Args:
-        program: any.
-        invar: the number of the input.
-        output: that of the output.
+        program: any program.
+        invar: the position of the input.
+        output: the position of the output.
 
     Example:
         >>> program = jax.make_jaxpr(lambda n, x: (n + 2 * x, 2 * n + x, x))(1, 1)
@@ -359,8 +360,9 @@ def is_added_to(program: ClosedJaxpr, invar: int, output: int) -> bool:
     """
 
     def run(equation: JaxprEqn, addends: Sequence[int]) -> list[int]:
-        """How often the input is an addend of each result; 2 where it enters in another way."""
-        name, count = equation.primitive.name, sum(addends)
+        """Counts how often the input is an addend of each result; any other use counts as 2."""
+        name = equation.primitive.name
+        count = sum(addends)
         is_sum = name == "add" or (name in _ADDING and not any(addends[1:]))
         is_integer = jnp.issubdtype(dtype_of(equation.outvars[0]), jnp.integer)
         return [count if is_sum and is_integer else 2 * bool(count)] * len(equation.outvars)
@@ -375,4 +377,4 @@ _ADDING = (
     *("sub", "scatter-add", "convert_element_type", "copy"),
     *("reshape", "broadcast_in_dim", "squeeze"),
 )
-"""Primitives that add to their first operand, or pass it on."""
+"""Primitives that add to (or subtract from) their first operand, or pass it on."""

@@ -1,18 +1,19 @@
-"""A traced program with some of its equations computed in another way, wherever they stand.
+"""Rewrites a traced program: computes some of its equations in another way, at any depth.
 
-What the compiler gets wrong, or must not do, is an operation and not a layer: it may stand in
-anybody's model, within loops, branches, calls and rematerialised parts. Rewriting therefore works
+The compiler gets some operations wrong, or must not see them. Such an operation may occur anywhere
+in a user's model: within loops, branches, calls and rematerialised parts. Rewriting therefore works
 on the jaxpr, before it is differentiated.
 
-XLA's partitioner (jax 0.10 to 0.12) makes the gradient of the kernel of a grouped or depthwise
-convolution as many times too large as the axis is long that does not split the batch, and gets
-that of any convolution wrong where a spatial dim is split over one axis of two. It says nothing,
-and a mesh with a single axis is right. So where a mesh has two, the compiler is not asked: each
-rank convolves its own samples with the whole kernel.
+Convolutions: XLA's partitioner (jax 0.10 to 0.12) computes wrong gradients on meshes with two or
+more axes, without an error. The kernel gradient of a grouped or depthwise convolution is too large
+by the size of the axis that does not split the batch. The kernel gradient of any convolution is
+wrong if a spatial dim is split over one of two axes. A mesh with a single axis is correct. So on
+meshes with two or more axes, each rank convolves its own samples with the whole kernel.
 
-What the compiler makes of a slice of a dim that it has split is a permutation between devices, and
-a permutation in a branch that other stages do not take waits for them forever. Told that the dim is
-whole there, it gathers instead, which the ranks of one stage do among themselves.
+Slices: if the compiler has split a dim, it implements a slice of it as a permutation between
+devices. In a branch that other pipeline stages do not take, that permutation waits for them
+forever. If the dim is constrained to be whole, the compiler gathers instead, and a gather involves
+only the ranks of one stage.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from .factors import Role, factors
 from .walk import LOOPS, Params, equations, interpret
 
 Replace: TypeAlias = Callable[[JaxprEqn, Sequence[Array]], Sequence[Array] | None]
-"""(equation, operands) -> its results, or None where it may stay as it is."""
+"""(equation, operands) -> its results, or None to leave the equation unchanged."""
 
 OPENED = CALLS | REMATS | LOOPS | {"cond"}
-"""The primitives that run inner programs, which are all in their parameters."""
+"""Primitives whose inner programs are all in their parameters, so that these can be replaced."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,24 +46,24 @@ class Rewriting:
     """Which equations are computed in another way.
 
     Args:
-        replace: what is computed in place of a primitive, by its name.
-        hidden: what is called for some of these with an equation that runs one where it cannot be
-            reached, as functions with derivatives of their own do, and raises; for the others such
-            an equation stays as it is.
+        replace: the replacement of each primitive, by its name.
+        hidden: functions that raise, by the name of a replaced primitive. One is called with an
+            equation that runs the primitive where it cannot be replaced, such as inside a function
+            with a custom derivative. Without an entry here, such an equation stays as it is.
     """
 
     replace: Mapping[str, Replace]
     hidden: Mapping[str, Callable[[JaxprEqn], None]] = dataclasses.field(default_factory=dict)
 
     def of(self, function: Function) -> Function:
-        """Makes a function whose program is rewritten; traced once more here.
+        """Makes a function whose program is rewritten; traces it again.
 
         Args:
-            function: of arrays; Python numbers among its results stay what they are. It is called
-                once for arguments of the same shapes on the same mesh.
+            function: a function of arrays; Python numbers among its results stay Python numbers.
+                It is called once for arguments of the same shapes on the same mesh.
 
         Returns:
-            A function of the same arguments with the same results.
+            A function with the same arguments and results.
         """
         traces: dict[object, tuple[ClosedJaxpr, PyTree, list[float | None]]] = {}
 
@@ -82,7 +83,7 @@ class Rewriting:
                 recorded = *jax.make_jaxpr(traced, return_shape=True)(*args), scalars
             closed, shapes, numbers = recorded
             if not any(isinstance(const, Tracer) for const in closed.consts):
-                # It closes over no tracer, whose trace would have ended by the next call.
+                # Cache only programs without outer tracers: those are invalid in the next call.
                 traces[key] = recorded
             if self.concerns(closed.jaxpr):
                 results = _Run(self, {}).program(closed.jaxpr, closed.consts, leaves)
@@ -95,22 +96,22 @@ class Rewriting:
         return rewritten
 
     def concerns(self, jaxpr: Jaxpr) -> bool:
-        """Whether a program holds an equation that may be replaced, at any depth."""
+        """Whether a program contains an equation that may be replaced, at any depth."""
         return any(equation.primitive.name in self.replace for equation in equations(jaxpr))
 
 
 def for_platform(jaxpr: Jaxpr, branch_of: Callable[[Any], int]) -> Jaxpr:
-    """The program in which every branch of a choice by platform is the one of that platform.
+    """Replaces every branch of a choice by platform with the branch of one platform.
 
-    What only the others need, as the scores that attention without a kernel keeps for its backward
-    pass, is then needed by nothing, loops over layers included.
+    Values that only other platforms need are then unused, within loops over layers too. An example
+    is the scores that attention without a kernel saves for its backward pass.
 
     Args:
         jaxpr: an open jaxpr.
-        branch_of: the number of the branch, by the platforms that `platform_index` names.
+        branch_of: (the platforms that `platform_index` names) -> the number of the branch.
 
     Returns:
-        The program; its equations have the operands and results that they had.
+        The program; its equations keep their operands and results.
     """
     return _pruned(jaxpr, branch_of, {})
 
@@ -126,7 +127,7 @@ def _pruned(jaxpr: Jaxpr, branch_of: Callable[[Any], int], done: dict[int, tuple
             return value
         if id(value) not in done:
             new = _pruned(program, branch_of, done)
-            # A reference to the old program is kept, so that its id is not used again.
+            # Keep a reference to the old program, so that Python does not reuse its id.
             done[id(value)] = value, new if program is value else ClosedJaxpr(new, value.consts)
         return done[id(value)][1]
 
@@ -153,8 +154,8 @@ class _Run:
     """One pass over one program.
 
     Args:
-        rewriting: what is replaced.
-        done: inner programs by identity, each with its new form: equal calls stay equal.
+        rewriting: which equations are replaced.
+        done: inner programs by identity, each with its new form, so that equal calls stay equal.
     """
 
     rewriting: Rewriting
@@ -166,7 +167,8 @@ class _Run:
         return interpret(jaxpr, consts, values, self.equation)
 
     def equation(self, equation: JaxprEqn, operands: Sequence[Array]) -> Sequence[Array]:
-        name, hidden = equation.primitive.name, self.rewriting.hidden
+        name = equation.primitive.name
+        hidden = self.rewriting.hidden
         if name in self.rewriting.replace:
             with in_place_of(equation):
                 results = self.rewriting.replace[name](equation, operands)
@@ -202,22 +204,22 @@ class _Run:
                 for v in jaxpr.invars
             ]
             closed = jax.make_jaxpr(lambda *xs: self.program(jaxpr, consts, xs))(*shapes)
-            # The old one is held beside the new, for an id is of one object while that lives.
+            # Keep a reference to the old program, so that Python does not reuse its id.
             is_open = not isinstance(value, ClosedJaxpr)
             self.done[id(value)] = value, closed.jaxpr if is_open else closed
         return self.done[id(value)][1]
 
 
 CONVOLUTION = "conv_general_dilated"
-"""The primitive that every convolution is."""
+"""The primitive of all convolutions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ByRank:
-    """Computes convolutions of a traced program on each rank's samples alone.
+    """Computes the convolutions of a traced program on each rank's own samples.
 
     Args:
-        mesh: names and sizes of its axes, over all devices.
+        mesh: the mesh over all devices.
         batch: the axes that split samples.
     """
 
@@ -225,28 +227,31 @@ class ByRank:
     batch: tuple[str, ...]
 
     def __call__(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
-        """Computes one convolution; None where no axis is left to the compiler."""
+        """Computes one convolution; returns None if there is no automatic axis of size > 1."""
         here = jax.sharding.get_abstract_mesh()
         manual = () if here.empty else tuple(here.manual_axes)
-        left = tuple(axis for axis in self.mesh.axis_names if axis not in manual)
-        if all(self.mesh.shape[axis] == 1 for axis in left):
+        automatic = tuple(axis for axis in self.mesh.axis_names if axis not in manual)
+        if all(self.mesh.shape[axis] == 1 for axis in automatic):
             return None
         dims = equation.params["dimension_numbers"]
         batch = self._splitting(equation, operands[0].shape[dims.lhs_spec[0]], manual)
-        samples, results = _at(dims.lhs_spec[0], batch), _at(dims.out_spec[0], batch)
+        samples = _at(dims.lhs_spec[0], batch)
+        results = _at(dims.out_spec[0], batch)
+        whole = PartitionSpec()
         mesh = here if manual else self.mesh
 
         def mapped(function, ins, outs):
             return jax.shard_map(
                 function,
                 mesh=mesh,
-                axis_names={*left},
+                axis_names={*automatic},
                 in_specs=ins,
                 out_specs=outs,
                 check_vma=False,
             )
 
-        whole, run = PartitionSpec(), lambda x, k: equation.primitive.bind(x, k, **equation.params)
+        def run(x: Array, k: Array) -> Array:
+            return equation.primitive.bind(x, k, **equation.params)
 
         def backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
             def local(x: Array, k: Array, cotangent: Array) -> tuple[Array, Array]:
@@ -254,10 +259,9 @@ class ByRank:
                 of_samples, of_kernel = pull(cotangent)
                 return of_samples, of_kernel[None]
 
-            ins, addends = (samples, whole, results), _at(0, batch)
-            pull = mapped(local, ins, (samples, addends))
+            pull = mapped(local, (samples, whole, results), (samples, _at(0, batch)))
             of_samples, of_kernel = pull(*saved, cotangent)
-            # Summed by the compiler, which reduce-scatters it to the shards.
+            # Leave the sum over ranks to the compiler: it reduce-scatters to the shards.
             return of_samples, jax.lax.reduce_sum(of_kernel, (0,))
 
         forward = mapped(run, (samples, whole), results)
@@ -300,11 +304,12 @@ SHIFTS = frozenset(
 
 
 def keep_whole(equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
-    """Computes one of `SHIFTS` with the dims whole that are cut, padded or joined."""
+    """Computes one of `SHIFTS` with the dims unsharded that it slices, pads or concatenates."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.manual_axes) >= set(mesh.axis_names):
         return None
-    known, rank = factors(equation), operands[0].ndim
+    known = factors(equation)
+    rank = operands[0].ndim
     # Dims along which elements move.
     dims = [dim for dim in range(rank) if known and known.role(0, dim) not in (Role.PASSES, None)]
     if not dims:

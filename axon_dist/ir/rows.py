@@ -46,7 +46,7 @@ class Stacked:
 
     Args:
         rows: arrays of the same shape and dtype.
-        array: all of them, where there is a shorter way than to stack the rows.
+        array: the array itself, if it is at hand; otherwise the rows are stacked when needed.
     """
 
     def __init__(self, rows: Sequence[Array], array: Array | None = None):
@@ -66,18 +66,18 @@ class Stacked:
 
 
 RowValue: TypeAlias = Array | Stacked
-"""A value of a program: an array, or its rows."""
+"""A value of a program: an array or its rows."""
 
 
 def by_rows(function: Function) -> Function:
     """Makes a function some of whose arguments and results may be `Stacked`.
 
     Args:
-        function: traced once more, with whole arrays.
+        function: traced again, with whole arrays.
 
     Returns:
-        A function of the same arguments with the same results. Checkpoints and jitted functions
-        around units within a loop over layers are gone.
+        A function with the same arguments and results. It has no checkpoints or jitted functions
+        around units within a loop over layers.
 
     Example:
         >>> total = by_rows(lambda x: jnp.sum(2 * x))
@@ -98,7 +98,7 @@ def by_rows(function: Function) -> Function:
 
 
 def whole(value: RowValue) -> Array:
-    """The array itself, stacked where it is represented by rows."""
+    """Returns the array itself; stacks the rows of a `Stacked`."""
     return value.whole if isinstance(value, Stacked) else value
 
 
@@ -119,17 +119,19 @@ def _run(equation: JaxprEqn, operands: Sequence[RowValue]) -> Sequence[RowValue]
     results = eval_equation(equation, [whole(x) for x in operands])
     if equation.primitive.name != "broadcast_in_dim" or len(equation.invars) > 1:
         return results
-    shape, dims = equation.params["shape"], equation.params["broadcast_dimensions"]
+    shape = equation.params["shape"]
+    dims = equation.params["broadcast_dimensions"]
     if not shape or 0 in dims or shape[0] == 1:
         return results
-    # All rows are equal, and a broadcast of a smaller array.
+    # All rows are equal: each is a broadcast of the same smaller array.
     row = jax.lax.broadcast_in_dim(whole(operands[0]), shape[1:], [dim - 1 for dim in dims])
     return [Stacked([row] * shape[0], results[0])]
 
 
 def _scan(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue]:
-    """A loop over layers, unrolled into its iterations."""
-    (loop,), closed = inners(equation), equation.params["jaxpr"]
+    """Unrolls a loop over layers into its iterations."""
+    (loop,) = inners(equation)
+    closed = equation.params["jaxpr"]
     consts, carry, stacked = loop.parts(operands)
     order = range(equation.params["length"])
     columns = [_rows_of(x, len(order)) for x in stacked]
@@ -155,20 +157,20 @@ def _elementwise(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowVa
 
 
 def _column(value: RowValue, length: int) -> Sequence[Array]:
-    """The operands of each row; a scalar is the same for all rows, as is a dim of size one."""
+    """Returns an operand's value for each row; a scalar, or a first dim of size 1, is repeated."""
     if isinstance(value, Stacked) or (jnp.ndim(value) > 0 and value.shape[0] == length):
         return _rows_of(value, length)
     return [value if jnp.ndim(value) == 0 else _rows_of(value, 1)[0]] * length
 
 
 def _by_row(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue] | None:
-    """An operation that keeps the rows apart, or one that reduces each row and then all of them."""
+    """Runs an operation per row, or reduces each row and then all rows; None if it is neither."""
     stacked, *more = operands
     known = factors(equation)
     if known is None or not isinstance(stacked, Stacked) or equation.primitive.name not in BY_ROW:
         return None
     row = equation.replace(params=_of_a_row(equation.params))
-    # No dim may be left to reduce within a row.
+    # A reduction over dim 0 only has no dim to reduce within a row.
     is_done = row.params.get("axes") == ()
 
     def run(x):
@@ -183,14 +185,14 @@ def _by_row(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue] 
     is_kept = (
         shape[:1] == (len(stacked.rows),)
         and known.results[0][0] == known.operands[0][0]
-        # A dim of size 1 is no factor of a reshape.
+        # In a reshape, a dim of size 1 has no factor, hence no role.
         and known.role(0, 0) in (Role.PASSES, None)
     )
     return [Stacked([run(x) for x in stacked.rows])] if is_kept else None
 
 
 def _of_a_row(params: Params) -> Params:
-    """The parameters of the same operation on arrays without dim 0."""
+    """Returns the parameters of the same operation on arrays without dim 0."""
     row_params = dict(params)
     for name in NUMBERS_OF_DIMS & row_params.keys():
         if row_params[name] is not None:
@@ -203,7 +205,7 @@ def _of_a_row(params: Params) -> Params:
 
 
 def _cond(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue] | None:
-    """Runs all branches and selects row by row; a branch would need all rows on one rank."""
+    """Runs all branches and selects row by row; a real branch would need all rows on one rank."""
     which, *values = operands
     if equation.effects or has_units(equation) or isinstance(which, Stacked):
         return None
@@ -217,13 +219,14 @@ def _select(which: Array, cases: Sequence[RowValue]) -> RowValue:
         return cases[0]
     if not any(isinstance(case, Stacked) for case in cases):
         return select_case(which, [whole(case) for case in cases])
-    length, number = _length(cases), _case_number(which, len(cases))
+    length = _length(cases)
+    number = _case_number(which, len(cases))
     columns = zip(*(_rows_of(case, length) for case in cases), strict=True)
     return Stacked([jax.lax.select_n(number, *row) for row in columns])
 
 
 def select_case(which: Array, cases: Sequence[Array]) -> Array:
-    """The result of the branch with an index, or a boolean, where all have been computed."""
+    """Selects the result of one branch, by an index or a boolean, after all have been computed."""
     return jax.lax.select_n(_case_number(which, len(cases)), *cases)
 
 
@@ -238,7 +241,7 @@ def _length(values: Sequence[RowValue]) -> int:
 
 NUMBERS_OF_DIMS = frozenset({"axes", "broadcast_dimensions", "dimensions", "permutation"})
 SIZES = frozenset({"shape", "new_sizes"})
-"""The parameters that say dims by their numbers, and the sizes of all dims."""
+"""The parameters that list dims by number, and those that list the sizes of all dims."""
 
 MONOIDS: MappingProxyType[str, Callable[[Array, Array], Array]] = MappingProxyType(
     {
@@ -249,32 +252,32 @@ MONOIDS: MappingProxyType[str, Callable[[Array, Array], Array]] = MappingProxyTy
         "reduce_or": jax.lax.bitwise_or,
     }
 )
-"""Reductions of all rows that are reductions of what each row is reduced to."""
+"""Reductions of an array that equal the reduction of its rows' reductions, with their monoid."""
 
 BY_ROW = MONOIDS.keys() | frozenset(
     {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "matrixwise"}
 )
-"""What runs row by row, beside elementwise operations; all else gets the whole array."""
+"""Operations that run row by row, in addition to elementwise ones; others get the whole array."""
 
 
 MATRIXWISE = "matrixwise"
-"""The operation that has arrays whole, by its name."""
+"""The name of the primitive that applies a function to whole arrays."""
 
 Origin: TypeAlias = tuple[int, tuple[int, ...]]
-"""The input of a program that an operand is computed from element by element, and the order in
-which it has the input's dims."""
+"""The input of a program from which an operand is computed element by element, and the order of
+the input's dims in the operand."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowCall:
-    """One operation on whole arrays, within a program.
+    """One `matrixwise` operation within a program.
 
     Args:
-        function: what is done to each array; hashable, equal where it is the same.
+        function: the function of each array; hashable, and equal for equal functions.
         lead: how many leading dims of the operand count arrays.
-        origin: where the operand comes from; None where it is not known.
+        origin: the input that the operand comes from; None if unknown.
         x: the arrays.
-        more: what each call of the function is given beside its array.
+        more: further arguments of each call of the function.
     """
 
     function: Callable[..., Array]
@@ -285,17 +288,17 @@ class RowCall:
 
 
 RunCalls: TypeAlias = Callable[[Sequence[RowCall]], Sequence[Array]]
-"""Calls that do not wait for each other -> their results."""
+"""(calls that do not depend on each other) -> their results."""
 
 
 def matrixwise(function: Callable[..., Array], x: Array, *more: Array, lead: int = 0) -> Array:
-    """Applies a function to arrays that it needs whole, as one operation of the program.
+    """Applies a function that needs whole arrays, as one operation of the program.
 
     Args:
-        function: (array, *more) -> an array like it; a hashable value.
-        x: the arrays, counted by its leading dims.
-        more: small arrays, the same for all.
-        lead: how many leading dims count arrays.
+        function: (array, *more) -> an array of the same shape; a hashable value.
+        x: the arrays, stacked along its leading dims.
+        more: small arrays, the same for all calls.
+        lead: how many leading dims of `x` count arrays.
 
     Returns:
         The results, like `x`.
@@ -309,7 +312,7 @@ def matrixwise(function: Callable[..., Array], x: Array, *more: Array, lead: int
 
 
 def hidden_in(closed: ClosedJaxpr) -> str | None:
-    """The operation, such as a branch, that runs such operations where they cannot be found."""
+    """Returns the operation, such as a branch, that hides a `matrixwise` operation; or None."""
     shapes = [struct_of(v) for v in closed.jaxpr.invars]
     for equation in opened(closed, shapes).jaxpr.eqns:
         programs = inner_programs(equation)
@@ -323,18 +326,18 @@ _BY_ELEMENT = ELEMENTWISE | MOVES | KEEPS | CALLS | {"cond", "custom_jvp_call"}
 
 
 def mixing_in(closed: ClosedJaxpr) -> str | None:
-    """The operation, such as a sum, of which a result depends on several elements of an array."""
+    """Returns the first operation that mixes elements of an array, such as a sum; or None."""
     names = (equation.primitive.name for equation in equations(closed.jaxpr))
     return next((name for name in names if name not in _BY_ELEMENT), None)
 
 
 def run_with_calls(closed: ClosedJaxpr, values: Sequence[Array], run: RunCalls) -> list[Array]:
-    """Runs a program, and its operations on whole arrays as soon and as many at once as can be.
+    """Runs a program, with its `matrixwise` operations batched: as early and as many as possible.
 
     Args:
         closed: a closed jaxpr.
         values: its inputs.
-        run: runs calls, all together.
+        run: runs a batch of calls together.
 
     Returns:
         Its outputs.
@@ -346,7 +349,8 @@ def run_with_calls(closed: ClosedJaxpr, values: Sequence[Array], run: RunCalls) 
     known.update(zip(jaxpr.invars, values, strict=True))
     waiting = list(jaxpr.eqns)
     while waiting:
-        ready, later = [], []
+        ready = []
+        later = []
         for equation in waiting:
             if not variables(equation.invars) <= known.keys():
                 later.append(equation)
@@ -363,21 +367,22 @@ def run_with_calls(closed: ClosedJaxpr, values: Sequence[Array], run: RunCalls) 
 
 
 def input_shapes(program: ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of what a program is given."""
+    """Returns the shapes and dtypes of a program's inputs."""
     return [struct_of(variable) for variable in program.jaxpr.invars]
 
 
 def _call(equation: JaxprEqn, origins: dict[Var, Origin], operands: list[Array]) -> RowCall:
-    function, lead = equation.params["function"], equation.params["lead"]
+    function = equation.params["function"]
+    lead = equation.params["lead"]
     operand = equation.invars[0]
     origin = None if isinstance(operand, Literal) else origins.get(operand)
     return RowCall(function, lead, origin, operands[0], tuple(operands[1:]))
 
 
 def _origins(jaxpr: Jaxpr) -> dict[Var, Origin]:
-    """Where variables come from, as far as that is a chain of operations that keep the shape.
+    """Traces variables back to inputs through chains of operations that keep the shape.
 
-    A wrong guess would cost an exchange between devices, and change no number.
+    A wrong guess costs a transfer between devices, but changes no result.
     """
     origins: dict[Var, Origin] = {
         v: (number, tuple(range(len(shape_of(v))))) for number, v in enumerate(jaxpr.invars)
@@ -390,9 +395,9 @@ def _origins(jaxpr: Jaxpr) -> dict[Var, Origin]:
                 origins[made] = number, tuple(dims[dim] for dim in equation.params["permutation"])
                 continue
             shape = shape_of(made)
-            alike = next((a for a in sources if shape_of(a) == shape and shape), None)
-            if alike is not None:
-                origins[made] = origins[alike]
+            source = next((a for a in sources if shape_of(a) == shape and shape), None)
+            if source is not None:
+                origins[made] = origins[source]
     return origins
 
 

@@ -1,13 +1,13 @@
-"""A program that makes many arrays, cut into parts, of which equal ones are one program.
+"""Cuts a program that makes many arrays into parts; equal parts share one compiled program.
 
-The initialization of a model draws hundreds of arrays, most of them of one kind: the same
-operations on the same shapes, from another key. Compiled as one program, each is compiled by
-itself. Here every array has a program of its own, a slice of the whole, which takes keys as
-arguments, so that arrays of one shape and initializer share one compiled program.
+The initialization of a model draws hundreds of arrays, and most of them run the same operations on
+the same shapes with another key. Within one program, XLA would compile each of them separately.
+Here each array has its own program, a slice of the whole that takes keys as arguments. So arrays of
+one shape and initializer share one compiled program.
 
-Only keys and whole numbers are passed as arguments, which are exact on any device. Every number of
-floating point stays a constant of the part that reads it: the compiler folds constants, and would
-round otherwise where they were arguments.
+Only keys and integers are passed as arguments, because they are exact on any device. Every
+floating-point number stays a constant of the part that reads it: the compiler folds constants, and
+might round differently if they were arguments.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from .walk import (
 )
 
 SMALL = 1024
-"""The most elements of an array that several parts may each compute for themselves."""
+"""The most elements of an array that several parts may each compute again."""
 
 DRAWN = frozenset({"random_bits", "random_gamma"})
-"""Primitives that draw numbers, which is left to the parts."""
+"""Primitives that draw numbers; only the parts run them."""
 
 
 class Constant(NamedTuple):
-    """An array of one number.
+    """An array that repeats one number.
 
     Args:
         value: the number.
-        shape: of the array.
-        dtype: of the array.
+        shape: the shape of the array.
+        dtype: the dtype of the array.
     """
 
     value: Any
@@ -63,8 +63,8 @@ class Part:
     """The slice of a program that some of its results need.
 
     Args:
-        program: closed; its inputs are `operands`.
-        operands: variables of the whole program, which it is given.
+        program: a closed jaxpr; its inputs are `operands`.
+        operands: the variables of the whole program that it takes as arguments.
         results: the positions of its results among those of the whole program.
     """
 
@@ -74,7 +74,7 @@ class Part:
 
     @property
     def signature(self) -> Hashable:
-        """A value that is equal for equal parts; parts that have it in common may differ."""
+        """A hashable value that equal parts share; parts with the same value may still differ."""
         jaxpr = self.program.jaxpr
         avals = [(shape_of(v), str(dtype_of(v))) for v in (*jaxpr.invars, *jaxpr.outvars)]
         return *avals, *(equation.primitive.name for equation in jaxpr.eqns)
@@ -86,15 +86,16 @@ class Part:
 
     @property
     def is_operand(self) -> bool:
-        """Whether its only result is its only operand, as it is."""
+        """Whether its only result is its only operand, unchanged."""
         jaxpr = self.program.jaxpr
         return len(jaxpr.invars) == 1 and [*jaxpr.outvars] == [*jaxpr.invars]
 
     @property
     def constant(self) -> Constant | None:
-        """The result of a part that only repeats one number; None for another part."""
+        """The result of a part that only repeats one number; None for any other part."""
         jaxpr = self.program.jaxpr
-        atom, result = jaxpr.outvars[0], jaxpr.outvars[0]
+        result = jaxpr.outvars[0]
+        atom = result
         if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == "broadcast_in_dim":
             atom = jaxpr.eqns[0].invars[0]
         if len(jaxpr.outvars) != 1 or not isinstance(atom, Literal) or shape_of(atom):
@@ -110,12 +111,12 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Parts:
-    """A program in parts.
+    """A program cut into parts.
 
     Args:
-        whole: the program, its calls of several results inlined.
-        first: its equations that are computed before the parts, on the host.
-        parts: compute its results, each of them in one part.
+        whole: the program, with its calls of several results inlined.
+        first: the equations that the host computes before the parts run.
+        parts: the parts; each result of the program comes from one of them.
     """
 
     whole: ClosedJaxpr
@@ -124,13 +125,13 @@ class Parts:
 
     @classmethod
     def of(cls, closed: ClosedJaxpr) -> Parts | None:
-        """Cuts a program into the smallest parts that have no large value in common.
+        """Cuts a program into the smallest parts that share no large value.
 
         Args:
             closed: a program.
 
         Returns:
-            The parts; None where the program does something besides computing its results.
+            The parts; None if the program has side effects.
 
         Example:
             >>> import jax.numpy as jnp
@@ -155,7 +156,7 @@ class Parts:
         return list(self.whole.jaxpr.invars)
 
     def values(self) -> dict[Var, Value]:
-        """Computes what the parts are given, on the host."""
+        """Computes the arguments of the parts on the host."""
         return _computed(self.whole, self.first)
 
 
@@ -165,20 +166,21 @@ def _is_inlined(equation: JaxprEqn) -> bool:
 
 
 def _is_exact(atom: Atom) -> bool:
-    """Whether a value is a few keys or whole numbers, which every device computes itself."""
-    aval, dtype = atom.aval, dtype_of(atom)
+    """Whether a value is at most `SMALL` keys or integers, which are exact on every device."""
+    aval = atom.aval
+    dtype = dtype_of(atom)
     if dtype is None or math.prod(shape_of(atom)) > SMALL or getattr(aval, "weak_type", False):
         return False
     return is_key(aval) or np.dtype(dtype).kind in "iub"
 
 
 def _known_before(closed: ClosedJaxpr) -> list[JaxprEqn]:
-    """The equations of keys and whole numbers that depend on no input."""
+    """Returns the equations on keys and integers that depend on no input."""
     jaxpr = closed.jaxpr
     known: set[Var] = {v for v in jaxpr.constvars if _is_exact(v) and not is_key(v.aval)}
     found = []
     for equation in jaxpr.eqns:
-        inside = [e for e in equations(jaxpr.replace(eqns=[equation]))]
+        inside = list(equations(jaxpr.replace(eqns=[equation])))
         is_exact = (
             variables(equation.invars) <= known
             and all(e.primitive.name not in DRAWN for e in inside)
@@ -200,18 +202,18 @@ def _is_hashable(params: Mapping[str, Any]) -> bool:
 
 
 def _cut(closed: ClosedJaxpr, first: Iterable[JaxprEqn]) -> list[Part]:
-    """The parts of a program, whose operands are its inputs and what is computed first."""
+    """Cuts a program into parts; their operands are its inputs and the results of `first`."""
     jaxpr = closed.jaxpr
-    given = {*jaxpr.invars, *(v for equation in first for v in equation.outvars)}
+    arguments = {*jaxpr.invars, *(v for equation in first for v in equation.outvars)}
     maker = {
         v: number
         for number, equation in enumerate(jaxpr.eqns)
         for v in equation.outvars
-        if v not in given
+        if v not in arguments
     }
     slices = [_slice(jaxpr, maker, atom) for atom in jaxpr.outvars]
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    groups = _combined(slices, {n for n in {*maker.values()} if _is_large(jaxpr.eqns[n])})
+    groups = _grouped(slices, {n for n in {*maker.values()} if _is_large(jaxpr.eqns[n])})
     parts = []
     for results in groups:
         numbers = sorted(set().union(*(slices[n] for n in results)))
@@ -222,8 +224,8 @@ def _cut(closed: ClosedJaxpr, first: Iterable[JaxprEqn]) -> list[Part]:
             for atom in (*(v for e in eqns for v in e.invars), *outvars)
             if not isinstance(atom, Literal) and atom not in maker
         )
-        operands = tuple(v for v in read if v in given)
-        constvars = [v for v in read if v not in given]
+        operands = tuple(v for v in read if v in arguments)
+        constvars = [v for v in read if v not in arguments]
         program = jaxpr.replace(
             constvars=constvars, invars=list(operands), outvars=outvars, eqns=eqns
         )
@@ -233,7 +235,7 @@ def _cut(closed: ClosedJaxpr, first: Iterable[JaxprEqn]) -> list[Part]:
 
 
 def _slice(jaxpr: Jaxpr, maker: Mapping[Var, int], result: Atom) -> set[int]:
-    """The numbers of the equations that a result needs."""
+    """Returns the positions of the equations that a result needs."""
     waiting = [v for v in variables([result]) if v in maker]
     found: set[int] = set()
     while waiting:
@@ -245,7 +247,7 @@ def _slice(jaxpr: Jaxpr, maker: Mapping[Var, int], result: Atom) -> set[int]:
 
 
 def _is_large(equation: JaxprEqn) -> bool:
-    """Whether an equation should be computed once, because one of its arrays is large."""
+    """Whether an equation has a large array, so that only one part should compute it."""
     atoms = (*equation.invars, *equation.outvars)
     inside = (v for e in _inside(equation) for v in e.outvars)
     return any(math.prod(shape_of(atom)) > SMALL for atom in (*atoms, *inside))
@@ -255,8 +257,8 @@ def _inside(equation: JaxprEqn) -> list[JaxprEqn]:
     return [e for program in inner_programs(equation) for e in equations(program)]
 
 
-def _combined(slices: Sequence[set[int]], large: set[int]) -> list[list[int]]:
-    """Which results belong into one part: those that need the same large equation."""
+def _grouped(slices: Sequence[set[int]], large: set[int]) -> list[list[int]]:
+    """Groups the results that need the same large equation; each group becomes one part."""
     owner: dict[int, int] = {}
     group = list(range(len(slices)))
 
@@ -300,30 +302,30 @@ def _computed(closed: ClosedJaxpr, first: Sequence[JaxprEqn]) -> dict[Var, Value
 
 
 class _Derived:
-    """One equation of keys and whole numbers, compiled for arguments in the host's memory."""
+    """One equation on keys and integers, compiled for arguments in host memory."""
 
     def __init__(self, equation: JaxprEqn):
         self._equation = equation
-        self._impls: list[Hashable] = []
-        self._given: list[Hashable] = []
+        self._result_impls: list[Hashable] = []
+        self._operand_impls: list[Hashable] = []
         self._run = jax.jit(self._traced)
 
     def _traced(self, *data: Array) -> list[Array]:
-        operands = [wrapped(x, impl) for x, impl in zip(data, self._given, strict=True)]
+        operands = [wrapped(x, impl) for x, impl in zip(data, self._operand_impls, strict=True)]
         results = eval_equation(self._equation, operands)
-        self._impls = [jax.random.key_impl(x) if is_key(x) else None for x in results]
+        self._result_impls = [jax.random.key_impl(x) if is_key(x) else None for x in results]
         return [jax.random.key_data(x) if is_key(x) else x for x in results]
 
     def __call__(self, operands: Sequence[Value]) -> list[Value]:
-        self._given = [x.impl if isinstance(x, Key) else None for x in operands]
+        self._operand_impls = [x.impl if isinstance(x, Key) else None for x in operands]
         data = [x.data if isinstance(x, Key) else x for x in operands]
         results = [np.asarray(x) for x in self._run(*data)]
-        pairs = zip(results, self._impls, strict=True)
+        pairs = zip(results, self._result_impls, strict=True)
         return [x if impl is None else Key(x, impl) for x, impl in pairs]
 
 
 def wrapped(data: Array, impl: Hashable | None) -> Array:
-    """The keys of some words; other arrays as they are."""
+    """Wraps key data into typed keys; if `impl` is None, returns the array unchanged."""
     return data if impl is None else jax.random.wrap_key_data(data, impl=impl)  # type: ignore[arg-type]
 
 
@@ -332,8 +334,8 @@ def run_part(part: Part, impls: Sequence[Hashable | None], values: Sequence[Arra
 
     Args:
         part: the part.
-        impls: for each operand that is given as the words of keys their generator, else None.
-        values: of the operands.
+        impls: for each operand, the generator if its value is the data of keys, else None.
+        values: the values of the operands.
     """
     operands = [wrapped(x, impl) for x, impl in zip(values, impls, strict=True)]
     return eval_jaxpr(part.program, operands)

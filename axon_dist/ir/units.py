@@ -1,9 +1,9 @@
 """Units: modules of an unmodified model whose calls become visible in the traced program.
 
-FSDP gathers the weights of one unit at a time, rematerialisation recomputes one, and a pipeline
-cuts between two. All three need to know where a block of somebody else's model begins and ends. A
-marked module runs its own `__call__` inside a named `jax.jit`, so that in the jaxpr of the model
-every block is one equation, and equal blocks have the same inner program.
+FSDP gathers the weights of one unit at a time, rematerialisation recomputes one unit at a time, and
+a pipeline cuts between two units. All three need to know where the blocks of a user's model begin
+and end. A marked module runs its own `__call__` inside a named `jax.jit`. So every block is one
+equation in the jaxpr of the model, and equal blocks have the same inner program.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ MAKES_COMPLEX = frozenset({"complex", "fft", "eig"})
 """The primitives that compute complex numbers from real ones."""
 
 Attributes: TypeAlias = Mapping[tuple[Keys, str], object]
-"""The plain attributes of modules, by the keys of their module and their name."""
+"""The plain attributes of modules, by (keys of the module, name of the attribute)."""
 
 IsUnit: TypeAlias = Callable[[Path, nnx.Module | None], bool]
-"""(path, module) -> whether its calls are a unit; None stands for a module within a Linen one."""
+"""(path, module) -> whether its calls are units; module is None for one within a Linen module."""
 
 RematPolicy: TypeAlias = Callable[..., Any]
-"""A policy of `jax.checkpoint`: which intermediate results are kept for the backward pass."""
+"""A policy of `jax.checkpoint`: which intermediate results are saved for the backward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RealOnly:
     """A policy that saves what another one saves, except complex values, which are recomputed.
 
-    `jax.checkpoint` rounds what it keeps with `reduce_precision`, which refuses complex numbers
-    (jax 0.10 to 0.12).
+    `jax.checkpoint` applies `reduce_precision` to the values it saves, and that primitive refuses
+    complex numbers (jax 0.10 to 0.12).
 
     Args:
         policy: the other policy.
@@ -65,7 +65,7 @@ class RealOnly:
     policy: RematPolicy
 
     def __call__(self, primitive: Primitive, *avals: Aval, **params: Any) -> Any:
-        """Whether the result of a primitive is saved."""
+        """Whether to save the result of a primitive; what `policy` returns, or False."""
         dtypes = [getattr(aval, "dtype", None) for aval in avals] + [params.get("new_dtype")]
         is_complex = any(getattr(dtype, "kind", "") == "c" for dtype in dtypes)
         if is_complex or primitive.name in MAKES_COMPLEX:
@@ -74,7 +74,7 @@ class RealOnly:
 
 
 def units_of(model: nnx.Module, matches: IsUnit) -> Iterator[tuple[Path, nnx.Module]]:
-    """The outermost modules that are units, with their paths; nothing inside a unit is one."""
+    """Yields the outermost modules that match, with their paths; modules inside a unit do not."""
     outer: set[str] = set()
     paths = sorted(
         ((path_str(keys), module) for keys, module in nnx.iter_modules(model)),
@@ -87,12 +87,12 @@ def units_of(model: nnx.Module, matches: IsUnit) -> Iterator[tuple[Path, nnx.Mod
 
 
 def is_inside(path: Path, unit: Path) -> bool:
-    """Whether a path is that of a unit or of something in it; the whole model has the path ""."""
+    """Whether a path is a unit's path or lies inside it; the whole model has the path ""."""
     return path == unit or not unit or path.startswith(unit + "/")
 
 
 def is_in_any(path: Path, units: Container[Path]) -> bool:
-    """Whether a path is inside one of many, looked up by its own beginnings.
+    """Whether a path is inside one of many units; looks up each prefix of the path.
 
     Example:
         >>> is_in_any("blocks/10/mlp", {"blocks/1", "blocks/10"}), is_in_any("head", {"blocks/1"})
@@ -103,16 +103,16 @@ def is_in_any(path: Path, units: Container[Path]) -> bool:
 
 
 def block_paths(model: nnx.Module, names: tuple[str, ...] = ()) -> frozenset[Path]:
-    """The paths of the blocks of a model, those within bridged Linen modules too.
+    """Returns the paths of the blocks of a model, including those within bridged Linen modules.
 
     Args:
         model: any NNX module; its leaves may be shapes.
-        names: of block classes. Of a module within a bridged one, which has a class only while it
-            runs, its name without its number: `layer` or `encoder/layer` for `encoder/layer/0`,
-            `Block` for `Block_0`. None takes the blocks that the model repeats.
+        names: names of block classes. A module within a bridged one has a class only while it
+            runs, so it goes by its name without the number: `layer` or `encoder/layer` for
+            `encoder/layer/0`, `Block` for `Block_0`. If empty, the repeated blocks of the model.
 
     Returns:
-        Paths.
+        The paths.
     """
     classes = names or block_classes(model)
     blocks = {keys for keys, module in nnx.iter_modules(model) if type(module).__name__ in classes}
@@ -122,15 +122,15 @@ def block_paths(model: nnx.Module, names: tuple[str, ...] = ()) -> frozenset[Pat
 
 
 def block_classes(model: nnx.Module) -> tuple[str, ...]:
-    """The classes of the blocks that a model repeats, in lists or stacked by `nnx.vmap`.
+    """Returns the classes of the blocks that a model repeats, in lists or stacked by `nnx.vmap`.
 
     Args:
         model: any NNX module.
 
     Returns:
-        Class names, of elements of outermost lists that hold parameters and of outermost stacked
-        modules; empty where nothing is repeated. A stacked module without a layer of Flax in it
-        looks like a single one: name its class yourself.
+        The class names of outermost stacked modules, and of elements of outermost lists that hold
+        parameters; empty if nothing is repeated. A stacked module that contains no Flax layer
+        looks like a single module: pass its class name yourself.
 
     Example:
         >>> block_classes(nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.relu))
@@ -143,7 +143,7 @@ def block_classes(model: nnx.Module) -> tuple[str, ...]:
         depth = sum(isinstance(key, int) for key in keys)
         has_params = bool(jax.tree.leaves(nnx.state(module, nnx.Param)))
         is_listed = depth == 1 and isinstance(keys[-1], int) and has_params
-        # Lists within a stacked block are parts of that block.
+        # A list within a stacked block belongs to that block.
         in_stack = any(is_inside(path, stack) for stack in stacks)
         if path in stacks or (is_listed and not in_stack):
             names.setdefault(type(module).__name__, 0)
@@ -160,10 +160,10 @@ def mark_units(
 
     Args:
         model: a model merged inside a trace; it is changed.
-        matches: which modules are units; the outermost win.
-        remat: when given, each unit is under `jax.checkpoint` with this policy.
-        looped: the paths of Linen modules whose parameters stack those of the layers that a loop
-            calls, of which each call is a unit.
+        matches: which modules are units; the outermost match wins.
+        remat: if given, each unit is under `jax.checkpoint` with this policy.
+        looped: paths of Linen modules that stack the parameters of the layers a loop calls; each
+            call of a layer is a unit.
 
     Returns:
         The paths of the units.
@@ -177,7 +177,7 @@ def mark_units(
         ['axon_unit', 'axon_unit', 'axon_unit']
     """
     units = list(units_of(model, matches))
-    # Created per trace, so that the programs of units are released with the trace.
+    # Create it per trace, so that the programs of units are freed with the trace.
     around = {"__call__": AsUnit(UnitPrograms(_running(remat)))}
     for _, module in units:
         if not any(isinstance(one, AsUnit) for one in around_of(module, "__call__")):
@@ -202,7 +202,7 @@ def mark_units(
 
 
 def _running(remat: RematPolicy | None) -> RunUnit:
-    """A jitted function that runs a program, whose equations have the name of units."""
+    """Returns a jitted function that runs a program; its equation carries `UNIT_NAME`."""
 
     def axon_unit(program: ClosedJaxpr, gathers: Gathers, values: list[Array]) -> list[Array]:
         def run(values: list[Array]) -> list[Array]:
@@ -220,27 +220,27 @@ def _running(remat: RematPolicy | None) -> RunUnit:
 class UnitPrograms:
     """Runs the units of one trace: calls with equal programs share one.
 
-    That two calls are equal is seen from what they have traced to, and not from their modules and
-    arguments: a call may read globals, context variables, the type of a flag or an object that has
-    changed since the call before.
+    It compares the traced programs of two calls, not their modules and arguments. A call may read
+    globals, context variables, the type of a flag, or an object that has changed since the
+    previous call.
 
     Args:
         run: runs a program as the equation of a unit.
-        known: the programs so far, by what is cheap to compare.
+        known: the programs so far, by properties that are cheap to compare.
     """
 
     run: RunUnit
     known: dict[Hashable, list[ClosedJaxpr]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, program: ClosedJaxpr, gathers: Gathers, values: list[Array]) -> list[Array]:
-        """Runs the first program that computes the same as this one."""
+        """Runs the first known program that computes the same as this one."""
         jaxpr = program.jaxpr
         names = tuple(equation.primitive.name for equation in jaxpr.eqns)
-        alike = self.known.setdefault((names, *(v.aval for v in jaxpr.invars)), [])
-        for other in alike:
+        candidates = self.known.setdefault((names, *(v.aval for v in jaxpr.invars)), [])
+        for other in candidates:
             if same_program(program, other):
                 return self.run(other, gathers, values)
-        alike.append(program)
+        candidates.append(program)
         return self.run(program, gathers, values)
 
 
@@ -260,11 +260,12 @@ class AsUnit:
         """Runs the call, and writes its changes of state back to the module and its arguments.
 
         Raises:
-            UnsupportedError: when the module holds many layers and is called as a whole.
+            UnsupportedError: if the module stacks many layers and is called as a whole.
         """
         if (count := num_stacked(module)) is not None:
             raise _not_one_layer(module, count)
-        kind, attributes = type(module), dict[tuple[Keys, str], object]()
+        kind = type(module)
+        attributes: dict[tuple[Keys, str], object] = {}
         arrays_set: list[tuple[Keys, str]] = []
         graphdef, params, rest = nnx.split(module, _is_weight, ...)
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
@@ -275,9 +276,10 @@ class AsUnit:
         def call(
             params: nnx.State, rest: nnx.State, arrays: Sequence[Array], state: nnx.State
         ) -> tuple[PyTree, nnx.State, nnx.State, list[object]]:
-            """The output, the changed state of module and arguments, and the arrays set."""
+            """Returns the output, the changed state of module and arguments, and new attributes."""
             copy = nnx.merge(graphdef, gathered(params), rest, copy=True)
-            contents, arg_nodes = _contents_of(copy), nnx.merge(nodes_graph, state, copy=True)
+            contents = _contents_of(copy)
+            arg_nodes = nnx.merge(nodes_graph, state, copy=True)
             before = {keys: _value(leaf) for keys, leaf in contents[0].items()}
             more, more_nodes = iter(arrays), iter(arg_nodes)
             inputs = [
@@ -290,10 +292,10 @@ class AsUnit:
             after = _contents_of(copy)
             attributes.update(_changes(kind, contents, after))
             arrays_set[:] = [at for at, value in attributes.items() if isinstance(value, Tracer)]
-            # Unchanged state is not written back: within `jax.grad` it could not be.
+            # Unchanged state is not written back: NNX would refuse the write within `jax.grad`.
             others = ((keys, leaf) for keys, leaf in after[0].items() if keys not in weights)
             new = {keys: leaf for keys, leaf in others if _value(leaf) is not before.get(keys)}
-            # Parameters and keys never change, and are not passed on from block to block.
+            # Parameters and keys never change, so they need not pass from block to block.
             changed = nnx.state(arg_nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
             made = [attributes[at] for at in arrays_set]
             return output, nnx.from_flat_state(new), changed, made
@@ -308,7 +310,7 @@ class AsUnit:
         output, rest, changed, made = jax.tree.unflatten(jax.tree.structure(results), outputs)
         nnx.update(module, rest)
         nnx.update(nodes, changed)
-        # The plain attributes that the call has set on the copy that it ran on.
+        # Copy the plain attributes that the call set on its copy of the module.
         modules = dict(nnx.iter_modules(module)) if attributes else {}
         values = attributes | dict(zip(arrays_set, made, strict=True))
         for (keys, name), value in values.items():
@@ -317,18 +319,19 @@ class AsUnit:
 
 
 def _value(leaf: nnx.Variable | Array) -> Array:
-    """The array of a variable, or of an attribute that is data."""
+    """Returns the array of a variable, or of a data attribute."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-Held: TypeAlias = tuple[Mapping[Keys, nnx.Variable | Array], Attributes]
+Contents: TypeAlias = tuple[Mapping[Keys, nnx.Variable | Array], Attributes]
 """The state of a module, and its plain attributes."""
 
 
-def _contents_of(module: nnx.Module) -> Held:
-    """The state of a module and its submodules, and their other plain attributes.
+def _contents_of(module: nnx.Module) -> Contents:
+    """Returns the state of a module and its submodules, and their other plain attributes.
 
-    Arrays may be among these: what a call sets, or appends to an nnx.List, is no data of a module.
+    Plain attributes may be arrays: NNX does not count an array as data of a module if a call sets
+    it or appends it to an nnx.List.
     """
     state = dict(nnx.to_flat_state(nnx.state(module)))
     names = {(*map(str, keys),) for keys in state}
@@ -341,12 +344,12 @@ def _contents_of(module: nnx.Module) -> Held:
     }
 
 
-def _changes(module_type: type, before: Held, after: Held) -> Attributes:
-    """The attributes that a call has set to another value.
+def _changes(module_type: type, before: Contents, after: Contents) -> Attributes:
+    """Returns the attributes that a call has set to another value.
 
     Raises:
-        UnsupportedError: for one that holds an array within something else, and for data that the
-            call adds, for which the caller's module has no place.
+        UnsupportedError: if an attribute holds an array inside another object, or if the call adds
+            data for which the caller's module has no place.
     """
     for keys, leaf in after[0].items():
         is_data = not isinstance(leaf, nnx.Variable) or isinstance(keys[-1], int)
@@ -370,7 +373,7 @@ def _changes(module_type: type, before: Held, after: Held) -> Attributes:
 
 
 def _not_one_layer(module: nnx.Module, count: int) -> UnsupportedError:
-    """The error for a call of a whole stack of layers, which is no unit: how to call it."""
+    """Returns the error for a call of a whole stack of layers; it shows how to call one layer."""
     name = type(module).__name__
     return UnsupportedError(
         f"a {name} that holds {count} stacked layers is called as a whole, and loops over them "
@@ -388,7 +391,7 @@ def _is_weight(_: Keys, variable: object) -> bool:
 
 
 def _check_unchanged(module_type: type, leaves: Sequence[object], arguments: PyTree) -> None:
-    """Raises when a call has changed a list or dict among its arguments, as its caller expects."""
+    """Raises if a call mutates a list or dict argument; the caller would not see the mutation."""
     after = jax.tree.leaves(arguments, is_leaf=_is_node)
     if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
         raise UnsupportedError(
@@ -400,7 +403,7 @@ def _check_unchanged(module_type: type, leaves: Sequence[object], arguments: PyT
 
 
 def gathered(params: nnx.State) -> nnx.State:
-    """Gathers every parameter that has a gather function; the others stay as they are."""
+    """Gathers every parameter that has a gather function; the others stay unchanged."""
     flat: dict[Keys, nnx.Variable] = {}
     for keys, variable in nnx.to_flat_state(params):
         flat[keys] = variable
@@ -411,10 +414,10 @@ def gathered(params: nnx.State) -> nnx.State:
 
 
 def check_some(paths: list[Path], what: str, model: nnx.Module) -> None:
-    """Raises unless a model has units.
+    """Raises if no module of a model matched.
 
     Raises:
-        UnsupportedError: naming what was looked for and the classes that the model has.
+        UnsupportedError: names what was looked for, and the model's classes.
     """
     if not paths:
         raise UnsupportedError(
@@ -424,7 +427,7 @@ def check_some(paths: list[Path], what: str, model: nnx.Module) -> None:
 
 
 def names_of(model: nnx.Module) -> list[str]:
-    """What the modules of a model are called: by class, within Linen ones without their number."""
+    """Returns the class names of a model's modules, and the plain names of those in Linen ones."""
     classes = {type(module).__name__ for _, module in nnx.iter_modules(model)}
     return sorted(classes | {name.rpartition("/")[2] for _, name in linen_modules(model)})
 

@@ -1,9 +1,9 @@
-"""The functions by which all modules of this room read a jaxpr.
+"""Functions with which all modules of `ir` read a jaxpr.
 
 A jaxpr is a list of equations over *atoms*: variables, or literals that hold their value. Some
-equations run programs of their own (calls, loops, branches). Whoever reads one needs the same few
-things: the values of atoms, the programs within, what depends on what, and to run it with one
-equation done in another way. They stand here once.
+equations run inner programs (calls, loops, branches). Every analysis needs the same few functions:
+they read the values of atoms, list inner programs, find dependencies, and interpret a program with
+a different rule for its equations.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ from ..core.compat import (
 from ..core.typing import Array, Leaf, Shape
 
 Atom: TypeAlias = Var | Literal
-"""What an equation reads."""
+"""An operand of an equation."""
 
 OPENED = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
-"""Primitives that call a program, also those with custom derivatives."""
+"""Primitives that call a program, including functions with custom derivatives."""
 
 LOOPS = frozenset({"scan", "while"})
 """Primitives that run a program several times."""
 
-
 Aval: TypeAlias = Any
-"""An abstract value of JAX: of an array its shape, dtype, sharding and more."""
+"""JAX's abstract value: the shape, dtype, sharding and so on of an array."""
 
 Params: TypeAlias = dict[str, Any]
 """The parameters of an equation."""
@@ -62,12 +61,14 @@ class Inner:
     """A program that an equation runs, once or in every iteration of a loop.
 
     Args:
-        program: what runs.
-        operands: for each input the number of the operand that it is, or whose rows it is.
-        num_shared: how many of the inputs are the same in every run.
-        num_carried: how many of the next a run gets from the one before. A loop carries its first
-            results and outputs likewise; other inputs and outputs are rows of arrays.
-        times: how often it runs; None where the program decides.
+        program: the inner program.
+        operands: for each input, the position of the operand that it equals, or whose rows it
+            gets one by one.
+        num_shared: how many of the first inputs are the same in every iteration.
+        num_carried: how many of the next inputs are carried from the previous iteration. The first
+            outputs of the program, and the first results of the loop, are this carry. The other
+            inputs and outputs are rows of arrays.
+        times: how often it runs; None if this is decided at run time.
     """
 
     program: ClosedJaxpr
@@ -78,37 +79,39 @@ class Inner:
 
     @property
     def form(self) -> tuple[tuple[int, ...], int, int]:
-        """The positions of its operands, and how many of them are shared and carried."""
+        """The positions of its operands, the number of shared and the number of carried inputs."""
         return self.operands, self.num_shared, self.num_carried
 
     def inputs(self, values: Sequence[T]) -> list[T]:
-        """The value of each input, from the values of the equation's operands."""
+        """Returns the value of each input, from the values of the equation's operands."""
         return [values[number] for number in self.operands]
 
     def parts(self, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-        """The values of the equation's operands that are shared, carried, and read row by row."""
-        inputs, rows = self.inputs(values), self.num_shared + self.num_carried
-        return inputs[: self.num_shared], inputs[self.num_shared : rows], inputs[rows:]
+        """Splits the operands' values into those shared, carried, and read row by row."""
+        inputs = self.inputs(values)
+        first_row = self.num_shared + self.num_carried
+        carry = inputs[self.num_shared : first_row]
+        return inputs[: self.num_shared], carry, inputs[first_row:]
 
     def outputs(self, values: Sequence[T]) -> tuple[list[T], list[T]]:
-        """The outputs that are carried, and those that are stacked row by row."""
+        """Splits the outputs into those carried and those stacked row by row."""
         return list(values[: self.num_carried]), list(values[self.num_carried :])
 
     def settled(
         self, carry: list[T], run: Callable[[list[T]], list[T]], join: Callable[[T, T], T]
     ) -> tuple[list[T], list[T]] | None:
-        """The fixed point of a loop's carry: the values that another iteration leaves unchanged.
+        """Finds the fixed point of a loop's carry, which another iteration leaves unchanged.
 
         Args:
-            carry: the abstract values of the first carry.
+            carry: the abstract values of the initial carry.
             run: (values of the carry) -> values of the outputs of an iteration.
-            join: (two values) -> the value that holds for both.
+            join: (two values) -> the value that covers both.
 
         Returns:
-            The values of the carry, and of the other outputs of an iteration; None where no fixed
+            The values of the carry, and of the other outputs of an iteration; None if no fixed
             point is reached.
         """
-        for _ in range(_TURNS):
+        for _ in range(_MAX_ITERATIONS):
             outputs = run(carry)
             joined = [join(a, b) for a, b in zip(carry, outputs, strict=False)]
             if joined == carry:
@@ -117,7 +120,7 @@ class Inner:
         return None
 
 
-_TURNS = 9
+_MAX_ITERATIONS = 9
 
 
 def values_of(
@@ -125,32 +128,32 @@ def values_of(
     atoms: Iterable[Atom],
     literal: Callable[[Literal], T] = operator.attrgetter("val"),
 ) -> list[T]:
-    """The values of atoms; that of a literal is its constant."""
+    """Returns the values of atoms; the value of a literal is its constant by default."""
     return [literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
 
 
 def variables(atoms: Iterable[Atom]) -> set[Var]:
-    """The atoms that are variables, not literals."""
+    """Returns the atoms that are variables, without literals."""
     return {atom for atom in atoms if not isinstance(atom, Literal)}
 
 
 def shape_of(atom: Atom) -> Shape:
-    """The shape of an atom; that of a token is ()."""
+    """Returns the shape of an atom; () for a token."""
     return tuple(getattr(atom.aval, "shape", ()))
 
 
 def dtype_of(atom: Atom) -> Any:
-    """The dtype of an atom, also of a random key; None for an atom without one."""
+    """Returns the dtype of an atom, including that of a random key; None if it has no dtype."""
     return getattr(atom.aval, "dtype", None)
 
 
 def struct_of(atom: Atom) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an atom, to trace a function with."""
+    """Returns the shape and dtype of an atom, to trace a function with."""
     return jax.ShapeDtypeStruct(shape_of(atom), dtype_of(atom))
 
 
 def made_by(equations: Iterable[JaxprEqn]) -> set[Var]:
-    """The variables that equations define."""
+    """Returns the variables that equations define."""
     return {variable for equation in equations for variable in equation.outvars}
 
 
@@ -161,12 +164,12 @@ def _is_call(equation: JaxprEqn) -> bool:
 def opened(
     closed: ClosedJaxpr, values: Sequence[Leaf], enters: Callable[[JaxprEqn], bool] = _is_call
 ) -> ClosedJaxpr:
-    """The same program with its calls inlined, so that each operation is an equation.
+    """Inlines the calls of a program, so that each operation is an equation.
 
     Args:
-        closed: a closed jaxpr that will not be differentiated any more.
-        values: what it is traced with, arrays or shapes.
-        enters: which calls; all that can be.
+        closed: a closed jaxpr that will not be differentiated afterwards.
+        values: the inputs to trace it with, arrays or shapes.
+        enters: which calls to inline; by default all of `OPENED`.
 
     Returns:
         A closed jaxpr.
@@ -184,10 +187,10 @@ def opened(
 
 
 def inners(equation: JaxprEqn) -> list[Inner]:
-    """The programs that a call, loop or conditional runs, with the operands that each gets.
+    """Returns the programs that a call, loop or conditional runs, with the operands of each.
 
-    Of a `while` these are the test and the body. Kernels, and whatever says nothing about how its
-    program is run, have none.
+    A `while` has two: the test and the body. Kernels have none, nor does any other primitive
+    whose parameters do not show how its program runs.
 
     Example:
         >>> run = lambda x, ys: jax.lax.scan(lambda x, y: (x * y, x), x, ys)
@@ -195,14 +198,17 @@ def inners(equation: JaxprEqn) -> list[Inner]:
         >>> body.parts(["x", "ys"]), body.times
         (([], ['x'], ['ys']), 3)
     """
-    name, params, count = equation.primitive.name, equation.params, len(equation.invars)
+    name = equation.primitive.name
+    params = equation.params
+    count = len(equation.invars)
     if name == "scan":
         consts, carry = scan_counts(equation)
         return [Inner(params["jaxpr"], (*range(count),), consts, carry, params["length"])]
     if name == "while":
         tests, consts = params["cond_nconsts"], params["body_nconsts"]
         carry = range(tests + consts, count)
-        test, body = (*range(tests), *carry), (*range(tests, tests + consts), *carry)
+        test = (*range(tests), *carry)
+        body = (*range(tests, tests + consts), *carry)
         return [
             Inner(params["cond_jaxpr"], test, tests, len(carry), None),
             Inner(params["body_jaxpr"], body, consts, len(carry), None),
@@ -213,13 +219,13 @@ def inners(equation: JaxprEqn) -> list[Inner]:
     program = called(equation)
     if program is None:
         return []
-    # The first operands of a function with a custom derivative may be read by that alone.
+    # The first operands of a function with a custom derivative may belong to the derivative only.
     positions = tuple(range(count - len(program.jaxpr.invars), count))
     return [Inner(program, positions, len(positions))]
 
 
 def without_tracers(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Array]]:
-    """The program with the outer trace's values that it closes over as inputs, and these values."""
+    """Turns the tracers that a program closes over into inputs; returns it and these tracers."""
     pairs = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     read = [(v, x) for v, x in pairs if isinstance(x, Tracer)]
     consts = {v: x for v, x in pairs if not isinstance(x, Tracer)}
@@ -229,7 +235,7 @@ def without_tracers(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Array]]:
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """All equations of a jaxpr, each followed by those of the programs that it runs.
+    """Yields all equations of a jaxpr, each followed by those of its inner programs.
 
     Example:
         >>> program = jax.make_jaxpr(lambda x: jax.jit(jax.numpy.sin)(x) + 1)(1.0)
@@ -243,7 +249,7 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def in_branches(jaxpr: Jaxpr) -> set[JaxprEqn]:
-    """The equations of a jaxpr that run in a branch of a conditional, at any depth."""
+    """Returns the equations that run in a branch of a conditional, at any depth."""
     choices = [e for e in equations(jaxpr) if e.primitive.name == "cond"]
     return {e for one in choices for branch in inner_programs(one) for e in equations(branch)}
 
@@ -256,17 +262,17 @@ def interpret(
     literal: Callable[[Literal], T] = operator.attrgetter("val"),
     enters: Callable[[JaxprEqn], bool] = lambda _: False,
 ) -> list[T]:
-    """Interprets a jaxpr, with `run` for each equation.
+    """Interprets a jaxpr, calling `run` for each equation.
 
-    Values may be arrays, so that the program is computed, or abstract values that follow its flow.
+    Values may be arrays, which computes the program, or abstract values, which analyses it.
 
     Args:
         jaxpr: an open jaxpr.
         consts: the values of its constants.
         values: the values of its inputs.
         run: computes the values of an equation's results from those of its operands.
-        literal: the value of a literal; its constant by default.
-        enters: whether the program of a call is interpreted too, in place of the call.
+        literal: returns the value of a literal; its constant by default.
+        enters: whether to interpret the program of a call instead of calling `run`.
 
     Returns:
         The values of its outputs.
@@ -294,13 +300,13 @@ def interpret(
 def depends_on(
     jaxpr: Jaxpr, sources: Iterable[Var], stop: int | None = None, start: int = 0
 ) -> set[Var]:
-    """The variables that depend on any of the sources, these included.
+    """Returns the variables that depend on any of the sources, and the sources themselves.
 
     Args:
         jaxpr: an open jaxpr.
         sources: variables of it.
-        stop: only equations before this one are looked at.
-        start: only equations from this one on are looked at.
+        stop: look only at equations before this position.
+        start: look only at equations from this position on.
     """
     tainted = set(sources)
     for equation in jaxpr.eqns[start:stop]:
@@ -310,11 +316,11 @@ def depends_on(
 
 
 def needed_for(jaxpr: Jaxpr, positions: Iterable[int]) -> tuple[Jaxpr, list[int]]:
-    """The part of a jaxpr that some of its outputs need, inside calls and loops too.
+    """Returns the part of a jaxpr that some of its outputs need; prunes calls and loops too.
 
     Args:
         jaxpr: an open jaxpr.
-        positions: of the outputs.
+        positions: the positions of the outputs.
 
     Returns:
         The smaller jaxpr, and the positions of the inputs that it still has.
@@ -325,20 +331,20 @@ def needed_for(jaxpr: Jaxpr, positions: Iterable[int]) -> tuple[Jaxpr, list[int]
 
 
 def sources_of(jaxpr: Jaxpr) -> list[set[int]]:
-    """For every output of a jaxpr, the positions of the inputs that it depends on."""
+    """Returns, for every output of a jaxpr, the positions of the inputs that it depends on."""
     return [set(needed_for(jaxpr, [number])[1]) for number in range(len(jaxpr.outvars))]
 
 
 def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
-    """The inputs that an output of a program depends on with a gradient that is not always zero.
+    """Returns the inputs with respect to which an output has a gradient that is not always zero.
 
     Args:
         program: a traced function.
         output: the position of the output, a number.
-        count: how many of the first inputs are asked about; floating-point.
+        count: how many of the first inputs to look at; these are floating-point.
 
     Returns:
-        Their positions; without those that only comparisons, counts or `stop_gradient` read.
+        Their positions. Inputs that only comparisons, counts or `stop_gradient` read are left out.
 
     Example:
         >>> import jax.numpy as jnp
@@ -362,7 +368,7 @@ def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
 
 
 def same_program(one: Jaxpr | ClosedJaxpr, other: Jaxpr | ClosedJaxpr) -> bool:
-    """Whether two programs are equal but for the names of their variables, constants included.
+    """Whether two programs are equal up to variable names; compares constants too.
 
     Example:
         >>> trace = lambda f: jax.make_jaxpr(f)(1.0).jaxpr
@@ -376,10 +382,10 @@ def same_program(one: Jaxpr | ClosedJaxpr, other: Jaxpr | ClosedJaxpr) -> bool:
     consts, others = (getattr(program, "consts", ()) for program in (one, other))
     if len(consts) != len(others) or not all(map(_same_value, consts, others)):
         return False
-    mine, theirs = (getattr(program, "jaxpr", program) for program in (one, other))
+    first, second = (getattr(program, "jaxpr", program) for program in (one, other))
     names: dict[Atom, Atom] = {}
 
-    def alike(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
+    def correspond(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
         """Whether atoms are equal literals, or variables that correspond in the two programs."""
         return len(left) == len(right) and all(
             a.aval == b.aval
@@ -392,17 +398,17 @@ def same_program(one: Jaxpr | ClosedJaxpr, other: Jaxpr | ClosedJaxpr) -> bool:
         )
 
     return (
-        len(mine.eqns) == len(theirs.eqns)
-        and alike(mine.constvars, theirs.constvars)
-        and alike(mine.invars, theirs.invars)
+        len(first.eqns) == len(second.eqns)
+        and correspond(first.constvars, second.constvars)
+        and correspond(first.invars, second.invars)
         and all(
             a.primitive is b.primitive
             and same(a.params, b.params)
-            and alike(a.invars, b.invars)
-            and alike(a.outvars, b.outvars)
-            for a, b in zip(mine.eqns, theirs.eqns, strict=True)
+            and correspond(a.invars, b.invars)
+            and correspond(a.outvars, b.outvars)
+            for a, b in zip(first.eqns, second.eqns, strict=True)
         )
-        and alike(mine.outvars, theirs.outvars)
+        and correspond(first.outvars, second.outvars)
     )
 
 
@@ -412,22 +418,23 @@ def _same_value(one: object, other: object) -> bool:
         return True
     try:
         left, right = np.asarray(one), np.asarray(other)
-    except TypeError:  # Typed random keys, and values of a trace.
+    except TypeError:  # Typed random keys and tracers have no NumPy value.
         return False
-    alike = left.shape == right.shape and left.dtype == right.dtype
-    return alike and left.tobytes() == right.tobytes()
+    has_same_form = left.shape == right.shape and left.dtype == right.dtype
+    return has_same_form and left.tobytes() == right.tobytes()
 
 
 def same(one: Any, other: Any, known: set[tuple[int, int]] | None = None) -> bool:
     """Whether the parameters of two equations are equal: values, programs, and closures.
 
-    A rule of differentiation is a function that each trace makes again: two are the same where they
-    have the same code and what they close over is the same. What cannot be compared is different.
+    Each trace creates the functions of a custom derivative again. Two functions are the same if
+    they have the same code and close over the same values. Values that cannot be compared count as
+    different.
 
     Args:
         one: a value, such as the parameters of an equation.
-        other: another.
-        known: pairs of objects that are being compared, which may refer to each other.
+        other: another value.
+        known: the pairs of objects under comparison; it ends cycles of references.
     """
     known = set() if known is None else known
     if one is other:
@@ -445,26 +452,28 @@ def same(one: Any, other: Any, known: set[tuple[int, int]] | None = None) -> boo
     if isinstance(one, (np.ndarray, jax.Array)):
         return _same_value(one, other)
     try:
+        # -0.0 == 0.0, so floats are also compared by sign.
         if bool(one == other):
             return not isinstance(one, float) or math.copysign(1, one) == math.copysign(1, other)
     except (TypeError, ValueError):
         return False
-    parts, pair = (_parts(one), _parts(other)), (id(one), id(other))
+    parts = _parts(one), _parts(other)
+    pair = id(one), id(other)
     if None in parts or pair in known:
         return None not in parts
     known.add(pair)
     return same(*parts, known)
 
 
-# The cells of JAX's own closures that do not change what these compute: cached results, and the
-# trace in which they were created.
+# Cells of JAX's own closures that do not affect the result: cached results, and the trace in which
+# the closure was created.
 _CELLS_OF_JAX = frozenset({"cells", "sentinel", "self", "out_store"})
 _WRAPPED = ("f", "transforms", "params", "in_type")
 _FROM_JAX = str(pathlib.Path(jax.__file__).parent)
 
 
 def _parts(value: Any) -> tuple[object, ...] | None:
-    """The code and the closure of a function, by which it is compared; None for other values."""
+    """Returns what identifies a function: its code and its closure; None for other values."""
     if isinstance(value, types.FunctionType):
         code = value.__code__
         skipped = _CELLS_OF_JAX if code.co_filename.startswith(_FROM_JAX) else frozenset[str]()
@@ -475,7 +484,7 @@ def _parts(value: Any) -> tuple[object, ...] | None:
         return value.__func__, value.__self__
     if isinstance(value, functools.partial):
         return value.func, value.args, value.keywords
-    # A function that JAX has wrapped, or an argument that it has.
+    # A function that JAX has wrapped, or JAX's wrapper of an argument.
     for names in (_WRAPPED, ("val",)):
         if type(value).__module__.startswith("jax") and hasattr(value, names[0]):
             return tuple(getattr(value, name, None) for name in names)
@@ -483,7 +492,7 @@ def _parts(value: Any) -> tuple[object, ...] | None:
 
 
 def _content(cell: types.CellType) -> object:
-    """The content of a closure's cell; a sentinel where the cell is empty."""
+    """Returns the content of a closure's cell; a sentinel if the cell is empty."""
     try:
         return cell.cell_contents
     except ValueError:

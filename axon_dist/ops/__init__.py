@@ -1,4 +1,4 @@
-"""Arithmetic without a mesh: attention, rings, losses, routing, precisions.
+"""Numerical operations: attention, rings, losses, expert routing, precision.
 
-Imports `core` alone; nothing here knows of devices.
+This package imports only `core`. Nothing in it depends on a mesh or on devices.
 """

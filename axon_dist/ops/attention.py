@@ -1,9 +1,9 @@
-"""Attention of queries with some of their keys: results that are merged with those of other keys.
+"""Blockwise attention: queries attend to a block of keys, and results of blocks are merged.
 
-With `o` and `l` the result and the logarithm of the weights of some keys, `l = log sum_j exp(s_j)`,
-the result of two sets of keys is `(exp(l1) o1 + exp(l2) o2) / (exp(l1) + exp(l2))`. The
-gradients of each set follow from the `l` of all keys, and from `delta`, the sum of result times
-cotangent over features; they add up.
+Let `o` be the result for a block of keys and `l = log sum_j exp(s_j)` the logsumexp of its scores.
+The result for two blocks is `(exp(l1) o1 + exp(l2) o2) / (exp(l1) + exp(l2))`. The gradients of
+each block follow from the `l` of all keys and from `delta`, the sum over features of result times
+cotangent; the gradients of the blocks are summed.
 
 Source: Dao et al., FlashAttention, arXiv:2205.14135; Liu et al., arXiv:2310.01889.
 """
@@ -42,21 +42,21 @@ def splash_kernel(
     interpret: bool = False,
     save_residuals: bool = False,
 ) -> splash_attention_kernel.SplashAttentionKernel:
-    """Makes the kernel of one sample.
+    """Makes the kernel for one sample.
 
     Args:
-        length: positions of queries and of keys, a multiple of 128.
-        num_heads: heads of queries.
-        causal: position t sees positions 0 to t; otherwise all.
+        length: number of positions of queries and of keys, a multiple of 128.
+        num_heads: number of query heads.
+        causal: position t sees positions 0 to t; otherwise all positions.
         interpret: run in Python on any platform, slowly, for tests.
-        save_residuals: give the logarithms of the weights besides, and no derivative.
+        save_residuals: also return the logsumexp of the scores; the kernel then has no derivative.
 
     Returns:
-        (queries `[H, T, K]`, scaled, keys and values `[N, T, K]`, maybe `SegmentIds`) ->
-        `[H, T, K]`, and with residuals a tuple of `[H, T]` besides.
+        (scaled queries `[H, T, K]`, keys and values `[N, T, K]`, optional `SegmentIds`) ->
+        `[H, T, K]`; with residuals, also a tuple of `[H, T]`.
 
     Raises:
-        UnsupportedError: the length is not a multiple of 128.
+        UnsupportedError: if the length is not a multiple of 128.
     """
     block = next((size for size in _BLOCKS if length % size == 0), None)
     if block is None:
@@ -65,8 +65,8 @@ def splash_kernel(
             "the length must be a multiple of 128; change it, or use attention='auto'."
         )
     keys = next(size for size in _KEY_BLOCKS if length % size == 0)
-    # One backward kernel forms the scores again once, where two form them twice; it leaves an
-    # addend of the queries' gradient for every block of keys, which must stay few.
+    # The fused backward kernel recomputes the scores once, two separate kernels do it twice. But it
+    # writes one addend of the queries' gradient per block of keys, so these must stay few.
     is_fused = length // keys <= _MOST_ADDENDS
     sizes = splash_attention_kernel.BlockSizes(
         block_q=block,
@@ -91,13 +91,13 @@ def splash_kernel(
 
 
 def splash_obstacle(query: Array) -> str | None:
-    """Says why the kernel cannot run where this is traced, or None if it can.
+    """Returns why the kernel cannot run where this is traced, or None if it can.
 
-    It needs a TPU that is compiled for, of whose mesh nothing is left to the compiler, which
-    cannot partition it; and blocks of 128 positions.
+    It needs blocks of 128 positions, and a TPU as the compilation target. All mesh axes must be
+    manual: the compiler cannot partition a Pallas kernel.
 
     Args:
-        query: `[B, T, H, K]`, as the caller has it.
+        query: `[B, T, H, K]`, in the caller's layout.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device
@@ -109,18 +109,18 @@ def splash_obstacle(query: Array) -> str | None:
 
 
 def no_blocks(length: int) -> str | None:
-    """Says why a sequence cannot be cut into the kernel's blocks, or None if it can."""
+    """Returns why a sequence cannot be cut into the kernel's blocks, or None if it can."""
     if length % _BLOCKS[-1]:
         return f"the length of {length} is no multiple of {_BLOCKS[-1]}."
     return None
 
 
 BLOCK = 512
-"""Scores are made for so many queries and keys at a time, where there is no fused kernel."""
+"""How many queries and keys one tile of scores has if there is no fused kernel."""
 
 HIDDEN = -1e30
-"""The score of a key of another segment. Finite, so that a block in which a query sees no key adds
-something that the first key it sees cancels, and no difference of infinities."""
+"""The score of a key of another segment. It is finite: if a query sees no key of a block, the
+block's weights then vanish at the first visible key, instead of giving inf - inf = NaN."""
 
 
 class Keys(NamedTuple):
@@ -128,9 +128,9 @@ class Keys(NamedTuple):
 
     Args:
         key: `[B, S, N, K]`.
-        value: likewise.
+        value: `[B, S, N, K]`.
         segments: integers `[B, S]`, or None.
-        positions: integers `[1, S]`, in the whole sequence; None where no window asks for them.
+        positions: integers `[1, S]`, positions in the whole sequence; None without a window.
     """
 
     key: Array
@@ -140,16 +140,16 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """A block of queries, and what their gradients need besides.
+    """A block of queries, and the further values that their gradients need.
 
     Args:
         query: `[B, T, H, K]`, H a multiple of N.
-        segments: integers `[B, T]`, or None; a query sees the keys of its segment alone.
-        cotangent: of the result with all keys, like the queries.
-        log_weight: of all keys, float32 `[B, T, H]`.
-        delta: the sum of result times cotangent over features, float32 `[B, T, H]`.
-        out: the result itself; None where it is not here.
-        positions: integers `[1, T]`, as of `Keys`.
+        segments: integers `[B, T]`, or None; a query sees only the keys of its segment.
+        cotangent: the cotangent of the result with all keys, in the shape of `query`.
+        log_weight: the logsumexp of the scores of all keys, float32 `[B, T, H]`.
+        delta: the sum over features of result times cotangent, float32 `[B, T, H]`.
+        out: the result itself; None if it was not sent along.
+        positions: integers `[1, T]`, as in `Keys`.
     """
 
     query: Array
@@ -162,18 +162,18 @@ class Queries(NamedTuple):
 
 
 Tile: TypeAlias = tuple[PyTree, ...]
-"""What a loop over tiles reads or carries: arrays, and None for segments that there are not."""
+"""The values that a loop over tiles reads or carries: arrays, and None for absent segments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockAttention:
-    """Attention with some keys, by the kernel of the platform that is compiled for.
+    """Attention to a block of keys, with the kernel of the platform that is compiled for.
 
     Args:
         form: `"auto"`, or one of `BLOCK_KERNELS`.
-        window: position t sees those after t - window alone; None for all. Only plain products
-            have windows, which read the positions of queries and keys, and caps.
-        softcap: c of `c tanh(score / c)`; None for scores as they are.
+        window: position t sees only positions after t - window; None for no window. Windows, which
+            read the positions of queries and keys, and caps use plain products.
+        softcap: c of `c tanh(score / c)`; None for uncapped scores.
     """
 
     form: str = "auto"
@@ -181,25 +181,25 @@ class BlockAttention:
     softcap: float | None = None
 
     def forward(self, queries: Queries, keys: Keys, causal: bool = False) -> tuple[Array, Array]:
-        """Attends with these keys.
+        """Attends to these keys.
 
         Args:
-            queries: without what gradients need.
+            queries: the queries; the fields for gradients are not read.
             keys: as many positions as queries.
             causal: position t sees positions 0 to t.
 
         Returns:
-            The result `[B, T, H, K]`, and the logarithms of its weights `[B, T, H]`, float32.
+            The result `[B, T, H, K]`, and the logsumexp of its scores `[B, T, H]`, float32.
 
         Raises:
-            UnsupportedError: when the form cannot run here.
+            UnsupportedError: if the form cannot run here.
         """
         return self._run("forward", queries, keys, causal)
 
     def backward(
         self, queries: Queries, keys: Keys, causal: bool = False
     ) -> tuple[Array, Array, Array]:
-        """The parts that these keys add to the gradients of queries, keys and values, float32."""
+        """Returns this block's share of the gradients of queries, keys and values, float32."""
         return self._run("backward", queries, keys, causal)
 
     def _run(self, method: str, queries: Queries, keys: Keys, causal: bool) -> Any:
@@ -225,11 +225,11 @@ class BlockAttention:
 
 
 def merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The result with the keys of both, float32.
+    """Merges the results for two blocks of keys, in float32.
 
     Args:
-        one: a result `[B, T, H, K]` and the logarithms of its weights `[B, T, H]`.
-        other: likewise, of other keys.
+        one: a result `[B, T, H, K]` and the logsumexp of its scores `[B, T, H]`.
+        other: the same for other keys.
     """
     weight = jnp.logaddexp(one[1], other[1])
     parts = (
@@ -241,11 +241,11 @@ def merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array,
 
 @dataclasses.dataclass(frozen=True)
 class _Chunked:
-    """Matrix products on tiles of `BLOCK` queries and keys, a softmax that runs along the keys.
+    """Matrix products on tiles of `BLOCK` queries and keys, with an online softmax.
 
     Args:
-        window: as of `BlockAttention`.
-        softcap: likewise.
+        window: as in `BlockAttention`.
+        softcap: as in `BlockAttention`.
     """
 
     window: int | None = None
@@ -258,49 +258,52 @@ class _Chunked:
         key_tiles = self._key_tiles(keys)
 
         def of_queries(_: None, tile: Tile) -> tuple[None, tuple[Array, Array]]:
-            number, query, mine, at = tile
+            number, query, query_segments, at = tile
             total = query.astype(jnp.float32) * 0
             state = (total, total[..., 0] - jnp.inf, total[..., 0])
 
             def fold(state: Tile, tile: Tile) -> tuple[Tile, None]:
-                (total, largest, weight), (place, key, value, theirs, of) = state, tile
+                total, largest, weight = state
+                place, key, value, key_segments, of = tile
                 scores = _capped(_scores(query, key), self.softcap)
-                scores = _masked(scores, mine, theirs, causal, number, place)
+                scores = _masked(scores, query_segments, key_segments, causal, number, place)
                 scores = self._in_window(scores, at, of)
-                # A row without any key keeps -inf only until the first tile, whose first key every
-                # query sees.
+                # `largest` is -inf only before the first tile: every query sees its first key, or
+                # hides it with the finite score HIDDEN.
                 higher = jnp.maximum(largest, scores.max(-1))
                 weights = jnp.exp(scores - higher[..., None])
-                fade = jnp.exp(largest - higher)
+                decay = jnp.exp(largest - higher)
                 mixed = _product("bngts,bnsk->bngtk", weights.astype(value.dtype), value)
-                total = total * fade[..., None] + mixed
-                return (total, higher, weight * fade + weights.sum(-1)), None
+                total = total * decay[..., None] + mixed
+                return (total, higher, weight * decay + weights.sum(-1)), None
 
             total, largest, weight = jax.lax.scan(fold, state, key_tiles)[0]
             return None, (total / weight[..., None], largest + jnp.log(weight))
 
         heads = keys.key.shape[2]
-        rows = _of_rows(queries.segments), _of_rows(queries.positions)
+        rows = (_of_rows(queries.segments), _of_rows(queries.positions))
         tiles = _numbered(_of_heads(queries.query, heads), *rows)
         out, log_weight = jax.lax.scan(of_queries, None, tiles)[1]
-        return _combined(out), _combined(log_weight)
+        return _untiled(out), _untiled(log_weight)
 
     def backward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array, Array]:
-        heads, dtype = keys.key.shape[2], queries.query.dtype
-        mine = (queries.query, queries.cotangent.astype(dtype), queries.log_weight, queries.delta)
-        rows = _of_rows(queries.segments), _of_rows(queries.positions)
-        tiles = _numbered(*(_of_heads(x, heads) for x in mine), *rows)
+        heads = keys.key.shape[2]
+        dtype = queries.query.dtype
+        cotangents = queries.cotangent.astype(dtype)
+        by_head = (queries.query, cotangents, queries.log_weight, queries.delta)
+        rows = (_of_rows(queries.segments), _of_rows(queries.positions))
+        tiles = _numbered(*(_of_heads(x, heads) for x in by_head), *rows)
 
         def of_keys(of_query: Array, tile: Tile) -> tuple[Array, tuple[Array, Array]]:
-            place, key, value, theirs, of = tile
+            place, key, value, key_segments, of = tile
 
             def add(
                 sums: tuple[Array, Array], tile: tuple[Tile, Array]
             ) -> tuple[tuple[Array, Array], Array]:
-                (number, query, cotangent, log_weight, delta, mine, at), of_query = tile
+                (number, query, cotangent, log_weight, delta, query_segments, at), of_query = tile
                 products = _scores(query, key)
                 scores = _capped(products, self.softcap)
-                scores = _masked(scores, mine, theirs, causal, number, place)
+                scores = _masked(scores, query_segments, key_segments, causal, number, place)
                 scores = self._in_window(scores, at, of)
                 weights = jnp.exp(scores - log_weight[..., None])
                 of_value = _product("bngts,bngtk->bnsk", weights.astype(dtype), cotangent)
@@ -319,15 +322,15 @@ class _Chunked:
 
         key_tiles = self._key_tiles(keys)
         of_query, of_kv = jax.lax.scan(of_keys, tiles[1].astype(jnp.float32) * 0, key_tiles)
-        of_key, of_value = (_combined(x[:, :, :, None]) for x in of_kv)
-        return _combined(of_query), of_key, of_value
+        of_key, of_value = (_untiled(x[:, :, :, None]) for x in of_kv)
+        return _untiled(of_query), of_key, of_value
 
     def _key_tiles(self, keys: Keys) -> Tile:
         rows = _of_rows(keys.segments), _of_rows(keys.positions)
         return _numbered(*map(_of_keys, keys[:2]), *rows)
 
     def _in_window(self, scores: Array, at: Array | None, of: Array | None) -> Array:
-        """Scores `[B, N, G, T, S]` of which those outside of the window are hidden."""
+        """Hides the scores `[B, N, G, T, S]` of keys outside the window."""
         if self.window is None or at is None or of is None:
             return scores
         distance = at[:, :, None] - of[:, None, :]
@@ -335,7 +338,7 @@ class _Chunked:
 
 
 class _Cudnn:
-    """cuDNN's flash attention; segments are a bias that is made of a pair of blocks alone."""
+    """cuDNN's flash attention; segments become a bias, made for one pair of blocks at a time."""
 
     def obstacle(self, queries: Queries, keys: Keys) -> str | None:
         return cudnn_obstacle(queries.query, queries.segments is not None)
@@ -364,7 +367,7 @@ class _Cudnn:
         if queries.segments is None or keys.segments is None:
             return None
         is_same = queries.segments[:, :, None] == keys.segments[:, None, :]
-        # Less than any score, and finite: a query may see none of these keys.
+        # Below any score, but finite: a query may see none of these keys.
         hidden = 0.7 * float(jnp.finfo(queries.query.dtype).min)
         return jnp.where(is_same, 0, hidden).astype(queries.query.dtype)[:, None]
 
@@ -423,21 +426,21 @@ class _Splash:
 BLOCK_KERNELS: MappingProxyType[str, _Chunked | _Cudnn | _Splash] = MappingProxyType(
     {"einsum": _Chunked(), "cudnn": _Cudnn(), "flash": _Splash()}
 )
-"""The forms of attention with some keys, by the names that `ATTENTION_FORMS` of models has."""
+"""The kernels for attention to a block of keys, named as in `ATTENTION_FORMS` of models."""
 
 
 def _result(queries: Queries) -> Array:
-    """The result of some queries, or what has the same sum of products with their cotangents.
+    """Returns the result of some queries, or an array with the same `delta`.
 
-    Kernels read the result for nothing but that sum, `delta`. Where queries are sent, the result is
-    not, for `delta` is one number a head.
+    Kernels use the result only to compute `delta`, its sum of products with the cotangent. If
+    queries are sent to other ranks, `delta` is sent instead of the result: one number per head.
     """
     if queries.out is not None:
         return queries.out
     cotangent = queries.cotangent.astype(jnp.float32)
     largest = jnp.max(jnp.abs(cotangent), axis=-1, keepdims=True)
     largest = jnp.where(largest > 0, largest, 1)
-    unit = cotangent / largest  # so that its square is neither too small nor too large
+    unit = cotangent / largest  # Its square neither underflows nor overflows.
     square = jnp.maximum(jnp.sum(unit * unit, axis=-1, keepdims=True), 1)
     return (unit * (queries.delta[..., None] / largest / square)).astype(queries.query.dtype)
 
@@ -450,7 +453,7 @@ def _wide(arrays: Iterable[Array]) -> tuple[Array, Array, Array]:
 def narrowed(
     gradients: Iterable[Array], arrays: tuple[Array, Array, Array]
 ) -> tuple[Array, Array, Array]:
-    """Gradients of queries, keys and values in the dtypes of these."""
+    """Casts the gradients of queries, keys and values to the dtypes of these arrays."""
     pairs = zip(gradients, arrays, strict=True)
     of_query, of_key, of_value = (gradient.astype(x.dtype) for gradient, x in pairs)
     return of_query, of_key, of_value
@@ -460,7 +463,7 @@ _product: Callable[..., Array] = functools.partial(jnp.einsum, preferred_element
 
 
 def _scores(query: Array, key: Array) -> Array:
-    """Scaled scores of a tile `[B, N, G, T, S]`, float32.
+    """Computes the scaled scores of a tile, `[B, N, G, T, S]` in float32.
 
     Args:
         query: `[B, N, G, T, K]`.
@@ -470,30 +473,30 @@ def _scores(query: Array, key: Array) -> Array:
 
 
 def _capped(scores: Array, softcap: float | None) -> Array:
-    """Keeps scores within a cap c, `c tanh(score / c)`; None leaves them."""
+    """Caps scores softly: `c tanh(score / c)`; None leaves them unchanged."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def _masked(
     scores: Array,
-    mine: Array | None,
-    theirs: Array | None,
+    query_segments: Array | None,
+    key_segments: Array | None,
     causal: bool,
     number: Array,
     place: Array,
 ) -> Array:
-    """Scores of a tile `[B, N, G, T, S]`, masked.
+    """Masks the scores of a tile `[B, N, G, T, S]`.
 
     Args:
-        scores: of all pairs.
-        mine: segments of the queries `[B, T]`, or None.
-        theirs: of the keys `[B, S]`.
-        causal: whether keys behind a query are masked.
-        number: which tile of queries this is.
-        place: which tile of keys.
+        scores: the scores of all pairs.
+        query_segments: segments of the queries `[B, T]`, or None.
+        key_segments: segments of the keys `[B, S]`, or None.
+        causal: whether to mask keys after the query.
+        number: the number of the tile of queries.
+        place: the number of the tile of keys.
     """
-    if mine is not None and theirs is not None:
-        is_same = mine[:, :, None] == theirs[:, None, :]
+    if query_segments is not None and key_segments is not None:
+        is_same = query_segments[:, :, None] == key_segments[:, None, :]
         scores = jnp.where(is_same[:, None, None], scores, HIDDEN)
     if not causal:
         return scores
@@ -504,13 +507,13 @@ def _masked(
 
 
 def _count(length: int) -> int:
-    """Into how many tiles positions are cut: as few as divide them and are small enough."""
+    """Returns the smallest number of equal tiles of at most `BLOCK` positions."""
     fewest = -(-length // BLOCK)
     return next(n for n in range(fewest, length + 1) if length % n == 0)
 
 
 def _numbered(first: Array, *more: Array | None) -> Tile:
-    """Tiles with their numbers in front."""
+    """Prepends the numbers of the tiles."""
     return (jnp.arange(first.shape[0]), first, *more)
 
 
@@ -533,7 +536,7 @@ def _of_rows(segments: Array | None) -> Array | None:
     return jnp.moveaxis(segments.reshape(segments.shape[0], _count(segments.shape[1]), -1), 1, 0)
 
 
-def _combined(tiles: Array) -> Array:
+def _untiled(tiles: Array) -> Array:
     """Undoes `_of_heads`."""
     x = jnp.moveaxis(jnp.moveaxis(tiles, 4, 2), 0, 1)
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], -1, *x.shape[5:])

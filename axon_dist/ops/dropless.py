@@ -1,14 +1,14 @@
-"""Tokens through experts on processors that multiply no groups of rows, and no token left out.
+"""Dropless mixture of experts on platforms without grouped matrix products.
 
-Where grouped products are not supported, `in_fitting_slots` reads how many rows the busiest expert
-got and gives every expert as many slots, of a few sizes from 17/16 to 2 times the
-even share R. All experts are then one batched product: no matrix is copied, and the gradient of
-each is written once. Beyond 2 R a loop takes an expert's rows in blocks of R/8, as many as it has,
+`in_fitting_slots` reads how many rows the busiest expert got, and gives every expert that many
+slots, rounded up to one of a few sizes from 17/16 to 2 times the even share R. All experts are then
+one batched product: no matrix is copied, and each gradient is written once. Beyond 2 R, a loop
+takes the rows of each expert in blocks of R/8,
 
     y[t] = x[t] W[e],    dx[t] = dy[t] W[e]^T,    dW[e] += x[t]^T dy[t]
 
-with the sum for one expert in the loop's carry. What is multiplied is at most 17/16 of the rows
-where tokens are spread evenly, 4/3 of the busiest expert's load up to 2, and 9/8 beyond.
+with the sum for one expert in the loop's carry. The rows multiplied are at most 17/16 of the actual
+rows if tokens are spread evenly, 4/3 of the busiest expert's load up to 2, and 9/8 beyond.
 
 Source: Gale et al., MegaBlocks, arXiv:2211.15841, on experts that drop no token.
 """
@@ -28,21 +28,21 @@ from ..core.typing import Array, PyTree
 from .routing import Assigned, Choice, Feed, RowSource, in_assigned_slots, num_experts_of
 
 LOADS = (17 / 16, 9 / 8, 6 / 5, 3 / 2, 2)
-"""How many times its even share of rows an expert may have slots for."""
+"""The possible numbers of slots of an expert, as multiples of its even share of rows."""
 
 TILE = 8
-"""Slots are a multiple of it, which tensor cores need of a dim (two bytes a number)."""
+"""The number of slots is a multiple of it, as tensor cores require for two-byte numbers."""
 
 LEAST, MOST = 16, 512
-"""Rows of a block: fewer do not fill matrix units, and more hide no latency better."""
+"""Rows of a block: fewer do not fill the matrix units, more do not hide latency any better."""
 
 
 def slot_sizes(num_tokens: int, share: float) -> list[int]:
-    """The numbers of slots among which the busiest expert chooses.
+    """Returns the possible numbers of slots; the busiest expert decides which is used.
 
     Args:
-        num_tokens: more than one slot for each is never needed.
-        share: the rows of an expert where all get as many.
+        num_tokens: the number of tokens; an expert never needs more slots.
+        share: the rows of an expert if all get equally many.
 
     Example:
         >>> slot_sizes(4096, 256.0), slot_sizes(64, 32.0)
@@ -52,9 +52,9 @@ def slot_sizes(num_tokens: int, share: float) -> list[int]:
 
 
 def usual_size(sizes: Sequence[int], share: float) -> int:
-    """Which of the sizes holds the busiest expert's rows if tokens choose at random.
+    """Returns the index of the size that fits the busiest expert if tokens choose at random.
 
-    Three standard deviations above the share; the last where none does.
+    It is the first size at least three standard deviations above the share, or else the last.
 
     Example:
         >>> usual_size([272, 288, 312, 384, 512], 256.0)
@@ -65,7 +65,7 @@ def usual_size(sizes: Sequence[int], share: float) -> int:
 
 
 def block_rows(share: float) -> int:
-    """The rows of a block, so that filling adds an eighth to an even share, if that can be.
+    """Returns the rows of a block: an eighth of the even share, within `LEAST` and `MOST`.
 
     Example:
         >>> block_rows(2048.0), block_rows(8.0)
@@ -75,10 +75,11 @@ def block_rows(share: float) -> int:
 
 
 def _varying(x: Array, *others: Array) -> Array:
-    """The same values, typed inside `shard_map` to vary as others do too; compiled to nothing.
+    """Makes an array vary, inside `shard_map`, over the same axes as others; compiles to nothing.
 
-    JAX sums a gradient over the ranks where a replicated array becomes a varying one; it would not
-    for an array that a custom rule takes. A whole number times zero is known to be zero.
+    JAX sums a gradient over ranks at the point where a replicated array becomes varying. It does
+    not do so for an argument of a custom derivative. The zeros are integers because XLA may fold
+    `n * 0` for integers but not for floats.
     """
     zeros = [other.ravel()[0].astype(jnp.int32) * 0 for other in others]
     return jnp.where(sum(zeros) == 0, x, 0)
@@ -100,17 +101,17 @@ def in_fitting_slots(
     num_experts: int,
     first: Array | int = 0,
 ) -> Array:
-    """As `in_order`, in as many slots for each expert as the busiest needs.
+    """Computes `in_order` with as many slots for each expert as the busiest one needs.
 
-    The residuals of the backward pass are the arguments: it computes the experts again.
+    The residuals of the backward pass are the arguments: it recomputes the experts.
 
     Args:
-        feed: the experts, which read no arrays but these.
+        feed: the experts; they read no arrays except their arguments.
         tokens: `[N, D]`.
-        choice: of all experts.
+        choice: the choice among all experts.
         kernels: arrays with a leading dim of E experts.
-        num_experts: how many there are to choose from, these among them.
-        first: the number of the first of these.
+        num_experts: the total number of experts, these E included.
+        first: the number of the first of these E experts.
 
     Returns:
         `[N, D]` in the dtype of the tokens.
@@ -133,7 +134,7 @@ def in_fitting_slots(
         return jax.vjp(mix, *args)[1](cotangents)
 
     def choose(assigned: Assigned, branches: Sequence[Callable[..., T]], *arguments: object) -> T:
-        # The last branch is a loop, unless the largest size is enough for all tokens.
+        # The last branch is a loop. It is dropped if the largest size has room for all tokens.
         branches = branches[:-1] if capacities[-1] == len(tokens) else branches
         branches = [branch if at == usual else _rare(branch) for at, branch in enumerate(branches)]
         number = jnp.sum(jnp.max(assigned.sizes) > jnp.array(capacities), dtype=jnp.int32)
@@ -157,7 +158,7 @@ def in_fitting_slots(
 
 
 def _rare(way: Callable[..., T]) -> Callable[..., T]:
-    """The same, marked as a branch that a balanced choice of experts hardly ever takes."""
+    """Marks a branch that a balanced choice of experts hardly ever takes."""
 
     def run(*arguments: object) -> T:
         with jax.named_scope(RARE):
@@ -169,7 +170,7 @@ def _rare(way: Callable[..., T]) -> Callable[..., T]:
 def _looped(
     feed: Feed, size: int, tokens: Array, gates: Array, kernels: PyTree, assigned: Assigned
 ) -> Array:
-    """Expert by expert, and block by block of its rows."""
+    """Runs expert by expert, and block by block of its rows."""
 
     def step(block: _Block, total: Array, none: PyTree) -> tuple[Array, PyTree]:
         results = _weighed(feed, block.rows(tokens, gates), block.gates(gates), block.kernel)
@@ -183,14 +184,15 @@ def _looped(
 def _pulled_loop(
     feed: Feed, size: int, args: _Args, assigned: Assigned, cotangents: Array
 ) -> _Args:
-    """The gradients of `_looped` by its arrays."""
+    """Computes the gradients of `_looped` with respect to tokens, gates and kernels."""
     tokens, gates, kernels = args
     wide = functools.partial(jnp.promote_types, jnp.float32)
 
     def step(block: _Block, sums: PyTree, total: PyTree) -> tuple[PyTree, PyTree]:
         of_tokens, of_gates = sums
         kernel = jax.tree.map(lambda x: x.astype(wide(x.dtype)), block.kernel)
-        rows, weights = block.rows(tokens, gates), block.gates(gates)
+        rows = block.rows(tokens, gates)
+        weights = block.gates(gates)
         pull = jax.vjp(functools.partial(_weighed, feed), rows, weights, kernel)[1]
         grads = pull(block.rows(cotangents, gates).astype(jnp.float32))
         of_tokens = block.add(of_tokens, grads[0].astype(jnp.float32), gates.shape[1])
@@ -207,23 +209,24 @@ def _pulled_loop(
 
 
 class _Block(NamedTuple):
-    """Some rows of one expert: which assignments they are, and whether there are as many."""
+    """A block of rows of one expert: their assignments, and which rows of the block are filled."""
 
     which: Array
     is_filled: Array
     kernel: PyTree
 
     def rows(self, of_tokens: Array, gates: Array) -> Array:
-        """Rows of tokens, zeros where the block is empty."""
+        """Returns the rows of the block's tokens, with zeros in unfilled rows."""
         return RowSource(self.which // gates.shape[1], self.is_filled).take(of_tokens)
 
     def gates(self, gates: Array) -> Array:
-        """The gates of the assignments."""
+        """Returns the gates of the assignments."""
         return gates.reshape(-1)[self.which]
 
     def add(self, total: Array, rows: Array, per_token: int) -> Array:
-        """Adds what is one row for each token, or with 1 for each assignment, of an expert."""
-        # A token is at most once at an expert: indices marked unique need no atomics.
+        """Adds the block's rows to a total with one row per token (per assignment if 1)."""
+        # A token is at most once at an expert, so indices are unique, and need no atomics. Unfilled
+        # rows get distinct indices out of bounds, which are dropped.
         behind = len(total) + jnp.arange(len(self.which))
         place = jnp.where(self.is_filled, self.which // per_token, behind)
         return total.at[place].add(rows, mode="drop", unique_indices=True)
@@ -237,18 +240,18 @@ def _over_blocks(
     shared: PyTree,
     begin: Callable[[PyTree], PyTree],
 ) -> tuple[PyTree, PyTree]:
-    """Runs the blocks of each expert, as many as it has rows for.
+    """Runs as many blocks for each expert as its rows need.
 
     Args:
         size: the rows of a block.
-        kernels: with a leading dim of experts.
+        kernels: arrays with a leading dim of experts.
         assigned: the assignments.
-        step: (block, carried through all, carried through those of the expert) -> both.
-        shared: the first value that is carried through all.
-        begin: kernels -> the first value that is carried through an expert.
+        step: (block, carry over all blocks, carry over the expert's blocks) -> both carries.
+        shared: the initial carry over all blocks.
+        begin: (an expert's kernels) -> the initial carry over the expert's blocks.
 
     Returns:
-        The value carried through all, and those of the experts, stacked.
+        The final carry over all blocks, and the experts' final carries, stacked.
     """
 
     def expert(shared: PyTree, one: tuple[PyTree, Array, Array]) -> tuple[PyTree, PyTree]:
@@ -273,7 +276,7 @@ def _weighed(feed: Feed, rows: Array, gates: Array, kernel: PyTree) -> Array:
 
 @jax.custom_vjp
 def _product(rows: Array, matrix: Array) -> Array:
-    """Rows times a matrix cast to their dtype, whose gradient is summed in its dtype."""
+    """Multiplies rows by a matrix cast to their dtype; its gradient is summed in its own dtype."""
     return rows @ matrix.astype(rows.dtype)
 
 

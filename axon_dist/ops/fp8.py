@@ -1,4 +1,4 @@
-"""Products in fp8: what is rounded, by which scales, and which layers take part."""
+"""Matrix products in fp8: rounding, scales, and which layers use them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ..core.typing import Array, Path
 from ..core.weighted import per_sample
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
-"""Values and weights have more digits, gradients more range (arXiv:2209.05433)."""
+"""Values and weights get more digits (e4m3), gradients more range (e5m2), arXiv:2209.05433."""
 
 MULTIPLE = 16
-"""The sizes of a product must be multiples of this for the kernels of cuBLASLt."""
+"""cuBLASLt requires the sizes of an fp8 product to be multiples of this."""
 
 WEIGHT = "axon_fp8_weight"
-"""The name of the equations that make eight bits of a weight, and read them."""
+"""The name of the equations that round a weight to fp8, and that reinterpret gathered bytes."""
 
 DimensionNumbers: TypeAlias = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
 ]
-"""The dims that a product contracts, of values and of weights, and those of a batch."""
+"""((contracted dims of values, of weights), (batch dims of values, of weights))."""
 
 
 class DenseLayer(Protocol):
@@ -49,29 +49,29 @@ class WeightGather(Protocol):
     """How a sharded weight is gathered, and how its gradient is reduced to the shards."""
 
     def forward(self, weight: Array) -> Array:
-        """The gathered weight, in the dtype of its shards."""
+        """Returns the gathered weight, in the dtype of its shards."""
         ...
 
     def backward(self, gradient: Array) -> Array:
-        """The shards of the gradient of the gathered weight."""
+        """Reduces the gradient of the gathered weight to shards."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Dot:
-    """`jax.lax.dot_general` of values and weights in e4m3, its gradients' products in e5m2.
+    """`jax.lax.dot_general` of values and weights in e4m3; gradients are rounded to e5m2.
 
         y = s_x s_w (q(x / s_x) q(w / s_w))        s = 2^n, the least with max|x| / s in range
 
-    Each tensor has one scale, a power of two found from the largest element of the whole tensor
-    ("current scaling"): over all ranks that hold a part of it, so that no bit depends on the mesh.
-    Rounding is then the only thing that differs from a product in the compute dtype.
+    Each tensor has one scale ("current scaling"): a power of two, found from the largest element of
+    the whole tensor. The maximum is over all ranks that hold a part of it, so no bit depends on the
+    mesh. Rounding is then the only difference from a product in the compute dtype.
 
     Args:
-        axes: the mesh axes that split the samples; where a `shard_map` has made them manual, the
-            largest element is found over them.
-        gather: how sharded weights are gathered, in global view; None for weights that are not
-            sharded. Shards are rounded first, so that a byte of each element is sent: the scale is
+        axes: the mesh axes that split the samples; the maximum is taken over those of them that a
+            `shard_map` has made manual.
+        gather: how sharded weights are gathered, in global view; None for unsharded weights.
+            Shards are rounded before the gather, which sends one byte per element. The scale is
             that of the whole tensor either way, so the product has the same bits.
 
     Example:
@@ -99,16 +99,17 @@ class Fp8Dot:
         Args:
             lhs: values `[..., k dims]`.
             rhs: weights `[k dims, n dims]`.
-            dimension_numbers: the last dims of `lhs` with the first of `rhs`, no batch dims.
-            precision: of products in wider dtypes; fp8 has one.
-            preferred_element_type: of the result; None is that of `lhs`.
-            others: what else layers of Flax give, all None.
+            dimension_numbers: contracts the last dims of `lhs` with the first of `rhs`; no batch
+                dims.
+            precision: ignored; fp8 products have only one precision.
+            preferred_element_type: the dtype of the result; None for the dtype of `lhs`.
+            others: further arguments of Flax layers; all must be None.
 
         Returns:
             `[..., n dims]`.
 
         Raises:
-            UnsupportedError: for other dims, or a layer that asks for more.
+            UnsupportedError: for other dims or further arguments.
         """
         more = {name: value for name, value in others.items() if value is not None}
         (left, right), (*batch,) = dimension_numbers
@@ -116,12 +117,13 @@ class Fp8Dot:
         trailing = tuple(range(lhs.ndim - count, lhs.ndim))
         if more or any(batch) or (tuple(left), tuple(right)) != (trailing, tuple(range(count))):
             raise UnsupportedError(
-                f"a product with dimension_numbers={dimension_numbers} and {more} is none of last "
-                "with first dims, which is what fp8 can compute; leave the layer out by "
-                "MixedPrecision.fp8(skip=...)"
+                f"got a product with dimension_numbers={dimension_numbers} and {more}; fp8 "
+                "products must contract the last dims with the first dims, and take no further "
+                "arguments; leave the layer out with MixedPrecision.fp8(skip=...)",
+                code="fp8-dimensions",
             )
         dtype = jnp.dtype(preferred_element_type or lhs.dtype)
-        # A scale is of all samples, and the result of each depends on others by rounding alone.
+        # The scale is shared by all samples, so a sample depends on others only through rounding.
         run = per_sample(lambda x, w: _product(self, count, dtype, x, w))
         return run(lhs, rhs)
 
@@ -137,10 +139,11 @@ def _product(dot: Fp8Dot, count: int, dtype: np.dtype, x: Array, w: Array) -> Ar
 def _forward(
     dot: Fp8Dot, count: int, dtype: np.dtype, x: Array, w: Array
 ) -> tuple[Array, Residuals]:
-    x8, w8 = rounded(x, FORWARD, dot.axes), _rounded_weight(w, dot.gather)
+    x8 = rounded(x, FORWARD, dot.axes)
+    w8 = _rounded_weight(w, dot.gather)
     leading = tuple(range(x.ndim - count, x.ndim))
     y = _dot(x8, w8, (leading, tuple(range(count))), dtype)
-    # Empty arrays remember dtypes, which JAX lets no residual be.
+    # Empty arrays carry the dtypes: JAX does not allow a dtype as a residual.
     return y, (x8, w8, jnp.zeros((0,), x.dtype), jnp.zeros((0,), w.dtype))
 
 
@@ -149,8 +152,9 @@ def _backward(
 ) -> tuple[Array, Array]:
     x8, w8, like_x, like_w = residuals
     g8 = rounded(g, BACKWARD, dot.axes)
-    within, lead = w8.values.ndim - count, g.ndim - (w8.values.ndim - count)
-    columns = tuple(range(lead, g.ndim)), tuple(range(count, count + within))
+    num_columns = w8.values.ndim - count
+    lead = g.ndim - num_columns
+    columns = (tuple(range(lead, g.ndim)), tuple(range(count, count + num_columns)))
     samples = tuple(range(lead))
     dx = _dot(g8, w8, columns, like_x.dtype)
     dw = _dot(x8, g8, (samples, samples), like_w.dtype)
@@ -166,7 +170,7 @@ class Rounded:
     """A tensor in fp8.
 
     Args:
-        values: in an fp8 dtype.
+        values: the elements, in an fp8 dtype.
         scale: float32 scalar, a power of two; the tensor is about `values * scale`.
     """
 
@@ -178,9 +182,9 @@ def rounded(x: Array, dtype: DTypeLike, axes: Sequence[str] = ()) -> Rounded:
     """Rounds a tensor to fp8.
 
     Args:
-        x: of any floating dtype.
+        x: an array of any floating dtype.
         dtype: an fp8 dtype.
-        axes: mesh axes over which the largest element is found, where they are manual.
+        axes: mesh axes; the maximum is taken over those of them that are manual.
 
     Returns:
         The values and their scale.
@@ -201,33 +205,33 @@ def _scale(x: Array, dtype: DTypeLike, axes: Sequence[str] = ()) -> Array:
     largest = jax.lax.pmax(largest, manual) if manual else largest
     limit = jnp.finfo(dtype).max.astype(jnp.float32)
     mantissa, exponent = jnp.frexp(largest / limit)
-    # frexp gives a mantissa in [1/2, 1): an exact power of two needs one less.
+    # frexp gives a mantissa in [1/2, 1), so an exact power of two needs an exponent one smaller.
     exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
-    # Beyond these the scale or its inverse is no normal number any more.
+    # Beyond these exponents, the scale or its inverse is no longer a normal number.
     exponent = jnp.clip(exponent, -100, 100)
     return jnp.ldexp(jnp.float32(1), exponent)
 
 
 def values_of(x: Array, scale: Array, dtype: DTypeLike) -> Array:
-    """A tensor, or a part of one, in fp8 by the scale of the whole."""
-    # float16 has neither such scales nor their inverses: its values are scaled in float32.
+    """Rounds a tensor, or a part of one, to fp8 with the scale of the whole tensor."""
+    # float16 cannot represent such scales or their inverses, so its values are scaled in float32.
     wide = jnp.promote_types(x.dtype, jnp.bfloat16)
-    # Within range by the scale, but for what is not finite, which stays so: NaN in e4m3.
+    # The scale keeps finite values within range. Others stay nonfinite: NaN in e4m3.
     return (x.astype(wide) * (1 / scale).astype(wide)).astype(dtype)
 
 
 def _rounded_weight(w: Array, gather: WeightGather | None) -> Rounded:
-    # Ranks that split samples have the same weights.
+    # Ranks that split samples have the same weights, so no maximum over axes is needed.
     scale = _scale(w, FORWARD)
     (values,) = _rounding().bind(w, scale)
     if gather is not None:
-        # As plain bytes: compilers widen what they gather to a dtype that their devices have.
+        # Gather plain bytes: a compiler may widen a gather to a dtype that its device supports.
         gathered = gather.forward(jax.lax.bitcast_convert_type(values, jnp.uint8))
         (values,) = _reading().bind(gathered)
     return Rounded(values, scale)
 
 
-# Equations, so that a rematerialisation policy can say that the weight is not saved.
+# These are primitives of their own, so that a remat policy can recompute the weight by name.
 @functools.cache
 def _rounding() -> Primitive:
     return new_operation(WEIGHT, lambda w, scale: (values_of(w, scale, FORWARD),))
@@ -241,8 +245,8 @@ def _reading() -> Primitive:
 def _dot(
     a: Rounded, b: Rounded, contracting: tuple[Sequence[int], Sequence[int]], dtype: DTypeLike
 ) -> Array:
-    # Where ranks add up parts of a sum, they send the dtype of the product. bfloat16 has the range
-    # for values that are not scaled yet, and scaling by powers of two rounds no more.
+    # If ranks sum partial products, they send them in this dtype. bfloat16 has enough range for
+    # values that are not scaled yet, and scaling by a power of two adds no rounding.
     wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     y = jax.lax.dot_general(
         a.values, b.values, (contracting, ((), ())), preferred_element_type=wide
@@ -251,17 +255,17 @@ def _dot(
 
 
 GatherOf: TypeAlias = Callable[[nnx.Variable], WeightGather | None]
-"""The Variable of a kernel -> how the product that reads it gathers it, or None."""
+"""(the Variable of a kernel) -> how the product that reads it gathers it, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Layers:
-    """Has layers of a model compute their products in fp8, in place.
+    """Makes layers of a model compute their products in fp8, in place.
 
     Args:
         dot: the product.
-        paths: of the layers.
-        gathers: whether their products gather the weights that are sharded.
+        paths: the paths of the layers.
+        gathers: whether the products gather sharded weights themselves.
     """
 
     dot: Fp8Dot
@@ -273,35 +277,35 @@ class Fp8Layers:
 
         Args:
             model: the model.
-            gather_of: the Variable of a kernel -> how the product gathers it, or None.
+            gather_of: (the Variable of a kernel) -> how the product gathers it, or None.
         """
         for layer in self.layers(model):
             dot = dataclasses.replace(self.dot, gather=gather_of(layer.kernel))
             setattr(layer, "dot_general", dot)  # noqa: B010
 
     def layers(self, model: nnx.Module) -> Iterator[DenseLayer]:
-        """The layers in a model."""
+        """Yields the layers in a model."""
         for keys, module in nnx.iter_modules(model):
             if "/".join(map(str, keys)) in self.paths and is_dense(module):
                 yield module
 
 
 def fp8_layers(model: nnx.Module, skip: Sequence[str] = ()) -> frozenset[Path]:
-    """The dense layers of a model that compute in fp8.
+    """Returns the dense layers of a model that compute in fp8.
 
     They are the layers with a `dot_general` (`nnx.Linear`, `nnx.LinearGeneral`, and those that
     split over tensor ranks) in modules that the model keeps in lists or stacks by `nnx.vmap`.
-    Heads, embeddings and norms are outside of these.
+    Heads, embeddings and norms are not in such modules.
 
     Args:
-        model: any; its leaves may be shapes.
+        model: any NNX module; its leaves may be shapes.
         skip: regular expressions of paths of layers to leave out.
 
     Returns:
         Their paths.
 
     Raises:
-        UnsupportedError: when there are none, with the reason of each layer that is none of them.
+        UnsupportedError: if there are none; gives the reason for each dense layer.
 
     Example:
         >>> model = nnx.Sequential(nnx.Linear(16, 32, rngs=nnx.Rngs(0)))
@@ -326,7 +330,7 @@ def is_dense(module: object) -> TypeGuard[DenseLayer]:
 
 
 def fp8_reasons(model: nnx.Module, skip: Sequence[str] = ()) -> dict[Path, str]:
-    """Why each dense layer of a model does not compute in fp8; "" for those that do."""
+    """Returns why each dense layer of a model does not compute in fp8; "" for those that do."""
     stacks = tuple(stacks_of(model))
     layers = {"/".join(map(str, keys)): m for keys, m in nnx.iter_modules(model) if is_dense(m)}
     return {path: _reason(path, layer, stacks, skip) for path, layer in layers.items()}
@@ -351,7 +355,7 @@ def _reason(path: Path, layer: DenseLayer, stacks: Sequence[Path], skip: Sequenc
 
 
 def _sizes(layer: DenseLayer) -> tuple[int | None, int]:
-    """How many rows and columns the kernel has as a matrix; no rows where they are not last."""
+    """Returns the kernel's rows and columns; rows are None if other dims than the last are used."""
     rows, columns = layer.in_features, layer.out_features
     if isinstance(rows, int):
         return rows, size_of(columns)
@@ -362,5 +366,5 @@ def _sizes(layer: DenseLayer) -> tuple[int | None, int]:
 
 
 def size_of(features: int | tuple[int, ...]) -> int:
-    """How many features a layer has, in all its dims of them."""
+    """Returns the number of features of a layer, over all its feature dims."""
     return features if isinstance(features, int) else math.prod(features)

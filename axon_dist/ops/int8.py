@@ -1,4 +1,4 @@
-"""Weights in eight bits: integers, and a scale for each channel of outputs."""
+"""Weights in int8, with one scale per output channel."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..core.tree import map_with_path
 from ..core.typing import Array, Leaf, Path, PyTree, Shape
 
 WIDEN = "axon_int8"
-"""The name of the equation that makes a weight of whole numbers and scales."""
+"""The name of the equation that computes a weight from integers and scales."""
 
 NUMBERS, SCALE = "int8", "scale"
-"""The keys under which a nested dict has the two, in place of the weight."""
+"""The keys of the integers and the scales in the dict that replaces a weight."""
 
 SMALLEST_GROUP = 16
-"""How many weights share a scale at least; scales of fewer would need the memory saved."""
+"""The fewest weights that share a scale; for smaller groups, scales would use up the savings."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Int8Form:
-    """How one weight is stored in eight bits.
+    """How one weight is stored in int8.
 
     Args:
-        shape: of the weight.
-        dtype: that it has when it is read.
-        dim: the dim along which weights share a scale, counted from the last, -1.
+        shape: the shape of the weight.
+        dtype: the dtype in which it is read.
+        dim: the dim along which weights share a scale, as a negative number.
     """
 
     shape: Shape
@@ -45,7 +45,7 @@ class Int8Form:
         return tuple(1 if dim == group_dim else size for dim, size in enumerate(self.shape))
 
     def narrow(self, weight: Array) -> dict[str, Array]:
-        """`scale = bfloat16(max |w| / 127)`, and `int8 = round(w / scale)` within ±127.
+        """Computes `scale = bfloat16(max |w| / 127)` and `int8 = round(w / scale)` within ±127.
 
         Example:
             >>> form = Int8Form((2, 1), jnp.dtype("float32"), -2)
@@ -60,10 +60,10 @@ class Int8Form:
         return {NUMBERS: numbers.astype(jnp.int8), SCALE: scale}
 
     def widen(self, numbers: Array, scale: Array, dtype: DTypeLike | None = None) -> Array:
-        """`int8 * scale`, in the dtype of the weight, or then cast to another.
+        """Computes `int8 * scale` in the weight's dtype, then casts it to `dtype` if given.
 
-        The product of eight bits and the eight of a bfloat16 is exact in float32, however a
-        compiler orders things.
+        The product of an int8 and a bfloat16 (8 bits of precision each) is exact in float32, in
+        whatever order a compiler evaluates it.
         """
         stored = jnp.dtype(self.dtype)
         dtype = stored if dtype is None else jnp.dtype(dtype)
@@ -73,10 +73,10 @@ class Int8Form:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8:
-    """A weight in eight bits, as the value of a Variable whose reader will widen it.
+    """A weight in int8, as the value of a Variable whose reader widens it.
 
     Args:
-        numbers: int8, of the shape of the weight.
+        numbers: int8, in the shape of the weight.
         scale: bfloat16, of size 1 in one dim.
     """
 
@@ -85,32 +85,33 @@ class Int8:
 
     @property
     def shape(self) -> Shape:
-        """That of the weight."""
+        """The shape of the weight."""
         return self.numbers.shape
 
 
 def int8_form(path: Path, leaf: Leaf, stacked: int = 0) -> Int8Form | None:
-    """How a weight is stored in eight bits, or None for one that is not.
+    """Returns how a weight is stored in int8, or None if it is not.
 
-    Weights along the largest dim but the last share a scale: of a kernel `[in, out]` each
-    column has one, of experts `[experts, in, out]` each column of each, of attention `[in, heads,
-    size]` each output. A row of an embedding has one.
+    Weights share a scale along the largest dim except the last. So there is one scale per column
+    of a kernel `[in, out]`, per column of each expert of `[experts, in, out]`, and per output of an
+    attention kernel `[in, heads, size]`. An embedding has one scale per row.
 
     Args:
-        path: of the weight.
-        leaf: with its shape and dtype.
-        stacked: leading dims that count layers.
+        path: the path of the weight.
+        leaf: an array or struct with its shape and dtype.
+        stacked: the number of leading dims that count layers.
 
     Returns:
-        The form; None for vectors, for what is not real, for biases and scales, and where fewer
-        than `SMALLEST_GROUP` weights would share a scale.
+        The form; None for vectors, for dtypes other than floating-point, for biases and scales, and
+        if fewer than `SMALLEST_GROUP` weights would share a scale.
 
     Example:
         >>> int8_form("up/kernel", jax.ShapeDtypeStruct((64, 256), "float32")).dim
         -2
         >>> int8_form("norm/scale", jax.ShapeDtypeStruct((64,), "float32"))
     """
-    shape, name = tuple(leaf.shape), path.rpartition("/")[2]
+    shape = tuple(leaf.shape)
+    name = path.rpartition("/")[2]
     sizes = shape[stacked:]
     if len(sizes) < 2 or name in ("bias", "scale") or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return None
@@ -120,7 +121,7 @@ def int8_form(path: Path, leaf: Leaf, stacked: int = 0) -> Int8Form | None:
 
 
 def narrowed(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
-    """Nested dicts of weights, those that have a form as `{"int8": ..., "scale": ...}`."""
+    """Replaces the weights that have a form by `{"int8": ..., "scale": ...}`."""
 
     def one(path, x):
         return forms[path].narrow(x) if path in forms else x
@@ -129,7 +130,7 @@ def narrowed(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
 
 
 def widened(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
-    """The weights that `narrowed` made something of, each in its dtype."""
+    """Undoes `narrowed`: returns the weights, each in its dtype."""
 
     def one(form, x):
         return x if form is None else form.widen(x.numbers, x.scale)
@@ -138,7 +139,7 @@ def widened(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
 
 
 def as_values(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
-    """Nested dicts with an `Int8` for each weight that is narrowed, as Variables can hold it."""
+    """Replaces the dict of each narrowed weight by an `Int8`, which a Variable can hold."""
     return _mapped(lambda _, x: x, weights, forms)
 
 
@@ -173,5 +174,5 @@ def _batched(
 
 @functools.cache
 def _operation() -> Primitive:
-    # One equation, so that a rematerialisation policy can say that the weight is not saved.
+    # A primitive of its own, so that a remat policy can recompute the weight by name.
     return new_operation(WIDEN, _widen, _batched)

@@ -1,11 +1,12 @@
-"""The cross-entropy of a linear head, a chunk of the positions at a time: `hidden @ kernel`.
+"""Fused linear cross-entropy: the loss of a head `hidden @ kernel`, one chunk of positions a time.
 
-The logits of a language model are its largest array by far: `[B, T, V]` in float32, 13 GB for
-64 x 1024 positions and 50 257 tokens. Here a chunk of them is made, its losses are added up, and
-only its gradient is kept: that of a weighted sum is known but for one factor, the cotangent of the
-sum, so that it is computed at once and multiplied later. Logits are made once, as in
-the plain program, and never all of them. The derivative is linear in that factor because it is
-written as one: `d total = <dH, d hidden> + <dK, d kernel> + ...`, which JAX transposes.
+The logits of a language model are by far its largest array: `[B, T, V]` in float32, 13 GB for
+64 x 1024 positions and 50 257 tokens. Here, the logits of one chunk are computed, their losses are
+summed, and only the gradient is kept. The gradient of a weighted sum is known up to one factor, the
+cotangent of the sum, so it is computed in the forward pass and scaled later. Logits are computed
+once, as in the plain program, but never all at the same time. The derivative is written as a
+forward rule, `d total = <dH, d hidden> + <dK, d kernel> + ...`, which is linear and which JAX
+transposes.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ from ..core.typing import Array, PyTree
 from ..core.weighted import Weighted
 
 LINEAR_CROSS_ENTROPY = "linear_cross_entropy"
-"""The name of the operation in a program, by which a step finds it to rewrite it for its mesh."""
+"""The name of the primitive; a train step finds it by this name and rewrites it for its mesh."""
 
 BEFORE_HEAD = "before_head"
-"""The method by which a model gives what the loss takes in place of logits."""
+"""The method of a model that returns the head's inputs for the loss, instead of logits."""
 
 CHUNK_BYTES = 2**29
-"""At least so many bytes have the float32 logits of one chunk: large products, and little beside a
-model."""
+"""The least size limit for the float32 logits of one chunk: large products, but little memory
+compared with a model."""
 
 CHUNK_SHARE = 1 / 64
-"""At most this share of a device's memory, if that is more."""
+"""The limit may be larger than `CHUNK_BYTES`, up to this share of a device's memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadLoss:
-    """How logits become losses; arguments of the same names as in `linear_cross_entropy`.
+    """How logits become losses; the options of `linear_cross_entropy` as one value.
 
     Args:
-        z_loss: see there.
-        label_smoothing: see there.
-        soft_cap: see there.
-        logits_dtype: see there.
-        num_chunks: see there.
-        scores: whether the positions are counted at which the likeliest token is the label.
+        z_loss: as in `linear_cross_entropy`.
+        label_smoothing: as in `linear_cross_entropy`.
+        soft_cap: as in `linear_cross_entropy`.
+        logits_dtype: as in `linear_cross_entropy`.
+        num_chunks: as in `linear_cross_entropy`.
+        scores: whether to count the positions at which the likeliest token is the label.
     """
 
     z_loss: float = 0.0
@@ -78,7 +79,7 @@ class HeadLoss:
 
 
 class Operands(NamedTuple):
-    """What the loss is of.
+    """The operands of the loss.
 
     Args:
         hidden: `[..., D]`.
@@ -96,7 +97,7 @@ class Operands(NamedTuple):
 
 
 class Tangents(NamedTuple):
-    """How the operands move; None for what does not."""
+    """The tangents of the operands; None for an operand that is constant."""
 
     hidden: Array | None
     kernel: Array | None
@@ -106,7 +107,7 @@ class Tangents(NamedTuple):
 
 
 Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None]
-"""By hidden, kernel and bias; None for those not asked for."""
+"""Gradients with respect to hidden, kernel and bias; None for those not requested."""
 
 
 class LossParts(NamedTuple):
@@ -114,10 +115,11 @@ class LossParts(NamedTuple):
 
     Args:
         total: the weighted sum of the losses, float32.
-        hits: the sum of the weights of the positions whose likeliest token is the label; 0 where
-            these were not asked for.
-        losses: of each position, float32 `[...]`.
-        grads: of the total, by `hidden`, `kernel` and `bias`; None for those not asked for.
+        hits: the sum of the weights of the positions whose likeliest token is the label; 0 if not
+            requested.
+        losses: the loss of each position, float32 `[...]`.
+        grads: gradients of the total with respect to `hidden`, `kernel` and `bias`; None for those
+            not requested.
     """
 
     total: Array
@@ -130,10 +132,10 @@ Values: TypeAlias = tuple[tuple[Array, Array], tuple[Array, Array]]
 """Total and hits, and their tangents."""
 
 Wants: TypeAlias = tuple[bool, bool, bool]
-"""Whether the gradients by hidden, kernel and bias are asked for."""
+"""Whether the gradients with respect to hidden, kernel and bias are requested."""
 
 Run: TypeAlias = Callable[[Operands, Wants], LossParts]
-"""Computes a loss, on a mesh or off it."""
+"""Computes a loss, on a mesh or on one device."""
 
 
 def linear_cross_entropy(
@@ -149,30 +151,30 @@ def linear_cross_entropy(
     logits_dtype: str = "float32",
     num_chunks: int | None = None,
 ) -> Weighted:
-    """Sums the cross-entropy of `hidden @ kernel + bias`, whose logits never exist all at once.
+    """Sums the cross-entropy of `hidden @ kernel + bias` without computing all logits at once.
 
     With `x = hidden @ kernel + bias` it equals the plain program
 
         losses = logsumexp(x) - x[label]
         Weighted(sum(weights * losses), sum(weights))
 
-    at its FLOPs, forward and backward, and with the gradient of one chunk of positions at a time.
-    In a train step every rank computes its positions, and its part of the vocabulary
-    where tensor parallelism splits it; the kernel is gathered, and its gradient reduced, once.
+    with the same FLOPs, forward and backward, and with the gradient of one chunk of positions at a
+    time. In a train step every rank computes its own positions, and its own part of the vocabulary
+    if tensor parallelism splits it. The kernel is gathered once, and its gradient is reduced once.
 
     Args:
-        hidden: `[..., D]`, what the last norm gives; samples in dim 0.
-        kernel: `[D, V]`, the head; of a tied one the table, transposed.
+        hidden: `[..., D]`, the output of the last norm; samples in dim 0.
+        kernel: `[D, V]`, the head; for a tied head, the transposed embedding table.
         labels: integers `[...]` in `[0, V)`.
-        weights: by how much each position counts, `[...]`; None counts all alike.
-        bias: `[V]`; None for none.
+        weights: the weight of each position, `[...]`; None weighs all positions equally.
+        bias: `[V]`; None for no bias.
         z_loss: adds this times `logsumexp(x)**2`, which keeps the logits small (arXiv:2204.02311).
         label_smoothing: the share of each label that is spread evenly over all tokens.
-        soft_cap: logits are `soft_cap * tanh(x / soft_cap)`; None leaves them as they are.
-        logits_dtype: what the products leave in memory. `"bfloat16"` halves the traffic of the
-            loss and **changes its numbers**: logits are rounded to three digits, as those of a head
-            in bfloat16 are. All sums are float32 in either case.
-        num_chunks: into how many chunks each rank cuts its positions; None for as many as keep
+        soft_cap: logits are `soft_cap * tanh(x / soft_cap)`; None leaves them uncapped.
+        logits_dtype: the dtype in which the products are stored. `"bfloat16"` halves the memory
+            traffic of the loss and **changes its numbers**: logits are rounded to three digits, as
+            with a head in bfloat16. All sums are float32 in either case.
+        num_chunks: into how many chunks each rank cuts its positions. None uses as many as keep
             the float32 logits of one below 512 MiB, or on a known chip below the bytes of the
             kernel's float32 gradient and 1/64 of the chip's memory.
 
@@ -180,7 +182,7 @@ def linear_cross_entropy(
         The sum, in nats, float32, and the sum of the weights.
 
     Raises:
-        ConfigError: when shapes do not fit, or an option has no possible value.
+        ConfigError: if shapes do not fit, or an option has an impossible value.
         DTypeError: for another dtype of logits.
 
     Example:
@@ -200,17 +202,18 @@ def linear_scores(
     weights: Array | None = None,
     **options: Any,
 ) -> tuple[Weighted, dict[str, Weighted]]:
-    """The `linear_cross_entropy`, and how often the likeliest token is the right one.
+    """Computes `linear_cross_entropy`, and how often the likeliest token is the label.
 
     Args:
-        hidden: as there.
-        kernel: as there.
-        labels: as there.
-        weights: as there.
-        **options: the options of `linear_cross_entropy`, bias among them.
+        hidden: as in `linear_cross_entropy`.
+        kernel: as in `linear_cross_entropy`.
+        labels: as in `linear_cross_entropy`.
+        weights: as in `linear_cross_entropy`.
+        **options: the options of `linear_cross_entropy`, including `bias`.
 
     Returns:
-        The loss, and `accuracy`, of the same weight. Of equal logits the first is the likeliest.
+        The loss, and `accuracy` with the same weight. Among equal logits, the first token counts as
+        the likeliest.
 
     Example:
         >>> hidden, labels = jnp.ones((1, 2, 1)), jnp.array([[2, 0]])
@@ -232,7 +235,7 @@ def _bound(
     weights: Array | None,
     bias: Array | None,
 ) -> tuple[Weighted, Weighted]:
-    """The loss and the hits."""
+    """Binds the operation; returns the loss and the hits."""
     how.validate()
     weights = jnp.ones(jnp.shape(labels), jnp.float32) if weights is None else weights
     weights = jnp.asarray(weights, jnp.float32)
@@ -246,7 +249,8 @@ def _bound(
 
 def _check(operands: dict[str, Array]) -> None:
     shapes = {name: jnp.shape(x) for name, x in operands.items()}
-    lead, width = shapes["hidden"][:-1], shapes["hidden"][-1:]
+    lead = shapes["hidden"][:-1]
+    width = shapes["hidden"][-1:]
     fits = len(shapes["kernel"]) == 2 and shapes["kernel"][:1] == width
     fits = fits and shapes["labels"] == shapes["weights"] == lead
     if not fits or shapes.get("bias", shapes["kernel"][1:]) != shapes["kernel"][1:]:
@@ -269,18 +273,18 @@ def evaluate(
     axis: str | None = None,
     memory_bytes: int | None = None,
 ) -> LossParts:
-    """Goes over the positions, chunk by chunk.
+    """Computes the loss chunk by chunk.
 
     Args:
         how: the loss.
-        operands: of one device, or of one rank inside `shard_map`.
-        wants: the gradients asked for.
-        axis: the mesh axis whose ranks each have a part of the vocabulary, in their order; kernel
-            and bias are this rank's part then. None where they are whole.
-        memory_bytes: of a device; None where the chip is not known.
+        operands: the operands of one device, or of one rank inside `shard_map`.
+        wants: the gradients requested.
+        axis: the mesh axis whose ranks each have a part of the vocabulary, in rank order; kernel
+            and bias are then this rank's part. None if they are whole.
+        memory_bytes: the memory of a device; None if the chip is unknown.
 
     Returns:
-        The values; with an axis all but the gradients by kernel and bias are those of all ranks.
+        The values. With an axis, all except the gradients of kernel and bias are totals over ranks.
     """
     shape, (width, classes) = operands.labels.shape, operands.kernel.shape
     most = chunk_bytes(width, classes, memory_bytes) if wants[1] else CHUNK_BYTES
@@ -289,8 +293,8 @@ def evaluate(
     def cut(x, *dims):
         return _padded(x.reshape(-1, *dims), count * size).reshape(count, size, *dims)
 
-    pieces = cut(operands.hidden, width), cut(operands.labels), cut(operands.weights)
-    rest = operands.kernel, operands.bias
+    pieces = (cut(operands.hidden, width), cut(operands.labels), cut(operands.weights))
+    rest = (operands.kernel, operands.bias)
     zero = jnp.zeros((), jnp.float32)
     heads = zip(rest, wants[1:], strict=True)
     empty = (jnp.zeros(x.shape, jnp.float32) if x is not None and w else None for x, w in heads)
@@ -324,15 +328,15 @@ def evaluate(
 
 
 def chunk_bytes(width: int, classes: int, memory_bytes: int | None) -> int:
-    """Up to how many bytes the float32 logits of a chunk have.
+    """Returns the size limit for the float32 logits of a chunk, in bytes.
 
-    Every chunk reads and writes the gradient of the kernel, `4 width classes` bytes, to which it
-    adds its part. A chunk of as many bytes of logits passes over more logits than gradients.
+    Every chunk reads and writes the gradient of the kernel, `4 width classes` bytes, to add its
+    share. With at least as many bytes of logits, a chunk moves more logits than gradients.
 
     Args:
-        width: of the hidden states.
-        classes: of the kernel of this rank.
-        memory_bytes: of a device; None where the chip is not known.
+        width: the width of the hidden states.
+        classes: the number of classes in this rank's kernel.
+        memory_bytes: the memory of a device; None if the chip is unknown.
 
     Example:
         >>> chunk_bytes(768, 50304, 80 * 2**30) == CHUNK_BYTES
@@ -345,7 +349,7 @@ def chunk_bytes(width: int, classes: int, memory_bytes: int | None) -> int:
 
 
 def _chunks(how: HeadLoss, positions: int, classes: int, most: int) -> tuple[int, int]:
-    """How many chunks, and positions in each; the last may be filled up."""
+    """Returns the number of chunks and of positions in each; the last chunk may be padded."""
     if how.num_chunks is not None:
         return how.num_chunks, -(-positions // how.num_chunks)
     least = max(1, -(-positions * classes * 4 // most))
@@ -355,13 +359,13 @@ def _chunks(how: HeadLoss, positions: int, classes: int, most: int) -> tuple[int
 
 
 def _padded(x: Array, length: int) -> Array:
-    """Filled up with zeros: positions that weigh nothing."""
+    """Pads with zeros, so that the added positions have weight 0."""
     more = length - x.shape[0]
     return x if not more else jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)))
 
 
 def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> LossParts:
-    """The losses of some positions, `[N]`, and the gradients of their weighted sum."""
+    """Computes the losses of N positions, and the gradients of their weighted sum."""
 
     def over(reduce, x):
         return x if axis is None else reduce(x, axis)
@@ -369,8 +373,9 @@ def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> LossP
     classes = at.kernel.shape[1]
     start = 0 if axis is None else jax.lax.axis_index(axis) * classes
     num_classes = classes * (1 if axis is None else jax.lax.axis_size(axis))
-    # JAX moves out of a loop whatever does not depend on it, and keeps it in memory: of the ids one
-    # row, and no array of all logits, as `jnp.where(is_label, logits, 0.0)` makes of its zero.
+    # JAX hoists loop-invariant values out of the loop and keeps them in memory. So `ids` is a
+    # single row, and `jnp.where(is_label, logits, 0.0)`, whose zero would be hoisted as an array
+    # as large as the logits, is avoided.
     ids = jax.lax.broadcasted_iota(at.labels.dtype, (1, classes), 1) + start
     is_label = ids == at.labels[:, None]
 
@@ -391,7 +396,7 @@ def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> LossP
         hits = jnp.sum(at.weights * (over(all_min, first) == at.labels))
     grads: Gradients = (None, None, None)
     if any(wants):
-        # From the logits again: an exponential costs less than an array of them in memory.
+        # Recompute the exponentials from the logits: cheaper than keeping them in memory.
         back = jnp.exp(logits - log_total[:, None]) * (1 + 2 * how.z_loss * log_total)[:, None]
         back = back - (1 - smooth) * is_label.astype(jnp.float32) - smooth / num_classes
         back = back * at.weights[:, None] * (1.0 if slope is None else slope)
@@ -400,26 +405,27 @@ def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> LossP
 
 
 def _in_turn(logits: Array, over: Callable[..., Array]) -> tuple[Array, Array]:
-    """The largest of each row and the sum of the exponentials, in two passes."""
+    """Computes the maximum of each row and the sum of its exponentials, in two passes."""
     largest = over(all_max, jax.lax.stop_gradient(logits).max(-1))
     return largest, over(all_sum, jnp.exp(logits - largest[:, None]).sum(-1))
 
 
 def _online(logits: Array, over: Callable[..., Array]) -> tuple[Array, Array]:
-    """The same in one pass (Milakov and Gimelshein, arXiv:1805.02867).
+    """Computes the same in one pass (Milakov and Gimelshein, arXiv:1805.02867).
 
-    It rounds otherwise, by less than a float32 has digits, so that products in float32 keep to
-    two passes. Of logits in memory a pass is most of what the loss costs a GPU.
+    Its rounding differs within the precision of float32, so products in float32 use two passes.
+    On a GPU, passing over the logits in memory is most of the cost of the loss.
     """
 
     def join(a, b):
-        (one, sum_one), (other, sum_other) = a, b
-        apart = one - other
-        scale = jnp.exp(-jnp.abs(apart))
-        total = jnp.where(apart > 0, sum_one + sum_other * scale, sum_one * scale + sum_other)
+        one, sum_one = a
+        other, sum_other = b
+        difference = one - other
+        scale = jnp.exp(-jnp.abs(difference))
+        total = jnp.where(difference > 0, sum_one + sum_other * scale, sum_one * scale + sum_other)
         return jnp.maximum(one, other), total
 
-    # Ones that depend on the logits: see `_chunk`.
+    # These ones depend on the logits, so that JAX does not hoist them; see `_chunk`.
     ones = (logits == logits).astype(logits.dtype)
     least = jnp.asarray(jnp.finfo(logits.dtype).min), jnp.zeros((), logits.dtype)
     largest, total = jax.lax.reduce((logits, ones), least, join, (1,))
@@ -428,7 +434,7 @@ def _online(logits: Array, over: Callable[..., Array]) -> tuple[Array, Array]:
 
 
 def _of_labels(logits: Array, labels: Array) -> Array:
-    """The logit of each label, `[N]`; 0 for one that is none of these classes."""
+    """Returns the logit of each label, `[N]`; 0 if the label is not among these classes."""
     classes = logits.shape[1]
     at = jnp.clip(labels, 0, classes - 1)[:, None]
     chosen = jnp.take_along_axis(logits, at, axis=1)[:, 0]
@@ -436,7 +442,7 @@ def _of_labels(logits: Array, labels: Array) -> Array:
 
 
 def _logits(how: HeadLoss, at: Operands) -> tuple[Array, Array | None]:
-    """The logits `[N, V]`, float32, and their slope where they are capped."""
+    """Computes the logits `[N, V]` in float32, and their slope if they are capped."""
     dtype = jnp.promote_types(at.hidden.dtype, at.kernel.dtype)
     logits = _product(at.hidden.astype(dtype), at.kernel.astype(dtype), (1, 0))
     if at.bias is not None:
@@ -449,9 +455,9 @@ def _logits(how: HeadLoss, at: Operands) -> tuple[Array, Array | None]:
 
 
 def _gradients(at: Operands, back: Array, wants: Wants) -> Gradients:
-    """Those by hidden, kernel and bias, of that by the logits, `[N, V]`.
+    """Computes the gradients of hidden, kernel and bias from that of the logits, `[N, V]`.
 
-    float16 cannot hold probabilities that no loss scale has multiplied yet.
+    It does not use float16, which cannot represent probabilities before loss scaling.
     """
     dtype = jnp.promote_types(at.hidden.dtype, at.kernel.dtype)
     dtype = jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
@@ -473,17 +479,17 @@ def _product(left: Array, right: Array, dims: tuple[int, int]) -> Array:
 
 
 def derivative(run: Run, operands: Operands, tangents: Tangents) -> Values:
-    """Total and hits, and how they move with the operands.
+    """Computes total and hits, and their tangents.
 
     Args:
         run: computes the loss.
-        operands: of the loss.
-        tangents: how these move; None for what does not.
+        operands: the operands of the loss.
+        tangents: the tangents of the operands; None for constant operands.
 
     Returns:
         The values, and their tangents.
     """
-    moves = tangents.hidden, tangents.kernel, tangents.bias
+    moves = (tangents.hidden, tangents.kernel, tangents.bias)
     values = run(operands, tuple(x is not None for x in moves))  # type: ignore[arg-type]
 
     of_total = jnp.zeros((), values.total.dtype)
@@ -496,7 +502,7 @@ def derivative(run: Run, operands: Operands, tangents: Tangents) -> Values:
 
 
 def differentiable(run: Run) -> Callable[..., tuple[Array, Array]]:
-    """A function of the operands, in their order, with this derivative.
+    """Makes a function of the operands, in their order, with this derivative.
 
     Args:
         run: computes the loss.

@@ -1,9 +1,9 @@
-"""Attention within the documents of a packed row, pair of pieces by pair, without a mask of all.
+"""Attention within the documents of a packed row, without a mask of the whole row.
 
-A row of T positions is cut into pieces of `PIECE`. Queries of a piece attend to the keys of
-that piece and of the pieces with which it may share a document; results are merged by the
-logarithms of their weights. Memory holds the mask of one pair, and pairs without a common
-document cost nothing.
+A row of T positions is cut into pieces of `PIECE` positions. The queries of a piece attend to the
+keys of that piece and of each piece with which it may share a document. The results are merged by
+their logsumexp. Memory holds the mask of only one pair of pieces, and pairs that share no document
+are skipped.
 
 Source: Dao et al., FlashAttention, arXiv:2205.14135; Krell et al., arXiv:2107.02027.
 """
@@ -27,13 +27,13 @@ PIECE = 1024
 
 Tree = TypeVar("Tree", bound=PyTree)
 State: TypeAlias = tuple[Array, ...]
-"""What pairs add to: arrays whose dim 0 counts pieces."""
+"""The results that pairs update: arrays whose dim 0 counts pieces."""
 
 Residuals: TypeAlias = tuple[Array, Array, Array, Array, Array, Array]
 
 
 def num_pieces(length: int) -> int:
-    """Into how many pieces of even length positions are cut; 1 where none is small enough.
+    """Returns how many pieces of even length to cut positions into; 1 if no number divides them.
 
     Example:
         >>> num_pieces(4096), num_pieces(1024), num_pieces(2 * 1031)
@@ -51,10 +51,10 @@ def packed_attention(
     Args:
         query: `[B, T, H, K]`.
         key: `[B, T, N, K]`.
-        value: likewise.
+        value: `[B, T, N, K]`.
         segments: integers `[B, T]`; a position sees only its own segment.
         causal: position t sees positions 0 to t.
-        form: which kernel attends with a piece of keys, of `BLOCK_KERNELS`.
+        form: the kernel for one piece of keys: `"auto"`, or one of `BLOCK_KERNELS`.
 
     Returns:
         `[B, T, H, K]` in the dtype of the queries.
@@ -73,16 +73,17 @@ def _attend(
 def _forward(
     kernel: BlockAttention, causal: bool, query: Array, key: Array, value: Array, segments: Array
 ) -> tuple[Array, Residuals]:
-    queries, keys = _pieces(Queries(query, segments)), _pieces(Keys(key, value, segments))
+    queries = _pieces(Queries(query, segments))
+    keys = _pieces(Keys(key, value, segments))
     states = jax.lax.map(lambda piece: kernel.forward(*piece, causal=causal), (queries, keys))
 
-    def visit(state: State, mine: Array, theirs: Array) -> State:
-        more = kernel.forward(_at(queries, mine), _at(keys, theirs))
-        out, log_weight = _at(state, mine)
+    def visit(state: State, query_piece: Array, key_piece: Array) -> State:
+        more = kernel.forward(_at(queries, query_piece), _at(keys, key_piece))
+        out, log_weight = _at(state, query_piece)
         new = merged(more, (out, log_weight))
-        return tuple(x.at[mine].set(y) for x, y in zip(state, new, strict=True))
+        return tuple(x.at[query_piece].set(y) for x, y in zip(state, new, strict=True))
 
-    out, log_weight = map(_combined, _over_pairs(visit, states, _cut(segments), causal))
+    out, log_weight = map(_uncut, _over_pairs(visit, states, _cut(segments), causal))
     out = out.astype(query.dtype)
     return out, (query, key, value, segments, out, log_weight)
 
@@ -96,13 +97,13 @@ def _backward(
     keys = _pieces(Keys(key, value, segments))
     gradients = jax.lax.map(lambda piece: kernel.backward(*piece, causal=causal), (queries, keys))
 
-    def visit(sums: State, mine: Array, theirs: Array) -> State:
-        more = kernel.backward(_at(queries, mine), _at(keys, theirs))
-        places = mine, theirs, theirs
+    def visit(sums: State, query_piece: Array, key_piece: Array) -> State:
+        more = kernel.backward(_at(queries, query_piece), _at(keys, key_piece))
+        places = (query_piece, key_piece, key_piece)
         return tuple(x.at[at].add(new) for x, at, new in zip(sums, places, more, strict=True))
 
     gradients = _over_pairs(visit, gradients, _cut(segments), causal)
-    return *narrowed(map(_combined, gradients), (query, key, value)), None
+    return *narrowed(map(_uncut, gradients), (query, key, value)), None
 
 
 _attend.defvjp(_forward, _backward)
@@ -115,20 +116,18 @@ def _over_pairs(
 
     Args:
         visit: (state, piece of queries, piece of keys) -> state.
-        state: what the first visit gets.
+        state: the initial state.
         segments: `[pieces, B, positions]`.
-        causal: whether keys of later pieces are not seen.
+        causal: whether to skip keys of later pieces.
     """
     first, last = segments.min(-1), segments.max(-1)
     shared = ((first[:, None] <= last) & (first <= last[:, None])).any(-1)
     ordered = itertools.permutations(range(len(segments)), 2)
-    pairs = [(mine, theirs) for mine, theirs in ordered if theirs < mine or not causal]
+    pairs = [(query, key) for query, key in ordered if key < query or not causal]
 
     def step(state: State, pair: Array) -> tuple[State, None]:
-        mine, theirs = pair
-        state = jax.lax.cond(
-            shared[mine, theirs], lambda x: visit(x, mine, theirs), lambda x: x, state
-        )
+        query, key = pair
+        state = jax.lax.cond(shared[query, key], lambda x: visit(x, query, key), lambda x: x, state)
         return state, None
 
     return jax.lax.scan(step, state, jnp.array(pairs, jnp.int32))[0] if pairs else state
@@ -144,7 +143,7 @@ def _cut(x: Array) -> Array:
     return jnp.moveaxis(pieces, 1, 0)
 
 
-def _combined(x: Array) -> Array:
+def _uncut(x: Array) -> Array:
     """Undoes `_pieces`."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])

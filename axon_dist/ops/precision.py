@@ -1,4 +1,4 @@
-"""`MixedPrecision`: which dtype parameters, compute, reductions, buffers and outputs have."""
+"""`MixedPrecision`: the dtypes of parameters, compute, reductions, buffers and outputs."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from ..core.tree import floating_dtype, wide
 from ..core.typing import Array, ArrayTree, PyTree
 
 DTypeField: TypeAlias = Any
-"""A dtype or its name, as an argument of a policy; the dtype, as its attribute."""
+"""A dtype or its name as an argument of a policy; always a dtype as an attribute."""
 
 Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
 class MixedPrecision:
-    """The dtypes of a training step; whatever is not named keeps float32.
+    """The dtypes of a training step; float32 by default.
 
-    The parameters stay in `param`, which the optimizer updates; the model computes with copies in
-    `compute`; gradients are sent in `reduce`. Statistics of norms, softmax and the loss are
-    float32 whatever is chosen.
+    Parameters are kept, and updated by the optimizer, in `param`. The model computes with copies in
+    `compute`, and gradients are sent in `reduce`. Statistics of norms, softmax and the loss are
+    always float32.
 
     Args:
         param: dtype of parameters and optimizer state.
         compute: dtype of the forward and backward passes.
-        reduce: dtype of gradients while they are reduced; None is `compute`.
-        buffer: dtype of statistics such as BatchNorm's; None leaves them alone.
-        output: dtype of what the model returns to the loss function.
-        products: `"fp8"` computes the dense layers within blocks as `Fp8Dot` does; None leaves them
+        reduce: dtype of gradients while they are reduced; None means `compute`.
+        buffer: dtype of statistics such as BatchNorm's; None leaves them unchanged.
+        output: dtype of the outputs that the model passes to the loss function.
+        products: `"fp8"` computes the dense layers within blocks with `Fp8Dot`; None leaves them
             in the compute dtype.
         skip: regular expressions of the paths of dense layers that stay in the compute dtype.
-        gather: `"fp8"` sends the weights of the products in fp8 as they are multiplied, a byte
-            each, where units gather weights; None sends them in the compute dtype. No number
-            depends on it.
+        gather: `"fp8"` gathers the weights of fp8 products in fp8, one byte per element, where
+            units gather weights; None gathers them in the compute dtype. It does not change any
+            result.
 
     Raises:
-        ConfigError: for a dtype that is not floating-point, unknown products, or layers to skip or
-            weights to gather in fp8 where there are no such products.
+        ConfigError: for a dtype that is not floating-point, unknown products, or `skip` or `gather`
+            without fp8 products.
 
     Example:
         >>> MixedPrecision.bf16().compute
@@ -81,14 +81,16 @@ class MixedPrecision:
         if self.skip and self.products is None:
             raise ConfigError(
                 f"skip={self.skip!s:.80} names layers that fp8 leaves out, and products is None; "
-                "say products='fp8', or leave skip out"
+                "set products='fp8', or leave skip out",
+                code="skip-without-products",
             )
         if self.gather not in (None, "fp8"):
             raise ConfigError(f"gather is {self.gather!r:.80}; it must be 'fp8', or None")
         if self.gather is not None and self.products is None:
             raise ConfigError(
-                "gather='fp8' sends weights as products in fp8 read them, and products is "
-                "None; say products='fp8', or leave gather out"
+                "gather='fp8' gathers the weights of fp8 products, and products is None; "
+                "set products='fp8', or leave gather out",
+                code="gather-without-products",
             )
 
     @classmethod
@@ -98,24 +100,24 @@ class MixedPrecision:
 
     @classmethod
     def fp8(cls, skip: tuple[str, ...] = (), gather: str | None = None) -> MixedPrecision:
-        """bfloat16, with the dense layers within blocks in fp8.
+        """bfloat16 compute, with the dense layers within blocks in fp8.
 
         Args:
             skip: regular expressions of the paths of layers that stay in bfloat16.
-            gather: `"fp8"` sends their weights as a byte each, where units gather weights.
+            gather: `"fp8"` gathers their weights in fp8, where units gather weights.
         """
         return cls(compute="bfloat16", products="fp8", skip=skip, gather=gather)
 
     @classmethod
     def fp16(cls) -> MixedPrecision:
-        """float16 compute with float32 reductions; to be used with a `GradScaler`."""
+        """float16 compute with float32 reductions; use it with a `GradScaler`."""
         return cls(compute="float16", reduce="float32")
 
     @classmethod
     def of(cls, choice: MixedPrecision | str | bool | None) -> MixedPrecision:
         """Reads a policy, a preset's name, or `mixed_precision=True`.
 
-        `True` is bfloat16 compute with float32 reductions, the careful choice.
+        `True` means bfloat16 compute with float32 reductions, the safer choice.
 
         Raises:
             ConfigError: for an unknown name.
@@ -143,19 +145,19 @@ class MixedPrecision:
 
     @property
     def needs_scaling(self) -> bool:
-        """Whether small gradients vanish in the compute dtype, so that the loss is scaled."""
+        """Whether small gradients underflow in the compute dtype, so that the loss is scaled."""
         return self.compute == jnp.float16
 
     @property
     def is_mixed(self) -> bool:
-        """Whether compute differs from how parameters are kept."""
+        """Whether the compute dtype differs from that of parameters."""
         return self.compute != self.param
 
 
 def without_gathers(
     choice: MixedPrecision | str | bool | None,
 ) -> MixedPrecision | str | bool | None:
-    """The same numbers where no unit gathers weights, as on one device.
+    """Returns a policy with the same results for steps that gather no weights, as on one device.
 
     Example:
         >>> without_gathers(MixedPrecision.fp8(gather="fp8")) == MixedPrecision.fp8()
@@ -168,7 +170,7 @@ def without_gathers(
 
 @checked()
 def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
-    """Casts the floating-point leaves of a tree; integers, keys and flags stay.
+    """Casts the floating-point leaves of a tree; integers, keys and booleans stay unchanged.
 
     Example:
         >>> tree = cast_floating({"w": jnp.ones(2), "n": jnp.arange(2)}, "bfloat16")
@@ -185,13 +187,12 @@ _POLICY = instance_of(MixedPrecision, "a MixedPrecision, such as MixedPrecision.
 def autocast(model: nnx.Module, policy: MixedPrecision) -> nnx.Module:
     """Makes a model compute in the policy's dtype, in place.
 
-    Modules that promote their arguments (every layer of Flax, and the modules of a bridged Linen
-    model that have a dtype) get the compute dtype, the model's inputs are cast to it, and its
-    outputs to the output dtype. The statistics of Flax's norms are computed in float32 all the
-    same.
+    Modules that promote their arguments get the compute dtype: every Flax layer, and the modules of
+    a bridged Linen model that have a dtype. The model's inputs are cast to the compute dtype, its
+    outputs to the output dtype. Flax's norms still compute their statistics in float32.
 
     Args:
-        model: any NNX module; its parameters are cast by whoever owns them.
+        model: any NNX module; the caller casts its parameters.
         policy: param, compute, reduce and output dtype.
 
     Returns:
@@ -219,7 +220,7 @@ class Casting:
     def __call__(
         self, method: Callable[..., Result], module: nnx.Module, *args: object, **kwargs: object
     ) -> Result:
-        """Runs it."""
+        """Runs the call with casts."""
         args, kwargs = cast_floating((args, kwargs), self.policy.compute)
         return cast_floating(method(module, *args, **kwargs), self.policy.output)
 
@@ -228,9 +229,9 @@ class Casting:
 class LinenCasting:
     """Runs a bridged Linen module whose modules get the compute dtype.
 
-    They exist only while it runs: each gets it when its first method is called, which is `setup`
-    for those that pass their dtype on. One without a dtype promotes its arguments as it did, unless
-    it has a dtype of parameters, as the layers of Flax do.
+    These modules exist only while the bridge runs. Each gets the dtype when its first method is
+    called; that is `setup` for modules that pass their dtype on to others. A module whose dtype is
+    None keeps promoting its arguments, unless it has a `param_dtype`, as Flax layers do.
 
     Args:
         policy: param, compute, reduce and output dtype.
@@ -241,7 +242,7 @@ class LinenCasting:
     def __call__(
         self, method: Callable[..., Result], bridge: nnx.Module, *args: object, **kwargs: object
     ) -> Result:
-        """Runs it."""
+        """Runs the call with the compute dtype set on each module."""
         with nn.intercept_methods(self.set_dtype):
             return method(bridge, *args, **kwargs)
 
@@ -252,7 +253,7 @@ class LinenCasting:
         kwargs: Mapping[str, object],
         context: nn.module.InterceptorContext,
     ) -> Result:
-        """Runs one method of a module, which has the compute dtype from then on."""
+        """Sets the compute dtype on a module, and runs one of its methods."""
         module = context.module
         fields = {field.name for field in dataclasses.fields(module)}
         dtype = getattr(module, "dtype", None)
@@ -270,10 +271,10 @@ def _cast(leaf: PyTree, dtype: DTypeLike) -> PyTree:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScalerState:
-    """What a loss scale remembers between steps; part of the training state.
+    """The state of a loss scale between steps; part of the training state.
 
     Args:
-        scale: float32 scalar, what the loss is multiplied by.
+        scale: float32 scalar, the factor of the loss.
         good_steps: int32 scalar, finite steps since the scale last changed.
         skipped: int32 scalar, steps skipped so far.
     """
@@ -287,16 +288,16 @@ class ScalerState:
 class GradScaler:
     """Scales the loss up before the backward pass, and gradients down after it.
 
-    A step whose gradients are not all finite, on any device, is skipped on all of them and
-    the scale is multiplied by `backoff_factor`; after `growth_interval` finite steps in a row it is
-    multiplied by `growth_factor`. All of it stays on the devices.
+    If a gradient is not finite on any device, all devices skip the step, and the scale is
+    multiplied by `backoff_factor`. After `growth_interval` finite steps in a row it is multiplied
+    by `growth_factor`. The state stays on the devices.
 
     Args:
-        init_scale: the first scale.
-        growth_factor: what the scale is multiplied by after enough good steps.
-        backoff_factor: what it is multiplied by after an overflow.
-        growth_interval: how many good steps in a row make it grow.
-        min_scale: it never falls below.
+        init_scale: the initial scale.
+        growth_factor: the scale is multiplied by this after enough finite steps.
+        backoff_factor: the scale is multiplied by this after an overflow.
+        growth_interval: how many finite steps in a row make the scale grow.
+        min_scale: the smallest scale.
 
     Raises:
         ConfigError: for a factor on the wrong side of one, or a size that is not positive.
@@ -336,12 +337,12 @@ class GradScaler:
                 raise ConfigError(f"{rule}; got {self}")
 
     def init(self) -> ScalerState:
-        """The state of a run's first step."""
+        """Returns the state for the first step of a run."""
         zero = jnp.zeros((), jnp.int32)
         return ScalerState(jnp.asarray(self.init_scale, jnp.float32), zero, zero)
 
     def scale(self, loss: Array, state: ScalerState) -> Array:
-        """Multiplies a loss by the scale, in float32: float16 cannot hold the first scale."""
+        """Multiplies a loss by the scale, in float32: float16 cannot hold the initial scale."""
         return wide(loss) * state.scale
 
     def unscale(self, grads: ArrayTree, state: ScalerState) -> PyTree:
@@ -349,7 +350,7 @@ class GradScaler:
         return jax.tree.map(lambda g: wide(g) / state.scale, grads)
 
     def update(self, state: ScalerState, finite: Array) -> ScalerState:
-        """The state after a step.
+        """Returns the state after a step.
 
         Args:
             state: the state before.
@@ -369,11 +370,11 @@ class GradScaler:
         )
 
     def state_dict(self, state: ScalerState) -> dict[str, int | float]:
-        """The state as plain numbers."""
+        """Returns the state as plain numbers."""
         return {name: value.item() for name, value in vars(state).items()}
 
     def load_state_dict(self, numbers: Mapping[str, int | float]) -> ScalerState:
-        """The state of plain numbers; the reverse of `state_dict`."""
+        """Restores a state from plain numbers; the inverse of `state_dict`."""
         if missing := {"scale", "good_steps"}.difference(numbers):
             raise ConfigError(
                 f"the state of a loss scale lacks {', '.join(sorted(missing))}; give what "
@@ -387,9 +388,9 @@ class GradScaler:
 
 
 def all_finite(tree: PyTree) -> Array:
-    """Whether every element of every leaf is finite, counted rather than compared by `max`.
+    """Whether every element of every leaf is finite.
 
-    XLA's `max` over devices drops NaN on some platforms, a sum of counts does not.
+    It sums counts of nonfinite elements: XLA's `max` over devices drops NaN on some platforms.
 
     Example:
         >>> bool(all_finite({"a": jnp.array([1.0, jnp.inf])}))
@@ -400,16 +401,16 @@ def all_finite(tree: PyTree) -> Array:
 
 
 def keep_if(condition: Array, new: PyTree, old: PyTree) -> PyTree:
-    """Selects a whole tree by one flag, without asking the host."""
+    """Selects a whole tree by one flag, on the device."""
     return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
 
 _EPSILON = 1e-6
-"""What PyTorch's `clip_grad_norm_` adds to the norm."""
+"""PyTorch's `clip_grad_norm_` adds this to the norm."""
 
 
 NormOf: TypeAlias = Callable[[PyTree], Array]
-"""A tree of arrays in float32 or wider -> the norm of all their elements."""
+"""(a tree of arrays in float32 or wider) -> the norm of all their elements."""
 
 
 def clip_by_global_norm(
@@ -417,16 +418,16 @@ def clip_by_global_norm(
 ) -> tuple[PyTree, Array]:
     """Scales gradients by `min(1, max_norm / (norm + 1e-6))`.
 
-    In global view every element counts once, however it is laid out. The norm is added up in at
-    least float32.
+    In global view every element counts once, whatever its sharding. The norm is summed in at least
+    float32.
 
     Args:
-        grads: arrays of any floating dtypes, in global view, split or whole.
-        max_norm: the largest norm; None leaves the gradients as they are.
-        norm_of: takes the norm.
+        grads: arrays of any floating dtypes, in global view, sharded or replicated.
+        max_norm: the largest norm; None leaves the gradients unchanged.
+        norm_of: computes the norm.
 
     Returns:
-        The clipped gradients in their dtypes, laid out as before, and the norm before clipping.
+        The clipped gradients with their dtypes and shardings, and the norm before clipping.
 
     Example:
         >>> grads, norm = clip_by_global_norm({"w": jnp.array([3.0, 4.0])}, 1.0)
@@ -438,7 +439,7 @@ def clip_by_global_norm(
     norm = norm_of(jax.tree.map(wide, grads))
     if max_norm is None:
         return grads, norm
-    # JAX holds an integer of Python in 32 bits.
+    # JAX would convert a Python integer to 32 bits, where a large one overflows.
     max_norm = float(max_norm) if isinstance(max_norm, int) else max_norm
     factor = jnp.where(norm > max_norm, max_norm / (norm + _EPSILON), 1.0)
     return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads), norm

@@ -1,17 +1,17 @@
 """Attention over a sequence that is split over a mesh axis, inside `shard_map`.
 
-Ring attention passes keys and values around the ranks and merges what each block of them gives by
-the logarithms of their weights; no rank ever holds the whole sequence. Under a causal mask a
-contiguous split would leave the first rank idle while the last works, so the ranks first exchange
-pieces: of 2c pieces rank r takes number r and number 2c-1-r, after which every rank multiplies two
-pieces of queries with keys in every step. A model that distributes its positions once, in
-front of its layers, spares each layer the exchange.
+Ring attention passes keys and values around the ranks, and merges the results of the blocks by
+their logsumexp; no rank ever holds the whole sequence. Under a causal mask, a contiguous split
+would leave the first rank idle while the last one works. So the ranks first exchange pieces: of 2c
+pieces, rank r takes pieces r and 2c-1-r. Then every rank multiplies two pieces of queries with keys
+in every step. A model that distributes its positions once, before its layers, saves this exchange
+in each layer.
 
-In the backward pass either keys and values are passed around with their gradients, four arrays as
-wide as the heads of keys, or queries with what their gradients need, three as wide as their heads:
-whichever are fewer bytes. Gradients are sent in the dtype of what they are gradients of.
+The backward pass sends around whichever is smaller: keys and values with their gradients, four
+arrays with the heads of keys; or queries with the values that their gradients need, three arrays
+with the heads of queries. A gradient is sent in the dtype of its array.
 
-Ulysses instead turns the split of positions into one of heads by an all-to-all, and back.
+Ulysses instead uses an all-to-all to turn the split of positions into a split of heads, and back.
 
 Source: Liu et al., Ring Attention, arXiv:2310.01889; Brandon et al., Striped Attention,
 arXiv:2311.09431; Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
@@ -32,8 +32,8 @@ from ..core.typing import Array, PyTree
 from .attention import BlockAttention, Keys, Queries, merged, narrowed
 
 AROUND = "around_a_ring"
-"""The name of what ring attention saves under every remat policy: to recompute it would send all
-keys around once more, and it is one activation."""
+"""The checkpoint name of ring attention's result, which every remat policy saves. It is only one
+activation, and recomputing it would send all keys around the ring again."""
 
 Tree = TypeVar("Tree")
 State = TypeVar("State")
@@ -41,10 +41,10 @@ Visitor = TypeVar("Visitor")
 Returned = TypeVar("Returned")
 
 Residuals: TypeAlias = tuple[Array, Array, Array, Array | None, Array, Array]
-"""Query, key, value, segments, the result and the logarithms of its weights."""
+"""Query, key, value, segments, the result and the logsumexp of its scores."""
 
 Attend: TypeAlias = Callable[..., Array]
-"""(queries `[B, T, H, K]`, keys and values `[B, T, N, K]`, maybe segments) -> `[B, T, H, K]`."""
+"""(queries `[B, T, H, K]`, keys, values `[B, T, N, K]`, optional segments) -> `[B, T, H, K]`."""
 
 
 def ring_attention(
@@ -60,11 +60,11 @@ def ring_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Array:
-    """Attends over the whole sequence, each rank with its positions.
+    """Attends over the whole sequence; each rank computes its own positions.
 
-    Equals `softmax(q k^T / sqrt(K)) v` on the gathered sequence, masked and capped as asked for.
-    The backward pass goes around the ring once more and recomputes the scores, so that memory is
-    linear in the positions of a rank.
+    Equals `softmax(q k^T / sqrt(K)) v` on the gathered sequence, with the given mask and cap. The
+    backward pass goes around the ring again and recomputes the scores, so memory is linear in the
+    positions of a rank.
 
     Args:
         query: `[B, T/c, H, K]`, this rank's positions.
@@ -72,18 +72,19 @@ def ring_attention(
         value: like `key`.
         axis: the mesh axis of size c that splits the positions.
         causal: position t sees positions 0 to t; `T/c` is then even.
-        segments: integers `[B, T/c]`; a position sees only its own. None for one segment.
-        form: which kernel attends with a block of keys; `"auto"` takes that of the platform.
+        segments: integers `[B, T/c]`; a position sees only its own segment. None for one segment.
+        form: the kernel for a block of keys; `"auto"` uses the platform's kernel.
         is_distributed: whether a rank has the positions of `Ring.distribute`, not consecutive ones.
-        window: position t sees those after t - window alone; None for all. For causal attention.
-        softcap: c of `c tanh(score / c)`; None for scores as they are. Windows and caps are
-            computed by plain products, tile by tile.
+        window: position t sees only positions after t - window; None for no window. For causal
+            attention.
+        softcap: c of `c tanh(score / c)`; None for uncapped scores. Windows and caps use plain
+            products, tile by tile.
 
     Returns:
-        `[B, T/c, H, K]` in the dtype of `query`, in the order that they came in.
+        `[B, T/c, H, K]` in the dtype of `query`, in the order of the input positions.
 
     Raises:
-        UnsupportedError: when the form cannot run here.
+        UnsupportedError: if the form cannot run here.
     """
     ring = Ring(axis, jax.lax.axis_size(axis), causal)
     arrays = (query, key, value, segments)
@@ -101,7 +102,7 @@ def ulysses_attention(
     attend: Attend,
     segments: Array | None = None,
 ) -> Array:
-    """Attends with whole sequences of some heads, positions being split before and after.
+    """Attends with whole sequences of some heads; positions are split before and after.
 
     Args:
         query: `[B, T/c, H, K]`, H a multiple of c.
@@ -109,7 +110,7 @@ def ulysses_attention(
         value: like `key`.
         axis: the mesh axis of size c that splits the positions.
         attend: attention over a whole sequence.
-        segments: integers `[B, T/c]`, which are gathered for it; None for none.
+        segments: integers `[B, T/c]`, gathered for `attend`; None for no segments.
 
     Returns:
         `[B, T/c, H, K]`.
@@ -126,8 +127,8 @@ def ulysses_attention(
 class Ring:
     """The ranks along one axis, and which pieces of the sequence each works on.
 
-    Arrays are `[B, positions, ...]`. A rank has two pieces of positions under a causal mask, the
-    earlier one first, else one.
+    Arrays are `[B, positions, ...]`. Under a causal mask a rank has two pieces of positions, the
+    earlier one first; otherwise it has one.
 
     Args:
         axis: the mesh axis.
@@ -150,12 +151,12 @@ class Ring:
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
 
     def distribute(self, x: Array) -> Array:
-        """Exchanges consecutive positions for pieces that make equal work."""
+        """Exchanges consecutive positions for pieces with equal work."""
         if not self.causal:
             return x
-        # Under a causal mask early positions have little to do. Rank r works on pieces r and
-        # 2N-1-r, whose work adds up to the same for all (zigzag; Brandon et al., Striped Attention,
-        # arXiv:2311.09431).
+        # Under a causal mask, early positions have little work. Rank r works on pieces r and
+        # 2N-1-r, whose work has the same sum for all ranks (zigzag; Brandon et al., Striped
+        # Attention, arXiv:2311.09431).
         even, odd = jnp.split(x, 2, axis=1)
         even, odd = (self._send(half, parity) for parity, half in enumerate((even, odd)))
         return self._in_order(even, odd)
@@ -169,7 +170,7 @@ class Ring:
         return jnp.concatenate(list(halves), axis=1)
 
     def positions(self, length: int) -> Array:
-        """The position at each place of the distributed sequence: int32 `[length]`.
+        """Returns the position at each place of the distributed sequence: int32 `[length]`.
 
         Example:
             >>> Ring("cp", 2, True).positions(8).tolist()
@@ -179,16 +180,17 @@ class Ring:
         if not self.causal:
             return place
         rows = length // (2 * self.size)
-        rank, is_later = place // (2 * rows), place // rows % 2 == 1
+        rank = place // (2 * rows)
+        is_later = place // rows % 2 == 1
         return jnp.where(is_later, 2 * self.size - 1 - rank, rank) * rows + place % rows
 
     def own_positions(self, length: int) -> Array:
-        """The positions of this rank, which has so many: int32 `[1, length]`."""
+        """Returns the `length` positions of this rank: int32 `[1, length]`."""
         every = self.positions(length * self.size)
         return jax.lax.dynamic_slice_in_dim(every, self.rank * length, length)[None]
 
     def _send(self, half: Array, parity: int, back: bool = False) -> Array:
-        """Sends pieces 2r + parity to the ranks that work on them, or back."""
+        """Sends piece 2r + parity of each rank r to the rank that works on it, or back."""
 
         def owner(piece):
             return min(piece, 2 * self.size - 1 - piece)
@@ -198,7 +200,7 @@ class Ring:
         return jax.lax.ppermute(half, self.axis, pairs)
 
     def _in_order(self, one: Array, other: Array) -> Array:
-        """A rank of even number has its earlier piece at even places, else at odd ones."""
+        """Puts the earlier piece first: an even piece on even ranks, an odd one on odd ranks."""
         is_even = self.rank % 2 == 0
         pieces = (jnp.where(is_even, one, other), jnp.where(is_even, other, one))
         return jnp.concatenate(pieces, axis=1)
@@ -206,12 +208,12 @@ class Ring:
     def pairs(
         self, precedes: Array | bool
     ) -> tuple[tuple[Array | int | None, Array | int | None], ...]:
-        """Which pieces of queries attend to which pieces of another rank's keys.
+        """Returns which pieces of queries attend to which pieces of another rank's keys.
 
-        The first piece of an earlier rank precedes both pieces of queries, and its second none;
-        both pieces of a later rank precede the second piece of queries, and neither the first. All
-        of a pair is seen, and both cases cost two products of half a block: no rank waits for
-        another.
+        The first piece of an earlier rank precedes both pieces of queries; its second piece
+        precedes neither. Both pieces of a later rank precede the second piece of queries, and
+        neither precedes the first. Within a pair nothing is masked. Both cases cost two products of
+        half a block, so no rank waits for another.
 
         Args:
             precedes: whether the keys are those of an earlier rank than the queries.
@@ -222,7 +224,7 @@ class Ring:
         return ((1, 0), (number, number))
 
     def piece(self, tree: Tree, number: Array | int | None) -> Tree:
-        """One of the two pieces that a rank has; None for all it has."""
+        """Returns one of a rank's two pieces; all positions if `number` is None."""
         if number is None:
             return tree
 
@@ -235,7 +237,7 @@ class Ring:
     def with_piece(
         self, tree: Tree, number: Array | int | None, change: Callable[[Tree], Tree]
     ) -> Tree:
-        """The tree, one of its two pieces changed; all of it for None."""
+        """Changes one of a rank's two pieces; all positions if `number` is None."""
         new = change(self.piece(tree, number))
         if number is None:
             return new
@@ -251,19 +253,19 @@ class Ring:
         state: State,
         sent: Visitor,
     ) -> tuple[State, Returned]:
-        """Passes what each rank holds around the ring, and returns what the ranks add to it.
+        """Passes each rank's block around the ring, and returns what the ranks add for it.
 
-        The next block is sent while the present one is worked on, and what was added to the last
-        one follows it.
+        The next block is sent while the current one is processed. The sum of the values added for a
+        block (such as its gradients) follows it around the ring.
 
         Args:
-            visit: (state, what arrived, from how many ranks back) -> (state, what is added to it).
-            state: what the first visit gets.
-            sent: what this rank sends around.
+            visit: (state, arrived block, its distance in ranks) -> (state, values to add for it).
+            state: the initial state.
+            sent: this rank's block.
 
         Returns:
-            The last state, and the sum of what the ranks added to what this rank holds, sent in
-            the dtypes of that.
+            The final state, and the sum of the values that the ranks added for this rank's block.
+            Sums are sent in the dtypes of these values.
         """
         sent = self.shift(sent)
         if self.size <= 2:
@@ -274,14 +276,15 @@ class Ring:
 
         def step(carry: PyTree, back: Array) -> tuple[PyTree, None]:
             state, returned, sent = carry
-            arriving, ahead = self.shift(returned), self.shift(sent)
+            arriving = self.shift(returned)
+            ahead = self.shift(sent)
             state, more = visit(state, sent, back)
             return (state, _added(more, arriving), ahead), None
 
         if self.size > 3:
             steps = jnp.arange(2, self.size - 1)
             (state, returned, ahead), _ = jax.lax.scan(step, (state, returned, ahead), steps)
-        # The last step need not send on what it has read.
+        # The last step need not send its block on.
         arriving = self.shift(returned)
         state, more = visit(state, ahead, jnp.asarray(self.size - 1))
         return state, self.shift(_added(more, arriving))
@@ -307,7 +310,7 @@ def _forward(
     value: Array,
     segments: Array | None,
 ) -> tuple[Array, Residuals]:
-    """Merges the results of this rank's keys and of those of every other rank."""
+    """Merges the results for this rank's keys with those for every other rank's keys."""
     positions = _positions(ring, kernel, query)
     queries = Queries(query, segments, positions=positions)
     keys = Keys(key, value, segments, positions)
@@ -316,9 +319,9 @@ def _forward(
     def visit(
         state: tuple[Array, Array], keys: Keys, back: Array
     ) -> tuple[tuple[Array, Array], tuple[()]]:
-        for mine, theirs in ring.pairs(back <= ring.rank):
-            block = kernel.forward(ring.piece(queries, mine), ring.piece(keys, theirs))
-            state = ring.with_piece(state, mine, functools.partial(merged, block))
+        for query_piece, key_piece in ring.pairs(back <= ring.rank):
+            block = kernel.forward(ring.piece(queries, query_piece), ring.piece(keys, key_piece))
+            state = ring.with_piece(state, query_piece, functools.partial(merged, block))
         return state, ()
 
     if ring.size > 1:
@@ -331,7 +334,7 @@ def _forward(
 def _backward(
     ring: Ring, kernel: BlockAttention, residuals: Residuals, cotangent: Array
 ) -> tuple[Array, Array, Array, None]:
-    """Passes blocks around once more, with their gradients, which return to their ranks."""
+    """Passes blocks around again, with their gradients, which return to their ranks."""
     query, key, value, segments, out, log_weight = residuals
     # sum_j p_j (dout . v_j) = dout . out: the softmax's own gradient without the probabilities (Dao
     # et al., FlashAttention, arXiv:2205.14135, appendix B.2).
@@ -341,18 +344,19 @@ def _backward(
     keys = Keys(key, value, segments, positions)
     of_query, of_key, of_value = kernel.backward(queries, keys, ring.causal)
 
-    # Adds the gradients of each pair of pieces of queries and keys to those of both.
+    # Adds the gradients of each pair of pieces to those of the queries and of the keys.
     def add(precedes, queries, keys, of_query, of_keys):
-        for mine, theirs in ring.pairs(precedes):
-            gradients = kernel.backward(ring.piece(queries, mine), ring.piece(keys, theirs))
-            of_query = ring.with_piece(of_query, mine, functools.partial(_added, gradients[0]))
-            of_keys = ring.with_piece(of_keys, theirs, functools.partial(_added, gradients[1:]))
+        for query_at, key_at in ring.pairs(precedes):
+            gradients = kernel.backward(ring.piece(queries, query_at), ring.piece(keys, key_at))
+            of_query = ring.with_piece(of_query, query_at, functools.partial(_added, gradients[0]))
+            of_keys = ring.with_piece(of_keys, key_at, functools.partial(_added, gradients[1:]))
         return of_query, of_keys
 
     if ring.size > 1 and _queries_are_lighter(query, key):
-        # Adds to the gradients of this rank's keys, and returns those of the queries that came.
+        # Adds to the gradients of this rank's keys; returns those of the queries that arrived.
         def host_queries(of_keys, queries, back):
-            of_queries, is_before = _zeros(queries.query), back > ring.rank
+            of_queries = _zeros(queries.query)
+            is_before = back > ring.rank
             of_queries, of_keys = add(is_before, queries, keys, of_queries, of_keys)
             return of_keys, of_queries.astype(query.dtype)
 
@@ -360,7 +364,7 @@ def _backward(
         (of_key, of_value), returned = ring.around(host_queries, (of_key, of_value), sent)
         of_query += returned.astype(jnp.float32)
     elif ring.size > 1:
-        # Adds to the gradients of this rank's queries, and returns those of the keys that came.
+        # Adds to the gradients of this rank's queries; returns those of the keys that arrived.
         def host_keys(of_query, keys, back):
             of_keys = _zeros(keys.key), _zeros(keys.value)
             of_query, of_keys = add(back <= ring.rank, queries, keys, of_query, of_keys)
@@ -368,8 +372,8 @@ def _backward(
 
         of_query, returned = ring.around(host_keys, of_query, keys)
         of_key, of_value = (
-            mine + theirs.astype(jnp.float32)
-            for mine, theirs in zip((of_key, of_value), returned, strict=True)
+            own + others.astype(jnp.float32)
+            for own, others in zip((of_key, of_value), returned, strict=True)
         )
     return *narrowed((of_query, of_key, of_value), (query, key, value)), None
 
@@ -378,15 +382,15 @@ _attend.defvjp(_forward, _backward)
 
 
 def _positions(ring: Ring, kernel: BlockAttention, query: Array) -> Array | None:
-    """The positions of this rank, where a window asks for them."""
+    """Returns the positions of this rank, or None if there is no window."""
     return None if kernel.window is None else ring.own_positions(query.shape[1])
 
 
 def _queries_are_lighter(query: Array, key: Array) -> bool:
-    """Whether fewer bytes go around with queries than with keys, in the backward pass.
+    """Whether the backward pass sends fewer bytes with queries than with keys.
 
-    Queries take cotangents, gradients and two float32 numbers a head along; keys take values, and
-    the gradients of both.
+    Queries travel with cotangents, gradients and two float32 numbers per head; keys travel with
+    values and the gradients of both.
     """
     per_head = query.shape[-1] * query.dtype.itemsize
     return query.shape[2] * (3 * per_head + 8) < key.shape[2] * 4 * per_head
@@ -397,7 +401,7 @@ def _zeros(x: Array) -> Array:
 
 
 def _added(addend: Tree, so_far: Tree) -> Tree:
-    """The sums in float32, in the dtypes of the sums so far."""
+    """Adds in float32; the results have the dtypes of the sums so far."""
 
     def add(x, y):
         return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)

@@ -1,13 +1,14 @@
-"""Products with split kernels, the positions of whose other operand are passed around a ring.
+"""Collective matmul: tensor-parallel products that pass positions around a ring.
 
-Of t ranks each has 1/t of the positions and 1/t of the features. Gathering all positions before the
-product exposes the gather; but the product splits into pieces,
+Each of t ranks has 1/t of the positions and 1/t of the features. Gathering all positions before the
+product exposes the gather. But the product splits into pieces,
 
     y[c] = x[c] A_r,   c = r, r - 1, ..., r - t + 1        r = the rank,
 
-and while one piece is multiplied the next is sent. Where the features are summed, the sum of a
-piece is passed around instead, and every rank adds its part. Each is the backward of the other.
-What is summed over all positions, the gradient of the kernel, is one product still.
+and the next piece is sent while one piece is multiplied. If the features are summed instead, the
+partial sum of each piece goes around the ring, and every rank adds its share. Each of the two is
+the backward pass of the other. The gradient of the kernel, a sum over all positions, stays a single
+product.
 
 Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition in Large
 Deep Learning Models, ASPLOS 2023.
@@ -26,12 +27,12 @@ import jax.numpy as jnp
 from ..core.typing import Array
 
 Product: TypeAlias = Callable[[Array, Array], Array]
-"""(`[B, T, K]`, `[K, N]`) -> `[B, T, N]`, linear in both; a value that can be hashed."""
+"""(`[B, T, K]`, `[K, N]`) -> `[B, T, N]`, linear in both; must be hashable."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Circle:
-    """The ranks of one axis, which have consecutive pieces of dim 1.
+    """The ranks of one mesh axis, which have consecutive pieces of dim 1.
 
     Args:
         axis: the mesh axis.
@@ -42,17 +43,17 @@ class Circle:
     size: int
 
     def pieces(self, x: Array) -> tuple[Array, ...]:
-        """The pieces of all ranks as they arrive: first this rank's, then those of ranks before."""
+        """Returns all ranks' pieces as they arrive: this rank's first, then the previous ranks'."""
         pieces = [x]
         for _ in range(self.size - 1):
             pieces.append(self.moved(pieces[-1]))
         return tuple(pieces)
 
     def summed(self, addend: Callable[[Array], Array]) -> Array:
-        """Sums over the ranks; the sum of each piece is passed on to the rank that has it.
+        """Sums each piece over the ranks; each sum travels around the ring to the piece's rank.
 
         Args:
-            addend: the number of a piece -> this rank's share of it.
+            addend: (the number of a piece) -> this rank's share of its sum.
         """
         rank = jax.lax.axis_index(self.axis)
         total = addend((rank - 1) % self.size)
@@ -61,7 +62,7 @@ class Circle:
         return total
 
     def joined(self, pieces: Sequence[Array]) -> Array:
-        """The pieces that arrived, in the order of the positions."""
+        """Concatenates the pieces that arrived, in the order of positions."""
         rows = pieces[0].shape[1]
         shape = (pieces[0].shape[0], rows * self.size, *pieces[0].shape[2:])
         joined = jnp.zeros(shape, pieces[0].dtype)
@@ -72,25 +73,28 @@ class Circle:
         return joined
 
     def piece(self, x: Array, number: Array) -> Array:
-        """One piece of all positions."""
+        """Cuts one piece from an array of all positions."""
         rows = x.shape[1] // self.size
         return jax.lax.dynamic_slice_in_dim(x, number * rows, rows, 1)
 
     def moved(self, x: Array, by: int = 1) -> Array:
-        """Sends the value of every rank to the rank so many places after it."""
+        """Sends every rank's value to the rank `by` places after it."""
         pairs = [(rank, (rank + by) % self.size) for rank in range(self.size)]
         return jax.lax.ppermute(x, self.axis, pairs)
 
 
-def added(arrived: Array, mine: Array) -> Array:
-    """Adds to a sum that arrives; fused into the product, the product would wait for the sum."""
-    arrived, mine = jax.lax.optimization_barrier((arrived, mine))
-    return arrived + mine
+def added(arrived: Array, addend: Array) -> Array:
+    """Adds to an arriving sum; the barrier keeps XLA from fusing the addition into the product.
+
+    A fused product would have to wait for the sum to arrive.
+    """
+    arrived, addend = jax.lax.optimization_barrier((arrived, addend))
+    return arrived + addend
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def pieces_of(circle: Circle, x: Array) -> tuple[Array, ...]:
-    """`Circle.pieces`, whose gradients are summed on their way back."""
+    """`Circle.pieces` with a backward pass that sums gradients on their way around the ring."""
     return circle.pieces(x)
 
 
@@ -108,18 +112,18 @@ pieces_of.defvjp(lambda circle, x: (circle.pieces(x), None), _pieces_backward)
 def into_columns(
     circle: Circle, product: Product, pieces: tuple[Array, ...], kernel: Array
 ) -> Array:
-    """Multiplies all positions by this rank's columns, as `Circle.pieces` gives them.
+    """Multiplies all positions, in the pieces of `Circle.pieces`, by this rank's columns.
 
     Args:
         circle: the ranks.
-        product: how.
+        product: the product of a piece and the kernel.
         pieces: `[B, T/t, K]` each.
         kernel: `[K, N/t]`.
 
     Returns:
         `[B, T, N/t]`.
     """
-    return circle.joined([_apart(product, piece, kernel) for piece in pieces])
+    return circle.joined([_separate_product(product, piece, kernel) for piece in pieces])
 
 
 def _columns_backward(
@@ -145,18 +149,18 @@ into_columns.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def into_rows(circle: Circle, product: Product, x: Array, kernel: Array) -> Array:
-    """Multiplies by this rank's rows, and gives each rank the sums of its positions.
+    """Multiplies by this rank's rows, and reduce-scatters the result over positions.
 
     Args:
         circle: the ranks.
-        product: how.
+        product: the product of a piece and the kernel.
         x: `[B, T, K/t]`.
         kernel: `[K/t, N]`.
 
     Returns:
         `[B, T/t, N]`.
     """
-    return circle.summed(lambda number: _apart(product, circle.piece(x, number), kernel))
+    return circle.summed(lambda number: _separate_product(product, circle.piece(x, number), kernel))
 
 
 def _rows_backward(
@@ -175,8 +179,8 @@ into_rows.defvjp(
 )
 
 
-def _apart(product: Product, left: Array, right: Array) -> Array:
-    """One product of several; the compiler would join those with the same kernel, and wait."""
+def _separate_product(product: Product, left: Array, right: Array) -> Array:
+    """Multiplies behind a barrier; XLA would merge products with the same kernel, and wait."""
     return product(*jax.lax.optimization_barrier((left, right)))
 
 

@@ -1,10 +1,10 @@
-"""Tokens through the experts that were chosen for them, on the arrays of one device.
+"""Mixture-of-experts routing: sends tokens through their chosen experts, on one device.
 
-An expert is a function of rows; all of them are one function `feed(product, rows, kernels)` whose
-kernels have a leading dim of experts, and which multiplies by `product(rows, kernel)` alone. So
-the same feed-forward runs on rows of any number for each expert (`in_order`: sorted by expert, no
-token is left out) and on as many rows for each (`in_slots`: what exceeds them is left out and
-counted). Nothing here knows of devices; `axon_dist.parallel.expert` adds the collectives.
+All experts are one function `feed(product, rows, kernels)`. Its kernels have a leading dim of
+experts, and it multiplies only with `product(rows, kernel)`. So the same feed-forward runs with any
+number of rows per expert (`in_order`: sorted by expert, no token is dropped), and with a fixed
+number (`in_slots`: tokens beyond the capacity are dropped and counted). Nothing here depends on
+devices; `axon_dist.parallel.expert` adds the collectives.
 
 Source: Shazeer et al., arXiv:1701.06538; Lepikhin et al., GShard, arXiv:2006.16668.
 """
@@ -26,10 +26,10 @@ Product: TypeAlias = Callable[[Array, Array], Array]
 """(rows, kernel `[E, D, H]`) -> each row multiplied with the matrix of its expert."""
 
 Feed: TypeAlias = Callable[[Product, Array, PyTree], Array]
-"""(product, rows, kernels) -> what each expert makes of its rows."""
+"""(product, rows, kernels) -> the outputs of each expert for its rows."""
 
 Exchange: TypeAlias = Callable[[Array], Array]
-"""Slots `[E, C, D]` -> slots, elsewhere."""
+"""Sends slots `[E, C, D]` to other devices; returns the slots received."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Choice:
     """The experts of every token, and the weight of each.
 
     Args:
-        experts: int32 `[N, k]`, numbers of experts, those of a token all different.
+        experts: int32 `[N, k]`, numbers of experts; those of one token are distinct.
         gates: float32 `[N, k]`.
     """
 
@@ -48,8 +48,8 @@ class Choice:
         """Sorts all assignments by expert.
 
         Args:
-            first: the expert from which they are counted.
-            count: how many there are; it stands for all others.
+            first: the number of the first expert to consider.
+            count: how many experts to consider; `count` itself stands for all others.
         """
         expert = self.experts.reshape(-1) - first
         expert = jnp.where((expert >= 0) & (expert < count), expert, count)
@@ -62,11 +62,11 @@ class Assigned(NamedTuple):
     """The assignments of tokens to E experts.
 
     Args:
-        expert: int32 `[N k]`, the expert of each; E for those that are not here.
+        expert: int32 `[N k]`, the expert of each assignment; E for experts that are not here.
         order: `[N k]`, the assignments sorted by expert.
-        rank: `[N k]`, where each of them is in that order.
-        sizes: int32 `[E]`, how many an expert gets.
-        starts: int32 `[E]`, where its first is in that order.
+        rank: `[N k]`, the place of each assignment in that order.
+        sizes: int32 `[E]`, the number of assignments of each expert.
+        starts: int32 `[E]`, the place of each expert's first assignment in that order.
     """
 
     expert: Array
@@ -79,25 +79,25 @@ class Assigned(NamedTuple):
 def in_order(
     feed: Feed, tokens: Array, choice: Choice, kernels: PyTree, first: Array | int = 0
 ) -> Array:
-    """Sums `gate * expert(token)` over those chosen experts of each token that are here.
+    """Sums `gate * expert(token)` over the chosen experts of each token that are here.
 
-    The assignments are sorted by expert, and each expert works on its consecutive rows, however
-    many they are (`jax.lax.ragged_dot`).
+    The assignments are sorted by expert, and each expert works on its consecutive rows, any number
+    of them (`jax.lax.ragged_dot`).
 
     Args:
         feed: the experts.
         tokens: `[N, D]`.
-        choice: of all experts.
+        choice: the choice among all experts.
         kernels: arrays with a leading dim of E experts.
-        first: the number of the first of them.
+        first: the number of the first of these E experts.
 
     Returns:
         `[N, D]` in the dtype of the tokens.
     """
-    count, per_token = num_experts_of(kernels), choice.experts.shape[1]
-    assigned = choice.by_expert(first, count)
+    per_token = choice.experts.shape[1]
+    assigned = choice.by_expert(first, num_experts_of(kernels))
     is_here = (jnp.arange(assigned.expert.shape[0]) < jnp.sum(assigned.sizes))[:, None]
-    # Masked before and after: a product may leave anything in the rows behind the last group.
+    # Mask before and after: a ragged product may leave any values in rows after the last group.
     rows = jnp.where(is_here, _permuted(jnp.repeat(tokens, per_token, axis=0), assigned.order), 0)
 
     def product(rows, kernel):
@@ -118,24 +118,24 @@ def in_slots(
     there: Exchange = lambda slots: slots,
     back: Exchange = lambda slots: slots,
 ) -> tuple[Array, Array]:
-    """As `in_order`, with at most `capacity` tokens for each expert: those that come first.
+    """Computes `in_order` for the first `capacity` tokens of each expert; drops the others.
 
-    What is left out adds nothing to its token, which continues by the residual stream (Switch
+    A dropped assignment adds nothing to its token, which continues on the residual stream (Switch
     Transformers, arXiv:2101.03961, section 2.2).
 
     Args:
         feed: the experts.
         tokens: `[N, D]`.
-        choice: of all experts.
-        kernels: of the experts that get what `there` returns.
-        num_experts: for how many experts there are slots.
-        capacity: C, slots of each.
+        choice: the choice among all experts.
+        kernels: the kernels of the experts that process the output of `there`.
+        num_experts: how many experts have slots.
+        capacity: C, the number of slots of each expert.
         first: the number of the first of these experts.
-        there: takes the slots `[num_experts, C, D]` to their experts.
-        back: takes what they made back, as `[num_experts, C, D]`.
+        there: sends the slots `[num_experts, C, D]` to their experts.
+        back: sends the results back, as `[num_experts, C, D]`.
 
     Returns:
-        `[N, D]` in the dtype of the tokens, and how many assignments were left out, float32.
+        `[N, D]` in the dtype of the tokens, and how many assignments were dropped, float32.
     """
     assigned = choice.by_expert(first, num_experts)
     left_out = jnp.sum(jnp.maximum(assigned.sizes - capacity, 0)).astype(jnp.float32)
@@ -154,7 +154,7 @@ def in_assigned_slots(
     there: Exchange = lambda slots: slots,
     back: Exchange = lambda slots: slots,
 ) -> Array:
-    """As `in_slots`, of assignments that are sorted already; only the sum for each token."""
+    """Computes `in_slots` for assignments that are already sorted; returns only the tokens."""
     number = jnp.arange(capacity)
     is_taken = number < assigned.sizes[:, None]
     source = assigned.order[jnp.where(is_taken, assigned.starts[:, None] + number, 0)]
@@ -172,9 +172,9 @@ def in_assigned_slots(
 
 
 def slots_for(num_tokens: int, per_token: int, num_experts: int, factor: float) -> int:
-    """How many slots an expert has: `factor` times its share of the assignments, rounded up.
+    """Returns the slots of an expert: `factor` times its share of the assignments, rounded up.
 
-    More than one for each token are never needed.
+    An expert never needs more slots than there are tokens.
 
     Example:
         >>> slots_for(1024, 2, 8, 1.25), slots_for(1024, 2, 8, 100.0)
@@ -184,30 +184,30 @@ def slots_for(num_tokens: int, per_token: int, num_experts: int, factor: float) 
 
 
 def num_experts_of(kernels: PyTree) -> int:
-    """How many experts stacked kernels are of."""
+    """Returns the number of experts whose kernels are stacked."""
     return jax.tree.leaves(kernels)[0].shape[0]
 
 
 def _permuted(rows: Array, order: Array) -> Array:
-    """Rows in another order; indices marked unique need no atomics for the gradient."""
+    """Permutes rows; with unique indices, the gradient needs no atomics."""
     return rows.at[order].get(unique_indices=True, mode="promise_in_bounds")
 
 
 class RowSource(NamedTuple):
-    """Where rows come from, and whether any does; zeros where none does."""
+    """For each row, the row it is copied from, and whether there is one; otherwise it is zero."""
 
     source: Array
     is_filled: Array
 
     def take(self, rows: Array) -> Array:
-        """The rows that come."""
+        """Copies the rows from an array."""
         taken_rows = rows.at[self.source].get(mode="promise_in_bounds")
         return jnp.where(self.is_filled[:, None], taken_rows, 0)
 
 
 @jax.custom_vjp
 def _moved(rows: Array, way: RowSource, back: RowSource) -> Array:
-    """Rows in other places; gradients go the way back, with no sum and so no atomics."""
+    """Moves rows; gradients are moved back by `back`, without sums and hence without atomics."""
     return way.take(rows)
 
 
@@ -218,6 +218,6 @@ _moved.defvjp(
 
 
 def _summed(rows: Array, gates: Array, dtype: DTypeLike) -> Array:
-    """Weighs the rows of each token and adds them up in float32."""
+    """Multiplies the rows of each token by their gates, and sums them in float32."""
     each = rows.reshape(*gates.shape, rows.shape[-1]).astype(jnp.float32)
     return jnp.sum(each * gates[..., None], axis=1).astype(dtype)

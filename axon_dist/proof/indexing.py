@@ -1,4 +1,4 @@
-"""The sample proof's rules for operations that gather, scatter, slice, split and concatenate."""
+"""The sample proof's rules for operations that gather, scatter, slice, split, pad and reverse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .operation import Operation, Rule, Shapes, all_constant, as_rows, grown, is
 def _take(op: Operation, values: list[Value]) -> Value:
     table, indices = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
     if table.kind is Kind.CARRY:
-        # What a loop adds to has to stay at its places.
+        # A loop's running sum must keep its elements in place.
         raise Coupling(Why.LOOPED)
     if not table.is_rows:
         if indices.dim is not None:
@@ -38,7 +38,7 @@ def _take(op: Operation, values: list[Value]) -> Value:
 
 
 _TABLE, _INDICES, _UPDATES = range(3)
-"""The operands of a gather or scatter."""
+"""The positions of the operands of a gather or scatter."""
 
 
 def _check_index(indices: Value) -> None:
@@ -51,7 +51,7 @@ def _factor(op: Operation, value: Value, operand: int) -> int | None:
 
 
 def _is_equal(op: Operation, table: Value, indices: Value) -> bool | None:
-    """Whether each sample has its own index; None where the samples are not counted in both."""
+    """Whether each sample has its own index; None if table and indices do not share a factor."""
     factor = _factor(op, table, _TABLE)
     places = op.factors.dims(factor, op.factors.operands) if factor is not None else []
     if not any(operand == _INDICES for operand, _ in places):
@@ -61,13 +61,14 @@ def _is_equal(op: Operation, table: Value, indices: Value) -> bool | None:
 
 
 def _take_rows(op: Operation, table: Value, indices: Value) -> Value:
-    numbers, dim = op.params["dimension_numbers"], table.dim
-    is_alike = _is_equal(op, table, indices)
-    if is_alike is not None:
-        if is_alike:
+    numbers = op.params["dimension_numbers"]
+    dim = table.dim
+    is_own = _is_equal(op, table, indices)
+    if is_own is not None:
+        if is_own:
             return op.moved(table)
     elif dim in numbers.start_index_map and dim in numbers.collapsed_slice_dims:
-        # x[arange(B), labels]: every sample takes its own row.
+        # x[arange(B), labels]: every sample takes from its own row.
         column = tuple(numbers.start_index_map).index(dim)
         repeated = indices.numbers * len(numbers.start_index_map)
         flags = repeated if len(indices.numbers) == 1 else indices.numbers
@@ -99,14 +100,16 @@ def _scatter(op: Operation, values: list[Value]) -> Value:
 
 
 def _written(op: Operation, table: Value, indices: Value) -> int | None:
-    """The factor of the updates that counts the samples that they are written to."""
-    numbers, dim = op.params["dimension_numbers"], table.dim or 0
-    is_alike = _is_equal(op, table, indices)
-    if is_alike is not None:
-        return _factor(op, table, _TABLE) if is_alike else None
+    """Returns the factor of the updates that counts the samples they are written to, or None."""
+    numbers = op.params["dimension_numbers"]
+    dim = table.dim or 0
+    is_own = _is_equal(op, table, indices)
+    if is_own is not None:
+        return _factor(op, table, _TABLE) if is_own else None
     targets = tuple(numbers.scatter_dims_to_operand_dims)
     if dim in targets and dim in numbers.inserted_window_dims:
-        column, flags = targets.index(dim), indices.numbers
+        column = targets.index(dim)
+        flags = indices.numbers
         if len(flags) > column and flags[column] and sum(flags) == 1 and table.outer == 1:
             return op.factors.factor(_INDICES, indices.dim or 0)
     elif dim not in targets:
@@ -121,7 +124,7 @@ def _stray() -> Value:
 
 
 def _scatter_total(op: Operation, table: Value, indices: Value, updates: Value) -> Value:
-    """Counts and sums by segment: every sample adds to places of its own choice."""
+    """The rule for counts and segment sums: every sample adds to places that it chooses."""
     _check_index(indices)
     ok = op.name in ("scatter-add", "scatter_add")
     pairs = (indices, _INDICES), (updates, _UPDATES)
@@ -145,8 +148,9 @@ def _dynamic_slice(op: Operation, values: list[Value]) -> Value:
 
 
 def _own_row(op: Operation, values: list[Value]) -> Value | None:
-    """The row of the sample that a loop over all samples is at."""
-    table, places, dim = values[0], values[1:], values[0].dim
+    """Returns the row of the current sample in a loop over all samples, or None."""
+    table, *places = values
+    dim = table.dim
     if not table.is_rows or dim is None or table.outer != 1 or table.numbers:
         return None
     rest = [*places[:dim], *places[dim + 1 :]]
@@ -156,7 +160,7 @@ def _own_row(op: Operation, values: list[Value]) -> Value | None:
 
 
 def _moving(op: Operation, values: list[Value]) -> Value:
-    """Slices at places that depend on the one sample of a loop."""
+    """The rule for slices at places that depend on the current sample of a loop."""
     if any(v.dim is not None for v in values):
         raise Coupling(Why.MOVING)
     return nonlinear(op.name, values)
@@ -200,17 +204,19 @@ def _sliced(
     if value.outer == 1 and all(even) and start < stride and spans[1][::2] == (start, stride):
         return value
     ends = [[cut[0] for cut in spans], [cut[1] for cut in spans]]
-    # So many from either end are the same for all sizes; a share of the samples is not.
+    # A fixed count from either end is the same for all batch sizes; a fraction of them is not.
     is_fixed = all(a == b or sizes[0] - a == sizes[1] - b for a, b in ends)
     is_fixed = is_fixed and all(new[0]) and {cut[2] for cut in spans} == {1}
     raise Coupling(Why.SOME if is_fixed else Why.UNEVEN)
 
 
 def _split(op: Operation, values: list[Value]) -> list[Value]:
-    value, axis = values[0], op.params["axis"]
+    value = values[0]
+    axis = op.params["axis"]
     if value.dim != axis or not value.is_rows:
         return [not_numbered(value)] * len(op.outputs)
-    pieces, starts = [], [0, 0]
+    pieces = []
+    starts = [0, 0]
     for one, two, new in zip(op.params["sizes"], op.others["sizes"], op.outputs, strict=True):
         spans = [
             [(a, a + n, 1) if d == axis else () for d in range(axis + 1)]
@@ -249,4 +255,4 @@ INDEXING: MappingProxyType[str, Rule] = MappingProxyType(
         "rev": _reverse,
     }
 )
-"""By the name of the primitive."""
+"""The rule of each primitive, by name."""

@@ -3,10 +3,10 @@
 This is an abstract interpretation of two traces: one of the program on the whole batch, and one on
 one of the equal parts that the batch is split into. Both traces must have the same operations on
 the same values; the dims and constants that differ between them are those that depend on the
-number of samples. Dim 0 of the batch counts samples. The rules of `sample_rules` derive the
-abstract value (`sample_values.Value`) of each result from those of the operands, so that each
-output is shown to be a mean over the samples, a sum, one row per sample, independent of the
-samples, or a value that cannot be combined from those of the parts.
+number of samples. Dim 0 of the batch counts samples. The rules in `rules.py` derive the abstract
+value (`lattice.Value`) of each result from those of the operands. This shows whether each output is
+a mean over the samples, a sum, one row per sample, independent of the samples, or a value that
+cannot be combined from those of the parts.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def follow_samples(
     """Derives how each output of a program depends on the samples of its batch.
 
     Args:
-        trace: `trace(samples)` gives the closed jaxpr for a batch of so many samples.
-        sizes: the numbers of samples of a part and of the whole, the latter a multiple.
-        num_batch: how many of its last inputs are leaves of the batch, with samples in dim 0.
-        zeros: the numbers of the inputs that are 0.
+        trace: `trace(samples)` gives the closed jaxpr for a batch of that many samples.
+        sizes: the numbers of samples of a part and of the whole, which is a multiple of it.
+        num_batch: how many of the last inputs are leaves of the batch, with samples in dim 0.
+        zeros: the positions of the inputs that are 0.
 
     Returns:
         How each output depends on the samples.
@@ -115,7 +115,8 @@ class Walk:
     """
 
     def __init__(self, ratio: float, is_single: bool = False):
-        self._ratio, self._is_single = ratio, is_single
+        self._ratio = ratio
+        self._is_single = is_single
         self._numbers: dict[Hashable, int] = {}
         self._in_backward = False
 
@@ -125,9 +126,9 @@ class Walk:
         """Derives the values of the outputs of a pair of programs.
 
         Args:
-            programs: that of a part and that of the whole batch.
-            values: of their inputs.
-            line: the user's line that calls them; "" to take the lines of their equations.
+            programs: the programs of a part and of the whole batch.
+            values: the values of their inputs.
+            line: the user's line that calls them; "" to use the lines of their equations.
 
         Returns:
             The values of their outputs.
@@ -156,29 +157,30 @@ class Walk:
                 return differing(part, whole, line)
             operands = [known.read(*atoms) for atoms in zip(one.invars, two.invars, strict=True)]
             results = self._equation((one, two), operands, line)
-            for mine, theirs, value in zip(one.outvars, two.outvars, results, strict=True):
-                known.write(mine, theirs, value if value.number else self._named(value, object()))
+            for var, whole_var, value in zip(one.outvars, two.outvars, results, strict=True):
+                known.write(var, whole_var, value if value.number else self._named(value, object()))
         return [known.read(*atoms) for atoms in zip(part.outvars, whole.outvars, strict=True)]
 
     def _constant(self, first: Constant, second: Constant) -> Value:
-        """A constant of the program, which may depend on the number of samples."""
+        """Returns the value of a constant, which may depend on the number of samples."""
         if first is second and np.ndim(first):
             return self._named(CONSTANT, ("constant", id(first)))
         if is_key(first) or is_key(second):
-            is_one = are_equal_keys(first, second)
-            return self._named(CONSTANT if is_one else coupled(Why.DIFFERS, ""), object())
+            is_equal = are_equal_keys(first, second)
+            return self._named(CONSTANT if is_equal else coupled(Why.DIFFERS, ""), object())
         a, b = np.asarray(first), np.asarray(second)
         key = ("constants", a.dtype.str, a.tobytes(), b.tobytes())
         return self._named(constant(a, b, self._ratio), key)
 
     def _named(self, value: Value, key: Hashable) -> Value:
-        """The value with the number of its computation."""
+        """Gives a value its value number; equal keys get equal numbers."""
         number = self._numbers.setdefault(key, len(self._numbers) + 1)
         return dataclasses.replace(value, number=number)
 
     def _equation(self, pair: Pair, operands: list[Value], line: str) -> list[Value]:
         one, two = pair
-        name, count = one.primitive.name, len(one.outvars)
+        name = one.primitive.name
+        count = len(one.outvars)
         at = line or source_line(one)
         if name != two.primitive.name:
             return [coupled(Why.DIFFERS, at)] * count
@@ -186,15 +188,16 @@ class Walk:
         if (special := _SPECIAL.get(name)) is not None:
             results = [self._named(value, object()) for value in special(self, pair, operands, at)]
             return self._checked(op.outputs, results, at)
-        mine, theirs = (called(one), called(two)) if name in CALLS else (None, None)
-        if mine is not None and theirs is not None:
-            results = self._call(op, (mine, theirs), operands, line, one)
+        part, whole = (called(one), called(two)) if name in CALLS else (None, None)
+        if part is not None and whole is not None:
+            results = self._call(op, (part, whole), operands, line, one)
             has_vjp = name.startswith("custom_") and not self._in_backward
             return self._backward(pair, operands, results, at) if has_vjp else results
         return self._primitive(op, operands, at)
 
     def _primitive(self, op: Operation, operands: list[Value], at: str) -> list[Value]:
-        name, count = op.name, len(op.outputs)
+        name = op.name
+        count = len(op.outputs)
         known = [value.known for value in operands if value.known is not None]
         if len(known) == len(operands) and (number := folded(op, known)) is not None:
             key = (name, str(op.params), *known)
@@ -213,7 +216,7 @@ class Walk:
                 return self._numbered(op, operands, [with_line(result, at)] * count)
             result = rule(op, operands)
         except (AttributeError, LookupError, TypeError, ValueError):
-            # Versions of JAX differ in the parameters of operations.
+            # A rule may fail because versions of JAX differ in the parameters of operations.
             return [coupled(unread(name), at)] * count
         except Mixing as problem:
             return [Value(Kind.MIXED, why=str(problem), line=at)] * count
@@ -225,7 +228,7 @@ class Walk:
         return self._checked(op.outputs, self._numbered(op, operands, results), at)
 
     def _checked(self, outputs: Sequence[Shapes], values: list[Value], at: str) -> list[Value]:
-        """Values whose dims that count samples are those that grow."""
+        """Makes values COUPLED unless exactly the dims that count samples grow with the batch."""
         results = []
         for value, shapes in zip(values, outputs, strict=True):
             if value.kind is not Kind.COUPLED and len(shapes[0]) != len(shapes[1]):
@@ -242,7 +245,7 @@ class Walk:
         return results
 
     def _loose(self, op: Operation, operands: list[Value]) -> Value | None:
-        """The result where the part's one sample has no dim of its own; None in other cases."""
+        """Returns the result if the part's one sample has no dim of its own; else None."""
         if op.name in RESHAPES and math.prod(op.inputs[0][0]) == math.prod(op.outputs[0][0]):
             value = relayed(op, operands[0], self._ratio)
             if value is not None:
@@ -254,7 +257,7 @@ class Walk:
         return None
 
     def _numbered(self, op: Operation, operands: list[Value], results: list[Value]) -> list[Value]:
-        """Results with the numbers of their computations: equal ones for equal ones."""
+        """Gives results their value numbers: equal computations get equal numbers."""
         if op.name in _KEEPS_NUMBER and results[0].kind is operands[0].kind:
             return [dataclasses.replace(results[0], number=operands[0].number)]
         params = str([sorted(params.items(), key=str) for params in (op.params, op.others)])
@@ -276,7 +279,7 @@ class Walk:
                 return [coupled(why, source_line(equation))] * len(op.outputs)
             results = promised(op.outputs, operands)
             return self._checked(op.outputs, results, source_line(equation))
-        # JAX traces its own functions once: lines within them are those of their first caller.
+        # JAX traces its own functions once, so lines within them name their first caller.
         at = line or (source_line(equation) if is_of_jax(name) else "")
         inputs = operands[len(operands) - len(programs[0].jaxpr.invars) :]
         return self.program(programs, inputs, at)[: len(op.outputs)]
@@ -284,7 +287,7 @@ class Walk:
     def _backward(
         self, pair: Pair, operands: list[Value], results: list[Value], at: str
     ) -> list[Value]:
-        """The results of a function with a custom derivative, which must keep samples apart too."""
+        """Checks that the backward pass of a custom derivative does not mix samples either."""
         values = [*operands, *results]
         if any(v.kind is Kind.CARRY for v in values):
             return [coupled(Why.LOOPED, at)] * len(results)
@@ -301,7 +304,7 @@ class Walk:
         seeds = zip(results, pair[0].outvars, strict=True)
         seeds = [returned(v) for v, out in seeds if is_float(out.aval)]
         programs = pullback(pair[0], floats), pullback(pair[1], floats)
-        # A backward pass is not differentiated again: custom derivatives in it play no part.
+        # A backward pass is not differentiated again, so custom derivatives in it are not checked.
         self._in_backward = True
         cotangents = self.program(programs, [*operands, *seeds], at)
         self._in_backward = False
@@ -319,7 +322,7 @@ class Walk:
         return results
 
     def scan(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
-        """A loop; over the samples, where its length grows with them."""
+        """The rule for `scan`; the scan is over the samples if its length grows with them."""
         loop, other = (inners(equation)[0] for equation in pair)
         if pair[0].params["reverse"] != pair[1].params["reverse"] or loop.form != other.form:
             return [coupled(Why.DIFFERS, at)] * len(pair[0].outvars)
@@ -329,7 +332,7 @@ class Walk:
             return self._scan_samples((loop, other), operands, at)
         has_rows = any(v.kind is Kind.CARRY for v in stacked)
         if has_rows and any(v.kind is Kind.CARRY for v in (*consts, *carry)):
-            # What the rows of a sum become could then be put at the places of others.
+            # The loop could then move rows of a running sum to the places of other rows.
             return [coupled(Why.LOOPED, at)] * len(pair[0].outvars)
         each = [v if v.dim is None else v.at(v.dim - 1, v.outer) for v in stacked]
         each = [coupled(Why.LOOPED, at) if v.numbers else v for v in each]
@@ -352,16 +355,18 @@ class Walk:
     def _scan_samples(
         self, loops: tuple[Inner, Inner], operands: list[Value], at: str
     ) -> list[Value]:
-        """A loop over the samples, which may only sum over them, or leave a carry as it is."""
+        """The rule for a scan over the samples: it may only sum over them, or keep a carry."""
         consts, carry, stacked = loops[0].parts(operands)
         bodies = loops[0].program, loops[1].program
-        count, bad, num_consts = len(bodies[0].jaxpr.outvars), coupled(Why.LOOPED, at), len(consts)
+        count = len(bodies[0].jaxpr.outvars)
+        bad = coupled(Why.LOOPED, at)
+        num_consts = len(consts)
         if not all(value.is_constant or (value.dim, value.outer) == (0, 1) for value in stacked):
             return [bad] * count
         each = [v.at(None) if v.is_rows else Value(Kind.ROWS, v.scale) for v in stacked]
         each = [bad if v.numbers else v for v in each]
         start = [Value(Kind.CARRY, slot=number) for number in range(len(carry))]
-        # A carry that the loop leaves as it is does not have to be a sum.
+        # A carry that the loop does not change need not be a sum.
         through = [
             all(body.jaxpr.outvars[i] is body.jaxpr.invars[num_consts + i] for body in bodies)
             for i in range(len(carry))
@@ -394,7 +399,7 @@ class Walk:
         return results
 
     def loop(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
-        """A `while` loop, whose number of iterations must not depend on the samples."""
+        """The rule for `while`: the number of iterations must not depend on the samples."""
         (test, body), (other_test, other_body) = map(inners, pair)
         shared, carry, _ = body.parts(operands)
         bodies = body.program, other_body.program
@@ -406,7 +411,7 @@ class Walk:
         return [coupled(runs.why or Why.OFTEN, runs.line or at)] * len(carry)
 
     def branch(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
-        """A `cond` or `switch`, whose choice of a branch must not depend on the samples."""
+        """The rule for `cond` and `switch`: the choice must not depend on several samples."""
         which, *inputs = operands
         is_own = which.is_constant or (which.is_rows and which.dim is None)
         if not is_own or which.is_scaled:
@@ -425,7 +430,7 @@ class Walk:
         return results
 
     def average(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
-        """A sum over all ranks, which they all know then: of a total, as if by their samples."""
+        """The rule for `psum`: a sum over all ranks is the same on each of them."""
         is_over_all = pair[0].params["axes"] == (RANKS,)
         return [
             Value(Kind.CONSTANT, value.scale)
@@ -436,16 +441,16 @@ class Walk:
 
 
 _ANY = 0.37
-"""A scale of what comes back to a backward pass; no power of a small number."""
+"""The scale given to cotangents; it is no power of a small integer, so that no scale equals it."""
 
 _KEEPS_NUMBER = RESHAPES | {
     "convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient",
 }  # fmt: skip
-"""What changes nothing about what a value is."""
+"""Operations whose result keeps the value number of the operand."""
 
 
 def _combined(join: Callable[[Value, Value], Value], left: Value, right: Value, at: str) -> Value:
-    """The join of two values, from two branches or from before and after an iteration."""
+    """Joins two values: of two branches, or from before and after an iteration."""
     for value in (left, right):
         if value.kind is Kind.COUPLED:
             return value
@@ -463,7 +468,7 @@ def _combined(join: Callable[[Value, Value], Value], left: Value, right: Value, 
 def _settled(
     loop: Inner, run: Callable[[list[Value]], list[Value]], carry: list[Value], at: str
 ) -> tuple[list[Value], list[Value]]:
-    """The fixed point of a loop's carry, and the loop's other results."""
+    """Returns the fixed point of a loop's carry, and the loop's other results."""
     fixed = loop.settled(carry, run, lambda one, other: _combined(either, one, other, at))
     if fixed is not None:
         return fixed

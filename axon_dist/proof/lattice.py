@@ -2,7 +2,7 @@
 
 Two programs are compared: that of the whole batch, and that of one of its equal parts. Dims whose
 sizes differ count samples. A value of the whole batch is described relative to the parts' values
-by a kind (how it is combined from them) and a scale (by which factor it is larger). For example,
+by a kind (how it is combined from them) and a scale (how many times larger it is). For example,
 `1/B` is a constant that is 1/4 as large for the whole batch as for one of four parts; the mean of
 the samples' losses is the mean of the parts' means, and their sum is 4 times the mean of the parts'
 sums. Scales come from the constants of the two programs, and hold for these two sizes alone. The
@@ -47,7 +47,7 @@ class Kind(enum.Enum):
 
 
 class Why(enum.StrEnum):
-    """The reasons why a value depends on several samples, or on their number."""
+    """Why a value depends on several samples, or on their number; verb phrases about the value."""
 
     DIFFERS = (
         "is another program for another number of samples, as a loop of Python over them or a "
@@ -94,17 +94,17 @@ class Value:
     Args:
         kind: see `Kind`.
         scale: how many times larger it is for the whole batch than for a part.
-        dim: of ROWS, the dim that counts samples; None for the one sample of a loop's iteration.
-        outer: of ROWS, how many times the sequence of all samples is repeated along the dim.
-        numbers: of ROWS, for each column of the last dim, whether it is the sample's position in
-            the batch; `(True,)` where the whole value is, and empty where no column is.
-        over: of RATIO, the value number of the divisor; of the sample's position in a loop over the
-            samples, how many samples a part has.
-        slot: of CARRY, its position among the loop's carries.
-        known: the values of a scalar, or of an array of equal entries, in the programs of a part
-            and of the whole, where they are constants there.
+        dim: for ROWS, the dim that counts samples; None for the one sample of a loop's iteration.
+        outer: for ROWS, how many times the sequence of all samples is repeated along the dim.
+        numbers: for ROWS, whether each column of the last dim is the sample's position in the
+            batch; `(True,)` if the whole value is, and empty if no column is.
+        over: for RATIO, the value number of the divisor; for the sample's position in a loop over
+            the samples, how many samples a part has.
+        slot: for CARRY, its position among the loop's carries.
+        known: the number that a scalar, or every element of an array, equals in the programs of a
+            part and of the whole, if it is a constant there.
         made: whether it is a random key created inside the loss, hence equal on all ranks.
-        why: of MIXED and COUPLED, the reason.
+        why: for MIXED and COUPLED, the reason.
         line: the user's line that is the reason.
         number: its value number, equal for equal computations.
     """
@@ -134,7 +134,7 @@ class Value:
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is known to be 0, which has any scale."""
+        """Whether it is known to be 0, which fits any scale."""
         return self.known is not None and self.known[0] == 0 == self.known[1]
 
     @property
@@ -144,12 +144,12 @@ class Value:
 
     @property
     def chosen(self) -> Number | None:
-        """Its value, where that is known and the same for a part and the whole; else None."""
+        """Its value if that is known and equal for a part and the whole; else None."""
         known = self.known
         return known[0] if known is not None and known[0] == known[1] else None
 
     def at(self, dim: int | None, outer: int = 1) -> Value:
-        """The same rows in another dim."""
+        """Returns the same rows in another dim."""
         return dataclasses.replace(self, dim=dim, outer=outer)
 
 
@@ -157,16 +157,16 @@ CONSTANT = Value()
 
 
 def same_scale(left: float, right: float) -> bool:
-    """Whether two scales are equal but for rounding."""
+    """Whether two scales are equal up to rounding."""
     return math.isclose(left, right, rel_tol=_ROUNDING)
 
 
 _ROUNDING = 1e-6
-"""Of constants in float32, of which several may have been multiplied."""
+"""The relative rounding error allowed for products of several float32 constants."""
 
 
 class Coupling(Exception):
-    """An operation makes a result depend on several samples; says how."""
+    """An operation makes a result depend on several samples; the message says how."""
 
 
 class Mixing(Coupling):
@@ -174,48 +174,48 @@ class Mixing(Coupling):
 
 
 def coupled(why: str, line: str) -> Value:
-    """A COUPLED value, with the reason and the user's line."""
+    """Returns a COUPLED value, with the reason and the user's line."""
     return Value(Kind.COUPLED, why=why, line=line)
 
 
 def with_line(value: Value, at: str) -> Value:
-    """The value with the line that an error will name, where it has a reason and no line yet."""
+    """Adds the user's line to a value that has a reason and no line yet."""
     if value.kind in (Kind.MIXED, Kind.RATIO, Kind.COUPLED) and not value.line:
         return dataclasses.replace(value, line=at)
     return value
 
 
 def plus(left: Value, right: Value) -> Value:
-    """A sum of two values.
+    """Returns the value of a sum.
 
     Raises:
-        Coupling: when the result depends on several samples, and is no sum over them.
+        Coupling: if the result depends on several samples and is not a sum over them.
     """
     for one, other in ((left, right), (right, left)):
         if one.is_zero and not (other.is_rows and other.numbers):
             return dataclasses.replace(other, known=None) if other.is_constant else other
     kinds = {left.kind, right.kind}
-    is_alike = same_scale(left.scale, right.scale)
+    has_one_scale = same_scale(left.scale, right.scale)
     if kinds == {Kind.CONSTANT}:
-        if not is_alike:
+        if not has_one_scale:
             raise Mixing(Why.SIZES)
         return Value(Kind.CONSTANT, left.scale, made=left.made or right.made)
     if kinds <= {Kind.ROWS, Kind.CONSTANT}:
-        if not is_alike:
+        if not has_one_scale:
             raise Coupling(Why.SIZES)
         return aligned([left, right], left.scale)
     if kinds <= {Kind.TOTAL, Kind.CONSTANT}:
-        if not is_alike:
+        if not has_one_scale:
             raise Mixing(Why.TERMS)
         return Value(Kind.TOTAL, left.scale)
-    return _plus_special(left, right, kinds, is_alike)
+    return _plus_special(left, right, kinds, has_one_scale)
 
 
 def either(left: Value, right: Value) -> Value:
-    """One of two values, chosen by what does not depend on the samples, or both side by side.
+    """Returns the value of a sample-independent choice between two values, or of both together.
 
     Raises:
-        Coupling: when the result depends on several samples, and is no sum over them.
+        Coupling: if the result depends on several samples and is not a sum over them.
     """
     if Kind.CARRY in (left.kind, right.kind):
         if (left.kind, left.slot) != (right.kind, right.slot):
@@ -224,8 +224,8 @@ def either(left: Value, right: Value) -> Value:
     return plus(left, right)
 
 
-def _plus_special(left: Value, right: Value, kinds: set[Kind], is_alike: bool) -> Value:
-    """Sums with what is already a ratio, a mixture or part of a loop."""
+def _plus_special(left: Value, right: Value, kinds: set[Kind], has_one_scale: bool) -> Value:
+    """Returns the value of a sum in which a term is RATIO, MIXED or CARRY."""
     if Kind.MIXED in kinds:
         first = left if left.kind is Kind.MIXED else right
         if kinds <= {Kind.MIXED, Kind.CONSTANT, Kind.TOTAL}:
@@ -239,16 +239,16 @@ def _plus_special(left: Value, right: Value, kinds: set[Kind], is_alike: bool) -
         raise Coupling(Why.LOOPED)
     if kinds <= {Kind.RATIO, Kind.CONSTANT}:
         ratio = left if left.kind is Kind.RATIO else right
-        if is_alike and {left.over, right.over} <= {ratio.over, 0}:
+        if has_one_scale and {left.over, right.over} <= {ratio.over, 0}:
             return ratio
     raise Coupling(Why.EACH)
 
 
 def times(left: Value, right: Value) -> Value:
-    """A product of two values.
+    """Returns the value of a product.
 
     Raises:
-        Coupling: when the result is no sum over the samples.
+        Coupling: if the result is not a sum over the samples.
     """
     scale = left.scale * right.scale
     if left.is_constant and right.is_constant:
@@ -263,10 +263,10 @@ def times(left: Value, right: Value) -> Value:
 
 
 def over(left: Value, right: Value) -> Value:
-    """A quotient of two values.
+    """Returns the value of a quotient.
 
     Raises:
-        Coupling: when the result is no sum over the samples.
+        Coupling: if the result is not a sum over the samples.
     """
     scale = left.scale / right.scale
     if right.is_constant:
@@ -289,10 +289,10 @@ def _product(left: Value, right: Value) -> str:
 
 
 def aligned(values: list[Value], scale: float) -> Value:
-    """Rows made of rows and constants, sample by sample.
+    """Returns the value of rows that are made from rows and constants, sample by sample.
 
     Raises:
-        Coupling: when samples are put together with other samples.
+        Coupling: if samples are combined with other samples.
     """
     if any(value.numbers for value in values):
         raise Coupling(Why.NUMBERS)
@@ -304,10 +304,10 @@ def aligned(values: list[Value], scale: float) -> Value:
 
 
 def nonlinear(name: str, values: list[Value]) -> Value:
-    """What a function that is not linear makes of values, element by element.
+    """Returns the value of a nonlinear elementwise function.
 
     Raises:
-        Coupling: when one of them is a total, or depends on the number of samples.
+        Coupling: if an operand is a total, or depends on the number of samples.
     """
     for value in values:
         if value.kind is Kind.CARRY:
@@ -325,13 +325,15 @@ def nonlinear(name: str, values: list[Value]) -> Value:
 
 
 class Use(enum.Enum):
-    """What a number that a loss function gives is to the samples.
+    """How an output of a loss function relates to the samples.
 
-    MEAN is a mean over samples, or the same for all batches. SUM is a sum over them. WEIGHTED is a
-    sum divided by a sum: of a loss, its own weight; of a metric, the weight of the loss. SCALED is
-    a mean or sum over the samples times something else that follows from their number. CONSTANT,
-    of a buffer or a metric, is the same for all parts of a batch. MIXED adds terms that grow
-    differently with the number of samples. COUPLED is what the parts of a batch cannot give.
+    MEAN is a mean over samples, or the same for all batches.
+    SUM is a sum over them.
+    WEIGHTED is a sum divided by a sum: a loss by its own weight, a metric by the loss's weight.
+    SCALED is a mean or sum over the samples times another factor that depends on their number.
+    CONSTANT, for a buffer or a metric, is the same for all parts of a batch.
+    MIXED adds terms that grow differently with the number of samples.
+    COUPLED cannot be computed from the values of the parts.
     """
 
     MEAN = "mean"
@@ -349,9 +351,9 @@ class OutputUse:
 
     Args:
         kind: see `Use`.
-        factor: what the mean over equal parts of a batch is multiplied by to give the number of the
-            whole batch: 1 for a mean, the number of parts for a sum.
-        why: of MIXED, COUPLED and of a buffer that is not CONSTANT, the reason.
+        factor: the value of the whole batch is this times the mean over equal parts: 1 for a mean,
+            the number of parts for a sum.
+        why: the reason, for MIXED, COUPLED and a buffer that is not CONSTANT.
         line: the user's line that is the reason.
     """
 
@@ -367,7 +369,7 @@ class OutputUse:
 
     @property
     def place(self) -> str:
-        """The user's line in brackets, as the end of a sentence; "" where none is known."""
+        """The user's line in brackets, to end a sentence; "" if unknown."""
         return f" ({self.line})" if self.line else ""
 
     def __str__(self) -> str:
@@ -379,11 +381,11 @@ class SampleUse:
     """How the outputs of a loss function depend on the samples of its batch.
 
     Args:
-        loss: the loss; where it has a weight, their quotient.
-        metrics: by name.
-        buffers: the new values, by path.
-        is_plain: whether the loss is a number without a weight of its own.
-        failure: the error of the loss function where it fails on a part of the batch.
+        loss: the use of the loss; with a weight, that of their quotient.
+        metrics: the use of each metric, by name.
+        buffers: the use of each buffer's new value, by path.
+        is_plain: whether the loss is a number without its own weight.
+        failure: the error of the loss function if it fails on a part of the batch.
 
     Example:
         >>> coupled = OutputUse(Use.COUPLED, why="takes `sort` along the samples", line="a.py:3")
@@ -407,14 +409,14 @@ class SampleUse:
         return all(use.is_separable for use in (self.loss, *self.metrics.values()))
 
     def outputs(self) -> dict[str, OutputUse]:
-        """Everything, by what to call it."""
+        """Returns the uses of all outputs, by the name to show to the user."""
         metrics = {f"metric {name!r}": use for name, use in self.metrics.items()}
         buffers = {f"buffer {path!r}": use for path, use in self.buffers.items()}
         return {"loss": self.loss, **metrics, **buffers}
 
     @property
     def coupled(self) -> str:
-        """The first output that is not combined from the parts, and why; "" where there is none."""
+        """The first output with a reason, and the reason; "" if there is none."""
         for name, use in self.outputs().items():
             if use.why:
                 return f"the {name} {use.why}{use.place}"
@@ -436,11 +438,11 @@ def use_of(
     """Summarises the abstract values of the outputs of a loss function.
 
     Args:
-        loss: the value of the total of the loss.
+        loss: the value of the loss's total.
         weight: the value of its divisor.
         metrics: the value and the divisor of each metric, by name.
         buffers: the new values, by path.
-        is_plain: whether the loss is a number without a weight of its own.
+        is_plain: whether the loss is a number without its own weight.
         parts: the number of parts of the batch.
 
     Returns:
@@ -455,15 +457,15 @@ def use_of(
 
 
 OF_WEIGHT = "has a weight that "
-"""How a reason begins that is the weight's."""
+"""The beginning of a reason that concerns the loss's weight."""
 
 
 def _loss(loss: Value, weight: Value, parts: float) -> OutputUse:
     for value, whose in ((loss, ""), (weight, OF_WEIGHT)):
-        # The numbers of the parts give a sum; a constant is the mean of as many.
+        # The parts' values of a total can be summed; a constant is the mean of equal values.
         if value.kind not in (Kind.CONSTANT, Kind.TOTAL):
             kind = Use.MIXED if value.kind is Kind.MIXED else Use.COUPLED
-            why = whose + (value.why or "is no sum over the samples")
+            why = whose + (value.why or "is not a sum over the samples")
             return OutputUse(kind, 1.0, why, value.line)
     factor = loss.scale / weight.scale
     if same_scale(factor, parts):

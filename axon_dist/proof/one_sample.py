@@ -1,10 +1,11 @@
 """Compares the program of a part with one sample with that of the whole batch.
 
-Where the dim that counts samples has size 1, JAX and users write another program than where it is
-larger: arrays are reshaped without that dim, and an equation that would repeat or sum one entry is
-left out. An equation that one of the programs has alone and that only changes the shape of the same
-entries is called a *relay*. The value of its result is derived from the program of the whole batch,
-and the shape that the array has in the part's program is checked where an operation reads it.
+If the dim that counts samples has size 1, JAX and users write a different program than for a larger
+size: arrays are reshaped without that dim, and an equation that would repeat or sum a single entry
+is missing. An equation that only one of the programs has, and that only changes the shape of the
+same entries, is called a *relay*. The value of its result is derived from the program of the whole
+batch. The shape of the array in the part's program is checked when an operation reads it. An array
+is *loose* if it has lost, in the part, the dim that counts samples.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ from .operation import Operation, PairValues, Shapes
 from .rules import SAMPLE_RULES, is_transposed
 
 Aligned: TypeAlias = tuple[JaxprEqn | None, JaxprEqn | None]
-"""An equation of the part and of the whole; None for a relay that one program does not have."""
+"""An equation of the part and one of the whole; None for a relay that this program lacks."""
 
 
 def aligned_equations(part: Jaxpr, whole: Jaxpr) -> Sequence[Aligned] | None:
-    """Pairs the equations of two programs up to relays; None where other equations differ."""
+    """Pairs the equations of two programs up to relays; returns None if other equations differ."""
     pairs: list[Aligned] = []
-    mine, theirs = list(part.eqns), list(whole.eqns)
-    while mine or theirs:
-        one, other = mine[:1], theirs[:1]
+    part_eqns = list(part.eqns)
+    whole_eqns = list(whole.eqns)
+    while part_eqns or whole_eqns:
+        one = part_eqns[:1]
+        other = whole_eqns[:1]
         if one and other and one[0].primitive.name == other[0].primitive.name:
-            pairs.append((mine.pop(0), theirs.pop(0)))
+            pairs.append((part_eqns.pop(0), whole_eqns.pop(0)))
         elif other and other[0].primitive.name in RESHAPES | {"reduce_sum"}:
-            pairs.append((None, theirs.pop(0)))
+            pairs.append((None, whole_eqns.pop(0)))
         elif one and one[0].primitive.name in RESHAPES:
-            pairs.append((mine.pop(0), None))
+            pairs.append((part_eqns.pop(0), None))
         else:
             return None
     return pairs
@@ -48,8 +51,8 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
     """Sets the value of the result of an equation that only one of the programs has.
 
     Args:
-        known: the values of the variables of both.
-        pair: the equation.
+        known: the values of the variables of both programs.
+        pair: the equation, and None for the program that lacks it.
         ratio: the number of samples of the whole batch.
 
     Returns:
@@ -70,8 +73,10 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
     source = known.mates.get(operand) if isinstance(operand, Var) else None
     if source is None or len(whole.invars) > 1:
         return False
-    value, small = known.read(source, operand), shape_of(source)
-    inputs, outputs = ((small, shape_of(operand)),), ((small, shape_of(made)),)
+    value = known.read(source, operand)
+    small = shape_of(source)
+    inputs = ((small, shape_of(operand)),)
+    outputs = ((small, shape_of(made)),)
     params = whole.params
     op = Operation(whole.primitive.name, params, params, inputs, outputs, ("f", "f"))
     output = value if value.kind is Kind.COUPLED else relayed(op, value, ratio)
@@ -86,7 +91,7 @@ def is_loose(value: Value, small: Shape, large: Shape, ratio: float) -> bool:
 
 
 def canonical(value: Value, small: Shape, large: Shape, ratio: float) -> Shape | None:
-    """The shape of a part's array with all the dims that the whole batch's array has.
+    """Returns the shape of a part's array with all dims of the whole batch's array.
 
     Args:
         value: the abstract value of the array.
@@ -95,7 +100,7 @@ def canonical(value: Value, small: Shape, large: Shape, ratio: float) -> Shape |
         ratio: the number of samples of the whole batch.
 
     Returns:
-        The shape; None where the part's array is no reshape of it.
+        The shape; None if the part's array is not a reshape of it.
     """
     if value.dim is not None:
         size = large[value.dim] / ratio
@@ -110,15 +115,15 @@ def canonical(value: Value, small: Shape, large: Shape, ratio: float) -> Shape |
 
 
 def relayed(op: Operation, value: Value, ratio: float) -> Value | None:
-    """The value of an equation's result that is, in the part, a reshape of the operand.
+    """Returns the value of a result that is, in the part, a reshape of the operand.
 
     Args:
-        op: as in the program of the whole, with the operand's shape in that of the part.
-        value: of the operand.
+        op: the operation in the whole's program, with the operand's shape in the part's program.
+        value: the value of the operand.
         ratio: the number of samples of the whole batch.
 
     Returns:
-        The value; None where the equation is more than a relay.
+        The value; None if the equation is more than a relay.
     """
     (small, large), (_, result) = op.inputs[0], op.outputs[0]
     source = canonical(value, small, large, ratio)
@@ -147,26 +152,27 @@ def relayed(op: Operation, value: Value, ratio: float) -> Value | None:
 
 
 def _repeats_samples(op: Operation, value: Value, small: Shape) -> bool:
-    """Whether a constant is repeated once for each sample, and stands once in the part."""
+    """Whether a constant is repeated once per sample, so that the part has it once."""
     if op.name != "broadcast_in_dim" or not value.is_constant:
         return False
-    large, result = op.inputs[0][1], op.outputs[0][1]
+    large = op.inputs[0][1]
+    result = op.outputs[0][1]
     return small == large and math.prod(result) > math.prod(large)
 
 
 def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
-    """The value of an operation on arrays, some of which lack the samples' dim in the part.
+    """Returns the value of an operation on arrays of which some are loose.
 
     Args:
         op: the operation.
-        values: of its operands.
+        values: the values of its operands.
         ratio: the number of samples of the whole batch.
 
     Returns:
-        The value; None where it is unknown.
+        The value; None if it is unknown.
 
     Raises:
-        Coupling: when the result depends on several samples.
+        Coupling: if the result depends on several samples.
     """
     shapes = [canonical(v, *s, ratio) for v, s in zip(values, op.inputs, strict=True)]
     if op.name == "gather":
@@ -177,9 +183,9 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
         is_own = value.is_rows and not value.numbers and shapes[0] is not None
         is_all = ends == {1} and math.prod(op.inputs[0][0]) * ratio == math.prod(op.inputs[0][1])
         return Value(Kind.TOTAL, value.scale * ratio) if is_own and is_all else None
-    whole, fits = op.outputs[0][1], op.name in ELEMENTWISE
-    if not fits or len(op.outputs) != 1:
+    if op.name not in ELEMENTWISE or len(op.outputs) != 1:
         return None
+    whole = op.outputs[0][1]
     inputs: list[Shapes] = []
     for shape, (small, large) in zip(shapes, op.inputs, strict=True):
         if shape is None or (small and (small, large) != op.outputs[0]):
@@ -194,7 +200,7 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
 
 
 def _rows_in_windows(op: Operation, values: list[Value]) -> Value | None:
-    """A gather of each sample's entries from its own row, which the part reads as a window."""
+    """The rule for a batched gather from each sample's row, which the part reads as a window."""
     table, indices = values[:2]
     one, other = op.params["dimension_numbers"], op.others["dimension_numbers"]
     if not (table.is_rows and indices.is_rows and table.dim is not None) or indices.numbers:
@@ -204,7 +210,8 @@ def _rows_in_windows(op: Operation, values: list[Value]) -> Value | None:
         return None
     at = places[dims.index(table.dim)]
     moved = op.moved(table)
-    beside = [(d, p - (p > at)) for d, p in zip(dims, places, strict=True) if d != table.dim]
+    # The other batching dims, as numbered in the part: its indices lack the dim `at`.
+    others = [(d, p - (p > at)) for d, p in zip(dims, places, strict=True) if d != table.dim]
     hidden = (*other.collapsed_slice_dims, *dims)
     windows = [d for d in range(len(op.inputs[0][1])) if d not in hidden]
     out = moved.dim or 0
@@ -212,7 +219,7 @@ def _rows_in_windows(op: Operation, values: list[Value]) -> Value | None:
     is_same = (
         at == indices.dim
         and [*zip(one.operand_batching_dims, one.start_indices_batching_dims, strict=True)]
-        == beside
+        == others
         and (one.collapsed_slice_dims, one.start_index_map)
         == (other.collapsed_slice_dims, other.start_index_map)
         and list(one.offset_dims) == offsets

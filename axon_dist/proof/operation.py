@@ -22,7 +22,7 @@ from ..ir.walk import OPENED, Atom, Aval, Params, dtype_of, equations, shape_of,
 from .lattice import CONSTANT, Coupling, Kind, Number, Value, Why, coupled
 
 Constant: TypeAlias = Array | np.ndarray | Number
-"""A literal or a constant of a program."""
+"""The value of a literal or a constant of a program."""
 
 Shapes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The shapes of an array for a part of the batch and for the whole."""
@@ -30,16 +30,16 @@ Shapes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An equation, in the programs for a part of the batch and for the whole.
+    """An equation in the programs for a part of the batch and for the whole.
 
     Args:
-        name: of the primitive.
+        name: the name of the primitive.
         params: its parameters for a part.
-        others: those for the whole.
+        others: its parameters for the whole.
         inputs: the shapes of its operands.
         outputs: the shapes of its results.
         kinds: the NumPy kinds of the first operand and the first result, such as "f" or "i".
-        generator: the dtype of the first operand where that is a random key, else "".
+        generator: the dtype of the first operand if that is a random key, else "".
     """
 
     name: str
@@ -52,10 +52,10 @@ class Operation:
 
     @cached_property
     def factors(self) -> Factors:
-        """The factors of its dims, in the program of the whole batch.
+        """The factors of its dims in the program of the whole batch.
 
         Raises:
-            LookupError: when that is not known.
+            LookupError: if they are unknown.
         """
         inputs, outputs = ([large for _, large in side] for side in (self.inputs, self.outputs))
         factors = factors_of(self.name, self.others, inputs, outputs)
@@ -73,10 +73,10 @@ class Operation:
         }
 
     def moved(self, value: Value, operand: int = 0) -> Value:
-        """The rows of a result, with the dim of the result that counts their samples.
+        """Moves rows to the dim of the result that counts their samples.
 
         Raises:
-            Coupling: when there is none.
+            Coupling: if there is no such dim.
         """
         if value.dim is None:
             return value
@@ -90,12 +90,12 @@ Rule: TypeAlias = Callable[[Operation, list[Value]], "Value | list[Value]"]
 
 
 def grown(shapes: Shapes) -> list[int]:
-    """The dims of an array that count samples."""
+    """Returns the dims of an array that count samples: those whose sizes differ."""
     return [dim for dim, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b]
 
 
 def as_rows(value: Value, shapes: Shapes) -> Value:
-    """A constant that is repeated for every sample, as rows."""
+    """Turns a constant that is repeated for every sample into rows; keeps other values."""
     dims = grown(shapes)
     if value.is_constant and len(dims) == 1:
         return Value(Kind.ROWS, value.scale, dims[0])
@@ -103,24 +103,24 @@ def as_rows(value: Value, shapes: Shapes) -> Value:
 
 
 def all_constant(values: Sequence[Value]) -> bool:
-    """Whether nothing depends on the samples."""
+    """Whether no value depends on the samples."""
     return all(value.is_constant for value in values)
 
 
 def only_numbers(value: Value) -> Value:
-    """A value all of whose columns are the sample's position, or none; others raise `Coupling`."""
+    """Returns a value if all its columns are the sample's position, or none; else raises."""
     if value.numbers not in ((), (True,)):
         raise Coupling(Why.NUMBERS)
     return value
 
 
 def is_turn(value: Value, count: int) -> bool:
-    """Whether it is the index of the current iteration of a loop over `count` samples."""
+    """Whether a value is the iteration index of a loop over `count` samples."""
     return value.is_rows and value.dim is None and value.numbers == (True,) and value.over == count
 
 
 def not_numbered(value: Value) -> Value:
-    """A value without sample positions that is no loop's running sum; others raise `Coupling`."""
+    """Returns a value without sample positions that is not a loop's running sum; else raises."""
     if value.numbers or value.kind is Kind.CARRY:
         raise Coupling(Why.NUMBERS)
     return value
@@ -132,11 +132,11 @@ Pair: TypeAlias = tuple[JaxprEqn, JaxprEqn]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PairValues:
-    """The abstract values of the variables of two programs, in which these must correspond.
+    """The abstract values of the variables of two programs, which must correspond.
 
     Args:
-        constant: (a literal in both programs) -> its abstract value.
-        values: of each variable of the whole; all have a value number.
+        constant: (a literal's values in both programs) -> its abstract value.
+        values: the value of each variable of the whole; all have a value number.
         numbers: the value number of each variable of the part.
         mates: for each variable of the whole, the variable of the part that corresponds to it.
     """
@@ -147,11 +147,13 @@ class PairValues:
     mates: dict[Atom, Atom] = dataclasses.field(default_factory=dict)
 
     def write(self, part: Atom, whole: Atom, value: Value) -> None:
-        """Sets the value of a variable of the whole, and the part's variable that corresponds."""
-        self.values[whole], self.mates[whole], self.numbers[part] = value, part, value.number
+        """Sets the value of a variable of the whole, and the corresponding variable of the part."""
+        self.values[whole] = value
+        self.mates[whole] = part
+        self.numbers[part] = value.number
 
     def read(self, part: Atom, whole: Atom) -> Value:
-        """The value of two atoms; it is coupled where they do not correspond."""
+        """Returns the value of two atoms; COUPLED if they do not correspond."""
         if isinstance(part, Literal) or isinstance(whole, Literal):
             if isinstance(part, Literal) and isinstance(whole, Literal):
                 return self.constant(part.val, whole.val)
@@ -171,31 +173,29 @@ _SIZED = frozenset(
         "indices_are_sorted", "unique_indices", "sharding", "out_sharding", "result_avals",
     }
 )  # fmt: skip
-"""Parameters that follow from sizes, which the rules compare, or that change no number."""
+"""Parameters that follow from sizes, which the rules compare, or that do not change results."""
 
 
 def are_equal(op: Operation) -> bool:
-    """Whether the parameters of an operation are the same for a part and the whole, but for sizes.
+    """Whether an operation's parameters are equal for a part and the whole, except for sizes.
 
     Example:
         >>> square = {"y": 2}
         >>> are_equal(Operation("integer_pow", square, {"y": 3}, (), (), ("f", "f")))
         False
     """
-    for name, mine in op.params.items():
+    for name, one in op.params.items():
         other = op.others.get(name)
-        if name in _SIZED or mine is other or (callable(mine) and callable(other)):
+        if name in _SIZED or one is other or (callable(one) and callable(other)):
             continue
-        is_array = isinstance(mine, np.ndarray) or isinstance(other, np.ndarray)
-        if not (
-            np.array_equal(mine, other) if is_array else mine == other or str(mine) == str(other)
-        ):
+        is_array = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
+        if not (np.array_equal(one, other) if is_array else one == other or str(one) == str(other)):
             return False
     return True
 
 
 def are_equal_keys(one: Any, other: Any) -> bool:
-    """Whether two constants are random keys, and equal."""
+    """Whether two random keys are equal; False if only one of them is a key."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     with jax.ensure_compile_time_eval():
@@ -214,7 +214,7 @@ _FOLDED: MappingProxyType[str, Callable[..., Constant]] = MappingProxyType(
         "and": np.bitwise_and, "or": np.bitwise_or, "div": np.divide,
     }
 )  # fmt: skip
-"""The operations on scalars that are folded where these differ between part and whole."""
+"""Scalar operations that are folded if their operands differ between part and whole."""
 
 
 def folded(op: Operation, known: list[tuple[Number, Number]]) -> tuple[Number, Number] | None:
@@ -222,11 +222,12 @@ def folded(op: Operation, known: list[tuple[Number, Number]]) -> tuple[Number, N
 
     Args:
         op: the operation.
-        known: the operands, for the part and for the whole.
+        known: the operands, each for the part and for the whole.
 
     Returns:
-        The results for both; None where the operands do not differ, or the operation is unknown.
+        The results for both; None if the operands do not differ, or the operation is unknown.
     """
+    # `a != a` holds for NaN alone.
     if all(a == b or (a != a and b != b) for a, b in known):
         return None
     run = _run_of(op)
@@ -253,44 +254,44 @@ def _run_of(op: Operation) -> Callable[..., Constant] | None:
 
 
 def operation(pair: Pair) -> Operation:
-    """The `Operation` that the rules read, of a pair of equations."""
+    """Makes the `Operation` that the rules read from a pair of equations."""
     one, two = pair
     sides = (one.invars, two.invars), (one.outvars, two.outvars)
     inputs, outputs = (
         tuple((shape_of(a), shape_of(b)) for a, b in zip(*side, strict=True)) for side in sides
     )
     keys = [str(dtype_of(v)) for v in one.invars[:1] if is_key(v.aval)]
-    kinds = _kind(one.invars), _kind(one.outvars)
+    kinds = (_kind(one.invars), _kind(one.outvars))
     return Operation(
         one.primitive.name, one.params, two.params, inputs, outputs, kinds, "".join(keys)
     )
 
 
 def _kind(atoms: Sequence[Atom]) -> str:
-    """The NumPy kind of the first atom's dtype; all floats, and random keys, are "f"."""
+    """Returns the NumPy kind of the first atom's dtype; "f" for all floats and random keys."""
     dtype = (dtype_of(atoms[0]) if atoms else None) or np.float32
-    # Extended floats are of kind V for NumPy.
+    # NumPy gives extended floats, such as bfloat16, the kind "V".
     is_float = (atoms and is_key(atoms[0].aval)) or jnp.issubdtype(dtype, jnp.floating)
     return "f" if is_float else np.dtype(dtype).kind
 
 
 CALLS = OPENED | {"shard_map", "composite"}
-"""What runs an inner program once, on its operands in order."""
+"""Primitives that run an inner program once, on their operands in order."""
 
 
 def is_of_jax(name: str) -> bool:
     """Whether a jitted function is one of JAX's own."""
-    rooms = (jnp, jnp.linalg, jax.nn, jax.random, jax.lax, jax.scipy.special)
-    return name.startswith("_") or any(hasattr(room, name) for room in rooms)
+    modules = (jnp, jnp.linalg, jax.nn, jax.random, jax.lax, jax.scipy.special)
+    return name.startswith("_") or any(hasattr(module, name) for module in modules)
 
 
 def is_float(aval: Aval) -> bool:
-    """Whether there are gradients of such an array."""
+    """Whether arrays of this kind have gradients."""
     return not is_key(aval) and jnp.issubdtype(getattr(aval, "dtype", int), jnp.inexact)
 
 
 def pullback(equation: JaxprEqn, floats: list[int]) -> ClosedJaxpr:
-    """The program (operands, cotangents of the results) -> cotangents of some operands."""
+    """Traces (operands, cotangents of the results) -> cotangents of some operands."""
 
     def pull(*values: Array) -> PyTree:
         operands = list(values[: len(equation.invars)])
@@ -309,7 +310,7 @@ def pullback(equation: JaxprEqn, floats: list[int]) -> ClosedJaxpr:
 
 
 def differing(part: Jaxpr, whole: Jaxpr, line: str) -> list[Value]:
-    """The coupled results of two programs that differ, with a line of the longer one."""
+    """Returns COUPLED results for two programs that differ, with a line of the longer one."""
     if not line:
         at = max((0, 1), key=lambda number: len((part, whole)[number].eqns))
         line = source_line((part, whole)[at].eqns[-1])
@@ -322,7 +323,7 @@ def differing(part: Jaxpr, whole: Jaxpr, line: str) -> list[Value]:
 
 
 RESIZED = "with sizes that follow from the number of samples"
-"""How a reason ends of an operation that is another one for another number of them."""
+"""The end of a reason: the operation's parameters depend on the number of samples."""
 
 WITHIN = (
     "within a function that axon_dist.per_sample marks, where every rank would draw the same; draw "
@@ -339,13 +340,13 @@ def counts(body: Jaxpr, operand: int, made: int) -> bool:
 
 
 def draws(called: ClosedJaxpr) -> str:
-    """The operation by which a marked function draws random numbers; "" where none does."""
+    """Returns the operation by which a marked function draws random numbers; "" if none does."""
     names = (e.primitive.name for e in equations(called.jaxpr))
     return next((name for name in names if name.startswith(("random_", "rng_", "threefry"))), "")
 
 
 def promised(outputs: Sequence[Shapes], operands: list[Value]) -> list[Value]:
-    """The results of a function that the user marks as per-sample: rows of rows."""
+    """Returns the results of a function that the user marks as per-sample: rows from rows."""
     problem = next((v for v in operands if v.kind is Kind.COUPLED), None)
     if any(v.kind is Kind.CARRY for v in operands):
         problem = coupled(Why.LOOPED, "")
@@ -359,19 +360,19 @@ def promised(outputs: Sequence[Shapes], operands: list[Value]) -> list[Value]:
 
 
 def _number(value: np.ndarray) -> Number | None:
-    """A scalar as a number of Python; None of what is none."""
+    """Returns a scalar as a Python number, or None if it is not a number."""
     if value.dtype.kind in "biuf":
         return value.item()
-    # To NumPy, bfloat16 and its like are no floats.
+    # NumPy does not count bfloat16 and other extended floats as floats.
     return float(value) if jnp.issubdtype(value.dtype, jnp.floating) else None
 
 
 def constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:
-    """A constant that may differ between a part and the whole.
+    """Returns the value of a constant that may differ between a part and the whole.
 
     Args:
-        first: in the program of a part.
-        second: in that of the whole.
+        first: the constant in the program of a part.
+        second: the constant in the program of the whole.
         ratio: how many times more samples the whole has.
     """
     kind = first.dtype.kind
@@ -390,7 +391,8 @@ def constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:
         if one is None or other is None:
             return coupled(Why.DIFFERS, "")
         return grown_scalar(one, other, ratio, eps)
-    a, b = first.astype(np.float64).reshape(-1), second.astype(np.float64).reshape(-1)
+    a = first.astype(np.float64).reshape(-1)
+    b = second.astype(np.float64).reshape(-1)
     with np.errstate(all="ignore"):
         scales = b / a
     fits = np.isfinite(scales).all() and scales[0]
@@ -400,13 +402,13 @@ def constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:
 
 
 def grown_scalar(first: Number, second: Number, ratio: float, eps: float = 2**-23) -> Value:
-    """A scalar that differs between a part and the whole.
+    """Returns the value of a scalar that differs between a part and the whole.
 
     Args:
-        first: its value for a part.
-        second: that for the whole.
+        first: the scalar for a part.
+        second: the scalar for the whole.
         ratio: how many times more samples the whole has.
-        eps: the relative distance of numbers in its dtype.
+        eps: the machine epsilon of its dtype.
     """
     known = first, second
     if first == second:
@@ -419,7 +421,7 @@ def grown_scalar(first: Number, second: Number, ratio: float, eps: float = 2**-2
 
 
 def _rounded(scale: float, ratio: float, eps: float) -> float:
-    """A scale, or the power of the ratio that it is but for the rounding of two numbers."""
+    """Rounds a scale to a (half-integer) power of the ratio if it equals one up to rounding."""
     power = round(2 * math.log(abs(scale)) / math.log(ratio)) / 2 if ratio != 1 else 0.0
     exact = math.copysign(ratio**power, scale)
     return exact if math.isclose(scale, exact, rel_tol=max(2 * eps, 1e-12)) else scale

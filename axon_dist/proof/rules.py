@@ -1,7 +1,8 @@
 """The transfer functions of the sample proof: one rule for each family of operations.
 
-A rule gets an operation with its shapes in the part's and in the whole batch's program; the dims
-that count samples are those whose sizes differ. It returns the abstract values of the results.
+A rule gets an operation, with its shapes in the programs of a part and of the whole batch, and the
+abstract values of the operands. It returns the abstract values of the results, or raises
+`Coupling`. The dims that count samples are those whose sizes differ.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .operation import Operation, Rule, all_constant, as_rows, grown, not_number
 
 
 def _linear(op: Operation, values: list[Value]) -> Value:
-    """One array, changed element by element in a way that keeps sums."""
+    """The rule for elementwise operations of one array that are linear."""
     value = values[0]
     if value.kind is Kind.CARRY and op.name in ("neg", "real", "imag", "conj"):
         raise Coupling(Why.LOOPED)
@@ -56,7 +57,7 @@ def _convert(op: Operation, values: list[Value]) -> Value:
 
 
 def _compare(op: Operation, values: list[Value]) -> Value:
-    # Indexing asks whether positions are negative, to count them from the end.
+    # jnp indexing checks whether an index is negative; a sample's position never is.
     if op.name == "lt" and values[0].numbers == (True,) and values[1].is_zero:
         return Value(known=(False, False))
     return nonlinear(op.name, values)
@@ -72,13 +73,14 @@ def _power(op: Operation, values: list[Value]) -> Value:
 
 
 def _broadcast(op: Operation, values: list[Value]) -> Value:
-    value, dims = values[0], grown(op.outputs[0])
+    value = values[0]
+    dims = grown(op.outputs[0])
     if value.kind is Kind.CARRY and op.inputs[0] != op.outputs[0]:
         raise Coupling(Why.LOOPED)
     if value.dim is not None:
         value = op.moved(only_numbers(value))
         if dims != [value.dim]:
-            raise Coupling("puts every sample beside every other")
+            raise Coupling("pairs every sample with every other")
         return value
     if dims and not value.is_constant:
         raise Coupling("gives a total over the samples back to each of them")
@@ -106,7 +108,7 @@ def _reshape(op: Operation, values: list[Value]) -> Value:
 
 
 def is_transposed(op: Operation) -> bool:
-    """Whether a reshape takes the dims in another order first, as `lax.reshape` is asked to."""
+    """Whether a reshape first permutes the dims (the `dimensions` of `lax.reshape`)."""
     orders = (params.get("dimensions") for params in (op.params, op.others))
     return op.name == "reshape" and any(orders)
 
@@ -119,7 +121,7 @@ def _transpose(op: Operation, values: list[Value]) -> Value:
 
 
 def _times_more(op: Operation) -> float:
-    """How many times more entries of the first operand are summed for the whole than for a part."""
+    """Returns how many times more of the first operand's entries the whole sums than a part."""
     small, large = op.inputs[0]
     summed = (dim for dim in grown(op.inputs[0]) if op.factors.role(0, dim) is Role.SUMMED)
     return math.prod(large[dim] / small[dim] for dim in summed)
@@ -139,16 +141,17 @@ def _reduce_sum(op: Operation, values: list[Value]) -> Value:
 
 
 def _reduce(op: Operation, values: list[Value]) -> list[Value]:
-    """Largest, smallest, product, all, any, and their positions."""
+    """The rule for reductions other than sums: max, min, product, and, or, argmax and so on."""
     result = nonlinear(op.name, values)
-    counts = op.name in ("reduce_prod", "reduce_xor", "reduce")
-    if Role.REDUCED in op.roles and (counts or (result.dim is not None)):
+    # The product of equal factors depends on how many there are; their maximum does not.
+    depends_on_count = op.name in ("reduce_prod", "reduce_xor", "reduce")
+    if Role.REDUCED in op.roles and (depends_on_count or (result.dim is not None)):
         raise Coupling(f"takes `{op.name}` over the samples")
     return [op.moved(result)] * len(op.outputs)
 
 
 def _along(op: Operation, values: list[Value]) -> list[Value]:
-    """Operations along some dims, or around each place, which keep the others."""
+    """The rule for operations along some dims, or on windows, that keep the other dims."""
     # Indices along a dim that counts samples differ between a part of a batch and the whole.
     if op.roles - {Role.PASSES}:
         how = Why.RUNNING if op.name.startswith("cum") else "takes"
@@ -199,19 +202,20 @@ def _conv(op: Operation, values: list[Value]) -> Value:
 
 def _concatenate(op: Operation, values: list[Value]) -> Value:
     dim = op.params["dimension"]
-    beside = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
+    parts = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
     if any(dim in grown(shapes) for shapes in op.inputs):
-        first = functools.reduce(either, map(not_numbered, beside))
+        first = functools.reduce(either, map(not_numbered, parts))
         if not first.is_rows or len({shapes[0][dim] for shapes in op.inputs}) > 1:
             raise Coupling(Why.JOINED)
         return first.at(dim, first.outer * len(values))
-    if not any(value.numbers for value in beside):
-        return functools.reduce(either, beside)
-    plain = aligned([dataclasses.replace(v, numbers=()) for v in beside], 1.0)
+    if not any(value.numbers for value in parts):
+        return functools.reduce(either, parts)
+    # Columns of indices: remember which of them are the sample's position.
+    plain = aligned([dataclasses.replace(v, numbers=()) for v in parts], 1.0)
     last = dim == len(op.outputs[0][0]) - 1 and all(s[0][dim] == 1 for s in op.inputs)
-    if not last or any(value.numbers not in ((), (True,)) for value in beside):
+    if not last or any(value.numbers not in ((), (True,)) for value in parts):
         raise Coupling(Why.NUMBERS)
-    return dataclasses.replace(plain, numbers=tuple(v.numbers == (True,) for v in beside))
+    return dataclasses.replace(plain, numbers=tuple(v.numbers == (True,) for v in parts))
 
 
 def _stack(op: Operation, values: list[Value]) -> Value:
@@ -220,7 +224,7 @@ def _stack(op: Operation, values: list[Value]) -> Value:
 
 def _unstack(op: Operation, values: list[Value]) -> list[Value]:
     if Role.PART in op.roles:
-        raise Coupling("takes the samples apart")
+        raise Coupling("splits an array along the samples")
     return [op.moved(not_numbered(values[0]))] * len(op.outputs)
 
 
@@ -233,11 +237,11 @@ def _select(op: Operation, values: list[Value]) -> Value:
         return dataclasses.replace(joined, known=None)
     if which.kind not in (Kind.ROWS, Kind.CONSTANT) or which.is_scaled:
         return nonlinear(op.name, values)
-    beside = functools.reduce(either, cases)
-    if beside.kind is Kind.CARRY and which.dim is None and not which.numbers:
-        return beside
-    if beside.is_constant or beside.is_rows:
-        return aligned([which, beside], beside.scale)
+    joined = functools.reduce(either, cases)
+    if joined.kind is Kind.CARRY and which.dim is None and not which.numbers:
+        return joined
+    if joined.is_constant or joined.is_rows:
+        return aligned([which, joined], joined.scale)
     raise Coupling(Why.EACH)
 
 
@@ -248,7 +252,7 @@ def _iota(op: Operation, values: list[Value]) -> Value:
 
 
 def _draw(op: Operation, values: list[Value]) -> Value:
-    """Random bits, or keys split off another: with a row for every sample."""
+    """The rule for random bits and for splitting keys: results may have a row per sample."""
     key = values[0]
     nonlinear(op.name, values)
     if key.is_rows and "rbg" in op.generator and op.name == "random_bits":
@@ -258,7 +262,7 @@ def _draw(op: Operation, values: list[Value]) -> Value:
 
 
 def _of_one_key(op: Operation, key: Value, key_ndim: int = 0) -> Value:
-    """What is drawn from one key, whose own dims come first."""
+    """Returns the value of a draw from one key; the key's own dims come first in the result."""
     dims = [dim for dim in grown(op.outputs[0]) if dim >= key_ndim]
     if not dims:
         return Value(made=key.made)
@@ -270,8 +274,9 @@ def _of_one_key(op: Operation, key: Value, key_ndim: int = 0) -> Value:
 
 
 def _gamma(op: Operation, values: list[Value]) -> Value:
-    """Gamma noise: each element from a key of its own, split off one or given for every sample."""
-    key, shape_of_it = values[0], as_rows(values[1], op.inputs[1])
+    """The rule for gamma noise: each element has its own key, split from one or one per sample."""
+    key = values[0]
+    shape_of_it = as_rows(values[1], op.inputs[1])
     nonlinear(op.name, [key, shape_of_it])
     if key.is_rows:
         if "rbg" in op.generator:
@@ -297,27 +302,27 @@ def _make_key(op: Operation, values: list[Value]) -> Value:
 
 
 def _attention(op: Operation, values: list[Value]) -> list[Value]:
-    """Fused kernels whose arrays have the samples in front, or nothing of them."""
-    beside = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
-    # The backward pass is linear in what comes back, alone.
-    returned = beside[_RETURNED] if "_bwd_" in op.name else CONSTANT
+    """The rule for fused attention kernels: arrays have the samples in dim 0, or not at all."""
+    operands = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
+    # The backward pass is linear in the cotangent, and in nothing else.
+    returned = operands[_RETURNED] if "_bwd_" in op.name else CONSTANT
     if "_bwd_" in op.name:
-        beside[_RETURNED] = dataclasses.replace(returned, scale=1.0)
-    result = nonlinear(op.name, beside)
+        operands[_RETURNED] = dataclasses.replace(returned, scale=1.0)
+    result = nonlinear(op.name, operands)
     if result.is_rows or result.is_constant:
         result = dataclasses.replace(result, scale=returned.scale)
     if not result.is_rows:
         return [result] * len(op.outputs)
     if (result.dim, result.outer) != (0, 1):
         raise Coupling(f"goes through `{op.name}` in a dim that is not the first")
-    # What has no samples is the gradient of a bias that all of them share.
+    # A result without a samples' dim is the gradient of a bias that all samples share.
     more = returned.scale * op.inputs[0][1][0] / op.inputs[0][0][0]
     of_all = Value(Kind.TOTAL, more)
     return [result if grown(shapes) else of_all for shapes in op.outputs]
 
 
 def _linear_loss(op: Operation, values: list[Value]) -> list[Value]:
-    """A weighted sum of losses, each of one position."""
+    """The rule for the fused head loss: a weighted sum of the losses of single positions."""
     hidden, kernel, labels, weights, *bias = (not_numbered(value) for value in values)
     if any(v.is_rows or v.kind is Kind.TOTAL for v in (kernel, *bias)):
         raise Coupling("has a head that depends on the samples")
@@ -333,7 +338,7 @@ def _linear_loss(op: Operation, values: list[Value]) -> list[Value]:
 
 
 _RETURNED = 12
-"""Of the operands of `dot_product_attention_bwd`, the gradient that comes back."""
+"""The position of the cotangent among the operands of `dot_product_attention_bwd`."""
 
 
 _LINEAR = (
@@ -373,11 +378,11 @@ SAMPLE_RULES: MappingProxyType[str, Rule] = MappingProxyType(
         LINEAR_CROSS_ENTROPY: _linear_loss,
     }
 )  # fmt: skip
-"""By the name of the primitive."""
+"""The rule of each primitive, by name."""
 
 
 def unknown(op: Operation, values: list[Value]) -> Value:
-    """What an operation without a rule makes: of what has nothing to do with samples."""
+    """The rule for operations without one: allows only operands independent of the samples."""
     fixed = not any(grown(shapes) for shapes in (*op.inputs, *op.outputs))
     if values and all_constant(values) and fixed and not any(v.is_scaled for v in values):
         return CONSTANT
@@ -391,7 +396,7 @@ def unknown(op: Operation, values: list[Value]) -> Value:
 
 
 def unread(name: str) -> str:
-    """What to say of an operation that no rule can read."""
+    """Returns the reason for an operation that no rule covers."""
     return (
         f"goes through `{name}`, of which it is not known what it does to samples; "
         "axon_dist.per_sample marks a function that treats them one by one"

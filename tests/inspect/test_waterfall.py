@@ -159,7 +159,7 @@ def test_too_few_steps_and_another_program_are_refused():
     with pytest.raises(UnsupportedError, match="tells 2 steps apart of 2; a profile needs 3"):
         read(traced(runs=2), runs=2)
     strange = [dataclasses.replace(event, program="jit_other") for event in traced()]
-    with pytest.raises(UnsupportedError, match="no operation of the trace is one of the compiled"):
+    with pytest.raises(UnsupportedError, match="no operation of the trace belongs to the compiled"):
         read(strange)
     with pytest.raises(ConfigError, match="peak_flops=0"):
         waterfall(traced(), PROGRAM, 4, 0, "")

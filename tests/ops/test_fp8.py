@@ -325,11 +325,11 @@ def test_parameters_gathered_once_do_not_travel_in_fp8():
 def test_products_that_are_none_are_refused():
     with pytest.raises(ConfigError, match="gather is 'int8'; it must be 'fp8', or None"):
         MixedPrecision(products="fp8", gather="int8")
-    with pytest.raises(ConfigError, match="sends weights as products in fp8 read them, and prod"):
+    with pytest.raises(ConfigError, match="gathers the weights of fp8 products, and prod"):
         MixedPrecision(gather="fp8")
     with pytest.raises(ConfigError, match="products is 'fp4'; it must be 'fp8', or None"):
         MixedPrecision(products="fp4")
     with pytest.raises(ConfigError, match="names layers that fp8 leaves out, and products is None"):
         MixedPrecision(skip=("mlp",))
-    with pytest.raises(UnsupportedError, match="none of last with first dims"):
+    with pytest.raises(UnsupportedError, match="contract the last dims with the first dims"):
         Fp8Dot()(jnp.ones((16, 4)), jnp.ones((16, 4)), (((0,), (0,)), ((), ())))
