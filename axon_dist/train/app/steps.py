@@ -209,7 +209,7 @@ def model_of(config: RunConfig) -> nnx.Module:
         ConfigError: when a path of the adapters finds no layer.
     """
     model = make_model(config.model, config.seed)
-    return model if config.lora is None else config.lora.beside(model, config.seed)
+    return model if config.lora is None else config.lora.add_to(model, config.seed)
 
 
 def what_is_trained(config: RunConfig) -> dict[str, Any]:
