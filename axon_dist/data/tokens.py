@@ -231,7 +231,7 @@ def map_tokens(source: TokenSource) -> Text:
     most = np.iinfo(train.dtype).max
     if end is not None and end > most:
         raise ConfigError(
-            f"data.document_end={end} cannot stand in files of {train.dtype.name}, whose largest "
+            f"data.document_end={end} does not fit into files of {train.dtype.name}, whose largest "
             f"token is {most}, so that no document would end; name the token that the files have"
         )
     if source.validation_files:

@@ -200,8 +200,8 @@ class Family:
             )
         table += block_rules(config, self._rows(config, layer))
         table += [
-            WeightRule(rf"{start}{names.final}\.{theirs}", f"final_norm/{ours}")
-            for theirs, ours in _norm_parts(config)
+            WeightRule(rf"{start}{names.final}\.{hub_name}", f"final_norm/{own_name}")
+            for hub_name, own_name in _norm_parts(config)
         ]
         copies = {r"lm_head\.weight": tokens} if config.tied_head else {}
         if not config.tied_head:
@@ -212,25 +212,25 @@ class Family:
     def _rows(self, config: TransformerConfig, layer: str) -> Iterator[tuple[Any, ...]]:
         form = self.names.form
         for name, norm in (self.names.norms or _NORMS[config.norms]).items():
-            for theirs, ours in _norm_parts(config):
-                yield rf"{layer}{name}\.{theirs}", f"{norm}/{ours}", ""
+            for hub_name, own_name in _norm_parts(config):
+                yield rf"{layer}{name}\.{hub_name}", f"{norm}/{own_name}", ""
         if config.qk_norm != "none":
             for one in "qk":
                 yield rf"{layer}self_attn\.{one}_norm\.weight", f"attention/{one}_norm/scale", ""
-        for theirs, ours in self.linear.items():
-            if self.experts is not None and theirs.startswith("mlp."):
+        for hub_name, own_name in self.linear.items():
+            if self.experts is not None and hub_name.startswith("mlp."):
                 continue
-            name = layer + theirs.replace(".", r"\.")
-            paths = (ours,) if isinstance(ours, str) else ours
+            name = layer + hub_name.replace(".", r"\.")
+            paths = (own_name,) if isinstance(own_name, str) else own_name
             yield rf"{name}\.weight", tuple(f"{path}/kernel" for path in paths), form, 1
-            is_input = theirs in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+            is_input = hub_name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
             if config.bias or (config.qkv_bias and is_input):
                 yield rf"{name}\.bias", tuple(f"{path}/bias" for path in paths), ""
         if self.experts is not None:
             yield rf"{layer}{self.experts.module}\.gate\.weight", "mlp/router", form
-            for theirs, ours in zip(self.experts.names, ("gate", "up", "down"), strict=True):
-                name = rf"{layer}{self.experts.module}\.experts\.{_EXPERT}\.{theirs}\.weight"
-                yield name, f"mlp/{ours}", form
+            for hub_name, own_name in zip(self.experts.names, ("gate", "up", "down"), strict=True):
+                name = rf"{layer}{self.experts.module}\.experts\.{_EXPERT}\.{hub_name}\.weight"
+                yield name, f"mlp/{own_name}", form
 
     def from_hub(self, data: Mapping[str, Any]) -> TransformerConfig:
         """Converts a `config.json` to a `TransformerConfig`."""
@@ -245,7 +245,9 @@ class Family:
         if len({*biases.values()}) > 1:
             raise self._beyond(" and ".join(f"{key}={value}" for key, value in biases.items()))
         windows = self._windows(data)
-        fields = {ours: data[theirs] for ours, theirs in {**self.sizes, **self.keys}.items()}
+        fields = {
+            own_name: data[hub_name] for own_name, hub_name in {**self.sizes, **self.keys}.items()
+        }
         fields |= {**self.parts, **self._rotation(data, bool(windows))}
         if biases:
             fields["bias"] = any(biases.values())
@@ -273,7 +275,7 @@ class Family:
         if "num_kv_heads" not in self.sizes:
             parts |= {"kv_heads": config.num_heads, "key_size": config.width // config.num_heads}
         require(config, self.name, {k: v for k, v in parts.items() if k not in self.keys})
-        names = {ours: theirs for theirs, ours in reversed([*ACTIVATIONS.items()])}
+        names = {own_name: hub_name for hub_name, own_name in reversed([*ACTIVATIONS.items()])}
         entries = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -437,7 +439,8 @@ class Family:
         )
 
     def _expert_keys(self, config: TransformerConfig) -> dict[str, Any]:
-        keys, experts = self.experts, config.experts
+        keys = self.experts
+        experts = config.experts
         if keys is None:
             require(config, self.name, {"experts": None})
             return {}
@@ -495,7 +498,10 @@ def sizes_of(config: TransformerConfig, names: Mapping[str, str]) -> dict[str, A
         config: the config of the model.
         names: fields of a `TransformerConfig` -> keys of `config.json`.
     """
-    return {theirs: getattr(config, RESOLVED.get(ours, ours)) for ours, theirs in names.items()}
+    return {
+        hub_name: getattr(config, RESOLVED.get(own_name, own_name))
+        for own_name, hub_name in names.items()
+    }
 
 
 def require(config: object, family: str, wanted: Mapping[str, Any]) -> None:

@@ -284,14 +284,14 @@ def _counts(batch: Mapping[str, Array]) -> Array:
     mask = batch.get("mask", jnp.ones(tokens.shape, jnp.float32))
     if mask.shape != tokens.shape:
         raise ConfigError(
-            f"mask of shape {mask.shape} beside tokens of shape {tokens.shape}: "
+            f"got a mask of shape {mask.shape} for tokens of shape {tokens.shape}: "
             "give one mask entry per token, the first column included."
         )
     counts = mask[:, 1:].astype(jnp.float32)
     if (segments := batch.get("segments")) is not None:
         if segments.shape != tokens.shape:
             raise ConfigError(
-                f"segments of shape {segments.shape} beside tokens of shape {tokens.shape}: give "
+                f"got segments of shape {segments.shape} for tokens of shape {tokens.shape}: give "
                 "one for every token, the last column included."
             )
         is_inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)

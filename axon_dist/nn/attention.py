@@ -182,8 +182,8 @@ def check_attend(module: nnx.Module) -> None:
     needed = [p.name for p in rest[3:] if p.default is p.empty and p.kind not in kinds]
     if needed:
         raise UnsupportedError(
-            f"{type(module).__name__}.attend needs {', '.join(needed)} beside query, key and "
-            "value, and a strategy that divides attention over devices gives it these three. Keep "
+            f"{type(module).__name__}.attend needs {', '.join(needed)} besides query, key and "
+            "value, but a strategy that splits attention over devices passes only these. Keep "
             "what else it needs in the module, such as causal=True"
         )
 
@@ -224,7 +224,8 @@ def _check_heads(
         )
     if group is None:
         return
-    size, axis = group.size, "×".join(group.axes)
+    size = group.size
+    axis = "×".join(group.axes)
 
     def fits(n):
         return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)

@@ -190,8 +190,8 @@ def differs_by_heads(
             try:
                 return compare(size)
             except Exception as error:
-                said = " ".join(str(error).split())
-                failed = f"cannot be called with a part of the heads: {said:.200}"
+                message = " ".join(str(error).split())
+                failed = f"cannot be called with a part of the heads: {message:.200}"
     return failed
 
 
@@ -208,8 +208,8 @@ def _program(
         with jax.default_matmul_precision("highest"):
             program = jax.make_jaxpr(attend)(*arrays)
     except Exception as error:
-        said = " ".join(str(error).split())
-        return Unread(f"cannot be tried on one sample of {length} positions: {said:.200}")
+        message = " ".join(str(error).split())
+        return Unread(f"cannot be tried on one sample of {length} positions: {message:.200}")
     if any(isinstance(value, Tracer) for value in program.consts):
         return Unread(
             "computes with parameters, random numbers or other values besides queries, keys and "

@@ -317,8 +317,8 @@ def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
     ]
     if others:
         raise ConfigError(
-            f"merge_lora found nnx.LoRA at {', '.join(others)}, beside no kernel that it could be "
-            "added to; put adapters beside layers by lora(model, rank, paths)"
+            f"merge_lora found nnx.LoRA at {', '.join(others)}, which belongs to no kernel to "
+            "merge into; add adapters to layers by lora(model, rank, paths)"
         )
     if not merged:
         raise ConfigError(

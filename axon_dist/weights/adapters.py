@@ -453,7 +453,7 @@ def adapter_config(
     }
     if not ranks:
         raise ConfigError(
-            "the model has no adapters to save; lora(model, rank, paths) puts them beside layers, "
+            "the model has no adapters to save; lora(model, rank, paths) adds them to layers, "
             "and save_weights writes models"
         )
     alphas = {

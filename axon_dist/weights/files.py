@@ -96,7 +96,7 @@ def _of_index(path: Path) -> dict[str, TensorEntry]:
         places: dict[str, str] = json.loads(text)["weight_map"]
         files = sorted(set(places.values()))
         if odd := [file for file in files if "/" in file or kind_at(path.parent / file) is None]:
-            raise ValueError(f"it names {odd[0]!r:.80}, and there is no such file beside it")
+            raise ValueError(f"it names {odd[0]!r:.80}, but its folder has no such file")
     there = {file: list_tensors(path.parent / file) for file in files}
     for name, file in places.items():
         if name not in there[file]:

@@ -132,7 +132,7 @@ def test_other_contents_of_a_mapped_file_are_other_data(bins):
             "a.bin",
             b"12",
             {"document_end": 2**16},
-            r"=65536 cannot stand in files of uint16",
+            r"=65536 does not fit into files of uint16",
         ),
     ],
 )
