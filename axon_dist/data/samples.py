@@ -321,7 +321,7 @@ class Sequences(TwoSides):
             if row_shapes != shapes:
                 raise ConfigError(
                     f"sample {number} of {self.description} has {_written(row)}, and the first one "
-                    f"has {_written(self.example)}; all must be equal: pad them"
+                    f"has {_written(self.example)}; all need the same shapes and dtypes: pad them"
                 )
         return {name: np.stack([row[name] for row in rows]) for name in shapes}
 

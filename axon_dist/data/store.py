@@ -149,9 +149,8 @@ class BlockSums:
         for block in (number for number in blocks if not self.checked[number]):
             if not self.is_good(descriptor, block):
                 raise ConfigError(
-                    f"{self.path}: the {_BLOCK} bytes from {_HEAD + block * _BLOCK} on are not "
-                    "what was written there; remove the file, which is made anew, and look at the "
-                    "disk"
+                    f"{self.path}: the {_BLOCK} bytes from {_HEAD + block * _BLOCK} on are "
+                    "damaged; remove the file, so that it is made again, and check the disk"
                 )
 
     def is_good(self, descriptor: int, block: int) -> bool:
@@ -350,8 +349,8 @@ class Folder:
                 ) from error
             self._temporary = tempfile.TemporaryDirectory(prefix="axon_tokens_")
             self.note = (
-                f"; made tokens anew at every start, for {self.path} cannot be written to: name "
-                "a folder in data.cache"
+                f"; tokens are made again at every start, because {self.path} is not writable: "
+                "name a folder in data.cache"
             )
             self.path = Path(self._temporary.name)
 

@@ -306,8 +306,8 @@ class Family:
 
     def _beyond(self, what: str) -> UnsupportedError:
         return UnsupportedError(
-            f"this {self.name} has {what}, which a Transformer cannot have; its logits would be "
-            "others. Take a model without"
+            f"this {self.name} has {what}, which a Transformer does not support: its logits would "
+            "differ. Use a model without it"
         )
 
     @property

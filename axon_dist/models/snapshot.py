@@ -123,8 +123,8 @@ def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
     """
     name, data, file = _read_config(path)
     check_fields(TransformerConfig, changes)
-    what = f"{str(file)!r} is no config of the family {FORMATS[name].model_type!r}"
-    advice = "take that of the snapshot as it was published"
+    what = f"{str(file)!r} is not a config of the family {FORMATS[name].model_type!r}"
+    advice = "use the config of the published snapshot"
     with reworded(what, advice, CheckpointError, MALFORMED):
         config = FORMATS[name].from_hub(data)
     config = dataclasses.replace(config, **changes)

@@ -165,8 +165,8 @@ def list_adapters(folder: Path) -> dict[str, TensorEntry]:
         UnsupportedError: when `lora` has no adapters of that kind.
     """
     file = folder / ADAPTER_CONFIG
-    what = f"{str(file)!r} is no config of adapters as peft writes it"
-    advice = "take the folder as save_pretrained wrote it"
+    what = f"{str(file)!r} is not an adapter config of peft"
+    advice = "use a folder written by save_pretrained"
     with reworded(what, advice, CheckpointError, MALFORMED):
         config = json.loads(read_text(file, f"{str(file)!r}", CheckpointError))
         for key, value in config.items():
@@ -199,7 +199,8 @@ def _described(name: str, entry: TensorEntry, config: Mapping[str, Any]) -> Adap
     hit = re.fullmatch(rf"{_PREFIX}(?P<layer>.+)\.lora_(B\.weight|embedding_B)", name)
     if hit is None or len(entry.shape) != 2:
         return AdapterTensor.of(entry, ties=bool(config.get("ensure_weight_tying")))
-    alpha, rank = config["lora_alpha"], entry.shape[1]
+    alpha = config["lora_alpha"]
+    rank = entry.shape[1]
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if why := pattern_error(pattern):
             raise ValueError(f"alpha_pattern has {pattern!r:.80}, which {why}")

@@ -101,7 +101,7 @@ def _of_index(path: Path) -> dict[str, TensorEntry]:
     for name, file in places.items():
         if name not in there[file]:
             raise CheckpointError(
-                f"the index {str(path)!r} has {name} in {file!r}, which does not hold it; fetch "
-                "the files anew"
+                f"the index {str(path)!r} has {name} in {file!r}, which lacks it; download "
+                "the files again"
             )
     return {name: there[file][name] for name, file in places.items()}

@@ -74,7 +74,8 @@ class TensorPart:
             out[...] = self.form.take(self.entry.open(), ())
             return
         along = self.form.leading
-        first, last = index[along].start, index[along].stop
+        first = index[along].start
+        last = index[along].stop
         length = self.form.shape_of(self.entry.shape)[along]
         step = max(1, CHUNK * length // max(1, self.entry.size))
         for low in range(first, last, step):
@@ -148,8 +149,8 @@ class _Matching:
             raise CheckpointError(
                 f"the weights in {files} do not fit the model: "
                 f"{'; '.join(filter(None, texts))}. Nothing was loaded: make the model "
-                "with the sizes of these weights, or give rules that name them, with what is not "
-                "wanted in their `ignored`; keep=(...) names parameters that keep their first "
+                "with the sizes of these weights, or give rules that name them, and list unwanted "
+                "tensors in their `ignored`; keep=(...) names parameters that keep their initial "
                 "values"
             )
 
