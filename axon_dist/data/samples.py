@@ -321,7 +321,8 @@ class Sequences(TwoSides):
             if row_shapes != shapes:
                 raise ConfigError(
                     f"sample {number} of {self.description} has {_written(row)}, and the first one "
-                    f"has {_written(self.example)}; all need the same shapes and dtypes: pad them"
+                    f"has {_written(self.example)}; all need the same shapes and dtypes: pad them",
+                    code="samples-differ",
                 )
         return {name: np.stack([row[name] for row in rows]) for name in shapes}
 

@@ -150,7 +150,8 @@ class BlockSums:
             if not self.is_good(descriptor, block):
                 raise ConfigError(
                     f"{self.path}: the {_BLOCK} bytes from {_HEAD + block * _BLOCK} on are "
-                    "damaged; remove the file, so that it is made again, and check the disk"
+                    "damaged; remove the file, so that it is made again, and check the disk",
+                    code="damaged-token-cache",
                 )
 
     def is_good(self, descriptor: int, block: int) -> bool:

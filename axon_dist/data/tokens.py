@@ -232,7 +232,8 @@ def map_tokens(source: TokenSource) -> Text:
     if end is not None and end > most:
         raise ConfigError(
             f"data.document_end={end} does not fit into files of {train.dtype.name}, whose largest "
-            f"token is {most}, so that no document would end; name the token that the files have"
+            f"token is {most}, so that no document would end; name the token that the files have",
+            code="document-end-too-large",
         )
     if source.validation_files:
         check_disjoint(find_files(source.files), find_files(source.validation_files))

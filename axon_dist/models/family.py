@@ -307,7 +307,8 @@ class Family:
     def _beyond(self, what: str) -> UnsupportedError:
         return UnsupportedError(
             f"this {self.name} has {what}, which a Transformer does not support: its logits would "
-            "differ. Use a model without it"
+            "differ. Use a model without it",
+            code="model-not-supported",
         )
 
     @property

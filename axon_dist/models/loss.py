@@ -285,14 +285,16 @@ def _counts(batch: Mapping[str, Array]) -> Array:
     if mask.shape != tokens.shape:
         raise ConfigError(
             f"got a mask of shape {mask.shape} for tokens of shape {tokens.shape}: "
-            "give one mask entry per token, the first column included."
+            "give one mask entry per token, the first column included.",
+            code="mask-shape",
         )
     counts = mask[:, 1:].astype(jnp.float32)
     if (segments := batch.get("segments")) is not None:
         if segments.shape != tokens.shape:
             raise ConfigError(
                 f"got segments of shape {segments.shape} for tokens of shape {tokens.shape}: give "
-                "one for every token, the last column included."
+                "one for every token, the last column included.",
+                code="segments-shape",
             )
         is_inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
         counts = counts * is_inside

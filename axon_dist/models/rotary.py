@@ -72,7 +72,8 @@ class RopeScaling:
         if self.low >= self.high:
             raise ConfigError(
                 f"rope_scaling.low={self.low} must be below rope_scaling.high={self.high}: pairs "
-                "that turn less often are slowed more; swap them"
+                "that turn less often are slowed more; swap them",
+                code="rope-scaling-order",
             )
         if self.attention_factor is not None and self.kind != "yarn":
             raise ConfigError(

@@ -184,7 +184,8 @@ def check_attend(module: nnx.Module) -> None:
         raise UnsupportedError(
             f"{type(module).__name__}.attend needs {', '.join(needed)} besides query, key and "
             "value, but a strategy that splits attention over devices passes only these. Keep "
-            "what else it needs in the module, such as causal=True"
+            "what else it needs in the module, such as causal=True",
+            code="attend-arguments",
         )
 
 

@@ -318,7 +318,8 @@ def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
     if others:
         raise ConfigError(
             f"merge_lora found nnx.LoRA at {', '.join(others)}, which belongs to no kernel to "
-            "merge into; add adapters to layers by lora(model, rank, paths)"
+            "merge into; add adapters to layers by lora(model, rank, paths)",
+            code="adapter-without-kernel",
         )
     if not merged:
         raise ConfigError(

@@ -455,7 +455,8 @@ def adapter_config(
     if not ranks:
         raise ConfigError(
             "the model has no adapters to save; lora(model, rank, paths) adds them to layers, "
-            "and save_weights writes models"
+            "and save_weights writes models",
+            code="no-adapters",
         )
     alphas = {
         layer: _number(scales.get(layer, 1.0) * (math.sqrt(r) if rslora else r))

@@ -102,6 +102,7 @@ def _of_index(path: Path) -> dict[str, TensorEntry]:
         if name not in there[file]:
             raise CheckpointError(
                 f"the index {str(path)!r} has {name} in {file!r}, which lacks it; download "
-                "the files again"
+                "the files again",
+                code="tensor-not-in-file",
             )
     return {name: there[file][name] for name, file in places.items()}

@@ -151,7 +151,8 @@ class _Matching:
                 f"{'; '.join(filter(None, texts))}. Nothing was loaded: make the model "
                 "with the sizes of these weights, or give rules that name them, and list unwanted "
                 "tensors in their `ignored`; keep=(...) names parameters that keep their initial "
-                "values"
+                "values",
+                code="weights-do-not-fit",
             )
 
     def check_copies(self) -> None:

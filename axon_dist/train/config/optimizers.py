@@ -52,7 +52,8 @@ class Group:
             raise ConfigError("paths names nothing; write a regular expression, such as head")
         if self.frozen and (self.rate != 1 or self.weight_decay is not None):
             raise ConfigError(
-                "got frozen=true with rate or weight_decay, which train; leave one of them out"
+                "got frozen=true with rate or weight_decay, which train; leave one of them out",
+                code="frozen-group",
             )
 
     def has(self, path: str) -> bool:
