@@ -1,10 +1,9 @@
-"""Text, tokens, records and images as batches: files, the split, and a loader that shuffles,
-divides and resumes.
+"""Batches of text, tokens, records and images: file discovery, train/validation split, loading.
 
-Knows no device: a process and the number of processes are plain numbers. Start reading in
-`loader.py`; `samples.py` is what a loader hands out, `tokens.py` and `packing.py` say how documents
-become rows. Sources of records: `documents.py` (JSONL), `arrow.py`, `array_record.py`; of images:
-`images.py`, `encoded_images.py`.
+The loader shuffles, shards by process and resumes. This package knows no devices: a process and the
+number of processes are plain numbers. Start reading in `loader.py`. `samples.py` defines what a
+loader yields; `tokens.py` and `packing.py` turn documents into rows. Sources of records:
+`documents.py` (JSONL), `arrow.py`, `array_record.py`; of images: `images.py`, `encoded_images.py`.
 """
 
 from .array_record import ArrayRecordSource as ArrayRecordSource

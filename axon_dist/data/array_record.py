@@ -1,4 +1,4 @@
-"""ArrayRecord files, of JSON or of `tf.train.Example`, which is what TensorFlow Datasets writes."""
+"""ArrayRecord files with JSON or `tf.train.Example` records; TensorFlow Datasets writes these."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .store import Span
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRecordSource(DocumentSource):
-    """Files of ArrayRecord; options as in `DocumentSource`, whose fields are those of a record.
+    """ArrayRecord files; options as in `DocumentSource`.
 
-    A record is an object of JSON, or a `tf.train.Example`.
+    A record is a JSON object or a `tf.train.Example`.
 
     Example:
         >>> ArrayRecordSource(files=("c4-train.array_record-*",)).validate()
@@ -32,16 +32,17 @@ class ArrayRecordSource(DocumentSource):
     suffix: ClassVar[str] = ".array_record"
 
     def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
-        """Cuts a file into runs of records."""
+        """Divides a file into runs of records."""
         for part in parts_of(path):
             update(part)
-        count, size = _opened(path).num_records(), path.stat().st_size
+        count = _opened(path).num_records()
+        size = path.stat().st_size
         run = max(1, count * PART // max(size, 1))
-        return [
-            (first, stop, stop - first, first)
-            for first in range(0, count, run)
-            for stop in [min(first + run, count)]
-        ]
+        spans: list[Span] = []
+        for first in range(0, count, run):
+            stop = min(first + run, count)
+            spans.append((first, stop, stop - first, first))
+        return spans
 
     def read(self, path: Path, span: Span) -> Iterator[Record]:
         """Reads a run of records."""
@@ -63,7 +64,7 @@ def _opened(path: Path) -> Any:
     if kind_at(path) != "a file":
         raise ConfigError(f"{path} is {kind_at(path)}, and must be a file; correct data.files")
     module: Any = importlib.import_module("array_record.python.array_record_module")
-    # Corrupt bytes may make a reader in C++ do anything.
+    # Corrupt bytes may make the C++ reader raise any kind of exception.
     advice = "write it anew, or take it out of data.files"
     with reworded(f"{path} is no file of ArrayRecord", advice, of=Exception):
         return module.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
@@ -81,12 +82,12 @@ _MESSAGES: Mapping[str, Mapping[int, tuple[int | str, int]]] = MappingProxyType(
         "Example": {1: ("Features", _ONE)},
     }
 )
-"""The fields of messages by number: their type in a descriptor, or a message, and how many."""
+"""The fields of messages by number: descriptor type or message name, and label."""
 
 
 @functools.cache
 def _example() -> Any:
-    """The class of an Example; that of TensorFlow would need TensorFlow."""
+    """Builds the class of `tf.train.Example`, so that TensorFlow is not needed."""
     file = descriptor_pb2.FileDescriptorProto(name="axon_dist.proto", package="axon_dist")
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
@@ -95,20 +96,21 @@ def _example() -> Any:
             if isinstance(kind, int):
                 field.type = kind  # type: ignore[assignment]
             else:
-                field.type, field.type_name = 11, f".axon_dist.{kind}"  # type: ignore[assignment]
+                field.type = 11  # type: ignore[assignment]
+                field.type_name = f".axon_dist.{kind}"
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("axon_dist.Example"))
 
 
 def example_of(data: bytes) -> dict[str, Any]:
-    """Reads a `tf.train.Example`: its fields as bytes, float or int, or as lists of them.
+    """Parses a `tf.train.Example`; its fields are bytes, float or int, or lists of them.
 
     Args:
-        data: serialized.
+        data: the serialized message.
 
     Raises:
-        DecodeError: when it is something else.
+        DecodeError: when `data` is something else.
 
     Example:
         >>> example_of(bytes.fromhex("0a120a100a0161120b0a090a0768656c6c6f2121"))

@@ -1,5 +1,5 @@
-"""Tables of Arrow: Parquet files, and data sets of Hugging Face's `datasets`: of the hub, saved on
-the disk, or their Arrow files."""
+"""Arrow tables: Parquet files, and Hugging Face `datasets`: from the hub, from `save_to_disk`, or
+as Arrow files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .store import Span
 
 ARROW = ".arrow"
 _ROWS = 2**14
-"""Read at a time."""
+"""The most rows that are read at a time."""
 
 
 def columns_of(source: DocumentSource, path: Path, names: Sequence[str]) -> Sequence[str]:
-    """The columns that a source reads of a table; raises `ConfigError` where one is missing."""
+    """Returns the columns of a table that a source reads; raises if one is missing."""
     present = [name for name in source.optional_columns if name in names]
     wanted = list(dict.fromkeys([*source.columns, *present]))
     check_columns(path, wanted, names)
@@ -30,7 +30,7 @@ def columns_of(source: DocumentSource, path: Path, names: Sequence[str]) -> Sequ
 
 
 def check_columns(path: Path, wanted: Sequence[str], names: Sequence[str]) -> None:
-    """Raises `ConfigError` unless a table has the columns that are read."""
+    """Raises `ConfigError` unless a table has each wanted column exactly once."""
     twice = next((name for name in wanted if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"{path} has the column {twice!r} twice; write it anew with one")
@@ -45,12 +45,12 @@ def check_columns(path: Path, wanted: Sequence[str], names: Sequence[str]) -> No
 def rows_of(
     table: Any, wanted: Sequence[str], count: int, first: int, path: Path
 ) -> Iterator[Record]:
-    """The rows of a table of Arrow as records.
+    """Yields the rows of an Arrow table as records.
 
     Args:
-        table: with columns of such names.
-        wanted: the names.
-        count: how many rows it has.
+        table: an Arrow table or record batch.
+        wanted: the names of the columns to read.
+        count: the number of its rows.
         first: the number of its first row in the file.
         path: the file.
 
@@ -60,7 +60,7 @@ def rows_of(
     columns = {name: table.column(name) for name in wanted}
     for row in range(count):
         origin = f"row {first + row} of {path}"
-        # Such as a time out of range, or bytes that are no UTF-8.
+        # Raised, for example, for a time out of range or for invalid UTF-8.
         with reworded(f"{origin} cannot be read", "correct or remove it", of=Exception):
             record = {name: column[row].as_py() for name, column in columns.items()}
         yield origin, record
@@ -77,7 +77,7 @@ class ParquetSource(DocumentSource):
     suffix: ClassVar[str] = ".parquet"
 
     def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
-        """Finds the groups of rows."""
+        """Returns the row groups."""
         with self._reading(path) as file:
             groups = range(file.num_row_groups)
             counts = [file.metadata.row_group(group).num_rows for group in groups]
@@ -88,11 +88,11 @@ class ParquetSource(DocumentSource):
         return [(group, group + 1, count, first) for group, count, first in places]
 
     def read(self, path: Path, span: Span) -> Iterator[Record]:
-        """Reads the columns that are asked for of a group of rows."""
+        """Reads the wanted columns of a row group."""
         group, _, _, first = span
         with self._reading(path) as file:
             columns = columns_of(self, path, file.schema_arrow.names)
-            # A group of any size, of which a few rows at a time are in memory.
+            # Row groups may be of any size; only some rows at a time are in memory.
             for batch in file.iter_batches(_ROWS, [group], list(columns)):
                 yield from rows_of(batch, columns, batch.num_rows, first, path)
                 first += batch.num_rows
@@ -108,12 +108,12 @@ class ParquetSource(DocumentSource):
 
 @dataclasses.dataclass(frozen=True)
 class DatasetsSource(DocumentSource):
-    """Data sets of `datasets`; options as in `DocumentSource`, whose fields are the columns.
+    """Hugging Face `datasets`; options as in `DocumentSource`, whose fields are the columns.
 
-    Each of `files` is `org/name`, `org/name:subset`, a folder that `save_to_disk` wrote, or a glob
-    of `.arrow` files. Behind an `@` stands the split; without one it is `train`, or for
-    `validation_files` the same. What a data set selects of its rows is not in its files: one that
-    was filtered or shuffled has to be saved first.
+    Each of `files` is `org/name`, `org/name:subset`, a folder written by `save_to_disk`, or a glob
+    of `.arrow` files. The split follows an `@`; it defaults to `train`, also in `validation_files`.
+    A dataset that was filtered or shuffled must be saved first: its selection of rows is not in its
+    files.
 
     Example:
         >>> split = ("Salesforce/wikitext:wikitext-103-raw-v1@validation",)
@@ -124,11 +124,11 @@ class DatasetsSource(DocumentSource):
     suffix: ClassVar[str] = ARROW
 
     def find(self, patterns: Sequence[str]) -> Sequence[TextFile]:
-        """The Arrow files of the data sets, which `datasets` fetches and writes where needed."""
+        """Returns the Arrow files of the datasets; `datasets` downloads them if needed."""
         return [file for pattern in patterns for file in _files_of(pattern)]
 
     def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
-        """Finds runs of record batches, by their places in the file."""
+        """Divides a file into runs of record batches, by their offsets in the file."""
         for part in parts_of(path):
             update(part)
         spans: list[Span] = []
@@ -137,11 +137,13 @@ class DatasetsSource(DocumentSource):
             count += batch.num_rows
             if place - start >= PART:
                 spans.append((start, place, count, first))
-                start, first, count = place, first + count, 0
+                start = place
+                first += count
+                count = 0
         return [*spans, (start, place, count, first)]
 
     def read(self, path: Path, span: Span) -> Iterator[Record]:
-        """Reads the columns that are asked for of a run of batches."""
+        """Reads the wanted columns of a run of record batches."""
         start, stop, _, first = span
         for batch, place in _batches(path, start):
             if place > stop:
@@ -152,7 +154,7 @@ class DatasetsSource(DocumentSource):
 
 
 def _batches(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
-    """The batches of a stream of Arrow, as `datasets` writes it, each with the place behind it."""
+    """Yields the record batches of an Arrow stream, each with the offset of its end."""
     arrow = require("pyarrow", "parquet", str(path))
     try:
         if (kind := kind_at(path)) != "a file":
@@ -163,12 +165,12 @@ def _batches(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
             while file.tell() < file.size():
                 message = arrow.ipc.read_message(file)
                 batch = arrow.ipc.read_record_batch(message, schema)
-                # Of corrupt bytes, reading a value would end the process.
+                # Without validation, reading a value from corrupt bytes could crash the process.
                 batch.validate(full=True)
                 yield batch, file.tell()
     except EOFError:
-        return  # the mark at the end of a stream
-    except Exception as error:  # whatever corrupt bytes make a reader in C++ raise
+        return  # the end-of-stream marker
+    except Exception as error:  # corrupt bytes may make the C++ reader raise anything
         raise ConfigError(
             f"{path} is no stream of Arrow that pyarrow reads ({error}): save the data set "
             "anew with save_to_disk, or take it out of data.files"
@@ -181,7 +183,7 @@ def _files_of(text: str) -> Sequence[TextFile]:
     name, _, split = text.partition("@")
     path, _, subset = name.partition(":")
     datasets = require("datasets", "datasets", f"data.files: {text!r}")
-    # A hub, a cache and a builder fail in dozens of kinds.
+    # The hub, the cache and the dataset builders raise dozens of kinds of errors.
     what = f"data.files: {text!r} cannot be loaded with datasets"
     advice = "write org/name, org/name:subset@split, or a folder of save_to_disk"
     with reworded(what, advice, of=Exception):
@@ -190,7 +192,8 @@ def _files_of(text: str) -> Sequence[TextFile]:
             dataset = dataset[split or "train"] if hasattr(dataset, "keys") else dataset
         else:
             dataset = datasets.load_dataset(path, subset or None, split=split or "train")
-    files = [TextFile((at := Path(row["filename"])).name, at) for row in dataset.cache_files]
+    paths = [Path(row["filename"]) for row in dataset.cache_files]
+    files = [TextFile(path.name, path) for path in paths]
     stored = sum(map(_num_rows, files))
     if not files or stored != len(dataset):
         raise ConfigError(
@@ -201,7 +204,7 @@ def _files_of(text: str) -> Sequence[TextFile]:
 
 
 def _num_rows(file: TextFile) -> int:
-    """Of a file that `datasets` wrote and has mapped; only what describes its batches is read."""
+    """Counts the rows of a file that `datasets` wrote; reads only the batch headers."""
     arrow = require("pyarrow", "parquet", str(file.path))
     with arrow.memory_map(str(file.path)) as mapped, arrow.ipc.open_stream(mapped) as stream:
         return sum(batch.num_rows for batch in stream)

@@ -1,7 +1,7 @@
-"""How a chat becomes one text: templates by name, and those of hubs, each in a separate process.
+"""Chat templates: built-in ones, and Jinja templates of hubs, rendered in a separate process.
 
-A template of a hub writes what `transformers.apply_chat_template` writes, to the byte. What a
-record says and its template does not write is refused, never dropped.
+A hub's template writes the same bytes as `transformers.apply_chat_template`. If a record has a
+field that its template does not write, that is an error; nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ LEARNED = "assistant"
 """The role whose turns are learned."""
 
 Message: TypeAlias = Mapping[str, Any]
-"""`role`, a text; `content`, a text or a list of parts; and what else a template writes."""
+"""`role`, a text; `content`, a text or a list of parts; and other fields of the template."""
 
 Pieces: TypeAlias = Sequence[tuple[str, bool]]
-"""A text in pieces, each with whether it is learned."""
+"""A text in pieces, each with a flag: whether it is learned."""
 
 
 WRITTEN_FIELDS = (
     *("tool_calls", "function_call", "tool_responses"),
     *("reasoning_content", "reasoning", "thinking"),
 )
-"""Fields of a message that say something which a model is to see."""
+"""Fields of a message that a model should see."""
 
 WEIGHTS = ("weight", "train")
 """Fields of a message that say whether it is learned; templates do not see them."""
 
 OPTIONAL_FIELDS = ("tools", "documents", "chat_template_kwargs")
-"""Fields of a record, other than its messages, that a template is given."""
+"""Fields of a record, other than its messages, that are passed to a template."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """The messages of a record, and what else a template is given.
+    """The messages of a record, and the other inputs of a template.
 
     Args:
         messages: in their order.
         learned: whether each is learned.
         tools: descriptions of functions that the model may call, as JSON schemas; None for none.
         documents: texts to answer from; None for none.
-        options: further names that the template is given, such as `enable_thinking`.
+        options: further variables of the template, such as `enable_thinking`.
     """
 
     messages: Sequence[Message]
@@ -70,11 +70,11 @@ class Conversation:
 
     @classmethod
     def of(cls, messages: Sequence[Message]) -> Conversation:
-        """The messages alone, of which the assistant's are learned."""
+        """Makes a conversation of messages alone; the assistant's are learned."""
         return cls(messages, [message["role"] == LEARNED for message in messages])
 
     def validate(self) -> None:
-        """Raises `ValueError` unless a message is learned."""
+        """Raises `ValueError` if no message is learned."""
         if not any(self.learned):
             roles = ", ".join(dict.fromkeys(message["role"] for message in self.messages))
             if any(message["role"] == LEARNED for message in self.messages):
@@ -82,7 +82,7 @@ class Conversation:
             raise ValueError(f"messages of {roles} alone, and none of an {LEARNED} to learn")
 
     def to_json(self) -> JsonDict:
-        """What the process of a template is sent."""
+        """Returns the form in which it is sent to the template process."""
         return {
             "messages": list(self.messages),
             "tools": self.tools,
@@ -121,7 +121,7 @@ def parse_conversation(record: Mapping[str, Any], field: str) -> Conversation:
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    """A list of schemas, which tables often hold as one text of JSON."""
+    """Returns a list of schemas; tables often store it as one JSON string."""
     parsed = tools
     if isinstance(tools, str):
         with contextlib.suppress(ValueError):
@@ -154,7 +154,7 @@ def _check_message(message: Any, number: int) -> None:
 
 
 def _is_learned(message: Message, number: int) -> bool:
-    """Whether a message is learned, by its role and what it says of its weight."""
+    """Whether a message is learned, by its role and its weight."""
     is_assistant = message["role"] == LEARNED
     for name in WEIGHTS:
         weight = message.get(name)
@@ -173,7 +173,7 @@ def _is_learned(message: Message, number: int) -> bool:
 
 
 def content_text(message: Message) -> str:
-    """The text of a message, of which parts are put one behind the other."""
+    """Returns the text of a message; parts are concatenated."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -182,13 +182,13 @@ def content_text(message: Message) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """A template that puts something in front of every turn and something behind it.
+    """A template that puts a header before every turn and an end marker after it.
 
     Args:
-        name: what people call it.
-        begin: in front of the first turn.
-        heads: in front of what a role says, by role.
-        tail: behind it; that of an assistant is learned, for it ends an answer.
+        name: the name of the template.
+        begin: the text before the first turn.
+        heads: the header of a turn, by role.
+        tail: the end of a turn; after an assistant's turn it is learned, because it ends an answer.
 
     Example:
         >>> TEMPLATES["plain"].pieces([{"role": "user", "content": "2 + 2?"},
@@ -203,17 +203,17 @@ class Turns:
 
     @property
     def identity(self) -> str:
-        """Other for templates that write other texts."""
+        """A string that differs between templates that write different texts."""
         return f"{self.begin!r} {sorted(self.heads.items())} {self.tail!r}"
 
     def pieces(self, chat: Conversation | Sequence[Message]) -> Pieces:
-        """The text of a chat.
+        """Returns the text of a chat.
 
         Args:
-            chat: that of a record, all of which has to be written; or messages alone.
+            chat: the chat of a record, which must be written completely; or messages alone.
 
         Raises:
-            ValueError: saying what the chat has that this template does not write.
+            ValueError: naming the part of the chat that this template does not write.
         """
         if isinstance(chat, Conversation):
             self._check_all_is_written(chat)
@@ -256,16 +256,16 @@ def _not_written(what: str, template: str) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rendered:
-    """A template of a hub's tokenizer, in Jinja.
+    """The Jinja template of a hub's tokenizer.
 
-    Where the template marks what is learned by `{% generation %}`, that is learned. Without such
-    tags a turn of an assistant is learned from where the text that asks for an answer ends.
+    If the template has `{% generation %}` tags, the text inside them is learned. Without such tags,
+    an assistant's turn is learned from the end of the generation prompt on.
 
     Args:
-        name: what people call it.
+        name: the name of the template.
         source: the template.
-        tokens: texts that it calls by name.
-        tool_source: the template of chats with tools, where the tokenizer has one of its own.
+        tokens: strings that the template uses by name.
+        tool_source: the template of chats with tools, if the tokenizer has a separate one.
     """
 
     name: str
@@ -275,13 +275,13 @@ class Rendered:
 
     @property
     def identity(self) -> str:
-        """Other for templates that write other texts."""
+        """A string that differs between templates that write different texts."""
         parts = (_RENDERING, self.source, self.tool_source or "", sorted(self.tokens.items()))
         return " ".join(map(str, parts))
 
     @functools.cached_property
     def process(self) -> TemplateProcess:
-        """What writes the text."""
+        """The process that renders the template."""
         return TemplateProcess(self.source, self.tokens)
 
     @functools.cached_property
@@ -291,15 +291,15 @@ class Rendered:
         return Rendered(self.name, self.tool_source, self.tokens)
 
     def pieces(self, chat: Conversation | Sequence[Message]) -> Pieces:
-        """The text of a chat.
+        """Returns the text of a chat.
 
         Args:
-            chat: that of a record, all of which has to be written; or messages alone, which are
-                written as the template does.
+            chat: the chat of a record, which must be written completely; or messages alone, which
+                the template may write in part.
 
         Raises:
-            ValueError: saying what the template refuses or does not write, or why it is not known
-                what of the text is an answer.
+            ValueError: saying what the template rejects or does not write, or why the answers in
+                the text cannot be found.
         """
         is_record = isinstance(chat, Conversation)
         if not isinstance(chat, Conversation):
@@ -308,9 +308,10 @@ class Rendered:
             return self._for_tools.pieces(chat)
         variants = self._variants(chat) if is_record else []
         turns = [n for n, message in enumerate(chat.messages) if message["role"] == LEARNED]
-        # With tags, the places of turns matter only where one of them is not learned.
+        # With tags, turns need to be located only if one of them is not learned.
         has_tags = _GENERATION.search(self.source) is not None
         asked = [] if has_tags and all(chat.learned[n] for n in turns) else turns
+        # Two prefixes per turn: up to its generation prompt, and including the turn.
         prefixes = [(n + more, not more) for n in asked for more in (0, 1)]
         try:
             written = self.process.write(chat, prefixes, [variant for _, variant in variants])
@@ -330,7 +331,7 @@ class Rendered:
         return _cut(written.text, spans)
 
     def _answers(self, turns: Sequence[int], written: Written) -> dict[int, tuple[int, int]]:
-        """Where in the text each of some turns begins and ends."""
+        """Returns where in the text each of these turns begins and ends."""
         answers: dict[int, tuple[int, int]] = {}
         end = 0
         for number, start, stop in zip(turns, written.ends[::2], written.ends[1::2], strict=True):
@@ -346,7 +347,10 @@ class Rendered:
         return answers
 
     def _variants(self, chat: Conversation) -> list[tuple[str, Conversation]]:
-        """Chats that differ from this one in something which the template may not write."""
+        """Returns variants of a chat, each without something that the template may not write.
+
+        If a variant has the same text, the template does not write that part.
+        """
         variants: list[tuple[str, Conversation]] = []
         messages = chat.messages
         for field in WRITTEN_FIELDS:
@@ -368,11 +372,11 @@ class Rendered:
         return variants
 
     def _names(self, field: str) -> bool:
-        """Whether the template speaks of a field; then it decides where to write it."""
+        """Whether the template mentions a field; then the template decides whether to write it."""
         return re.search(rf"\b{re.escape(field)}\b", self.source) is not None
 
     def _check_parts(self, chat: Conversation, text: str) -> None:
-        """A template for texts alone writes a list of parts, or None, as Python prints it."""
+        """Raises if the template wrote a list of parts, or None, as its Python `str`."""
         for number, message in enumerate(chat.messages, start=1):
             content = message["content"]
             if isinstance(content, list) and str(content) in text:
@@ -388,7 +392,7 @@ class Rendered:
 
 
 def _changed(message: Message) -> Message:
-    """A message that says something else."""
+    """Returns a message with different content."""
     content = message["content"]
     if isinstance(content, list):
         return {**message, "content": [*content, {"type": "text", "text": " ..."}]}
@@ -396,7 +400,7 @@ def _changed(message: Message) -> Message:
 
 
 def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Pieces:
-    """A text in pieces, of which those of some spans, in their order, are learned."""
+    """Cuts a text into pieces; those in the spans, which are in order, are learned."""
     pieces: list[tuple[str, bool]] = []
     end = 0
     for start, stop in spans:
@@ -406,30 +410,32 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Pieces:
 
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""The tag by which a template marks what is learned."""
+"""The tag that marks learned text in a template."""
 
 _RENDERING = "rendered as by transformers 4.57"
-"""Other where templates are given other functions, so that cached tokens are made anew."""
+"""Changed when the template environment changes, so that cached tokens are made again."""
 
 
 ChatTemplate: TypeAlias = Turns | Rendered
-"""How messages become one text, of which the assistant's turns and their ends are learned."""
+"""Turns messages into one text, in which the assistant's turns and their ends are learned."""
 
 MOST_LETTERS = 2**24
-"""The most letters of the text of a chat."""
+"""The most characters of the text of a chat."""
 
-_MEMORY, _SECONDS = 2**30, 5.0
-"""Bytes that the process of a template may use, and seconds for one chat."""
+_MEMORY = 2**30
+"""The most bytes of memory of a template process."""
+_SECONDS = 5.0
+"""The most seconds for one chat."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What a template wrote.
+    """The answer of a template process.
 
     Args:
-        text: of the chat.
-        spans: the parts of the text between tags of generation.
-        ends: for each prefix the length of its text; None where the text does not begin with it.
+        text: the text of the chat.
+        spans: the parts of the text between generation tags.
+        ends: for each prefix the length of its text; None if the text does not begin with it.
         same: whether each variant has the same text.
     """
 
@@ -440,11 +446,11 @@ class Written:
 
 
 class TemplateProcess:
-    """A template in a separate process, because it is a program that is not trusted.
+    """Runs a template in a separate process, because templates are untrusted programs.
 
     Args:
         source: the template.
-        tokens: texts that it calls by name.
+        tokens: strings that the template uses by name.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, Any]):
@@ -458,15 +464,15 @@ class TemplateProcess:
         prefixes: Sequence[tuple[int, bool]] = (),
         variants: Sequence[Conversation] = (),
     ) -> Written:
-        """The text of a chat.
+        """Renders a chat.
 
         Args:
-            chat: the messages and what else the template is given.
-            prefixes: how many of the first messages, and whether an answer to them is asked for.
-            variants: chats whose texts are compared with that of the first.
+            chat: the messages and other inputs of the template.
+            prefixes: numbers of first messages, each with whether to add a generation prompt.
+            variants: chats whose texts are compared with that of `chat`.
 
         Raises:
-            ValueError: saying in one line why the template refuses the chat.
+            ValueError: saying in one line why the template rejects the chat.
         """
         question = {
             "chat": chat.to_json(),
@@ -479,7 +485,7 @@ class TemplateProcess:
         return Written(answer["text"], spans, answer["ends"], answer["same"])
 
     def start(self) -> None:
-        """Raises `ValueError` unless it can be read."""
+        """Raises `ValueError` unless the template can be parsed."""
         with self._lock:
             self._started()
 
@@ -504,7 +510,8 @@ class TemplateProcess:
         try:
             process.stdin.write(json.dumps(question).encode() + b"\n")
             process.stdin.flush()
-            # The process ends itself after so many seconds of work; it may also wait.
+            # The process limits its own CPU time to `_SECONDS`; it could also block, so wait for
+            # a limited time.
             line = _line_of(process.stdout.fileno(), time.monotonic() + 4 * _SECONDS)
         except OSError:
             line = b""
@@ -522,11 +529,11 @@ class TemplateProcess:
 
 
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT")
-"""What a process needs to find Python's libraries; a template sees no other variable."""
+"""The variables that a process needs to find Python's libraries; it gets no others."""
 
 
 def _line_of(file: int, deadline: float) -> bytes:
-    """A line of a pipe, or what there is of it where it ends, is late or too long."""
+    """Reads a line from a pipe; returns a part of it if it ends early, is late or is too long."""
     line = bytearray()
     while not line.endswith(b"\n") and len(line) <= 8 * MOST_LETTERS:
         if not select.select([file], [], [], max(0, deadline - time.monotonic()))[0]:
@@ -562,18 +569,18 @@ TEMPLATES: MappingProxyType[str, Turns] = MappingProxyType(
         ),
     }
 )
-"""By the name that `data.template` takes."""
+"""The built-in templates, by their names in `data.template`."""
 
-_BESIDE = ("chat_template.jinja", "tokenizer_config.json")
-"""Where a snapshot of a hub keeps the template of its tokenizer."""
+_TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
+"""The files next to a hub's tokenizer that may hold its template."""
 
 
 def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
-    """The template that a name, a file or a tokenizer stands for.
+    """Finds the template of a name, a file or a tokenizer.
 
     Args:
-        template: a key of `TEMPLATES`, or a file of Jinja or a `tokenizer_config.json`; None takes
-            the one beside the tokenizer, else `plain`.
+        template: a key of `TEMPLATES`, a Jinja file, or a `tokenizer_config.json`; None takes the
+            one next to the tokenizer, else `plain`.
         tokenizer: the path of a `tokenizer.json`, or None.
 
     Raises:
@@ -591,7 +598,7 @@ def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
                 f"tokenizer_config.json, or one of {', '.join(TEMPLATES)}"
             )
         return parsed
-    for name in _BESIDE if tokenizer is not None else ():
+    for name in _TEMPLATE_FILES if tokenizer is not None else ():
         path = Path(tokenizer or "").expanduser().parent / name
         if path.is_file() and (parsed := _template_in(path)) is not None:
             return parsed
@@ -599,7 +606,7 @@ def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
 
 
 def _template_in(path: Path) -> Rendered | None:
-    """The template of a file; None where a tokenizer's config has none."""
+    """Returns the template of a file; None if it is a tokenizer config without one."""
     config = _config_in(path) if path.suffix == ".json" else {}
     source = config.get("chat_template")
     tool_source = None
@@ -615,9 +622,9 @@ def _template_in(path: Path) -> Rendered | None:
         tool_source = by_name.get("tool_use")
     if not isinstance(source, str):
         return None
-    beside = path.with_name("tokenizer_config.json")
-    if not config and beside.is_file():
-        config = _config_in(beside)
+    config_path = path.with_name("tokenizer_config.json")
+    if not config and config_path.is_file():
+        config = _config_in(config_path)
     other = f", or set data.template to one of {', '.join(TEMPLATES)}"
     require("jinja2", "tokenizers", f"the chat template in {str(path)!r}", other)
     tool_source = tool_source if isinstance(tool_source, str) else None
@@ -629,7 +636,7 @@ def _template_in(path: Path) -> Rendered | None:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokens that templates call by name, such as `bos_token`."""
+    """Returns the tokens that templates use by name, such as `bos_token`."""
 
     def text(x):
         return x.get("content") if isinstance(x, dict) else x
@@ -639,7 +646,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_in(path: Path) -> JsonDict:
-    """A `tokenizer_config.json`, which is an object."""
+    """Reads a `tokenizer_config.json`, which must be an object."""
     what = f"the config of a tokenizer {str(path)!r}"
     with reworded(f"cannot read {what}", "correct it", of=MALFORMED):
         config = json.loads(read_text(path, what))

@@ -1,13 +1,12 @@
-"""Runs one chat template, within bounds of memory, time and letters.
+"""Renders one chat template, with limits on memory, time and output length.
 
-A separate program, started by `chat.py`: it imports nothing of the package, reads a question on
-every line of its input and answers each with a line, all of them JSON. The first question is the
-template; an answer that is a text says what is wrong.
+`chat.py` starts this as a separate program. It imports nothing from the package. It reads one JSON
+question per line and answers each with one line of JSON. The first question is the template. An
+answer that is a string is an error message.
 
-The environment of a template is the one that `transformers` gives to it (its
-`utils/chat_template_utils.py`): an immutable sandbox with loop controls, a `tojson` that keeps the
-order of keys and escapes nothing, `raise_exception`, `strftime_now`, and the tag
-`{% generation %}` around what a model learns.
+A template gets the same environment as in `transformers` (`utils/chat_template_utils.py`): an
+immutable sandbox with loop controls, a `tojson` that keeps the order of keys and escapes nothing,
+`raise_exception`, `strftime_now`, and the tag `{% generation %}` around text that a model learns.
 """
 
 from __future__ import annotations
@@ -22,9 +21,11 @@ from typing import Any
 
 
 def main() -> None:
-    """Answers until the input ends."""
-    memory, seconds, letters = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    # Before any limit: a missing library is not an error of the template.
+    """Answers questions until the input ends."""
+    memory = int(sys.argv[1])
+    seconds = float(sys.argv[2])
+    letters = int(sys.argv[3])
+    # Import before setting limits: a missing library is not an error of the template.
     sandbox = importlib.import_module("jinja2.sandbox")
     importlib.import_module("jinja2.ext")
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -32,7 +33,7 @@ def main() -> None:
         resource.setrlimit(limit, (0, 0))
     renderer: Renderer | None = None
     for line in sys.stdin:
-        # The signal ends the process, even within one long multiplication.
+        # The signal kills the process, even inside one long multiplication.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             if renderer is None:
@@ -41,7 +42,7 @@ def main() -> None:
                 answer: Any = []
             else:
                 answer = renderer.answer(json.loads(line))
-        except BaseException as error:  # a template may raise anything, as 1 / 0 does
+        except BaseException as error:  # a template may raise anything, for example by 1 / 0
             text = "more than the memory it may have" if isinstance(error, MemoryError) else error
             answer = " ".join(f"{type(error).__name__}: {text}"[:400].split())
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -50,13 +51,13 @@ def main() -> None:
 
 
 class Renderer:
-    """A template, and what it has written of the text that it is writing.
+    """Renders chats with a template.
 
     Args:
-        environment: of Jinja.
+        environment: the Jinja environment.
         source: the template.
-        tokens: texts that it calls by name, such as `bos_token`.
-        letters: the most letters of a text.
+        tokens: strings that the template uses by name, such as `bos_token`.
+        letters: the most characters of a rendered text.
     """
 
     def __init__(self, environment: Any, source: str, tokens: dict[str, Any], letters: int):
@@ -68,17 +69,16 @@ class Renderer:
         self._template = environment.from_string(source)
 
     def answer(self, question: Any) -> dict[str, Any]:
-        """The text of a chat, and how it compares with the texts of other chats.
+        """Renders a chat and compares it with renderings of prefixes and variants.
 
         Args:
-            question: `chat`, which has the messages and what else the template is given;
-                `prefixes`, pairs of how many of the first messages and whether an answer to them
-                is asked for; `variants`, other chats.
+            question: `chat`, the messages and other template inputs; `prefixes`, pairs of a number
+                of first messages and whether to add a generation prompt; `variants`, other chats.
 
         Returns:
-            `text`; `spans`, the parts between tags of generation; `ends`, for each prefix the
-            length of its text, or None where the text of the chat does not begin with it; `same`,
-            whether each variant has the same text.
+            `text`; `spans`, the parts between generation tags; `ends`, for each prefix the length
+            of its text, or None if the text of the chat does not begin with it; `same`, whether
+            each variant has the same text.
         """
         chat = question["chat"]
         text = self._text(chat, asks=False)
@@ -91,7 +91,7 @@ class Renderer:
         return {"text": text, "spans": spans, "ends": ends, "same": same}
 
     def _is_written_as(self, text: str, chat: Any) -> bool:
-        """Whether a chat has a text; one that the template refuses has another."""
+        """Whether a chat renders to `text`; False if the template rejects it."""
         try:
             return self._text(chat, asks=False) == text
         except Exception:  # a template may raise anything
@@ -102,8 +102,8 @@ class Renderer:
         self._generated = []
         parts: list[str] = []
         names = {key: chat[key] for key in ("messages", "tools", "documents")}
-        given = {**self._tokens, **chat["options"], **names, "add_generation_prompt": asks}
-        for part in self._template.generate(**given):
+        inputs = {**self._tokens, **chat["options"], **names, "add_generation_prompt": asks}
+        for part in self._template.generate(**inputs):
             self._length += len(part)
             if self._length > self._letters:
                 raise ValueError(f"it writes more than {self._letters} letters")
@@ -111,13 +111,13 @@ class Renderer:
         return "".join(parts)
 
     def _add_generated(self, text: str) -> None:
-        """Called with a text between tags of generation, before it is written."""
+        """Records the text of a generation block; called before the block is written."""
         self._generated.append((self._length, text))
 
     def _spans(self, text: str) -> list[tuple[int, int]]:
         spans = [(start, start + len(part)) for start, part in self._generated]
         for (start, end), (_, part) in zip(spans, self._generated, strict=True):
-            # Within a macro, or a block that is assigned, the place of the text is not known yet.
+            # Inside a macro or an assigned block, the offset of the text is not yet known.
             if text[start:end] != part:
                 raise ValueError(
                     "a tag of generation within a macro, a filter or an assignment, so that it is "
@@ -127,7 +127,7 @@ class Renderer:
 
 
 def _environment(sandbox: Any) -> Any:
-    """As the library of the hub makes it."""
+    """Returns the Jinja environment that `transformers` uses."""
     extensions = ["jinja2.ext.loopcontrols", _generation_tag()]
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=extensions
@@ -139,7 +139,7 @@ def _environment(sandbox: Any) -> Any:
 
 
 def _generation_tag() -> Any:
-    """The extension of `{% generation %} ... {% endgeneration %}`."""
+    """Returns the Jinja extension for `{% generation %} ... {% endgeneration %}`."""
     nodes: Any = importlib.import_module("jinja2.nodes")
     extension: Any = importlib.import_module("jinja2.ext")
 
@@ -166,7 +166,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter sorts keys and escapes letters for HTML."""
+    """Serializes to JSON; unlike Jinja's filter, keeps key order and does not escape for HTML."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""Records with text, with prompts and responses, or with chats, as documents of tokens."""
+"""Tokenizes records: texts, prompts with responses, or chats."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ Record = tuple[str, Any]
 class DocumentSource:
     """Which files hold records, and which of their fields a model learns.
 
-    Records with a text are learned whole. Of records with a prompt and a response, one behind the
-    other, the model sees both and learns the response alone. Rows number the
-    documents of their tokens: tokens see their document alone, positions begin anew in each, and
-    the first token of a document is no target. Of records with a chat, a list of `{role, content}`,
-    the model learns what the assistant says, in all of its turns.
+    The model learns all of a `text` record. Of a record with a prompt and a response, it sees both
+    and learns only the response. Of a chat, a list of `{role, content}`, it learns all turns of the
+    assistant. Rows have segment ids, one per document: tokens attend only within their document,
+    positions restart in each, and the first token of a document is not a target.
 
     Args:
         files: paths or globs.
-        validation_files: paths or globs kept for validation; empty to draw records of `files`.
-        validation_fraction: the share of records for validation, in (0, 1), where there are no
+        validation_files: paths or globs for validation; empty to draw records from `files`.
+        validation_fraction: the share of records for validation, in (0, 1), if there are no
             `validation_files`; None for a tenth.
         text: the field that holds the text; None means `text`, without a prompt.
         prompt: the field that holds the prompt, with `response`.
-        response: the field that holds what is learned.
+        response: the field that holds the response, which is learned.
         messages: the field that holds a chat.
-        template: how a chat becomes a text: `plain`, `chatml`, `llama3`, or a file with a template
-            in Jinja or a `tokenizer_config.json` that has one; None takes that beside the
-            tokenizer, else `plain`.
+        template: the chat template: `plain`, `chatml`, `llama3`, a Jinja file, or a
+            `tokenizer_config.json` that has one; None takes the one next to the tokenizer, else
+            `plain`.
         tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`; None for bytes.
-        end_token: put behind every document, such as `<|endoftext|>`; bytes end with a zero anyway.
+        end_token: appended to every document, such as `<|endoftext|>`; without a tokenizer,
+            documents end with a zero byte anyway.
         packed: put as many documents as fit into a row; otherwise one, and padding.
-        too_long: what becomes of documents that do not fit into a row: `split` into several,
-            `drop`, or `refuse`; None splits texts and refuses prompts and chats, which must not be
-            parted from their responses.
-        cache: the folder in which tokens are cached, so that they are made once, by all processes
-            together; None for `.axon_tokens` beside the first file. They are made again where
-            files, tokenizer or fields differ.
+        too_long: what to do with documents that do not fit into a row: `split` them into several,
+            `drop` them, or `refuse` to run; None splits texts, but refuses prompts and chats, which
+            must not be separated from their responses.
+        cache: the folder in which tokens are cached, so that all processes together tokenize only
+            once; None for `.axon_tokens` next to the first file. A change of files, tokenizer or
+            fields makes new tokens.
     """
 
     files: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class DocumentSource:
     cache: str | None = None
 
     suffix: ClassVar[str] = "records"
-    """The suffix of the files: for messages, and in the names of cached files."""
+    """The suffix of the files, for messages and for the names of cached files."""
 
     def validate(self) -> None:
         """Checks the values without looking at any file.
@@ -115,7 +115,7 @@ class DocumentSource:
 
     @property
     def learned(self) -> str:
-        """The field of what is learned: a text, a response, or a chat."""
+        """The field that is learned: a text, a response, or a chat."""
         return self.response or self.messages or self.text or "text"
 
     @property
@@ -124,21 +124,21 @@ class DocumentSource:
 
     @property
     def unit(self) -> str:
-        """What a loss is measured in."""
+        """The unit of a loss."""
         return "nats/byte" if self.tokenizer is None else "nats/token"
 
     def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
-        """Reads a file once.
+        """Reads a file once, to divide it into parts.
 
         Args:
-            path: of the file.
-            update: takes all of its bytes.
+            path: the path of the file.
+            update: is called with all bytes of the file, for a digest.
 
         Returns:
-            The parts that it is read in.
+            The parts that `read` takes.
 
         Raises:
-            ConfigError: when it is no such file, or what reads it is not installed.
+            ConfigError: when it is no such file, or its reader is not installed.
         """
         raise TypeError(f"{type(self).__name__} does not say how its files are read")
 
@@ -151,11 +151,11 @@ class DocumentSource:
         raise TypeError(f"{type(self).__name__} does not say how its files are read")
 
     def open(self, length: int) -> PackedRows:
-        """Reads where the records are and how long; their samples are rows of `length + 1` tokens.
+        """Tokenizes the records, or reads cached tokens; samples are rows of `length + 1` tokens.
 
         Raises:
-            ConfigError: a pattern matches no file, a record is not what it should be, or one is too
-                long and that is refused.
+            ConfigError: a pattern matches no file, a record is malformed, or one is too long and
+                `too_long` is `refuse`.
         """
         self.validate()
         tokenizer = byte_tokenizer()
@@ -199,7 +199,7 @@ class DocumentSource:
         )
 
     def find(self, patterns: Sequence[str]) -> Sequence[TextFile]:
-        """The files that the patterns match."""
+        """Returns the files that the patterns match."""
         return find_files(patterns)
 
     def documents(
@@ -209,13 +209,13 @@ class DocumentSource:
         how: Sequence[object],
         document: Callable[[Record], Document],
     ) -> StoredDocuments:
-        """Makes documents of all records, or reads those that were made before.
+        """Makes documents of all records, or reads cached ones.
 
         Args:
             folder: where they are cached.
-            files: what to read.
-            how: what documents depend on beside the files.
-            document: makes one of a record.
+            files: the files to read.
+            how: everything that documents depend on besides the files.
+            document: makes a document of a record.
 
         Raises:
             ConfigError: when there is no record, or one cannot be read.
@@ -242,13 +242,13 @@ class DocumentSource:
 
     @property
     def optional_columns(self) -> tuple[str, ...]:
-        """The fields that are read where a record has them."""
+        """The fields that are read if a record has them."""
         return OPTIONAL_FIELDS if self.messages is not None else ()
 
     def _document(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, located: Record
     ) -> Document:
-        """Makes tokens of a record."""
+        """Tokenizes a record."""
         origin, record = located
         if template is not None:
             return tokenizer.chat(self._chat(record, template, origin))
@@ -307,18 +307,18 @@ class DocumentSource:
 
 
 _THREADS = 8
-"""Tokenizers and readers release the GIL while they work."""
+"""Threads that tokenize; tokenizers and readers release the GIL while they work."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredDocuments:
-    """Some of the documents of files.
+    """A subset of the documents of some files.
 
     Args:
-        store: their tokens.
-        numbers: which of them, `[N]`.
-        digest: of the files, and of what becomes of them.
-        folder: where more can be cached.
+        store: the tokens of all documents.
+        numbers: the documents of this subset, `[N]`.
+        digest: a digest of the files and of how they are tokenized.
+        folder: the cache.
     """
 
     store: TokenStore
@@ -330,33 +330,33 @@ class StoredDocuments:
         return len(self.numbers)
 
     def part(self, mask: np.ndarray) -> StoredDocuments:
-        """Those that a mask `[N]` chooses."""
+        """Returns the documents that a mask `[N]` selects."""
         return dataclasses.replace(self, numbers=self.numbers[mask])
 
     def take(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Reads the tokens of one."""
+        """Reads the tokens of a document."""
         return self.store.take(int(self.numbers[number]))
 
     def lengths(self) -> np.ndarray:
-        """How many tokens each has."""
+        """Returns the number of tokens of each document."""
         return self.store.lengths[self.numbers]
 
     def cached(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
-        """Arrays that are computed once of all this."""
+        """Returns arrays computed from these documents, from the cache if possible."""
         return self.folder.cached(
             digest_of(name.encode(), self.digest.encode(), self.numbers.tobytes()), make
         )
 
     def checksum(self) -> int:
-        """Of the files, of which records these are, and of what becomes of them."""
+        """A checksum of the files, the selected records, and how they are tokenized."""
         return checksum(np.frombuffer(bytes.fromhex(self.digest), np.uint8), self.numbers)
 
 
 @dataclasses.dataclass(frozen=True)
 class JsonlSource(DocumentSource):
-    """Files with a JSON object in every line; options as in `DocumentSource`.
+    """Files with a JSON object on every line; options as in `DocumentSource`.
 
-    Files that end in `.gz`, `.xz`, `.bz2` or `.zst` are unpacked as they are read.
+    Files that end in `.gz`, `.xz`, `.bz2` or `.zst` are decompressed as they are read.
 
     Example:
         >>> JsonlSource(files=("chats.jsonl",), prompt="question", response="answer").validate()
@@ -365,7 +365,7 @@ class JsonlSource(DocumentSource):
     suffix: ClassVar[str] = ".jsonl"
 
     def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
-        """Cuts a file at ends of lines; one that is compressed is read from its start alone."""
+        """Divides a file at line ends; a compressed file is one part, read from its start."""
         if path.suffix in COMPRESSED:
             for part in parts_of(path):
                 update(part)
@@ -381,7 +381,8 @@ class JsonlSource(DocumentSource):
             size = sum(map(len, lines)) + len(lines) - 1
             count = sum(1 for text in lines if text.strip())
             spans.append((start, start + size, count, line))
-            start, line = start + size, line + len(lines) - 1
+            start += size
+            line += len(lines) - 1
             pieces.clear()
 
         for part in parts_of(path):
@@ -393,7 +394,7 @@ class JsonlSource(DocumentSource):
         return spans
 
     def read(self, path: Path, span: Span) -> Iterator[Record]:
-        """Reads the lines of a part; those with nothing in them are left out."""
+        """Reads the lines of a part; skips blank lines."""
         start, stop, _, line = span
         if path.suffix in COMPRESSED:
             lines: Iterable[tuple[int, bytes]] = _unpacked_lines(path)
@@ -406,9 +407,9 @@ class JsonlSource(DocumentSource):
 
 
 class _ZstdFile(io.RawIOBase):
-    """The content of a file of zstd frames.
+    """Decompresses a file of zstd frames.
 
-    The reader of `zstandard` takes a file that is cut short for one that ends there.
+    Unlike the reader of `zstandard`, it raises `EOFError` for a truncated file.
     """
 
     def __init__(self, file: IO[bytes]):
@@ -419,11 +420,11 @@ class _ZstdFile(io.RawIOBase):
         self._content = b""
 
     def readable(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Unpacks as much as fits, and nothing at the end alone."""
+        """Decompresses as much as fits; returns 0 only at the end."""
         while not self._content:
             self._packed = self._packed or self._file.read(2**16)
             if not self._packed:
@@ -442,7 +443,7 @@ class _ZstdFile(io.RawIOBase):
 
 
 def _unpack(path: Path, file: IO[bytes]) -> Any:
-    """The content of a compressed file, by the suffix of its name."""
+    """Opens a compressed file by the suffix of its name."""
     if path.suffix == ".gz":
         return gzip.open(file)
     if path.suffix == ".xz":
@@ -451,15 +452,15 @@ def _unpack(path: Path, file: IO[bytes]) -> Any:
 
 
 COMPRESSED = frozenset({".gz", ".xz", ".bz2", ".zst"})
-"""The suffixes of files that are unpacked."""
+"""The suffixes of compressed files."""
 
 _MOST_LINE = 2**28
-"""Bytes of a line of a compressed file, of which a few can stand for more than memory holds."""
+"""The most bytes of a line of a compressed file: a small file may unpack to more than memory."""
 
 
 def _unpacked_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a compressed file, numbered from 1."""
-    # Each of the libraries raises errors of its own for corrupt bytes.
+    """Yields the lines of a compressed file, numbered from 1."""
+    # Each library raises its own errors for corrupt bytes. O_NONBLOCK: opening a FIFO never hangs.
     advice = "write it anew, or take it out of data.files"
     rewording = reworded(f"{path} cannot be unpacked", advice, of=Exception)
     with (
@@ -477,7 +478,7 @@ def _unpacked_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def object_of(text: bytes, origin: str) -> Mapping[str, Any]:
-    """A JSON object; raises `ConfigError` for anything else."""
+    """Parses a JSON object; raises `ConfigError` for anything else."""
     with reworded(f"{origin} is no JSON", "correct or remove it", of=MALFORMED):
         record = json.loads(text)
     if not isinstance(record, dict):
@@ -489,11 +490,11 @@ def object_of(text: bytes, origin: str) -> Mapping[str, Any]:
 
 
 PART = 2**23
-"""Bytes of a file read at a time."""
+"""The bytes of a file that are read at a time."""
 
 
 def parts_of(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, 8 MiB at a time."""
+    """Yields the bytes of a file, 8 MiB at a time."""
     rewording = reworded(f"{path} cannot be read", "take it out of data.files")
     with rewording, open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         while part := file.read(PART):

@@ -1,4 +1,4 @@
-"""Images as JPEG, PNG and others, decoded when they are asked for: of folders, or of records."""
+"""JPEG, PNG and other encoded images, from folders or records, decoded on demand."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ from .store import Document, Folder
 SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 )
-"""Of files in folders that are images."""
+"""The suffixes of image files in folders."""
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""The formats that Pillow may decode; for some others it runs programs."""
+"""The formats that Pillow may decode; for some others it would run external programs."""
 
 _MODES: Mapping[int, str] = MappingProxyType({1: "L", 3: "RGB", 4: "RGBA"})
-_MOST_PIXELS, _MOST_BYTES = 2**26, 2**28
+_MOST_PIXELS = 2**26
+_MOST_BYTES = 2**28
 
 Shape: TypeAlias = tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EncodedImages:
-    """Images that are decoded when they are asked for, cut to the middle and resized.
+    """Images that are decoded on demand, center-cropped and resized.
 
     Args:
         read: the number of an image -> its origin, for messages, and its bytes.
-        labels: of all images that `read` knows, integers.
-        numbers: which of them these are, `[N]`.
-        shape: height, width and channels that they get.
-        contents: a checksum of all of them.
+        labels: the labels of all images that `read` knows, integers.
+        numbers: the images of this set, `[N]`.
+        shape: height, width and channels of the decoded images.
+        contents: a checksum of all images.
     """
 
     read: Callable[[int], tuple[str, bytes]]
@@ -58,25 +59,25 @@ class EncodedImages:
         return len(self.numbers)
 
     def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Decodes some of them."""
+        """Decodes some of the images."""
         stored = self.numbers[numbers]
         images = [decode(*self.read(number), self.shape) for number in stored.tolist()]
         return np.stack(images), self.labels[stored]
 
     def checksum(self) -> int:
-        """Of what they are read from, and of which they are."""
+        """A checksum of the source, the selection and the labels."""
         return checksum(np.array([self.contents]), self.numbers, self.labels)
 
     def part(self, mask: np.ndarray) -> EncodedImages:
-        """Those that a mask `[N]` chooses."""
+        """Returns the images that a mask `[N]` selects."""
         return dataclasses.replace(self, numbers=self.numbers[mask])
 
 
 def decode(origin: str, data: bytes, shape: Shape) -> np.ndarray:
-    """Decodes an image, turns it upright, crops it to the aspect ratio and resizes it.
+    """Decodes an image, applies its EXIF orientation, crops it to the aspect ratio and resizes it.
 
-    An image is as a viewer shows it: its EXIF orientation is applied, and where it is transparent
-    and the model sees no transparency, it lies on white.
+    The result looks as in a viewer: unless the model has an alpha channel, transparent pixels are
+    blended with white.
 
     Args:
         origin: the file or record that holds it, for messages.
@@ -87,11 +88,11 @@ def decode(origin: str, data: bytes, shape: Shape) -> np.ndarray:
         uint8 `[H, W, C]`.
 
     Raises:
-        ConfigError: when it is no image, is cut short, has too many pixels, or its pixels are
-            numbers of 32 bits.
+        ConfigError: when it is no image, is truncated, has too many pixels, or has 32-bit pixels.
     """
     height, width, channels = shape
-    pillow, ops = _pillow("Image"), _pillow("ImageOps")
+    pillow = _pillow("Image")
+    ops = _pillow("ImageOps")
     # Pillow raises a dozen kinds of errors for corrupt bytes.
     advice = "write it anew, or remove it"
     rewording = reworded(f"{origin} is no image that can be decoded", advice, of=Exception)
@@ -100,8 +101,8 @@ def decode(origin: str, data: bytes, shape: Shape) -> np.ndarray:
             raise ValueError(f"it has {pixels} pixels, more than {_MOST_PIXELS}")
         if image.mode in ("I", "F"):
             raise ValueError(f"its pixels are of mode {image.mode}, and not of 8 or 16 bits")
-        # A JPEG is decoded at half the size or less where that leaves twice the wanted size; one
-        # that lies on its side is cut after it was turned.
+        # Decode a JPEG at reduced size if at least twice the wanted size is left. Both dims use the
+        # longer side, because the image may be rotated only afterwards.
         longest = 2 * max(width, height)
         image.draft(None, (longest, longest))
         upright = ops.exif_transpose(image)
@@ -110,17 +111,18 @@ def decode(origin: str, data: bytes, shape: Shape) -> np.ndarray:
 
 
 def _converted(pillow: Any, image: Any, mode: str) -> Any:
-    """The image in grey, colors, or colors with transparency.
+    """Converts an image to grey, RGB or RGBA.
 
-    The colors of transparent pixels are arbitrary, so that they are laid on white first. Colors of
-    a palette may be transparent, too.
+    Without an alpha channel, the image is first blended with white, because the colors of
+    transparent pixels are arbitrary. Palette images may be transparent, too.
     """
     if image.mode.startswith("I;16"):
-        # Pillow's own conversion cuts at 255; colors of 16 bits are read by their high byte, too.
+        # Pillow's own conversion clips at 255. It reads 16-bit colors by their high byte; do the
+        # same here.
         image = pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if mode == "RGBA" or not image.has_transparency_data:
         return image.convert(mode)
-    # Premultiplied colors ("RGBa", "La") are divided by this conversion.
+    # This conversion also undoes premultiplied alpha ("RGBa", "La").
     shown = image.convert("RGBA")
     white = pillow.new("RGBA", shown.size, "white")
     return pillow.alpha_composite(white, shown).convert(mode)
@@ -141,22 +143,22 @@ def _check_decodes(shape: Shape) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ImageFolder(ImageSource):
-    """Folders with one folder for each class, with its images, as torchvision has them.
+    """Folders with one subfolder of images per class, like torchvision's `ImageFolder`.
 
-    Classes are numbered in the order of their names, and those of `validation_files` are the same.
-    Images are cut to the middle and resized when they are read.
+    Classes are numbered by the order of their names; `validation_files` use the same numbers.
+    Images are center-cropped and resized when they are read.
 
     Args:
         files: the folders, or globs of them.
-        validation_files: folders kept for validation; empty to draw images of `files`.
+        validation_files: folders for validation; empty to draw images from `files`.
     """
 
     def find(self, patterns: Sequence[str]) -> Sequence[TextFile]:
-        """The folders."""
+        """Returns the folders that the patterns match."""
         return find_files(patterns, kind="a folder")
 
     def read(self, files: Sequence[TextFile], shape: Shape, num_classes: int) -> ImageSet:
-        """Lists the images; none is opened before it is asked for."""
+        """Lists the images; opens none of them."""
         _check_decodes(shape)
         known = sorted({p.name for f in self.find(self.files) for p in _folders_in(f.path)})
         rows: list[tuple[bytes, int, int]] = []
@@ -174,8 +176,9 @@ class ImageFolder(ImageSource):
                 "name a folder that has one folder for each class"
             )
         paths, sizes, labels = zip(*sorted(rows), strict=True)
-        # Arrays of bytes, because each worker process gets a copy.
-        names, labels = np.array(paths), np.array(labels)
+        # Arrays rather than lists of strings, because each worker process gets a copy.
+        names = np.array(paths)
+        labels = np.array(labels)
         check_labels(labels, num_classes, self.files)
         inside = [os.fsencode(os.path.join(*Path(os.fsdecode(p)).parts[-2:])) for p in paths]
         contents = checksum(np.array(inside), np.array(sizes))
@@ -193,7 +196,7 @@ def _folders_in(folder: Path) -> list[Path]:
 
 
 def _images_in(folder: Path) -> list[tuple[str, int]]:
-    """The paths of the images below a folder, and their sizes."""
+    """Returns the paths of the images below a folder, and their sizes."""
     sized: list[tuple[str, int]] = []
     for root, folders, files in os.walk(folder):
         if links := [name for name in folders if os.path.islink(os.path.join(root, name))]:
@@ -212,20 +215,20 @@ def _images_in(folder: Path) -> list[tuple[str, int]]:
 READERS: MappingProxyType[str, type[DocumentSource]] = MappingProxyType(
     {".parquet": ParquetSource, ARROW: DatasetsSource, ".array_record": ArrayRecordSource}
 )
-"""The readers of files of records, by the suffix of their names, without a last number."""
+"""The readers of record files, by suffix, ignoring a shard number at the end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageRecords(ImageSource):
-    """Records with an image and a label, in parquet, Arrow or ArrayRecord by the names of files.
+    """Records with an image and a label, in Parquet, Arrow or ArrayRecord files.
 
-    An image is the bytes of a JPEG, a PNG..., or `{bytes: ...}`, as Hugging Face's data sets of
-    images have it. The first run copies images to `cache`, where each can be read at random.
+    An image is the bytes of a JPEG, a PNG..., or `{bytes: ...}`, as in Hugging Face's image
+    datasets. The first run copies the images to `cache`, which allows random access.
 
     Args:
         image: the field of the image.
         label: the field of its class, a whole number.
-        cache: the folder of the copy; None for `.axon_tokens` beside the first file.
+        cache: the folder of the copy; None for `.axon_tokens` next to the first file.
     """
 
     image: str = "image"
@@ -233,7 +236,7 @@ class ImageRecords(ImageSource):
     cache: str | None = None
 
     def read(self, files: Sequence[TextFile], shape: Shape, num_classes: int) -> ImageSet:
-        """Copies images that were not copied before, and reads labels."""
+        """Copies images that are not cached yet, and reads the labels."""
         _check_decodes(shape)
         ends = {next((end for end in READERS if end in f.path.name), None) for f in files}
         end, *others = ends
@@ -242,7 +245,7 @@ class ImageRecords(ImageSource):
                 f"data.files: {', '.join(self.files)} must be of one kind, {', '.join(READERS)}; "
                 "name such files, or take a folder, data.kind=image_folder"
             )
-        # The two fields that the records are read for.
+        # `prompt` and `response` are the two fields that the source reads.
         reader = READERS[end](files=self.files, prompt=self.label, response=self.image)
         folder = Folder(files, self.cache)
         how = ["image", self.image, self.label]
@@ -257,9 +260,10 @@ class ImageRecords(ImageSource):
         return EncodedImages(encoded, labels, np.arange(len(labels)), shape, documents.checksum())
 
     def _document(self, located: Record) -> Document:
-        """The label as eight bytes, and the image."""
+        """Encodes a record as the label in eight bytes, then the image."""
         name, record = located
-        image, label = record.get(self.image), record.get(self.label)
+        image = record.get(self.image)
+        label = record.get(self.label)
         image = image.get("bytes") if isinstance(image, Mapping) else image
         if not isinstance(image, bytes) or not image:
             raise ConfigError(
@@ -274,6 +278,7 @@ class ImageRecords(ImageSource):
 
 
 _LABEL = 8
+"""The bytes of a label."""
 
 
 def _labels(documents: StoredDocuments) -> np.ndarray:

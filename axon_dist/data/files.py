@@ -1,4 +1,4 @@
-"""Which files the text comes from, and on which side of the split each of them falls."""
+"""Finds data files and splits them into training and validation."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _NOT_PROSE = frozenset(
 
 @dataclasses.dataclass(frozen=True, order=True)
 class TextFile:
-    """A file and the name that decides its side of the split.
+    """A file, or a byte range of it, and the name that decides its side of the split.
 
     Args:
         name: path relative to the folder of the pattern that found it, with forward slashes, so
             that it is the same on every machine.
-        path: where the file is here.
-        start: the first byte that counts.
-        stop: the first byte that does not; None for all.
+        path: the path on this machine.
+        start: the first byte of the range.
+        stop: the first byte after the range; None for the end of the file.
     """
 
     name: str
@@ -44,11 +44,11 @@ class TextFile:
 
     @property
     def size(self) -> int:
-        """How many bytes count."""
+        """The number of bytes in the range."""
         return (self.path.stat().st_size if self.stop is None else self.stop) - self.start
 
     def read(self) -> bytes:
-        """The bytes that count."""
+        """Reads the bytes in the range."""
         rewording = reworded(f"{self.path} cannot be read", "take it out of data.files")
         with rewording, self.path.open("rb") as file:
             file.seek(self.start)
@@ -59,9 +59,9 @@ def find_files(patterns: Sequence[str], kind: str = "a file") -> tuple[TextFile,
     """Finds the files that match any of the patterns, each once, sorted by name.
 
     Args:
-        patterns: paths or globs; `**` crosses folders and `~` is the home folder. Of what matches
-            at `gs://` or `s3://` a copy is made on this machine, once for each version of it.
-        kind: what is meant: `a file`, or `a folder` on this machine.
+        patterns: paths or globs; `**` crosses folders and `~` is the home folder. Matches at
+            `gs://` or `s3://` are copied to this machine, once per version.
+        kind: the kind of match: `a file`, or `a folder` on this machine.
 
     Returns:
         At least one file.
@@ -78,7 +78,7 @@ def find_files(patterns: Sequence[str], kind: str = "a file") -> tuple[TextFile,
 
 
 def standard_library_files() -> tuple[TextFile, ...]:
-    """Lists the sources of Python's standard library, real text that every machine has.
+    """Lists the sources of Python's standard library: real text that every machine has.
 
     Raises:
         ConfigError: this Python came without its sources.
@@ -96,9 +96,9 @@ def split_files(
 ) -> tuple[tuple[TextFile, ...], tuple[TextFile, ...]]:
     """Splits files into training and validation by a hash of their names.
 
-    A file falls on the validation side when the first eight bytes of the SHA-256 of its name, read
-    as a number in [0, 1), is below `fraction`. So its side depends on nothing else: not on order,
-    machine, or which other files there are.
+    A file is for validation if the first eight bytes of the SHA-256 of its name, read as a number
+    in [0, 1), are below `fraction`. So its side does not depend on the order, the machine, or which
+    other files there are.
 
     Args:
         files: what to split.
@@ -119,10 +119,10 @@ def split_files(
 
 
 FEW = 10
-"""Where fewer files than this are expected on one side, a share of them is no share of bytes."""
+"""If one side would get fewer files than this, a share of files is not about a share of bytes."""
 
 _LINE = 2**16
-"""A line that is longer is cut within."""
+"""Longer lines may be cut in the middle."""
 
 
 def split_bytes(
@@ -130,9 +130,10 @@ def split_bytes(
 ) -> tuple[tuple[TextFile, ...], tuple[TextFile, ...]]:
     """Splits files into training and validation so that validation has a share of their bytes.
 
-    Files go to validation in the order of the numbers in `split_files` until the share is reached.
-    The file in which that happens goes to one side where that keeps validation within half and one
-    and a half times its share; else it is cut at the end of a line, its rest for validation.
+    Files go to validation in the order of their hashes, as in `split_files`, until the share is
+    reached. The file in which that happens goes to one side if validation is then between half and
+    one and a half times its share. Otherwise it is cut at the end of a line, and its rest is for
+    validation.
 
     Args:
         files: what to split.
@@ -146,7 +147,9 @@ def split_bytes(
         >>> [file.name for file in split_bytes(files, 0.2)[1]]
         ['d', 'j']
     """
-    wanted, validation, reached = fraction * sum(file.size for file in files), [], 0
+    wanted = fraction * sum(file.size for file in files)
+    validation = []
+    reached = 0
     for file in sorted(files, key=lambda file: _place(file.name)):
         if reached + file.size > wanted:
             break
@@ -173,13 +176,13 @@ def split_bytes(
 
 
 def _cut(file: TextFile, size: int) -> int:
-    """Where a file is cut: behind the last line break within a size, else between two letters."""
+    """Returns where to cut a file: after the last line break within a size, else by character."""
     place = file.start + size
     begin = max(file.start, place - _LINE)
     before = dataclasses.replace(file, start=begin, stop=place).read()
     if b"\n" in before:
         return begin + before.rindex(b"\n") + 1
-    # In UTF-8 a byte 10xxxxxx continues a letter.
+    # In UTF-8, a byte 10xxxxxx continues a character.
     rest = dataclasses.replace(file, start=place, stop=file.start + file.size).read()[:4]
     return place + len(rest) - len(rest.lstrip(bytes(range(0x80, 0xC0))))
 
@@ -189,14 +192,14 @@ HELD_OUT_FRACTION = 0.1
 
 
 def held_out_fraction(fraction: float | None, validation_files: Sequence[str] = ()) -> float:
-    """The share to hold out where no files are named for validation.
+    """Returns the share to hold out for validation.
 
     Args:
-        fraction: what `data.validation_fraction` says; None stands for a tenth.
-        validation_files: what `data.validation_files` says.
+        fraction: the value of `data.validation_fraction`; None for a tenth.
+        validation_files: the value of `data.validation_files`.
 
     Raises:
-        ConfigError: when the fraction is not one, or both are given.
+        ConfigError: when the fraction is not in (0, 1), or both are given.
 
     Example:
         >>> held_out_fraction(None)
@@ -217,10 +220,10 @@ def held_out_fraction(fraction: float | None, validation_files: Sequence[str] = 
 
 
 def drawn(count: int, fraction: float, what: str = "images") -> np.ndarray:
-    """A mask of a share of `count` things, the same every time.
+    """Draws a mask of a share of `count` things, the same every time.
 
     Raises:
-        ConfigError: when it takes none or all of them.
+        ConfigError: when it selects none or all of them.
     """
     num_validation = round(count * fraction)
     if num_validation in (0, count):
@@ -236,7 +239,7 @@ def check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) ->
     """Checks that no file is on both sides.
 
     Raises:
-        ConfigError: naming one that is.
+        ConfigError: when a file is; the message names one.
     """
     shared = {file.path.resolve() for file in train} & {file.path.resolve() for file in validation}
     if shared:
@@ -247,12 +250,12 @@ def check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) ->
 
 
 def says_little(train: float, validation: float, what: str) -> str:
-    """A clause for people where training got less than 80 % of the data, else nothing.
+    """Returns a note for people if training got less than 80 % of the data, else "".
 
     Args:
         train: how much there is for training.
         validation: how much there is for validation.
-        what: it is measured in.
+        what: the unit of both.
 
     Example:
         >>> says_little(10, 205, "bytes")
@@ -277,7 +280,7 @@ def _match(pattern: str, wanted: str) -> list[TextFile]:
     expanded = as_place(pattern, "data.files")
     if isinstance(expanded, Address):
         return _match_objects(expanded, pattern)
-    # In front of the first wildcard, or of the name of a plain path.
+    # The folder before the first wildcard, or the folder of a plain path.
     base = next(
         (p for p in reversed(expanded.parents) if glob.has_magic(expanded.parts[len(p.parts)])),
         expanded.parent,
@@ -311,7 +314,7 @@ def _match(pattern: str, wanted: str) -> list[TextFile]:
 
 
 def _match_objects(pattern: Address, text: str) -> list[TextFile]:
-    """The objects that match a glob, as their copies on this machine."""
+    """Returns local copies of the objects that match a glob."""
     parts = pattern.key.split("/")
     fixed = next((n for n, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
     base = dataclasses.replace(pattern, key="/".join(parts[:fixed]))
@@ -326,7 +329,7 @@ def _match_objects(pattern: Address, text: str) -> list[TextFile]:
 
 
 def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether the parts of a name match those of a glob, in which `**` is any number of parts."""
+    """Whether the parts of a name match those of a glob; `**` matches any number of parts."""
     if pattern and pattern[0] == "**":
         return _matches(name, pattern[1:]) or (bool(name) and _matches(name[1:], pattern))
     if not pattern or not name:
@@ -335,16 +338,17 @@ def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def check_fits(files: Iterable[TextFile], factor: int = 1) -> None:
-    """Checks that files can be in memory as a whole.
+    """Checks that files fit into memory as a whole.
 
     Args:
-        files: which are going to be read.
-        factor: bytes of memory for each byte of a file.
+        files: the files to read.
+        factor: bytes of memory per byte of a file.
 
     Raises:
-        ConfigError: when they are larger than the memory of this host.
+        ConfigError: when they need more than the memory of this host.
     """
-    size, memory = factor * sum(file.size for file in files), host_memory()
+    size = factor * sum(file.size for file in files)
+    memory = host_memory()
     if size > memory:
         raise ConfigError(
             f"data.files: the files need {size / 1e9:.4g} GB in memory, and this host has "

@@ -1,4 +1,4 @@
-"""Labelled images from `.npz` files, or made up: a side for training and one for validation."""
+"""Labelled images from `.npz` files, or synthetic ones, split into training and validation."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from axon_dist.core.files import host_memory
 from .files import TextFile, check_disjoint, check_fits, drawn, find_files, held_out_fraction
 from .samples import checksum, random_of
 
-_MOST_IMAGES, _MOST_PIXELS = 2**28, 2**15
+_MOST_IMAGES = 2**28
+_MOST_PIXELS = 2**15
 PATTERN = 8
-"""Height and width of the pattern that a synthetic class shows."""
+"""Height and width of the pattern of a synthetic class."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageSource:
     """Which files hold images, all of one size.
 
-    Each file is what `np.savez` writes of `images`, uint8 `[N, H, W, C]`, and `labels`, integers
-    `[N]`. They are kept in memory, on every process.
+    Each file is written by `np.savez` with `images`, uint8 `[N, H, W, C]`, and `labels`, integers
+    `[N]`. Every process keeps all of them in memory.
 
     Args:
         files: paths or globs.
-        validation_files: paths or globs kept for validation; empty to split `files`.
-        validation_fraction: the share of images for validation, in (0, 1), drawn in the same way
-            every time, where there are no `validation_files`; None for a tenth.
+        validation_files: paths or globs for validation; empty to split `files`.
+        validation_fraction: the share of images for validation, in (0, 1), if there are no
+            `validation_files`; always the same images; None for a tenth.
         image_size: height and width of an image, in pixels.
     """
 
@@ -55,21 +56,21 @@ class ImageSource:
         _check_size(self.image_size)
 
     def find(self, patterns: Sequence[str]) -> Sequence[TextFile]:
-        """The files that are meant, or the folders."""
+        """Returns the files, or folders, that the patterns match."""
         return find_files(patterns)
 
     def read(
         self, files: Sequence[TextFile], shape: tuple[int, int, int], num_classes: int
     ) -> ImageSet:
-        """The images of some files.
+        """Reads the images of some files.
 
         Args:
-            files: of `find`.
+            files: as returned by `find`.
             shape: height, width and channels.
             num_classes: labels are below it.
 
         Raises:
-            ConfigError: when a file is not what it should be.
+            ConfigError: when a file is malformed.
         """
         check_fits(files)
         parts = [_read_file(file.path, shape) for file in files]
@@ -80,13 +81,13 @@ class ImageSource:
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticImages:
-    """Images that are made up, so that a run needs no files: noise over a pattern of their class.
+    """Synthetic images, so that a run needs no files: noise over a pattern of the class.
 
-    An image depends on its number alone and is made when it is asked for. They can be learned, and
-    stand for the sizes and the speed of a set of images, not for its difficulty.
+    An image depends only on its number and is made on demand. A model can learn them. They have the
+    sizes and the speed of a real image set, but not its difficulty.
 
     Args:
-        num_images: how many there are.
+        num_images: the number of images.
         validation_fraction: the share of them for validation, in (0, 1); None for a tenth.
         image_size: height and width of an image, in pixels.
     """
@@ -114,25 +115,25 @@ class ImageSet(Protocol):
     """Labelled images, by number."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Returns the number of images."""
         ...
 
     def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Images, uint8 `[B, H, W, C]`, and labels, integers `[B]`, of some numbers `[B]`."""
+        """Returns images, uint8 `[B, H, W, C]`, and labels, integers `[B]`, by numbers `[B]`."""
         ...
 
     def checksum(self) -> int:
-        """The same for the same images and labels alone."""
+        """Returns a checksum of the images and labels."""
         ...
 
     def part(self, mask: np.ndarray) -> ImageSet:
-        """Those that a mask `[N]` chooses."""
+        """Returns the images that a mask `[N]` selects."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Images:
-    """Two sets of images and what they are.
+    """Images for training and for validation.
 
     Args:
         train: for training.
@@ -159,8 +160,8 @@ def load_images(source: ImageSource | SyntheticImages, channels: int, num_classe
         Both sides, neither of them empty.
 
     Raises:
-        ConfigError: a value is out of range, a pattern matches no file, a file is not what it
-            should be, or a side is empty.
+        ConfigError: a value is out of range, a pattern matches no file, a file is malformed, or a
+            side is empty.
     """
     source.validate()
     shape = (source.image_size, source.image_size, channels)
@@ -171,14 +172,17 @@ def load_images(source: ImageSource | SyntheticImages, channels: int, num_classe
         origin = "synthetic images"
     else:
         files = source.find(source.files)
-        images, origin = source.read(files, shape, num_classes), ", ".join(source.files)
+        images = source.read(files, shape, num_classes)
+        origin = ", ".join(source.files)
     if isinstance(source, ImageSource) and source.validation_files:
         validation_files = source.find(source.validation_files)
         check_disjoint(files, validation_files)
-        train, validation = images, source.read(validation_files, shape, num_classes)
+        train = images
+        validation = source.read(validation_files, shape, num_classes)
     else:
         held_out = drawn(len(images), held_out_fraction(source.validation_fraction))
-        train, validation = images.part(~held_out), images.part(held_out)
+        train = images.part(~held_out)
+        validation = images.part(held_out)
     size = " x ".join(map(str, shape))
     amounts = f"{len(train)} for training, {len(validation)} for validation, of {size}"
     return Images(train, validation, shape, f"{origin}: {amounts}")
@@ -200,26 +204,26 @@ class ArrayImages:
         return len(self.images)
 
     def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Copies some of them."""
+        """Copies some of the images."""
         return self.images[numbers], self.labels[numbers]
 
     def checksum(self) -> int:
-        """Of every pixel and label."""
+        """A checksum of every pixel and label."""
         return checksum(self.images, self.labels)
 
     def part(self, mask: np.ndarray) -> ArrayImages:
-        """Those that a mask `[N]` chooses."""
+        """Returns the images that a mask `[N]` selects."""
         return ArrayImages(self.images[mask], self.labels[mask])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MadeImages:
-    """Images that are computed from their number.
+    """Synthetic images, computed from their numbers.
 
     Args:
-        numbers: which of all synthetic images these are, `[N]`.
+        numbers: the images of this set, `[N]`.
         shape: height, width and channels.
-        num_classes: C.
+        num_classes: the number of classes.
     """
 
     numbers: np.ndarray
@@ -230,17 +234,17 @@ class MadeImages:
         return len(self.numbers)
 
     def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Makes some of them."""
+        """Makes some of the images."""
         pairs = [self._draw(number) for number in self.numbers[numbers].tolist()]
         images, labels = zip(*pairs, strict=True)
         return np.stack(images), np.array(labels)
 
     def checksum(self) -> int:
-        """Of what the images are computed from."""
+        """A checksum of everything that the images are computed from."""
         return checksum(self.numbers, np.array((*self.shape, self.num_classes)))
 
     def part(self, mask: np.ndarray) -> MadeImages:
-        """Those that a mask `[N]` chooses."""
+        """Returns the images that a mask `[N]` selects."""
         return dataclasses.replace(self, numbers=self.numbers[mask])
 
     def _draw(self, number: int) -> tuple[np.ndarray, int]:
@@ -269,13 +273,15 @@ def _read_file(path: Path, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.
     what = f"{path} is not an .npz file with the arrays images and labels"
     advice = "write it with np.savez(path, images=..., labels=...)"
     rewording = reworded(what, advice, of=Exception)
-    # Opened here: of an archive that is none, numpy leaves the file open.
+    # Opened here, because numpy does not close a file that is not an archive.
     with rewording, path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        # A few packed bytes can stand for more than any memory holds.
-        size, memory = sum(item.file_size for item in arrays.zip.infolist()), host_memory()
+        # A small archive can unpack to more than memory.
+        size = sum(item.file_size for item in arrays.zip.infolist())
+        memory = host_memory()
         if size > memory:
             raise ValueError(f"it unpacks to {size} bytes, and this host has {memory}")
-        images, labels = arrays["images"], arrays["labels"]
+        images = arrays["images"]
+        labels = arrays["labels"]
     if images.dtype != np.uint8 or images.shape[1:] != shape:
         raise ConfigError(
             f"{path} has images of {images.dtype} {images.shape}, which must be uint8 (N, "

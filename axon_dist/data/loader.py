@@ -1,4 +1,4 @@
-"""Batches: shuffled, divided among processes, loaded ahead, and resumable."""
+"""Loaders: shuffled batches, sharded by process, prefetched, and resumable."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ T = TypeVar("T")
 class Loader:
     """Endless batches of samples.
 
-    An iterator over this process's rows of each global batch. The order of samples depends on the
-    samples and the seed alone. Its state is one number, the samples handed out so far over
-    all processes: batches loaded ahead but not handed out yet are not counted, so a resumed run
-    repeats none and skips none.
+    An iterator over this process's rows of each global batch. The order of samples depends only on
+    the samples and the seed. The state is one number: the samples yielded so far over all
+    processes. Prefetched batches that were not yielded are not counted, so a resumed run repeats no
+    sample and skips none.
 
     Args:
         samples: what to read.
@@ -41,16 +41,16 @@ class Loader:
         seed: of the order, in [0, 2^32).
         process: which process this is, from 0.
         num_processes: how many share every batch.
-        num_microbatches: into how many parts a step cuts each batch, K: a process has its rows of
-            each, one part behind another, so that a sample is in the same part, and at the same
-            place of it, for any number of processes.
-        num_ahead: batches a thread loads ahead; 0 to load each when it is asked for.
+        num_microbatches: the number of microbatches of a step, K. A process has its rows of each,
+            one microbatch after another, so that a sample is at the same place of the same
+            microbatch for any number of processes.
+        num_ahead: batches that a thread prefetches; 0 to load each on demand.
         num_workers: processes that make whole batches in turn, each from a copy of the samples; 0
             leaves that to the thread.
-        vocab_size: what every token of a batch must be below, checked in each; None checks none.
+        vocab_size: every batch is checked to have tokens below this; None for no check.
 
     Attributes:
-        description: what is read, in one sentence for people.
+        description: describes the data in one sentence for people.
 
     Raises:
         ConfigError: a value is out of range.
@@ -89,7 +89,8 @@ class Loader:
         order = getattr(samples, "order", functools.partial(shuffled, self.num_samples))
         self._order = order(seed)
         self._vocab_size = vocab_size
-        self._num_ahead, self._num_workers = num_ahead, num_workers
+        self._num_ahead = num_ahead
+        self._num_workers = num_workers
         self._samples_seen = 0
         self._batches = self._start()
 
@@ -102,22 +103,22 @@ class Loader:
         return batch
 
     def state(self) -> dict[str, int]:
-        """The position in the data, as JSON: the same on every process and for any number of them.
+        """Returns the position in the data, as JSON; it does not depend on the processes.
 
         Returns:
-            `samples_seen`, and the `seed` and the identity of the samples that it counts in, such
-            as `num_samples` per epoch.
+            `samples_seen`, and the `seed` and identity of the samples, such as `num_samples` per
+            epoch.
         """
         return {"samples_seen": self._samples_seen, "seed": self.seed, **self.samples.identity}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Goes on where `state` was called, whatever the batch and the number of processes were.
+        """Continues where `state` was called; batch size and number of processes may differ.
 
         Args:
-            state: what `state()` returned, of a loader with these samples and seed.
+            state: the result of `state()` of a loader with the same samples and seed.
 
         Raises:
-            ConfigError: the state counts in another order of samples, or is not a state.
+            ConfigError: the state belongs to other samples or another seed, or is not a state.
         """
         _check_state(state, self.state())
         self._samples_seen = state["samples_seen"]
@@ -127,10 +128,10 @@ class Loader:
     def validation_batches(self, num_batches: int | None = None) -> Iterator[LocalBatch]:
         """Makes this process's rows of batches spread evenly over the validation samples.
 
-        The same every time, and the same rows over all processes for any number of them. No sample
-        is in two of them: where there are fewer than `num_batches * global_batch`, there are fewer
-        batches. Where the last one has fewer samples than the others, it is a `FilledBatch`:
-        `samples` are those that it has, and its own rows repeat them up to the size of the others.
+        The batches are the same every time, and the same in total for any number of processes. No
+        sample is in two batches: with fewer than `num_batches * global_batch` samples there are
+        fewer batches. If the last batch has fewer samples than the others, it is a `FilledBatch`:
+        `samples` has its samples, and its own rows repeat them up to the size of the others.
 
         Args:
             num_batches: how many global batches at most; None for all samples.
@@ -146,11 +147,10 @@ class Loader:
         return (self._validation(places[at : at + self.global_batch]) for at in starts)
 
     def num_validated(self, num_batches: int | None = None) -> int:
-        """How many samples `validation_batches` takes.
+        """Returns how many samples `validation_batches` takes.
 
         Raises:
-            ConfigError: fewer than one batch; or None, where the samples do not say how many there
-                are.
+            ConfigError: fewer than one batch; or None, and the samples have no `num_validation`.
         """
         if num_batches is None:
             return self._num_validation()
@@ -177,10 +177,14 @@ class Loader:
         return FilledBatch({name: x[again] for name, x in samples.items()}, samples)
 
     def _start(self) -> Generator[LocalBatch]:
-        """The batches from here on, made ahead by a thread or by workers."""
-        samples, order, rows, vocab_size = self.samples, self._order, self._places, self._vocab_size
+        """Yields the batches from the current position on, prefetched by a thread or by workers."""
+        # Locals, because workers get a copy of `load`, which must not contain the loader.
+        samples = self.samples
+        order = self._order
+        rows = self._places
+        vocab_size = self._vocab_size
 
-        def load(start: int) -> LocalBatch:  # what workers are sent: without the loader
+        def load(start: int) -> LocalBatch:
             numbers = np.array([order[sample] for sample in (start + rows).tolist()])
             return _known(samples.train(numbers), vocab_size)
 
@@ -195,10 +199,10 @@ class TextLoader(Loader):
     """Endless batches of windows of a text, as `next_token_loss` takes them.
 
     Args:
-        text: what to read.
+        text: the text to read.
         length: tokens a model sees, T; windows hold T + 1.
         global_batch: rows per step over all processes, B.
-        options: the others of `Loader`.
+        options: the other arguments of `Loader`.
 
     Raises:
         ConfigError: a value is out of range, or either side of the text is shorter than a window.
@@ -219,9 +223,9 @@ class ImageLoader(Loader):
     """Endless batches of images, as `classification_loss` takes them.
 
     Args:
-        images: what to read.
+        images: the images to read.
         global_batch: rows per step over all processes, B.
-        options: the others of `Loader`.
+        options: the other arguments of `Loader`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -243,7 +247,7 @@ class Pictures(TwoSides):
     """Images and their labels as samples.
 
     Args:
-        images: of training and validation, with their labels.
+        images: images for training and validation, with their labels.
     """
 
     def __init__(self, images: Images):
@@ -253,7 +257,7 @@ class Pictures(TwoSides):
 
     @property
     def identity(self) -> dict[str, int]:
-        """How many images there are for training, their size, and what they contain."""
+        """The number of training images, their size, and a checksum of their contents."""
         height, width, _ = self.images.shape
         sizes = {"height": height, "width": width, "num_samples": len(self.images.train)}
         return {**sizes, "contents": self._contents}
@@ -269,7 +273,7 @@ class Pictures(TwoSides):
 
 
 def _places(global_batch: int, num_microbatches: int, share: tuple[int, int]) -> np.ndarray:
-    """The rows of a global batch that a process has, microbatch by microbatch.
+    """Returns the rows of a global batch that a process has, microbatch by microbatch.
 
     Example:
         >>> _places(8, 2, (0, 2)).tolist(), _places(8, 2, (1, 2)).tolist()
@@ -287,7 +291,7 @@ def _places(global_batch: int, num_microbatches: int, share: tuple[int, int]) ->
 
 
 def _known(batch: LocalBatch, vocab_size: int | None) -> LocalBatch:
-    """The batch, whose tokens are checked: looking up others gives wrong rows."""
+    """Checks the tokens of a batch: out-of-range tokens would silently look up wrong rows."""
     if vocab_size is not None and (largest := int(batch["tokens"].max())) >= vocab_size:
         raise ConfigError(
             f"model.vocab_size: got {vocab_size}, but the data has the token {largest}; set it to "
@@ -307,7 +311,7 @@ def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
         raise ConfigError(
             f"the data state {state!r:.80} is no dict of whole numbers: give what state() returned."
         )
-    # Those of an older version do not say what the samples contain, or what made them.
+    # States of an older version have no checksums.
     here = {name: value for name, value in here.items() if name in state or name not in _CONTENTS}
     missing = [name for name in here if name not in state]
     if missing:
@@ -320,11 +324,12 @@ def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
         if name not in ("samples_seen", "seed", "num_samples") and name not in _CONTENTS
     ]
     changed = [name for name in here if name != "samples_seen" and state[name] != here[name]]
-    # Another tokenizer changes the contents too, and the number of samples.
+    # Report the cause first: another tokenizer also changes contents and the number of samples.
     changed.sort(key=lambda name: (name not in _MADE_BY, name == "contents"))
     if changed:
         name = changed[0]
-        of_old, of_new = f"{name}={state[name]}", f"{name}={here[name]}"
+        of_old = f"{name}={state[name]}"
+        of_new = f"{name}={here[name]}"
         reason = _CONTENTS.get(name, "")
         raise ConfigError(
             f"the data state was taken with {of_old}, this loader has {of_new}{reason}: the "
@@ -344,13 +349,13 @@ _CONTENTS = {
     "tokenizer": " (a checksum: data.tokenizer or data.end_token is another one)",
     "template": " (a checksum: data.template, or that of the tokenizer, is another one)",
 }
-"""What it means when a checksum of the samples is another one."""
+"""What a changed checksum of the samples means."""
 
 _MOST_SEEN = 2**62
 
 
 def ahead(items: Iterator[T], count: int) -> Generator[T]:
-    """The same items, so many of which a thread makes ahead.
+    """Yields the same items; a thread prefetches `count` of them.
 
     Example:
         >>> list(itertools.islice(ahead(map(str, itertools.count()), 2), 3))
@@ -364,7 +369,7 @@ def ahead(items: Iterator[T], count: int) -> Generator[T]:
             waiting.append(pool.submit(next, items))
             yield item
     finally:
-        # `shutdown(cancel_futures=True)` fails where Python ends, whose modules are empty by then.
+        # `shutdown(cancel_futures=True)` fails at interpreter exit, when modules are already empty.
         for future in waiting:
             future.cancel()
         pool.shutdown()
@@ -373,31 +378,33 @@ def ahead(items: Iterator[T], count: int) -> Generator[T]:
 
 
 def by_workers(make: Callable[[int], T], numbers: Iterator[int], count: int) -> Generator[T]:
-    """The results of a function for endless numbers, in their order, made by some processes.
+    """Yields the results of a function for endless numbers, in order, computed by processes.
 
-    A worker makes its next item while its last one waits to be read. It ends with the process that
-    started it, and not by a signal to the group, on which that process runs on until it has saved.
+    A worker makes its next item while its last one waits to be read. Workers end with the process
+    that started them. They ignore signals to the process group: on these, that process continues
+    until it has saved.
 
     Args:
         make: the function; every process gets a copy.
-        numbers: what `make` is called with.
-        count: how many processes.
+        numbers: the arguments of `make`.
+        count: the number of processes.
 
     Raises:
-        ConfigError: when a process ends, or what `make` raises.
+        ConfigError: when a process ends; errors of `make` are raised as they are.
     """
-    context, function = multiprocessing.get_context("spawn"), cloudpickle.dumps(make)
+    context = multiprocessing.get_context("spawn")
+    function = cloudpickle.dumps(make)
     workers: list[tuple[Any, Any]] = []
-    # As the last resort, at the end of Python, which would wait for them.
+    # The last resort at interpreter exit, where Python would wait for the workers.
     stop = multiprocessing.util.Finalize(None, _stop, (workers,), exitpriority=1)
     try:
         for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, function), daemon=True)
+            pipe, worker_pipe = context.Pipe()
+            process = context.Process(target=_work, args=(worker_pipe, function), daemon=True)
             process.start()
-            theirs.close()
-            ours.send(next(numbers))
-            workers.append((ours, process))
+            worker_pipe.close()
+            pipe.send(next(numbers))
+            workers.append((pipe, process))
         for pipe, process in itertools.cycle(workers):
             try:
                 pipe.send(next(numbers))
@@ -423,7 +430,7 @@ def _stop(workers: list[tuple[Any, Any]]) -> None:
 
 
 def _work(pipe: Any, function: bytes) -> None:
-    """Answers numbers until the pipe is closed."""
+    """Runs a worker: sends the item of each received number until the pipe is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     make = pickle.loads(function)
@@ -436,7 +443,7 @@ def _work(pipe: Any, function: bytes) -> None:
             item = make(number)
         except AxonDistError as error:
             item = error
-        except Exception as error:  # of a user's samples, and perhaps not to be pickled
+        except Exception as error:  # from a user's samples; may not be picklable
             item = RuntimeError(f"{type(error).__name__}: {error}")
         try:
             pipe.send(item)

@@ -1,4 +1,4 @@
-"""Documents of many lengths in rows of one length, with the document of each token."""
+"""Packs documents of different lengths into rows of one length, with segment ids."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from axon_dist.core.errors import ConfigError
 from .samples import LocalBatch, TwoSides, checksum
 
 TooLong: TypeAlias = Literal["split", "drop", "refuse"]
-"""What becomes of a document longer than a row: several rows, nothing, or an error."""
+"""What to do with a document longer than a row: split it into several, drop it, or raise."""
 
 
 class Documents(Protocol):
     """Documents by number, tokenized when they are read, in the thread that reads them."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Returns the number of documents."""
         ...
 
     def take(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of one, `[n]`, and which of them are learned, bool `[n]`."""
+        """Returns the tokens of a document, `[n]`, and which of them are learned, bool `[n]`."""
         ...
 
     def lengths(self) -> np.ndarray:
-        """How many tokens each has, int64 `[N]`."""
+        """Returns the number of tokens of each document, int64 `[N]`."""
         ...
 
     def cached(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
-        """What `make` computes of these documents, computed once if it can be cached."""
+        """Returns what `make` computes from these documents, from a cache if possible."""
         ...
 
     def checksum(self) -> int:
-        """The same for the same documents alone."""
+        """Returns a checksum of the documents."""
         ...
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Packs items of some lengths into rows, each into the row that it fills best.
+    """Packs items into rows by best fit decreasing.
 
-    The longest come first, each into the open row with the least room that is enough (best fit
-    decreasing, which needs at most 11/9 of the fewest rows possible).
+    Items are placed from longest to shortest, each into the open row with the least sufficient
+    space. This needs at most 11/9 of the fewest rows possible.
 
     Args:
-        lengths: of each, from 1 to the capacity, `[N]`.
-        capacity: of a row.
+        lengths: the length of each item, from 1 to the capacity, `[N]`.
+        capacity: the length of a row.
 
     Returns:
         For each row the numbers of its items.
@@ -61,25 +61,26 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
         [[1], [3, 4], [0, 2]]
     """
     rows: list[list[int]] = []
-    open_rows: dict[int, list[int]] = {}
-    rooms: list[int] = []
+    open_rows: dict[int, list[int]] = {}  # by free space
+    spaces: list[int] = []  # the sorted keys of `open_rows` that have rows
     sizes = lengths.tolist()
     for number in np.argsort(-lengths, kind="stable").tolist():
         size = sizes[number]
-        place = bisect.bisect_left(rooms, size)
-        if place == len(rooms):
+        place = bisect.bisect_left(spaces, size)
+        if place == len(spaces):
             rows.append([])
-            row, room = len(rows) - 1, capacity
+            row = len(rows) - 1
+            space = capacity
         else:
-            room = rooms[place]
-            row = open_rows[room].pop()
-            if not open_rows[room]:
-                rooms.pop(place)
+            space = spaces[place]
+            row = open_rows[space].pop()
+            if not open_rows[space]:
+                spaces.pop(place)
         rows[row].append(number)
-        if left := room - size:
-            if not open_rows.setdefault(left, []):
-                bisect.insort(rooms, left)
-            open_rows[left].append(row)
+        if rest := space - size:
+            if not open_rows.setdefault(rest, []):
+                bisect.insort(spaces, rest)
+            open_rows[rest].append(row)
     return rows
 
 
@@ -89,10 +90,10 @@ class RowLayout:
 
     Args:
         documents: where the pieces come from.
-        pieces: document, first token and the one behind the last, int64 `[P, 3]`.
+        pieces: document, first token and one past the last token, int64 `[P, 3]`.
         order: the pieces, row after row, `[P]`.
         ends: where each row ends in that order, `[R]`.
-        num_dropped: documents that are left out.
+        num_dropped: the number of documents left out.
     """
 
     documents: Documents
@@ -106,12 +107,13 @@ class RowLayout:
 
     @property
     def num_tokens(self) -> int:
-        """How many places of all rows are not padding."""
+        """The number of tokens in all rows, without padding."""
         return int((self.pieces[:, 2] - self.pieces[:, 1]).sum())
 
     def take(self, numbers: np.ndarray, size: int) -> LocalBatch:
-        """Some rows of a size, with `segments` and `mask`."""
-        tokens, segments = (np.zeros((len(numbers), size), np.int32) for _ in range(2))
+        """Returns some rows of `size` tokens, with `segments` and `mask`."""
+        tokens = np.zeros((len(numbers), size), np.int32)
+        segments = np.zeros((len(numbers), size), np.int32)
         mask = np.zeros((len(numbers), size), np.int8)
         for row, number in enumerate(numbers.tolist()):
             place = 0
@@ -135,11 +137,11 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
         documents: what to lay out.
         length: tokens a model sees, T.
         packed: whether a row holds as many documents as fit, or one.
-        too_long: what becomes of those of more than T + 1 tokens. Consecutive pieces of one that
-            is split share one token, so that every token but the first is a target once.
+        too_long: what to do with documents of more than T + 1 tokens. Consecutive pieces of a split
+            document share one token, so that every token but the first is a target once.
 
     Raises:
-        ConfigError: when one is too long and that is refused, or nothing is left.
+        ConfigError: when a document is too long and `too_long` is `refuse`, or none is left.
     """
     lengths = documents.lengths()
     long = np.flatnonzero(lengths > length + 1)
@@ -168,29 +170,30 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
         flat = itertools.chain.from_iterable(rows)
         return [np.fromiter(flat, np.int64, len(pieces)), np.cumsum([len(row) for row in rows])]
 
-    order, ends = np.arange(len(pieces)), np.arange(1, len(pieces) + 1)
+    order = np.arange(len(pieces))
+    ends = np.arange(1, len(pieces) + 1)
     if packed:
         order, ends = documents.cached(f"rows of {length} {too_long}", packed_rows)
     return RowLayout(documents, pieces, order, ends, len(lengths) - len(retained))
 
 
 class PackedRows(TwoSides):
-    """Documents as samples: rows of `length + 1` tokens that say which document each is of.
+    """Documents as samples: rows of `length + 1` tokens with segment ids.
 
     Args:
         train: documents for training.
         validation: documents for validation.
         length: tokens a model sees, T.
         packed: whether a row holds as many documents as fit, or one.
-        too_long: what becomes of documents that do not fit into a row.
-        has_mask: whether not all of a document is learned.
+        too_long: what to do with documents that do not fit into a row.
+        has_mask: whether only a part of a document is learned.
         vocab_size: token ids are below it.
         description: one sentence for people.
-        show: tokens as people read them.
-        made_by: checksums of what made the tokens, such as `tokenizer`, by name.
+        show: decodes tokens to text.
+        made_by: checksums of the tokenizer and other inputs of the tokens, by name.
 
     Raises:
-        ConfigError: when a document is too long and that is refused, or a side has none.
+        ConfigError: when a document is too long and `too_long` is `refuse`, or a side is empty.
     """
 
     def __init__(
@@ -213,23 +216,27 @@ class PackedRows(TwoSides):
         self.length: int = length
         self.vocab_size: int = vocab_size
         self.show: Callable[[np.ndarray], str] = show
-        self._has_mask, self._how = has_mask, (length, packed, too_long != "split")
+        self._has_mask = has_mask
+        self._how = (length, packed, too_long != "split")
         dropped = sum(side.num_dropped for side in self.sides)
-        alone = packed and len(self.sides[0]) == len(rows[0].order) > 1
-        self.description: str = (
-            f"{description}, in {len(self.sides[0])} rows of which {100 * self.padding:.1f} "
-            f"% is padding" + (f"; {dropped} documents are left out" if dropped else "")
-        ) + (f"; no two fit into {length} tokens: raise data.sequence_length" if alone else "")
+        none_packed = packed and len(self.sides[0]) == len(rows[0].order) > 1
+        text = f"{description}, in {len(self.sides[0])} rows of which {100 * self.padding:.1f} "
+        text += "% is padding"
+        if dropped:
+            text += f"; {dropped} documents are left out"
+        if none_packed:
+            text += f"; no two fit into {length} tokens: raise data.sequence_length"
+        self.description: str = text
 
     @property
     def padding(self) -> float:
-        """The share of the places of training rows that are padding."""
+        """The share of padding in the training rows."""
         rows = self.sides[0]
         return 1 - rows.num_tokens / (len(rows) * (self.length + 1))
 
     @property
     def identity(self) -> dict[str, int]:
-        """The length, how many rows there are, and what they contain."""
+        """The length, the number of rows, and checksums of their contents."""
         return {
             "length": self.length,
             "num_samples": len(self.sides[0]),

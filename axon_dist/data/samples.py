@@ -1,9 +1,9 @@
-"""`Samples`: the samples of a loader, by number; sequences of the user, and mixtures.
+"""`Samples`: the numbered samples of a loader; user sequences, and mixtures.
 
-Sample `g` of an endless run is the window at place `g mod W` of epoch `g div W`, W windows in the
-stream, shuffled anew each epoch. A global batch of B is the next B samples, and process `p` of `P`
-holds its rows `[p B/P, (p+1) B/P)`. The counter alone is the state of a run, so it can
-go on with another number of processes or another batch.
+With W windows in the stream, sample `g` of an endless run is the window at place `g mod W` of epoch
+`g div W`; each epoch is shuffled anew. A global batch of B is the next B samples, and process `p`
+of `P` holds its rows `[p B/P, (p+1) B/P)`. The counter is the only state, so a run can continue
+with another number of processes or another batch size.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from ..core.errors import ConfigError, DivisibilityError
 
 
 def num_windows(num_tokens: int, length: int) -> int:
-    """Counts the windows of `length + 1` tokens in a stream, each starting on the last of the one
-    before, so that every token but the first is a target exactly once.
+    """Counts the windows of `length + 1` tokens in a stream.
+
+    Each window starts at the last token of the one before, so that every token but the first is a
+    target exactly once.
 
     Args:
         num_tokens: tokens in the stream.
         length: tokens a model sees, T; a window has one more to predict.
 
     Returns:
-        How many windows fit; what is left at the end is not used.
+        How many windows fit; remaining tokens at the end are not used.
 
     Example:
         >>> num_windows(9, 4), num_windows(8, 4)
@@ -63,12 +65,12 @@ def windows_at(stream: np.ndarray, starts: np.ndarray, length: int) -> np.ndarra
 
 
 def local_rows(global_batch: int, process: int, num_processes: int) -> slice:
-    """Says which rows of a global batch a process holds.
+    """Returns which rows of a global batch a process holds.
 
     Args:
         global_batch: rows over all processes.
-        process: which process, from 0.
-        num_processes: how many there are.
+        process: the number of the process, from 0.
+        num_processes: the number of processes.
 
     Returns:
         A slice of `global_batch / num_processes` rows.
@@ -103,7 +105,7 @@ def shuffled(num_samples: int, seed: int) -> grain.MapDataset[int]:
 
     Args:
         num_samples: samples per epoch.
-        seed: of the order, in [0, 2^32).
+        seed: the seed of the order, in [0, 2^32).
 
     Returns:
         A dataset whose item `g` is the sample at place `g mod num_samples` of epoch
@@ -128,7 +130,7 @@ def spread_starts(num_tokens: int, length: int, num_samples: int) -> np.ndarray:
     Args:
         num_tokens: tokens in the stream, more than `length`.
         length: T.
-        num_samples: how many windows; they overlap where the stream is shorter than all of them.
+        num_samples: the number of windows; they overlap if the stream is too short for all.
 
     Returns:
         First positions, int64 `[num_samples]`.
@@ -141,12 +143,12 @@ def spread_starts(num_tokens: int, length: int, num_samples: int) -> np.ndarray:
 
 
 def random_of(kind: int, number: int) -> np.random.Generator:
-    """Random numbers that depend on what they are for and on one number alone."""
+    """Returns a generator that depends only on a purpose (`kind`) and a number."""
     return np.random.Generator(np.random.Philox(key=np.array([kind, number], np.uint64)))
 
 
 def checksum(*arrays: np.ndarray) -> int:
-    """A number that other contents of the same sizes do not have, below 2^53 so that JSON holds it.
+    """Returns a digest of arrays, below 2^53 so that it is exact in JSON.
 
     Example:
         >>> checksum(np.arange(3)) == checksum(np.array([0, 2, 1]))
@@ -160,21 +162,21 @@ def checksum(*arrays: np.ndarray) -> int:
 
 
 def text_checksum(text: str) -> int:
-    """As `checksum`, of a text."""
+    """Returns the `checksum` of a text."""
     return checksum(np.frombuffer(text.encode(errors="surrogateescape"), np.uint8))
 
 
 LocalBatch = dict[str, np.ndarray]
-"""Arrays of `B / P` rows, those of one process: `{"tokens": int32 [B / P, T + 1]}` of text,
-`{"x": uint8 [B / P, H, W, C], "y": int32 [B / P]}` of images."""
+"""The arrays of one process, with `B / P` rows: for text `{"tokens": int32 [B / P, T + 1]}`, for
+images `{"x": uint8 [B / P, H, W, C], "y": int32 [B / P]}`."""
 
 
 @runtime_checkable
 class Samples(Protocol):
     """The samples of a loader.
 
-    It may have a method `order(seed)`, a grain dataset whose item `g` is the number of sample `g`
-    of an endless run; without it every epoch is shuffled anew.
+    It may have a method `order(seed)`. It returns a grain dataset whose item `g` is the number of
+    sample `g` of an endless run. Without it every epoch is shuffled anew.
     """
 
     @property
@@ -184,50 +186,50 @@ class Samples(Protocol):
 
     @property
     def identity(self) -> dict[str, int]:
-        """What the order of samples depends on; `num_samples` of training is part of it.
+        """Everything that the order of samples depends on, including `num_samples` for training.
 
-        `contents` is a checksum of the samples: other files of the same size are other data. Where
-        there are `tokenizer` and `template`, they are checksums of what made tokens of the files.
+        `contents` is a checksum of the samples, because other files may have the same size.
+        `tokenizer` and `template`, if present, are checksums of these.
         """
         ...
 
     def train(self, numbers: np.ndarray) -> LocalBatch:
-        """The training samples of some numbers, `[B]`, each below `num_samples`."""
+        """Returns the training samples of some numbers, `[B]`, each below `num_samples`."""
         ...
 
     @property
     def num_validation(self) -> int:
-        """How many disjoint validation samples there are; `spread` gives so many."""
+        """The number of disjoint validation samples; `spread` can return that many."""
         ...
 
     def spread(self, count: int) -> np.ndarray:
-        """Places of `count` validation samples, `[count, ...]`, the same every time."""
+        """Returns places of `count` validation samples, `[count, ...]`, the same every time."""
         ...
 
     def validation(self, places: np.ndarray) -> LocalBatch:
-        """The validation samples at some of the places."""
+        """Returns the validation samples at some of the places."""
         ...
 
 
 class TokenSamples(Samples, Protocol):
     """Samples of tokens, `"tokens"` int32 `[B, T + 1]`.
 
-    Where several documents share a row, `"segments"` int32 `[B, T + 1]` numbers them from 1, and is
-    0 where there is padding; `"mask"` int8 `[B, T + 1]` is 0 where a token is no target.
+    If several documents share a row, `"segments"` int32 `[B, T + 1]` numbers them from 1, with 0
+    for padding. `"mask"` int8 `[B, T + 1]` is 0 for tokens that are not targets.
     """
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that were seen are below it."""
+        """A bound above all token ids that were seen."""
         ...
 
     @property
     def padding(self) -> float:
-        """The share of the tokens of training that are padding."""
+        """The share of training tokens that are padding."""
         ...
 
     def show(self, tokens: np.ndarray) -> str:
-        """Tokens as people read them."""
+        """Decodes tokens to text for people."""
         ...
 
 
@@ -235,13 +237,13 @@ class TwoSides:
     """Samples for training and for validation, each by its number.
 
     Attributes:
-        sides: what has a length, of training and of validation; a subclass says what it gives.
+        sides: the training and the validation side, each with a length; subclasses define the type.
     """
 
     sides: tuple[Any, Any]
 
     def take(self, side: Any, numbers: np.ndarray) -> LocalBatch:
-        """Some samples of a side."""
+        """Returns some samples of a side."""
         raise TypeError(f"{type(self).__name__} does not say what its samples are")
 
     def train(self, numbers: np.ndarray) -> LocalBatch:
@@ -250,35 +252,35 @@ class TwoSides:
 
     @property
     def num_validation(self) -> int:
-        """How many samples there are for validation."""
+        """The number of validation samples."""
         return len(self.sides[1])
 
     def spread(self, count: int) -> np.ndarray:
-        """Evenly spaced numbers of validation samples."""
+        """Returns evenly spaced numbers of validation samples."""
         return spread_starts(len(self.sides[1]), 0, count)
 
     def validation(self, places: np.ndarray) -> LocalBatch:
-        """Takes samples of the validation."""
+        """Takes samples for validation."""
         return self.take(self.sides[1], places)
 
 
 _CHECKED = 64
-"""So many samples of a user's sequence go into its checksum."""
+"""How many samples of a user's sequence go into its checksum."""
 
 
 class Sequences(TwoSides):
-    """Two sequences of samples, as those of torch, grain or Hugging Face, with their order.
+    """Two map-style datasets, such as those of torch, grain or Hugging Face.
 
-    A sequence has a length and gives sample `i` when asked for item `i`, always the same: a dict of
-    arrays, or one array, which is called `"x"`. Samples are asked for one by one, in a thread.
+    A dataset has a length, and item `i` is always the same sample: a dict of arrays, or one array,
+    which is then named `"x"`. A thread reads samples one by one.
 
     Args:
-        train: for training.
-        validation: for validation.
+        train: the dataset for training.
+        validation: the dataset for validation.
         description: one sentence for people.
 
     Raises:
-        ConfigError: when a side is empty, or its samples are no arrays.
+        ConfigError: when a side is empty, or its samples are not arrays.
 
     Example:
         >>> sides = [[{"x": np.full(3, i)} for i in range(n)] for n in (5, 2)]
@@ -297,7 +299,7 @@ class Sequences(TwoSides):
 
     @property
     def identity(self) -> dict[str, int]:
-        """How many samples there are, and a checksum of some of them all over."""
+        """The number of samples, and a checksum of some, spread over all of them."""
         return {"num_samples": len(self.sides[0]), "contents": self._contents}
 
     @functools.cached_property
@@ -319,7 +321,8 @@ class Sequences(TwoSides):
             if row_shapes != shapes:
                 raise ConfigError(
                     f"sample {number} of {self.description} has {_written(row)}, and the first one "
-                    f"has {_written(self.example)}; all must be alike: pad them"
+                    f"has {_written(self.example)}; all need the same shapes and dtypes: pad them",
+                    code="samples-differ",
                 )
         return {name: np.stack([row[name] for row in rows]) for name in shapes}
 
@@ -342,8 +345,9 @@ def _sample_arrays(sample: Any) -> dict[str, np.ndarray]:
 
 
 def _narrow(array: np.ndarray) -> np.ndarray:
-    """Numbers of at most 32 bits, as JAX takes them."""
-    kind, size = array.dtype.kind, array.dtype.itemsize
+    """Converts 64-bit numbers to 32 bits, as JAX does."""
+    kind = array.dtype.kind
+    size = array.dtype.itemsize
     if kind not in "iufc" or size <= (8 if kind == "c" else 4):
         return array
     narrow = array.astype(f"{kind}{size // 2}")
@@ -359,19 +363,18 @@ def _written(row: Mapping[str, np.ndarray]) -> str:
 
 
 _OF_ONES = {"segments": np.int32, "mask": np.int8}
-"""What is ones where a source has none: one document, every token of which is a target."""
+"""Arrays that are ones if a source lacks them: one document, in which every token is a target."""
 
 
 class Mixture:
-    """Samples of several sources, so many of each as its weight says in every stretch of the run.
+    """A mixture of sources; every stretch of a run has samples of each in proportion to its weight.
 
-    Which source sample `g` of a run is of, and which of its samples it is, depends on `g`, the
-    weights and the seed alone. Each source has separate epochs: one that is small for its weight
-    is repeated more often.
+    The source and the number of sample `g` of a run depend only on `g`, the weights and the seed.
+    Each source has its own epochs: a source that is small for its weight is repeated more often.
 
     Args:
-        parts: the sources, of one length.
-        weights: their shares, above 0, in any unit.
+        parts: the sources, all of one sequence length.
+        weights: their weights, above 0; they need not sum to 1.
 
     Raises:
         ConfigError: when a weight is missing or not above 0.
@@ -389,9 +392,8 @@ class Mixture:
         self._starts = np.cumsum([0, *sizes])
         self.vocab_size: int = max(part.vocab_size for part in parts)
         self.show = parts[0].show
-        self.padding: float = float(
-            sum((s * p.padding for s, p in zip(self._shares, parts, strict=True)))
-        )
+        paddings = (s * p.padding for s, p in zip(self._shares, parts, strict=True))
+        self.padding: float = float(sum(paddings))
         self.description: str = " + ".join(
             f"{100 * share:.3g} % of ({part.description})"
             for share, part in zip(self._shares, parts, strict=True)
@@ -399,7 +401,7 @@ class Mixture:
 
     @property
     def identity(self) -> dict[str, int]:
-        """What all parts are, and their shares."""
+        """The identities of all parts, combined, and their weights."""
         parts = [part.identity for part in self._parts]
         sums = np.array([part["contents"] for part in parts])
         sizes = ("length", "num_samples", "contents")
@@ -414,42 +416,42 @@ class Mixture:
         }
 
     def order(self, seed: int) -> grain.MapDataset[int]:
-        """Each part shuffled by itself, epoch for epoch, and all drawn by their shares.
+        """Shuffles each part separately, anew in each epoch, and mixes them by weight.
 
         Args:
-            seed: of the order.
+            seed: the seed of the order.
         """
         parts = []
         for number, part in enumerate(self._parts):
             start = int(self._starts[number])
-            # Parts of one size would otherwise be shuffled alike.
+            # With one seed, parts of equal size would be shuffled in the same way.
             part_seed = (seed + number * 0x9E3779B9) % 2**32
             order = shuffled(part.identity["num_samples"], part_seed)
             parts.append(order.map(lambda sample, start=start: start + sample))
         return grain.MapDataset.mix(parts, self._shares.tolist())
 
     def train(self, numbers: np.ndarray) -> LocalBatch:
-        """Takes training samples of the parts that they are of."""
+        """Takes training samples, each from its part."""
         which = np.searchsorted(self._starts, numbers, side="right") - 1
         rows = [
             self._parts[part].train(np.array([number - self._starts[part]]))
             for part, number in zip(which.tolist(), numbers.tolist(), strict=True)
         ]
-        return self._together(rows)
+        return self._concatenate(rows)
 
     @property
     def num_validation(self) -> int:
-        """So many that no part repeats one."""
+        """The most validation samples without repeating any of a part."""
         counts = [part.num_validation for part in self._parts]
         most = max(1, int((np.array(counts) / self._shares).min()))
         part_of = self._parts_of(most)
-        # Shares that do not come out even may take one more of a part than it has.
+        # By rounding, the shares may take one sample more of a part than it has.
         while most > 1 and (np.bincount(part_of[:most], minlength=len(counts)) > counts).any():
             most -= 1
         return most
 
     def _parts_of(self, count: int) -> np.ndarray:
-        """Which part each of some samples of the validation is of, by the shares."""
+        """Returns the part of each of the first `count` validation samples, by the weights."""
         order = grain.MapDataset.mix(
             [grain.MapDataset.source([n]).repeat() for n in range(len(self._parts))],
             self._shares.tolist(),
@@ -457,7 +459,7 @@ class Mixture:
         return np.array([order[g] for g in range(count)])
 
     def spread(self, count: int) -> np.ndarray:
-        """Part and place of samples of the validations, by the same shares, `[count, 2]`."""
+        """Returns part and place of validation samples, by the same weights, `[count, 2]`."""
         part_of = self._parts_of(count)
         places = np.zeros(count, np.int64)
         for number, part in enumerate(self._parts):
@@ -467,11 +469,11 @@ class Mixture:
 
     def validation(self, places: np.ndarray) -> LocalBatch:
         """Takes validation samples of the parts."""
-        return self._together(
+        return self._concatenate(
             [self._parts[p].validation(np.array([place])) for p, place in places.tolist()]
         )
 
-    def _together(self, rows: list[LocalBatch]) -> LocalBatch:
+    def _concatenate(self, rows: list[LocalBatch]) -> LocalBatch:
         names = [name for name in ("tokens", "segments", "mask") if any(name in r for r in rows)]
         return {name: np.concatenate([_filled(row, name) for row in rows]) for name in names}
 

@@ -1,18 +1,18 @@
-"""Tokens that are made once: files beside the data, made by one process for all.
+"""The token cache: files next to the data, each written once by one process for all.
 
-A part of the data is made tokens by one process, and appears under its name when it is complete:
+One process tokenizes a part of the data. The file appears under its name once it is complete:
 
     8 bytes      "axontok2"
-    4 x 8 bytes  N documents, T tokens of W bytes, and whether they say what is learned
+    4 x 8 bytes  N documents, T tokens of W bytes, and whether there is a mask of learned tokens
     N x 8 bytes  where each document ends
-    T bytes      which tokens are learned, if they say so
+    T bytes      the mask of learned tokens, if there is one
     T x W bytes  the tokens
-    B x 4 bytes  the CRC-32 of each 64 KiB of the three before it
+    B x 4 bytes  the CRC-32 of each 64 KiB block of the three sections above
     4 bytes      the CRC-32 of the first 40 bytes and of these checksums
 
-Its name is a digest of its source and of the options. Some of its blocks are checked when it is
-opened, all of them if it is small, and a part that is damaged is made anew; every other block is
-checked when it is first read from.
+The file name is a digest of the source and the options. Opening a file checks some of its blocks,
+or all of them if it is small; a damaged file is made again. Every other block is checked when it is
+first read.
 """
 
 from __future__ import annotations
@@ -48,29 +48,32 @@ Document = tuple[np.ndarray, np.ndarray | None]
 """Tokens `[n]`, and which of them are learned; None for all."""
 
 Span = tuple[int, int, int, int]
-"""A part of a file: where it begins and ends, and the numbers of documents in it and before it."""
+"""A part of a file: its start and end, its number of documents, and that of all parts before it."""
 
 _FOLDER = ".axon_tokens"
 _MAGIC = b"axontok2"
 _HEAD = 40
 _BLOCK = 2**16
 _SAMPLE = 2**12
-"""Blocks of all parts together that are checked when they are opened."""
+"""The number of blocks, over all parts together, that are checked when they are opened."""
 _WAIT = 0.05
 _SETTLED = 2 * 10**9
-"""Nanoseconds after which a file whose times are the same has the same contents."""
+"""A file is unchanged if its timestamps are, provided they are older than these nanoseconds.
+
+A change within the resolution of timestamps could otherwise be missed.
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FileNumbers:
-    """Numbers of a file, read on demand, not mapped: a mapped file that shrinks ends a process.
+    """An array in a file, read on demand, not mapped: a mapped file that shrinks kills a process.
 
     Args:
         path: the file.
-        dtype: of the numbers.
-        start: the byte at which they begin.
-        length: how many there are.
-        inode: of the file, so that another file under its name is noticed.
+        dtype: the dtype of the array.
+        start: the byte offset of the array.
+        length: the number of elements.
+        inode: the inode of the file, to notice when another file replaces it.
         sums: the checksums of the file, if it has any.
     """
 
@@ -85,7 +88,7 @@ class FileNumbers:
         return self.length
 
     def __getitem__(self, index: np.ndarray) -> np.ndarray:
-        """A copy of some of them; consecutive ones are read at once."""
+        """Copies some elements; consecutive ones are read at once."""
         places = index.ravel()
         ends = np.append(np.flatnonzero(np.diff(places) != 1) + 1, len(places)).tolist()
         numbers = np.empty(len(places), self.dtype)
@@ -96,10 +99,10 @@ class FileNumbers:
         return numbers.reshape(index.shape)
 
     def read(self, first: int, stop: int) -> np.ndarray:
-        """A copy of the numbers from one to the one before another.
+        """Copies the elements from `first` up to, but not including, `stop`.
 
         Raises:
-            ConfigError: when they are no longer there.
+            ConfigError: when the file has shrunk, was replaced, or is damaged.
         """
         width = self.dtype.itemsize
         size = (stop - first) * width
@@ -122,13 +125,13 @@ class FileNumbers:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockSums:
-    """The checksums of the blocks of a file; each is compared once, when it is first read from.
+    """The checksums of the blocks of a file; each block is checked once, when it is first read.
 
     Args:
         path: the file.
         sums: the CRC-32 of each block.
-        size: bytes in the blocks, which begin behind the head.
-        checked: which were compared.
+        size: the bytes of all blocks, which begin after the header.
+        checked: which blocks were found good.
     """
 
     path: Path
@@ -137,22 +140,22 @@ class BlockSums:
     checked: np.ndarray
 
     def check(self, descriptor: int, start: int, stop: int) -> None:
-        """Compares the blocks of some bytes of the file.
+        """Checks the blocks that contain a range of bytes.
 
         Raises:
-            ConfigError: when one is not what was written.
+            ConfigError: when a block is damaged.
         """
         blocks = range((start - _HEAD) // _BLOCK, -(-(stop - _HEAD) // _BLOCK))
         for block in (number for number in blocks if not self.checked[number]):
             if not self.is_good(descriptor, block):
                 raise ConfigError(
-                    f"{self.path}: the {_BLOCK} bytes from {_HEAD + block * _BLOCK} on are not "
-                    "what was written there; remove the file, which is made anew, and look at the "
-                    "disk"
+                    f"{self.path}: the {_BLOCK} bytes from {_HEAD + block * _BLOCK} on are "
+                    "damaged; remove the file, so that it is made again, and check the disk",
+                    code="damaged-token-cache",
                 )
 
     def is_good(self, descriptor: int, block: int) -> bool:
-        """Whether a block is what was written."""
+        """Whether a block has its checksum."""
         first = block * _BLOCK
         data = os.pread(descriptor, min(_BLOCK, self.size - first), _HEAD + first)
         self.checked[block] = zlib.crc32(data) == self.sums[block]
@@ -160,10 +163,10 @@ class BlockSums:
 
 
 class TokenStore:
-    """The tokens of documents, one after the other.
+    """The tokens of documents.
 
     Args:
-        paths: of the parts, complete.
+        paths: the complete files of the parts.
     """
 
     def __init__(self, paths: Sequence[Path]):
@@ -175,7 +178,7 @@ class TokenStore:
 
     @property
     def lengths(self) -> np.ndarray:
-        """How many tokens each has, int64 `[N]`."""
+        """The number of tokens of each document, int64 `[N]`."""
         return np.concatenate([np.diff(part.ends, prepend=0) for part in self._parts])
 
     @property
@@ -184,11 +187,14 @@ class TokenStore:
         return [part.tokens for part in self._parts]
 
     def take(self, number: int, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a document, or its first ones, and which of them are learned."""
+        """Returns the tokens of a document, or its first `most`, and which of them are learned."""
         which = int(np.searchsorted(self._firsts, number, side="right")) - 1
-        part, row = self._parts[which], number - int(self._firsts[which])
-        start, stop = int(part.ends[row - 1]) if row else 0, int(part.ends[row])
-        stop = stop if most is None else min(stop, start + most)
+        part = self._parts[which]
+        row = number - int(self._firsts[which])
+        start = int(part.ends[row - 1]) if row else 0
+        stop = int(part.ends[row])
+        if most is not None:
+            stop = min(stop, start + most)
         tokens = part.tokens.read(start, stop)
         if part.learned is None:
             return tokens, np.ones(len(tokens), bool)
@@ -203,14 +209,14 @@ class _Part:
 
     @staticmethod
     def open(path: Path, most: int = _SAMPLE) -> _Part:
-        """Reads where documents end, and checks some of the file.
+        """Reads where documents end, and checks some blocks of the file.
 
         Args:
-            path: of the file.
-            most: blocks of it that are compared with their checksums.
+            path: the file.
+            most: the number of blocks to check.
 
         Raises:
-            ValueError: when the file is not complete, or not what was written.
+            ValueError: when the file is incomplete or damaged.
         """
         with open(open_regular(path), "rb") as file:
             head = file.read(_HEAD)
@@ -238,7 +244,7 @@ class _Part:
 
     @staticmethod
     def write(path: Path, documents: Iterator[Document]) -> None:
-        """Writes a part; it appears under its name when it is complete."""
+        """Writes a part; the file appears under its name once it is complete."""
         rows = list(documents)
         width = max((row[0].dtype.itemsize for row in rows), default=1)
         ends = np.cumsum([len(row[0]) for row in rows], dtype="<i8")
@@ -261,7 +267,7 @@ class _Part:
 
 
 def _write_blocks(file: BinaryIO, pieces: Iterator[bytes]) -> Iterator[int]:
-    """Writes bytes; yields the CRC-32 of each block of them."""
+    """Writes bytes; yields the CRC-32 of each block."""
     waiting = bytearray()
     for piece in pieces:
         file.write(piece)
@@ -274,39 +280,40 @@ def _write_blocks(file: BinaryIO, pieces: Iterator[bytes]) -> Iterator[int]:
 
 
 def _read_sums(file: BinaryIO, path: Path, head: bytes, stop: int, size: int) -> BlockSums:
-    """The checksums behind the blocks of a file, which end at a byte of it."""
+    """Reads the checksums of a file, which follow its blocks at offset `stop`."""
     count = -(-(stop - _HEAD) // _BLOCK)
     if size != stop + 4 * count + 4:
         raise ValueError(f"{path} is not complete")
     file.seek(stop)
-    sums, own = file.read(4 * count), file.read(4)
+    sums = file.read(4 * count)
+    own = file.read(4)
     if zlib.crc32(head + sums) != int.from_bytes(own, "little"):
         raise ValueError(f"{path} has other checksums than were written")
     return BlockSums(path, np.frombuffer(sums, "<u4"), stop - _HEAD, np.zeros(count, bool))
 
 
 def _check_some(sums: BlockSums, descriptor: int, place: int, most: int) -> None:
-    """Compares the blocks that say where documents end, and some others at even distances.
+    """Checks the blocks that say where documents end, and some others at even distances.
 
     Raises:
-        ValueError: when one is not what was written.
+        ValueError: when a block is damaged.
     """
     count = len(sums.sums)
-    said = range(-(-(place - _HEAD) // _BLOCK))
+    of_ends = range(-(-(place - _HEAD) // _BLOCK))
     some = np.linspace(0, count - 1, min(count, most)).astype(int).tolist() if count else []
-    for block in sorted({*said, *some}):
+    for block in sorted({*of_ends, *some}):
         if not sums.is_good(descriptor, block):
             raise ValueError(f"{sums.path} is not what was written")
 
 
 def _sample_of(paths: Sequence[Path]) -> int:
-    """How many blocks of each part are checked when it is opened."""
+    """Returns how many blocks of each part are checked when it is opened."""
     return max(2, _SAMPLE // max(1, len(paths)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Indexed:
-    """A file, what it contains, and the parts in which it is read."""
+    """A file, the digest of its contents, and the parts in which it is read."""
 
     path: Path
     digest: str
@@ -314,20 +321,20 @@ class Indexed:
 
 
 Scan = Callable[[Path, Callable[[bytes], None]], list[Span]]
-"""Reads a file, gives all of its bytes to a digest, and says its parts."""
+"""Reads a file, passes all of its bytes to a digest, and returns its parts."""
 
 
 class Folder:
-    """A folder beside data in which tokens are cached.
+    """The folder of the token cache.
 
     Args:
         files: the data.
-        wanted: the folder; None for one beside the first file.
+        wanted: the folder; None for one next to the first file.
     """
 
     def __init__(self, files: Sequence[TextFile], wanted: str | None = None):
-        beside = files[0].path.parent / _FOLDER
-        self.path: Path = beside if wanted is None else Path(wanted).expanduser()
+        default = files[0].path.parent / _FOLDER
+        self.path: Path = default if wanted is None else Path(wanted).expanduser()
         self.note: str = ""
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         try:
@@ -343,27 +350,30 @@ class Folder:
                 ) from error
             self._temporary = tempfile.TemporaryDirectory(prefix="axon_tokens_")
             self.note = (
-                f"; made tokens anew at every start, for {self.path} cannot be written to: name "
-                "a folder in data.cache"
+                f"; tokens are made again at every start, because {self.path} is not writable: "
+                "name a folder in data.cache"
             )
             self.path = Path(self._temporary.name)
 
     def index(self, files: Sequence[TextFile], scan: Scan, kind: str) -> list[Indexed]:
-        """What files contain; those that did not change since the last time are not read.
+        """Indexes files; does not read files that are unchanged since the last time.
 
         Args:
             files: the data.
-            scan: reads one of another kind than before, or one that changed.
-            kind: what `scan` depends on.
+            scan: indexes a new or changed file.
+            kind: identifies `scan`; another kind has another index.
         """
         names = "\n".join([kind, *(str(file.path) for file in files)])
         place = self.path / f"{digest_of(names.encode())}.json"
         known = _read_index(place)
-        indexed, changed = [], False
+        indexed = []
+        changed = False
         for file in files:
-            stamp, row = _stamp(file.path), known.get(str(file.path))
+            stamp = _stamp(file.path)
+            row = known.get(str(file.path))
             if row is None or row[0] != stamp or row[1] - max(stamp[1:3]) < _SETTLED:
-                now, changed = time.time_ns(), True
+                now = time.time_ns()
+                changed = True
                 digest = hashlib.blake2b(digest_size=16)
                 spans = scan(file.path, digest.update)
                 if _stamp(file.path) != stamp:
@@ -389,42 +399,42 @@ class Folder:
 
         Args:
             files: the data.
-            how: what tokens depend on beside it.
-            make: the documents of a part of a file.
+            how: everything that tokens depend on besides the data.
+            make: makes the documents of a part of a file.
         """
         spans = [(file, span) for file in files for span in file.spans if span[2]]
         parts = [(file.digest, span[:2], [*how]) for file, span in spans]
         names = [digest_of(repr(part).encode()) for part in parts]
         paths = [self.path / f"{name}.tokens" for name in names]
         most = _sample_of(paths)
-        left = [number for number, path in enumerate(paths) if not _is_complete(path, most)]
-        # Each process begins with another part, so that they seldom make the same one.
-        turn = os.getpid() % max(1, len(left))
-        left = left[turn:] + left[:turn]
-        while left:
+        todo = [number for number, path in enumerate(paths) if not _is_complete(path, most)]
+        # Each process begins with another part, so that they seldom compete for the same one.
+        turn = os.getpid() % max(1, len(todo))
+        todo = todo[turn:] + todo[:turn]
+        while todo:
             rest = []
-            for number in left:
+            for number in todo:
                 with _claimed(paths[number].with_suffix(".lock")) as is_ours:
                     if is_ours and not _is_complete(paths[number], most):
                         file, span = spans[number]
                         _Part.write(paths[number], make(file.path, span))
                     elif not is_ours:
                         rest.append(number)
-            if len(rest) == len(left):
+            if len(rest) == len(todo):
                 time.sleep(_WAIT)
-            left = [number for number in rest if not _is_complete(paths[number], most)]
+            todo = [number for number in rest if not _is_complete(paths[number], most)]
         return TokenStore(paths)
 
     def cached(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
-        """Arrays of numbers that are computed once.
+        """Returns arrays from the cache, or computes and stores them.
 
         Args:
-            name: for what they depend on.
+            name: a digest of everything that they depend on.
             make: computes them.
         """
         path = self.path / f"{name}.npz"
-        # numpy raises a dozen kinds of errors, and compares the checksums; what cannot be read is
-        # made anew.
+        # numpy checks the checksums and raises a dozen kinds of errors. An unreadable file is made
+        # again.
         with (
             contextlib.suppress(Exception),
             open(open_regular(path), "rb") as file,
@@ -438,7 +448,7 @@ class Folder:
 
 
 def digest_of(*texts: bytes) -> str:
-    """A name for contents, 32 letters."""
+    """Returns a digest of 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
     for text in texts:
         digest.update(len(text).to_bytes(8) + text)
@@ -447,7 +457,7 @@ def digest_of(*texts: bytes) -> str:
 
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[bool]:
-    """Whether this process has a lock, which is released when it ends."""
+    """Tries to take a lock for the block; yields whether this process has it."""
     advice = "remove it, or name another folder"
     with reworded(f"data.cache: {str(path)!r} cannot be locked", advice):
         try:
@@ -455,7 +465,7 @@ def _claimed(path: Path) -> Iterator[bool]:
         except OSError as error:
             if error.errno not in NO_FILE:
                 raise
-            # A link or a pipe; only its name is removed.
+            # A link or a pipe is in the way; remove it, not its target.
             path.unlink(missing_ok=True)
             descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     with open(descriptor, "rb") as file:
@@ -508,9 +518,9 @@ _MOST_INDEX = 2**30
 
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[Any]:
-    """A file to write, which appears under its name when all of it is there."""
+    """Opens a file to write; it appears under its name once it is complete."""
     advice = "make room, remove what is there, or name another folder"
     rewording = reworded(f"data.cache: {str(path)!r} cannot be written", advice)
-    # What a power cut leaves has other checksums, and is made anew.
+    # Not durable: a file damaged by a power cut fails its checksums and is made again.
     with rewording, replacing(path, durable=False) as file:
         yield file

@@ -1,4 +1,4 @@
-"""Text from files as two streams of tokens, one for training and one for validation."""
+"""Reads text files as two streams of tokens, one for training and one for validation."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class TextSource:
 
     Args:
         files: paths or globs; empty for the source of Python's standard library.
-        validation_files: paths or globs kept for validation; empty to split `files`: many of them
-            by their names, few so that the share is one of bytes.
-        validation_fraction: the share for validation, in (0, 1), where there are no
+        validation_files: paths or globs for validation; empty to split `files`: many files by a
+            hash of their names, few files by a share of their bytes.
+        validation_fraction: the share for validation, in (0, 1), if there are no
             `validation_files`; None for a tenth.
         tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`; None for bytes.
-        cache: the folder in which the tokens of a tokenizer are cached, so that they are made once,
-            by all processes together; None for `.axon_tokens` beside the first file.
+        cache: the folder in which the tokens of a tokenizer are cached, so that all processes
+            together tokenize only once; None for `.axon_tokens` next to the first file.
         max_bytes: on each side of the split, read only the first files by name, or parts of files,
             that together stay within this many bytes; None for all.
 
@@ -87,7 +87,7 @@ class TextSource:
 
     @property
     def unit(self) -> str:
-        """What a loss is measured in."""
+        """The unit of a loss."""
         return "nats/byte" if self.tokenizer is None else "nats/token"
 
     def open(self, length: int) -> Windows:
@@ -96,10 +96,10 @@ class TextSource:
 
 
 def load_text(source: TextSource) -> Text:
-    """Reads the files, splits them and turns them into tokens.
+    """Reads the files, splits them and tokenizes them.
 
-    Bytes are themselves the tokens; each file is followed by one zero byte, which text does not
-    contain. With a tokenizer each file is encoded as one document.
+    Without a tokenizer, bytes are the tokens; each file is followed by one zero byte, which text
+    does not contain. With a tokenizer, each file is encoded as one document.
 
     Args:
         source: where the text comes from.
@@ -128,7 +128,8 @@ def load_text(source: TextSource) -> Text:
         streams, digests = zip(
             *(_indexed(folder, side, tokenizer) for side in (train, validation)), strict=True
         )
-        more["validation_bytes"], note = _size(validation), folder.note
+        more["validation_bytes"] = _size(validation)
+        note = folder.note
         more["contents"] = checksum(np.frombuffer(repr(digests).encode(), np.uint8))
         more["made_by"] = {"tokenizer": text_checksum(tokenizer.digest)}
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -165,7 +166,7 @@ def _sides(source: TextSource) -> tuple[Sequence[TextFile], Sequence[TextFile]]:
 
 
 def _fit(files: Sequence[TextFile], max_bytes: int | None) -> Sequence[TextFile]:
-    """The files, in order, whose running total stays within the limit; a file is never cut."""
+    """Returns the first files whose total size stays within the limit; never cuts a file."""
     if max_bytes is None:
         return files
     totals = itertools.accumulate(file.size for file in files)
@@ -181,7 +182,7 @@ def _fit(files: Sequence[TextFile], max_bytes: int | None) -> Sequence[TextFile]
 def _indexed(
     folder: Folder, files: Sequence[TextFile], tokenizer: Tokenizer
 ) -> tuple[Any, list[object]]:
-    """The tokens of files, each one document, and what they depend on."""
+    """Returns the tokens of files, each one document, and what they depend on."""
     indexed = [
         dataclasses.replace(entry, spans=[(file.start, file.start + file.size, 1, 0)])
         for file, entry in zip(files, folder.index(files, _scan, "text"), strict=True)

@@ -1,4 +1,4 @@
-"""How the bytes of a file become token ids: as they are, or by a Hugging Face tokenizer."""
+"""Turns bytes into token ids: directly, or by a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Tokenizer:
     """A function from the bytes of one document to token ids.
 
     Args:
-        name: for messages.
+        name: the name in messages.
         vocab_size: every id is below it.
         encode: maps the content of a file to a 1-D array of ids, in the smallest dtype that holds
             them all; raises UnicodeDecodeError if it needs UTF-8 and gets something else.
-        prompt: maps the beginning of a document to a 1-D array of ids, without the end of one.
+        prompt: maps the beginning of a document to a 1-D array of ids, without an end token.
         decode: maps ids to text for people.
-        answer: maps a prompt and what follows it to the ids of both together, and how many of them
+        answer: maps a prompt and a response to the ids of both together, and how many of them
             belong to the prompt.
-        chat: maps a text in pieces, each with whether it is learned, to ids and which of them are,
-            bool; the end of the document is learned where the last piece is.
-        end: the id that ends a document; None where none does.
-        digest: other for tokenizers that make other tokens.
+        chat: maps a text in pieces, each with whether it is learned, to ids and a bool array of
+            which are learned; the end of the document is learned if the last piece is.
+        end: the id that ends a document; None if there is none.
+        digest: differs between tokenizers that make different tokens.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Makes the tokenizer that takes every byte for a token and ends a document with a zero byte.
+    """Returns the tokenizer in which every byte is a token and a zero byte ends a document.
 
     Example:
         >>> byte_tokenizer().encode(b"axon").tolist()
@@ -76,11 +76,11 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
     """Loads a `tokenizer.json` as Hugging Face `tokenizers` writes it.
 
     Args:
-        path: of the `tokenizer.json`.
-        end_token: a token put behind every document, such as `"<|endoftext|>"`.
+        path: the path of the `tokenizer.json`.
+        end_token: a token appended to every document, such as `"<|endoftext|>"`.
 
     Returns:
-        The tokenizer; special tokens are added as the post-processor of the file says.
+        The tokenizer; the file's post-processor adds special tokens.
 
     Raises:
         ConfigError: there is no such file, it is not a tokenizer, it has no such token, or the
@@ -103,26 +103,27 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
             f"data.end_token={end_token!r} is not in the vocabulary of {path}: name a token that "
             "is, or leave it out."
         )
+    # The special tokens that the post-processor appends to any text.
     last = encoded_by(known)
-    behind = [*last.ids[len(last.ids) - _num_behind(last) :], *added]
+    suffix = [*last.ids[len(last.ids) - _num_suffix(last) :], *added]
 
     def encode(content: bytes) -> np.ndarray:
         return _ids(path, [*encoded_by(content.decode()).ids, *added], vocab_size)
 
     def prompt(text: str) -> np.ndarray:
         encoded = encoded_by(utf8(text, f"the prompt {text!r:.60}").decode())
-        ids = encoded.ids[: len(encoded.ids) - _num_behind(encoded)]
+        ids = encoded.ids[: len(encoded.ids) - _num_suffix(encoded)]
         return _ids(path, ids, vocab_size)
 
     def answer(prompt: str, text: str) -> tuple[np.ndarray, int]:
         encoded = encoded_by(prompt + text)
         offsets = _encoded(path, exact, prompt + text, add_special_tokens=False).offsets
-        # Tokens that the tokenizer adds at the end are learned, and a token across the border
-        # counts as prompt.
-        in_front = len(encoded.ids) - len(offsets) - _num_behind(encoded)
+        # Special tokens at the end are learned. A token that spans prompt and response counts as
+        # prompt.
+        num_prefix = len(encoded.ids) - len(offsets) - _num_suffix(encoded)
         before = [i for i, (a, _) in enumerate(offsets) if a < len(prompt)]
         ids = _ids(path, [*encoded.ids, *added], vocab_size)
-        return ids, in_front + before[-1] + 1 if before else 0
+        return ids, num_prefix + before[-1] + 1 if before else 0
 
     return Tokenizer(
         f"tokens of {Path(path).name}",
@@ -132,13 +133,13 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         decode=lambda ids: model.decode(ids.tolist(), skip_special_tokens=False),
         answer=answer,
         chat=functools.partial(_tokens_of_chat, path, exact, added, vocab_size),
-        end=behind[0] if behind else None,
+        end=suffix[0] if suffix else None,
         digest=digest_of(text.encode(), repr(end_token).encode(), _OFFSETS),
     )
 
 
 def _read(path: str) -> tuple[str, Any]:
-    """A `tokenizer.json`, and the tokenizer that it is."""
+    """Reads a `tokenizer.json`; returns its text and the tokenizer."""
     other = ", or leave it out to train on bytes"
     tokenizers = require("tokenizers", "tokenizers", f"data.tokenizer={path!r}", other)
     file = as_path(path, "data.tokenizer")
@@ -150,7 +151,7 @@ def _read(path: str) -> tuple[str, Any]:
     try:
         text = read_text(file, f"data.tokenizer={path!r}", most=_MOST_BYTES)
         model = tokenizers.Tokenizer.from_str(text)
-        # Truncation and padding would apply to documents, too.
+        # Truncation and padding of the file would change documents.
         model.no_truncation()
         model.no_padding()
         state = model.normalizer.__getstate__() if model.normalizer else b"{}"
@@ -160,7 +161,7 @@ def _read(path: str) -> tuple[str, Any]:
     except (ConfigError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        # A panic of the library, which is written in Rust, is no Exception.
+        # A panic of the library, which is written in Rust, is not an `Exception`.
         raise ConfigError(
             f"data.tokenizer={path!r} is not a tokenizer.json that tokenizers "
             f"{tokenizers.__version__} reads ({error!s:.200}): save it with Tokenizer.save."
@@ -171,18 +172,18 @@ _MOST_GROWTH = 64
 
 
 def _growth(normalizer: Any) -> int:
-    """How many characters a normalizer can make of one, where it replaces texts by others."""
+    """Returns how many characters a normalizer's replacements can make of one character."""
     parts = normalizer.get("normalizers", ())
     length = max(1, len(normalizer.get("content", "")))
     return length * math.prod(map(_growth, parts))
 
 
 def _encoded(path: str, model: Any, text: str, **options: bool) -> Any:
-    """A text as the library encodes it, which may fail by what is in its file."""
+    """Encodes a text; a faulty tokenizer file may make the library fail here."""
     try:
         return model.encode(text, **options)
     except BaseException as error:
-        # A panic of the library, which is written in Rust, is no Exception.
+        # A panic of the library, which is written in Rust, is not an `Exception`.
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         raise ConfigError(
@@ -192,7 +193,7 @@ def _encoded(path: str, model: Any, text: str, **options: bool) -> Any:
 
 
 def _ids(path: str, ids: list[int], vocab_size: int) -> np.ndarray:
-    """Ids in the smallest dtype that holds those of the vocabulary; others are refused."""
+    """Returns ids in the smallest dtype for the vocabulary; raises for ids outside it."""
     if (most := max(ids, default=0)) >= vocab_size:
         raise ConfigError(
             f"data.tokenizer={path!r} adds the token {most}, and its vocabulary ends at "
@@ -204,8 +205,8 @@ def _ids(path: str, ids: list[int], vocab_size: int) -> np.ndarray:
 def _tokens_of_chat(
     path: str, exact: Any, added: tuple[int, ...], vocab_size: int, pieces: Pieces
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a chat, and which of them hold letters that are learned and no others."""
-    # A template states where it puts each special token.
+    """Returns the tokens of a chat, and which of them have only learned characters."""
+    # `add_special_tokens=False`: the template already writes each special token.
     text = "".join(text for text, _ in pieces)
     encoded = _encoded(path, exact, text, add_special_tokens=False)
     letters = np.concatenate([np.full(len(text), learned) for text, learned in pieces])
@@ -215,9 +216,9 @@ def _tokens_of_chat(
 
 
 def _holds(letters: np.ndarray, start: int, end: int) -> bool:
-    """Whether all letters of a token are learned; one without letters belongs to the next letter.
+    """Whether all characters of a token are learned; an empty token counts as its next character.
 
-    A normalizer may put a token in front of a text that is in none of its letters.
+    A normalizer may add a token before a text that covers none of its characters.
     """
     if start == end:
         start = min(start, len(letters) - 1)
@@ -226,11 +227,11 @@ def _holds(letters: np.ndarray, start: int, end: int) -> bool:
 
 
 def _with_exact_offsets(text: str, model: Any) -> Any:
-    """The same tokenizer, whose tokens have all of their letters.
+    """Returns the same tokenizer, but with offsets that cover all characters of a token.
 
-    The post-processor of byte-level tokenizers trims blanks off the offsets of tokens
-    (`trim_offsets`, which is the default): a token that is a blank has no letter then, and cannot
-    be told from others. Without special tokens a post-processor does nothing else.
+    The post-processor of byte-level tokenizers trims spaces off the offsets of tokens
+    (`trim_offsets`, the default). A token that is only a space then has empty offsets. Without
+    special tokens, a post-processor does nothing else, so it is removed.
     """
     if '"trim_offsets":true' not in "".join(text.split()):
         return model
@@ -242,7 +243,7 @@ def _with_exact_offsets(text: str, model: Any) -> Any:
 
 
 def utf8(text: str, origin: str) -> bytes:
-    """A text as bytes; one of JSON may hold lone surrogates."""
+    """Encodes a text as UTF-8; raises for lone surrogates, which JSON can contain."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -260,12 +261,12 @@ def _bytes_of_chat(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
 
 
 _MOST_BYTES = 2**28
-"""Bytes of a tokenizer.json."""
+"""The most bytes of a tokenizer.json."""
 
 _OFFSETS = b"untrimmed"
-"""Other where the tokens of a text are learned by another rule, so that caches are made anew."""
+"""Changed when the rule for learned tokens changes, so that caches are made again."""
 
 
-def _num_behind(encoded: Any) -> int:
-    """How many special tokens are at the end of an encoded text."""
+def _num_suffix(encoded: Any) -> int:
+    """Counts the special tokens at the end of an encoded text."""
     return len([*itertools.takewhile(bool, reversed(encoded.special_tokens_mask))])

@@ -1,4 +1,4 @@
-"""Files of token ids, read when they are needed: raw numbers as nanoGPT writes them, or `.npy`."""
+"""Files of token ids, read on demand: raw numbers in the format of nanoGPT, or `.npy`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def _numbers(tokens: np.ndarray) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Text:
-    """Two streams of tokens and what they are.
+    """Two streams of tokens, for training and for validation.
 
     Args:
         train: 1-D unsigned integers, the training files one after another; may be memory-mapped.
-        validation: the same of the validation files; no token is in both.
+        validation: the same for the validation files; no token is in both.
         vocab_size: token ids are below it.
         description: one sentence for people.
-        document_end: the token that ends a document; windows then mark where one document ends and
-            the next begins. None where windows run over them.
-        validation_bytes: of the validation files; a byte that ends a document counts.
-        show: tokens as people read them.
+        document_end: the token that ends a document; windows then have segment ids. None if windows
+            ignore document boundaries.
+        validation_bytes: the size of the validation files; bytes that end a document count.
+        show: decodes tokens to text for people.
         contents: a checksum of the text; None computes one of the tokens.
-        made_by: checksums of what made the tokens, such as `tokenizer`, by name.
+        made_by: checksums of the tokenizer and other inputs of the tokens, by name.
     """
 
     train: np.ndarray
@@ -57,16 +57,16 @@ class Windows:
         length: tokens a model sees, T; windows hold T + 1.
 
     Attributes:
-        num_validation: consecutive windows of the validation text; a rest shorter than a window is
-            left out.
-        validation_bytes: how many bytes the validation text has, where that is known.
+        num_validation: the number of consecutive windows in the validation text; remaining tokens
+            at the end are left out.
+        validation_bytes: the bytes of the validation text, if known.
 
     Raises:
         ConfigError: the length is out of range, or either side is shorter than a window.
     """
 
     padding = 0.0
-    """Windows have none."""
+    """Windows have no padding."""
 
     def __init__(self, text: Text, length: int):
         if length < 1:
@@ -80,13 +80,14 @@ class Windows:
         self.text: Text = text
         self.length: int = length
         self.description: str = text.description
-        self.vocab_size, self.show = text.vocab_size, text.show
+        self.vocab_size = text.vocab_size
+        self.show = text.show
         self.num_validation: int = num_windows(len(text.validation), length)
         self.validation_bytes: int | None = text.validation_bytes
 
     @property
     def identity(self) -> dict[str, int]:
-        """The length, how many windows there are, and what they contain."""
+        """The length, the number of windows, and checksums of their contents."""
         return {
             "length": self.length,
             "num_samples": num_windows(len(self.text.train), self.length),
@@ -105,7 +106,7 @@ class Windows:
         return self._cut(self.text.train, numbers * self.length)
 
     def spread(self, count: int) -> np.ndarray:
-        """First positions of windows spread over the validation text."""
+        """Returns first positions of windows spread over the validation text."""
         return spread_starts(len(self.text.validation), self.length, count)
 
     def validation(self, places: np.ndarray) -> LocalBatch:
@@ -137,11 +138,12 @@ def segments_of(tokens: np.ndarray, end: int) -> np.ndarray:
     return 1 + np.concatenate([np.zeros_like(ended[:, :1]), ended[:, :-1]], axis=-1)
 
 
-_PIECE, _PIECES = 4096, 256
+_PIECE = 4096
+_PIECES = 256
 
 
 def _in_memory(stream: np.ndarray) -> np.ndarray:
-    """A stream, or of a mapped one its length and pieces from all over."""
+    """Returns a stream; of one in files, only its length and evenly spread pieces."""
     if type(stream) is np.ndarray or len(stream) <= _PIECE:
         return stream[np.arange(len(stream))]
     starts = spread_starts(len(stream), _PIECE - 1, _PIECES)
@@ -150,26 +152,26 @@ def _in_memory(stream: np.ndarray) -> np.ndarray:
 
 
 _LOOK = 2**16
-"""So many tokens of a file are looked at before a run; every batch is looked at again."""
+"""How many tokens of a file are checked before a run; every batch is checked again."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenSource:
     """Which files hold token ids, one after another and nothing else.
 
-    They stay on the disk: a batch reads the tokens that it takes. nanoGPT's
-    `train.bin` and `val.bin` are such files. Of a `.npy` file the numbers say their dtype.
+    They stay on disk: each batch reads its own tokens. nanoGPT's `train.bin` and `val.bin` are such
+    files. A `.npy` file has its dtype in its header.
 
     Args:
         files: paths or globs; several are read as one stream, sorted by name.
         validation_files: paths or globs for validation; empty to take the end of `files`.
-        validation_fraction: the share of the tokens for validation, in (0, 1), where there are no
+        validation_fraction: the share of the tokens for validation, in (0, 1), if there are no
             `validation_files`; None for a tenth.
-        dtype: of the numbers in files without a header, little-endian.
-        document_end: the token behind every document, such as 50256 of GPT-2: tokens then see
-            their document alone, and the first of a document is no target. None where windows
-            run over the ends of documents.
-        tokenizer: a `tokenizer.json` for showing samples to people.
+        dtype: the dtype of files without a header, little-endian.
+        document_end: the token that ends every document, such as 50256 for GPT-2: tokens then
+            attend only within their document, and the first token of a document is not a target.
+            None if windows ignore document boundaries.
+        tokenizer: a `tokenizer.json` to show samples to people.
     """
 
     files: tuple[str, ...] = ()
@@ -202,41 +204,44 @@ class TokenSource:
         return ("tokens",) if self.document_end is None else ("tokens", "segments")
 
     def open(self, length: int) -> Windows:
-        """Maps the files; their samples are windows of `length + 1` tokens.
+        """Opens the files; their samples are windows of `length + 1` tokens.
 
         Raises:
-            ConfigError: a pattern matches no file, a file is not what it should be, or a side is
-                shorter than a window.
+            ConfigError: a pattern matches no file, a file is malformed, or a side is shorter than a
+                window.
         """
         return Windows(map_tokens(self), length)
 
 
 def map_tokens(source: TokenSource) -> Text:
-    """Opens files of tokens, which stay on the disk.
+    """Opens files of tokens, which stay on disk.
 
     Args:
-        source: which files, and what is in them.
+        source: the files, and their format.
 
     Returns:
         Both streams; several files are one stream through `Joined`.
 
     Raises:
-        ConfigError: a pattern matches no file, or a file is not what it should be.
+        ConfigError: a pattern matches no file, or a file is malformed.
     """
     source.validate()
     train = _stream(source, source.files)
-    end, most = source.document_end, np.iinfo(train.dtype).max
+    end = source.document_end
+    most = np.iinfo(train.dtype).max
     if end is not None and end > most:
         raise ConfigError(
-            f"data.document_end={end} cannot stand in files of {train.dtype.name}, whose largest "
-            f"token is {most}, so that no document would end; name the token that the files have"
+            f"data.document_end={end} does not fit into files of {train.dtype.name}, whose largest "
+            f"token is {most}, so that no document would end; name the token that the files have",
+            code="document-end-too-large",
         )
     if source.validation_files:
         check_disjoint(find_files(source.files), find_files(source.validation_files))
         validation = _stream(source, source.validation_files)
     else:
         border = len(train) - round(held_out_fraction(source.validation_fraction) * len(train))
-        train, validation = train[:border], train[border:]
+        validation = train[border:]
+        train = train[:border]
     seen = [_some(side) for side in (train, validation)]
     names = ", ".join(source.files)
     more = {}
@@ -254,12 +259,14 @@ def map_tokens(source: TokenSource) -> Text:
 
 
 class Joined:
-    """Numbers of files `[N_i]` as one, `[sum N_i]`, that gives copies of some elements or a part.
+    """A concatenation of arrays in files, `[N_i]` -> `[sum N_i]`, without reading them.
+
+    Indexing with an array copies these elements; a slice is another `Joined`.
 
     Args:
         parts: the arrays, all of one dtype.
-        start: the first element that counts.
-        stop: the first one that does not; None for all.
+        start: the first element of the concatenation that belongs to this view.
+        stop: the first element after the view; None for the end.
 
     Example:
         >>> joined = Joined([np.arange(3), np.arange(10, 14)])[1:]
@@ -270,15 +277,17 @@ class Joined:
     def __init__(
         self, parts: Sequence[np.ndarray | FileNumbers], start: int = 0, stop: int | None = None
     ):
-        self._parts, self._ends = parts, np.cumsum([len(part) for part in parts])
-        self._start, self._stop = start, int(self._ends[-1]) if stop is None else stop
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+        self._start = start
+        self._stop = int(self._ends[-1]) if stop is None else stop
 
     def __len__(self) -> int:
         return self._stop - self._start
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the numbers."""
+        """The dtype of the elements."""
         return self._parts[0].dtype
 
     def __getitem__(self, index: Any) -> Any:
@@ -289,7 +298,8 @@ class Joined:
         part_of = np.searchsorted(self._ends, places, side="right")
         tokens = np.empty(places.shape, self._parts[0].dtype)
         for number in np.unique(part_of).tolist():
-            mask, part = part_of == number, self._parts[number]
+            mask = part_of == number
+            part = self._parts[number]
             tokens[mask] = part[places[mask] - (self._ends[number] - len(part))]
         return tokens
 
@@ -308,7 +318,8 @@ def _stream(source: TokenSource, patterns: tuple[str, ...]) -> Any:
 def _map(path: Path, dtype: str) -> FileNumbers:
     if path.suffix == ".npy":
         return _map_npy(path)
-    size, width = path.stat().st_size, np.dtype(dtype).itemsize
+    size = path.stat().st_size
+    width = np.dtype(dtype).itemsize
     if not size or size % width:
         raise ConfigError(
             f"{path} has {size} bytes, which are no {dtype} tokens of {width} bytes each; set "
@@ -348,5 +359,5 @@ def _map_npy(path: Path) -> FileNumbers:
 
 
 def _some(tokens: Any) -> np.ndarray:
-    """The first tokens."""
+    """Reads the first tokens."""
     return np.asarray(tokens[np.arange(min(len(tokens), _LOOK))])

@@ -1,11 +1,11 @@
 """Small reference models in plain Flax NNX, written for one device, and their losses.
 
-No word of parallelism: strategies shard these modules from outside, by the paths of their leaves.
+The models contain no parallelism: strategies shard them from outside, by the paths of their leaves.
 Start reading in `transformer.py`; `transformer_config.py` has its named sizes, `layers.py` its
-pieces, `attention.py` the forms of attention; `generate.py` continues prompts. `vit.py` and
-`resnet.py` classify images. `formats.py` has a row for each family of decoders that hubs know,
-`weight_rules.py` says which of their tensors is which parameter, and `snapshot.py` compares a model
-with the config of a snapshot.
+layers, `attention.py` the attention implementations; `generate.py` continues prompts. `vit.py` and
+`resnet.py` classify images. `formats.py` has a row for each family of decoders on hubs,
+`weight_rules.py` maps their tensors to parameters, and `snapshot.py` compares a model with the
+config of a snapshot.
 """
 
 from .attention import ATTENTION_FORMS as ATTENTION_FORMS

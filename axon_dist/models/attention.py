@@ -1,8 +1,8 @@
-"""Attention in its several forms: the same function, computed by different code.
+"""Attention: several implementations ("forms") of the same function.
 
-All forms take queries `[B, T, H, K]`, keys and values `[B, T, N, K]` (H a multiple of N), whether
-they are causal, so that position t sees positions 0 to t alone, and segments, integers `[B, T]`, so
-that a position sees those of its own segment alone; they return `[B, T, H, K]`:
+All forms take queries `[B, T, H, K]`, keys and values `[B, T, N, K]` (H a multiple of N), a flag
+`causal` (position t sees only positions 0 to t), and segments, integers `[B, T]` (a position sees
+only its own segment). They return `[B, T, H, K]`:
 
 | form | runs on | memory | what it is |
 |---|---|---|---|
@@ -11,15 +11,15 @@ that a position sees those of its own segment alone; they return `[B, T, H, K]`:
 | `flash` | TPUs | linear in T | the Pallas splash attention kernel that ships with JAX |
 | `auto` | everything | that of the form chosen | a fused kernel where it can run, or `einsum` |
 
-With segments `cudnn` works on pairs of pieces of 1024 positions, each with a mask of its own, and
-leaves out those that have no segment in common; `flash` skips what is masked.
+With segments, `cudnn` works on pairs of pieces of 1024 positions, each with its own mask, and skips
+pairs without a common segment; `flash` skips masked blocks.
 
-`auto` decides when the program is lowered, by the platform it is lowered for, so that one traced
-step serves CPU and GPU. It takes `einsum` on a GPU in the cases `cudnn_obstacle` names, float32
-above all: set the compute dtype to bfloat16 to get the fused kernel, or ask for `cudnn`, which
-raises instead. On TPUs it takes `flash` inside a `shard_map` over all devices, as a train step runs
-it; XLA cannot partition a Pallas kernel, so that elsewhere, and for lengths that are no multiple of
-128, it takes `einsum`. `describe_attention` says which it is.
+`auto` decides when the program is lowered, by the platform it is lowered for, so one traced step
+works on CPU and GPU. On a GPU it falls back to `einsum` in the cases that `cudnn_obstacle` names,
+above all for float32: set the compute dtype to bfloat16 to get the fused kernel, or use `cudnn`,
+which raises instead. On TPUs it takes `flash` inside a `shard_map` over all devices, as in a train
+step. XLA cannot partition a Pallas kernel, so elsewhere, and for lengths that are not a multiple of
+128, it takes `einsum`. `describe_attention` says which form runs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def flash_attention(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Computes attention block by block without ever storing the scores.
+    """Computes attention block by block, without storing the scores.
 
     Online softmax of arXiv:2205.14135 as a TPU kernel: memory grows linearly with T. XLA cannot
     partition the kernel, so with several devices the call belongs inside `shard_map`. Lowering it
@@ -63,7 +63,7 @@ def flash_attention(
         key: `[B, T, N, K]`, every head shared by `H / N` query heads.
         value: `[B, T, N, K]`.
         causal: position t sees positions 0 to t; otherwise all.
-        segments: integers `[B, T]`; a position sees those of its own alone. None for one segment.
+        segments: integers `[B, T]`; a position sees only its own segment. None for one segment.
         interpret: run the kernel in Python on any platform, slowly, for tests.
 
     Returns:
@@ -75,7 +75,9 @@ def flash_attention(
     length, num_heads = query.shape[1:3]
     attend = per_sample(jax.vmap(splash_kernel(length, num_heads, causal, interpret)))
     query = query * query.shape[-1] ** -0.5
-    query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+    query = query.swapaxes(1, 2)
+    key = key.swapaxes(1, 2)
+    value = value.swapaxes(1, 2)
     more = () if segments is None else (splash_attention_kernel.SegmentIds(segments, segments),)
     return jnp.swapaxes(attend(query, key, value, *more), 1, 2)
 
@@ -91,8 +93,8 @@ def einsum_attention(
 ) -> Array:
     """Computes `softmax(q k^T / sqrt(K) + mask) v` with the scores in memory.
 
-    The heads are moved before the sequence first: in that layout the products are plain batched
-    matrix products, and on CPU forward and backward together take about two thirds of the time of
+    Heads are first moved before the sequence dim, so that the products are plain batched matrix
+    products. On CPU, forward and backward together take about two thirds of the time of
     `jax.nn.dot_product_attention`.
 
     Args:
@@ -100,9 +102,9 @@ def einsum_attention(
         key: `[B, T, N, K]`, every head shared by `H / N` query heads.
         value: `[B, T, N, K]`.
         causal: position t sees positions 0 to t; otherwise all.
-        segments: integers `[B, T]`; a position sees those of its own alone. None for one segment.
-        window: position t sees those after t - window alone; 0 or None for all.
-        softcap: c of `c tanh(score / c)`; None for scores as they are.
+        segments: integers `[B, T]`; a position sees only its own segment. None for one segment.
+        window: position t sees only positions after t - window; 0 or None for no window.
+        softcap: c of `c tanh(score / c)`; None for no cap.
 
     Returns:
         `[B, T, H, K]` in the dtype of `value`; the softmax is float32.
@@ -126,17 +128,17 @@ def einsum_attention(
 
 
 def capped(scores: Array, softcap: float | None) -> Array:
-    """Keeps scores within a cap c, `c tanh(score / c)` (arXiv:2408.00118); None leaves them."""
+    """Caps scores softly, `c tanh(score / c)` (arXiv:2408.00118); None for no cap."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def in_window(distance: Array, window: Array | int) -> Array:
-    """Whether a key is within the window: `distance` positions before its query."""
+    """Whether a key, `distance` positions before its query, is within the window."""
     return (distance < window) | (jnp.asarray(window) == 0)
 
 
 def same_segment(segments: Array) -> Array:
-    """Which keys each query may see, `[B, 1, T, T]`, of segments `[B, T]`."""
+    """Returns which keys each query may see, `[B, 1, T, T]`, from segments `[B, T]`."""
     return (segments[:, :, None] == segments[:, None, :])[:, None]
 
 
@@ -160,9 +162,9 @@ def cudnn_attention(
 def cudnn_obstacle(query: Leaf, key: Leaf, value: Leaf, segments: Leaf | None = None) -> str | None:
     """Says why cuDNN cannot compute attention of these arrays, or None if it can.
 
-    The dtype has to be bfloat16 or float16, the head size a multiple of 8 up to 256 (on chips
-    before Hopper a train step allows 128), and with segments the length even. That is the same on
-    every machine: neither a GPU nor CUDA has to be here.
+    The dtype must be bfloat16 or float16, the head size a multiple of 8 up to 256 (in a train step
+    on chips before Hopper, up to 128), and with segments the length even. The answer is the same on
+    every machine; neither a GPU nor CUDA is needed.
 
     Example:
         >>> heads = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.float32)
@@ -202,10 +204,10 @@ def describe_attention(
     Args:
         form: a key of `ATTENTION_FORMS`.
         platform: `"gpu"`, `"tpu"` or `"cpu"`.
-        dtype: what queries, keys and values are computed in.
+        dtype: the dtype of queries, keys and values.
         shape: (positions, heads, size of a head).
-        segments: whether batches say which document each token is of.
-        tiled: whether plain products make scores tile by tile, as those around a ring do.
+        segments: whether batches have segment ids.
+        tiled: whether plain products make scores tile by tile, as ring attention does.
 
     Returns:
         The sentence.
@@ -247,7 +249,7 @@ _CURES = MappingProxyType(
         "flash": "a length that is a multiple of 128 would fuse it",
     }
 )
-"""What makes a kernel run, by its form."""
+"""Advice on how to make a kernel run, by form."""
 
 
 def _cudnn(

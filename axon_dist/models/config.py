@@ -1,4 +1,4 @@
-"""What the dataclasses of model sizes share: named presets, and checks of values; experts."""
+"""Shared parts of the model configs: named presets, checks of values, and `ExpertConfig`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from axon_dist.core.errors import ConfigError, DTypeError, did_you_mean
 from axon_dist.core.tree import has_64_bits
 from axon_dist.core.typing import Array
 
-_MOST_SIZE, MOST_LAYERS = 2**31 - 1, 10_000
-_LEAST_FLOAT, _MOST_FLOAT = 1.2e-38, 3.4e38
+_MOST_SIZE = 2**31 - 1
+MOST_LAYERS = 10_000
+_LEAST_FLOAT = 1.2e-38
+_MOST_FLOAT = 3.4e38
 
 
 ACTIVATIONS: MappingProxyType[str, Callable[[Array], Array]] = MappingProxyType(
@@ -29,11 +31,11 @@ ACTIVATIONS: MappingProxyType[str, Callable[[Array], Array]] = MappingProxyType(
         "tanh": nnx.tanh,
     }
 )
-"""Functions between layers; `gelu` is the approximation by tanh, `gelu_exact` the one by erf."""
+"""Activation functions; `gelu` is the tanh approximation, `gelu_exact` uses erf."""
 
 
 class Presets:
-    """The base of a dataclass of sizes that has named presets.
+    """The base class of config dataclasses with named presets.
 
     Attributes:
         presets: values of its fields, by name.
@@ -60,7 +62,7 @@ class Presets:
 
 
 def numerics(config: Any) -> dict[str, Any]:
-    """The dtypes of a config as layers of Flax take them."""
+    """Returns the dtypes of a config as keyword arguments of Flax layers."""
     return {
         "dtype": config.dtype and jnp.dtype(config.dtype),
         "param_dtype": jnp.dtype(config.param_dtype),
@@ -68,7 +70,7 @@ def numerics(config: Any) -> dict[str, Any]:
 
 
 def check_fields(cls: type, changes: Mapping[str, object]) -> None:
-    """Raises `ConfigError` for a change of a field that a dataclass lacks."""
+    """Raises `ConfigError` if `changes` name a field that the dataclass lacks."""
     fields = [field.name for field in dataclasses.fields(cls)]
     for change in changes:
         if change not in fields:
@@ -77,12 +79,13 @@ def check_fields(cls: type, changes: Mapping[str, object]) -> None:
 
 
 def check_at_least_one(config: object, fields: tuple[str, ...]) -> None:
-    """Raises `ConfigError` unless every one of some fields or properties is 1 or more.
+    """Raises `ConfigError` unless each of these fields or properties is 1 or more.
 
-    Arrays count their elements in 32 bits along a dim; and each layer is a part of the program.
+    The upper bounds: a dim has at most 2^31 - 1 elements, and each layer adds to the program.
     """
     for field in fields:
-        value, most = getattr(config, field), MOST_LAYERS if field == "num_layers" else _MOST_SIZE
+        value = getattr(config, field)
+        most = MOST_LAYERS if field == "num_layers" else _MOST_SIZE
         WHOLE.check(type(config).__name__, field, value)
         if value < 1:
             raise ConfigError(f"{field}={value} must be at least 1; set it so.")
@@ -91,7 +94,7 @@ def check_at_least_one(config: object, fields: tuple[str, ...]) -> None:
 
 
 def check_above_zero(config: object, fields: tuple[str, ...]) -> None:
-    """Raises `ConfigError` unless every one of some fields is above 0."""
+    """Raises `ConfigError` unless each of these fields is above 0."""
     for field in fields:
         REAL.check(type(config).__name__, field, getattr(config, field))
         if not _LEAST_FLOAT < getattr(config, field) < _MOST_FLOAT:
@@ -102,7 +105,7 @@ def check_above_zero(config: object, fields: tuple[str, ...]) -> None:
 
 
 def check_choice(field: str, name: str, known: Collection[str], what: str) -> None:
-    """Raises `ConfigError` unless the value of a field is one of some names of something."""
+    """Raises `ConfigError` unless the value of a field is one of the known names."""
     if name not in known:
         raise ConfigError(f"{field}={name!r:.80} is not {what}.{did_you_mean(name, known)}")
 
@@ -118,7 +121,7 @@ _FLAG = instance_of(bool, "True or False")
 
 
 def check_rate(config: object, field: str) -> None:
-    """Raises `ConfigError` unless a field is a rate of dropout."""
+    """Raises `ConfigError` unless a field is a valid dropout rate."""
     rate = getattr(config, field)
     REAL.check(type(config).__name__, field, rate)
     if not 0.0 <= rate < 1.0:
@@ -126,7 +129,7 @@ def check_rate(config: object, field: str) -> None:
 
 
 def check_floats(config: object) -> None:
-    """Raises `DTypeError` unless the dtypes of a config are floating-point ones, or None."""
+    """Raises `DTypeError` unless each dtype of a config is floating-point or None."""
     for field in ("param_dtype", "dtype"):
         if getattr(config, field) is not None:
             _check_float(field, getattr(config, field))
@@ -150,36 +153,36 @@ def _check_float(field: str, dtype: Any) -> None:
 
 
 BALANCE = ("batch", "sequence")
-"""Over what the balance term counts the tokens of each expert."""
+"""The scopes over which the balance term counts the tokens of each expert."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertConfig:
-    """The feed-forward of every block as a mixture of experts; says nothing of devices.
+    """The feed-forward of every block as a mixture of experts.
 
-    A router gives each token a probability for every expert, `p = softmax(x W)`; the `per_token`
-    most probable ones are chosen, and the token gets `sum g_e expert_e(x)` over these. Their gates
-    `g` are the probabilities, by default divided by their sum where there are several.
+    A router gives each token a probability for every expert, `p = softmax(x W)`. The `per_token`
+    most probable experts are chosen; their output is `sum g_e expert_e(x)`. The gates `g` are the
+    probabilities, by default divided by their sum if there are several.
 
     Args:
-        count: how many experts there are, E.
-        per_token: how many of them a token goes to, k.
+        count: the number of experts, E.
+        per_token: the number of experts that a token goes to, k.
         width: hidden size of one expert; None for that of the config's feed-forward.
-        shared: how many further experts every token goes to, as one feed-forward of so many times
-            the width (DeepSeekMoE, arXiv:2401.06066); 0 for none.
-        balance: by how much the balance term counts, `E sum_e f_e P_e` with the share f of the
-            assignments that expert e gets and its mean probability P (Switch Transformers,
-            arXiv:2101.03961, equation 4); it is 1 where all experts get as much. 0 leaves it out.
+        shared: the number of further experts that every token goes to, computed as one feed-forward
+            of that many times the width (DeepSeekMoE, arXiv:2401.06066); 0 for none.
+        balance: the weight of the balance term `E sum_e f_e P_e`, with the share f of assignments
+            that expert e gets and its mean probability P (Switch Transformers, arXiv:2101.03961,
+            equation 4). The term is 1 if all experts get equally much. 0 leaves it out.
         balance_per: `"batch"` counts over all tokens of a (micro)batch, on all devices, and
-            therefore couples its samples: K microbatches have K such terms, and their mean;
-            `"sequence"` counts in each sequence by itself and takes the mean, which is the same
-            number however a batch is cut (DeepSeek-V3, arXiv:2412.19437, equation 17).
-        z_loss: by how much `mean(logsumexp(x W)^2)` counts, which keeps the logits of the router
-            small (ST-MoE, arXiv:2202.08906, equation 5). 0 leaves it out.
-        normalize: divide the gates by their sum where a token goes to several experts.
-        bias_rate: by how much a bias of each expert moves after each (micro)batch, up where the
-            expert got fewer tokens than the mean, else down. It is added to the probabilities for
-            the choice alone, not to the gates, and has no gradient (DeepSeek-V3, section 2.1.2). It
+            therefore couples its samples: with K microbatches, the term is the mean of K terms.
+            `"sequence"` counts within each sequence and takes the mean, which does not depend on
+            how a batch is cut (DeepSeek-V3, arXiv:2412.19437, equation 17).
+        z_loss: the weight of `mean(logsumexp(x W)^2)`, which keeps the router's logits small
+            (ST-MoE, arXiv:2202.08906, equation 5). 0 leaves it out.
+        normalize: divide the gates by their sum if a token goes to several experts.
+        bias_rate: by how much a bias of each expert moves after each (micro)batch: up if the expert
+            got fewer tokens than the mean, else down. The bias is added to the probabilities only
+            for the choice, not to the gates, and has no gradient (DeepSeek-V3, section 2.1.2). It
             is a buffer of the model. 0 leaves it out.
 
     Example:

@@ -1,4 +1,4 @@
-"""A feed-forward made of experts, of which a router chooses some for every token."""
+"""Mixture of experts: a feed-forward in which a router chooses experts for every token."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from .transformer_config import TransformerConfig
 
 
 class Balance(nnx.Variable):
-    """What is added to the probabilities of experts for the choice alone; it has no gradient."""
+    """A bias added to the probabilities of experts only for the choice; it has no gradient."""
 
 
 class ExpertReport(nnx.Variable):
-    """What a layer of experts reports of its last training pass: a row of `Findings`."""
+    """The report of a layer of experts on its last training pass: a row of `Findings`."""
 
 
 class Findings(NamedTuple):
-    """What layers of experts report to the loss.
+    """The report of layers of experts to the loss.
 
     Args:
-        balance: the balance term, unweighed.
-        router_z: the z term, unweighed.
-        dropped: the share of assignments of tokens to experts that had no place.
-        load: how many times its even share the busiest expert got.
+        balance: the balance term, unweighted.
+        router_z: the z term, unweighted.
+        dropped: the share of assignments dropped because an expert was full.
+        load: the load of the busiest expert, as a multiple of an even share.
     """
 
     balance: Array
@@ -43,14 +43,14 @@ class Findings(NamedTuple):
 
 
 class Experts(nnx.Module):
-    """`sum over chosen e of g_e expert_e(x)`, plus the shared expert, of every token by itself.
+    """`sum over chosen e of g_e expert_e(x)`, plus the shared expert, for each token.
 
     The experts are stacked: `up` and `gate` are `[E, D, F]`, `down` is `[E, F, D]`. All tokens of
-    all samples go through `mix_experts`, a function of arrays, and all sums over
-    samples through `sum_samples`; a strategy may replace both.
+    all samples go through `mix_experts`, a function of arrays, and all sums over samples through
+    `sum_samples`, so that a strategy can replace both.
 
     Args:
-        config: sizes and numerics, `config.experts` among them.
+        config: sizes and numerics, including `config.experts`.
         rngs: source of the initial weights.
     """
 
@@ -60,7 +60,8 @@ class Experts(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         experts = config.experts
         assert experts is not None
-        width, hidden = config.width, experts.width or config.hidden_size
+        width = config.width
+        hidden = experts.width or config.hidden_size
         std = init_std(config)
 
         def make(shape: Shape, std: float) -> nnx.Param:
@@ -82,7 +83,7 @@ class Experts(nnx.Module):
         self.experts: ExpertConfig = experts
         self.activation: str = config.activation
         self.dtype = config.dtype and jnp.dtype(config.dtype)
-        # Set by `eval()`: evaluation neither moves the bias nor reports.
+        # Set by `eval()`: evaluation neither updates the bias nor reports.
         self.deterministic: bool = False
 
     @property
@@ -113,16 +114,16 @@ class Experts(nnx.Module):
     def mix_experts(
         self, tokens: Array, gates: Array, expert_ids: Array, kernels: dict[str, Array]
     ) -> tuple[Array, Array]:
-        """Sums what the chosen experts make of each token, weighed by their gates.
+        """Sums the outputs of the chosen experts for each token, weighted by their gates.
 
         Args:
             tokens: `[B, T, D]`.
             gates: float32 `[B, T, k]`.
             expert_ids: int32 `[B, T, k]`, the numbers of the experts.
-            kernels: of all experts.
+            kernels: the kernels of all experts.
 
         Returns:
-            `[B, T, D]`, and the share of assignments that were left out, which is 0 here.
+            `[B, T, D]`, and the share of dropped assignments, which is 0 here.
         """
 
         def rows(x):
@@ -133,7 +134,7 @@ class Experts(nnx.Module):
         return mixed.reshape(tokens.shape), jnp.zeros((), jnp.float32)
 
     def feed(self, product: Product, rows: Array, kernels: dict[str, Array]) -> Array:
-        """What each expert makes of its rows."""
+        """Applies each expert to its rows."""
         hidden = product(rows, kernels["up"])
         if "gate" in kernels:
             hidden = ACTIVATIONS[self.activation](product(rows, kernels["gate"])) * hidden
@@ -142,18 +143,18 @@ class Experts(nnx.Module):
         return product(hidden, kernels["down"])
 
     def sum_samples(self, x: Array) -> tuple[Array, int]:
-        """Adds up over the samples of a batch.
+        """Sums over the samples of a batch.
 
         Args:
             x: `[B, ...]`.
 
         Returns:
-            The sums `[...]`, in the dtype of `x`, and how many samples there are.
+            The sums `[...]`, in the dtype of `x`, and the number of samples.
         """
         return jnp.sum(x, axis=0, dtype=x.dtype), x.shape[0]
 
     def _choose(self, scores: Array) -> tuple[Array, Array]:
-        """The gates and the numbers of the chosen experts, `[B, T, k]`."""
+        """Returns the gates and the numbers of the chosen experts, `[B, T, k]`."""
         ranked = jax.lax.stop_gradient(scores)
         if self.experts.bias_rate:
             ranked = ranked + self.bias[...]
@@ -164,11 +165,12 @@ class Experts(nnx.Module):
         return gates, expert_ids
 
     def _learn(self, logits: Array, scores: Array, expert_ids: Array, dropped: Array) -> None:
-        """Stores the report for the loss, and moves the bias."""
-        experts, count = self.experts, self.experts.count
+        """Stores the report for the loss, and updates the bias."""
+        experts = self.experts
+        count = experts.count
         is_routed = jnp.any(expert_ids[..., None] == jnp.arange(count), axis=-2)
-        # Integers: a sum of fractions depends on the order of addition, and its difference
-        # from the mean may change its sign.
+        # Integers, because a sum of fractions depends on the order of addition, which could change
+        # the sign of its difference from the mean.
         counts = jnp.sum(is_routed, axis=1, dtype=jnp.int32)
         each = expert_ids.shape[1] * experts.per_token
         total, samples = self.sum_samples(counts)
@@ -177,10 +179,11 @@ class Experts(nnx.Module):
         is_of_batch = experts.balance_per == "batch"
         of_sample = jnp.sum(counts / each * probability, axis=-1, keepdims=True)
         router_z = jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2, axis=1, keepdims=True)
-        # One sum for both: where ranks have different samples, it is a collective.
-        asked = [probability if is_of_batch else of_sample, router_z]
-        total, samples = self.sum_samples(jnp.concatenate(asked, axis=-1))
-        mean, mean_z = (total / samples)[:-1], (total / samples)[-1]
+        # One sum for both: if ranks have different samples, it is a collective.
+        summands = [probability if is_of_batch else of_sample, router_z]
+        total, samples = self.sum_samples(jnp.concatenate(summands, axis=-1))
+        mean = (total / samples)[:-1]
+        mean_z = (total / samples)[-1]
         balance = count * jnp.sum(of_batch * mean if is_of_batch else mean)
         findings = Findings(balance, mean_z, dropped, count * jnp.max(of_batch))
         self.report.set_value(jnp.stack(findings))

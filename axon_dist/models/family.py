@@ -1,6 +1,7 @@
-"""`Family`: the configs and weights of a family on hubs, to and from a `TransformerConfig`.
+"""`Family`: converts hub configs and weights of a model family to and from `TransformerConfig`.
 
-Rotary pairs are (i, i + K/2) there as here, so that queries and keys need no permutation.
+Hub models and this package both rotate the pairs (i, i + K/2), so queries and keys need no
+permutation.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from .transformer_config import NORMS, TransformerConfig
 from .weight_rules import WeightRule, WeightRules
 
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
-LAYER, EXPERT = "layer", "expert"
-"""The groups of a name that count layers and experts."""
+LAYER = "layer"
+"""The group of a tensor name that has the number of the layer."""
+EXPERT = "expert"
+"""The group of a tensor name that has the number of the expert."""
 
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -31,7 +34,7 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
         "tanh": "tanh",
     }
 )
-"""The names of activations on hubs -> those here; the first of two names is written."""
+"""Maps hub names of activations to names of this package; of two names the first is written."""
 
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -66,7 +69,7 @@ _PARTS: Mapping[str, Any] = {
     "attention_softcap": None,
     "logit_softcap": None,
 }
-"""What a family has unless its row says otherwise or has a key for it."""
+"""The defaults of a family, unless its row says otherwise or has a key for the field."""
 
 _TURNED = "out in -> in out"
 _BEFORE = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
@@ -80,22 +83,22 @@ _NORMS = {"before": _BEFORE, "after": _AFTER, "both": _BOTH}
 RESOLVED: Mapping[str, str] = MappingProxyType(
     {"num_kv_heads": "kv_heads", "head_dim": "key_size", "ffn_width": "hidden_size"}
 )
-"""The properties that give fields of a `TransformerConfig` with their defaults resolved."""
+"""Fields of a `TransformerConfig` -> the properties with their defaults resolved."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorNames:
-    """What the tensors of a family are called.
+    """The tensor names of a family.
 
     Args:
-        model: the prefix of all but the head, which may be absent.
+        model: the prefix of all tensors except the head; it may be absent.
         layers: the list of blocks.
         tokens: the token embedding.
-        positions: the table of learned positions, of a family that has one.
+        positions: the table of learned positions, if the family has one.
         final: the last norm.
-        norms: of a block, to those of a `Block`; None for those of Llama and its kin.
-        form: of kernels.
-        unused: a regular expression of what else may be in a block.
+        norms: hub names of a block's norms -> names in a `Block`; None for those of Llama.
+        form: the form of kernels.
+        unused: a regular expression of other tensors that a block may have.
     """
 
     model: str = "model"
@@ -125,14 +128,14 @@ _UNSAVED = (r"blocks/(\d+/)?attention/window", r"blocks/(\d+/)?mlp/report")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExpertKeys:
-    """How a family of mixtures says what its experts are.
+    """The config keys and tensor names of experts in a family.
 
     Args:
-        count: the key of how many there are.
+        count: the key of the number of experts.
         width: the key of their hidden size.
         module: the name of the layer, whose `gate` is the router.
-        names: of the kernels `gate`, `up` and `down`.
-        normalize: the key of whether gates are divided by their sum; None where they always are.
+        names: the names of the kernels `gate`, `up` and `down`.
+        normalize: the key of whether gates are divided by their sum; None if they always are.
     """
 
     count: str
@@ -144,26 +147,27 @@ class ExpertKeys:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
-    """A family of decoders as hubs have it.
+    """A family of decoders on hubs.
 
     Args:
-        name: for people.
-        model_type: what `config.json` calls it.
-        architecture: the class of its models there.
-        parts: fields of `TransformerConfig` that are fixed in this family, over those of `_PARTS`.
-        keys: fields of a `TransformerConfig` -> keys of `config.json`, beside the sizes.
-        defaults: values of keys that a config may leave out, None for no value; an optional
-            key listed here is one that the family has.
-        only: keys of which a `Transformer` supports these values alone; others are refused.
-        windows: `"all"` layers have one, or `"listed"` ones have; empty where none has.
+        name: the name for people.
+        model_type: the `model_type` in `config.json`.
+        architecture: the class of its models in `transformers`.
+        parts: fields of `TransformerConfig` that are fixed in this family; override `_PARTS`.
+        keys: fields of a `TransformerConfig` -> keys of `config.json`, in addition to `sizes`.
+        defaults: values of keys that a config may leave out, None for no value; the family has an
+            optional key only if it is listed here.
+        only: keys of which a `Transformer` supports only these values; others raise.
+        windows: `"all"` if all layers have a window, `"listed"` if the config lists them; empty if
+            none has one.
         activation: the key of the activation.
-        scalings: which kinds of scaled rotary positions it has.
-        scales_embeddings: by the root of the width.
-        linear: the names of linear layers, one for several where they are fused.
-        experts: how its experts are named, of a family that has some.
+        scalings: the supported kinds of RoPE scaling.
+        scales_embeddings: whether embeddings are scaled by the square root of the width.
+        linear: the names of linear layers; one name for several layers if they are fused.
+        experts: the names of experts, if the family has some.
         sizes: fields of a `TransformerConfig` -> keys of `config.json`.
-        names: of its tensors.
-        written: (config) -> what else is written.
+        names: the names of its tensors.
+        written: (config) -> further entries to write.
     """
 
     name: str
@@ -184,7 +188,7 @@ class Family:
     written: Callable[[TransformerConfig], dict[str, Any]] | None = None
 
     def rules(self, config: TransformerConfig) -> WeightRules:
-        """Which tensor is which parameter of a `Transformer`."""
+        """Returns the rules that map tensors to parameters of a `Transformer`."""
         names = self.names
         start = rf"(?:{names.model}\.)?"
         layer = rf"{start}{names.layers}\.(?P<{LAYER}>\d+)\."
@@ -196,8 +200,8 @@ class Family:
             )
         table += block_rules(config, self._rows(config, layer))
         table += [
-            WeightRule(rf"{start}{names.final}\.{theirs}", f"final_norm/{ours}")
-            for theirs, ours in _norm_parts(config)
+            WeightRule(rf"{start}{names.final}\.{hub_name}", f"final_norm/{own_name}")
+            for hub_name, own_name in _norm_parts(config)
         ]
         copies = {r"lm_head\.weight": tokens} if config.tied_head else {}
         if not config.tied_head:
@@ -208,28 +212,28 @@ class Family:
     def _rows(self, config: TransformerConfig, layer: str) -> Iterator[tuple[Any, ...]]:
         form = self.names.form
         for name, norm in (self.names.norms or _NORMS[config.norms]).items():
-            for theirs, ours in _norm_parts(config):
-                yield rf"{layer}{name}\.{theirs}", f"{norm}/{ours}", ""
+            for hub_name, own_name in _norm_parts(config):
+                yield rf"{layer}{name}\.{hub_name}", f"{norm}/{own_name}", ""
         if config.qk_norm != "none":
             for one in "qk":
                 yield rf"{layer}self_attn\.{one}_norm\.weight", f"attention/{one}_norm/scale", ""
-        for theirs, ours in self.linear.items():
-            if self.experts is not None and theirs.startswith("mlp."):
+        for hub_name, own_name in self.linear.items():
+            if self.experts is not None and hub_name.startswith("mlp."):
                 continue
-            name = layer + theirs.replace(".", r"\.")
-            paths = (ours,) if isinstance(ours, str) else ours
+            name = layer + hub_name.replace(".", r"\.")
+            paths = (own_name,) if isinstance(own_name, str) else own_name
             yield rf"{name}\.weight", tuple(f"{path}/kernel" for path in paths), form, 1
-            is_input = theirs in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+            is_input = hub_name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
             if config.bias or (config.qkv_bias and is_input):
                 yield rf"{name}\.bias", tuple(f"{path}/bias" for path in paths), ""
         if self.experts is not None:
             yield rf"{layer}{self.experts.module}\.gate\.weight", "mlp/router", form
-            for theirs, ours in zip(self.experts.names, ("gate", "up", "down"), strict=True):
-                name = rf"{layer}{self.experts.module}\.experts\.{_EXPERT}\.{theirs}\.weight"
-                yield name, f"mlp/{ours}", form
+            for hub_name, own_name in zip(self.experts.names, ("gate", "up", "down"), strict=True):
+                name = rf"{layer}{self.experts.module}\.experts\.{_EXPERT}\.{hub_name}\.weight"
+                yield name, f"mlp/{own_name}", form
 
     def from_hub(self, data: Mapping[str, Any]) -> TransformerConfig:
-        """The config of a `Transformer` from a `config.json`."""
+        """Converts a `config.json` to a `TransformerConfig`."""
         data = {**_DEFAULTS, **self.defaults, **data}
         for key, known in self.only.items():
             if data.get(key) not in known:
@@ -241,7 +245,9 @@ class Family:
         if len({*biases.values()}) > 1:
             raise self._beyond(" and ".join(f"{key}={value}" for key, value in biases.items()))
         windows = self._windows(data)
-        fields = {ours: data[theirs] for ours, theirs in {**self.sizes, **self.keys}.items()}
+        fields = {
+            own_name: data[hub_name] for own_name, hub_name in {**self.sizes, **self.keys}.items()
+        }
         fields |= {**self.parts, **self._rotation(data, bool(windows))}
         if biases:
             fields["bias"] = any(biases.values())
@@ -257,7 +263,7 @@ class Family:
         )
 
     def to_hub(self, config: TransformerConfig) -> dict[str, Any]:
-        """The `config.json` of a `Transformer` that is of this family."""
+        """Converts the config of a `Transformer` of this family to a `config.json`."""
         parts = {**_PARTS, **self.parts}
         if self._has("rope_local_base_freq") and config.windows:
             del parts["local_rope_theta"]
@@ -269,7 +275,7 @@ class Family:
         if "num_kv_heads" not in self.sizes:
             parts |= {"kv_heads": config.num_heads, "key_size": config.width // config.num_heads}
         require(config, self.name, {k: v for k, v in parts.items() if k not in self.keys})
-        names = {ours: theirs for theirs, ours in reversed([*ACTIVATIONS.items()])}
+        names = {own_name: hub_name for hub_name, own_name in reversed([*ACTIVATIONS.items()])}
         entries = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -280,7 +286,7 @@ class Family:
             **self._window_keys(config),
             **self._expert_keys(config),
             **(self.written(config) if self.written else {}),
-            # No model here has these; a default there may be beyond the vocabulary.
+            # A `Transformer` has no such ids, and defaults of hubs may exceed its vocabulary.
             **dict.fromkeys(TOKEN_IDS),
             "torch_dtype": config.param_dtype,
         }
@@ -292,7 +298,7 @@ class Family:
 
     @property
     def _bias_keys(self) -> tuple[str, ...]:
-        """The keys that say whether there are biases, of a family that may have them everywhere."""
+        """The keys that turn on biases, if the family may have them in all linear layers."""
         return tuple(key for key in ("attention_bias", "mlp_bias") if self._has(key))
 
     def _has(self, key: str) -> bool:
@@ -300,8 +306,9 @@ class Family:
 
     def _beyond(self, what: str) -> UnsupportedError:
         return UnsupportedError(
-            f"this {self.name} has {what}, which a Transformer cannot have; its logits would be "
-            "others. Take a model without"
+            f"this {self.name} has {what}, which a Transformer does not support: its logits would "
+            "differ. Use a model without it",
+            code="model-not-supported",
         )
 
     @property
@@ -379,8 +386,10 @@ class Family:
             return ()
         if self.windows == "all":
             return (size,)
-        kinds, count = data.get("layer_types"), min(data["num_hidden_layers"], 2**14)
-        pattern, first = data.get("sliding_window_pattern"), data.get("max_window_layers", 0)
+        kinds = data.get("layer_types")
+        count = min(data["num_hidden_layers"], 2**14)
+        pattern = data.get("sliding_window_pattern")
+        first = data.get("max_window_layers", 0)
         if kinds is None:
             is_full = [(pattern and not (i + 1) % pattern) or i < first for i in range(count)]
         else:
@@ -391,6 +400,7 @@ class Family:
         each = tuple(0 if full else size for full in is_full)
         if not any(each):
             return ()
+        # The shortest period that repeats to all windows.
         periods = ((each[:p], count // p, each[: count % p]) for p in range(1, count + 1))
         return next(first for first, times, rest in periods if first * times + rest == each)
 
@@ -421,7 +431,7 @@ class Family:
             return None
         adds = data.get("output_router_logits")
         return ExpertConfig(
-            # Some versions write the key of all families.
+            # Some versions write `num_local_experts` for every family.
             count=data.get(keys.count) or data["num_local_experts"],
             per_token=data["num_experts_per_tok"],
             width=data[keys.width],
@@ -430,7 +440,8 @@ class Family:
         )
 
     def _expert_keys(self, config: TransformerConfig) -> dict[str, Any]:
-        keys, experts = self.experts, config.experts
+        keys = self.experts
+        experts = config.experts
         if keys is None:
             require(config, self.name, {"experts": None})
             return {}
@@ -458,19 +469,20 @@ _WINDOWS = {"": "none", "all": "one in every layer", "listed": "the same whereve
 
 
 def _norm_parts(config: TransformerConfig) -> list[tuple[str, str]]:
-    """The parameters of a norm, in files and here."""
+    """Returns the parameters of a norm, as (name in files, name in the model)."""
     return [({"scale": "weight"}.get(name, name), name) for name in NORMS[config.norm]]
 
 
 def block_rules(config: TransformerConfig, rows: Iterable[tuple[Any, ...]]) -> list[WeightRule]:
-    """Rules of the parameters of blocks, whether a model keeps blocks in a list or stacked.
+    """Makes the rules of the parameters of blocks, for a list of blocks or stacked blocks.
 
     Args:
-        config: of the model; `scan_layers` says which.
+        config: the config of the model; `scan_layers` means stacked blocks.
         rows: name, path or paths within a block, form, and the dim of a split. The tensors of
-            experts are stacked, behind layers that are.
+            experts are stacked, after the dim of stacked layers.
     """
-    start, lead = ("blocks/", (LAYER,)) if config.scan_layers else (f"blocks/{{{LAYER}}}/", ())
+    start = "blocks/" if config.scan_layers else f"blocks/{{{LAYER}}}/"
+    lead = (LAYER,) if config.scan_layers else ()
     rules = []
     for names, paths, form, *dim in rows:
         inside = (paths,) if isinstance(paths, str) else paths
@@ -481,17 +493,20 @@ def block_rules(config: TransformerConfig, rows: Iterable[tuple[Any, ...]]) -> l
 
 
 def sizes_of(config: TransformerConfig, names: Mapping[str, str]) -> dict[str, Any]:
-    """The sizes of a config under the names of a family, every default resolved.
+    """Returns the sizes of a config under the names of a family, with defaults resolved.
 
     Args:
-        config: of the model.
+        config: the config of the model.
         names: fields of a `TransformerConfig` -> keys of `config.json`.
     """
-    return {theirs: getattr(config, RESOLVED.get(ours, ours)) for ours, theirs in names.items()}
+    return {
+        hub_name: getattr(config, RESOLVED.get(own_name, own_name))
+        for own_name, hub_name in names.items()
+    }
 
 
 def require(config: object, family: str, wanted: Mapping[str, Any]) -> None:
-    """Raises `UnsupportedError` unless fields or properties of a config have some values."""
+    """Raises `UnsupportedError` unless fields or properties of a config have these values."""
     for field, value in wanted.items():
         if getattr(config, field) != value:
             raise UnsupportedError(

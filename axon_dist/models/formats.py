@@ -1,4 +1,4 @@
-"""The families of decoders that hubs know, one row each, and the formats that are named by them."""
+"""The families of decoders on hubs, one row each, and the formats named after them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
                 "mlp.c_proj": "mlp/down",
             },
             sizes=_GPT2_SIZES,
-            # Its kernels are `[in, out]`, as those here.
+            # GPT-2's kernels are `[in, out]`, as in this package.
             names=TensorNames(
                 *("transformer", "h", "wte", "wpe", "ln_f"),
                 norms={"ln_1": "attention_norm", "ln_2": "mlp_norm"},
@@ -233,7 +233,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
         ),
     }
 )
-"""By the name that follows `hf-` in the name of a format."""
+"""The families by name; the name of a format is `hf-` and this name."""
 
 NATIVE_NAME = "native"
 
@@ -241,18 +241,18 @@ NATIVE_NAME = "native"
 FORMATS: MappingProxyType[str, Family] = MappingProxyType(
     {f"hf-{name}": row for name, row in FAMILIES.items()}
 )
-"""By the name that `load_weights`, `save_weights` and `axon export` take."""
+"""The families by the format names that `load_weights`, `save_weights` and `axon export` take."""
 
 
 def rules_for(rules: WeightRules | str | None, model: nnx.Module) -> WeightRules:
-    """The table of rules that are given as a table, by name, or not at all.
+    """Returns the table of rules for a model.
 
     Args:
-        rules: a table; a name; None for the native one.
-        model: its arrays may be shapes.
+        rules: a table; the name of a format; None for the native one.
+        model: the model; its arrays may be shapes.
 
     Raises:
-        ConfigError: for an unknown name, or a model that is no `Transformer`.
+        ConfigError: for an unknown name, or a model that is not a `Transformer`.
         UnsupportedError: for a `Transformer` of another family.
     """
     if isinstance(rules, WeightRules):
@@ -266,7 +266,7 @@ def rules_for(rules: WeightRules | str | None, model: nnx.Module) -> WeightRules
 
 
 def format_of(name: str) -> Family:
-    """The row of a name."""
+    """Returns the family of a format name."""
     if not isinstance(name, str) or name not in FORMATS:
         raise ConfigError(
             f"no format {name!r:.80}.{did_you_mean(str(name), [NATIVE_NAME, *FORMATS])}"
@@ -275,10 +275,10 @@ def format_of(name: str) -> Family:
 
 
 def config_of(model: nnx.Module, name: str) -> TransformerConfig:
-    """The config of a `Transformer`.
+    """Returns the config of a `Transformer`.
 
     Raises:
-        ConfigError: when the model is another one.
+        ConfigError: when the model is not a `Transformer`.
     """
     if not isinstance(model, Transformer):
         raise ConfigError(

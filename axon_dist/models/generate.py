@@ -1,4 +1,4 @@
-"""`generate`: tokens behind prompts, in one jitted scan."""
+"""`generate`: continues prompts, in one jitted scan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..core.typing import Array, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn: from `softmax(logits / temperature)`, its head alone.
+    """How the next token is drawn: from the most likely part of `softmax(logits / temperature)`.
 
     Args:
         temperature: 0 takes the likeliest token; below 1 sharpens, above 1 flattens.
@@ -44,7 +44,7 @@ class Sampling:
         """Checks the values.
 
         Raises:
-            ConfigError: one is out of range, or means nothing beside another.
+            ConfigError: one is out of range, or has no effect in combination with another.
         """
         REAL.check("Sampling", "temperature", self.temperature)
         COUNT.or_none().check("Sampling", "top_k", self.top_k)
@@ -67,11 +67,11 @@ class Sampling:
 
 
 def kept_logits(logits: Array, sampling: Sampling) -> Array:
-    """The logits that a draw is made from: `log p` up to a constant, minus infinity for the tail.
+    """Returns the logits to draw from: `log p` up to a constant, minus infinity for the tail.
 
     Args:
         logits: `[..., V]`.
-        sampling: of a temperature above 0.
+        sampling: has a temperature above 0.
 
     Returns:
         `[..., V]`, float32.
@@ -86,12 +86,12 @@ def kept_logits(logits: Array, sampling: Sampling) -> Array:
     top_p = 1.0 if sampling.top_p is None else sampling.top_p
     if count == size and top_p == 1.0:
         return scaled
-    # Sorted from the likeliest on; of equal ones the lower id comes first.
+    # Sorted, the likeliest first; of equal ones the lower id comes first.
     values, ids = jax.lax.top_k(scaled, count)
     if top_p < 1.0:
         probabilities = jax.nn.softmax(values, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        # Nothing is before the first, whatever rounding makes of the difference.
+        # Always keep the first, even if rounding makes the difference above `top_p`.
         is_in_nucleus = (before < top_p).at[..., 0].set(True)
         values = jnp.where(is_in_nucleus, values, -jnp.inf)
     nothing = jnp.full_like(scaled, -jnp.inf)
@@ -99,12 +99,12 @@ def kept_logits(logits: Array, sampling: Sampling) -> Array:
 
 
 def draw(key: Array, logits: Array, sampling: Sampling) -> Array:
-    """Takes one token for every row, each with random bits of its own.
+    """Draws one token for every row, each with its own random bits.
 
     Args:
         key: one typed key.
         logits: `[B, V]`.
-        sampling: how.
+        sampling: how to draw.
 
     Returns:
         Token ids, int32 `[B]`.
@@ -121,24 +121,24 @@ _TOLERANCE = 1e-4
 
 @runtime_checkable
 class Decoder(Protocol):
-    """A model with a cache of earlier tokens, as `Transformer` is."""
+    """A model with a cache of earlier tokens, such as `Transformer`."""
 
     def start_cache(self, padding: Array, length: int) -> PyTree:
-        """Makes an empty cache for rows with some positions of padding in front, int32 `[B]`."""
+        """Makes an empty cache for rows that start with some padding, int32 `[B]`."""
         ...
 
     def decode(self, tokens: Array, cache: PyTree) -> tuple[Array, PyTree]:
-        """Takes further tokens `[B, T]`; gives the logits behind the last, `[B, V]`."""
+        """Takes further tokens `[B, T]`; returns logits after the last, `[B, V]`, and the cache."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Generated:
-    """What `generate` returns.
+    """The result of `generate`.
 
     Args:
-        tokens: what follows each prompt, int32 `[B, N]`; behind the end, the end again.
-        lengths: how many of them there are, the end included, `[B]`.
+        tokens: the new tokens of each row, int32 `[B, N]`; after the end token, it is repeated.
+        lengths: the number of new tokens of each row, including the end token, `[B]`.
     """
 
     tokens: np.ndarray
@@ -146,7 +146,7 @@ class Generated:
 
     @property
     def rows(self) -> list[list[int]]:
-        """The tokens of each row up to its end."""
+        """The new tokens of each row, up to its end token."""
         pairs = zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)
         return [tokens[:length] for tokens, length in pairs]
 
@@ -173,30 +173,30 @@ def generate(
     seed: int = 0,
     end: int | None = None,
 ) -> Generated:
-    """Continues prompts token by token, as this loop does:
+    """Continues prompts token by token; equivalent to this loop:
 
         for _ in range(num_tokens):
             prompt = prompt + [draw(model(prompt)[-1])]
 
-    All of it is one compiled program: the prompts go through the model at once, and every token
-    after that, in a `lax.scan`, alone, beside a cache of what came before. Parameters that are
-    split over a mesh stay where they are, and the tokens are those of one device. Dropout is off.
+    It is one compiled program: prefill runs all prompts at once, then a `lax.scan` decodes one
+    token at a time with a KV cache. Parameters that are sharded over a mesh stay sharded, and the
+    tokens are the same as on one device. Dropout is off.
 
-    A model without `start_cache` and `decode` is run over the whole of its sequence for each
-    token; it has to map tokens `[B, T]` to logits `[B, T, V]` and be causal, which is tried first.
+    A model without `start_cache` and `decode` is run over its whole sequence for each token. It
+    must map tokens `[B, T]` to logits `[B, T, V]` and be causal, which is checked first.
 
     Args:
-        model: a `Transformer`, or any `Decoder`, or any causal model of tokens.
-        prompts: B sequences of token ids, of any lengths from 1; none sees another.
-        num_tokens: how many to add, N.
+        model: a `Transformer`, any `Decoder`, or any causal model of tokens.
+        prompts: B sequences of token ids, each with its own length of at least 1.
+        num_tokens: the number of tokens to add, N.
         temperature: 0 takes the likeliest token; see `Sampling`.
         top_k: draw among this many of the likeliest tokens; None for all.
         top_p: draw among the fewest that together have at least this probability; None for all.
-        seed: of the draws; each row has its own.
-        end: the token that ends a row; None generates `num_tokens` for all.
+        seed: the seed of the draws; each row draws differently.
+        end: the token that ends a row; None generates `num_tokens` for all rows.
 
     Returns:
-        The tokens that were added.
+        The new tokens.
 
     Raises:
         ConfigError: when there is no prompt, an empty one, a token that the model does not know, a
@@ -229,7 +229,7 @@ def generate(
     try:
         hash(graphdef)
     except TypeError:
-        # Compiled at every call: without a hash it cannot be a key of the cache.
+        # An unhashable graphdef cannot be a static argument, so this compiles at every call.
         run = jax.jit(functools.partial(_generate, **options))
     added = np.asarray(run(leaves, tokens, padding, jax.random.key(seed)))
     is_end = np.zeros_like(added, bool) if end is None else added == end
@@ -249,7 +249,7 @@ def _generate(
     end: int | None,
     replicated: NamedSharding | None,
 ) -> Array:
-    """Tokens `[B, T]` -> those that follow, `[B, N]`."""
+    """Maps tokens `[B, T]` to the tokens that follow, `[B, N]`."""
 
     def decode(tokens: Array, cache: PyTree) -> tuple[Array, PyTree]:
         return _decoder(graphdef, leaves).decode(tokens, cache)
@@ -267,9 +267,9 @@ def _generate(
         token, is_over = take(logits, number, is_over)
         return (token, cache, is_over), token
 
-    # The last token is drawn, and never an input.
-    room = tokens.shape[1] + num_tokens - 1
-    logits, cache = decode(tokens, _decoder(graphdef, leaves).start_cache(padding, room))
+    # Minus one: the last token is drawn, but never an input.
+    size = tokens.shape[1] + num_tokens - 1
+    logits, cache = decode(tokens, _decoder(graphdef, leaves).start_cache(padding, size))
     first, is_over = take(logits, 0, jnp.zeros(tokens.shape[0], bool))
     _, others = jax.lax.scan(step, (first, cache, is_over), jnp.arange(1, num_tokens))
     added = jnp.concatenate([first[:, None], others.swapaxes(0, 1)], axis=1)
@@ -282,7 +282,7 @@ _compiled = jax.jit(
 
 
 def _decoder(graphdef: nnx.GraphDef, leaves: PyTree) -> Decoder:
-    """The model in eval mode, merged where it is called: inside a loop it must not change."""
+    """Returns the model in eval mode; merged at each call, as a scan must not mutate it."""
     model = nnx.merge(graphdef, leaves, copy=True)
     model.eval()
     return model if isinstance(model, Decoder) else Recomputing(model)
@@ -290,10 +290,10 @@ def _decoder(graphdef: nnx.GraphDef, leaves: PyTree) -> Decoder:
 
 @dataclasses.dataclass(frozen=True)
 class Recomputing:
-    """A causal model without a cache as a `Decoder`: it keeps the tokens, and sees all of them.
+    """Makes a causal model without a cache a `Decoder`: its cache is all tokens so far.
 
-    Rows begin at position 0, so that a model whose positions are absolute sees them right; behind
-    the tokens so far are zeros, which a causal model does not see.
+    Rows begin at position 0, so that absolute positions are right. After the tokens so far there
+    are zeros, which a causal model does not see.
 
     Args:
         model: maps tokens `[B, S]` to logits `[B, S, V]`.
@@ -302,17 +302,17 @@ class Recomputing:
     model: Callable[[Array], Array]
 
     def start_cache(self, padding: Array, length: int) -> tuple[Array, Array]:
-        """Tokens `[B, S]`, none yet, and how many there are, `[B]`; less than 0 with padding."""
+        """Returns empty tokens `[B, S]` and their counts `[B]`, which padding makes negative."""
         return jnp.zeros((padding.shape[0], length), jnp.int32), -padding
 
     def decode(
         self, tokens: Array, cache: tuple[Array, Array]
     ) -> tuple[Array, tuple[Array, Array]]:
-        """Writes further tokens behind those so far, and runs the model on everything."""
+        """Appends further tokens, and runs the model on all of them."""
         history, counts = cache
         rows = jnp.arange(history.shape[0])[:, None]
         columns = counts[:, None] + jnp.arange(tokens.shape[1])
-        # Padding is before column 0; out of bounds nothing is written.
+        # Padding falls before column 0; move it out of bounds, where `drop` writes nothing.
         columns = jnp.where(columns < 0, history.shape[1], columns)
         history = history.at[rows, columns].set(tokens, mode="drop")
         counts = counts + tokens.shape[1]
@@ -320,7 +320,7 @@ class Recomputing:
 
 
 def _aligned(prompts: Prompts) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens with padding in front, so that all rows end together; int32 `[B, T]` and `[B]`."""
+    """Left-pads prompts, so that all rows end together; int32 `[B, T]` and `[B]`."""
     rows = [np.asarray(row) for row in prompts]
     if not rows:
         raise ConfigError("got no prompt; give at least one, such as [[1, 2, 3]]")
@@ -343,7 +343,8 @@ def _aligned(prompts: Prompts) -> tuple[np.ndarray, np.ndarray]:
 
 def _check_fits(model: nnx.Module, tokens: np.ndarray, num_tokens: int, end: int | None) -> None:
     config = getattr(model, "config", None)
-    size, length = (getattr(config, name, None) for name in ("vocab_size", "max_length"))
+    size = getattr(config, "vocab_size", None)
+    length = getattr(config, "max_length", None)
     if isinstance(length, int) and tokens.shape[1] + num_tokens > length:
         raise ConfigError(
             f"a prompt of {tokens.shape[1]} tokens and {num_tokens} more are longer than "
@@ -363,25 +364,25 @@ def _check_fits(model: nnx.Module, tokens: np.ndarray, num_tokens: int, end: int
 def _check_causal(
     model: nnx.Module, tokens: np.ndarray, padding: np.ndarray, num_tokens: int
 ) -> None:
-    """Raises unless a model without a cache is causal: runs it with two texts after the prompts."""
+    """Raises unless a model without a cache is causal: tries two continuations of the prompts."""
     kind = type(model).__name__
     graphdef, leaves = nnx.split(model)
     length = tokens.shape[1] + num_tokens - 1
-    behind = np.arange(length) >= (tokens.shape[1] - padding)[:, None]
+    is_after = np.arange(length) >= (tokens.shape[1] - padding)[:, None]
     padded = np.zeros((len(tokens), length), np.int32)
-    padded[~behind] = tokens[np.arange(tokens.shape[1]) >= padding[:, None]]
+    padded[~is_after] = tokens[np.arange(tokens.shape[1]) >= padding[:, None]]
 
     @jax.jit
     def run(leaves: PyTree, tokens: Array) -> Array:
         return _decoder(graphdef, leaves).model(tokens)  # type: ignore[attr-defined]
 
-    logits, again = (np.asarray(run(leaves, np.where(behind, x, padded))) for x in (0, 1))
+    logits, again = (np.asarray(run(leaves, np.where(is_after, x, padded))) for x in (0, 1))
     if logits.shape[:-1] != padded.shape:
         raise UnsupportedError(
             f"{kind} maps tokens of shape {padded.shape} to {logits.shape}, and generating needs "
             "logits for every position, [B, T, V]; wrap it in a module that gives these"
         )
-    seen, other = (x[~behind].astype(np.float32) for x in (logits, again))
+    seen, other = (x[~is_after].astype(np.float32) for x in (logits, again))
     if not np.isfinite(seen).all():
         raise UnsupportedError(
             f"the logits of {kind} for {length} positions are not finite; ask for fewer tokens if "
@@ -396,7 +397,7 @@ def _check_causal(
 
 
 def _replicated(leaves: PyTree) -> NamedSharding | None:
-    """The sharding of the tokens: replicated over the mesh of the parameters; None without one."""
+    """Returns a replicated sharding over the mesh of the parameters; None if they have no mesh."""
     for leaf in jax.tree.leaves(leaves):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):

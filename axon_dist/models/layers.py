@@ -1,7 +1,7 @@
-"""The pieces of models: pixels, norms, rotary positions, attention, feed-forwards.
+"""Layers of the models: norms, attention with its KV cache, feed-forwards; pixels.
 
-Attention at position t needs the keys and values of positions 0 to t, and nothing else of them.
-A `Cache` holds these for every layer in arrays of a fixed length, which a loop can carry.
+Attention at position t needs only the keys and values of positions 0 to t. A `Cache` holds these
+for every layer in arrays of fixed length, which a loop can carry.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .transformer_config import TransformerConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Past:
-    """Keys and values of one layer, or of several in a further dim in front.
+    """Cached keys and values of one layer, or of several layers with a leading dim.
 
     Args:
-        keys: `[B, S, N, K]`, rotated already; entries after the positions seen are ignored.
+        keys: `[B, S, N, K]`, already rotated; entries after the positions seen are ignored.
         values: `[B, S, N, K]`.
     """
 
@@ -38,7 +38,7 @@ class Past:
     values: Array
 
     def extended(self, keys: Array, values: Array, start: Array) -> Past:
-        """The same with `[B, T, N, K]` written at the positions from `start` on."""
+        """Returns a copy with `[B, T, N, K]` written at the positions from `start` on."""
 
         def write(old, new):
             return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, axis=1)
@@ -49,13 +49,13 @@ class Past:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which positions of a sequence a call brings.
+    """The positions of the tokens of a call within their sequences.
 
-    Rows of several lengths end together: a shorter one has padding in front, which no position
-    sees and which does not count.
+    Rows of different lengths end together: shorter rows are left-padded. No position sees padding,
+    and padding does not count as a position.
 
     Args:
-        start: how many positions came before, padding among them; an int32 scalar.
+        start: the number of earlier positions, including padding; an int32 scalar.
         padding: how many of them are padding, int32 `[B]`.
     """
 
@@ -63,13 +63,14 @@ class Place:
     padding: Array
 
     def positions(self, length: int) -> Array:
-        """The numbers of `length` positions within their rows, int32 `[B, T]`; 0 for padding."""
+        """Returns `length` positions, counted without padding, int32 `[B, T]`; 0 for padding."""
         indices = self.start + jnp.arange(length)
         return jnp.maximum(indices - self.padding[:, None], 0)
 
     def visible(self, length: int, size: int, window: Array | None = None) -> Array:
-        """Which of `size` positions each of `length` positions sees, `[B, T, S]`."""
-        query, key = self.start + jnp.arange(length), jnp.arange(size)
+        """Returns which of `size` positions each of `length` positions sees, `[B, T, S]`."""
+        query = self.start + jnp.arange(length)
+        key = jnp.arange(size)
         is_before = key[None, None, :] <= query[None, :, None]
         if window is not None:
             is_before &= in_window(query[:, None] - key, window)[None]
@@ -90,7 +91,7 @@ class Cache:
     place: Place
 
     def after(self, past: PyTree, length: int) -> Cache:
-        """The cache once `length` positions more are in it."""
+        """Returns the cache after `length` more positions."""
         return Cache(past, dataclasses.replace(self.place, start=self.place.start + length))
 
 
@@ -99,19 +100,20 @@ def cached_attention(
 ) -> Array:
     """Computes `softmax(q k^T / sqrt(K) + mask) v` over cached positions, the softmax in float32.
 
-    Key heads are not repeated for the query heads that share them: reading them is what a step of
-    decoding costs.
+    Key heads are not repeated for the query heads that share them, because reading keys dominates
+    the cost of a decoding step.
 
     Args:
         query: `[B, T, H, K]`.
         past: keys and values, `[B, S, N, K]`; query head h takes key head `h // (H / N)`.
         visible: `[B, T, S]`.
-        softcap: what scores stay within; None for anything.
+        softcap: c of `c tanh(score / c)`; None for no cap.
 
     Returns:
         `[B, T, H, K]` in the dtype of the values.
     """
-    shape, num_kv = query.shape, past.keys.shape[2]
+    shape = query.shape
+    num_kv = past.keys.shape[2]
     grouped = query.reshape(*shape[:2], num_kv, -1, shape[-1])
     scores = jnp.einsum("btngk,bsnk->bngts", grouped, past.keys, preferred_element_type=jnp.float32)
     scores = capped(scores * shape[-1] ** -0.5, softcap)
@@ -127,7 +129,7 @@ class RMSNorm(nnx.Module):
         width: size of the last dim.
         eps: added to the mean square.
         param_dtype: dtype of `scale`, `[width]`.
-        plus_one: multiplies by `1 + scale`, which then begins at 0.
+        plus_one: multiplies by `1 + scale`, which is then initialized to 0.
     """
 
     def __init__(self, width: int, *, eps: float, param_dtype: str, plus_one: bool = False):
@@ -145,13 +147,16 @@ class RMSNorm(nnx.Module):
 
 
 def rms_norm(config: TransformerConfig, width: int) -> RMSNorm:
-    """The RMSNorm of a config over so many features."""
+    """Makes the RMSNorm of a config over `width` features."""
     plus_one = config.norm == "rms_plus_one"
     return RMSNorm(width, eps=config.norm_eps, param_dtype=config.param_dtype, plus_one=plus_one)
 
 
 class LayerWindow(nnx.Variable):
-    """How many positions back a layer sees, int32; 0 for all. Data, so that blocks stay alike."""
+    """The attention window of a layer, int32; 0 for none.
+
+    It is data rather than a constant, so that all blocks remain the same program.
+    """
 
 
 class SelfAttention(nnx.Module):
@@ -161,13 +166,14 @@ class SelfAttention(nnx.Module):
 
     Args:
         config: sizes and numerics.
-        window: how many positions back it sees, an int32 scalar, 0 for all; None for all in every
-            layer.
+        window: the attention window, an int32 scalar, 0 for none; None if no layer has a window.
         rngs: source of the initial weights.
     """
 
     def __init__(self, config: TransformerConfig, window: Array | None = None, *, rngs: nnx.Rngs):
-        size, width, bias = config.key_size, config.width, config.bias or config.qkv_bias
+        size = config.key_size
+        width = config.width
+        bias = config.bias or config.qkv_bias
         self.q = linear(config, width, config.num_heads * size, bias=bias, rngs=rngs)
         self.k = linear(config, width, config.kv_heads * size, bias=bias, rngs=rngs)
         self.v = linear(config, width, config.kv_heads * size, bias=bias, rngs=rngs)
@@ -185,9 +191,10 @@ class SelfAttention(nnx.Module):
         if window is not None:
             self.window = LayerWindow(window)
         self.softcap = config.attention_softcap
-        # Forms of attention divide by the root of the head; what is left of the scale.
+        # Attention forms already divide by the square root of the head size; this is the rest of
+        # the scale.
         self.scale = config.score_scale * size**0.5
-        # No fused kernel caps scores, or has a window that is data.
+        # No fused kernel caps scores, or takes a window as data.
         self.is_special = config.has_special_scores
         self.form = "einsum" if self.is_special else config.attention
 
@@ -199,8 +206,8 @@ class SelfAttention(nnx.Module):
         Args:
             x: the residual stream.
             segments: integers `[B, T]`, the document of each position; None for one in each row.
-            positions: integers `[B, T]`, by which queries and keys are rotated; None for those of
-                the sequence index.
+            positions: integers `[B, T]`, for rotating queries and keys; None for the sequence
+                index.
         """
         query, key, value = self._projected(x, positions)
         more = {} if segments is None else {"segments": segments}
@@ -219,7 +226,7 @@ class SelfAttention(nnx.Module):
     def attend(
         self, query: Array, key: Array, value: Array, segments: Array | None = None
     ) -> Array:
-        """Mixes values by queries and keys, in the form of the config."""
+        """Computes attention, in the form of the config."""
         if not self.is_special:
             return ATTENTION_FORMS[self.form](query, key, value, segments=segments)
         return einsum_attention(
@@ -231,7 +238,7 @@ class SelfAttention(nnx.Module):
         return self.window[...] if hasattr(self, "window") else None
 
     def _projected(self, x: Array, positions: Array | None) -> list[Array]:
-        """Queries, keys and values by head, normalised and rotated as the config says."""
+        """Returns queries, keys and values by head, normalised and rotated by the config."""
         norms = (self.q_norm, self.k_norm, None) if self.norm_by != "none" else (None,) * 3
         query, key, value = (
             self._normed_heads(project(x), norm)
@@ -286,7 +293,7 @@ class GatedMLP(PlainMLP):
 
 
 class MLP(nnx.Module):
-    """Linear layers with an activation and dropout between them, and neither after the last.
+    """Linear layers with an activation and dropout after each but the last.
 
     Args:
         sizes: widths from the input to the output, for example `(784, 256, 10)`.
@@ -350,10 +357,10 @@ def linear(
 
     Args:
         config: dtypes and depth.
-        num_inputs: size of the last dim of what goes in.
-        num_outputs: size of the last dim of what comes out.
-        residual: the output is added to the residual stream; as in GPT-2 its initial weights are
-            smaller by `sqrt(2 * num_layers)`, so that the sum of all branches does not grow with
+        num_inputs: size of the last dim of the input.
+        num_outputs: size of the last dim of the output.
+        residual: the output is added to the residual stream. As in GPT-2, its initial weights are
+            divided by `sqrt(2 * num_layers)`, so that the sum of all branches does not grow with
             depth.
         bias: whether it has a bias; None leaves it to the config.
         rngs: source of the initial weights.
@@ -373,27 +380,27 @@ def linear(
 
 
 def dropout_layer(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Dropout, with a random stream only where its rate is above 0."""
+    """Makes dropout; it has a random stream only if its rate is above 0."""
     return nnx.Dropout(rate, rngs=rngs if rate else None)
 
 
 def init_std(config: TransformerConfig) -> float:
-    """Gives the standard deviation of fresh kernels and tables, `sqrt(2 / (5 D))`.
+    """Returns the standard deviation of initial kernels and tables, `sqrt(2 / (5 D))`.
 
-    The small initialisation of arXiv:1910.05895: at width 1000 it is the 0.02 of GPT-2, and unlike
-    a constant it also trains narrow models at full speed.
+    This is the small initialisation of arXiv:1910.05895. At width 1000 it is the 0.02 of GPT-2;
+    unlike a constant, it also trains narrow models at full speed.
     """
     return (2.0 / (5.0 * config.width)) ** 0.5
 
 
 def pixels(images: Array, dtype: DTypeLike) -> Array:
-    """Maps bytes to [-1, 1]; floats are taken as they are.
+    """Maps bytes to [-1, 1]; leaves the values of floats.
 
-    Bytes cross from host to device as bytes, a quarter of what floats would be.
+    Images are transferred to the device as bytes, a quarter of the size of floats.
 
     Args:
         images: `[B, H, W, C]`, unsigned bytes or floats.
-        dtype: what the first layer computes in.
+        dtype: the compute dtype of the first layer.
 
     Returns:
         `[B, H, W, C]` of the dtype.

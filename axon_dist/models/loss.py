@@ -17,36 +17,36 @@ from axon_dist.core.weighted import Weighted, WithTerm
 from axon_dist.ops.linear_loss import BEFORE_HEAD, linear_cross_entropy, linear_scores
 
 AUXILIARY = "auxiliary"
-"""The method that returns what a model's call adds to the loss, and metrics of it."""
+"""The method that returns a model's auxiliary loss after a call, and its metrics."""
 
 
 LossOutput: TypeAlias = Weighted | tuple[Weighted, dict[str, Array]]
-"""A loss, with the metrics of a model that has any."""
+"""A loss, with metrics if the model has any."""
 
 
 def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array]) -> LossOutput:
     """Sums `-log p(token[t+1] | tokens[..t])` over the tokens that count.
 
-    The logits of a large vocabulary never exist all at once: a model that has a method
-    `before_head(tokens)` and returns from it what `linear_cross_entropy` takes besides labels and
-    weights, `{"hidden": [B, T, D], "kernel": [D, V]}`, has its loss computed a chunk of positions
-    at a time. For one that returns None there, or has no such method, the logits are computed.
+    For a large vocabulary, the full logits never exist. If the model has a method
+    `before_head(tokens)` that returns the inputs of `linear_cross_entropy` other than labels and
+    weights, `{"hidden": [B, T, D], "kernel": [D, V]}`, the loss is computed one chunk of positions
+    at a time. If there is no such method, or it returns None, the logits are computed.
 
-    A model that has a method `auxiliary()`, which is asked after its call, and returns from it a
-    scalar and a dict of metrics, has the scalar added to the mean loss: as mixtures of experts do
-    with their balance term.
+    If the model has a method `auxiliary()` that returns a scalar and a dict of metrics, it is
+    called after the model, and the scalar is added to the mean loss. Mixtures of experts use this
+    for their balance term.
 
     Args:
         model: maps tokens `[B, T]` to logits `[B, T, V]`.
-        batch: `"tokens"`, integer `[B, T + 1]`, and optionally `"mask"`, `[B, T + 1]`, zero where a
-            token is padding or prompt and must not count as a target (its first column never does);
-            `"weight"`, `[B]`, by which each sample counts; and `"segments"`, integer `[B, T + 1]`,
-            the document of each token where a row has several, 0 for padding: the model is
-            given them, and neither padding nor the first token of a document counts as a target.
+        batch: `"tokens"`, integer `[B, T + 1]`; optionally `"mask"`, `[B, T + 1]`, zero for padding
+            or prompt tokens that must not count as targets (the first column never does);
+            `"weight"`, `[B]`, the weight of each sample; and `"segments"`, integer `[B, T + 1]`,
+            the document of each token if a row has several, 0 for padding: they are passed to the
+            model, and neither padding nor the first token of a document counts as a target.
 
     Returns:
-        The sum of the losses in nats, float32, and the number of tokens that count; with the
-        metrics of a model that has any.
+        The sum of the losses in nats, float32, and the number of tokens that count; with metrics
+        if the model has any.
 
     Raises:
         ConfigError: the mask or the segments have another shape than the tokens, or the model takes
@@ -61,7 +61,8 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
         (6.0, 1.3863)
     """
     _check_batch(batch, "tokens")
-    labels, counts = batch["tokens"][:, 1:], _counts(batch)
+    labels = batch["tokens"][:, 1:]
+    counts = _counts(batch)
     if (head := _before_head(model, batch)) is not None:
         return _with_auxiliary(model, linear_cross_entropy(labels=labels, weights=counts, **head))
     losses = cross_entropy(_predict(model, batch), labels)
@@ -71,9 +72,9 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
 def next_token_scores(
     model: Callable[[Array], Array], batch: Mapping[str, Array]
 ) -> tuple[Weighted, dict[str, Weighted]]:
-    """The `next_token_loss`, and how often the likeliest token is the right one.
+    """Computes the `next_token_loss` and the accuracy of the likeliest token.
 
-    Looking for the likeliest goes over all logits once more, so that this is for evaluation.
+    Finding the likeliest token needs another pass over all logits, so this is for evaluation.
 
     Args:
         model: as for `next_token_loss`.
@@ -90,7 +91,8 @@ def next_token_scores(
         0.6667
     """
     _check_batch(batch, "tokens")
-    labels, counts = batch["tokens"][:, 1:], _counts(batch)
+    labels = batch["tokens"][:, 1:]
+    counts = _counts(batch)
     if (head := _before_head(model, batch)) is not None:
         return linear_scores(labels=labels, weights=counts, **head)
     logits = _predict(model, batch)
@@ -106,15 +108,15 @@ def next_token_scores(
 def classification_loss(
     model: Callable[[Array], Array], batch: Mapping[str, Array]
 ) -> tuple[Array, dict[str, Array]]:
-    """Means the cross-entropy of `model(batch["x"])` against the labels `batch["y"]`.
+    """Computes the mean cross-entropy of `model(batch["x"])` and the labels `batch["y"]`.
 
     Args:
         model: maps inputs `[B, ...]` to logits `[B, C]`.
         batch: `"x"`, the inputs, and `"y"`, integer labels `[B]`.
 
     Returns:
-        A float32 scalar in nats; and `accuracy`, the share of samples whose likeliest class is
-        that of the label.
+        A float32 scalar in nats; and `accuracy`, the share of samples whose likeliest class is the
+        label.
 
     Example:
         >>> batch = {"x": jnp.array([[2.0, 1.0], [0.0, 1.0]]), "y": jnp.array([0, 0])}
@@ -129,10 +131,10 @@ def classification_loss(
 
 
 def is_likeliest(logits: Array, labels: Array) -> Array:
-    """Whether `argmax(logits)` is the label, as 1 or 0; of equal logits the first is the largest.
+    """Whether `argmax(logits)` is the label, as 1 or 0; of equal logits the first counts.
 
-    Written with a largest and a smallest number, which XLA partitions where classes are split over
-    devices; for an argmax it would gather them.
+    It uses a maximum and a minimum, which XLA partitions if classes are sharded over devices; for
+    an argmax it would gather the logits.
 
     Args:
         logits: `[..., C]`.
@@ -151,8 +153,8 @@ def is_likeliest(logits: Array, labels: Array) -> Array:
 def cross_entropy(logits: Array, labels: Array) -> Array:
     """Computes `logsumexp(logits) - logits[label]` in float32.
 
-    The logit of the label is picked by comparing with an iota instead of by indexing: XLA fuses
-    that, its gradient has no scatter, and it partitions where classes are split over devices.
+    The label's logit is selected by comparison with an iota instead of indexing: XLA fuses it, its
+    gradient has no scatter, and it partitions if classes are sharded over devices.
 
     Args:
         logits: `[..., C]`.
@@ -173,7 +175,7 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
 
 
 def _check_batch(batch: object, *names: str) -> None:
-    """Raises unless a batch is a dict with some arrays."""
+    """Raises unless a batch is a dict with these arrays."""
     has = sorted(map(str, batch)) if isinstance(batch, Mapping) else None
     if has is None or not set(names) <= set(has):
         kind = f"a {type(batch).__name__}" if has is None else f"a dict of {', '.join(has)}"
@@ -184,7 +186,7 @@ def _check_batch(batch: object, *names: str) -> None:
 
 
 def _with_auxiliary(model: Callable[..., Array], loss: Weighted) -> LossOutput:
-    """The loss with what the model adds to its mean; and metrics, if the model has any."""
+    """Adds the model's auxiliary loss to the mean; also returns metrics, if the model has any."""
     method = getattr(model, AUXILIARY, None)
     auxiliary = None if method is None else method()
     if auxiliary is None:
@@ -197,10 +199,10 @@ def _with_auxiliary(model: Callable[..., Array], loss: Weighted) -> LossOutput:
 def _before_head(
     model: Callable[..., Array], batch: Mapping[str, Array]
 ) -> Mapping[str, Any] | None:
-    """What `linear_cross_entropy` takes of a model, or None where it is to make its logits.
+    """Returns a model's inputs for `linear_cross_entropy`, or None to compute its logits.
 
     Raises:
-        UnsupportedError: when the model's call gives other logits than its own `before_head`.
+        UnsupportedError: when the model's call returns other logits than its `before_head` implies.
     """
     method = getattr(model, BEFORE_HEAD, None)
     head = None if method is None else _predict(model, batch, method)
@@ -213,7 +215,7 @@ def _before_head(
     if why == "":
         return head
     if why is None or is_from(getattr(kind, BEFORE_HEAD), _MODELS):
-        # What the model computes when it is called is what it is.
+        # If in doubt, the model's call defines its logits.
         return None
     raise UnsupportedError(
         f"the product of what {kind.__name__}.before_head returns {why}: the logits of a call of "
@@ -224,14 +226,14 @@ def _before_head(
 
 _MODELS = "axon_dist.models."
 _LOGITS = (BEFORE_HEAD, "__call__", "head")
-"""The methods of a model that say what its logits are."""
+"""The methods of a model that define its logits."""
 
 _OF_LOSS = ("num_chunks", "z_loss", "label_smoothing")
-"""The options of a head that change no logits."""
+"""The options of `linear_cross_entropy` that do not change logits."""
 
 
 def _differs_from_call(model: nnx.Module) -> str | None:
-    """How the product of a model's `before_head` differs from its logits; as of `difference`."""
+    """Says how `hidden @ kernel` of `before_head` differs from the logits; see `difference`."""
     graph, state = nnx.split(model)
     tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
 
@@ -239,13 +241,12 @@ def _differs_from_call(model: nnx.Module) -> str | None:
         return nnx.merge(graph, state, copy=True)(tokens).astype(jnp.float32)
 
     def product(tokens: Array) -> Array:
-        made = getattr(nnx.merge(graph, state, copy=True), BEFORE_HEAD)(tokens)
-        made = {name: x for name, x in made.items() if name not in _OF_LOSS}
-        hidden, kernel = made["hidden"], made["kernel"]
-        logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
-        if made.get("bias") is not None:
-            logits = logits + made["bias"].astype(jnp.float32)
-        cap = made.get("soft_cap")
+        head = getattr(nnx.merge(graph, state, copy=True), BEFORE_HEAD)(tokens)
+        head = {name: x for name, x in head.items() if name not in _OF_LOSS}
+        logits = jnp.matmul(head["hidden"], head["kernel"], preferred_element_type=jnp.float32)
+        if head.get("bias") is not None:
+            logits = logits + head["bias"].astype(jnp.float32)
+        cap = head.get("soft_cap")
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     return difference(product, called, (tokens,))
@@ -256,8 +257,9 @@ def _predict(
     batch: Mapping[str, Array],
     method: Callable[..., Any] | None = None,
 ) -> Any:
-    """What a model makes of every token and those before it in its document: its logits."""
-    tokens, segments = batch["tokens"], batch.get("segments")
+    """Runs a model, or one of its methods, on the input tokens, with segments if there are any."""
+    tokens = batch["tokens"]
+    segments = batch.get("segments")
     run = model if method is None else method
     if segments is None:
         return run(tokens[:, :-1])
@@ -277,20 +279,22 @@ def _takes_segments(model: Callable[..., Array]) -> bool:
 
 
 def _counts(batch: Mapping[str, Array]) -> Array:
-    """By how much each token counts that is to be predicted, float32 `[B, T]`."""
+    """Returns the weight of each target token, float32 `[B, T]`."""
     tokens = batch["tokens"]
     mask = batch.get("mask", jnp.ones(tokens.shape, jnp.float32))
     if mask.shape != tokens.shape:
         raise ConfigError(
-            f"mask of shape {mask.shape} beside tokens of shape {tokens.shape}: "
-            "give one mask entry per token, the first column included."
+            f"got a mask of shape {mask.shape} for tokens of shape {tokens.shape}: "
+            "give one mask entry per token, the first column included.",
+            code="mask-shape",
         )
     counts = mask[:, 1:].astype(jnp.float32)
     if (segments := batch.get("segments")) is not None:
         if segments.shape != tokens.shape:
             raise ConfigError(
-                f"segments of shape {segments.shape} beside tokens of shape {tokens.shape}: give "
-                "one for every token, the last column included."
+                f"got segments of shape {segments.shape} for tokens of shape {tokens.shape}: give "
+                "one for every token, the last column included.",
+                code="segments-shape",
             )
         is_inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
         counts = counts * is_inside

@@ -41,12 +41,12 @@ RESNET_PRESETS: MappingProxyType[str, Mapping[str, object]] = MappingProxyType(
 """Named sizes of arXiv:1512.03385, table 1; `tiny` is for images of a few pixels."""
 
 EXPANSION = MappingProxyType({"basic": 1, "bottleneck": 4})
-"""How many times as many features as its convolutions a block of each kind gives."""
+"""The ratio of a block's output features to those of its convolutions, by kind of block."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ResNetConfig(Presets):
-    """Sizes and numerics of a `ResNet`; says nothing of devices.
+    """Sizes and numerics of a `ResNet`.
 
     Args:
         num_classes: number of logits.
@@ -55,12 +55,12 @@ class ResNetConfig(Presets):
         block: `basic`, two convolutions of 3 x 3; or `bottleneck`, 1 x 1, 3 x 3 and 1 x 1.
         width: features of the first stage's convolutions.
         channels: numbers per pixel.
-        stem: `imagenet`, a convolution of 7 x 7 and a pool that halve the image each; or `small`,
-            a convolution of 3 x 3 that keeps it.
+        stem: `imagenet`, a 7 x 7 convolution and a pool, each of which halves the image; or
+            `small`, a 3 x 3 convolution that keeps its size.
         norm_momentum: share of the running statistics that a step keeps, in [0, 1).
         norm_eps: added to the variance inside BatchNorm.
         param_dtype: dtype the parameters are created in.
-        dtype: dtype of the convolutions; None for whatever the parameters have.
+        dtype: dtype of the convolutions; None for that of the parameters.
 
     Example:
         >>> ResNetConfig.preset("resnet18").num_features
@@ -82,7 +82,7 @@ class ResNetConfig(Presets):
 
     @property
     def num_features(self) -> int:
-        """Features of the last stage, which the head takes."""
+        """The output features of the last stage, the input of the head."""
         return self.width * 2 ** (len(self.stage_sizes) - 1) * EXPANSION[self.block]
 
     def validate(self) -> None:
@@ -113,11 +113,10 @@ _CONFIG = instance_of(ResNetConfig, "a ResNetConfig, such as ResNetConfig.preset
 
 
 class ResNet(nnx.Module):
-    """Convolutions in residual blocks, each followed by BatchNorm; the mean over the image is
-    classified.
+    """A residual network: convolutions with BatchNorm in residual blocks, then global mean pooling.
 
-    Of the two customs for the block that halves the image, the stride is in the 3 x 3 convolution.
-    In training mode BatchNorm takes the statistics of the batch that it is given.
+    In a bottleneck block that halves the image, the stride is in the 3 x 3 convolution (ResNet
+    v1.5). In training mode, BatchNorm uses the statistics of its batch.
 
     Args:
         config: the shape; checked here.
@@ -144,7 +143,8 @@ class ResNet(nnx.Module):
         self.stem: ConvNorm = ConvNorm(
             config, config.channels, config.width, size, stride, rngs=rngs
         )
-        blocks, features = [], config.width
+        blocks = []
+        features = config.width
         for stage, count in enumerate(config.stage_sizes):
             width = config.width * 2**stage
             for number in range(count):
@@ -177,14 +177,14 @@ class ResNet(nnx.Module):
 
 
 class ConvNorm(nnx.Module):
-    """A square convolution without bias, and BatchNorm.
+    """A square convolution without bias, then BatchNorm.
 
     Args:
         config: numerics.
-        num_inputs: features that go in.
-        num_outputs: features that come out.
+        num_inputs: input features.
+        num_outputs: output features.
         size: height and width of the kernel, odd; the image is padded by half of it.
-        stride: by how much the image shrinks.
+        stride: the factor by which the image shrinks.
         rngs: source of the initial weights.
     """
 
@@ -219,13 +219,13 @@ class ConvNorm(nnx.Module):
 
 
 class ResidualBlock(nnx.Module):
-    """`relu(shortcut(x) + branch(x))`, the shortcut a 1 x 1 convolution where sizes differ.
+    """`relu(shortcut(x) + branch(x))`; the shortcut is a 1 x 1 convolution if sizes differ.
 
     Args:
-        config: which branch, and numerics.
-        num_inputs: features that go in.
-        width: features of the branch; `EXPANSION` times as many come out.
-        stride: by how much the image shrinks.
+        config: the kind of block, and numerics.
+        num_inputs: input features.
+        width: features of the branch; the output has `EXPANSION` times as many.
+        stride: the factor by which the image shrinks.
         rngs: source of the initial weights.
     """
 

@@ -1,4 +1,4 @@
-"""Rotary positions: the angles by which pairs of features turn, and their scaling.
+"""Rotary position embeddings (RoPE): the rotation angles of feature pairs, and their scaling.
 
 Source: Su et al., RoFormer, arXiv:2104.09864; Chen et al., arXiv:2306.15595 (linear); Peng et al.,
 YaRN, arXiv:2309.00071; Grattafiori et al., Llama 3, arXiv:2407.21783, section 3.4 (llama3).
@@ -20,27 +20,28 @@ from .config import check_above_zero, check_at_least_one, check_choice
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Rotary positions for sequences longer than those that a model was first trained on.
+    """RoPE scaling, for sequences longer than those of the original training.
 
-    With the wavelength w of a pair, in positions, and n the `original_length`:
+    With w the wavelength of a pair, in positions, and n the `original_length`:
 
-    | kind | turns |
-    |---|---|
-    | `linear` | all pairs slower by the factor |
-    | `llama3` | those with w > n / low by the factor, those with w < n / high as before |
-    | `yarn` | those that turn less than low times in n by the factor, more than high as before |
+    | kind | slows by the factor | leaves |
+    |---|---|---|
+    | `linear` | all pairs | none |
+    | `llama3` | pairs with w > n / low | pairs with w < n / high |
+    | `yarn` | pairs with fewer than low turns in n | pairs with more than high turns in n |
 
-    and those between by something between.
+    and interpolates between the two.
 
     Args:
         kind: a key of `ROPE_SCALINGS`.
-        factor: by how much sequences are longer.
-        original_length: positions of the first training, n; `linear` does not read it.
-        low: up to how many turns within n a pair is slowed by the whole factor.
-        high: from how many turns on it is not slowed.
-        attention_factor: of queries and keys each, under `yarn`; None for `0.1 ln(factor) + 1`.
-        truncate: under `yarn`, whether the pairs between which the scaling sets in are rounded
-            outwards to whole ones, as most models were trained; False for fractions, as gpt-oss.
+        factor: the ratio of the new length to the original one.
+        original_length: the sequence length of the original training, n; unused by `linear`.
+        low: a pair with fewer turns within n is slowed by the whole factor.
+        high: a pair with more turns within n is not slowed.
+        attention_factor: under `yarn`, multiplies queries and keys each; None for
+            `0.1 ln(factor) + 1`.
+        truncate: under `yarn`, whether the pairs at which the interpolation begins and ends are
+            rounded outwards to whole ones, as for most models; False for fractions, as for gpt-oss.
 
     Example:
         >>> scaling = RopeScaling("llama3", factor=8.0, original_length=8192)
@@ -71,7 +72,8 @@ class RopeScaling:
         if self.low >= self.high:
             raise ConfigError(
                 f"rope_scaling.low={self.low} must be below rope_scaling.high={self.high}: pairs "
-                "that turn less often are slowed more; exchange them"
+                "that turn less often are slowed more; swap them",
+                code="rope-scaling-order",
             )
         if self.attention_factor is not None and self.kind != "yarn":
             raise ConfigError(
@@ -86,17 +88,17 @@ class RopeScaling:
             )
 
     def slowed(self, frequency: Array, theta: float) -> Array:
-        """The angles by which pairs turn from one position to the next.
+        """Returns the scaled angles by which pairs turn from one position to the next.
 
         Args:
-            frequency: those without scaling, float32 `[K/2]`.
+            frequency: the angles without scaling, float32 `[K/2]`.
             theta: base of their wavelengths.
         """
         return ROPE_SCALINGS[self.kind](self, frequency, theta)
 
     @property
     def temperature(self) -> float:
-        """What queries and keys are multiplied by."""
+        """The multiplier of queries and of keys."""
         if self.kind != "yarn":
             return 1.0
         default = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
@@ -117,14 +119,17 @@ def _yarn(scaling: RopeScaling, frequency: Array, theta: float) -> Array:
     half = frequency.shape[0]
 
     def pair(turns: float) -> float:
-        """The pair, counted in fractions, that turns so many times."""
+        """Returns the (fractional) number of the pair that makes this many turns."""
         return half * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(theta)
 
-    first, last = pair(scaling.high), pair(scaling.low)
+    first = pair(scaling.high)
+    last = pair(scaling.low)
     if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * half - 1)
-    # As published: a ramp of no width is one of a thousandth.
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, 2 * half - 1)
+    # As in the published code, avoid a ramp of zero width.
     width = last - first if last != first else 1e-3
     slow = jnp.clip((jnp.arange(half, dtype=jnp.float32) - first) / width, 0, 1)
     return slow * frequency / scaling.factor + (1 - slow) * frequency
@@ -133,18 +138,18 @@ def _yarn(scaling: RopeScaling, frequency: Array, theta: float) -> Array:
 ROPE_SCALINGS: MappingProxyType[str, Callable[[RopeScaling, Array, float], Array]] = (
     MappingProxyType({"linear": _linear, "llama3": _llama3, "yarn": _yarn})
 )
-"""Ways to stretch rotary positions: (scaling, frequencies, base) -> frequencies."""
+"""The kinds of RoPE scaling: (scaling, frequencies, base) -> frequencies."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """How the queries and keys of a layer are turned.
+    """Rotates the queries and keys of a layer.
 
     Args:
         theta: base of the wavelengths.
-        fraction: the share of the features of a head that are turned, the first ones.
-        scaling: how wavelengths are stretched.
-        local_theta: base, not stretched, in layers with a window; None for the same in all.
+        fraction: the share of a head's features that are rotated, the first ones.
+        scaling: the scaling of wavelengths.
+        local_theta: base in layers with a window, without scaling; None for the same in all layers.
     """
 
     theta: float
@@ -155,12 +160,12 @@ class Rotary:
     def __call__(
         self, x: Array, positions: Array | None = None, window: Array | int | None = None
     ) -> Array:
-        """Turns `[B, T, H, K]`.
+        """Rotates `[B, T, H, K]`.
 
         Args:
             x: queries or keys.
-            positions: integers `[B, T]`; None for those of the sequence index.
-            window: of the layer; 0 or None for none.
+            positions: integers `[B, T]`; None for the sequence index.
+            window: the window of the layer; 0 or None for none.
         """
         size = int(x.shape[-1] * self.fraction)
         frequency = frequencies(size // 2, self.theta)
@@ -176,25 +181,27 @@ class Rotary:
 
 
 def frequencies(count: int, theta: float) -> Array:
-    """The angles by which `count` pairs turn from one position to the next, float32."""
+    """Returns the angles by which `count` pairs turn from one position to the next, float32."""
     return theta ** (-jnp.arange(count, dtype=jnp.float32) / count)
 
 
 def turn(x: Array, frequency: Array, positions: Array | None = None, factor: float = 1.0) -> Array:
-    """Turns the pair `(x[i], x[i + K/2])` at position t by `t * frequency[i]`, in float32.
+    """Rotates the pair `(x[i], x[i + K/2])` at position t by `t * frequency[i]`, in float32.
 
     Args:
         x: `[B, T, H, K]`, K even.
         frequency: `[K/2]`.
-        positions: integers `[B, T]`; None for those of the sequence index.
-        factor: what the result is multiplied by.
+        positions: integers `[B, T]`; None for the sequence index.
+        factor: the multiplier of the result.
     """
     if positions is None:
         positions = jnp.arange(x.shape[1])[None]
     angle = positions.astype(jnp.float32)[..., None] * frequency
-    cos, sin = (f(angle)[:, :, None, :] for f in (jnp.cos, jnp.sin))
+    cos = jnp.cos(angle)[:, :, None, :]
+    sin = jnp.sin(angle)[:, :, None, :]
     if factor != 1:
-        cos, sin = cos * factor, sin * factor
+        cos = cos * factor
+        sin = sin * factor
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [left * cos - right * sin, right * cos + left * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
@@ -204,12 +211,12 @@ def rotate(x: Array, theta: float, positions: Array | None = None) -> Array:
     """Rotates pairs of features by an angle that grows with the position (RoPE, arXiv:2104.09864).
 
     The pair `(x[i], x[i + K/2])` at position `t` turns by `t * theta^(-2i/K)`, so the product of a
-    query and a key depends on the distance between them and on nothing else.
+    query and a key depends only on the distance between them.
 
     Args:
         x: `[B, T, H, K]`, K even.
         theta: base of the wavelengths.
-        positions: integers `[B, T]`; None for those of the sequence index.
+        positions: integers `[B, T]`; None for the sequence index.
 
     Returns:
         The rotated array in the dtype of `x`; the rotation is float32.

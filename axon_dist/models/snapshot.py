@@ -1,7 +1,7 @@
-"""Snapshots of a hub: their local folders, and whether a model is the one that they describe.
+"""Hub snapshots: fetches them, and checks that a model matches their `config.json`.
 
-Names and shapes of tensors say nothing of the base of rotary positions, of the number of heads, of
-what is added inside norms: weights that fit may still belong to another function.
+Names and shapes of tensors do not determine the RoPE base, the number of heads, or the epsilon of
+norms: weights that fit may still belong to another function.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Files = str | Path | Sequence[str | Path]
 
 ENDING = ".safetensors"
 INDEX = ".index.json"
-"""What follows the name of a file that was cut into several, to say which tensor is where."""
+"""The suffix of the index of a sharded file, which says which tensor is where."""
 
 REMOTE = "hf://"
-"""How a repository of the Hugging Face hub begins: `hf://org/name`, or `hf://org/name@revision`."""
+"""The prefix of a Hugging Face repository: `hf://org/name`, or `hf://org/name@revision`."""
 
 _BUCKETS = ("gs:/", "s3:/")
 CONFIG_FILE = "config.json"
@@ -48,12 +48,12 @@ _WEIGHTS = (f"*{ENDING}", f"*{ENDING}{INDEX}", CONFIG_FILE, ADAPTER_CONFIG)
 
 
 def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
-    """The local path of a hub's repository, or of a bucket's folder, downloaded where needed.
+    """Returns the local path of a hub's repository or a bucket's folder; downloads if needed.
 
     Args:
-        path: a path, which is returned as it is; `hf://`, which needs huggingface_hub, in whose
-            cache it then is; or `gs://` or `s3://`, a folder, or a file in one.
-        patterns: of the files that are wanted, none of them in a folder.
+        path: a local path, which is returned unchanged; `hf://`, which is downloaded to the cache
+            of huggingface_hub; or a folder or file at `gs://` or `s3://`.
+        patterns: the patterns of the wanted files, which are not in subfolders.
 
     Raises:
         CheckpointError: when it cannot be fetched.
@@ -75,23 +75,23 @@ def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
 
 
 def _copied(place: Place, patterns: tuple[str, ...]) -> Path:
-    """A folder of a bucket, or a file in one with what is said of it there, copied here."""
+    """Copies a bucket's folder, or a file in it with the JSON files next to it, to this machine."""
     assert isinstance(place, Address)
     folder, _, file = place.key.rpartition("/")
     is_file = any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
     inside = dataclasses.replace(place, key=folder) if is_file else place
 
     def wanted(name: str) -> bool:
-        is_asked = name == file or name.endswith(".json") or file.endswith(INDEX)
-        is_there = "/" not in name and any(fnmatch.fnmatchcase(name, p) for p in patterns)
-        return is_there and (is_asked or not is_file)
+        is_needed = name == file or name.endswith(".json") or file.endswith(INDEX)
+        matches = "/" not in name and any(fnmatch.fnmatchcase(name, p) for p in patterns)
+        return matches and (is_needed or not is_file)
 
     copy = snapshot(inside, wanted)
     return copy / file if is_file else copy
 
 
 def config_files(files: Files) -> list[Path]:
-    """The configs beside files, each of them once."""
+    """Returns the configs in the folders of files, each of them once."""
     several = [files] if isinstance(files, str | Path) or not isinstance(files, Sequence) else files
     paths = [as_path(fetched(path), "the weights", CheckpointError) for path in several]
     folders = dict.fromkeys(path if path.is_dir() else path.parent for path in paths)
@@ -99,19 +99,19 @@ def config_files(files: Files) -> list[Path]:
 
 
 def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
-    """The sizes of a `Transformer` for the weights of a hub's repository.
+    """Reads the `TransformerConfig` for the weights of a hub's repository.
 
     Args:
         path: a local snapshot with a `config.json`, or that file; or `hf://org/name`.
-        **changes: fields to set besides, such as `dtype="bfloat16"`.
+        **changes: fields to change, such as `dtype="bfloat16"`.
 
     Returns:
         The config.
 
     Raises:
         CheckpointError: when it cannot be read.
-        UnsupportedError: for a family without a row in `FORMATS`, or a model of one that a
-            `Transformer` cannot be.
+        UnsupportedError: for a family without a row in `FORMATS`, or a model that a `Transformer`
+            cannot represent.
 
     Example:
         >>> import tempfile
@@ -123,8 +123,8 @@ def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
     """
     name, data, file = _read_config(path)
     check_fields(TransformerConfig, changes)
-    what = f"{str(file)!r} is no config of the family {FORMATS[name].model_type!r}"
-    advice = "take that of the snapshot as it was published"
+    what = f"{str(file)!r} is not a config of the family {FORMATS[name].model_type!r}"
+    advice = "use the config of the published snapshot"
     with reworded(what, advice, CheckpointError, MALFORMED):
         config = FORMATS[name].from_hub(data)
     config = dataclasses.replace(config, **changes)
@@ -133,20 +133,20 @@ def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
 
 
 def format_name(path: str | Path) -> str:
-    """The key of `FORMATS` that a snapshot's weights have.
+    """Returns the key of `FORMATS` for a snapshot's weights.
 
     Args:
-        path: as of `hub_config`.
+        path: as for `hub_config`.
 
     Raises:
-        CheckpointError: as `hub_config` does.
-        UnsupportedError: likewise.
+        CheckpointError: when the config cannot be read.
+        UnsupportedError: for a family without a row in `FORMATS`.
     """
     return _read_config(path)[0]
 
 
 def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any], Path]:
-    """The format of a snapshot, its config, and the path of that."""
+    """Returns the format of a snapshot, its config, and the path of the config."""
     path = as_path(fetched(path, (CONFIG_FILE,)), "the config of a model", CheckpointError)
     file = path / CONFIG_FILE if path.is_dir() else path
     what = f"{str(file)!r} as the config of a model"
@@ -170,7 +170,7 @@ FREE = frozenset(
         *("logits", "logits_dtype", "experts"),
     )
 )
-"""The fields that change neither the function of a model nor the meaning of its weights."""
+"""Fields that change neither the function of a model nor the meaning of its weights."""
 
 _OF_EXPERTS = ("count", "per_token", "width", "shared", "normalize")
 
@@ -181,20 +181,20 @@ def check_snapshot(
     rules: WeightRules | str | None = None,
     differ: str | Iterable[str] = (),
 ) -> None:
-    """Compares a `Transformer` with the `config.json` beside weights, where there is one.
+    """Compares a `Transformer` with the `config.json` next to weights, if there is one.
 
     Args:
-        files: as of `load_weights`.
-        model: its arrays may be shapes; models of other classes are taken as they are.
-        rules: as of `load_weights`. With the name of a hub's format the config must be one that
-            can be compared; with rules of one's own, one that cannot is left alone.
-        differ: fields of a `TransformerConfig` in which the model is to be another, such as
-            `rope_theta` where it is to learn longer sequences.
+        files: as for `load_weights`.
+        model: the model; its arrays may be shapes. Models of other classes are not checked.
+        rules: as for `load_weights`. With the name of a hub's format, the config must be readable
+            as one; with custom rules, an unreadable config is ignored.
+        differ: fields of a `TransformerConfig` in which the model may differ, such as `rope_theta`
+            for training on longer sequences.
 
     Raises:
         ConfigError: naming every field that differs, with both values.
-        CheckpointError: when the file cannot be read, with a hub's format.
-        UnsupportedError: when a `Transformer` cannot be what it describes, with a hub's format.
+        CheckpointError: when the config cannot be read, with a hub's format.
+        UnsupportedError: when a `Transformer` cannot represent it, with a hub's format.
 
     Example:
         >>> import json, tempfile
@@ -215,12 +215,12 @@ def check_snapshot(
         return
     for file in config_files(files):
         try:
-            theirs = hub_config(file)
+            wanted = hub_config(file)
         except (CheckpointError, UnsupportedError):
             if rules in FORMATS:
                 raise
             continue
-        diffs = list(_differences(model.config, theirs, differ))
+        diffs = list(_differences(model.config, wanted, differ))
         if diffs:
             raise ConfigError(
                 f"the model is not the one of {str(file)!r}: {', '.join(diffs)}. Its weights would "
@@ -231,10 +231,10 @@ def check_snapshot(
 
 
 def token_ids(files: Files) -> dict[str, Any]:
-    """The ids of special tokens that the `config.json` beside weights names; else none.
+    """Returns the special token ids in the `config.json` next to weights, if there is one.
 
     Args:
-        files: as of `load_weights`.
+        files: as for `load_weights`.
 
     Raises:
         CheckpointError: when it cannot be read.
@@ -245,20 +245,21 @@ def token_ids(files: Files) -> dict[str, Any]:
 
 
 def _differences(
-    ours: TransformerConfig, theirs: TransformerConfig, differ: Iterable[str]
+    config: TransformerConfig, hub: TransformerConfig, differ: Iterable[str]
 ) -> Iterator[str]:
-    # Windows count as far as the model sees.
-    mine, wanted = meaning(ours), meaning(dataclasses.replace(theirs, max_length=ours.max_length))
+    got = meaning(config)
+    # The same `max_length`, because windows beyond it do not matter.
+    wanted = meaning(dataclasses.replace(hub, max_length=config.max_length))
     for field in wanted:
-        if mine[field] != wanted[field] and field.partition(".")[0] not in differ:
-            yield f"{field} is {mine[field]!r} and {wanted[field]!r} there"
+        if got[field] != wanted[field] and field.partition(".")[0] not in differ:
+            yield f"{field} is {got[field]!r} and {wanted[field]!r} there"
 
 
 def meaning(config: TransformerConfig) -> Mapping[str, Any]:
-    """What a config says of the function of a model, every default resolved.
+    """Returns the fields that determine the function of a model, with defaults resolved.
 
     Args:
-        config: of the model.
+        config: the config of the model.
 
     Returns:
         Values by field; those of experts as `experts.count`.

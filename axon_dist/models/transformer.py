@@ -35,16 +35,17 @@ from .transformer_config import TransformerConfig
 class Block(nnx.Module):
     """One layer: `x += attention(norm(x))`, then `x += mlp(norm(x))`.
 
-    The norms are before, after or around both, as the config says.
+    By `config.norms`, the norms are before, after or around both.
 
     Args:
         config: sizes and numerics.
-        window: of its attention, as of `SelfAttention`.
+        window: the attention window, as for `SelfAttention`.
         rngs: source of the initial weights and of dropout.
     """
 
     def __init__(self, config: TransformerConfig, window: Array | None = None, *, rngs: nnx.Rngs):
-        before, after = config.norms != "after", config.norms != "before"
+        before = config.norms != "after"
+        after = config.norms != "before"
         if before:
             self.attention_norm = _norm(config, rngs)
         self.attention: SelfAttention = SelfAttention(config, window, rngs=rngs)
@@ -61,7 +62,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Array, segments: Array | None = None, positions: Array | None = None
     ) -> Array:
-        """Maps the residual stream `[B, T, D]` to `[B, T, D]`; arguments as of `SelfAttention`."""
+        """Maps the residual stream `[B, T, D]` to `[B, T, D]`; arguments as for `SelfAttention`."""
         mixed = self.attention(self._normed("attention_norm", x), segments, positions)
         return self._rest(x, mixed)
 
@@ -71,7 +72,7 @@ class Block(nnx.Module):
         return self._rest(x, mixed), past
 
     def _rest(self, x: Array, mixed: Array) -> Array:
-        """What follows attention."""
+        """Computes the part of the block after attention."""
         x = x + self.dropout(self._normed("attention_after_norm", mixed))
         fed = self.mlp(self._normed("mlp_norm", x))
         return x + self.dropout(self._normed("mlp_after_norm", fed))
@@ -88,11 +89,11 @@ _CONFIG = instance_of(
 class Transformer(nnx.Module):
     """A decoder-only language model: RMSNorm, RoPE, grouped-query attention, SwiGLU by default.
 
-    With other norms, positions and feed-forward of its config it is GPT-2 (preset `"gpt2"`).
+    With other norms, positions and feed-forward in its config it is GPT-2 (preset `"gpt2"`).
 
-    `logits = head(blocks(embed(tokens)))`. The three parts are methods of their own so that a model
-    can be cut between any two blocks; positions come from the sequence index, so that a block needs
-    nothing but the residual stream.
+    `logits = head(blocks(embed(tokens)))`. The three parts are separate methods, so that a model
+    can be cut between any two blocks. Positions come from the sequence index, so that a block needs
+    only the residual stream.
 
     Args:
         config: the shape; checked here.
@@ -120,7 +121,7 @@ class Transformer(nnx.Module):
             self.lm_head = linear(config, config.width, config.vocab_size, bias=False, rngs=rngs)
         if config.positions == "learned":
             self.position_embedding = _embedding(config, config.max_length, rngs)
-        # Last: the initial weights do not depend on its rate.
+        # Made last, so that the initial weights do not depend on the dropout rate.
         self.dropout = dropout_layer(config.dropout, rngs)
 
     def __call__(self, tokens: Array, segments: Array | None = None) -> Array:
@@ -128,9 +129,9 @@ class Transformer(nnx.Module):
 
         Args:
             tokens: integer `[B, T]`, T at most `config.max_length`.
-            segments: integers `[B, T]` that say which tokens are of one document, where several
-                follow each other in a row: tokens see their own document alone, and
-                positions begin anew in each. None for one document in each row.
+            segments: integers `[B, T]`, the document of each token, if a row has several: tokens
+                see only their own document, and positions restart in each. None for one document
+                in each row.
 
         Returns:
             Logits `[B, T, vocab_size]`, float32; row t predicts token t + 1.
@@ -141,14 +142,14 @@ class Transformer(nnx.Module):
         return self.head(self.residual(tokens, *_places(segments)))
 
     def attention_flops(self, length: int) -> int:
-        """What a token costs in attention, forward and backward: `6 L H Q T` without windows.
+        """Returns the attention FLOPs per token, forward and backward; `6 L H Q T` without windows.
 
-        Scores and weighed sums are two products of `2 H Q T` in each of L layers, the backward pass
-        costs twice as much, and a causal mask leaves half of them (arXiv:2204.02311, appendix B,
-        counts both halves).
+        Scores and weighted sums are two products of `2 H Q T` FLOPs in each of L layers, the
+        backward pass costs twice as much, and a causal mask leaves half of them (arXiv:2204.02311,
+        appendix B, counts both halves).
 
         Args:
-            length: T, the tokens of a sequence.
+            length: the tokens of a sequence, T.
         """
         config = self.config
         spans = (2 * w - w * w / length if 0 < w < length else length for w in config.layer_windows)
@@ -157,15 +158,15 @@ class Transformer(nnx.Module):
     def residual(
         self, tokens: Array, segments: Array | None = None, positions: Array | None = None
     ) -> Array:
-        """The residual stream behind the last block.
+        """Returns the residual stream after the last block.
 
-        The order of tokens in a row decides only which of them attention sees: their positions are
-        those of `positions`.
+        The order of tokens in a row only decides which of them attention sees; positions are given
+        by `positions`.
 
         Args:
             tokens: integers `[B, T]`.
             segments: integers `[B, T]`, the document of each token; None for one in each row.
-            positions: integers, `[B, T]` or `[1, T]`; None for those of the sequence index.
+            positions: integers, `[B, T]` or `[1, T]`; None for the sequence index.
 
         Returns:
             `[B, T, D]`.
@@ -179,16 +180,16 @@ class Transformer(nnx.Module):
         return x
 
     def before_head(self, tokens: Array, segments: Array | None = None) -> dict[str, Any] | None:
-        """What a loss takes that never makes all logits: `linear_cross_entropy(labels=..., **it)`.
+        """Returns arguments of `linear_cross_entropy`, which never makes all logits at once.
 
         Args:
-            tokens: as of a call.
-            segments: likewise.
+            tokens: as for a call.
+            segments: as for a call.
 
         Returns:
-            `hidden`, `[B, T, D]`, and `kernel`, `[D, V]`, of which `hidden @ kernel` are the
-            logits, with options of the loss; None where the config wants logits whole, or the head
-            is no plain product, such as one with an adapter beside it.
+            `hidden`, `[B, T, D]`, and `kernel`, `[D, V]`, with `logits = hidden @ kernel`, and
+            options of the loss. None if the config asks for whole logits, or if the head is not a
+            plain product, such as one with an adapter.
         """
         if not self.config.chunks_logits:
             return None
@@ -205,10 +206,10 @@ class Transformer(nnx.Module):
         }
 
     def auxiliary(self) -> tuple[Array, dict[str, Array]] | None:
-        """What experts add to the loss of the call before, and what they report of it.
+        """Returns the auxiliary loss of the experts in the last call, and their metrics.
 
         Returns:
-            A scalar, the sum over layers of their weighed terms; and as metrics the means over
+            A scalar, the sum over layers of their weighted terms; and as metrics the means over
             layers of `Findings`. None without experts.
         """
         experts = self.config.experts
@@ -224,11 +225,11 @@ class Transformer(nnx.Module):
         """Makes an empty cache.
 
         Args:
-            padding: how many positions at the start of each row are to be padding, int32 `[B]`.
-            length: positions that it has room for, padding among them.
+            padding: the number of padding positions at the start of each row, int32 `[B]`.
+            length: the capacity in positions, including padding.
 
         Returns:
-            The cache, of zeros in the dtype that the model computes in.
+            The cache, of zeros in the compute dtype of the model.
         """
         config = self.config
         shape = (padding.shape[0], length, config.kv_heads, config.key_size)
@@ -242,13 +243,13 @@ class Transformer(nnx.Module):
         return Cache(past, Place(jnp.zeros((), jnp.int32), padding))
 
     def decode(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
-        """Predicts the token behind some more tokens, without going over those before again.
+        """Predicts the token after some more tokens, without recomputing earlier ones.
 
-        Equals `self(all tokens so far)[:, -1]`, a row without its padding.
+        Equals `self(all tokens so far)[:, -1]`, with each row taken without its padding.
 
         Args:
             tokens: integers `[B, T]`; all of a prompt, or the one token that was drawn last.
-            cache: of the tokens before.
+            cache: the cache of earlier tokens.
 
         Returns:
             Logits `[B, vocab_size]`, float32, and the cache with these tokens in it.
@@ -270,7 +271,7 @@ class Transformer(nnx.Module):
 
         Args:
             tokens: integers `[B, T]`.
-            positions: integers `[B, T]`; None for those of the sequence index.
+            positions: integers `[B, T]`; None for the sequence index.
 
         Returns:
             `[B, T, D]`.
@@ -307,7 +308,7 @@ def positions_in(segments: Array) -> Array:
     """Counts the positions of every document from 0.
 
     Args:
-        segments: integers `[B, T]`, equal within a document and unlike in neighbours.
+        segments: integers `[B, T]`, equal within a document and different in adjacent documents.
 
     Returns:
         int32 `[B, T]`.
@@ -329,13 +330,13 @@ def _places(segments: Array | None) -> tuple[Array, ...]:
 def scan_layers(stacked: nnx.Module, x: Array, *more: Array | None) -> Array:
     """Applies the layers of a stacked module one after another in one `lax.scan`.
 
-    Equals `for i in range(L): x = layer_i(x)` where layer i holds row i of every leaf. What a layer
-    changes about itself, such as the count of its dropout stream, is written back.
+    Equals `for i in range(L): x = layer_i(x)`, where layer i holds row i of every leaf. State that
+    a layer updates, such as the count of its dropout stream, is written back.
 
     Args:
-        stacked: a module that maps `x` to its like, its leaves with a leading dim L.
+        stacked: a module that maps `x` to an array of the same shape; leaves have a leading dim L.
         x: the first input.
-        more: what every layer is given beside it.
+        more: further arguments of every layer.
 
     Returns:
         The output of the last layer.
@@ -353,13 +354,13 @@ def scan_layers(stacked: nnx.Module, x: Array, *more: Array | None) -> Array:
 
 
 def decode_layers(stacked: Block, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
-    """As `scan_layers`, for the `decode` of layers in eval mode.
+    """Like `scan_layers`, for the `decode` of layers in eval mode.
 
     Args:
         stacked: a block, its leaves with a leading dim L.
         x: further positions `[B, T, D]`.
         past: the cache, its arrays with a leading dim L.
-        place: which positions they are.
+        place: the place of these positions.
 
     Returns:
         The output of the last layer, and the new cache.
@@ -373,18 +374,22 @@ def decode_layers(stacked: Block, x: Array, past: Past, place: Place) -> tuple[A
 
 
 def _plain_kernel(layer: nnx.Linear | nnx.Embed) -> Array | None:
-    """The kernel `[D, V]` of a head that multiplies by it and does nothing else; or None."""
+    """Returns the kernel `[D, V]` of a head that is a plain product; else None."""
     if isinstance(layer, nnx.Embed):
-        weight, method, plain = layer.embedding, type(layer).attend, nnx.Embed.attend
+        weight = layer.embedding
+        method = type(layer).attend
+        plain = nnx.Embed.attend
     else:
-        weight, method, plain = layer.kernel, type(layer).__call__, nnx.Linear.__call__
+        weight = layer.kernel
+        method = type(layer).__call__
+        plain = nnx.Linear.__call__
         if getattr(layer, "bias", None) is not None:
             return None
-    # One that multiplies or promotes in a way of its own is no plain product either.
-    own = (getattr(layer, name, None) for name in ("dot_general", "promote_dtype"))
-    if not all(one is None or is_from(one, "jax.", "flax.", "axon_dist.") for one in own):
+    # A custom product or dtype promotion is not a plain product either.
+    hooks = (getattr(layer, name, None) for name in ("dot_general", "promote_dtype"))
+    if not all(hook is None or is_from(hook, "jax.", "flax.", "axon_dist.") for hook in hooks):
         return None
-    # A weight with a hook for its reads, such as one that its layer gathers, is read by its layer.
+    # Metadata may hold a read hook, such as an all-gather; only the layer itself may read it then.
     if inspect.unwrap(method) is not inspect.unwrap(plain) or any(
         callable(value) for value in weight.get_metadata().values()
     ):
@@ -393,18 +398,19 @@ def _plain_kernel(layer: nnx.Linear | nnx.Embed) -> Array | None:
 
 
 def _blocks(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
-    layers, windows = rngs.split(config.num_layers), config.layer_data
-    windows = None if windows is None else jnp.asarray(windows, jnp.int32)
+    layers = rngs.split(config.num_layers)
+    data = config.layer_data
+    windows = None if data is None else jnp.asarray(data, jnp.int32)
 
     def make(rngs: nnx.Rngs, window: Array | None) -> Block:
         return Block(config, window, rngs=rngs)
 
     if config.scan_layers:
         return nnx.vmap(make)(layers, windows)
-    one_by_one = (
+    per_layer = (
         jax.tree.map(lambda leaf, i=i: leaf[i], (layers, windows)) for i in range(config.num_layers)
     )
-    return nnx.List(make(*each) for each in one_by_one)
+    return nnx.List(make(*arguments) for arguments in per_layer)
 
 
 def _embedding(config: TransformerConfig, num_rows: int, rngs: nnx.Rngs) -> nnx.Embed:
@@ -422,7 +428,7 @@ def _norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
         case "rms" | "rms_plus_one":
             return rms_norm(config, config.width)
         case "layer":
-            # E[x^2] - E[x]^2 loses digits where features are far from zero.
+            # The fast variance, E[x^2] - E[x]^2, loses digits if features are far from zero.
             plain = {**numerics(config), "epsilon": config.norm_eps, "use_fast_variance": False}
             return nnx.LayerNorm(config.width, **plain, rngs=rngs)
     raise ConfigError(f"norm={config.norm!r} is a name of NORMS that no layer is made of here")

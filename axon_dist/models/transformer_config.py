@@ -2,11 +2,11 @@
 
 A preset fixes shapes only. `"gpt2-124m"` and `"gpt2-medium"` have the width, depth, heads,
 vocabulary, context and tied head of GPT-2 (Radford et al. 2019), `"gpt3-175b"` those of GPT-3
-(arXiv:2005.14165, table 2.1), but the layers of this library: RMSNorm, rotary positions and a gated
-feed-forward, whose three kernels of 8/3 of the width hold what two of 4 hold. `"gpt2"` is GPT-2 of
-124 M as published, its layers included, and `"llama-8b"`, `"llama-70b"` and `"llama-405b"` Llama 3
-(arXiv:2407.21783, table 3). `"1b"`, `"7b"` and `"8b"` are the shapes that the benchmarks of this
-library are quoted for.
+(arXiv:2005.14165, table 2.1), but with the layers of this library: RMSNorm, rotary positions and a
+gated feed-forward, whose three kernels of 8/3 of the width have as many weights as two of 4 times
+the width. `"gpt2"` is GPT-2 of 124 M as published, including its layers, and `"llama-8b"`,
+`"llama-70b"` and `"llama-405b"` are Llama 3 (arXiv:2407.21783, table 3). `"1b"`, `"7b"` and `"8b"`
+are the shapes that this library's benchmarks use.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _SIZES = (
 )
 """The columns of the presets."""
 
-_TIED, _LLAMA = {"tied_head": True}, {"rope_theta": 500_000.0}
+_TIED = {"tied_head": True}
+_LLAMA = {"rope_theta": 500_000.0}
 _GPT2 = {
     **_TIED,
     "norm": "layer",
@@ -77,8 +78,8 @@ PRESETS: MappingProxyType[str, Mapping[str, object]] = MappingProxyType(
 NORMS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {"rms": ("scale",), "rms_plus_one": ("scale",), "layer": ("scale", "bias")}
 )
-"""The norms of a decoder, each with its parameters of `width` numbers; `_norm` of the transformer
-makes the layer, and `family.py` reads the names of its parameters here."""
+"""The norms of a decoder, each with its parameters of `width` numbers. `_norm` in `transformer.py`
+makes the layer; `family.py` reads the names of its parameters here."""
 
 _CHOICES: tuple[tuple[str, Collection[str], str], ...] = (
     ("attention", ATTENTION_FORMS, "a form of attention"),
@@ -90,17 +91,17 @@ _CHOICES: tuple[tuple[str, Collection[str], str], ...] = (
     ("logits", ("auto", "whole", "chunked"), "a way to make logits"),
     ("logits_dtype", ("float32", "bfloat16"), "a dtype of logits"),
 )
-"""Fields that are names, the names there are, and what they are names of."""
+"""Fields with named choices: the field, its valid names, and what they name."""
 
 LARGE_VOCABULARY = 16_384
-"""From how many tokens on logits are made in chunks, where the config does not say."""
+"""The vocabulary size from which `logits="auto"` makes logits in chunks."""
 
 _OPTIONAL = ("local_rope_theta", "attention_scale", "attention_softcap", "logit_softcap")
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig(Presets):
-    """Sizes and numerics of a `Transformer`; says nothing of devices.
+    """Sizes and numerics of a `Transformer`.
 
     Args:
         vocab_size: number of token ids; 256 for bytes.
@@ -109,57 +110,56 @@ class TransformerConfig(Presets):
         num_heads: query heads per block.
         num_kv_heads: key and value heads, each shared by `num_heads / num_kv_heads` query heads
             (grouped-query attention, arXiv:2305.13245); None for as many as query heads.
-        head_dim: size of one head, even where it is rotated; None for `width / num_heads`.
-        ffn_width: hidden size of the feed-forward; None for 4 x width, or where it is gated for
-            8/3 of the width, rounded up to a multiple of 64, which holds as many weights.
+        head_dim: size of one head, an even number if it is rotated; None for `width / num_heads`.
+        ffn_width: hidden size of the feed-forward; None for 4 x width, or, if it is gated, for 8/3
+            of the width, rounded up to a multiple of 64, which has as many weights.
         max_length: the longest sequence the model accepts.
-        tied_head: the head reuses the embedding table instead of a kernel of its own.
+        tied_head: the head reuses the embedding table instead of having its own kernel.
         dropout: rate on the embeddings and on the output of every residual branch, in [0, 1).
-            Attention weights are never dropped: the fused kernels have no place for it.
+            Attention weights are never dropped, because fused kernels do not support it.
         norm_eps: added to the mean square, or to the variance, inside norms.
         rope_theta: base of the rotary wavelengths.
         param_dtype: dtype the parameters are created in.
-        dtype: dtype of the matrix products; None for whatever the parameters have. Norms, softmax
-            and logits are float32 in either case.
+        dtype: dtype of the matrix products; None for that of the parameters. Norms, softmax and
+            logits are float32 in either case.
         attention: how attention is computed, see `axon_dist.models.attention`.
         scan_layers: keep all blocks in one stacked block and run it in a `lax.scan`. The function
-            and the initial weights are the same, compile time and memory under remat do not grow
-            with depth; a list is easier to look into.
-        norm: `"rms"` for RMSNorm, `"rms_plus_one"` for one that multiplies by 1 + scale (Gemma), so
-            that decay pulls towards the identity, `"layer"` for LayerNorm with scale and bias.
-        norms: `"before"` attention and feed-forward, `"after"` them, ahead of the sum (OLMo 2), or
-            `"both"` (Gemma 2).
-        qk_norm: RMSNorm of queries and keys ahead of their rotation: `"head"` by head (Qwen3),
+            and the initial weights are the same, but compile time and memory under remat do not
+            grow with depth; a list is easier to inspect.
+        norm: `"rms"` for RMSNorm; `"rms_plus_one"` for RMSNorm that multiplies by 1 + scale, so
+            that weight decay pulls towards the identity (Gemma); `"layer"` for LayerNorm with scale
+            and bias.
+        norms: `"before"` attention and feed-forward; `"after"` them, before the residual sum (OLMo
+            2); or `"both"` (Gemma 2).
+        qk_norm: RMSNorm of queries and keys before their rotation: `"head"` per head (Qwen3),
             `"all"` over the features of all heads together (OLMo 2), or `"none"`.
-        positions: `"rotary"` turns queries and keys by their position; `"learned"` adds a row of a
-            trained table `[max_length, width]` to every embedding.
-        rope_scaling: stretches rotary positions for longer sequences; None for as they are.
-        rotary_fraction: the share of the features of each head that is rotated, the first ones.
-        local_rope_theta: base of the rotary wavelengths in layers with a window, where they are not
+        positions: `"rotary"` rotates queries and keys by their position; `"learned"` adds a row of
+            a trained table `[max_length, width]` to every embedding.
+        rope_scaling: scales rotary positions for longer sequences; None for no scaling.
+        rotary_fraction: the share of each head's features that is rotated, the first ones.
+        local_rope_theta: base of the rotary wavelengths in layers with a window, which are then not
             scaled either (Gemma 3); None for the same in all layers.
-        windows: how many positions back a layer sees, itself among them, for each layer in turn and
-            then from the first again; 0 for all. `(4096,)` is a window in every layer, `(512, 0)`
-            one in every other. Which layer has which is data of the blocks, which stay one program.
-        attention_scale: what products of queries and keys are multiplied by; None for
+        windows: the number of positions that a layer sees, including its own; 0 for all. The list
+            is repeated over the layers: `(4096,)` is a window in every layer, `(512, 0)` one in
+            every other. Windows are data of the blocks, so that all blocks remain one program.
+        attention_scale: the multiplier of products of queries and keys; None for
             `head_dim ** -0.5`.
-        attention_softcap: c of `c tanh(score / c)`, within which scores stay (Gemma 2); None for
-            none. With it, or with windows shorter than `max_length`, no fused kernel runs.
-        logit_softcap: the same of the logits, which are then made whole.
-        embedding_scale: what embeddings are multiplied by on their way in (Gemma: the root of the
-            width).
+        attention_softcap: c of `c tanh(score / c)`, which caps scores (Gemma 2); None for no cap.
+            With it, or with windows shorter than `max_length`, no fused kernel runs.
+        logit_softcap: the same for the logits, which are then made whole.
+        embedding_scale: the multiplier of embeddings (Gemma: the square root of the width).
         gated: the feed-forward is `down(act(gate(x)) * up(x))`; otherwise `down(act(up(x)))`.
-        activation: of the feed-forward, a key of `ACTIVATIONS`.
-        bias: the linear layers of the blocks have biases. That of the keys changes nothing, for
-            softmax does not see what is added to all keys; it is there for weights that have it.
-        qkv_bias: of the linear layers of the blocks those of queries, keys and values alone have
-            biases (Qwen2).
-        logits: how a loss takes the logits. `"whole"` makes all of them, `[B, T, V]`; `"chunked"`
-            a chunk of the positions at a time, at the same FLOPs, without ever holding them all;
-            `"auto"` chunks those of vocabularies of 16 384 tokens and more.
-        logits_dtype: of chunked logits. `"bfloat16"` halves the traffic of the loss and **changes
-            its numbers**: logits are rounded to three digits, as a head in bfloat16 rounds its own.
-        experts: makes the feed-forward of every block a mixture of experts; None for one of its
-            own. Experts have no biases.
+        activation: the activation of the feed-forward, a key of `ACTIVATIONS`.
+        bias: the linear layers of the blocks have biases. The bias of keys has no effect, because
+            softmax is invariant to it; it exists for weights that have it.
+        qkv_bias: only the linear layers of queries, keys and values have biases (Qwen2).
+        logits: how a loss computes logits. `"whole"` makes all of them, `[B, T, V]`; `"chunked"`
+            makes them one chunk of positions at a time, at the same FLOPs, without ever holding
+            all; `"auto"` chunks for vocabularies of 16 384 tokens and more.
+        logits_dtype: the dtype of chunked logits. `"bfloat16"` halves the traffic of the loss and
+            **changes its numbers**: logits are rounded to three digits, as by a head in bfloat16.
+        experts: makes the feed-forward of every block a mixture of experts; None for a dense one.
+            Experts have no biases.
 
     Example:
         >>> config = TransformerConfig.preset("tiny", num_layers=3)
@@ -207,31 +207,31 @@ class TransformerConfig(Presets):
 
     @property
     def chunks_logits(self) -> bool:
-        """Whether a loss makes the logits a chunk of positions at a time."""
+        """Whether a loss makes the logits one chunk of positions at a time."""
         is_large = self.vocab_size >= LARGE_VOCABULARY
         by_itself = self.logits == "auto" and is_large and self.logit_softcap is None
         return self.logits == "chunked" or by_itself
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads, the default resolved."""
+        """The number of key and value heads, with the default resolved."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def key_size(self) -> int:
-        """Size of one head, the default resolved."""
+        """The size of one head, with the default resolved."""
         return self.width // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def hidden_size(self) -> int:
-        """Hidden size of the feed-forward, the default resolved."""
+        """The hidden size of the feed-forward, with the default resolved."""
         if self.ffn_width is not None:
             return self.ffn_width
         return -(-8 * self.width // (3 * 64)) * 64 if self.gated else 4 * self.width
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
-        """How many positions back each layer sees; 0 for all."""
+        """The window of each layer; 0 for none."""
         return tuple(
             self.windows[layer % len(self.windows)] if self.windows else 0
             for layer in range(self.num_layers)
@@ -244,18 +244,18 @@ class TransformerConfig(Presets):
 
     @property
     def has_special_scores(self) -> bool:
-        """Whether scores are capped or keys far behind hidden, which no fused kernel does here."""
+        """Whether scores are capped or windowed, which no fused kernel supports here."""
         return self.attention_softcap is not None or self.layer_data is not None
 
     @property
     def layer_data(self) -> tuple[int, ...] | None:
-        """The windows that blocks hold as data; None where they need none."""
+        """The windows that blocks hold as data; None if no block needs one."""
         is_needed = self.local_rope_theta is not None or self.has_windows
         return self.layer_windows if is_needed else None
 
     @property
     def score_scale(self) -> float:
-        """What products of queries and keys are multiplied by, the default resolved."""
+        """The multiplier of products of queries and keys, with the default resolved."""
         return self.key_size**-0.5 if self.attention_scale is None else self.attention_scale
 
     def validate(self) -> None:
@@ -265,7 +265,7 @@ class TransformerConfig(Presets):
             ConfigError: a size is not positive, heads do not divide, or a name is unknown.
             DTypeError: a dtype is not a floating-point one.
         """
-        # Dtypes may be given as JAX spells them; `check_floats` reads them.
+        # Dtypes may be JAX types rather than names; `check_floats` checks them.
         check_types(self, but=("dtype", "param_dtype"))
         sizes = ("vocab_size", "width", "num_layers", "num_heads", "max_length")
         check_at_least_one(self, (*sizes, "kv_heads", "key_size", "hidden_size"))
@@ -362,9 +362,9 @@ def num_params(config: TransformerConfig) -> int:
     """Counts the parameters of a `Transformer` without making it.
 
     With width D, layers L, heads H and kv heads N of size K, feed-forward F and vocabulary V:
-    `V D (1 or 2) + L (2 D H K + 2 D N K + 3 D F + 2 D) + D`, the table counted once if tied; a
-    plain feed-forward has `2 D F`, biases, LayerNorms and learned positions count besides. With E
-    experts and S shared ones of hidden size F, `3 D F (E + S) + D E` take the place of `3 D F`.
+    `V D (1 or 2) + L (2 D H K + 2 D N K + 3 D F + 2 D) + D`, with the table counted once if tied. A
+    plain feed-forward has `2 D F`; biases, LayerNorms and learned positions are added. With E
+    experts and S shared ones of hidden size F, `3 D F (E + S) + D E` replaces `3 D F`.
 
     Args:
         config: a valid config.
@@ -376,11 +376,15 @@ def num_params(config: TransformerConfig) -> int:
         >>> round(num_params(TransformerConfig.preset("llama-8b")) / 1e9, 2)
         8.03
     """
-    width, hidden, router, experts = config.width, config.hidden_size, 0, config.experts
+    width = config.width
+    hidden = config.hidden_size
+    router = 0
+    experts = config.experts
     if experts is not None:
         hidden = (experts.count + experts.shared) * (experts.width or hidden)
         router = width * experts.count
-    heads, kernels = config.num_heads + config.kv_heads, 3 if config.gated else 2
+    heads = config.num_heads + config.kv_heads
+    kernels = 3 if config.gated else 2
     norm = width * len(NORMS[config.norm])
     places = 4 if config.norms == "both" else 2
     block = 2 * width * config.key_size * heads + kernels * width * hidden + places * norm + router

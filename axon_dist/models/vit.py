@@ -46,12 +46,12 @@ VIT_PRESETS: MappingProxyType[str, Mapping[str, object]] = MappingProxyType(
     }
 )
 """Named sizes: `b16` and `l16` of arXiv:2010.11929, table 1, and `g14` of arXiv:2106.04560, table
-2, which has about a billion parameters. They take the mean of all positions and no class token."""
+2, which has about a billion parameters. They use mean pooling instead of a class token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig(Presets):
-    """Sizes and numerics of a `ViT`; says nothing of devices.
+    """Sizes and numerics of a `ViT`.
 
     Args:
         image_size: height and width of an image, in pixels.
@@ -65,7 +65,7 @@ class ViTConfig(Presets):
         dropout: rate on the embeddings and on the output of every residual branch, in [0, 1).
         norm_eps: added to the variance inside LayerNorm.
         param_dtype: dtype the parameters are created in.
-        dtype: dtype of the matrix products; None for whatever the parameters have.
+        dtype: dtype of the matrix products; None for that of the parameters.
         attention: how attention is computed, see `axon_dist.models.attention`.
 
     Example:
@@ -92,12 +92,12 @@ class ViTConfig(Presets):
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image, the positions of its sequence."""
+        """The number of patches of an image, which are the positions of its sequence."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def hidden_size(self) -> int:
-        """Hidden size of the feed-forward, the default resolved."""
+        """The hidden size of the feed-forward, with the default resolved."""
         return 4 * self.width if self.ffn_width is None else self.ffn_width
 
     def validate(self) -> None:
@@ -130,9 +130,9 @@ _CONFIG = instance_of(ViTConfig, "a ViTConfig, such as ViTConfig.preset('tiny')"
 
 
 class ViT(nnx.Module):
-    """An image as a sequence of patches through pre-norm blocks; the mean of all is classified.
+    """A vision transformer: pre-norm blocks over image patches, then mean pooling.
 
-    `logits = head(mean(norm(blocks(patches(image) + positions))))`, attention going both ways.
+    `logits = head(mean(norm(blocks(patches(image) + positions))))`, with bidirectional attention.
     Patches are cut by a reshape, so that all products are matrix products.
 
     Args:
@@ -221,10 +221,10 @@ class ViTBlock(nnx.Module):
 
 
 class ViTAttention(nnx.Module):
-    """Self-attention in which every position sees all, with `q`, `k`, `v` and `out` and biases.
+    """Bidirectional self-attention, with `q`, `k`, `v` and `out` layers; all but `k` have biases.
 
-    The keys have none: softmax does not see what is added to all keys, so that the gradient of such
-    a bias would be rounding alone, which Adam would blow up.
+    Keys have no bias, because softmax is invariant to it: its gradient would be only rounding
+    noise, which Adam would amplify.
 
     Args:
         config: sizes and numerics.
@@ -243,11 +243,13 @@ class ViTAttention(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """Maps `[B, T, D]` to `[B, T, D]`."""
-        query, key, value = (self._heads(project(x)) for project in (self.q, self.k, self.v))
+        query = self._heads(self.q(x))
+        key = self._heads(self.k(x))
+        value = self._heads(self.v(x))
         return self.out(self.attend(query, key, value).reshape(*x.shape[:2], -1))
 
     def attend(self, query: Array, key: Array, value: Array) -> Array:
-        """Mixes values by queries and keys, in the form of the config."""
+        """Computes attention, in the form of the config."""
         return ATTENTION_FORMS[self.form](query, key, value, self.causal)
 
     def _heads(self, x: Array) -> Array:

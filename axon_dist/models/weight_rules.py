@@ -1,4 +1,4 @@
-"""`WeightRule` and `WeightRules`: which tensor of a file is which parameter of a model, as data."""
+"""`WeightRule` and `WeightRules`: a table that maps tensors of files to parameters of a model."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _TOKEN = re.compile(r"\(|\)|[a-z]\w*")
 _DIM = re.compile(r"\(([^()]+)\)|([a-z]\w*)")
 
 Side = tuple[tuple[str, ...], ...]
-"""The named dims of one side, grouped as they are merged into the dims of an array."""
+"""The named dims of one side; each group is merged into one dim of the array."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A rearrangement of dims, written as einops does: `"out in -> in out"` transposes.
+    """A rearrangement of dims in the notation of einops: `"out in -> in out"` transposes.
 
-    Dims in parentheses are merged into one, the last of them running fastest. Nothing else happens
-    to an array, so that the two sides exchanged are the way back.
+    Dims in parentheses are merged into one, the last of them varying fastest. Nothing else happens
+    to an array, so swapping the two sides gives the inverse.
 
     Args:
-        text: both sides; empty leaves arrays of any shape as they are.
-        sizes: of the dims that cannot be inferred from shapes.
+        text: both sides; empty leaves arrays of any shape unchanged.
+        sizes: the sizes of dims that cannot be inferred from shapes.
 
     Raises:
-        ConfigError: when the text cannot be read, or its sides have other names.
+        ConfigError: when the text cannot be parsed, or its sides have different names.
 
     Example:
         >>> pairs_apart = Form("(head pair two) d -> d (head two pair)", {"two": 2, "head": 1})
@@ -57,14 +57,14 @@ class Form:
 
     @property
     def inverse(self) -> Form:
-        """From the parameter to the file."""
+        """The form from the parameter to the file."""
         return Form(" -> ".join(reversed(self.text.split(" -> "))), self.sizes)
 
     def shape_of(self, shape: Shape) -> Shape:
-        """The shape that an array of some shape gets.
+        """Returns the shape of the result for an array of a shape.
 
         Raises:
-            ConfigError: when it cannot have come from that side; `fault` says why beforehand.
+            ConfigError: when the shape does not fit; `fault` says why without raising.
         """
         if not self.text:
             return tuple(shape)
@@ -72,7 +72,7 @@ class Form:
         return tuple(math.prod(sizes[name] for name in group) for group in self._sides[1])
 
     def fault(self, shape: Shape) -> str | None:
-        """Why no array of a shape can be rearranged, or None."""
+        """Returns why arrays of a shape cannot be rearranged, or None if they can."""
         try:
             self.shape_of(shape)
         except ConfigError as error:
@@ -80,19 +80,20 @@ class Form:
         return None
 
     def apply(self, array: np.ndarray) -> np.ndarray:
-        """Rearranges all of an array; a view of it where that can be."""
+        """Rearranges all of an array; returns a view if possible."""
         return self._spread(array).reshape(self.shape_of(array.shape))
 
     def take(self, array: np.ndarray, index: Sequence[slice]) -> np.ndarray:
-        """Equals `apply(array)[index]`, and touches nothing else of the array.
+        """Equals `apply(array)[index]`, but reads only that part of the array.
 
         Args:
-            array: mapped from a file, say.
+            array: an array, for example mapped from a file.
             index: a slice with start and stop for every dim of the result.
         """
         if not self.text:
             return array[tuple(index)]
-        spread, groups = self._spread(array), self._sides[1]
+        spread = self._spread(array)
+        groups = self._sides[1]
         if all(len(group) == 1 for group in groups):
             return spread[tuple(index)]
         sizes = self._bind(array.shape)
@@ -107,7 +108,7 @@ class Form:
 
     @property
     def leading(self) -> int:
-        """The dim of the result along which a slice is nearest to a piece of the file."""
+        """The dim of the result that varies slowest in the file."""
         if not self.text:
             return 0
         first = self._sides[0][0][0]
@@ -119,10 +120,11 @@ class Form:
         return _groups(left), _groups(right)
 
     def _spread(self, array: np.ndarray) -> np.ndarray:
-        """The array with every named dim for itself, in the order of the result: a view."""
+        """Returns a view of the array with every named dim separate, in the order of the result."""
         if not self.text:
             return array
-        sizes, (left, right) = self._bind(array.shape), self._sides
+        sizes = self._bind(array.shape)
+        left, right = self._sides
         names = [name for group in left for name in group]
         wanted = [name for group in right for name in group]
         return array.reshape([sizes[n] for n in names]).transpose([names.index(n) for n in wanted])
@@ -146,7 +148,7 @@ class Form:
 
 
 def _groups(side: str) -> Side:
-    """Reads one side, such as `"(head size) d"`."""
+    """Parses one side, such as `"(head size) d"`."""
     if _TOKEN.sub("", side).strip():
         raise ConfigError(f"cannot read {side.strip()!r} in a form; write 'name (name name)'")
     groups = tuple(tuple((inside or name).split()) for inside, name in _DIM.findall(side))
@@ -163,24 +165,24 @@ _PLACE = re.compile(r"\{(\w+)\}")
 
 @dataclasses.dataclass(frozen=True)
 class WeightRule:
-    r"""One row: names of tensors, paths of parameters, and how the one becomes the other.
+    r"""One row of the table: names of tensors, paths of parameters, and how to convert them.
 
-    Several names are joined into one parameter; several paths split one tensor; with `stack`, the
-    tensors of all layers are the rows of one parameter, as a model has them that scans its layers.
+    Several names are concatenated into one parameter; several paths split one tensor. With `stack`,
+    the tensors of all layers are the rows of one parameter, as in a model that scans its layers.
 
     Args:
-        names: regular expressions of whole names; named groups such as `(?P<layer>\d+)` count
-            layers. Where a name is to be written as well, the rest is literal text, dots escaped,
-            or an optional text such as `(?:model\.)?`, which is written.
-        paths: of parameters, such as `"blocks/{layer}/mlp/up/kernel"`, with those groups.
+        names: regular expressions of whole names; named groups such as `(?P<layer>\d+)` are the
+            numbers of layers. For writing, the rest must be literal text with escaped dots, or
+            optional text such as `(?:model\.)?`, which is written.
+        paths: paths of parameters with these groups, such as `"blocks/{layer}/mlp/up/kernel"`.
         form: the dims of a tensor -> those of the parameter, such as `"out in -> in out"`.
-        sizes: of the dims in `form` that cannot be inferred from shapes.
-        dim: the dim of the parameter along which tensors are joined, or the one along which a
-            tensor, its dims as those of the parameter, is split.
-        stack: a group that no path has, its values count dim 0 of the parameter; or several, which
-            count its first dims.
-        parts: along `dim`, the lengths of the tensors that are joined, by which a parameter is cut
-            again when it is written; None for equal ones.
+        sizes: the sizes of dims in `form` that cannot be inferred from shapes.
+        dim: the dim of the parameter along which tensors are concatenated; or the dim, after
+            `form`, along which a tensor is split.
+        stack: a group that no path has; its values index dim 0 of the parameter. Several groups
+            index its first dims.
+        parts: the lengths of the concatenated tensors along `dim`, for splitting the parameter
+            when it is written; None for equal lengths.
 
     Example:
         >>> rule = WeightRule(
@@ -209,19 +211,19 @@ class WeightRule:
 
     @property
     def stacked(self) -> tuple[str, ...]:
-        """The groups whose values count the first dims of the parameter."""
+        """The groups whose values index the first dims of the parameter."""
         return (self.stack,) if isinstance(self.stack, str) else self.stack or ()
 
     @property
     def as_form(self) -> Form:
-        """The form as a value."""
+        """The parsed form."""
         return Form(self.form, self.sizes)
 
     def validate(self) -> None:
-        """Checks that names, paths and form go together.
+        """Checks that names, paths and form are consistent.
 
         Raises:
-            ConfigError: naming the rule and what is wrong with it.
+            ConfigError: naming the rule and its fault.
         """
         if not self.names or not self.paths or (len(self.names) > 1 and len(self.paths) > 1):
             raise ConfigError(
@@ -251,18 +253,18 @@ class WeightRule:
                 )
 
     def match(self, name: str) -> tuple[int, dict[str, str]] | None:
-        """Which of its names a name is, and the values of the groups; None if it is none."""
+        """Returns the number of the name that matches and its groups; None if none matches."""
         for number, pattern in enumerate(self.names):
             if hit := _compiled(pattern, self).fullmatch(name):
                 return number, hit.groupdict()
         return None
 
     def paths_of(self, groups: Mapping[str, str]) -> tuple[Path, ...]:
-        """The parameters that tensors with some values of the groups go to."""
+        """Returns the paths of the parameters for some values of the groups."""
         return tuple(path.format_map(groups) for path in self.paths)
 
     def groups_of(self, path: Path) -> tuple[int, dict[str, str]] | None:
-        """The inverse of `paths_of`: which of its paths a path is, and the groups."""
+        """The inverse of `paths_of`: returns the number of the path that matches and its groups."""
         inside = dict(_GROUP.findall(self.names[0]))
         for number, template in enumerate(self.paths):
             parts = _PLACE.split(template)
@@ -274,14 +276,14 @@ class WeightRule:
         return None
 
     def name_of(self, number: int, groups: Mapping[str, str]) -> str:
-        """The inverse of `match`.
+        """The inverse of `match`: returns the name of a tensor.
 
         Args:
-            number: which of its names.
+            number: the number of the name in `names`.
             groups: the values of its groups.
 
         Raises:
-            ConfigError: when the regular expression fits more than one name.
+            ConfigError: when the regular expression matches more than one name.
         """
         written = _OPTIONAL.sub(lambda hit: hit[1], self.names[number])
         texts = _GROUP.split(written)[::3]
@@ -301,15 +303,15 @@ class WeightRule:
 
 @dataclasses.dataclass(frozen=True)
 class WeightRules:
-    r"""A table of rules, read from the top: the first that fits a name counts.
+    r"""A table of rules; the first rule that matches a name counts.
 
     Args:
         rules: the rows.
-        ignored: regular expressions of names that may be in a file and belong to no parameter,
+        ignored: regular expressions of names that may be in a file but belong to no parameter,
             such as masks.
-        copies: by a regular expression of a name, the name of a tensor that it has to repeat bit
-            for bit, such as a head tied to the embeddings; checked, and then not used.
-        own: regular expressions of paths whose arrays are in no file: models make them themselves.
+        copies: regular expressions of names -> names of tensors that they must repeat bit for bit,
+            such as a head tied to the embeddings. They are checked, and then not used.
+        own: regular expressions of paths whose arrays are in no file, because models make them.
 
     Example:
         >>> WeightRules((WeightRule(r"(?P<path>.+)", "{path}"),)).validate()
@@ -324,7 +326,7 @@ class WeightRules:
         """Checks every row.
 
         Raises:
-            ConfigError: naming the row and what is wrong with it.
+            ConfigError: naming the row and its fault.
         """
         for rule in self.rules:
             rule.validate()
@@ -333,7 +335,7 @@ class WeightRules:
 
 
 NATIVE = WeightRules((WeightRule(r"(?P<path>.+)", "{path}"),))
-"""Names are the paths of the parameters, and nothing is rearranged."""
+"""The native format: names are the paths of the parameters, and nothing is rearranged."""
 
 
 def _compiled(pattern: str, owner: object) -> re.Pattern[str]:
@@ -346,7 +348,7 @@ _MOST = 8
 
 
 def shorten(names: Iterable[str]) -> str:
-    """Lists names; those that differ in their numbers alone are listed as one.
+    """Lists names; those that differ only in their numbers are listed as one.
 
     Args:
         names: such as those of tensors.
@@ -358,7 +360,7 @@ def shorten(names: Iterable[str]) -> str:
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(_NUMBER.sub("*", name), []).append(name)
-    listed = [_summary(kind, alike) for kind, alike in kinds.items()]
+    listed = [_summary(kind, members) for kind, members in kinds.items()]
     return first_few(listed, _MOST, more=" kinds")
 
 

@@ -1,7 +1,7 @@
-"""Layers that a strategy changes: tensor-parallel ones, attention, LoRA; and rematerialisation.
+"""Layers for strategies: tensor-parallel layers, attention, LoRA; and rematerialisation.
 
-Start reading in `linear.py` and `layout.py`. The layers of the models of this package are in
-`models`; units and loops over layers in `jaxpr`.
+Start reading in `linear.py` and `layout.py`. The layers of this package's own models are in
+`models`; units and scans over layers are in `ir`.
 """
 
 from ..core.modules import wrap_calls as wrap_calls

@@ -21,10 +21,10 @@ from .linear import ColumnParallelLinear, ParallelMode, RowParallelLinear, manua
 
 
 class TensorParallelAttention(nnx.Module):
-    """Self-attention with `q`, `k`, `v` split by heads and `out` by rows: one sum per direction.
+    """Tensor-parallel self-attention: `q`, `k`, `v` split by heads, `out` split by rows.
 
-    With fewer key heads than ranks, every rank computes all of them and uses the one that its
-    query heads share.
+    Forward and backward need one all-reduce each. With fewer key heads than ranks, every rank
+    computes all key heads and uses the one that its query heads share.
 
     Args:
         features: size of the last dim of the input and the output.
@@ -35,7 +35,7 @@ class TensorParallelAttention(nnx.Module):
         causal: position t sees positions 0 to t.
         use_bias: whether the projections have biases.
         group: the ranks that split the heads; None leaves the split to a strategy.
-        dtype: dtype of the products; None is that of the parameters.
+        dtype: dtype of the products; None for that of the parameters.
         param_dtype: dtype of the parameters.
         rngs: source of the initial weights.
 
@@ -70,7 +70,8 @@ class TensorParallelAttention(nnx.Module):
         with_options = functools.partial(
             functools.partial, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
-        column, row = with_options(ColumnParallelLinear), with_options(RowParallelLinear)
+        column = with_options(ColumnParallelLinear)
+        row = with_options(RowParallelLinear)
         splits_kv = group is None or kv_heads % group.size == 0
         kv_group = group if splits_kv else None
         self.q: ColumnParallelLinear = column(features, num_heads * size, group=group)
@@ -87,19 +88,23 @@ class TensorParallelAttention(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """Maps `[B, T, features]` to `[B, T, features]`."""
-        query, key, value = (self._heads(layer(x)) for layer in (self.q, self.k, self.v))
-        key, value = (self._shared(heads, query.shape[-2]) for heads in (key, value))
-        return self.out(self.attend(self._by_heads(query), key, value).reshape(*x.shape[:-1], -1))
+        query = self._heads(self.q(x))
+        key = self._heads(self.k(x))
+        value = self._heads(self.v(x))
+        key = self._shared(key, query.shape[-2])
+        value = self._shared(value, query.shape[-2])
+        mixed = self.attend(self._by_heads(query), key, value)
+        return self.out(mixed.reshape(*x.shape[:-1], -1))
 
     def attend(self, query: Array, key: Array, value: Array) -> Array:
-        """Mixes values `[B, T, H, K]` by how queries match keys."""
+        """Computes attention over `[B, T, H, K]`."""
         return softmax_attention(query, key, value, self.causal)
 
     def _heads(self, x: Array) -> Array:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
     def _shared(self, heads: Array, num_queries: int) -> Array:
-        """Repeats key heads for the query heads that share them; of a rank, those that it needs."""
+        """Repeats key heads for the query heads that share them; a rank keeps those it needs."""
         axis = manual_axis(self.group)
         if axis is None or heads.shape[-2] < self.num_kv_heads:
             return self._by_heads(jnp.repeat(heads, num_queries // heads.shape[-2], axis=-2))
@@ -115,9 +120,9 @@ class TensorParallelAttention(nnx.Module):
 
 
 def mixes(module: nnx.Module) -> bool:
-    """Whether a module has a method `attend(query, key, value)`, with or without more arguments.
+    """Whether a module has a method `attend(query, key, value, ...)`.
 
-    One of them may be `segments`, integers `[B, T]`: a position sees only its own segment.
+    A further argument may be `segments`, integers `[B, T]`: a position sees only its own segment.
     """
     return _parameters(module, "attend")[1:4] == ["query", "key", "value"]
 
@@ -125,14 +130,14 @@ def mixes(module: nnx.Module) -> bool:
 def in_any_order(module: nnx.Module) -> bool:
     """Whether a module has a method `residual(tokens, segments, positions)`.
 
-    It promises that its result for a token does not depend on the place of the token in the row,
-    but on `positions` and attention alone: rows in another order give results in that order.
+    The method promises that a token's result depends on `positions` and attention only, not on
+    the token's place in the row: permuting the tokens of a row permutes the results.
     """
     return _parameters(module, "residual")[1:] == ["tokens", "segments", "positions"]
 
 
 def _parameters(module: nnx.Module, name: str) -> list[str]:
-    """The parameters of a method by name; none where there is no such method."""
+    """Returns the names of a method's parameters; empty if there is no such method."""
     method = getattr(type(module), name, None)
     return [] if method is None else list(inspect.signature(method).parameters)
 
@@ -140,16 +145,16 @@ def _parameters(module: nnx.Module, name: str) -> list[str]:
 def attended(
     attend: Callable[..., Array], module: nnx.Module, args: tuple, kwargs: Mapping[str, object]
 ) -> tuple[Array, Array, Array, Array | None]:
-    """The query, key, value and segments of a call of a module's `attend`, by position or by name.
+    """Returns the query, key, value and segments of a call of a module's `attend`.
 
     Args:
-        attend: the method, as its class has it.
-        module: whose submodules are looked through.
-        args: what the call gives by position.
-        kwargs: what it gives by name.
+        attend: the method, as defined by the class.
+        module: the module that is called.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
 
     Raises:
-        UnsupportedError: when the call gives more than these.
+        UnsupportedError: when the call has other arguments.
     """
     bound = inspect.signature(attend).bind(module, *args, **kwargs).arguments
     segments = bound.pop("segments", None)
@@ -167,19 +172,20 @@ def attended(
 
 
 def check_attend(module: nnx.Module) -> None:
-    """Raises where every call of a module's `attend` has to give more than three arrays.
+    """Checks that a module's `attend` can be called with three arrays.
 
     Raises:
-        UnsupportedError: naming the others.
+        UnsupportedError: when it has further required arguments; the message names them.
     """
     _, *rest = inspect.signature(type(module).attend).parameters.values()  # type: ignore[attr-defined]
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p.name for p in rest[3:] if p.default is p.empty and p.kind not in kinds]
     if needed:
         raise UnsupportedError(
-            f"{type(module).__name__}.attend needs {', '.join(needed)} beside query, key and "
-            "value, and a strategy that divides attention over devices gives it these three. Keep "
-            "what else it needs in the module, such as causal=True"
+            f"{type(module).__name__}.attend needs {', '.join(needed)} besides query, key and "
+            "value, but a strategy that splits attention over devices passes only these. Keep "
+            "what else it needs in the module, such as causal=True",
+            code="attend-arguments",
         )
 
 
@@ -219,7 +225,8 @@ def _check_heads(
         )
     if group is None:
         return
-    size, axis = group.size, "×".join(group.axes)
+    size = group.size
+    axis = "×".join(group.axes)
 
     def fits(n):
         return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)

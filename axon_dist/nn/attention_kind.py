@@ -1,9 +1,9 @@
-"""Which attention a function of a user's computes, read from its program and tried on numbers.
+"""Recognizes which attention a user's function computes, from its jaxpr and from test inputs.
 
-A ring computes `softmax(scale * q k^T) v`, where a position sees all positions, or those up to its
-own, maybe in a window, with scores that may be capped. Before it stands in for a function, that
-function is traced and run on small inputs, which show its mask, its scale and its cap; the kind
-that they add up to is then compared with it on random inputs. What is no such kind is not replaced.
+Ring attention computes `softmax(scale * q k^T) v`, full or causal, optionally in a sliding window
+and with soft-capped scores. Before it replaces a user's function, that function is traced and run
+on small inputs that reveal its mask, scale and cap. The attention found this way is then compared
+with the function on random inputs. A function that differs is not replaced.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from ..core.compat import eval_jaxpr, inner_programs
 from ..core.typing import Array
 
 MOST_SCORES = 2**22
-"""A function is tried on sequences of as many scores in all heads, or on shorter ones."""
+"""The most attention scores, over all heads, of a test input; longer sequences are halved."""
 
 _CLOSE = 5e-5
-"""How far float32 results of one function in two spellings differ, for values of size 1."""
+"""The most that two float32 implementations of one function differ, for values of size 1."""
 
 _LOW = {"bfloat16", "float16"}
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKind:
-    """`softmax(cap(scale * q k^T) + mask) v` by heads; query heads in a row share a key head.
+    """`softmax(cap(scale * q k^T) + mask) v` per head; consecutive query heads share a key head.
 
     Args:
         causal: position t sees positions 0 to t; otherwise all.
-        scale: what scores are multiplied by.
-        window: position t sees those after t - window alone; None for all.
-        softcap: c of `c tanh(score / c)`; None for scores as they are.
+        scale: the multiplier of scores.
+        window: position t sees only positions after t - window; None for no window.
+        softcap: c of `c tanh(score / c)`; None for no cap.
     """
 
     causal: bool
@@ -58,7 +58,7 @@ class AttentionKind:
     def __call__(
         self, query: Array, key: Array, value: Array, segments: Array | None = None
     ) -> Array:
-        """Computes it, with all scores in memory; arguments as of `ring_attention`."""
+        """Computes the attention with all scores in memory; arguments as for `ring_attention`."""
         shared = query.shape[2] // key.shape[2]
         key, value = (jnp.repeat(x, shared, axis=2) for x in (key, value))
         scores = jnp.einsum("bthk,bshk->bhts", query, key) * self.scale
@@ -78,10 +78,10 @@ class AttentionKind:
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """Why a function is no attention of a kind.
+    """Why a function is not one of the known attentions.
 
     Args:
-        why: what it does, as the end of a sentence about it.
+        why: what the function does; completes a sentence whose subject is the function.
     """
 
     why: str
@@ -94,17 +94,17 @@ def kind_of(
     value: Any,
     has_segments: bool = False,
 ) -> AttentionKind | Unread:
-    """Reads which attention a function computes.
+    """Finds out which attention a function computes.
 
     Args:
-        attend: (query, key, value, maybe segments) -> results; may be called where JAX traces.
+        attend: (query, key, value[, segments]) -> results; may be called while JAX traces.
         query: `[B, T, H, K]`, arrays or shapes.
         key: `[B, T, N, K]`.
-        value: likewise.
-        has_segments: whether it is given segments, integers `[B, T]`.
+        value: `[B, T, N, K]`.
+        has_segments: whether `attend` takes segments, integers `[B, T]`.
 
     Returns:
-        The kind, or why it is none.
+        The attention, or why it is not a known one.
 
     Example:
         >>> heads = jax.ShapeDtypeStruct((2, 8, 4, 16), jnp.float32)
@@ -144,20 +144,21 @@ def differs_by_heads(
     parts: int,
     has_segments: bool = False,
 ) -> str:
-    """Why a function of some heads is not what it makes of them among all heads; "" if it is.
+    """Says why calling a function per group of heads changes its result; "" if it does not.
 
     Args:
-        attend: as of `kind_of`; it may compute with values of a module.
+        attend: as for `kind_of`; it may compute with values of a module.
         heads_of: queries `[B, T, H, K]`, keys and values `[B, T, N, K]`, arrays or shapes.
-        parts: how many calls share the heads.
-        has_segments: whether it is given segments, integers `[B, T]`.
+        parts: the number of groups of heads.
+        has_segments: whether `attend` takes segments, integers `[B, T]`.
     """
     shapes = [tuple(x.shape[1:]) for x in heads_of]
     (length, heads, _), (key_length, _, _), _ = shapes
     tried = length
     while heads * tried * tried > MOST_SCORES // 16 and tried % 2 == 0 and key_length == length:
         tried //= 2
-    rng, known = np.random.default_rng(1), dict[int, np.ndarray]()
+    rng = np.random.default_rng(1)
+    known: dict[int, np.ndarray] = {}
 
     def run(length: int, arrays: list[np.ndarray]) -> np.ndarray:
         more = [np.zeros((1, length), np.int32)] if has_segments else []
@@ -189,15 +190,15 @@ def differs_by_heads(
             try:
                 return compare(size)
             except Exception as error:
-                said = " ".join(str(error).split())
-                failed = f"cannot be called with a part of the heads: {said:.200}"
+                message = " ".join(str(error).split())
+                failed = f"cannot be called with a part of the heads: {message:.200}"
     return failed
 
 
 def _program(
     attend: Callable[..., Array], length: int, sizes: tuple[int, int, int], has_segments: bool
 ) -> ClosedJaxpr | Unread:
-    """The function as a program of one float32 sample; why not, where it needs more than that."""
+    """Traces the function on one float32 sample; returns `Unread` if it needs more inputs."""
     heads, key_heads, size = sizes
     shapes = [(1, length, n, size) for n in (heads, key_heads, key_heads)]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -207,8 +208,8 @@ def _program(
         with jax.default_matmul_precision("highest"):
             program = jax.make_jaxpr(attend)(*arrays)
     except Exception as error:
-        said = " ".join(str(error).split())
-        return Unread(f"cannot be tried on one sample of {length} positions: {said:.200}")
+        message = " ".join(str(error).split())
+        return Unread(f"cannot be tried on one sample of {length} positions: {message:.200}")
     if any(isinstance(value, Tracer) for value in program.consts):
         return Unread(
             "computes with parameters, random numbers or other values besides queries, keys and "
@@ -221,23 +222,23 @@ def _program(
 
 
 class _Key:
-    """A program with its constants, compared by what it says.
+    """A jaxpr with its constants, compared and hashed by its text and their values.
 
     Args:
-        program: without tracers.
+        program: the jaxpr, without tracers.
     """
 
     def __init__(self, program: ClosedJaxpr):
         self.program = program
         self.consts = [np.asarray(value) for value in program.consts]
         contents = ((x.shape, str(x.dtype), x.tobytes()) for x in self.consts)
-        self._said = (str(program.jaxpr), *contents)
+        self._contents = (str(program.jaxpr), *contents)
 
     def __hash__(self) -> int:
-        return hash(self._said)
+        return hash(self._contents)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._said == other._said
+        return isinstance(other, _Key) and self._contents == other._contents
 
 
 @functools.lru_cache(maxsize=64)
@@ -263,14 +264,14 @@ def _read(
 
 @dataclasses.dataclass(frozen=True)
 class _Trial:
-    """Runs a function on inputs that show its mask, its scale and its cap.
+    """Runs a function on inputs that reveal its mask, scale and cap.
 
     Args:
         run: (queries, keys, values) -> results.
-        length: positions.
-        sizes: heads of queries, heads of keys, and the size of a head.
-        numbers: those that stand in its program.
-        close: how far scores may be from what explains them, relative to them.
+        length: the number of positions.
+        sizes: query heads, key heads, and head size.
+        numbers: the numbers in its jaxpr.
+        close: the relative tolerance between measured and explained scores.
     """
 
     run: Callable[..., np.ndarray]
@@ -280,10 +281,10 @@ class _Trial:
     close: float
 
     def kind(self) -> AttentionKind | Unread:
-        """What it seems to compute."""
+        """Returns the attention that the function seems to compute."""
         query, key, value = self._inputs()
         value[:, 0] = 1
-        # Of equal scores a position takes the mean: 1 / the number of keys that it sees.
+        # Queries are 0, so all visible keys get equal weight: 1 / the number of visible keys.
         share = self.run(query, key, value)[0, :, 0, 0]
         if not np.isfinite(share).all():
             return Unread("gives NaN or infinity for queries of 0")
@@ -305,17 +306,18 @@ class _Trial:
         return [np.zeros(shape, np.float32) for shape in shapes]
 
     def _score(self, product: float, row: int, seen: int) -> float:
-        """What a product of query and key becomes before the softmax, where others are 0."""
+        """Measures the score of key 0 for a given product `q k`; other keys score 0."""
         query, key, value = self._inputs()
-        # Where several keys give the same score, one of weight close to 1 says little.
-        query[..., 0], key[:, 0, :, 0], value[:, 0] = product, 1, 1
+        query[..., 0] = product
+        key[:, 0, :, 0] = 1
+        value[:, 0] = 1
         weight = float(self.run(query, key, value)[0, row, 0, 0])
         if not 0 < weight < 1:
             return math.nan
         return math.log(weight * (seen - 1) / (1 - weight))
 
     def _fit(self, row: int, seen: int) -> tuple[float, float | None] | None:
-        """The scale and the cap that explain two scores; both are numbers that the program has."""
+        """Finds a scale and a cap, among the numbers of the jaxpr, that explain two scores."""
         product = math.sqrt(self.sizes[2])
         for _ in range(8):
             score = self._score(product, row, seen)
@@ -325,7 +327,7 @@ class _Trial:
                 product *= 4
             else:
                 break
-        # Of large scores little is left of the smaller weight in a low precision.
+        # In low precision, large scores leave too few digits of the smaller softmax weight.
         products = product, product * (4 if self.close < 1e-2 else 2)
         scores = [self._score(x, row, seen) for x in products]
         if not all(map(math.isfinite, scores)) or not all(scores):
@@ -346,7 +348,7 @@ class _Trial:
         return None
 
     def _scales(self) -> Iterator[set[float]]:
-        """What scores may be scaled by: numbers of the program, then their products."""
+        """Yields candidate scales: the numbers of the jaxpr, then products of two of them."""
         size = self.sizes[2]
         known = {1.0, size**-0.5, size**-0.25, *(x for x in self.numbers if x)}
         single = {z for x in known for z in (x, 1 / x)}
@@ -367,12 +369,12 @@ def _compared(
     has_segments: bool,
     is_low: bool,
 ) -> AttentionKind | Unread:
-    """The kind, where the function computes the same of random inputs."""
+    """Returns `kind` if the function agrees with it on random inputs, else `Unread`."""
     heads, key_heads, size = sizes
     rng = np.random.default_rng(0)
     shapes = [(1, length, n, size) for n in (heads, key_heads, key_heads)]
     reference = jax.jit(kind)
-    # Scores of about 0, 1 and 4: the first show every key that one of two sees and not the other.
+    # Scores of about 0, 1 and 4. At 0 all weights are equal, so any difference in masks shows.
     for score in (0.0, 1.0, 4.0):
         query, key, value = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
         query *= np.float32(score / (abs(kind.scale) * math.sqrt(size)))
@@ -381,7 +383,7 @@ def _compared(
             segments *= 0
         got = run(query, key, value, segments=segments)
         want = np.asarray(reference(query, key, value, segments if has_segments else None))
-        # A key too many or too few changes a mean of n values by about 1 / n.
+        # One key more or fewer changes a mean of n values by about 1 / n.
         exact = min(_CLOSE, 0.05 / length) if score == 0 else _CLOSE
         close = 3e-2 if is_low else exact
         differences = np.abs(got - want)
@@ -403,7 +405,7 @@ def _values(jaxpr: Any) -> Iterator[Any]:
 
 
 def _numbers(closed: ClosedJaxpr) -> Iterator[float]:
-    """The numbers that stand in a program: literals, and constants of one element."""
+    """Yields the numbers in a jaxpr: literals, and constants of one element."""
     yield from _literals(closed.jaxpr)
     for value in closed.consts:
         if np.size(value) == 1 and np.asarray(value).dtype.kind in "iuf":
@@ -422,7 +424,7 @@ def _literals(jaxpr: Any) -> Iterator[float]:
 
 
 def _unseen(whole: ClosedJaxpr, tried: int, length: int) -> float:
-    """A number of the program of a long sequence that shorter ones do not show; 0 for none."""
+    """Returns a number in the long sequence's jaxpr that shorter tests cannot reveal; else 0."""
     if any(np.size(value) >= tried for value in whole.consts):
         return max(float(np.size(value)) for value in whole.consts)
     return next((x for x in _numbers(whole) if tried <= x and x not in (length, length - 1)), 0)

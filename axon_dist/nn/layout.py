@@ -19,20 +19,20 @@ Axes: TypeAlias = tuple[str, ...]
 Result = TypeVar("Result")
 
 FREE = PartitionSpec.UNCONSTRAINED
-"""The compiler decides."""
+"""Leaves the sharding of a dim to the compiler."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the activations of a step are sharded, as far as every layer agrees.
+    """The sharding of activations that all layers of a step share.
 
     Args:
-        mesh: names and sizes of its axes, over all devices.
+        mesh: the mesh over all devices.
         batch: the axes that split dim 0, the samples.
         sequence: the axes that split dim 1, the positions, in every layer.
         heads: the axes that split the heads of attention.
-        vocabulary: the axis that splits the classes of a head, where they divide.
-        may_ring: whether ranks may pass values around a ring; stages of a pipeline may not.
+        vocabulary: the axis that splits the classes of a head, if they divide evenly.
+        may_ring: whether ranks may pass values around a ring; pipeline stages may not.
     """
 
     mesh: Mesh
@@ -43,26 +43,26 @@ class Layout:
     may_ring: bool = True
 
     def constrain(self, x: Array, features: Axes = (), dim: int = -1, sequence: Axes = ()) -> Array:
-        """Pins the layout of activations `[samples, (positions,) ..., features]`.
+        """Constrains the sharding of activations `[samples, (positions,) ..., features]`.
 
         Args:
-            x: one array of activations, two dims at least.
+            x: one array of activations, at least two dims.
             features: the axes that split the features.
             dim: the dim of the features, from the end.
-            sequence: further axes that split the positions, where there are positions.
+            sequence: further axes that split the positions, if there are positions.
 
         Returns:
             The same values.
 
         Raises:
-            DivisibilityError: when positions or features do not divide.
+            DivisibilityError: when positions or features do not divide evenly.
         """
         return constrain(x, self.mesh, self.spec(x.shape, features, dim, sequence))
 
     def spec(
         self, shape: tuple[int, ...], features: Axes = (), dim: int = -1, sequence: Axes = ()
     ) -> PartitionSpec:
-        """The spec of activations of a shape; arguments as in `constrain`."""
+        """Returns the spec of activations of a shape; arguments as for `constrain`."""
         entries: list = [None] * len(shape)
         if len(shape) > 1:
             fits = shape[0] % self.size(self.batch) == 0
@@ -79,32 +79,32 @@ class Layout:
         out_specs: PyTree,
         check_vma: bool = True,
     ) -> Callable[..., Result]:
-        """`shard_map` of a function over every axis that is not manual yet, if there is one.
+        """Applies `shard_map` over all axes that are not manual yet; returns `function` if none is.
 
         Args:
             function: runs on one rank; may name every axis of the mesh.
             in_specs: a tuple of specs, on the whole mesh.
             out_specs: the specs of the results, on the whole mesh.
-            check_vma: whether JAX types what varies over which axes, where it can; what is never
-                differentiated needs no types.
+            check_vma: whether JAX tracks which values vary over which axes, if it can; not needed
+                for functions that are never differentiated.
 
         Returns:
-            The mapped function, on arrays as they are where it is called.
+            The mapped function; it takes arrays in the view of the caller.
         """
         manual = manual_axes()
         if set(manual) >= set(self.mesh.axis_names):
             return function
         mesh = jax.sharding.get_abstract_mesh() if manual else self.mesh
 
-        def left(spec):
+        def without_manual(spec):
             return without(PartitionSpec(*(None if e is FREE else e for e in spec)), manual)
 
         return jax.shard_map(
             function,
             mesh=mesh,
             axis_names=frozenset(mesh.axis_names) - frozenset(manual),
-            in_specs=jax.tree.map(left, in_specs),
-            out_specs=jax.tree.map(left, out_specs),
+            in_specs=jax.tree.map(without_manual, in_specs),
+            out_specs=jax.tree.map(without_manual, out_specs),
             check_vma=check_vma and not manual,
         )
 
@@ -119,20 +119,20 @@ class Layout:
         return axes or None
 
     def size(self, axes: Axes) -> int:
-        """Into how many parts some axes split a dim together, where the caller is.
+        """Returns into how many parts these axes split a dim together, in the caller's view.
 
-        Inside a `shard_map` a rank's array is split over the manual axes already.
+        Inside a `shard_map`, manual axes do not count: a rank's array is already split over them.
         """
         manual = manual_axes()
         return math.prod(self.mesh.shape[axis] for axis in axes if axis not in manual)
 
 
 def constrain(x: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
-    """`with_sharding_constraint` that holds inside `shard_map` too: manual axes are left out.
+    """`with_sharding_constraint` that works inside `shard_map` too, where it drops manual axes.
 
     Args:
-        x: any array, within or outside `shard_map`.
-        mesh: the mesh; inside `shard_map` the one in context is used.
+        x: any array, inside or outside `shard_map`.
+        mesh: the mesh; inside `shard_map` the abstract mesh in context is used.
         spec: the mesh axes of each of its dims.
 
     Returns:
@@ -146,23 +146,23 @@ def constrain(x: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
 
 
 def manual_axes() -> Axes:
-    """The mesh axes that a `shard_map` around the caller has made manual."""
+    """Returns the mesh axes that a surrounding `shard_map` has made manual."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def without(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
-    """The spec with some axes left out.
+    """Returns the spec without some axes.
 
     Example:
         >>> without(PartitionSpec(("dp", "fsdp"), None, "tp"), ("dp",))
         P('fsdp', None, 'tp')
     """
 
-    def left(entry: str | Axes | None) -> str | Axes | None:
+    def remaining(entry: str | Axes | None) -> str | Axes | None:
         if entry is None or entry is FREE:
             return entry
         names = (entry,) if isinstance(entry, str) else entry
         others = tuple(name for name in names if name not in axes)
         return others[0] if len(others) == 1 else (others or None)
 
-    return PartitionSpec(*map(left, spec))
+    return PartitionSpec(*map(remaining, spec))

@@ -1,9 +1,9 @@
-"""Linear layers split by columns and by rows, and the feed-forward made of them.
+"""Column-parallel and row-parallel linear layers, and the feed-forward built from them.
 
-Each layer is one program in two views. In global view (plain `jax.jit`) kernels are global arrays
-that are sharded, and the compiler adds the collectives that the pinned activations need. Inside a
-`shard_map` over the axis the layer holds its own shard and calls the collectives itself.
-Differentiate from outside the `shard_map`.
+Each layer works in two views. In global view (plain `jax.jit`) kernels are sharded global arrays,
+and the compiler adds the collectives that the constrained activations need. Inside a `shard_map`
+over the axis, the layer holds its own shard and calls the collectives itself. Differentiate from
+outside the `shard_map`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class ParallelMode(NamedChoice):
     """How a layer takes part in tensor parallelism."""
 
     COLUMN = "column"
-    """Output features are split: whole inputs, split outputs."""
+    """Output features are split: replicated inputs, split outputs."""
     ROW = "row"
-    """Input features are split: split inputs, and outputs that are summed over the ranks."""
+    """Input features are split: split inputs, outputs summed over the ranks."""
     SEQUENCE = "sequence"
-    """Norms, dropout and residuals: the sequence is split where sequence parallelism is on."""
+    """Norms, dropout and residuals: the sequence is split if sequence parallelism is on."""
     VOCAB = "vocab"
-    """The rows of a token table, or the logits of a head, are split."""
+    """The rows of an embedding table, or the logits of a head, are split."""
     REPLICATE = "replicate"
     """Every rank computes the whole product."""
 
@@ -58,12 +58,12 @@ class _ParallelLinear(nnx.Module):
     """A kernel `[in_features, out_features]` split along one dim, and a bias.
 
     Args:
-        features: of the inputs and of the outputs.
-        split_dim: of the kernel; the bias is split with the columns, dim 1.
+        features: the numbers of input and output features.
+        split_dim: the split dim of the kernel; the bias is split too if it is 1, the columns.
         use_bias: whether there is a bias.
         group: the ranks that split them.
-        dtypes: of the product, None for that of the parameters, and of the parameters.
-        inits: fill the whole kernel and the whole bias.
+        dtypes: of the product (None for that of the parameters) and of the parameters.
+        inits: the initializers of the whole kernel and the whole bias.
         rngs: source of the initial weights.
     """
 
@@ -99,13 +99,13 @@ class _ParallelLinear(nnx.Module):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """`y = x A + b`, the columns of `A` split: whole inputs in, split outputs out.
+    """`y = x A + b` with the columns of `A` split: replicated inputs, split outputs.
 
     Args:
         in_features: size of the last dim of the input.
         out_features: size of the last dim of the output.
         use_bias: whether there is a bias.
-        gather_output: make the output whole on every rank.
+        gather_output: all-gather the output, so every rank has all of it.
         group: the ranks that split the columns, a group by one mesh axis; None leaves the split
             to a strategy.
         dtype: dtype of the product; None is that of the parameters.
@@ -143,7 +143,8 @@ class ColumnParallelLinear(_ParallelLinear):
         bias_init: Initializer = BIAS_INIT,
         rngs: nnx.Rngs,
     ):
-        features, dtypes = (in_features, out_features), (dtype, param_dtype)
+        features = (in_features, out_features)
+        dtypes = (dtype, param_dtype)
         inits = (kernel_init, bias_init)
         super().__init__(features, 1, use_bias, group, dtypes, inits, rngs)
         self.gather_output: bool = gather_output
@@ -161,14 +162,14 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """`y = sum over ranks of x[..., r] A[r, :] + b`, the rows of `A` split; the bias added once.
+    """`y = sum over ranks of x[..., r] A[r, :] + b` with the rows of `A` split; `b` added once.
 
     Args:
         in_features: size of the last dim of the input.
         out_features: size of the last dim of the output.
-        use_bias: whether there is a bias, whole on every rank.
-        input_is_parallel: the input is split already, as a column layer leaves it; else each rank
-            takes its part of a whole input.
+        use_bias: whether there is a bias, replicated on every rank.
+        input_is_parallel: the input is already split, as a column layer leaves it; otherwise each
+            rank takes its part of a replicated input.
         group: the ranks that split the rows, a group by one mesh axis; None leaves the split to a
             strategy.
         dtype: dtype of the product; None is that of the parameters.
@@ -204,13 +205,14 @@ class RowParallelLinear(_ParallelLinear):
         bias_init: Initializer = BIAS_INIT,
         rngs: nnx.Rngs,
     ):
-        features, dtypes = (in_features, out_features), (dtype, param_dtype)
+        features = (in_features, out_features)
+        dtypes = (dtype, param_dtype)
         inits = (kernel_init, bias_init)
         super().__init__(features, 0, use_bias, group, dtypes, inits, rngs)
         self.input_is_parallel: bool = input_is_parallel
 
     def __call__(self, x: Array) -> Array:
-        """Maps `[..., in_features]` to `[..., out_features]`, whole on every rank."""
+        """Maps `[..., in_features]` to `[..., out_features]`, replicated on every rank."""
         axis = manual_axis(self.group)
         if axis is not None:
             y = all_sum(self._product(x if self.input_is_parallel else _part(x, axis)), axis)
@@ -221,11 +223,13 @@ class RowParallelLinear(_ParallelLinear):
 
 
 class ParallelMLP(nnx.Module):
-    """`down(f(up(x)))`, or gated `down(f(gate(x)) * up(x))`: one sum over the ranks per direction.
+    """`down(f(up(x)))`, or gated `down(f(gate(x)) * up(x))`.
+
+    Forward and backward need one all-reduce each.
 
     Args:
         in_features: size of the last dim of the input.
-        hidden_features: size between the two products; the one that is split.
+        hidden_features: size between the two products; this one is split.
         out_features: size of the last dim of the output; None for `in_features`.
         activation: the function `f`.
         gated: multiply with a second projection (arXiv:2002.05202).
@@ -264,7 +268,8 @@ class ParallelMLP(nnx.Module):
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        column, row = with_options(ColumnParallelLinear), with_options(RowParallelLinear)
+        column = with_options(ColumnParallelLinear)
+        row = with_options(RowParallelLinear)
         self.up: ColumnParallelLinear = column(in_features, hidden_features)
         self.gate: ColumnParallelLinear | None = (
             column(in_features, hidden_features) if gated else None
@@ -280,13 +285,13 @@ class ParallelMLP(nnx.Module):
 
 
 def manual_axis(group: ProcessGroup | None) -> str | None:
-    """The mesh axis of a group where layers run within a `shard_map` over it, else None."""
+    """Returns the mesh axis of a group if the caller is in a `shard_map` over it, else None."""
     axis = None if group is None else group.axes[0]
     return axis if axis in manual_axes() else None
 
 
 def check_divides(what: str, size: int, group: ProcessGroup | None) -> None:
-    """Raises unless a size divides over a group by one mesh axis."""
+    """Raises unless `group` is by one mesh axis and its size divides `size`."""
     if group is None:
         return
     if group.members is not None or len(group.axes) != 1:
@@ -323,12 +328,12 @@ def filled(
         return init(rngs.params(), shape, dtype)
     spec = PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, group.axes[0])
     place = NamedSharding(group.mesh, spec)
-    # The program of one layer is found again for the next like it.
+    # Layers of equal shape share one compiled program.
     return jax.jit(init, static_argnums=(1, 2), out_shardings=place)(rngs.params(), shape, dtype)
 
 
 def pinned(x: Array, group: ProcessGroup | None, dim: int | None) -> Array:
-    """Pins one dim of activations to the axis of a group, or all to be whole over it."""
+    """Shards one dim of activations over a group's axis, or replicates the last dim over it."""
     if group is None:
         return x
     entries: list = [FREE] * (x.ndim - 1) + [None]
@@ -348,14 +353,14 @@ TABLE_INIT: Initializer = nnx.initializers.normal(0.02)
 class VocabParallelEmbedding(nnx.Module):
     """Looks tokens up in a table `[num_embeddings, features]` whose rows are split.
 
-    Every rank looks up the tokens whose rows it holds, and one sum over the ranks completes the
-    others. `attend` uses the table as a head and leaves the logits split.
+    Every rank looks up the tokens whose rows it holds; an all-reduce adds the others. `attend` uses
+    the table as a head and leaves the logits split.
 
     Args:
         num_embeddings: size of the vocabulary.
         features: size of a row.
         group: the ranks that split the rows; None leaves the split to a strategy.
-        dtype: dtype of the rows given; None is the table's.
+        dtype: dtype of the returned rows; None for the table's.
         param_dtype: dtype of the table.
         embedding_init: fills the whole table, so that it does not depend on the number of ranks.
         rngs: source of the initial weights.
@@ -393,7 +398,7 @@ class VocabParallelEmbedding(nnx.Module):
         self.param_dtype = param_dtype
 
     def __call__(self, tokens: Array) -> Array:
-        """Maps tokens `[...]` to their rows `[..., features]`, whole on every rank."""
+        """Maps tokens `[...]` to their rows `[..., features]`, replicated on every rank."""
         table = self.embedding[...].astype(self.dtype or self.param_dtype)
         axis = manual_axis(self.group)
         if axis is not None:
@@ -407,7 +412,7 @@ class VocabParallelEmbedding(nnx.Module):
 
 
 def own_rows(look_up: Callable[[Array], Array], tokens: Array, num_rows: int, axis: str) -> Array:
-    """This rank's rows of a lookup and zeros elsewhere, inside `shard_map`.
+    """Looks up the rows of this rank, with zeros for all other tokens, inside `shard_map`.
 
     Args:
         look_up: maps positions in this rank's part of the table to rows.
@@ -416,29 +421,29 @@ def own_rows(look_up: Callable[[Array], Array], tokens: Array, num_rows: int, ax
         axis: the mesh axis that splits the rows.
 
     Returns:
-        The rank's addend: the sum over the ranks is the lookup.
+        This rank's term; the sum over the ranks is the full lookup.
     """
     local = tokens - jax.lax.axis_index(axis) * num_rows
-    is_mine = (local >= 0) & (local < num_rows)
+    is_local = (local >= 0) & (local < num_rows)
     rows = look_up(jnp.clip(local, 0, num_rows - 1))
-    return jnp.where(is_mine[..., None], rows, jnp.zeros((), rows.dtype))
+    return jnp.where(is_local[..., None], rows, jnp.zeros((), rows.dtype))
 
 
 def vocab_parallel_cross_entropy(
     logits: Array, labels: Array, group: ProcessGroup | None = None
 ) -> Array:
-    """Computes `logsumexp(logits) - logits[label]` in float32, the classes split over a group.
+    """Computes `logsumexp(logits) - logits[label]` in float32, with the classes split over a group.
 
-    The ranks exchange three numbers per position, the largest logit, the sum of exponentials and
-    the logit of the label: bytes of the order of the labels, never of the vocabulary.
+    The ranks exchange three numbers per position: the largest logit, the sum of exponentials and
+    the logit of the label. So traffic grows with the number of labels, not with the vocabulary.
 
     Args:
         logits: `[..., V]`, as a column layer or `VocabParallelEmbedding.attend` leaves them.
         labels: integers `[...]` in `[0, V)`.
-        group: the ranks that split the classes; None for whole logits.
+        group: the ranks that split the classes; None for unsplit logits.
 
     Returns:
-        Losses `[...]` in nats, float32, whole on every rank.
+        Losses `[...]` in nats, float32, replicated on every rank.
 
     Raises:
         DivisibilityError: when the classes do not divide over the group.
@@ -456,7 +461,7 @@ def vocab_parallel_cross_entropy(
 
 
 def _cross_entropy(logits: Array, labels: Array, start: Array | int, axis: str | None) -> Array:
-    """Cross-entropy of one rank's classes, which begin at `start`; whole without an axis."""
+    """Cross-entropy of one rank's classes, which begin at `start`; of all classes without axis."""
 
     def total(x):
         return x if axis is None else all_sum(x, axis)

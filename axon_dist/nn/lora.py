@@ -1,4 +1,4 @@
-"""Low-rank adapters: a trained product of two narrow matrices beside a frozen kernel."""
+"""LoRA: a trained product of two narrow matrices, added to a frozen kernel."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ..ops.fp8 import size_of
 
 
 class ScaledLoRA(nnx.LoRA):
-    """An `nnx.LoRA` whose product is scaled: by `alpha / rank`, or by `alpha / sqrt(rank)`.
+    """An `nnx.LoRA` scaled by `alpha / rank` or by `alpha / sqrt(rank)`.
 
     Args:
-        in_features: of the layer.
+        in_features: input features of the layer.
         lora_rank: the rank.
-        out_features: of the layer.
+        out_features: output features of the layer.
         alpha: the numerator of the scale.
         rslora: whether the scale is `alpha / sqrt(rank)` (arXiv:2312.03732).
-        **options: of `nnx.LoRA`.
+        **options: further arguments of `nnx.LoRA`.
     """
 
     def __init__(
@@ -52,21 +52,21 @@ class ScaledLoRA(nnx.LoRA):
         self.scale = alpha / (math.sqrt(lora_rank) if rslora else lora_rank)
 
     def __call__(self, x: Array, **options: Any) -> Array:
-        """The scaled product of an input."""
+        """Returns the scaled product for an input."""
         y = super().__call__(x, **options)
         return y * jnp.asarray(self.scale, y.dtype)
 
 
 def scale_of(adapter: nnx.LoRA) -> float:
-    """What the product of an adapter is multiplied by; 1 for one without a scale."""
+    """Returns the scale of an adapter; 1 if it has none."""
     return adapter.scale if isinstance(adapter, ScaledLoRA) else 1.0
 
 
 class LoRAEmbed(nnx.Embed):
     """An `nnx.Embed` with an adapter: each row of the table has a row of `lora_a`.
 
-    The adapter changes the vectors that are looked up. `attend`, by which a tied head multiplies
-    by the table, does without, as in peft.
+    The adapter changes the vectors that are looked up. `attend`, which a tied head uses to multiply
+    by the table, ignores it, as in peft.
     """
 
     lora: nnx.LoRA
@@ -74,11 +74,11 @@ class LoRAEmbed(nnx.Embed):
     def __call__(
         self, inputs: Array, out_sharding: NamedSharding | PartitionSpec | None = None
     ) -> Array:
-        """The vectors of token ids plus those of the adapter.
+        """Returns the vectors of token ids plus those of the adapter.
 
         Args:
             inputs: integers.
-            out_sharding: as of `nnx.Embed`.
+            out_sharding: as for `nnx.Embed`.
         """
         y = super().__call__(inputs, out_sharding=out_sharding)
         a, b = self.promote_dtype(
@@ -90,9 +90,9 @@ class LoRAEmbed(nnx.Embed):
 
 
 class LoRALinearGeneral(nnx.LinearGeneral):
-    """An `nnx.LinearGeneral`, as in attention, with an `nnx.LoRA` of its dims, taken as one.
+    """An `nnx.LinearGeneral`, as in attention, with an `nnx.LoRA` over its flattened dims.
 
-    What `nnx.LoRALinear` is for `nnx.Linear`; `lora` makes it of a layer that exists.
+    The counterpart of `nnx.LoRALinear` for `nnx.Linear`; `lora` converts an existing layer.
     """
 
     lora: nnx.LoRA
@@ -100,23 +100,23 @@ class LoRALinearGeneral(nnx.LinearGeneral):
     def __call__(
         self, inputs: Array, out_sharding: NamedSharding | PartitionSpec | None = None
     ) -> Array:
-        """The layer's output plus that of the adapter.
+        """Returns the layer's output plus that of the adapter.
 
         Args:
-            inputs: as the layer takes them.
-            out_sharding: likewise.
+            inputs: as for `nnx.LinearGeneral`.
+            out_sharding: as for `nnx.LinearGeneral`.
         """
         y = super().__call__(inputs, out_sharding=out_sharding)
         axes = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
         last = jnp.moveaxis(inputs, axes, range(-len(axes), 0))
-        joined = last.reshape(*last.shape[: -len(axes)], -1)
-        return y + self.lora(joined).reshape(y.shape)
+        flat = last.reshape(*last.shape[: -len(axes)], -1)
+        return y + self.lora(flat).reshape(y.shape)
 
 
 ADAPTED: Mapping[type[nnx.Module], type[nnx.Module]] = MappingProxyType(
     {nnx.Linear: nnx.LoRALinear, nnx.LinearGeneral: LoRALinearGeneral, nnx.Embed: LoRAEmbed}
 )
-"""The layers that take an adapter, and what they become: the same layer with a `lora`."""
+"""Maps each class that can be adapted to its class with a `lora`."""
 
 
 @in_own_context
@@ -134,34 +134,34 @@ def lora(
     rank_pattern: Mapping[str, int] = MappingProxyType({}),
     alpha_pattern: Mapping[str, float] = MappingProxyType({}),
 ) -> nnx.Module:
-    """Puts low-rank adapters beside linear layers of a model, which computes the same at first.
+    """Adds low-rank adapters to linear layers of a model, without changing its initial outputs.
 
         y = x @ kernel + bias   ->   y = x @ kernel + bias + scale * (x @ lora_a) @ lora_b
 
-    `lora_b` starts at zero. The kernel keeps its path; `lora/lora_a` and `lora/lora_b` beside it
-    are `nnx.LoRAParam`s, which `build_train_step(..., trainable=nnx.LoRAParam)` trains alone.
+    `lora_b` starts at zero. The kernel keeps its path. The new `lora/lora_a` and `lora/lora_b` in
+    each layer are `nnx.LoRAParam`s; `build_train_step(..., trainable=nnx.LoRAParam)` trains only
+    them.
 
     Args:
-        model: any; it stays as it is.
+        model: any model; it is not changed.
         rank: columns of `lora_a` and rows of `lora_b`.
         paths: regular expressions, searched for in the paths of `nnx.Linear` and
             `nnx.LinearGeneral` layers; "" finds them all. A path that finds none of them is
             searched for in the paths of `nnx.Embed` layers.
-        rngs: of `lora_a`.
-        dtype: what the adapters compute in; None takes that of each layer.
-        param_dtype: of the arrays of the adapters.
-        alpha: the product is scaled by `alpha / rank`, as papers and peft have it; None leaves it
-            as it is, which is a scale of 1.
+        rngs: source of the initial `lora_a`.
+        dtype: the dtype that the adapters compute in; None for that of each layer.
+        param_dtype: the dtype of the adapters' parameters.
+        alpha: scales the product by `alpha / rank`, as papers and peft do; None for a scale of 1.
         rslora: scales by `alpha / sqrt(rank)` (arXiv:2312.03732).
         rank_pattern: other ranks, by a regular expression that is searched for in the path of a
-            layer; the first that is found counts.
-        alpha_pattern: other alphas, likewise.
+            layer; the first match counts.
+        alpha_pattern: other alphas, matched in the same way.
 
     Returns:
-        A model like the one given.
+        A copy of the model with adapters.
 
     Raises:
-        ConfigError: for a rank below one, a path that finds no such layer, or a scale that is none.
+        ConfigError: for a rank below one, a path that finds no layer, or an invalid scale.
 
     Example:
         >>> model = lora(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(1))
@@ -192,7 +192,7 @@ def lora(
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """The rank and the scale of each adapter; the arguments are those of `lora`."""
+    """Chooses the rank and scale of each adapter; the arguments are those of `lora`."""
 
     rank: int
     alpha: float | None
@@ -226,7 +226,7 @@ class _Sizes:
             )
 
     def adapter(self, name: Path, size_in: int, size_out: int, **options: Any) -> nnx.LoRA:
-        """The adapter of a layer."""
+        """Makes the adapter of a layer."""
         rank = _first_found(self.rank_pattern, name, self.rank)
         if self.alpha is None:
             return nnx.LoRA(size_in, rank, size_out, **options)
@@ -235,13 +235,13 @@ class _Sizes:
 
 
 def _first_found(patterns: Mapping[str, Any], name: Path, default: Any) -> Any:
-    """The value of the first pattern that is found in a path."""
+    """Returns the value of the first pattern that matches a path."""
     hits = (value for pattern, value in patterns.items() if re.search(pattern, name))
     return next(hits, default)
 
 
 def _chosen(model: nnx.Module, paths: tuple[str, ...]) -> dict[Path, _Layer]:
-    """The layers that paths find; tables of embeddings by paths that find nothing else."""
+    """Returns the layers that `paths` match; embeddings only for paths that match no linear."""
     layers: dict[Path, _Layer] = dict(_layers(model))
     tables: dict[Path, _Layer] = dict(_tables(model))
     if not paths:
@@ -268,20 +268,20 @@ def _chosen(model: nnx.Module, paths: tuple[str, ...]) -> dict[Path, _Layer]:
 @in_own_context
 @checked(model=MODULE)
 def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
-    """The plain model that a model with adapters computes: their products added to the kernels.
+    """Merges adapters into kernels; returns a plain model.
 
         kernel  <-  kernel + scale * lora_a @ lora_b
 
     Args:
-        model: from `lora`, or with `nnx.LoRALinear` layers; such as `step.merge(state)` gives. It
-            stays as it is.
-        dtype: of the kernels that have adapters; None keeps theirs, and rounds the sums to it.
+        model: from `lora`, or with `nnx.LoRALinear` layers, such as `step.merge(state)` returns.
+            It is not changed.
+        dtype: the dtype of merged kernels; None keeps theirs and rounds the sums to it.
 
     Returns:
         A model of `nnx.Linear` and `nnx.LinearGeneral` layers.
 
     Raises:
-        ConfigError: when the model has no adapters, or one that is not beside a kernel.
+        ConfigError: when the model has no adapters, or one that belongs to no kernel.
 
     Example:
         >>> model = lora(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(1))
@@ -300,7 +300,8 @@ def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
         if isinstance(layer, LoRAEmbed):
             _check_not_tied(plain)
         kernel = layer.embedding if isinstance(layer, LoRAEmbed) else layer.kernel
-        a, b = wide(adapter.lora_a[...]), wide(adapter.lora_b[...])
+        a = wide(adapter.lora_a[...])
+        b = wide(adapter.lora_b[...])
         product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
         if (scale := scale_of(adapter)) != 1:
             product = product * scale
@@ -316,8 +317,9 @@ def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
     ]
     if others:
         raise ConfigError(
-            f"merge_lora found nnx.LoRA at {', '.join(others)}, beside no kernel that it could be "
-            "added to; put adapters beside layers by lora(model, rank, paths)"
+            f"merge_lora found nnx.LoRA at {', '.join(others)}, which belongs to no kernel to "
+            "merge into; add adapters to layers by lora(model, rank, paths)",
+            code="adapter-without-kernel",
         )
     if not merged:
         raise ConfigError(
@@ -330,7 +332,7 @@ _Layer: TypeAlias = nnx.Linear | nnx.LinearGeneral | nnx.Embed
 
 
 def _check_not_tied(model: nnx.Module) -> None:
-    """Raises when a table of embeddings is the head, too, which its adapter leaves alone."""
+    """Raises if the head is tied to the embeddings: the adapter does not apply to the head."""
     if getattr(getattr(model, "config", None), "tied_head", False):
         raise ConfigError(
             "merge_lora got a model whose head is tied to its embeddings, and an adapter of the "
@@ -346,7 +348,7 @@ def _tables(model: nnx.Module) -> Iterator[tuple[Path, nnx.Embed]]:
 
 
 def _features(layer: _Layer) -> tuple[int, int]:
-    """The numbers of inputs and outputs of a layer; the rows of a table are its inputs."""
+    """Returns the input and output features of a layer; the inputs of a table are its rows."""
     if isinstance(layer, nnx.Embed):
         return layer.num_embeddings, layer.features
     return size_of(layer.in_features), size_of(layer.out_features)
@@ -354,7 +356,7 @@ def _features(layer: _Layer) -> tuple[int, int]:
 
 def _layers(model: nnx.Module) -> Iterator[tuple[Path, nnx.Linear | nnx.LinearGeneral]]:
     for keys, module in nnx.iter_modules(model):
-        # Their subclasses, which take other adapters or have one, are none of them.
+        # Subclasses are skipped: they take other adapters, or already have one.
         if not isinstance(module, nnx.Linear | nnx.LinearGeneral) or type(module) not in ADAPTED:
             continue
         if not getattr(module, "batch_axis", None):
@@ -362,7 +364,7 @@ def _layers(model: nnx.Module) -> Iterator[tuple[Path, nnx.Linear | nnx.LinearGe
 
 
 def _check_alone(name: Path, layer: _Layer) -> None:
-    """Raises when the arrays of a layer are those of many, stacked by `nnx.vmap`."""
+    """Raises if the arrays of a layer are a stack of many layers, made by `nnx.vmap`."""
     size_in, size_out = _features(layer)
     array = layer.embedding if isinstance(layer, nnx.Embed) else layer.kernel
     if array.size != size_in * size_out:
@@ -374,6 +376,6 @@ def _check_alone(name: Path, layer: _Layer) -> None:
 
 
 def _become(layer: nnx.Module, kind: type[nnx.Module]) -> None:
-    """Makes a layer one of another class, in place."""
-    # Modules of Flax before 0.12.12 would count the class among their attributes.
+    """Changes the class of a layer in place."""
+    # Before 0.12.12, Flax's `__setattr__` would record the class as an attribute.
     object.__setattr__(layer, "__class__", kind)

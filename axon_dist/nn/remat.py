@@ -1,4 +1,4 @@
-"""Activation checkpointing: what the backward pass recomputes instead of keeping."""
+"""Activation checkpointing: the backward pass recomputes activations instead of saving them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..ir.units import IsUnit, RematPolicy
 from ..ops.ring import AROUND
 
 SUMS = "sums"
-"""The policy that keeps what tensor parallelism has summed over its ranks."""
+"""The policy that saves tensor-parallel sums."""
 
 POLICIES: MappingProxyType[str, RematPolicy] = MappingProxyType(
     {
@@ -28,27 +28,27 @@ POLICIES: MappingProxyType[str, RematPolicy] = MappingProxyType(
         SUMS: jax.checkpoint_policies.save_only_these_names(SUMS),
     }
 )
-"""Named policies: what is kept of each block for the backward pass."""
+"""Named policies: which values of each block are saved for the backward pass."""
 
 OFFLOAD = "offload_dots"
-"""The policy that keeps matrix products in host memory."""
+"""The policy that saves matrix products in host memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivationCheckpointing:
-    """Recomputes groups of blocks in the backward pass, so that only their inputs are kept.
+    """Recomputes groups of blocks in the backward pass, so that only their inputs are saved.
 
-    With L blocks in groups of k, `ceil(L/k) + 1` block boundaries are kept and up to k blocks are
+    With L blocks in groups of k, `ceil(L/k) + 1` block boundaries are saved and up to k blocks are
     alive while one group is recomputed; k = sqrt(L) balances the two.
 
     Args:
         interval: blocks per group, or `"sqrt"`.
         policy: `nothing`, `dots`, `dots_no_batch`, `everything`; `offload_dots`, which moves
-            matrix products to host memory; or `sums`, which keeps what tensor parallelism summed
-            over its ranks, so that recomputing a block sums nothing again: two activations more
-            per block, and a fifth less traffic.
-        classes: names of the block classes, in a bridged Linen model names of modules without
-            their numbers; None takes the repeated blocks.
+            matrix products to host memory; or `sums`, which saves tensor-parallel sums, so that
+            recomputing a block repeats no all-reduce: two more activations per block, and a fifth
+            less traffic.
+        classes: names of the block classes; in a bridged Linen model, names of modules without
+            their numbers. None takes the repeated blocks.
 
     Raises:
         ConfigError: for an interval below one or an unknown policy.
@@ -68,7 +68,7 @@ class ActivationCheckpointing:
         self.validate()
 
     def validate(self) -> None:
-        """Raises `ConfigError` unless interval and policy are possible."""
+        """Raises `ConfigError` unless interval and policy are valid."""
         check_fields(self)
         if self.interval != "sqrt" and not COUNT.holds(self.interval):
             raise ConfigError(
@@ -81,16 +81,16 @@ class ActivationCheckpointing:
             )
 
     def group_size(self, num_blocks: int) -> int:
-        """How many of `num_blocks` blocks are recomputed together."""
+        """Returns how many of `num_blocks` blocks are recomputed together."""
         return math.isqrt(num_blocks) if self.interval == "sqrt" else int(self.interval)
 
     def num_saved(self, num_blocks: int) -> int:
-        """How many block boundaries are kept: the input of every group, and the output."""
+        """Returns how many block boundaries are saved: the input of every group, and the output."""
         return math.ceil(num_blocks / self.group_size(num_blocks)) + 1
 
     @property
     def remat(self) -> RematPolicy:
-        """The policy as `jax.checkpoint` takes it."""
+        """The policy in the form that `jax.checkpoint` takes."""
         if self.policy == OFFLOAD:
             return jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
         return jax.checkpoint_policies.save_from_both_policies(
@@ -99,7 +99,7 @@ class ActivationCheckpointing:
 
 
 def summed(x: Array) -> Array:
-    """Marks the output of a row layer, which the policy `sums` keeps.
+    """Marks the output of a row-parallel layer, which the policy `sums` saves.
 
     Args:
         x: activations that are a sum over ranks.
@@ -111,13 +111,13 @@ def summed(x: Array) -> Array:
 
 
 def by_class(*names: str) -> IsUnit:
-    """Units are the modules of the classes named."""
+    """Returns a predicate: units are the modules of these classes."""
     return ClassIs(tuple(names))
 
 
 @dataclasses.dataclass(frozen=True)
 class ClassIs:
-    """Whether the class of a module has one of some names; a value, so that it can be compared.
+    """Whether a module's class has one of some names; a dataclass, so it compares by value.
 
     Args:
         names: class names.
@@ -126,5 +126,5 @@ class ClassIs:
     names: tuple[str, ...]
 
     def __call__(self, path: Path, module: nnx.Module | None) -> bool:
-        """Tells whether a module is a unit."""
+        """Whether a module is a unit."""
         return type(module).__name__ in self.names

@@ -1,7 +1,7 @@
-"""Optimizers of whole matrices, and optimizers that wrap others.
+"""Optimizers that need whole matrices, and optimizers that wrap others.
 
-Start reading in `muon.py`; how its matrices are distributed over devices is in `step/optimizer.py`.
-The optimizers that a config names are in `train/config/optimizers.py`.
+Start reading in `muon.py`; `step/optimizer.py` distributes its matrices over devices. The
+optimizers that a config can name are in `train/config/optimizers.py`.
 """
 
 from .muon import NewtonSchulz as NewtonSchulz

@@ -1,4 +1,4 @@
-"""Muon: momenta of matrices, orthogonalised; AdamW for all else."""
+"""Muon: orthogonalised momentum for matrices, AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..core.typing import Array, Leaf, Path, PyTree
 from ..ir.rows import matrixwise
 
 Coefficients: TypeAlias = Sequence[float] | Sequence[Sequence[float]]
-"""Of one quintic for all iterations, or of one for each."""
+"""The coefficients of one quintic for all iterations, or of one per iteration."""
 
 JORDAN: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
 """Steepest at zero (Jordan et al., github.com/KellerJordan/Muon)."""
@@ -52,17 +52,17 @@ DimsOf: TypeAlias = "PyTree | Callable[[PyTree], PyTree] | None"
 
 @dataclasses.dataclass(frozen=True)
 class NewtonSchulz:
-    """Makes all singular values of a matrix about 1, by products with itself.
+    """Newton–Schulz iteration: brings all singular values of a matrix close to 1.
 
-        A = X X^T,   X <- a X + (b A + c A A) X,   some times
+        A = X X^T,   X <- a X + (b A + c A A) X,   repeated
 
     Args:
-        steps: iterations of one quintic; several quintics are iterated once each.
-        preconditioning: what brings the singular values below 1 first: the Frobenius or the
-            spectral norm, or scales in the first iteration (AOL, Schatten-4).
+        steps: the number of iterations of one quintic; with several quintics, one iteration each.
+        preconditioning: how singular values are first brought below 1: by the Frobenius or the
+            spectral norm, or by scales in the first iteration (AOL, Schatten-4).
         eps: added to the norm.
-        rows: the dims of the array that a vector is multiplied along.
-        columns: those of the result; dims that are neither count matrices.
+        rows: the dims of the array that are contracted with a vector.
+        columns: the dims of the result; all other dims are batch dims.
 
     Example:
         >>> x = jnp.diag(jnp.array([4.0, 1.0]))
@@ -80,22 +80,22 @@ class NewtonSchulz:
         """Orthogonalises an array.
 
         Args:
-            x: [m, n], or with more dims as `rows` and `columns` say.
-            coefficients: (a, b, c), or a row of them for each iteration.
+            x: [m, n], or more dims, as given by `rows` and `columns`.
+            coefficients: (a, b, c), or one row of them per iteration.
 
         Returns:
             The result, like `x`.
         """
-        counting = tuple(d for d in range(x.ndim) if d not in (*self.rows, *self.columns))
-        order = (*counting, *self.rows, *self.columns)
+        batch = tuple(d for d in range(x.ndim) if d not in (*self.rows, *self.columns))
+        order = (*batch, *self.rows, *self.columns)
 
         def size(dims):
             return math.prod(x.shape[d] for d in dims)
 
         matrices = x.transpose(order).reshape(-1, size(self.rows), size(self.columns))
-        made = jax.vmap(lambda matrix: self._of_matrix(matrix, coefficients))(matrices)
-        back = sorted(range(x.ndim), key=order.__getitem__)
-        return made.reshape([x.shape[d] for d in order]).transpose(back)
+        results = jax.vmap(lambda matrix: self._of_matrix(matrix, coefficients))(matrices)
+        inverse = sorted(range(x.ndim), key=order.__getitem__)
+        return results.reshape([x.shape[d] for d in order]).transpose(inverse)
 
     def _of_matrix(self, x: Array, coefficients: Array) -> Array:
         if x.shape[0] > x.shape[1]:
@@ -115,7 +115,7 @@ class NewtonSchulz:
         return x
 
     def _scaled(self, x: Array, gram: Array) -> tuple[Array, Array]:
-        """A matrix whose singular values are below 1, read off its Gram matrix."""
+        """Scales a matrix by its Gram matrix, so that its singular values are below 1."""
         small = 1e-8
         if self.preconditioning == "aol":
             sums = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
@@ -126,7 +126,7 @@ class NewtonSchulz:
 
 
 _MOST_STEPS = 1000
-"""Iterations of Newton–Schulz, which are written out one by one."""
+"""The most Newton–Schulz iterations; they are unrolled in the program."""
 
 
 @checked(
@@ -157,37 +157,38 @@ def muon(
     consistent_rms: float | None = None,
     adam_weight_decay_mask: Any = None,
 ) -> optax.GradientTransformation:
-    """Muon, equal to `optax.contrib.muon`, distributed over the devices of a step.
+    """Muon, equal to `optax.contrib.muon`, but distributed over the devices of a step.
 
         mu = beta mu + (1 - beta) g,   w -= rate (scale orthogonal(mu) + weight_decay w)
 
-    The arguments, the numbers and the state are those of `optax.contrib.muon`, so that either can
-    go on with a state of the other. In a step, matrices of the same shape are stacked, each device
-    gets some of them in full by one all-to-all, orthogonalises them, and returns them by another;
-    see `DistributedUpdate`. In a pipeline whose stages are equal the stacks are those of each
-    stage; where stages differ, every device of a stage orthogonalises all matrices of it.
+    The arguments, results and state are those of `optax.contrib.muon`, so either can continue from
+    a state of the other. In a step, matrices of equal shape are stacked. One all-to-all gives each
+    device some whole matrices to orthogonalise, and another returns them; see `DistributedUpdate`.
+    In a pipeline with equal stages, each stage has its own stacks. If stages differ, every device
+    of a stage orthogonalises all matrices of the stage.
 
     Args:
-        learning_rate: of the matrices, and of the rest unless `adam_learning_rate` is given.
-        ns_coeffs: of Newton–Schulz: (a, b, c), a row of them for each iteration, or the name of a
-            preset, `"standard"` or `"dion"`.
-        ns_steps: how many iterations, where one quintic is for all.
+        learning_rate: for the matrices, and for the rest unless `adam_learning_rate` is given.
+        ns_coeffs: Newton–Schulz coefficients: (a, b, c), one row of them per iteration, or the name
+            of a preset, `"standard"` or `"dion"`.
+        ns_steps: the number of iterations, if one quintic is used for all.
         beta: decay of the momentum.
-        eps: added to norms, and for AdamW to the root.
-        weight_decay: the part of a matrix that a step at rate 1 takes away.
+        eps: added to norms, and in AdamW to the square root.
+        weight_decay: the fraction of a matrix that a step at learning rate 1 removes.
         weight_decay_mask: which matrices decay: a tree of flags, or a function of the parameters.
-        mu_dtype: the dtype of momenta; None is that of the parameters.
-        nesterov: looks one step ahead along the momentum.
+        mu_dtype: the dtype of momenta; None for that of the parameters.
+        nesterov: use Nesterov momentum.
         adaptive: scales by the dual norm (arXiv:2409.20325).
-        preconditioning: as of `NewtonSchulz`.
-        adam_b1: of AdamW, for all else: decay of the mean.
-        adam_b2: decay of the mean of squares.
-        adam_eps_root: added under the root.
-        adam_weight_decay: the part that a step at rate 1 takes away.
-        adam_learning_rate: None takes that of the matrices.
-        muon_weight_dimension_numbers: a tree of `optax.contrib.MuonDimensionNumbers`, None where a
-            leaf is no matrix, or a function from parameters to such a tree: `hidden_matrices`. None
-            takes every leaf of two dims, embeddings and heads among them, as optax does.
+        preconditioning: as for `NewtonSchulz`.
+        adam_b1: AdamW, for all other parameters: decay of the mean.
+        adam_b2: AdamW: decay of the mean of squares.
+        adam_eps_root: AdamW: added under the square root.
+        adam_weight_decay: AdamW: the fraction that a step at learning rate 1 removes.
+        adam_learning_rate: AdamW: None for that of the matrices.
+        muon_weight_dimension_numbers: a tree of `optax.contrib.MuonDimensionNumbers`, with None for
+            leaves that are not matrices, or a function from parameters to such a tree, such as
+            `hidden_matrices`. None takes every leaf of two dims, including embeddings and heads, as
+            optax does.
         consistent_rms: scales updates by `sqrt(max(m, n))` times this (arXiv:2502.16982, 0.2 there)
             instead of `sqrt(max(1, n / m))`.
         adam_weight_decay_mask: which of the other parameters decay; optax has no such argument.
@@ -245,17 +246,17 @@ def muon(
 
 @in_own_context
 def hidden_matrices(model: nnx.Module | Callable[[], nnx.Module]) -> Callable[[PyTree], PyTree]:
-    """The matrices within the blocks of a model, for `muon_weight_dimension_numbers`.
+    """Finds the matrices inside a model's blocks, for `muon_weight_dimension_numbers`.
 
-    What Muon is for: the kernels of `nnx.Linear`, `nnx.LinearGeneral` and other layers of two dims
-    in modules that the model keeps in lists or stacks by `nnx.vmap`. Embeddings, heads and norms
-    stay with AdamW.
+    Muon is meant for these: the kernels of `nnx.Linear`, `nnx.LinearGeneral` and other layers with
+    two dims, in modules that the model keeps in lists or stacks by `nnx.vmap`. Embeddings, heads
+    and norms stay with AdamW.
 
     Args:
         model: the model, or a function of no arguments that makes it.
 
     Returns:
-        A function from parameters to a tree like them: `MuonDimensionNumbers`, or None.
+        A function from parameters to a tree of the same structure: `MuonDimensionNumbers` or None.
 
     Raises:
         ConfigError: when no block of the model has such a matrix.
@@ -284,7 +285,8 @@ def hidden_matrices(model: nnx.Module | Callable[[], nnx.Module]) -> Callable[[P
             return None
         rows = 1
         if isinstance(module, nnx.LinearGeneral):
-            rows, lead = len(module.in_features), lead + len(module.batch_axis)
+            rows = len(module.in_features)
+            lead += len(module.batch_axis)
         elif leaf.ndim - lead > 2:
             return None
         dims = tuple(range(lead, leaf.ndim))
@@ -303,7 +305,7 @@ def hidden_matrices(model: nnx.Module | Callable[[], nnx.Module]) -> Callable[[P
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Orthogonal:
-    """`optax.contrib.scale_by_muon`, its orthogonalisation one operation of the program."""
+    """`optax.contrib.scale_by_muon`, with orthogonalisation as one primitive of the program."""
 
     coefficients: Any
     newton_schulz: NewtonSchulz
@@ -321,18 +323,19 @@ class _Orthogonal:
             )
 
     def labels(self, params: PyTree) -> PyTree:
-        """Which leaves are matrices, `"muon"`, and which are not, `"adam"`."""
+        """Labels matrices `"muon"` and all other leaves `"adam"`."""
         labels = ["adam" if dims is None else "muon" for dims in self._dims_of(params)]
         return jax.tree.unflatten(jax.tree.structure(params), labels)
 
     def init(self, params: PyTree) -> MuonState:
-        """The first state."""
+        """Returns the initial state."""
         mu = optax.tree.zeros_like(params, dtype=self.mu_dtype)
         return MuonState(jnp.zeros([], jnp.int32), mu, jnp.asarray(self.coefficients))
 
     def update(self, updates: PyTree, state: PyTree, params: PyTree = None) -> PyTree:
-        """The orthogonalised momenta, and the next state."""
-        beta, correct = self.beta, optax.tree.bias_correction
+        """Returns the orthogonalised momenta and the next state."""
+        beta = self.beta
+        correct = optax.tree.bias_correction
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         count = optax.safe_increment(state.count)
         ahead = correct(mu, beta, optax.safe_increment(count) if self.nesterov else count)
@@ -349,12 +352,13 @@ class _Orthogonal:
         return structure.unflatten(orthogonal), MuonState(count, mu, state.ns_coeffs)
 
     def scaled(self, updates: PyTree, rms: float | None) -> PyTree:
-        """Updates scaled by the sizes of their matrices."""
+        """Scales updates by the sizes of their matrices."""
         leaves, structure = jax.tree.flatten(updates)
 
         def scale(x: Any, dims: Dims | None) -> PyTree:
             rows, columns = _axes(x, dims)
-            m, n = (math.prod(x.shape[d] for d in some) for some in (rows, columns))
+            m = math.prod(x.shape[d] for d in rows)
+            n = math.prod(x.shape[d] for d in columns)
             if rms is None:
                 return x * jnp.sqrt(jnp.maximum(1, n / m))
             return x * (jnp.sqrt(jnp.maximum(m, n)) * rms)
@@ -365,19 +369,21 @@ class _Orthogonal:
     def _orthogonalised(self, x: Array, dims: Dims | None, coefficients: Array) -> Array:
         rows, columns = _axes(x, dims)
         lead = min((*rows, *columns))
-
-        rows, columns = (tuple(d - lead for d in some) for some in (rows, columns))
+        rows = tuple(d - lead for d in rows)
+        columns = tuple(d - lead for d in columns)
         is_matrix = (rows, columns) == ((0,), (1,)) and x.ndim == lead + 2
         if not is_matrix:
             ns = dataclasses.replace(self.newton_schulz, rows=rows, columns=columns)
             return matrixwise(ns, x, coefficients, lead=lead)
         # Tall matrices are transposed first, so that they share a stack with the wide ones.
-        is_tall = x.shape[-2] > x.shape[-1]
-        turned = (lambda a: jnp.swapaxes(a, -1, -2)) if is_tall else (lambda a: a)
-        return turned(matrixwise(self.newton_schulz, turned(x), coefficients, lead=lead))
+        if x.shape[-2] > x.shape[-1]:
+            wide = jnp.swapaxes(x, -1, -2)
+            result = matrixwise(self.newton_schulz, wide, coefficients, lead=lead)
+            return jnp.swapaxes(result, -1, -2)
+        return matrixwise(self.newton_schulz, x, coefficients, lead=lead)
 
     def _dims_of(self, tree: PyTree) -> list[Dims | None]:
-        """The dims of every leaf of a tree like the parameters, or like their masked tree."""
+        """Returns the dims of every leaf of a tree like the parameters, or of their masked tree."""
         if self.dims is None:
             return [Dims() if x.ndim == 2 else None for x in jax.tree.leaves(tree)]
         dims = self.dims(tree) if callable(self.dims) else self.dims
@@ -395,7 +401,7 @@ def _is_dims(x: Any) -> bool:
 
 
 def _axes(x: Any, dims: Dims | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dims of rows and of columns, counted from the first."""
+    """Returns the dims of rows and of columns, as non-negative numbers."""
     if not isinstance(dims, MuonDimensionNumbers):
         raise ConfigError(
             f"muon_weight_dimension_numbers has {dims!r:.60} for an array of shape "
@@ -406,7 +412,8 @@ def _axes(x: Any, dims: Dims | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     def read(axes):
         return tuple(a % x.ndim for a in ((axes,) if isinstance(axes, int) else axes))
 
-    rows, columns = read(dims.reduction_axis), read(dims.output_axis)
+    rows = read(dims.reduction_axis)
+    columns = read(dims.output_axis)
     if set(rows) & set(columns) or x.ndim < 2:
         raise ConfigError(
             f"muon_weight_dimension_numbers has {dims} for an array of shape {tuple(x.shape)}; "

@@ -17,14 +17,15 @@ from ..core.typing import Array, PyTree
 
 _UNDECAYED = re.compile(r"(bias|scale|embedding|positions?)$")
 _OTHERWISE = "*"
-"""A label that is no regular expression."""
+"""The label of all other parameters; not a valid regular expression, so no group has it."""
 
 
 def matrices(params: PyTree) -> PyTree:
-    """A mask for `optax.adamw(mask=...)`: no norm, bias, embedding or position decays.
+    """A mask for `optax.adamw(mask=...)`: norms, biases, embeddings and positions do not decay.
 
     A parameter decays unless it has fewer than two dims or its name ends in `bias`, `scale`,
-    `embedding` or `positions`, as Flax names them; in stacked blocks these have two dims.
+    `embedding` or `positions`, as in Flax. The names matter because in stacked blocks even biases
+    have two dims.
 
     Args:
         params: a nested dict.
@@ -40,13 +41,13 @@ def matrices(params: PyTree) -> PyTree:
 def by_path(
     groups: Mapping[str, optax.GradientTransformation], otherwise: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """An optimizer for each group of parameters: `optax.partition` by patterns of paths.
+    """Uses one optimizer per group of parameters: `optax.partition` by patterns of paths.
 
     Args:
-        groups: regular expressions, searched for in paths such as `blocks/0/mlp/up/kernel`; of
-            several that are found, the first counts. `optax.set_to_zero()` freezes a group, though
-            `build_train_step(trainable=...)` saves its gradients and moments, too.
-        otherwise: what trains all others.
+        groups: optimizers by regular expression, searched for in paths such as
+            `blocks/0/mlp/up/kernel`; the first match counts. `optax.set_to_zero()` freezes a group,
+            but `build_train_step(trainable=...)` also avoids its gradients and moments.
+        otherwise: the optimizer of all other parameters.
 
     Example:
         >>> import jax.numpy as jnp
@@ -64,25 +65,25 @@ def by_path(
 
 
 SPIKE = "spike"
-"""The metric that is 1 where a step was skipped as a spike."""
+"""The metric that is 1 if a step was skipped as a spike."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spikes:
-    """Which steps are skipped: those whose loss or gradient norm stands out from the last ones.
+    """Which steps are skipped: those whose loss or gradient norm is an outlier.
 
     Args:
-        deviations: a step is skipped where its loss, or the norm of its gradient before clipping,
-            exceeds the mean of the last steps by more than so many standard deviations.
-        window: mean and deviation are running averages over about so many steps; nothing is skipped
-            before so many steps.
+        deviations: a step is skipped if its loss, or the norm of its gradient before clipping,
+            exceeds the mean of the last steps by more than this many standard deviations.
+        window: mean and deviation are running averages over about this many steps; no step before
+            that is skipped.
     """
 
     deviations: float = 6.0
     window: int = 100
 
     def validate(self) -> None:
-        """Raises `ConfigError` unless both are possible."""
+        """Raises `ConfigError` unless both are in range."""
         if not self.deviations > 0 or self.window < 2:
             raise ConfigError(
                 f"got deviations={self.deviations} and window={self.window}; skip beyond more than "
@@ -98,7 +99,7 @@ class Average(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """The state of `watched`: that of its optimizer, averages, and the metrics of the last step."""
+    """The state of `watched`: optimizer state, averages, and the metrics of the last step."""
 
     inner: PyTree
     steps: Array
@@ -113,20 +114,20 @@ def watched(
     spikes: Spikes | None = None,
     layer_norms: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose step skips spikes, and reports the norms of every layer.
+    """Wraps an optimizer: skips spikes, and reports the norms of every layer.
 
-    A skipped step changes neither parameters nor moments, nor the count of a learning rate; a
-    `Trainer` counts it. A spike enters the averages as the largest value that would not have
-    been skipped, so that they follow a loss that stays higher in the end. `build_train_step` puts
-    `metrics` of the state among those of the step.
+    A skipped step changes neither parameters nor moments, nor the step count of a learning-rate
+    schedule; a `Trainer` counts it. A spike enters the averages as the largest value that would not
+    have been skipped, so they catch up eventually with a loss that stays higher.
+    `build_train_step` adds `metrics` of the state to those of the step.
 
     Args:
-        optimizer: what updates the parameters.
-        clip_norm: in place of that of `build_train_step`, which clips before the optimizer sees
-            anything; None does not clip.
+        optimizer: the optimizer that updates the parameters.
+        clip_norm: clips here instead of in `build_train_step`, which clips before the optimizer
+            sees the gradient; None does not clip.
         spikes: which steps are skipped; None skips none.
-        layer_norms: reports `grad_norm/L`, `param_norm/L` and `update_norm/L` of every layer L: of
-            a block such as `blocks/0`, and of all else by the first part of its path.
+        layer_norms: reports `grad_norm/L`, `param_norm/L` and `update_norm/L` of every layer L: a
+            block such as `blocks/0`, or else the first part of the path.
 
     Example:
         >>> optimizer, params = watched(optax.sgd(1.0), layer_norms=True), {"w": jnp.ones(4)}
@@ -140,9 +141,14 @@ def watched(
     clipped = optax.with_extra_args_support(optax.chain(*clip, optimizer))
 
     def norms(**trees: PyTree) -> dict[str, Array]:
-        by_name = {f"{name}_norm/{layer}": norm for name, tree in trees.items() if layer_norms
-                   for layer, norm in _layer_norms(tree).items()}  # fmt: skip
-        return by_name | ({SPIKE: jnp.zeros(())} if spikes is not None else {})
+        metrics: dict[str, Array] = {}
+        if layer_norms:
+            for name, tree in trees.items():
+                for layer, norm in _layer_norms(tree).items():
+                    metrics[f"{name}_norm/{layer}"] = norm
+        if spikes is not None:
+            metrics[SPIKE] = jnp.zeros(())
+        return metrics
 
     def init(params: PyTree) -> Watched:
         start = Average(jnp.zeros(()), jnp.zeros(()))
@@ -154,7 +160,8 @@ def watched(
         updates: PyTree, state: Any, params: PyTree = None, *, value: Any = None, **extra: Any
     ) -> tuple[PyTree, Watched]:
         changes, inner = clipped.update(updates, state.inner, params, value=value, **extra)
-        metrics, averages = norms(grad=updates, param=params, update=changes), state.averages
+        metrics = norms(grad=updates, param=params, update=changes)
+        averages = state.averages
         if spikes is not None:
             seen = {"loss": value, "norm": optax.tree.norm(updates)}
             skips, averages = _judged(spikes, state, seen)
@@ -169,12 +176,15 @@ def watched(
 def _judged(
     spikes: Spikes, state: Watched, seen: dict[str, Array]
 ) -> tuple[Array, dict[str, Average]]:
-    """Whether a step is skipped, and the averages with it."""
+    """Returns whether a step is skipped, and the next averages."""
     share = jnp.maximum(1 / (state.steps + 1), 1 / spikes.window).astype(jnp.float32)
-    skips, averages = jnp.zeros((), bool), {}
+    skips = jnp.zeros((), bool)
+    averages = {}
     for name, number in seen.items():
-        number, (mean, variance) = number.astype(jnp.float32), state.averages[name]
+        number = number.astype(jnp.float32)
+        mean, variance = state.averages[name]
         most = mean + spikes.deviations * jnp.sqrt(variance)
+        # `~(<=)` rather than `>`: a NaN is a spike, too.
         is_spike = (state.steps >= spikes.window) & ~(number <= most)
         off = jnp.where(is_spike, most, number) - mean
         is_known = jnp.isfinite(off)
@@ -187,7 +197,7 @@ def _judged(
 
 
 def layer_of(path: str) -> str:
-    """The layer of a parameter: its block, or the first part of its path.
+    """Returns the layer of a parameter: its block, or the first part of its path.
 
     Example:
         >>> layer_of("blocks/0/mlp/up/kernel"), layer_of("head/kernel")

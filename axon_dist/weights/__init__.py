@@ -1,7 +1,7 @@
-"""Weights in and out: safetensors files, under a model's own names or those of a hub.
+"""Loads and saves weights: safetensors files, under a model's own names or a hub's.
 
-A table of rules says which tensor is which parameter (`weight_rules.py` in `models`); reading and
-writing use the same one. Start reading in `load.py` and `save.py`.
+A table of rules maps tensors to parameters (`weight_rules.py` in `models`); loading and saving
+use the same table. Start reading in `load.py` and `save.py`.
 """
 
 from ..models.family import Family as Family

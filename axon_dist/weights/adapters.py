@@ -1,13 +1,13 @@
-"""Adapters of PEFT: the tensors of their files, and the parameters of a model that they become.
+"""Converts between PEFT's adapter files and the adapter parameters of a model.
 
-`adapter_config.json` beside safetensors describes them. A layer `NAME` has the tensors
-`base_model.model.NAME.lora_A.weight`, `[r, in]`, and `...lora_B.weight`, `[out, r]`, an embedding
-`lora_embedding_A` and `lora_embedding_B`. Their product is scaled by `lora_alpha / r`; where the
-adapter of the model has another scale, `lora_b` is multiplied by the ratio of both.
+A PEFT folder has safetensors and an `adapter_config.json`. A layer `NAME` has the tensors
+`base_model.model.NAME.lora_A.weight`, `[r, in]`, and `...lora_B.weight`, `[out, r]`; an embedding
+has `lora_embedding_A` and `lora_embedding_B`. PEFT scales their product by `lora_alpha / r`. If
+the model's adapter has another scale, loading multiplies `lora_b` by the ratio of the two.
 
-A layer of the file that is several layers of the model, such as `qkv_proj`, has one adapter there
-and one for each part here. Each part takes all of A and its rows of B. On the way back the parts
-are written side by side, A joined and B block by block, which has the sum of their ranks.
+A fused layer of the file, such as `qkv_proj`, is several layers of the model. It has one adapter
+in the file and one per part in the model. Loading gives each part all of A and its own rows of B.
+Saving concatenates the A of all parts and makes B block-diagonal, so its rank is the sum of ranks.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _PREFIX = re.escape(PREFIX)
 _ROWS = ".token_adapter"
 _FORMS = (("A", "a", "r in -> in r"), ("B", "b", "out r -> r out"))
 _PLAIN = ("out in -> in out", "")
-"""Forms of kernels whose outputs have in files the order of the model."""
+"""Forms of kernels whose outputs have the same order in files and in the model."""
 
 _MERGE = "merge them with peft's merge_and_unload and load the weights that it makes"
 
 _ONLY: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
-    # Other values change the weights to which the adapters belong.
+    # Other initializations change the base weights.
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
     "bias": (None, "none", "all", "lora_only"),
 }
-"""The keys whose other values an adapter of a model here cannot follow."""
+"""Config keys with their supported values; others are refused."""
 
 _FREE = frozenset(
     (
@@ -67,24 +67,24 @@ _FREE = frozenset(
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
         *("modules_to_save", "trainable_token_indices", "ensure_weight_tying"),
-        # What only the first values of adapters depend on.
+        # Used only to initialize adapters.
         *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),
-        # Read by use_qalora alone.
+        # Only read if use_qalora is set.
         "qalora_group_size",
     )
 )
-"""The keys that are followed, or that change nothing of what adapters compute."""
+"""Config keys that may have any value: handled here, or without effect on the computation."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdapterTensor(TensorEntry):
-    """A tensor of adapters, with what their config says of it.
+    """An adapter tensor, with what `adapter_config.json` says about it.
 
     Args:
         stored: the tensor in the file.
-        scale: of the product that it is a factor of.
-        tokens: the rows of a table that it replaces; None for a tensor of its own.
-        ties: whether a head that is tied to a replaced table follows it.
+        scale: the scale of the LoRA product that it is a factor of.
+        tokens: the rows of an embedding table that it replaces; None if it is a whole tensor.
+        ties: whether a tied head changes together with a replaced table.
     """
 
     stored: TensorEntry
@@ -94,7 +94,7 @@ class AdapterTensor(TensorEntry):
 
     @classmethod
     def of(cls, entry: TensorEntry, **options: Any) -> AdapterTensor:
-        """A tensor of a file."""
+        """Wraps a tensor of a file."""
         return cls(entry.path, entry.dtype, entry.shape, entry.start, entry, **options)
 
     def open(self) -> np.ndarray:
@@ -104,7 +104,7 @@ class AdapterTensor(TensorEntry):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ArrayEntry(TensorEntry):
-    """A tensor made of tensors of files, in memory.
+    """A tensor in memory, computed from tensors of files.
 
     Args:
         array: its values.
@@ -114,19 +114,19 @@ class ArrayEntry(TensorEntry):
 
     @classmethod
     def of(cls, entry: TensorEntry, array: np.ndarray) -> ArrayEntry:
-        """Values made of a tensor, whose file messages name."""
+        """Wraps an array computed from `entry`, whose file is named in error messages."""
         return cls(entry.path, array.dtype, array.shape, 0, array)
 
     def open(self) -> np.ndarray:
-        """The values."""
+        """Returns the values."""
         return self.array
 
 
 def adapter_rules(rules: WeightRules) -> WeightRules:
-    """The rules of the adapters of kernels and embeddings that a table has.
+    """Returns the rules for the adapters of the kernels and embeddings that `rules` name.
 
     Args:
-        rules: of the model.
+        rules: the rules of the model.
     """
     adapters: list[WeightRule] = []
     for rule in rules.rules:
@@ -136,17 +136,20 @@ def adapter_rules(rules: WeightRules) -> WeightRules:
         for number, path in enumerate(rule.paths):
             part = rf"\.{number}" if len(rule.paths) > 1 else ""
             is_table = path.endswith("/embedding")
-            beside = path.rpartition("/")[0]
-            for theirs, ours, form in _FORMS:
-                end = rf"lora_embedding_{theirs}" if is_table else rf"lora_{theirs}\.weight"
+            layer_path = path.rpartition("/")[0]
+            for peft_factor, factor, form in _FORMS:
+                if is_table:
+                    end = rf"lora_embedding_{peft_factor}"
+                else:
+                    end = rf"lora_{peft_factor}\.weight"
                 name = rf"{_PREFIX}{layer}{part}\.{end}"
-                path_here = f"{beside}/lora/lora_{ours}"
-                adapters.append(WeightRule(name, path_here, form, stack=rule.stack))
+                adapter_path = f"{layer_path}/lora/lora_{factor}"
+                adapters.append(WeightRule(name, adapter_path, form, stack=rule.stack))
     return WeightRules(tuple(adapters))
 
 
 def _is_adaptable(rule: WeightRule) -> bool:
-    """Whether the layer of a rule is one that peft and `lora` both adapt."""
+    """Whether both PEFT and `lora` can adapt the layer of a rule."""
     if len(rule.names) > 1 or not rule.names[0].endswith(r"\.weight"):
         return False
     if all(path.endswith("/kernel") for path in rule.paths):
@@ -155,15 +158,15 @@ def _is_adaptable(rule: WeightRule) -> bool:
 
 
 def list_adapters(folder: Path) -> dict[str, TensorEntry]:
-    """The tensors of adapters in their file, with what their config says.
+    """Reads the adapter tensors of a PEFT folder and their config.
 
     Raises:
-        CheckpointError: when the folder has no adapters that can be read.
-        UnsupportedError: when they are none that a model here can have.
+        CheckpointError: when the folder has no readable adapters.
+        UnsupportedError: when `lora` has no adapters of that kind.
     """
     file = folder / ADAPTER_CONFIG
-    what = f"{str(file)!r} is no config of adapters as peft writes it"
-    advice = "take the folder as save_pretrained wrote it"
+    what = f"{str(file)!r} is not an adapter config of peft"
+    advice = "use a folder written by save_pretrained"
     with reworded(what, advice, CheckpointError, MALFORMED):
         config = json.loads(read_text(file, f"{str(file)!r}", CheckpointError))
         for key, value in config.items():
@@ -184,7 +187,7 @@ def _refused(folder: Path, what: str) -> UnsupportedError:
 
 
 def _described(name: str, entry: TensorEntry, config: Mapping[str, Any]) -> AdapterTensor:
-    """A tensor with its scale, or with the tokens whose rows it has."""
+    """Adds to a tensor its LoRA scale, or the tokens whose rows it has."""
     if not name.startswith(PREFIX):
         raise ValueError(f"it has a tensor {name!r:.80}, which does not begin with {PREFIX!r}")
     if name.endswith(".trainable_tokens_delta"):
@@ -196,7 +199,8 @@ def _described(name: str, entry: TensorEntry, config: Mapping[str, Any]) -> Adap
     hit = re.fullmatch(rf"{_PREFIX}(?P<layer>.+)\.lora_(B\.weight|embedding_B)", name)
     if hit is None or len(entry.shape) != 2:
         return AdapterTensor.of(entry, ties=bool(config.get("ensure_weight_tying")))
-    alpha, rank = config["lora_alpha"], entry.shape[1]
+    alpha = config["lora_alpha"]
+    rank = entry.shape[1]
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if why := pattern_error(pattern):
             raise ValueError(f"alpha_pattern has {pattern!r:.80}, which {why}")
@@ -210,7 +214,7 @@ def _described(name: str, entry: TensorEntry, config: Mapping[str, Any]) -> Adap
 
 
 def _tokens_of(layer: str, indices: Any) -> tuple[int, ...]:
-    """The tokens of a layer; a list is about the embeddings, a dict names layers."""
+    """Returns the tokens of a layer: a list is for the embeddings, a dict is by layer."""
     if isinstance(indices, Mapping):
         indices = next(v for k, v in indices.items() if layer == k or layer.endswith(f".{k}"))
     return tuple(int(index) for index in indices)
@@ -218,7 +222,7 @@ def _tokens_of(layer: str, indices: Any) -> tuple[int, ...]:
 
 @dataclasses.dataclass
 class _Fitting:
-    """Tensors of weights and of adapters, made into those that rules of the model name."""
+    """Converts tensors of weights and adapters into those that the model's rules name."""
 
     entries: dict[str, TensorEntry]
     rules: WeightRules
@@ -226,11 +230,11 @@ class _Fitting:
     scales: Mapping[LeafPath, float]
 
     def run(self) -> dict[str, TensorEntry]:
-        """All tensors; those that layers of the model cannot take are refused."""
-        theirs = {n: e for n, e in self.entries.items() if isinstance(e, AdapterTensor)}
+        """Returns all tensors; raises for those that no layer of the model can take."""
+        adapters = {n: e for n, e in self.entries.items() if isinstance(e, AdapterTensor)}
         layers: dict[str, dict[str, AdapterTensor]] = {}
         changed: list[str] = []
-        for name, entry in theirs.items():
+        for name, entry in adapters.items():
             del self.entries[name]
             inner = name.removeprefix(PREFIX)
             if hit := re.fullmatch(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", inner):
@@ -242,7 +246,7 @@ class _Fitting:
                 raise _refused(entry.path.parent, f"the tensor {name}")
             else:
                 changed += self._replace(inner.replace(".base_layer.", "."), entry)
-        self._check_tied(changed, theirs)
+        self._check_tied(changed, adapters)
         for layer, factors in layers.items():
             self._fit(layer, factors)
         return self.entries
@@ -255,20 +259,20 @@ class _Fitting:
         return None
 
     def _own_name(self, name: str) -> str:
-        """The name of a tensor as the weights beside the adapters have it."""
+        """Returns the name of a tensor in the base weights, which may lack a prefix."""
         short = name.removeprefix("model.").removeprefix("transformer.")
         known = (n for n in (name, short) if n in self.entries)
         return next(known, name)
 
     def _replace(self, name: str, entry: AdapterTensor) -> list[str]:
-        """Takes a tensor of the adapters for one of the weights; its name if it is another."""
+        """Replaces a base weight by an adapter tensor; returns its name if values change."""
         own = self._own_name(name)
         is_copy = any(re.fullmatch(pattern, own) for pattern in self.rules.copies)
         if self._rule_of(own) is None and not is_copy:
             raise _refused(entry.path.parent, f"the tensor {PREFIX}{name}")
         before = self.entries.get(own)
         self.entries[own] = entry.stored
-        # Beside an adapter of embeddings peft writes the table, which is as it was.
+        # With an embedding adapter, peft also writes the unchanged table.
         is_same = before is not None and np.array_equal(before.open(), entry.open())
         return [] if is_same else [own]
 
@@ -276,7 +280,7 @@ class _Fitting:
         own = self._own_name(name)
         is_copy = any(re.fullmatch(pattern, own) for pattern in self.rules.copies)
         if own not in self.entries and is_copy:
-            # A head that is the table has the rows that the table has.
+            # A tied head has no tensor of its own: it is the table.
             return own
         if own not in self.entries:
             raise CheckpointError(
@@ -288,36 +292,36 @@ class _Fitting:
         self.entries[own] = ArrayEntry.of(self.entries[own], table)
         return own
 
-    def _check_tied(self, changed: Sequence[str], theirs: Mapping[str, AdapterTensor]) -> None:
-        """Refuses a table and a head of other values where the model has one array for both."""
+    def _check_tied(self, changed: Sequence[str], adapters: Mapping[str, AdapterTensor]) -> None:
+        """Raises if table and head differ but the model has one array for both."""
         for pattern, original in self.rules.copies.items():
             head = next((n for n in self.entries if re.fullmatch(pattern, n)), None)
             table = next((n for n in self.entries if re.fullmatch(original, n)), None)
             if table is None or not {table, head} & {*changed}:
                 continue
-            ties = any(e.ties for n, e in theirs.items() if _own_end(n, (table, head)))
+            ties = any(e.ties for n, e in adapters.items() if _own_end(n, (table, head)))
             if head is not None and ties and head not in changed:
                 self.entries[head] = self.entries[table]
             one = self.entries[table].open()
             is_same = ties if head is None else np.array_equal(one, self.entries[head].open())
             if not is_same:
-                folder = next(iter(theirs.values())).path.parent
+                folder = next(iter(adapters.values())).path.parent
                 raise UnsupportedError(
                     f"the adapters of {str(folder)!r} change {' and '.join(sorted({*changed}))}, "
-                    "so that the head is tied to the embeddings no more, and the model has one "
+                    "so the head is no longer tied to the embeddings, but the model has one "
                     f"array for both; {_MERGE} into a model with tie_word_embeddings=false",
                     code="adapter-unties",
                 )
 
     def _fit(self, layer: str, factors: dict[str, AdapterTensor]) -> None:
-        """Adds the adapters of a layer, scaled as the model's need it."""
+        """Adds the adapter of a layer, rescaled for the model's adapter."""
         folder = next(iter(factors.values())).path.parent
         found = self._rule_of(self._own_name(f"{layer}.weight"))
         if found is None or not _is_adaptable(found[0]) or {*factors} != {"A", "B"}:
             raise _refused(folder, f"the layer {layer}")
         paths = found[1]
-        beside = [path.rpartition("/")[0] + "/lora" for path in paths]
-        if not any(f"{path}/lora_a" in self.shapes for path in beside):
+        lora_paths = [path.rpartition("/")[0] + "/lora" for path in paths]
+        if not any(f"{path}/lora_a" in self.shapes for path in lora_paths):
             rank = factors["A"].shape[0]
             raise CheckpointError(
                 f"the adapters in {str(folder)!r} have the layer {layer}, and the model has no "
@@ -328,12 +332,12 @@ class _Fitting:
             end = ("lora_embedding_A", "lora_embedding_B")
             names = end if paths[0].endswith("embedding") else ("lora_A.weight", "lora_B.weight")
             self.entries[f"{PREFIX}{layer}.{names[0]}"] = factors["A"].stored
-            self.entries[f"{PREFIX}{layer}.{names[1]}"] = self._scaled(factors["B"], beside[0])
+            self.entries[f"{PREFIX}{layer}.{names[1]}"] = self._scaled(factors["B"], lora_paths[0])
             return
-        self._split(layer, factors, paths, beside)
+        self._split(layer, factors, paths, lora_paths)
 
-    def _scaled(self, entry: AdapterTensor, beside: LeafPath) -> TensorEntry:
-        ratio = entry.scale / self.scales.get(beside, 1.0)
+    def _scaled(self, entry: AdapterTensor, lora_path: LeafPath) -> TensorEntry:
+        ratio = entry.scale / self.scales.get(lora_path, 1.0)
         if ratio == 1:
             return entry.stored
         return ArrayEntry.of(entry, entry.open().astype(np.float32) * np.float32(ratio))
@@ -343,41 +347,43 @@ class _Fitting:
         layer: str,
         factors: Mapping[str, AdapterTensor],
         paths: Sequence[LeafPath],
-        beside: Sequence[LeafPath],
+        lora_paths: Sequence[LeafPath],
     ) -> None:
-        """The parts of a fused layer: each takes all of A, or its own rows of it."""
-        a, b = factors["A"].open(), factors["B"].open()
+        """Splits the adapter of a fused layer: each part gets all of A, or its own rows of A."""
+        a = factors["A"].open()
+        b = factors["B"].open()
         sizes = [self.shapes[path][-1] for path in paths]
-        ranks = [self.shapes.get(f"{path}/lora_a", (0,))[-1] for path in beside]
-        here = [*itertools.accumulate(sizes, initial=0)]
-        rows = [b[start:stop] for start, stop in itertools.pairwise(here)]
-        places = [*itertools.accumulate(ranks, initial=0)]
-        blocks = [slice(start, stop) for start, stop in itertools.pairwise(places)]
+        ranks = [self.shapes.get(f"{path}/lora_a", (0,))[-1] for path in lora_paths]
+        row_bounds = [*itertools.accumulate(sizes, initial=0)]
+        rows = [b[start:stop] for start, stop in itertools.pairwise(row_bounds)]
+        rank_bounds = [*itertools.accumulate(ranks, initial=0)]
+        blocks = [slice(start, stop) for start, stop in itertools.pairwise(rank_bounds)]
+        # B is block-diagonal, as `save_adapters` writes it: zero outside each part's block.
         is_blocked = sum(ranks) == len(a) and not any(
             np.delete(part, np.r_[block], axis=1).any()
             for part, block in zip(rows, blocks, strict=True)
         )
-        for number, (path, rank, part) in enumerate(zip(beside, ranks, rows, strict=True)):
+        for number, (path, rank, part) in enumerate(zip(lora_paths, ranks, rows, strict=True)):
             if not rank and not part.any():
                 continue
-            if here[-1] != len(b) or (not is_blocked and rank != len(a)):
+            if row_bounds[-1] != len(b) or (not is_blocked and rank != len(a)):
                 raise CheckpointError(
                     f"the adapter of {layer} has the shapes {list(a.shape)} and {list(b.shape)}, "
-                    f"and those at {' + '.join(beside)} have the ranks {ranks}; give each the rank "
-                    f"{len(a)} by lora(model, {len(a)}, ...), or {_MERGE}"
+                    f"and those at {' + '.join(lora_paths)} have the ranks {ranks}; give each the "
+                    f"rank {len(a)} by lora(model, {len(a)}, ...), or {_MERGE}"
                 )
             ratio = np.float32(factors["B"].scale / self.scales.get(path, 1.0))
             factor = part[:, blocks[number]] if is_blocked else part
             if ratio != 1:
                 factor = factor.astype(np.float32) * ratio
             name = f"{PREFIX}{layer}.{number}"
-            above = a[blocks[number]] if is_blocked else a
-            self.entries[f"{name}.lora_A.weight"] = ArrayEntry.of(factors["A"], np.array(above))
+            part_a = a[blocks[number]] if is_blocked else a
+            self.entries[f"{name}.lora_A.weight"] = ArrayEntry.of(factors["A"], np.array(part_a))
             self.entries[f"{name}.lora_B.weight"] = ArrayEntry.of(factors["B"], np.array(factor))
 
 
 def _own_end(name: str, tables: Iterable[str | None]) -> bool:
-    """Whether a tensor of adapters is of one of some tables."""
+    """Whether an adapter tensor belongs to one of these tables."""
     layer = name.rpartition(".")[0].removesuffix(".base_layer").removesuffix(_ROWS)
     return any(t is not None and layer.endswith(t.removesuffix(".weight")) for t in tables)
 
@@ -388,17 +394,18 @@ def fitted(
     model: nnx.Module,
     targets: Mapping[LeafPath, Any],
 ) -> dict[str, TensorEntry]:
-    """Tensors whose adapters are those of a model: each part has its own, scaled as it scales.
+    """Converts the adapters among tensors to those of a model, split by part and rescaled.
 
     Args:
         entries: the tensors of all files, by name.
-        rules: of the model, without its adapters.
-        model: its arrays may be shapes.
+        rules: the rules of the model, without those of its adapters.
+        model: the model; its arrays may be shapes.
         targets: its parameters by path, anything with a shape.
 
     Raises:
         CheckpointError: when the model lacks an adapter, or has one of another rank.
-        UnsupportedError: when no model of these rules can have them; it names `merge_and_unload`.
+        UnsupportedError: when no model with these rules can have such adapters; the message
+            advises `merge_and_unload`.
     """
     if not any(isinstance(entry, AdapterTensor) for entry in entries.values()):
         return entries
@@ -407,13 +414,13 @@ def fitted(
 
 
 def adapters_of(model: nnx.Module) -> dict[LeafPath, nnx.LoRA]:
-    """The adapters of a model, by path."""
+    """Returns the adapters of a model, by path."""
     modules = nnx.iter_modules(model)
     return {"/".join(map(str, keys)): m for keys, m in modules if isinstance(m, nnx.LoRA)}
 
 
 def adapter_scales(model: nnx.Module) -> dict[LeafPath, float]:
-    """What the products of adapters are multiplied by, by path."""
+    """Returns the scales of a model's adapters, by path."""
     return {path: scale_of(adapter) for path, adapter in adapters_of(model).items()}
 
 
@@ -426,14 +433,14 @@ def adapter_config(
     rslora: bool = False,
     modules: Sequence[str] = (),
 ) -> dict[str, object]:
-    """The `adapter_config.json` of adapters.
+    """Returns the contents of `adapter_config.json`.
 
     Args:
-        shapes: of the tensors that are written, by name.
-        scales: of the products, by the name of a layer.
+        shapes: the shapes of the written tensors, by name.
+        scales: the scales of the LoRA products, by layer name.
         layers: the names of all layers of the model that could have adapters.
-        base: the path or name of the model that they adapt, for people and for peft.
-        rslora: whether alphas are over the root of a rank.
+        base: the path or name of the base model, for people and for peft.
+        rslora: whether scales are `alpha / sqrt(rank)`.
         modules: the names of layers that are written whole.
 
     Raises:
@@ -447,8 +454,9 @@ def adapter_config(
     }
     if not ranks:
         raise ConfigError(
-            "the model has no adapters to save; lora(model, rank, paths) puts them beside layers, "
-            "and save_weights writes models"
+            "the model has no adapters to save; lora(model, rank, paths) adds them to layers, "
+            "and save_weights writes models",
+            code="no-adapters",
         )
     alphas = {
         layer: _number(scales.get(layer, 1.0) * (math.sqrt(r) if rslora else r))
@@ -456,9 +464,10 @@ def adapter_config(
     }
     rank = max(ranks.values())
     alpha = max(a for layer, a in alphas.items() if ranks[layer] == rank)
-    # To peft a last name means all layers that end in it.
+    # peft adapts every layer whose name ends in a target module, so the short names are right
+    # only if all layers with these endings have adapters.
     ends = {layer.rpartition(".")[2] for layer in ranks}
-    alike = {layer for layer in layers if layer.rpartition(".")[2] in ends}
+    same_end = {layer for layer in layers if layer.rpartition(".")[2] in ends}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -467,7 +476,7 @@ def adapter_config(
         "lora_alpha": alpha,
         "rank_pattern": {layer: r for layer, r in ranks.items() if r != rank},
         "alpha_pattern": {layer: a for layer, a in alphas.items() if a != alpha},
-        "target_modules": sorted(ends if alike == {*ranks} else ranks),
+        "target_modules": sorted(ends if same_end == {*ranks} else ranks),
         "modules_to_save": list(modules) or None,
         "lora_dropout": 0.0,
         "bias": "none",
@@ -478,13 +487,13 @@ def adapter_config(
 
 
 def _number(value: float) -> float:
-    """A number as people write it: 16 for 16.000000000000004."""
+    """Rounds away float error: 16.000000000000004 becomes 16."""
     near = round(value, 9)
     return int(near) if near == int(near) else value
 
 
 def check_named(paths: Iterable[str], rules: WeightRules) -> None:
-    """Raises `ConfigError` for adapters that no rule gives a name."""
+    """Raises `ConfigError` for adapters that no rule names."""
     unnamed = [p for p in paths if not any(rule.groups_of(p) for rule in rules.rules)]
     if unnamed:
         raise ConfigError(
@@ -495,6 +504,6 @@ def check_named(paths: Iterable[str], rules: WeightRules) -> None:
 
 
 def is_rslora(model: nnx.Module) -> bool:
-    """Whether all adapters of a model are scaled over the root of their rank."""
+    """Whether all adapters of a model are scaled by `alpha / sqrt(rank)`."""
     adapters = [*adapters_of(model).values()]
     return bool(adapters) and all(isinstance(a, ScaledLoRA) and a.rslora for a in adapters)

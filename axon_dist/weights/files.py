@@ -1,4 +1,4 @@
-"""The tensors of a file, of several files, or of a folder as hubs or PEFT write it."""
+"""Finds the tensors of a file, of several files, or of a folder written by a hub or PEFT."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from ..models.snapshot import ADAPTER_CONFIG, ENDING, INDEX, Files, fetched
 from .adapters import list_adapters
 
 MOST_INDEX = 2**28
-"""Bytes of an index, which has a line for every tensor."""
+"""The most bytes of an index file, which has a line for every tensor."""
 
 
 def find_tensors(files: Files) -> dict[str, TensorEntry]:
-    """Reads the headers of safetensors files, and none of their values.
+    """Reads the headers of safetensors files, but no values.
 
     Args:
-        files: a file; several; a `.index.json` that says which tensor is in which file beside it;
-            or a folder, such as the local snapshot of a hub's repository, with such an index or
-            with one file, or with adapters as peft writes them; `hf://org/name`; or a file or a
-            folder at `gs://` or `s3://`.
+        files: one file or several; a `.index.json` that maps tensors to files in its folder; a
+            folder, such as the local snapshot of a hub's repository, with such an index, with one
+            file, or with adapters written by peft; `hf://org/name`; or a file or folder at
+            `gs://` or `s3://`.
 
     Returns:
-        The place of every tensor in its file, by name.
+        Where every tensor is in its file, by name.
 
     Raises:
-        CheckpointError: when there is none, one cannot be read, or two have the same name.
+        CheckpointError: when there is no file, one cannot be read, or two tensors have the same
+            name.
     """
     several = [files] if isinstance(files, str | Path) else files
     if not isinstance(several, Sequence) or not several:
@@ -55,7 +56,7 @@ def _of_file(path: Path) -> dict[str, TensorEntry]:
 
 
 def _of_folder(folder: Path) -> dict[str, TensorEntry]:
-    """The one set of weights of a folder; of two, which is meant is not guessed."""
+    """Returns the tensors of a folder; raises if it has two sets of weights."""
     indices = sorted(folder.glob(f"*{ENDING}{INDEX}"))
     files = sorted(folder.glob(f"*{ENDING}"))
     index = folder / f"model{ENDING}{INDEX}"
@@ -82,7 +83,7 @@ def _of_folder(folder: Path) -> dict[str, TensorEntry]:
 
 
 def _is_of_index(single: Path, index: Path, sets: Sequence[Path]) -> bool:
-    """Whether the two sets are one: an index, and the only file that it names."""
+    """Whether the two sets are really one: an index, and the only file that it names."""
     if list(sets) != [index, single]:
         return False
     return all(entry.path == single for entry in _of_index(index).values())
@@ -95,12 +96,13 @@ def _of_index(path: Path) -> dict[str, TensorEntry]:
         places: dict[str, str] = json.loads(text)["weight_map"]
         files = sorted(set(places.values()))
         if odd := [file for file in files if "/" in file or kind_at(path.parent / file) is None]:
-            raise ValueError(f"it names {odd[0]!r:.80}, and there is no such file beside it")
+            raise ValueError(f"it names {odd[0]!r:.80}, but its folder has no such file")
     there = {file: list_tensors(path.parent / file) for file in files}
     for name, file in places.items():
         if name not in there[file]:
             raise CheckpointError(
-                f"the index {str(path)!r} has {name} in {file!r}, which does not hold it; fetch "
-                "the files anew"
+                f"the index {str(path)!r} has {name} in {file!r}, which lacks it; download "
+                "the files again",
+                code="tensor-not-in-file",
             )
     return {name: there[file][name] for name, file in places.items()}

@@ -1,4 +1,4 @@
-"""`load_weights`: a model, or the first state of its training, with the values of files."""
+"""`load_weights`: fills a model, or the initial train state, with weights from files."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def place(source: ParameterSource, target: jax.ShapeDtypeStruct) -> Array:
 
     Args:
         source: where its values are in the files.
-        target: its shape and dtype, and the sharding to put it on; those shards alone are read
-            that are on devices of this process, and each of them once.
+        target: its shape, dtype and sharding. Only shards on devices of this process are read,
+            each of them once.
 
     Returns:
         The array.
@@ -50,7 +50,7 @@ def place(source: ParameterSource, target: jax.ShapeDtypeStruct) -> Array:
         for device in devices:
             kind = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             shards.append(jax.device_put(values, kind))
-        # Until a transfer has ended, the host's copy stays.
+        # The host copy cannot be freed before the transfer has ended.
         jax.block_until_ready(shards)
     return jax.make_array_from_single_device_arrays(target.shape, sharding, shards)
 
@@ -86,38 +86,38 @@ def load_weights(
     keep: str | Iterable[str] = (),
     differ: str | Iterable[str] = (),
 ) -> TrainState | nnx.Module:
-    r"""Fills the first state of a training step, or a plain model, from safetensors files.
+    r"""Fills the initial state of a training step, or a plain model, from safetensors files.
 
-    Equals a model made on one device, its arrays replaced by those of the files, and split as the
-    strategy says; but shard by shard: host memory never holds more than one shard
-    and a piece of the file. Names and shapes are compared first, and whatever
-    does not fit is refused before an array is made.
+    The result is the same as making the model on one device, replacing its arrays by those of the
+    files, and sharding it by the strategy. But it works shard by shard: host memory never holds
+    more than one shard and a piece of the file. Names and shapes are compared first, so a mismatch
+    raises before any array is made.
 
     Args:
-        model: a step of any strategy; or an `nnx.Module`, or a function of no arguments that makes
-            one, whose own first values are then not drawn.
+        model: a step of any strategy; or an `nnx.Module`; or a function of no arguments that makes
+            one, whose initial values are then not computed.
         files: a safetensors file, several, or a folder with one, or with its index, such as the
             local snapshot of a hub's repository. Every process of a run reads what it needs.
-            `[snapshot, adapters]` fills a model of `lora` from both, the latter as peft wrote them.
-        rules: which tensor is which array; a key of `FORMATS` for a `Transformer`; None where
-            tensors have the paths of the model's arrays, as `save_weights` names them.
-        cast: convert between dtypes of floats, to nearest; otherwise tensors must have the dtype
-            of the model's arrays.
-        keep: regular expressions of paths whose arrays keep the model's own first values where the
+            `[snapshot, adapters]` fills a model made by `lora` from both; peft wrote the latter.
+        rules: which tensor is which array; a key of `FORMATS` for a `Transformer`; None if tensors
+            are named by the paths of the model's arrays, as `save_weights` names them.
+        cast: convert between float dtypes, rounding to nearest; otherwise tensors must have the
+            dtype of the model's arrays.
+        keep: regular expressions of paths; their arrays keep the model's initial values if the
             files have none, such as `r".*/lora_[ab]"`.
-        differ: fields of a `TransformerConfig` in which the model may be another than the one of
-            the `config.json` beside the files, such as `"rope_theta"`; whatever else differs from
-            it is refused.
+        differ: fields of a `TransformerConfig` in which the model may differ from the
+            `config.json` next to the files, such as `"rope_theta"`. A difference in any other
+            field raises.
 
     Returns:
-        The first state of the step, its optimizer as fresh as that of `step.init()`; or the module,
-        a new one, its arrays on the default device.
+        The initial state of the step, with a fresh optimizer state as from `step.init()`; or a new
+        module, its arrays on the default device.
 
     Raises:
-        CheckpointError: naming what is missing in the files, left over, or of another shape or
-            dtype; or when a file cannot be read.
-        ConfigError: when the rules are wrong in themselves, or are no format; or when the model is
-            not the one that a `config.json` beside the files describes.
+        CheckpointError: naming tensors that are missing, left over, or of another shape or dtype;
+            or when a file cannot be read.
+        ConfigError: when the rules are invalid, or are no format; or when the model is not the one
+            that a `config.json` next to the files describes.
         LaunchError: when the processes of a run see different files.
 
     Example:
@@ -153,7 +153,7 @@ def load_weights(
         both = [*leaves_with_paths(parts.weights), *leaves_with_paths(parts.buffers)]
         absent = {path for path, _ in both} - set(arrays)
         make = source.make
-        # The arrays that are left out are not computed.
+        # Arrays that the files replace are never computed.
         drawn = InParts(lambda: _only(make(), absent), dict.fromkeys(absent, here))
         arrays |= drawn() if absent else {}
         first = parts.weights, parts.buffers
@@ -169,7 +169,7 @@ def check_weights(
     keep: str | Iterable[str] = (),
     differ: str | Iterable[str] = (),
 ) -> None:
-    """Compares names, shapes and dtypes of files with a step, as `load_weights` does first.
+    """Compares names, shapes and dtypes of files with a step: the checks of `load_weights`.
 
     Args:
         step: the step.
@@ -188,7 +188,7 @@ def check_weights(
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """What is read, and how; the arguments are those of `load_weights`."""
+    """The arguments of `load_weights`, without the model."""
 
     files: Files
     rules: WeightRules | str | None
@@ -197,11 +197,14 @@ class _Wanted:
     differ: str | Iterable[str]
 
     def of_step(self, step: TrainStep) -> dict[Path, ParameterSource]:
-        """The sources that every process has for a step, or the error of one that has none."""
+        """Finds the sources of a step and checks that all processes found the same."""
         try:
-            sources, error = self.find(step.parts.abstract, step.weight_targets), None
+            sources = self.find(step.parts.abstract, step.weight_targets)
+            error = None
         except AxonDistError as caught:
-            sources, error = {}, caught
+            # Raised only after `agree`, which all processes must reach.
+            sources = {}
+            error = caught
         if step.world.num_processes > 1:
             text = "" if error is None else str(error)
             kinds = [
@@ -215,11 +218,12 @@ class _Wanted:
         return sources
 
     def find(self, model: nnx.Module, targets: Mapping[Path, Any]) -> dict[Path, ParameterSource]:
-        """The sources of some arrays of a model."""
+        """Returns the sources of some arrays of a model."""
         table = rules_for(self.rules, model)
         table.validate()
         check_snapshot(self.files, model, self.rules, self.differ)
-        entries, files = find_tensors(self.files), self.files
+        entries = find_tensors(self.files)
+        files = self.files
         source = f"{len(files)} files" if isinstance(files, list | tuple) else repr(str(files))
         entries = fitted(entries, table, model, targets)
         keep = (*self.keep, *table.own)

@@ -1,4 +1,4 @@
-"""Which tensors make up which parameters, by names and shapes alone; anything else is refused."""
+"""Matches tensors to parameters by name and shape; anything unmatched raises."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ CHUNK = 64 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class TensorPart:
-    """A part of a parameter that is a part of a tensor.
+    """A part of a tensor that fills a part of a parameter.
 
     Args:
         entry: the tensor.
-        form: its dims -> those of the parameter.
-        row: of the first dims of the parameter, which the tensor does not have.
-        dim: the dim, of the tensor in its form, along which either is cut; None for all of both.
-        start: where the part begins along it in the tensor.
-        at: where it begins in the parameter.
-        size: its length along it.
+        form: maps the dims of the tensor to those of the parameter.
+        row: the index in the leading (stacked) dims of the parameter, which the tensor lacks.
+        dim: the dim, after `form`, along which tensor or parameter is cut; None if neither is.
+        start: where the part begins along `dim` in the tensor.
+        at: where it begins along `dim` in the parameter.
+        size: its length along `dim`.
     """
 
     entry: TensorEntry
@@ -45,11 +45,11 @@ class TensorPart:
     size: int = 0
 
     def fill(self, out: np.ndarray, index: Sequence[slice]) -> None:
-        """Reads what a slice of the parameter has of this part.
+        """Reads the overlap of this part with a slice of the parameter.
 
         Args:
-            out: the slice, to be written.
-            index: of the parameter, with start and stop.
+            out: the array of the slice, written in place.
+            index: the slice of the parameter, with start and stop.
         """
         inner = list(index)
         for row in self.row:
@@ -69,12 +69,13 @@ class TensorPart:
         self._copy(out, inner)
 
     def _copy(self, out: np.ndarray, index: list[slice]) -> None:
-        """Copies in chunks, each by its own mapping: a mapping keeps all pages that it touched."""
+        """Copies in chunks, each with a new memory map: a map keeps every page it touched."""
         if not index:
             out[...] = self.form.take(self.entry.open(), ())
             return
         along = self.form.leading
-        first, last = index[along].start, index[along].stop
+        first = index[along].start
+        last = index[along].stop
         length = self.form.shape_of(self.entry.shape)[along]
         step = max(1, CHUNK * length // max(1, self.entry.size))
         for low in range(first, last, step):
@@ -89,9 +90,9 @@ class ParameterSource:
     """All parts of a parameter.
 
     Args:
-        shape: of the parameter.
-        dtype: of the parameter, to which values are converted.
-        pieces: which make it up without gaps.
+        shape: the shape of the parameter.
+        dtype: its dtype, to which values are converted.
+        pieces: the parts, which cover it without gaps.
 
     Example:
         >>> import tempfile
@@ -110,7 +111,7 @@ class ParameterSource:
     pieces: tuple[TensorPart, ...]
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
-        """Reads a slice into new memory; nothing else of the files stays there."""
+        """Reads a slice into new memory; no other part of the files stays in memory."""
         bounds = [slice(*part.indices(n)[:2]) for part, n in zip(index, self.shape, strict=True)]
         out = np.empty([part.stop - part.start for part in bounds], self.dtype)
         for piece in self.pieces:
@@ -120,7 +121,7 @@ class ParameterSource:
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """A parameter, or several that one tensor is split over, and the tensors that fit a rule."""
+    """The parameters of one rule match, and the names of the tensors that fill them."""
 
     rule: WeightRule
     paths: tuple[Path, ...]
@@ -130,7 +131,7 @@ class _Target:
 
 @dataclasses.dataclass
 class _Matching:
-    """Tensors, the rules for them, and what does not fit, to be said in one sentence."""
+    """Matches tensors to parameters and collects mismatches."""
 
     entries: Mapping[str, TensorEntry]
     rules: WeightRules
@@ -148,9 +149,10 @@ class _Matching:
             raise CheckpointError(
                 f"the weights in {files} do not fit the model: "
                 f"{'; '.join(filter(None, texts))}. Nothing was loaded: make the model "
-                "with the sizes of these weights, or give rules that name them, with what is not "
-                "wanted in their `ignored`; keep=(...) names parameters that keep their first "
-                "values"
+                "with the sizes of these weights, or give rules that name them, and list unwanted "
+                "tensors in their `ignored`; keep=(...) names parameters that keep their initial "
+                "values",
+                code="weights-do-not-fit",
             )
 
     def check_copies(self) -> None:
@@ -164,7 +166,7 @@ class _Matching:
                     )
 
     def targets(self) -> list[_Target]:
-        """Puts together the names that go to the same parameters."""
+        """Groups the tensors that fill the same parameters."""
         targets: dict[tuple[tuple[str, ...], tuple[Path, ...]], _Target] = {}
         unused = [*self.rules.ignored, *self.rules.copies]
         for name in self.entries:
@@ -186,8 +188,9 @@ class _Matching:
         return list(targets.values())
 
     def pieces(self, target: _Target, shapes: Mapping[Path, Shape]) -> dict[Path, list[TensorPart]]:
-        """The parts of the parameters of a target; missing tensors are noted as problems."""
-        rule, form = target.rule, target.rule.as_form
+        """Returns the parts of the parameters of a target; records missing tensors."""
+        rule = target.rule
+        form = rule.as_form
         lead = len(rule.stacked)
         counts = [
             min(shape[dim : dim + 1] or (0,) for shape in shapes.values()) for dim in range(lead)
@@ -215,7 +218,7 @@ class _Matching:
         return parts
 
     def _formed(self, name: str, form: Form) -> Shape | None:
-        """The shape of a tensor in the form of the parameter."""
+        """Returns the shape of a tensor after `form`; records a mismatch and returns None."""
         shape = self.entries[name].shape
         if fault := form.fault(shape):
             self.others.append(f"{name} is {list(shape)}: {fault}")
@@ -223,10 +226,10 @@ class _Matching:
         return form.shape_of(shape)
 
     def _shape_text(self, target: _Target, names: list[str], shapes: Mapping[Path, Shape]) -> str:
-        theirs = " + ".join(f"{name} {list(self.entries[name].shape)}" for name in names)
+        tensors = " + ".join(f"{name} {list(self.entries[name].shape)}" for name in names)
         form = f" as {target.rule.form!r}" if target.rule.form else ""
-        ours = " + ".join(f"{path} {list(shape)}" for path, shape in shapes.items())
-        return f"{theirs} of the files{form} cannot be {ours} of the model"
+        params = " + ".join(f"{path} {list(shape)}" for path, shape in shapes.items())
+        return f"{tensors} of the files{form} cannot be {params} of the model"
 
     def check_dtypes(
         self, path: Path, source: ParameterSource, target: _Target, cast: bool
@@ -249,18 +252,18 @@ def match_weights(
     cast: bool = False,
     keep: Iterable[str] = (),
 ) -> dict[Path, ParameterSource]:
-    """Finds the source of every parameter; reads no values but those of `copies` of the rules.
+    """Finds the source of every parameter; reads values only to compare `rules.copies`.
 
     Args:
         entries: the tensors, by name.
         targets: the parameters by path, anything with shape and dtype.
         rules: which tensor is which parameter.
-        files: for messages.
+        files: names the files in messages.
         cast: whether floats of other dtypes are converted.
         keep: regular expressions of paths that may be missing.
 
     Returns:
-        By path, in the order of the targets; without those that are missing and may be.
+        The sources by path, in the order of the targets; without missing ones that `keep` allows.
 
     Raises:
         CheckpointError: naming what is missing, left over, of another shape or dtype.
@@ -288,7 +291,7 @@ def match_weights(
 
 
 def _add_up(tensors: list[Shape], params: list[Shape], dim: int) -> bool:
-    """Whether tensors, joined, are as large as parameters, joined."""
+    """Whether the concatenated tensors are as large as the concatenated parameters."""
     if len(tensors) == len(params) == 1:
         return tensors == params
     if any(len(shape) <= dim for shape in (*tensors, *params)):
@@ -301,7 +304,7 @@ def _add_up(tensors: list[Shape], params: list[Shape], dim: int) -> bool:
 def _cuts(
     tensors: list[Any], params: list[Shape], dim: int
 ) -> dict[tuple[int, int], tuple[int, int, int, int | None]]:
-    """By parameter and tensor, one of either: start, at, size and dim of the part."""
+    """Returns start, at, size and dim of each part, by the numbers of parameter and tensor."""
     if len(tensors) == len(params) == 1:
         return {(0, 0): (0, 0, 0, None)}
     sizes = [shape[dim] for shape in (params if len(tensors) == 1 else tensors)]
@@ -312,7 +315,7 @@ def _cuts(
 
 
 def _name(target: _Target, number: int, row: tuple[int, ...]) -> str:
-    """The name of a missing tensor."""
+    """Returns the name of a missing tensor."""
     rule = target.rule
     groups = {**target.groups, **dict(zip(rule.stacked, map(str, row), strict=True))}
     return rule.name_of(number, groups)

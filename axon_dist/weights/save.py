@@ -1,4 +1,4 @@
-"""`save_weights`: the arrays of a model as safetensors, under its own names or a hub's."""
+"""`save_weights`: writes a model as safetensors, under its own names or a hub's."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from .adapters import (
 
 @dataclasses.dataclass(frozen=True)
 class Outgoing:
-    """A tensor of a file: the inverse of what a rule does when it is read.
+    """A tensor to be written: applies a rule in the inverse direction.
 
     Args:
-        name: of the tensor.
+        name: the name of the tensor.
         rule: the rule that reads it.
         paths: the parameters that it is made of.
-        dtype: of the tensor.
-        shape: of the tensor.
-        row: of the first dims of the parameter; empty takes all.
+        dtype: the dtype of the tensor.
+        shape: the shape of the tensor.
+        row: the index in the leading (stacked) dims of the parameter; empty takes all.
         cut: start and stop along `rule.dim` of the parameter; None takes all.
     """
 
@@ -62,37 +62,38 @@ class Outgoing:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size in bytes."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     def values(self, weights: Mapping[Path, Array]) -> Iterator[np.ndarray]:
-        """Yields the tensor on process 0, and nothing on the others; all must go through it."""
+        """Yields the tensor on process 0 and nothing elsewhere; all processes must iterate."""
         leaves = [weights[path][self.row] if self.row else weights[path] for path in self.paths]
         if self.cut is not None:
             along = (slice(None),) * self.rule.dim + (slice(*self.cut),)
             leaves = [leaf[along] for leaf in leaves]
         arrays = list(gather(leaves))
         if arrays:
-            joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, self.rule.dim)
-            yield self.rule.as_form.inverse.apply(joined).astype(self.dtype)
+            whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, self.rule.dim)
+            yield self.rule.as_form.inverse.apply(whole).astype(self.dtype)
 
 
 def outgoing(
     weights: Mapping[Path, Any], rules: WeightRules, dtype: np.dtype | None = None
 ) -> list[Outgoing]:
-    """The tensors that are written for the arrays of a model; each array once.
+    """Returns the tensors to write for the arrays of a model; each array is written once.
 
     Args:
         weights: anything with shape and dtype, by path.
         rules: which tensor is which array.
-        dtype: in place of other dtypes of floats; None keeps them.
+        dtype: replaces other float dtypes; None keeps them.
 
     Raises:
-        ConfigError: when no rule names an array, the name is not unique, or it would be read back
-            by another rule.
+        ConfigError: when no rule names an array, the name is not unique, or another rule would
+            read it back.
     """
     tensors: dict[str, Outgoing] = {}
-    unnamed, done = [], set()
+    unnamed = []
+    done = set()
     for path in weights:
         if path in done or any(re.fullmatch(pattern, path) for pattern in rules.own):
             continue
@@ -157,7 +158,7 @@ def _cuts(rule: WeightRule, shape: list[int]) -> list[tuple[int, int] | None]:
 
 
 def _check_read_back(tensor: Outgoing, rules: WeightRules) -> None:
-    """Raises unless the first rule that fits the name is the one that wrote it."""
+    """Raises unless the first rule that matches the name reads the tensor back."""
     reader, hit = next(
         ((r, hit) for r in rules.rules if (hit := r.match(tensor.name))), (None, None)
     )
@@ -169,7 +170,7 @@ def _check_read_back(tensor: Outgoing, rules: WeightRules) -> None:
 
 
 MAX_FILE = 5 * 10**9
-"""The bytes of a file above which weights are cut into several, as hubs do."""
+"""The most bytes of a file; larger weights are written as several files, as hubs do."""
 
 
 @in_own_context
@@ -183,21 +184,21 @@ def save_weights(
     max_file: int = MAX_FILE,
     keys: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes every array of a model but its random streams; the inverse of `load_weights`.
+    """Writes every array of a model except its random streams; the inverse of `load_weights`.
 
-    Process 0 writes, one tensor in its memory at a time; all processes of a run call it.
+    All processes of a run call it. Process 0 writes, with one tensor in its memory at a time.
 
     Args:
-        model: an `nnx.Module`; or the state of a step, which has to be given with it.
-        path: a file that ends in `.safetensors`, or a folder, in which it is `model.safetensors`;
-            it appears under its name when it is complete. In a hub's format a `config.json` is
-            written beside it.
+        model: an `nnx.Module`; or the state of a step, together with `step`.
+        path: a file that ends in `.safetensors`, or a folder, in which it is `model.safetensors`.
+            The file appears under its name once it is complete. In a hub's format a `config.json`
+            is written next to it.
         rules: as for `load_weights`, in reverse: which array is which tensor.
-        step: the step whose state is given.
-        dtype: of floats, such as `"bfloat16"`; None writes those of the model.
-        max_file: in bytes; what is more goes into several files
-            `model-00001-of-00003.safetensors`, with `model.safetensors.index.json` to say which
-            tensor is where. A single tensor is never cut.
+        step: the step of that state.
+        dtype: the dtype of floats, such as `"bfloat16"`; None keeps that of the model.
+        max_file: the most bytes of a file. Larger weights go into several files
+            `model-00001-of-00003.safetensors`, and `model.safetensors.index.json` says which
+            tensor is where. A single tensor is never split.
         keys: of a hub's `config.json` that no model knows, such as `{"eos_token_id": 2}`.
 
     Raises:
@@ -238,21 +239,21 @@ def save_adapters(
     """Writes the adapters of a model as peft does: `adapter_config.json` and safetensors.
 
     `load_weights(model, [snapshot, path], rules)` reads them, as `PeftModel.from_pretrained` does.
-    The kernels beside them are not written. What the step trains besides, such as a head or norms,
-    is written whole, as `modules_to_save`. All processes of a run call it, as `save_weights`.
+    The adapted kernels are not written. Other parameters that the step trains, such as a head or
+    norms, are written whole, as `modules_to_save`. All processes of a run call it.
 
     Args:
-        model: from `axon_dist.lora`; or the state of a step of one, given with it.
+        model: from `axon_dist.lora`; or the state of a step of such a model, together with `step`.
         path: a folder.
-        rules: the format of the model that they adapt, or rules of its kernels.
-        step: the step whose state is given.
-        dtype: of floats, such as `"bfloat16"`; None writes those of the adapters.
-        base: the path or name of that model, such as `"org/name"`, for peft; None writes null.
+        rules: the format of the base model, or rules of its kernels.
+        step: the step of that state.
+        dtype: the dtype of floats, such as `"bfloat16"`; None keeps that of the adapters.
+        base: the path or name of the base model, such as `"org/name"`, for peft; None writes null.
         modules: regular expressions of paths of further parameters; their layers are written whole.
 
     Raises:
-        ConfigError: when the model has no adapters, or the format no names for them, or other files
-            are in the way.
+        ConfigError: when the model has no adapters, when the format has no names for them, or when
+            other files are in the folder.
         CheckpointError: when the files cannot be written.
         UnsupportedError: when the model is not of the family of a format.
     """
@@ -293,7 +294,7 @@ _FACTOR = re.compile(r"(?P<layer>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:\.w
 
 
 def _scales_of_layers(tensors: list[Outgoing], scales: Mapping[Path, float]) -> dict[str, float]:
-    """The scale of the adapter of each layer, by its name in the file."""
+    """Returns the scale of each layer's adapter, by the layer's name in the file."""
     found: dict[str, float] = {}
     for tensor in tensors:
         hit = _FACTOR.fullmatch(tensor.name.removeprefix(PREFIX))
@@ -304,13 +305,13 @@ def _scales_of_layers(tensors: list[Outgoing], scales: Mapping[Path, float]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class JoinedAdapters(Outgoing):
-    """The adapters of the parts of a fused layer, as one: A joined, or B block by block.
+    """One adapter for the parts of a fused layer: A concatenated, or B block-diagonal.
 
     Args:
         members: the factor of each part, by its number.
-        sizes: the outputs of each part.
-        ranks: of each part; 0 for one without an adapter.
-        factors: what B of each part is multiplied by.
+        sizes: the number of outputs of each part.
+        ranks: the rank of each part; 0 for one without an adapter.
+        factors: the multiplier of B of each part.
     """
 
     members: Mapping[int, Outgoing] = dataclasses.field(default_factory=dict)
@@ -319,7 +320,7 @@ class JoinedAdapters(Outgoing):
     factors: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     def values(self, weights: Mapping[Path, Array]) -> Iterator[np.ndarray]:
-        """Yields the tensor on process 0; as of `Outgoing`."""
+        """Yields the tensor on process 0; all processes must iterate."""
         parts = {n: [*member.values(weights)] for n, member in self.members.items()}
         if not all(parts.values()):
             return
@@ -342,7 +343,7 @@ def _combined(
     scales: Mapping[str, float],
     plain: Mapping[Path, Any],
 ) -> tuple[list[Outgoing], dict[str, float]]:
-    """Tensors, and scales of layers, those of the parts of a fused layer made one."""
+    """Combines the adapters of the parts of each fused layer; returns tensors and scales."""
     fused = {t.name.removesuffix(".weight"): t for t in everything if len(t.paths) > 1}
     groups: dict[tuple[str, str], dict[int, Outgoing]] = {}
     single: list[Outgoing] = []
@@ -386,7 +387,7 @@ def _whole_modules(
     everything: list[Outgoing],
     table: WeightRules,
 ) -> list[str]:
-    """The names of layers that are written whole: those trained, and those that are asked for."""
+    """Returns the layers that are written whole: trained ones, and those `modules` name."""
     patterns = (modules,) if isinstance(modules, str) else modules
     wanted = {path for path in trained if path in plain}
     for pattern in patterns:
@@ -410,7 +411,7 @@ def _is_own(path: Path, table: WeightRules) -> bool:
 
 
 def _check_whole(whole: list[str], adapted: Mapping[str, float], model: nnx.Module) -> None:
-    """Raises for layers that peft cannot keep whole beside adapters."""
+    """Raises for layers that peft cannot keep whole together with adapters."""
     advice = "write the whole model: save_weights(merge_lora(model), path, rules)"
     if both := [layer for layer in whole if layer in adapted]:
         raise ConfigError(
@@ -430,14 +431,14 @@ _TABLES = ("embed_tokens", "wte", "lm_head")
 
 @dataclasses.dataclass(frozen=True)
 class _Export:
-    """Files of weights in a folder, beside a config.
+    """Weight files in a folder, with an optional config file.
 
     Args:
-        folder: that they are written to.
-        stem: what the names of the files begin with.
-        files: their tensors by name, by the name of a file.
-        config: what is written beside them, if anything.
-        config_name: under which name.
+        folder: the folder to write to.
+        stem: the prefix of file names.
+        files: the tensors by name, by file name.
+        config: the contents of the config file, if any.
+        config_name: the name of the config file.
     """
 
     folder: FilePath
@@ -447,7 +448,7 @@ class _Export:
     config_name: str = CONFIG_FILE
 
     def write(self, weights: Mapping[Path, Array]) -> None:
-        """Writes everything; all processes call it."""
+        """Writes all files; all processes call it."""
         on_main(self._check_free)
         on_main(self._begin)
         metadata = None if self.config is None else {"format": "pt"}
@@ -457,11 +458,13 @@ class _Export:
         on_main(self._finish)
 
     def _check_free(self) -> None:
-        """Raises where other files in the folder would be mixed with these."""
-        folder, stem, there = self.folder, self.stem, self.folder / self.config_name
+        """Raises if the folder has other files that would be mixed with these."""
+        folder = self.folder
+        stem = self.stem
+        there = folder / self.config_name
         known = {*self.files, *([stem + ENDING + INDEX] if len(self.files) > 1 else [])}
-        alike = {*folder.glob(f"{stem}{ENDING}*"), *folder.glob(f"{stem}-?????-of-?????{ENDING}")}
-        if others := sorted(path.name for path in alike if path.name not in known):
+        present = {*folder.glob(f"{stem}{ENDING}*"), *folder.glob(f"{stem}-?????-of-?????{ENDING}")}
+        if others := sorted(path.name for path in present if path.name not in known):
             raise ConfigError(
                 f"{str(folder)!r} holds other weights, {', '.join(others[:3])}, that would be "
                 "taken for a part of these; remove them, or name another place"
@@ -479,9 +482,9 @@ class _Export:
         return self.folder / f"{self.stem}{ENDING}{INDEX}"
 
     def _begin(self) -> None:
-        """Removes the index of files that are replaced one by one: it is written again last.
+        """Removes the old index before files are replaced; the new one is written last.
 
-        So a process that is killed between two of them leaves no weights, some of which are new.
+        So a process killed in between leaves no readable mix of old and new weights.
         """
         if len(self.files) > 1:
             with self._rewording(self._index):
@@ -506,7 +509,7 @@ class _Export:
 def _weights(
     model: nnx.Module | TrainState, step: TrainStep | None
 ) -> tuple[nnx.Module, dict[Path, Array]]:
-    """The model, whose arrays may be shapes, and its arrays by path."""
+    """Returns the model, whose arrays may be shapes, and its arrays by path."""
     if isinstance(model, TrainState):
         if step is None:
             raise ConfigError(
@@ -529,14 +532,14 @@ def _float_dtype(name: str | None) -> np.dtype | None:
 
 
 def _place(path: FilePath) -> tuple[FilePath, str]:
-    """The folder, and the name without its ending."""
+    """Returns the folder and the file name without its suffix."""
     if path.name.endswith(ENDING) and not path.is_dir():
         return path.parent, path.name.removesuffix(ENDING)
     return path, "model"
 
 
 def _files(tensors: list[Outgoing], stem: str, max_file: int) -> dict[str, dict[str, Outgoing]]:
-    """Which tensors go into which file."""
+    """Assigns tensors to files."""
     groups: list[list[Outgoing]] = [[]]
     for tensor in tensors:
         if groups[-1] and sum(x.size for x in groups[-1]) + tensor.size > max_file:

@@ -132,7 +132,7 @@ def test_other_contents_of_a_mapped_file_are_other_data(bins):
             "a.bin",
             b"12",
             {"document_end": 2**16},
-            r"=65536 cannot stand in files of uint16",
+            r"=65536 does not fit into files of uint16",
         ),
     ],
 )
@@ -606,5 +606,5 @@ def test_a_flipped_bit_of_kept_tokens_is_noticed(tmp_path, monkeypatch):
     kept.write_bytes(flipped)
     monkeypatch.setattr("axon_dist.data.store._SAMPLE", 2)
     opened = source.open(40)
-    with pytest.raises(ConfigError, match=r"are not what was written there; remove the file"):
+    with pytest.raises(ConfigError, match=r"are damaged; remove the file"):
         everything(opened)

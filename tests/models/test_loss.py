@@ -47,7 +47,7 @@ def test_masked_tokens_are_not_targets():
 
 
 def test_a_mask_of_another_shape_is_refused():
-    with pytest.raises(ConfigError, match=r"\(2, 3\) beside tokens of shape \(2, 4\).*one mask"):
+    with pytest.raises(ConfigError, match=r"\(2, 3\) for tokens of shape \(2, 4\).*one mask"):
         next_token_loss(bigram, {"tokens": TOKENS, "mask": jnp.ones((2, 3))})
 
 

@@ -126,5 +126,5 @@ def test_segments_that_cannot_be():
     batch, _ = packed()
     with pytest.raises(ConfigError, match=r"has segments, .* and function takes none: let it be c"):
         next_token_loss(lambda tokens: jnp.zeros((*tokens.shape, 4)), batch)
-    with pytest.raises(ConfigError, match=r"segments of shape \(3, 128\) beside tokens of shape"):
+    with pytest.raises(ConfigError, match=r"segments of shape \(3, 128\) for tokens of shape"):
         next_token_loss(None, batch | {"segments": batch["segments"][:, :-1]})

@@ -85,7 +85,7 @@ def test_what_cannot_be_merged_is_refused():
     with pytest.raises(ConfigError, match=r"merge_lora found no adapters in the model"):
         merge_lora(Net(nnx.Rngs(0)))
     alone = nnx.List([nnx.LoRA(4, 2, 4, rngs=nnx.Rngs(0))])
-    with pytest.raises(ConfigError, match=r"found nnx.LoRA at 0, beside no kernel"):
+    with pytest.raises(ConfigError, match=r"found nnx.LoRA at 0, which belongs to no kernel"):
         merge_lora(alone)
 
 

@@ -237,7 +237,7 @@ def test_files_that_cannot_be_read(tmp_path):
         find_tensors(tmp_path / "a.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"v": "b.safetensors"}}')
-    with pytest.raises(CheckpointError, match=r"has v in 'b.safetensors', which does not hold it"):
+    with pytest.raises(CheckpointError, match=r"has v in 'b.safetensors', which lacks it"):
         find_tensors(tmp_path)
     index.write_text("{}")
     with pytest.raises(

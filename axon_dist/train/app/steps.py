@@ -213,7 +213,7 @@ def model_of(config: RunConfig) -> nnx.Module:
         ConfigError: when an adapter path matches no layer.
     """
     model = make_model(config.model, config.seed)
-    return model if config.lora is None else config.lora.beside(model, config.seed)
+    return model if config.lora is None else config.lora.add_to(model, config.seed)
 
 
 def what_is_trained(config: RunConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A run as data: typed, checked when read, written back.
+"""The config of a run: typed, checked when read, and written back.
 
-The library takes values; only this subpackage and those above it know a config.
-Start reading in `schema.py`; `read.py` turns YAML into types, and `app` builds what they describe.
+The rest of the library takes plain values; only this subpackage and those above it use configs.
+Start reading in `schema.py`; `read.py` turns YAML into types, and `app` builds a run from them.
 """
 
 from .describe import Key as Key

@@ -1,4 +1,4 @@
-"""Every key of a config: type, default and meaning, read from the code that uses it."""
+"""Describes every config key: type, default and meaning, read from the code that uses it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Key:
     """One key of a config.
 
     Args:
-        path: as an override writes it, such as `train.steps`.
-        type: what it may be, in words.
+        path: the path as in an override, such as `train.steps`.
+        type: its type, in words.
         default: as YAML writes it; empty for a section, and for a key that has none.
         meaning: what it does.
     """
@@ -50,12 +50,11 @@ class Section:
     """The keys of one section.
 
     Args:
-        path: of the section, such as `optimizer`; empty for the top.
-        variant: what it is when it is one of several, such as `name: sgd`; empty where there is
-            but one.
+        path: the path of the section, such as `optimizer`; empty for the top level.
+        variant: which of several kinds it is, such as `name: sgd`; empty if there is only one.
         meaning: what it is, in one sentence.
-        keys: its keys, in their order.
-        presets: names that stand for some of its values.
+        keys: its keys, in order.
+        presets: the names of its presets.
     """
 
     path: str
@@ -67,23 +66,23 @@ class Section:
 
 _HUB = (
     "a folder with config.json and safetensors, or hf://org/name: sizes are those of its model, "
-    "keys beside this one change them, and weights are its own unless weights says otherwise."
+    "other keys of the section change them, and weights are its own unless weights says otherwise."
 )
 
 
-_OF_TOP = "a key of the top level, beside the sections."
+_OF_TOP = "a key of the top level."
 
 
 def describe(section: str | None = None, parts: bool = True) -> list[Section]:
-    """Lists the keys of a config, as the dataclasses and functions that take them say.
+    """Lists the keys of a config, from the dataclasses and functions that take them.
 
     Args:
         section: the dotted path of a section, of one of its kinds, such as `data.jsonl`, or of one
             key; None for all.
-        parts: list the sections within it, too.
+        parts: whether to list the sections within it, too.
 
     Returns:
-        Sections, the top first.
+        Sections, the top level first.
 
     Raises:
         ConfigError: when there is no such section.
@@ -119,14 +118,14 @@ def describe(section: str | None = None, parts: bool = True) -> list[Section]:
 def _sections(
     cls: Any, path: str, variant: str = "", presets: Iterable[str] = ()
 ) -> Iterator[Section]:
-    """A dataclass as a section, and behind it those of its fields that are sections."""
+    """Yields a dataclass as a section, then those of its fields that are sections."""
     yield Section(path, variant, first_sentence(cls), _keys(cls, path), tuple(presets))
     for name, option in options_of(cls).items():
         yield from _inside(option.hint, f"{path}.{name}".lstrip("."))
 
 
 def _keys(thing: Callable[..., object], path: str) -> tuple[Key, ...]:
-    """The keys that a dataclass or a function takes."""
+    """Returns the keys that a dataclass or a function takes."""
     meanings = meanings_of(thing)
     return tuple(
         Key(
@@ -140,7 +139,7 @@ def _keys(thing: Callable[..., object], path: str) -> tuple[Key, ...]:
 
 
 def _inside(hint: object, path: str) -> Iterator[Section]:
-    """The sections within a type."""
+    """Yields the sections within a type."""
     if (choice := extra(hint, OneOf)) is not None:
         for name, cls in choice.table.items():
             first, *others = _sections(
@@ -161,7 +160,9 @@ def _inside(hint: object, path: str) -> Iterator[Section]:
 
 
 def meanings_of(thing: Callable[..., object]) -> dict[str, str]:
-    """What the docstring of a function, or those of a class and its bases, say of each argument.
+    """Returns the documentation of each argument, from the docstrings of a function or class.
+
+    For a class, the docstrings of its bases count, too.
 
     Example:
         >>> meanings_of(Key)["default"]
@@ -174,18 +175,18 @@ def meanings_of(thing: Callable[..., object]) -> dict[str, str]:
 
 
 def _documented(thing: Callable[..., object]) -> dict[str, str]:
-    """The entries of the `Args` of a docstring: name and text."""
+    """Returns the entries of a docstring's `Args`, by name."""
     section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", _docstring(thing), re.MULTILINE)
     entries = re.findall(
         r"^    (\w+): (.*(?:\n        .*)*)", section[1] if section else "", re.MULTILINE
     )
-    # YAML writes null where Python says None.
+    # None in Python is null in YAML.
     plain = {name: " ".join(words.split()) for name, words in entries}
     return {name: re.sub(r"\bNone\b", "null", words) for name, words in plain.items()}
 
 
 def first_sentence(thing: Callable[..., object]) -> str:
-    """The first paragraph of a docstring, on one line."""
+    """Returns the first paragraph of a docstring, on one line."""
     return " ".join(_docstring(thing).split("\n\n")[0].split())
 
 
@@ -194,13 +195,14 @@ def _docstring(thing: Callable[..., object]) -> str:
 
 
 def type_in_words(hint: object) -> str:
-    """What a value of a type looks like in a config.
+    """Describes the values of a type in a config.
 
     Example:
         >>> type_in_words(int | None), type_in_words(tuple[str, ...])
         ('integer, or null', 'list of text')
     """
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin is Annotated:
         return _annotated(hint, args[0])
     if origin in (Union, types.UnionType):
@@ -219,7 +221,7 @@ def type_in_words(hint: object) -> str:
 
 def _annotated(hint: object, inner: object) -> str:
     if bound := extra(hint, Bound):
-        # The largest numbers that are taken at all say nothing about a key.
+        # Upper bounds are general limits, not facts about the key; leave them out.
         return f"{type_in_words(inner)}, {bound.text.partition(' and at most ')[0]}"
     if parsed := extra(hint, Parsed):
         return parsed.form
@@ -236,8 +238,9 @@ def _one_of(names: Iterable[object]) -> str:
 
 
 def _default(option: Option) -> str:
-    """The default as YAML writes it; of a section, what it is."""
-    value, hint = option.default, option.hint
+    """Returns the default in YAML; for a section with several kinds, the name of the kind."""
+    value = option.default
+    hint = option.hint
     if value is dataclasses.MISSING:
         return ""
     if value is not None and (choice := extra(hint, OneOf)):
@@ -249,7 +252,7 @@ def _default(option: Option) -> str:
 
 
 def completion_words() -> list[str]:
-    """The words by which a shell completes a config: its sections, and its keys with `=`.
+    """Returns the words for shell completion: all sections, and all keys with `=`.
 
     Example:
         >>> words = completion_words()
@@ -263,7 +266,7 @@ def completion_words() -> list[str]:
 
 
 def to_text(sections: list[Section]) -> str:
-    """The sections for a terminal: a line for each key, and its meaning below it."""
+    """Formats sections for a terminal: a line for each key, and its meaning below it."""
     blocks = []
     for section in sections:
         lines = [f"{_heading(section)}: {section.meaning}"]
@@ -277,7 +280,7 @@ def to_text(sections: list[Section]) -> str:
 
 
 def to_markdown(sections: list[Section]) -> str:
-    """The sections as Markdown, a table for each."""
+    """Formats sections as Markdown, with a table for each."""
     blocks = []
     for section in sections:
         lines = [f"## {_heading(section)}", "", section.meaning, ""]
@@ -299,8 +302,8 @@ def _heading(section: Section) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text for a table: what is code stays as it is, the rest means nothing to Markdown."""
+    """Escapes a text for a Markdown table; code in backticks stays unchanged."""
     parts = text.replace("|", "\\|").split("`")
-    # Braces at the end of a cell would be taken for attributes of it.
+    # Markdown would read braces at the end of a cell as its attributes.
     parts[::2] = [part.replace("<", "&lt;").replace("{", "&#123;") for part in parts[::2]]
     return "`".join(parts)

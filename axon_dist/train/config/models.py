@@ -1,4 +1,4 @@
-"""The `model` section: kinds of models, and the tasks that join them with kinds of data."""
+"""The `model` section: kinds of models, and the tasks that connect them with kinds of data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from .sections import (
 from .user_code import UserCode, parameters_of
 
 NO_LIMIT = 2**31
-"""What the labels of a model that does not say how many classes it has must be below."""
+"""The bound on labels for a model that does not say how many classes it has."""
 
 
 _Data = TypeVar("_Data")
@@ -59,10 +59,10 @@ class Field:
     """One array of a batch.
 
     Args:
-        shape: of one sample.
-        dtype: of its numbers.
-        below: what every integer in it is below; None where only the data can say it.
-        rises: whether numbers never fall along a sample.
+        shape: the shape of one sample.
+        dtype: the dtype of its numbers.
+        below: an exclusive upper bound of its integers; None if only the data can tell.
+        rises: whether numbers never decrease along a sample.
     """
 
     shape: Shape
@@ -71,7 +71,7 @@ class Field:
     rises: bool = False
 
     def draw(self, random: np.random.Generator, rows: int) -> np.ndarray:
-        """Random numbers of the field, `[rows, *shape]`; it must say what they are below."""
+        """Draws random numbers, `[rows, *shape]`; `below` must not be None."""
         assert self.below is not None
         drawn = random.integers(0, self.below, (rows, *self.shape)).astype(self.dtype)
         return np.sort(drawn, axis=-1) if self.rises else drawn
@@ -79,14 +79,14 @@ class Field:
 
 @dataclasses.dataclass(frozen=True)
 class Task(abc.ABC, Generic[_Data]):
-    """What joins a kind of model and a kind of data.
+    """Connects a kind of model with kinds of data.
 
     Args:
-        loss_fn: what a step minimizes.
+        loss_fn: the loss that a step minimizes.
 
     Attributes:
         data: the data sections that a model can be trained on.
-        item: what throughput counts.
+        item: the items that throughput counts.
     """
 
     loss_fn: LossFn
@@ -94,43 +94,43 @@ class Task(abc.ABC, Generic[_Data]):
     item: ClassVar[str]
 
     def check(self, model: object, data: _Data) -> None:
-        """Raises `ConfigError` unless a model can take the samples of a data section."""
+        """Raises `ConfigError` unless a model accepts the samples of a data section."""
 
     @abc.abstractmethod
     def fields(self, model: object, data: _Data) -> dict[str, Field]:
-        """The arrays of a batch."""
+        """Returns the arrays of a batch."""
 
     @abc.abstractmethod
     def load(self, model: object, data: _Data, **options: int) -> Loader:
         """Reads the data and makes the batches of one process; options are those of `Loader`.
 
         Raises:
-            ConfigError: when the data is missing, damaged, or not what the model can take.
+            ConfigError: when the data is missing, damaged, or unsuitable for the model.
         """
 
     def items_per_sample(self, data: _Data) -> int:
-        """How many items a sample has."""
+        """Returns the number of items of a sample."""
         return 1
 
     def batch(self, rows: int, data: _Data) -> str:
-        """The size of a global batch, in words."""
+        """Describes the size of a global batch."""
         return f"{rows} {self.item}"
 
     @abc.abstractmethod
     def unit(self, data: _Data) -> str:
-        """What the loss is measured in."""
+        """Returns the unit of the loss."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NextToken(Task[TokenSection]):
-    """A language model predicts each token of a text from those before."""
+    """Language modelling: predicts each token of a text from those before it."""
 
     loss_fn: LossFn = next_token_loss
     data = TOKENS
     item = "tokens"
 
     def check(self, model: object, data: TokenSection) -> None:
-        """Sequences must not be too long for the model, where it says how long they may be."""
+        """Raises if sequences are longer than the model's `max_length`, if it has one."""
         longest = getattr(model, "max_length", data.sequence_length)
         if data.sequence_length > longest:
             raise ConfigError(
@@ -139,7 +139,7 @@ class NextToken(Task[TokenSection]):
             )
 
     def fields(self, model: object, data: TokenSection) -> dict[str, Field]:
-        """Sequences with one token more to predict, and what goes with each of their tokens."""
+        """Returns sequences of one more token than the model sees, and their other arrays."""
         of_tokens = {
             "tokens": (np.int32, getattr(model, "vocab_size", None), False),
             "segments": (np.int32, 4, True),
@@ -149,8 +149,9 @@ class NextToken(Task[TokenSection]):
         return {name: Field(shape, *of_tokens[name]) for name in data.arrays}
 
     def load(self, model: object, data: TokenSection, **options: int) -> Loader:
-        """Opens the data, whose tokens the model must know."""
-        samples, vocab_size = data.open(data.sequence_length), getattr(model, "vocab_size", None)
+        """Opens the data; raises if it has tokens outside the model's vocabulary."""
+        samples = data.open(data.sequence_length)
+        vocab_size = getattr(model, "vocab_size", None)
         if vocab_size is not None and samples.vocab_size > vocab_size:
             raise ConfigError(
                 f"model.vocab_size: got {vocab_size}, but the data has tokens up to "
@@ -159,28 +160,28 @@ class NextToken(Task[TokenSection]):
         return Loader(samples, vocab_size=vocab_size, **options)
 
     def items_per_sample(self, data: TokenSection) -> int:
-        """Tokens that a sample predicts."""
+        """Returns the number of tokens that a sample predicts."""
         return data.sequence_length
 
     def batch(self, rows: int, data: TokenSection) -> str:
-        """Sequences and their length."""
+        """Describes the number of sequences and their length."""
         return f"{rows} x {data.sequence_length} tokens"
 
     def unit(self, data: TokenSection) -> str:
-        """Nats per whatever a token is."""
+        """Returns nats per token or byte."""
         return data.unit
 
 
 @dataclasses.dataclass(frozen=True)
 class Classification(Task[_Pictures]):
-    """A model of images says which class each is of."""
+    """Classification of images."""
 
     loss_fn: LossFn = classification_loss
     data = tuple(row for row in DATA.values() if row not in TOKENS)
     item = "images"
 
     def check(self, model: object, data: _Pictures) -> None:
-        """Images must have the size of the model, where it has one."""
+        """Raises unless images have the model's `image_size`, if it has one."""
         size = getattr(model, "image_size", data.image_size)
         if data.image_size != size:
             raise ConfigError(
@@ -189,7 +190,7 @@ class Classification(Task[_Pictures]):
             )
 
     def fields(self, model: object, data: _Pictures) -> dict[str, Field]:
-        """Images as bytes, and their classes."""
+        """Returns images as bytes, and their classes."""
         shape = (data.image_size, data.image_size, _channels(model))
         num_classes = getattr(model, "num_classes", None)
         return {"x": Field(shape, np.uint8, 256), "y": Field((), np.int32, num_classes)}
@@ -200,28 +201,28 @@ class Classification(Task[_Pictures]):
         return ImageLoader(load_images(data, _channels(model), num_classes), **options)
 
     def batch(self, rows: int, data: _Pictures) -> str:
-        """Images and their size."""
+        """Describes the number of images and their size."""
         return f"{rows} images of {data.image_size} x {data.image_size}"
 
     def unit(self, data: _Pictures) -> str:
-        """Nats per image."""
+        """Returns nats per image."""
         return "nats/image"
 
 
 def _channels(model: object) -> int:
-    """Numbers per pixel; 3 for a user's model without `channels`."""
+    """Returns the numbers per pixel; 3 for a user's model without `channels`."""
     return getattr(model, "channels", 3)
 
 
 @dataclasses.dataclass(frozen=True)
 class UserTask(Task[OwnData]):
-    """The task of a user's samples, which a model and a loss take as they are."""
+    """The task of a user's samples, which are passed to the model and loss unchanged."""
 
     data = (OwnData,)
     item = "samples"
 
     def fields(self, model: object, data: OwnData) -> dict[str, Field]:
-        """The arrays of the first sample."""
+        """Returns the arrays of the first sample."""
         example = data.samples.train(np.array([0]))
         return {name: Field(array.shape[1:], array.dtype) for name, array in example.items()}
 
@@ -230,7 +231,7 @@ class UserTask(Task[OwnData]):
         return Loader(data.samples, **options)
 
     def unit(self, data: OwnData) -> str:
-        """Empty: only the loss knows it."""
+        """Returns an empty string: only the loss knows its unit."""
         return ""
 
 
@@ -239,9 +240,9 @@ class ModelKind:
     """A kind of model that a config can name.
 
     Args:
-        sizes: the dataclass of its sizes, which is the section.
+        sizes: the dataclass of its sizes, which is the config section.
         make: makes it from its sizes and `rngs`.
-        task: what it learns.
+        task: the task that it learns.
         presets: named sizes.
     """
 
@@ -262,7 +263,7 @@ MODELS: MappingProxyType[str, ModelKind] = MappingProxyType(
 
 
 def sizes_of_hub(path: str) -> Mapping[str, object]:
-    """The sizes of the `Transformer` of a snapshot, as plain values.
+    """Returns the sizes of the `Transformer` of a snapshot, as plain values.
 
     Args:
         path: a folder, or `hf://org/name`.
@@ -271,23 +272,25 @@ def sizes_of_hub(path: str) -> Mapping[str, object]:
 
 
 def with_hub_weights(data: Mapping[str, object]) -> Mapping[str, object]:
-    """Plain data of a run whose `weights` are of the snapshot that its model is of.
+    """Sets `weights` of a run to the snapshot that its model comes from.
 
     Args:
-        data: as a YAML file holds it; where it has `weights`, also empty ones, these stay.
+        data: the contents of a YAML file; if it has `weights`, even empty ones, they stay.
     """
     model: Any = data.get("model")
     if not isinstance(model, Mapping) or HUB not in model or "weights" in data:
         return data
-    files, name = [model[HUB]], format_name(model[HUB])
+    files = [model[HUB]]
+    name = format_name(model[HUB])
     return {**data, "weights": {"files": files, "format": name, "cast": True}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnModel(UserCode):
-    """A model of the user's own: `model: {factory: package.module:make, ...}`.
+    """A user's model: `model: {factory: package.module:make, ...}`.
 
-    The factory is called with `rngs` and the keys beside it, and returns an `nnx.Module`.
+    The factory is called with `rngs` and the other keys of the section, and returns an
+    `nnx.Module`.
     """
 
     section: ClassVar[str] = "model"
@@ -297,7 +300,7 @@ class OwnModel(UserCode):
         """Calls the factory.
 
         Raises:
-            ConfigError: when it returns something else than a module.
+            ConfigError: when it does not return a module.
         """
         made = self.call(rngs=rngs)
         if not isinstance(made, nnx.Module):
@@ -310,12 +313,12 @@ class OwnModel(UserCode):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossFactory(UserCode):
-    """A loss of the user's own: `loss: {factory: package.module:make, ...}` returns it."""
+    """A factory of a user's loss: `loss: {factory: package.module:make, ...}` returns it."""
 
     section: ClassVar[str] = "loss"
 
     def validate(self) -> None:
-        """Checks what it takes, and that it is no loss itself."""
+        """Checks its arguments, and that it is not itself a loss."""
         function = self.find()
         if not inspect.isclass(function) and list(parameters_of(function) or ())[:1] == ["model"]:
             raise ConfigError(
@@ -339,9 +342,9 @@ class LossFactory(UserCode):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossFunction(UserCode):
-    """A loss of the user's own: `loss: {function: package.module:loss}` is `loss(model, batch)`.
+    """A user's loss: `loss: {function: package.module:loss}` is called as `loss(model, batch)`.
 
-    The keys beside it are given by keyword in every call.
+    The other keys of the section are passed as keyword arguments in every call.
     """
 
     key: ClassVar[str] = "function"
@@ -349,13 +352,13 @@ class LossFunction(UserCode):
     by_position: ClassVar[tuple[str, ...]] = ("a model", "a batch")
 
     def loss_fn(self) -> LossFn:
-        """The loss, its options bound."""
+        """Returns the loss with its options bound."""
         function = self.find()
         return functools.partial(function, **self.options) if self.options else function
 
 
 UserLoss: TypeAlias = LossFactory | LossFunction
-"""A user's loss, in either form."""
+"""A user's loss, as a function or a factory."""
 
 LOSSES: MappingProxyType[str, type[UserLoss]] = MappingProxyType(
     {"function": LossFunction, "factory": LossFactory}
@@ -364,12 +367,12 @@ LOSSES: MappingProxyType[str, type[UserLoss]] = MappingProxyType(
 
 
 def kind_of(sizes: object, data: object = None, loss: UserLoss | None = None) -> ModelKind:
-    """The row of the sizes of a model, with the task that the data and a user's loss make it.
+    """Returns the kind of a model, with its task adapted to the data and a user's loss.
 
     Args:
-        sizes: of one of the kinds, or a user's model.
-        data: the data section, from which a user's model gets its task.
-        loss: in place of the task's own.
+        sizes: the sizes of one of the kinds, or a user's model.
+        data: the data section, which determines the task of a user's model.
+        loss: replaces the loss of the task.
 
     Raises:
         ConfigError: when there is no loss for a user's data.
@@ -390,7 +393,7 @@ def kind_of(sizes: object, data: object = None, loss: UserLoss | None = None) ->
 
 
 def _task_of(data: object, user_loss: LossFn | None) -> Task[Any]:
-    """The task of a user's model, which follows from its data."""
+    """Returns the task of a user's model, by its data."""
     if not isinstance(data, OwnData):
         tasks = (kind.task for kind in MODELS.values())
         return next(task for task in tasks if isinstance(data, task.data))
@@ -403,13 +406,13 @@ def _task_of(data: object, user_loss: LossFn | None) -> Task[Any]:
 
 
 def make_model(sizes: object, seed: int) -> nnx.Module:
-    """Makes the model; used as a factory, its arrays are made on their devices.
+    """Makes the model; if a step uses this as a factory, arrays are made on their devices.
 
     Args:
-        sizes: of one of the kinds, or a user's model.
-        seed: of the initial weights and of dropout.
+        sizes: the sizes of one of the kinds, or a user's model.
+        seed: the seed of the initial weights and of dropout.
     """
     rngs = nnx.Rngs(seed)
-    return (
-        sizes.make(rngs) if isinstance(sizes, OwnModel) else kind_of(sizes).make(sizes, rngs=rngs)
-    )
+    if isinstance(sizes, OwnModel):
+        return sizes.make(rngs)
+    return kind_of(sizes).make(sizes, rngs=rngs)

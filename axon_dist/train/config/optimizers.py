@@ -1,4 +1,4 @@
-"""The optimizers that a config can name, a dataclass each."""
+"""The optimizers that a config can name, one dataclass each."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from .user_code import UserCode
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Parameters that are trained otherwise than the rest; the first group that has one counts.
+    """Parameters that are trained differently; a parameter belongs to the first group that matches.
 
     Args:
         paths: regular expressions, searched for in paths such as `blocks/0/mlp/up/kernel`.
-        rate: what the learning rate is multiplied by.
-        weight_decay: of every parameter of the group, in place of the optimizer's; null leaves it.
-        frozen: leaves them as they are: they have no gradient and no moments.
+        rate: the multiplier of the learning rate.
+        weight_decay: the weight decay of every parameter of the group; null for the optimizer's.
+        frozen: do not train them: they have no gradient and no moments.
     """
 
     paths: tuple[str, ...]
@@ -44,7 +44,7 @@ class Group:
     frozen: bool = False
 
     def validate(self) -> None:
-        """Raises `ConfigError` for an invalid regular expression, or what is frozen and trained."""
+        """Raises `ConfigError` for an invalid pattern, or a frozen group with training options."""
         for path in self.paths:
             if why := pattern_error(path):
                 raise ConfigError(f"paths: {path!r:.80} {why}")
@@ -52,11 +52,12 @@ class Group:
             raise ConfigError("paths names nothing; write a regular expression, such as head")
         if self.frozen and (self.rate != 1 or self.weight_decay is not None):
             raise ConfigError(
-                "got frozen=true beside rate or weight_decay, which train; leave one of them out"
+                "got frozen=true with rate or weight_decay, which train; leave one of them out",
+                code="frozen-group",
             )
 
     def has(self, path: str) -> bool:
-        """Whether a parameter is meant."""
+        """Whether a pattern matches the path of a parameter."""
         return any(re.search(pattern, path) for pattern in self.paths)
 
 
@@ -68,15 +69,15 @@ Factory: TypeAlias = Callable[[], nnx.Module]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer(abc.ABC):
-    """What every optimizer takes.
+    """The options of every optimizer.
 
     Args:
         learning_rate: the peak of the schedule.
-        schedule: how the rate moves over the run.
-        groups: parameters that are trained otherwise, or not at all.
-        momentum_dtype: what the mean of the gradients is kept in, `float32` or `bfloat16`; null
-            takes the dtype of the parameters. The mean of their squares stays in theirs: it moves
-            by less than bfloat16 can tell apart.
+        schedule: how the learning rate changes over the run.
+        groups: parameters that are trained differently, or not at all.
+        momentum_dtype: the dtype of the mean of gradients, `float32` or `bfloat16`; null takes that
+            of the parameters. The mean of squares keeps the dtype of the parameters, because its
+            updates are too small for bfloat16.
     """
 
     learning_rate: Positive = 3e-4
@@ -85,7 +86,7 @@ class Optimizer(abc.ABC):
     momentum_dtype: Dtype | None = None
 
     def validate(self) -> None:
-        """Raises `ConfigError` for a group that decays where the optimizer does not."""
+        """Raises `ConfigError` for a group with weight decay if the optimizer has none."""
         decaying = [name for name, kind in OPTIMIZERS.items() if issubclass(kind, Decaying)]
         for number, group in enumerate(self.groups):
             if group.weight_decay is not None and not isinstance(self, Decaying):
@@ -98,7 +99,7 @@ class Optimizer(abc.ABC):
         """Returns the optax transformation for a run of some steps.
 
         Args:
-            num_steps: of the run.
+            num_steps: the length of the run.
             make_model: makes the model, for an optimizer that treats its layers differently.
 
         Raises:
@@ -131,10 +132,12 @@ class Optimizer(abc.ABC):
         return by_path({p: f(make_model) for p, f in members.items()}, base) if members else base
 
     def _member(self, group: Group, num_steps: int) -> Callable[..., Transform]:
-        """The optimizer of a group, from the function that makes the model."""
+        """Returns a function from `make_model` to the optimizer of a group."""
         peak = group.rate * self.learning_rate
-        decays = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
-        member = dataclasses.replace(self, **decays, **({"decay": "all"} if decays else {}))
+        changes: dict[str, object] = {}
+        if group.weight_decay is not None:
+            changes = {"weight_decay": group.weight_decay, "decay": "all"}
+        member = dataclasses.replace(self, **changes)
         return functools.partial(member.transform, self.schedule.build(peak, num_steps))
 
     def is_frozen(self, path: str) -> bool:
@@ -142,7 +145,7 @@ class Optimizer(abc.ABC):
         return next((group.frozen for group in self.groups if group.has(path)), False)
 
     def rates(self, num_steps: int) -> np.ndarray:
-        """The learning rate of every step of a run, `[num_steps]`.
+        """Returns the learning rate of every step of a run, `[num_steps]`.
 
         Example:
             >>> from axon_dist.train.config.rates import Linear
@@ -162,8 +165,8 @@ class Decaying(Optimizer):
     """An optimizer with decoupled weight decay.
 
     Args:
-        weight_decay: the part of a parameter that a step at rate 1 takes away.
-        decay: which parameters decay: `matrices`, which leaves out norms, biases, embeddings and
+        weight_decay: the fraction of a parameter that a step at learning rate 1 removes.
+        decay: which parameters decay: `matrices`, which excludes norms, biases, embeddings and
             positions; or `all`.
     """
 
@@ -183,7 +186,7 @@ class Adam(Optimizer):
     Args:
         b1: decay of the mean of the gradients.
         b2: decay of the mean of their squares.
-        eps: added to the root of the latter.
+        eps: added to the square root of the latter.
     """
 
     b1: Fraction = 0.9
@@ -197,12 +200,12 @@ class Adam(Optimizer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamW(Decaying):
-    """Adam with decoupled weight decay (arXiv:1711.05101), its second decay as for transformers.
+    """Adam with decoupled weight decay (arXiv:1711.05101); the default `b2` is for transformers.
 
     Args:
         b1: decay of the mean of the gradients.
         b2: decay of the mean of their squares.
-        eps: added to the root of the latter.
+        eps: added to the square root of the latter.
     """
 
     b1: Fraction = 0.9
@@ -224,10 +227,10 @@ class AdamW(Decaying):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lion(Decaying):
-    """Lion, the sign of a momentum (arXiv:2302.06675); its rate is 3 to 10 times below Adam's.
+    """Lion, the sign of a momentum (arXiv:2302.06675); use a rate 3 to 10 times below Adam's.
 
     Args:
-        b1: how much of the step comes from the momentum.
+        b1: the weight of the momentum in a step.
         b2: decay of the momentum.
     """
 
@@ -246,15 +249,15 @@ class SGD(Optimizer):
     """Stochastic gradient descent.
 
     Args:
-        momentum: decay of the velocity; 0 keeps none.
-        nesterov: looks one step ahead along the velocity.
+        momentum: decay of the momentum; 0 keeps none.
+        nesterov: use Nesterov momentum.
     """
 
     momentum: Fraction = 0.0
     nesterov: bool = False
 
     def validate(self) -> None:
-        """Raises `ConfigError` for what is said of a velocity that there is not."""
+        """Raises `ConfigError` for options of a momentum that is 0."""
         super().validate()
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov=true needs a momentum above 0 and got 0; set momentum")
@@ -271,16 +274,16 @@ class SGD(Optimizer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Muon(Decaying):
-    """Muon for the matrices in the blocks of a model, AdamW for all else (arXiv:2502.16982).
+    """Muon for the matrices in a model's blocks, AdamW for the rest (arXiv:2502.16982).
 
     Args:
         momentum: decay of the momentum of matrices.
-        nesterov: looks one step ahead along the momentum.
+        nesterov: use Nesterov momentum.
         ns_steps: iterations of Newton–Schulz.
-        rms: updates of matrices have this root mean square, as those of AdamW have about 0.2, so
-            that one learning rate fits both.
-        b1: of AdamW: decay of the mean of the gradients.
-        b2: of AdamW: decay of the mean of their squares.
+        rms: the root mean square of the updates of matrices; 0.2 is about that of AdamW, so that
+            one learning rate fits both.
+        b1: in AdamW, the decay of the mean of the gradients.
+        b2: in AdamW, the decay of the mean of their squares.
     """
 
     momentum: Fraction = 0.95
@@ -318,11 +321,11 @@ OPTIMIZERS: MappingProxyType[str, type[Optimizer]] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnOptimizer(UserCode):
-    """An optimizer of the user's own: `optimizer: {factory: package.module:make, ...}`.
+    """A user's optimizer: `optimizer: {factory: package.module:make, ...}`.
 
-    The factory is called with the keys beside it, and with `num_steps`, the length of the run,
-    where it takes that; it returns an `optax.GradientTransformation`. Those of optax can be named
-    too, as in `{factory: optax:adafactor, learning_rate: 0.001}`.
+    The factory is called with the other keys of the section, and with `num_steps`, the length of
+    the run, if it takes it. It returns an `optax.GradientTransformation`. It may be one of optax,
+    as in `{factory: optax:adafactor, learning_rate: 0.001}`.
     """
 
     section: ClassVar[str] = "optimizer"
@@ -332,8 +335,8 @@ class OwnOptimizer(UserCode):
         """Calls the factory.
 
         Args:
-            num_steps: of the run.
-            make_model: makes the model, which such a factory does not see.
+            num_steps: the length of the run.
+            make_model: not passed to the factory.
 
         Raises:
             ConfigError: when it returns something else.
@@ -349,4 +352,4 @@ class OwnOptimizer(UserCode):
         return made
 
     def rates(self, num_steps: int) -> None:
-        """None: its learning rate is unknown."""
+        """Returns None: the learning rate of a user's optimizer is unknown."""

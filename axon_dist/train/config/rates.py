@@ -1,4 +1,4 @@
-"""The learning-rate schedules that a config can name, a dataclass each."""
+"""The learning-rate schedules that a config can name, one dataclass each."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .read import Count, Fraction, Natural
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RateSchedule(abc.ABC):
-    """How the learning rate moves over a run.
+    """How the learning rate changes over a run.
 
     Args:
         warmup_steps: steps of linear growth from 0 to the peak.
-        warmup_fraction: the same as a share of the steps of the run; one of the two may be given.
+        warmup_fraction: the same as a share of the steps of the run; set at most one of the two.
     """
 
     warmup_steps: Natural = 0
     warmup_fraction: Fraction = 0.0
 
     def validate(self) -> None:
-        """Raises `ConfigError` for a warmup that is said in both ways."""
+        """Raises `ConfigError` if both `warmup_steps` and `warmup_fraction` are set."""
         if self.warmup_steps and self.warmup_fraction:
             raise ConfigError(
                 f"got warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction}, "
@@ -62,16 +62,16 @@ class ConstantRate(RateSchedule):
     """Stays at the peak."""
 
     def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
-        """Returns the peak, whatever the step."""
+        """Returns the constant schedule."""
         return optax.constant_schedule(peak)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cosine(RateSchedule):
-    """Falls along half a cosine (arXiv:1608.03983, without restarts).
+    """Decays along half a cosine (arXiv:1608.03983, without restarts).
 
     Args:
-        final_fraction: what is left of the peak at the last step.
+        final_fraction: the rate at the last step, as a fraction of the peak.
     """
 
     final_fraction: Fraction = 0.1
@@ -83,10 +83,10 @@ class Cosine(RateSchedule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear(RateSchedule):
-    """Falls along a straight line.
+    """Decays linearly.
 
     Args:
-        final_fraction: what is left of the peak at the last step.
+        final_fraction: the rate at the last step, as a fraction of the peak.
     """
 
     final_fraction: Fraction = 0.0
@@ -98,11 +98,11 @@ class Linear(RateSchedule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmupStableDecay(RateSchedule):
-    """Stays at the peak, and falls along a straight line at the end (arXiv:2404.06395).
+    """Stays at the peak, and decays linearly at the end (arXiv:2404.06395).
 
     Args:
-        decay_fraction: the share of the steps of the run over which it falls.
-        final_fraction: what is left of the peak at the last step.
+        decay_fraction: the share of the run's steps over which it decays.
+        final_fraction: the rate at the last step, as a fraction of the peak.
     """
 
     decay_fraction: Fraction = 0.2
@@ -127,11 +127,11 @@ class WarmupStableDecay(RateSchedule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InverseSquareRoot(RateSchedule):
-    """Falls as one over the root of the step (arXiv:1706.03762).
+    """Decays as one over the square root of the step (arXiv:1706.03762).
 
     Args:
-        timescale: steps after the warmup in which it falls to 0.71 of the peak; as many as the
-            warmup has make the schedule of the paper.
+        timescale: steps after the warmup in which it decays to 0.71 of the peak; the length of the
+            warmup gives the schedule of the paper.
     """
 
     timescale: Count = 1000
@@ -151,4 +151,4 @@ RATES: MappingProxyType[str, type[RateSchedule]] = MappingProxyType(
         "inverse_sqrt": InverseSquareRoot,
     }
 )
-"""The schedules of learning rates, by name; those of pipelines are `schedule.SCHEDULES`."""
+"""The learning-rate schedules, by name; pipeline schedules are in `schedule.SCHEDULES`."""

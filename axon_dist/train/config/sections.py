@@ -1,4 +1,4 @@
-"""Sections of a config: devices, length, checkpoints, loggers, first weights, and the data."""
+"""Sections of a config: devices, training, checkpoints, loggers, initial weights, and the data."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from .user_code import UserCode
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DevicesConfig:
-    """Which devices a run takes.
+    """Which devices a run uses.
 
     Args:
-        emulate: this many CPU devices are emulated; None takes the real devices.
+        emulate: the number of CPU devices to emulate; None uses the real devices.
     """
 
     emulate: Devices | None = None
@@ -56,11 +56,11 @@ class ProfileConfig:
     SIGUSR1 sent to a process traces its next steps, whether or not the config has this section.
 
     Args:
-        at: the first of them, counted from 1; the first step of a process compiles and is left out;
-            0 waits for the signal.
-        steps: how many.
-        port: where process 0 lets XProf or TensorBoard trace it at any time, and each further
-            process one above it; null opens none.
+        at: the first traced step, counted from 1; the first step of a process compiles and is
+            skipped; 0 waits for the signal.
+        steps: the number of traced steps.
+        port: the port at which XProf or TensorBoard can trace process 0 at any time; each further
+            process uses the next port; null opens none.
     """
 
     at: Natural = 20
@@ -70,14 +70,14 @@ class ProfileConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BestConfig:
-    """By which number a state is the best, and when a run that gets no better ends.
+    """Which checkpoint is the best, and when a run without improvement ends.
 
     Args:
-        metric: of the validation, as `metrics.jsonl` names it: `validation/loss`, or that of a set,
-            such as `validation/code/loss`, or another metric of the loss function.
-        mode: `min` where less is better, `max` where more is.
-        patience: so many validations without a better number end the run; 0 lets it go on.
-        min_delta: by so much a number has to be better to count.
+        metric: a validation metric, as named in `metrics.jsonl`: `validation/loss`, or that of a
+            set, such as `validation/code/loss`, or another metric of the loss function.
+        mode: `min` if less is better, `max` if more is.
+        patience: the run ends after this many validations without improvement; 0 never ends it.
+        min_delta: the smallest change that counts as an improvement.
     """
 
     metric: str = "validation/loss"
@@ -88,27 +88,26 @@ class BestConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long a run trains, on how much at a time, and how often it reports.
+    """How long a run trains, with which batch size, and how often it validates and reports.
 
     Args:
         steps: optimizer steps.
         global_batch: samples in one step, over all devices and microbatches.
-        accumulate: microbatches that one step adds up.
-        clip_norm: largest global norm of the gradients; None leaves them as they are.
+        accumulate: microbatches whose gradients one step accumulates.
+        clip_norm: largest global norm of the gradients; None does not clip.
         eval_every: steps between validations; 0 validates only at the end.
-        eval_batches: global batches in one validation at most, spread over the validation data,
-            each sample once; `axon eval` takes all of it.
-        best: by which number a checkpoint is the best, and when a run ends early.
-        log_every: steps between written metrics, each their mean over those steps.
-        peak_flops: what one device computes at best, in FLOP/s, which the utilization in the
-            metrics is measured against; None takes that of the chip, and on one that is not known
-            there is no utilization.
-        ema: decay of a moving average of the parameters, which is then what is validated; None
+        eval_batches: the most global batches in one validation, spread over the validation data,
+            each sample once; `axon eval` uses all of it.
+        best: which checkpoint is the best, and when a run ends early.
+        log_every: steps between written metrics, each averaged over those steps.
+        peak_flops: the peak FLOP/s of one device, for the utilization in the metrics; None takes
+            that of the chip; for an unknown chip there is no utilization.
+        ema: decay of a moving average of the parameters, which is then validated instead; None
             keeps none.
         nonfinite: what to do when a loss or gradient is not finite: `stop` with an error, `skip`
-            that batch, or `rollback` to the newest checkpoint and go on with new batches.
-        max_rollbacks: how often a run goes back before it stops.
-        spikes: which steps change nothing, because loss or gradient stand out; None takes all.
+            that batch, or `rollback` to the newest checkpoint and continue with new batches.
+        max_rollbacks: the most rollbacks before a run stops.
+        spikes: which steps are skipped, because loss or gradient are outliers; None skips none.
         layer_norms: write the norms of weights, gradients and updates of every layer.
         profile: which steps are traced; None traces none.
     """
@@ -132,19 +131,20 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When a run saves its state, how, and which of its checkpoints stay.
+    """When and how a run saves its state, and which checkpoints it keeps.
 
     Args:
         every: steps between checkpoints; 0 saves only the last state.
-        memory_every: steps between copies of the state in the memory of the hosts, from which a run
-            that has lost a process goes on without reading a checkpoint; the steps since the newest
-            are taken again. 0 makes none. `axon launch --max-restarts N` keeps them.
-        keep: how many of the newest stay.
-        best: how many of those stay that are the best by `train.best`.
-        keep_every: those whose step is a multiple of it stay, too; 0 for none.
-        background: write while the run goes on.
-        type: `sharded`, every process its shards; or `full`, process 0 everything in one file.
-        dir: the folder; None makes `checkpoints` in that of the run.
+        memory_every: steps between copies of the state in host memory. A run that has lost a
+            process continues from the newest copy without reading a checkpoint, and repeats the
+            steps since. 0 makes none. `axon launch --max-restarts N` keeps them.
+        keep: how many of the newest checkpoints to keep.
+        best: how many of the best checkpoints by `train.best` to keep.
+        keep_every: also keep checkpoints whose step is a multiple of this; 0 for none.
+        background: write while the run continues.
+        type: `sharded`, every process writes its shards; or `full`, process 0 writes everything to
+            one file.
+        dir: the folder; None for `checkpoints` in the folder of the run.
     """
 
     every: Natural = 100
@@ -158,13 +158,13 @@ class CheckpointConfig:
 
     @property
     def retention(self) -> Retention:
-        """Which checkpoints stay."""
+        """Which checkpoints are kept."""
         return Retention(last=self.keep, best=self.best, every=self.keep_every)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Logger:
-    """A place that metrics go to; `module` is the package that the extra `loggers` installs."""
+    """A metrics logger; `module` is the package that the extra `loggers` installs."""
 
     module: ClassVar[str]
 
@@ -226,14 +226,14 @@ LOGGERS: MappingProxyType[str, type[Logger]] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Low-rank adapters, which are then what is trained; see `axon_dist.lora`.
+    """Low-rank adapters, which are then the only trained parameters; see `axon_dist.lora`.
 
     Args:
-        rank: columns of the one matrix of an adapter, and rows of the other.
+        rank: columns of the first matrix of an adapter, and rows of the second.
         paths: regular expressions, searched for in the paths of linear layers; empty takes all. One
-            that finds none of them is searched for in the paths of embeddings.
-        alpha: the product is scaled by alpha / rank; None leaves it as it is.
-        rslora: scales by alpha / sqrt(rank) in its place.
+            that matches none of them is searched for in the paths of embeddings.
+        alpha: scales the product by alpha / rank; None for a scale of 1.
+        rslora: scales by alpha / sqrt(rank) instead.
         rank_pattern: other ranks, by regular expressions of paths.
         alpha_pattern: other alphas, by regular expressions of paths.
     """
@@ -252,8 +252,8 @@ class Lora:
     rank_pattern: Mapping[str, Count] = dataclasses.field(default_factory=dict, hash=False)
     alpha_pattern: Mapping[str, Positive] = dataclasses.field(default_factory=dict, hash=False)
 
-    def beside(self, model: nnx.Module, seed: int) -> nnx.Module:
-        """The model with adapters.
+    def add_to(self, model: nnx.Module, seed: int) -> nnx.Module:
+        """Returns a copy of the model with adapters.
 
         Raises:
             ConfigError: when a path finds no layer.
@@ -273,17 +273,17 @@ class Lora:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Files that a run takes its first weights from; see `axon_dist.load_weights`.
+    """The files of a run's initial weights; see `axon_dist.load_weights`.
 
     Args:
         files: safetensors files, or one folder with them, such as the snapshot of a hub's
             repository.
         format: how tensors are named, `native` or the layout of a hub, such as `hf-llama`.
-        cast: convert between dtypes of floats, to nearest.
-        keep: regular expressions of paths that keep the first values of the model where the files
-            have none; adapters do anyway.
-        differ: fields of the model that are to differ from the `config.json` beside the files;
-            whatever else does is refused.
+        cast: convert between float dtypes, rounding to nearest.
+        keep: regular expressions of paths that keep the model's initial values if the files have
+            none; adapters do so anyway.
+        differ: fields of the model that may differ from the `config.json` next to the files; any
+            other difference is an error.
     """
 
     files: tuple[str, ...]
@@ -293,10 +293,10 @@ class Weights:
     differ: tuple[str, ...] = ()
 
     def validate(self) -> None:
-        """Checks that a file is named, and patterns.
+        """Checks that a file is named, and that patterns are valid.
 
         Raises:
-            ConfigError: when none is, or a pattern is none.
+            ConfigError: when no file is named, or a pattern is invalid.
         """
         if not self.files:
             raise ConfigError("weights.files names no file: name safetensors files, or a folder")
@@ -307,10 +307,10 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How batches are made while a step runs.
+    """How batches are loaded.
 
     Args:
-        num_ahead: batches loaded ahead by a thread; 0 loads each when it is asked for.
+        num_ahead: batches that a thread prefetches; 0 loads each on demand.
         num_workers: processes that make whole batches in turn, such as those that decode images; 0
             leaves that to the thread.
     """
@@ -321,7 +321,7 @@ class LoadOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SequenceOptions(LoadOptions):
-    """The length of the samples of tokens, and how they are loaded.
+    """The length of token sequences, and how they are loaded.
 
     Args:
         sequence_length: tokens that a sample predicts.
@@ -332,32 +332,32 @@ class SequenceOptions(LoadOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextData(SequenceOptions, TextSource):
-    """Which text a run reads, and in samples of which length."""
+    """Text files, read as windows of one length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenData(SequenceOptions, TokenSource):
-    """Which files of tokens a run reads, and in samples of which length."""
+    """Files of token ids, read as windows of one length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonlData(SequenceOptions, JsonlSource):
-    """Which lines a run reads, and in rows of which length."""
+    """JSONL files, read as rows of one length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParquetData(SequenceOptions, ParquetSource):
-    """Which parquet files a run reads, and in rows of which length."""
+    """Parquet files, read as rows of one length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayRecordData(SequenceOptions, ArrayRecordSource):
-    """Which files of ArrayRecord a run reads, and in rows of which length."""
+    """ArrayRecord files, read as rows of one length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetsData(SequenceOptions, DatasetsSource):
-    """Which data sets of Hugging Face a run reads, and in rows of which length."""
+    """Hugging Face datasets, read as rows of one length."""
 
 
 SOURCES: MappingProxyType[str, type] = MappingProxyType(
@@ -370,26 +370,26 @@ SOURCES: MappingProxyType[str, type] = MappingProxyType(
         "datasets": DatasetsSource,
     }
 )
-"""What a mixture can be made of."""
+"""The sources that a mixture can have, by their `kind`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtureData(SequenceOptions):
-    """Several sources, of each so many samples as its weight says.
+    """A mixture of sources, sampled in proportion to their weights.
 
     Args:
-        sources: the parts, each with its `kind` and its own options.
-        weights: their shares of the samples, a number above 0 for each, in any unit.
+        sources: the sources, each with its `kind` and its own options.
+        weights: the weight of each source, a number above 0; they need not sum to 1.
     """
 
     sources: tuple[Annotated[Any, OneOf(SOURCES, tag="kind")], ...]
     weights: tuple[Positive, ...]
 
     def validate(self) -> None:
-        """Checks that every source has a weight, and that losses are measured alike.
+        """Checks that every source has a weight, and that all have the same unit and tokenizer.
 
         Raises:
-            ConfigError: when not.
+            ConfigError: when one of these does not hold.
         """
         if len(self.weights) != len(self.sources) or not self.sources:
             raise ConfigError(
@@ -414,7 +414,7 @@ class MixtureData(SequenceOptions):
 
     @property
     def unit(self) -> str:
-        """What a loss is measured in."""
+        """The unit of a loss."""
         return self.sources[0].unit
 
     @property
@@ -430,38 +430,38 @@ class MixtureData(SequenceOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageData(LoadOptions, ImageSource):
-    """Which images a run reads."""
+    """Images in `.npz` files."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageFolderData(LoadOptions, ImageFolder):
-    """Which folders of images a run reads."""
+    """Folders of images, one subfolder per class."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageRecordsData(LoadOptions, ImageRecords):
-    """Which records of images a run reads."""
+    """Records with an image and a label."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticImageData(LoadOptions, SyntheticImages):
-    """Which images a run generates."""
+    """Synthetic images, which need no files."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnData(LoadOptions, UserCode):
-    """Samples of the user's own: `data: {factory: package.module:make, ...}`.
+    """A user's samples: `data: {factory: package.module:make, ...}`.
 
     The factory returns two sequences of samples, for training and for validation, each with a
-    length and with items that are dicts of arrays, all alike; or one object with the methods of
-    `axon_dist.data.Samples`.
+    length and with items that are dicts of arrays, all of the same shapes and dtypes; or one object
+    with the methods of `axon_dist.data.Samples`.
     """
 
     section: ClassVar[str] = "data"
 
     @functools.cached_property
     def samples(self) -> Samples:
-        """What the factory makes, called once.
+        """The samples that the factory returns; it is called once.
 
         Raises:
             ConfigError: when it makes neither samples nor two sequences of them.
@@ -494,7 +494,7 @@ DATA: MappingProxyType[str, type] = MappingProxyType(
         "synthetic_images": SyntheticImageData,
     }
 )
-"""What `data.kind` can name, each by the dataclass of the section."""
+"""The dataclass of the section for each `data.kind`."""
 
 TokenSection: TypeAlias = (
     TextData | TokenData | JsonlData | ParquetData | ArrayRecordData | DatasetsData | MixtureData
@@ -502,4 +502,4 @@ TokenSection: TypeAlias = (
 """A section whose samples are sequences of tokens."""
 
 TOKENS: tuple[type, ...] = tuple(row for row in DATA.values() if issubclass(row, SequenceOptions))
-"""Those of `DATA` whose samples are sequences of tokens."""
+"""The sections of `DATA` whose samples are sequences of tokens."""

@@ -1,4 +1,4 @@
-"""User code: functions by dotted path, called with the keys beside it in the config."""
+"""User code: functions by dotted path, called with the other keys of their config section."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any, ClassVar
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
 
 PATH = "package.module:name"
-"""How the place of a function is written."""
+"""The form of a function's path."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UserCode:
-    """A section that says `{factory: package.module:name, key: value}`.
+    """A config section `{factory: package.module:name, key: value}`.
 
     It means `package.module.name(key=value, **provided)`, called when the run is built. The
-    module is found as `python -m` finds it, from the current folder first.
+    module is looked up as by `python -m`: in the current folder first.
 
     Args:
-        path: of the function or class, `package.module:name` or `package.module.name`.
-        options: the keyword arguments that the config gives it.
+        path: the path of the function or class, `package.module:name` or `package.module.name`.
+        options: the keyword arguments from the config.
 
     Example:
         >>> code = UserCode(path="collections:Counter", options={"axes": 3})
@@ -37,11 +37,11 @@ class UserCode:
     key: ClassVar[str] = "factory"
     """The key that holds the path."""
     section: ClassVar[str] = ""
-    """What the section is called."""
+    """The name of the section."""
     provided: ClassVar[tuple[str, ...]] = ()
-    """Further keyword arguments, which the library provides."""
+    """Further keyword arguments, which the library always passes."""
     offered: ClassVar[tuple[str, ...]] = ()
-    """Keyword arguments that the library provides where the function takes them."""
+    """Keyword arguments that the library passes if the function takes them."""
     by_position: ClassVar[tuple[str, ...]] = ()
     """The positional arguments of later calls, in words."""
 
@@ -49,7 +49,7 @@ class UserCode:
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     def validate(self) -> None:
-        """Imports it and checks that it takes its arguments; calls nothing.
+        """Imports the function and checks that it takes its arguments; does not call it.
 
         Raises:
             ConfigError: when it cannot be found, or takes other arguments.
@@ -81,7 +81,7 @@ class UserCode:
             words = [*self.by_position, *(_GIVEN.get(name, name) for name in named)]
             raise ConfigError(
                 f"{self.full_key}: {self.path} takes ({', '.join(params)}) and is called "
-                f"with {' and '.join(words) or 'nothing'}: {error}; set what is missing beside "
+                f"with {' and '.join(words) or 'nothing'}: {error}; set the missing keys next to "
                 f"{self.key}, and let it take the rest"
             ) from None
 
@@ -96,11 +96,11 @@ class UserCode:
 
     @property
     def full_key(self) -> str:
-        """The key of the config that names it."""
+        """The config key that names it."""
         return f"{self.section}.{self.key}".lstrip(".")
 
     def returned(self, made: object, what: str) -> ConfigError:
-        """The error of a function that returned a value of the wrong type."""
+        """Makes the error for a function that returned a value of the wrong type."""
         kind = type(made).__name__
         return ConfigError(f"{self.full_key}: {self.path} returns a {kind}, which must be {what}")
 
@@ -108,8 +108,8 @@ class UserCode:
         """Calls it with the options and further keyword arguments."""
         function = self.find()
         params = parameters_of(function)
-        offered = {name for name in self.offered if params is not None and name not in params}
-        arguments = {name: value for name, value in arguments.items() if name not in offered}
+        unwanted = {name for name in self.offered if params is not None and name not in params}
+        arguments = {name: value for name, value in arguments.items() if name not in unwanted}
         try:
             return function(**self.options, **arguments)
         except SystemExit as error:
@@ -128,11 +128,11 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def find(path: str, key: str) -> Callable[..., Any]:
-    """Imports what can be called by its dotted path.
+    """Imports a function or class by its dotted path.
 
     Args:
         path: `package.module:name`, where the name may have dots, or `package.module.name`.
-        key: the key of the config, which opens every message.
+        key: the config key, which begins every message.
 
     Raises:
         ConfigError: when there is no such module or no such name in it, when importing the module
@@ -186,15 +186,15 @@ def _import(name: str, key: str) -> Any:
 
 
 def _nearest(name: str, valid: Iterable[str]) -> str:
-    """The nearest of many names, without the list of all."""
+    """Suggests the nearest of many names, without listing all of them."""
     guess, _, _ = did_you_mean(name, (n for n in valid if not n.startswith("__"))).partition(" Val")
     return guess or " Correct the name."
 
 
 def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter] | None:
-    """What a function or class takes, or None where that cannot be known."""
+    """Returns the parameters of a function or class, or None if they cannot be known."""
     try:
-        # The signature of an nnx class is (*args, **kwargs), whatever its __init__ takes.
+        # The signature of an nnx class is always (*args, **kwargs); look at its `__init__`.
         if inspect.isclass(function):
             _, *rest = inspect.signature(function.__init__).parameters.items()
             return dict(rest)

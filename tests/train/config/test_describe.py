@@ -54,9 +54,7 @@ def test_a_section_a_key_and_a_mistake(capsys):
     }  # fmt: skip
     assert len(describe(parts=False)) == 1
     assert [row.variant for row in describe("data.jsonl")] == ["kind: jsonl"]
-    assert [row.meaning for row in describe("validation")] == [
-        "a key of the top level, beside the sections."
-    ]
+    assert [row.meaning for row in describe("validation")] == ["a key of the top level."]
     ((key,),) = (row.keys for row in describe("train.ema"))
     assert key.path == "train.ema"
     with pytest.raises(ConfigError, match=r"no section or key 'trian'. Did you mean 'train'\?"):

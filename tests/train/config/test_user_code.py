@@ -190,7 +190,7 @@ def test_a_plan_of_patterns_keeps_its_order(make_world):
         (
             {"optimizer": {"factory": "own_things:decayed"}},
             r"^optimizer.factory: own_things:decayed takes \(rate, num_steps\) and is called with "
-            r"num_steps: missing a required argument: 'rate'; set what is missing beside factory",
+            r"num_steps: missing a required argument: 'rate'; set the missing keys next to factory",
         ),
         (
             {"optimizer": {"factory": "own_things:nothing"}},
