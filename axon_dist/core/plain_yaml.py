@@ -137,7 +137,7 @@ def to_yaml(data: object, *, in_one_line: bool = False) -> str:
         >>> to_yaml({"train": {"steps": 10}}, in_one_line=True)
         '{train: {steps: 10}}'
     """
-    writer = YAML(typ="safe", pure=True)
+    writer: Any = YAML(typ="safe", pure=True)
     writer.default_flow_style = in_one_line
     writer.sort_base_mapping_type_on_output = False  # Keeps the order of keys.
     writer.width = 10**6

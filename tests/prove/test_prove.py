@@ -100,7 +100,7 @@ PROVEN = {
     "mean_loss": True,
     "gradients_by_pmean-unchecked": True,
     "megatron_mlp": True,
-    "softmax_over_parts": False,
+    "softmax_over_parts": True,
     "dropout_with_folded_keys": False,
 }
 
