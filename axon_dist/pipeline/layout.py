@@ -202,10 +202,10 @@ class Stacks:
 
     Example:
         >>> stacks = Stacks(((("blocks",), 2),))
-        >>> apart = stacks.apart({"blocks": {"kernel": jnp.ones((2, 3))}})
-        >>> [leaf.shape for leaf in flatten(apart).values()], list(flatten(apart))
+        >>> split = stacks.unstack({"blocks": {"kernel": jnp.ones((2, 3))}})
+        >>> [leaf.shape for leaf in flatten(split).values()], list(flatten(split))
         ([(3,), (3,)], [('blocks', 0, 'kernel'), ('blocks', 1, 'kernel')])
-        >>> stacks.together(apart)["blocks"]["kernel"].shape
+        >>> stacks.restack(split)["blocks"]["kernel"].shape
         (2, 3)
     """
 
@@ -216,7 +216,7 @@ class Stacks:
         within = (item for item in self.depths if keys[: len(item[0])] == item[0])
         return next(within, ((), 0))
 
-    def apart(self, tree: PyTree, shapes: PyTree = None) -> PyTree:
+    def unstack(self, tree: PyTree, shapes: PyTree = None) -> PyTree:
         """Returns a nested dict like the model's, with stacked leaves split into one per block.
 
         Args:
@@ -242,22 +242,22 @@ class Stacks:
                 leaves[*stack, row, *rest] = value
         return nest(leaves)
 
-    def together(
+    def restack(
         self,
-        apart: PyTree,
+        split: PyTree,
         stack: Callable[[list[PyTree]], PyTree] = jnp.stack,
         shapes: PyTree = None,
     ) -> PyTree:
-        """Inverts the method `apart`.
+        """Inverts `unstack`.
 
         Args:
-            apart: a nested dict.
+            split: a nested dict.
             stack: combines the leaves of all blocks into one.
             shapes: the shapes of the result; None if each leaf in a stack has a row per block.
         """
         flat_shapes = None if shapes is None else flatten(shapes)
         grouped: dict[Keys, list[PyTree]] = {}
-        for keys, leaf in flatten(apart).items():
+        for keys, leaf in flatten(split).items():
             grouped.setdefault(self.in_model(keys), []).append(leaf)
 
         def merge(keys: Keys, leaves: list[PyTree]) -> PyTree:

@@ -37,7 +37,7 @@ class _Form(ParamLike):
     def unstack(self, tree: PyTree) -> PyTree:
         """Returns the tree with stacked leaves split into one per block."""
         return self.outer.unflatten(
-            self._empty | self._stacks.apart(part, shapes) if is_like else whole(part)
+            self._empty | self._stacks.unstack(part, shapes) if is_like else whole(part)
             for (part, is_like), shapes in zip(self.split(tree), self._shapes, strict=True)
         )
 
@@ -46,7 +46,7 @@ class _Form(ParamLike):
         parts = zip(self.outer.flatten_up_to(unstacked), self._like, self._shapes, strict=True)
         return self.join(
             [
-                self._stacks.together(part, stack, shapes) if is_like else part
+                self._stacks.restack(part, stack, shapes) if is_like else part
                 for part, is_like, shapes in parts
             ]
         )

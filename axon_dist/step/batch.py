@@ -222,7 +222,7 @@ class BatchLayout:
         Args:
             batch: leaves of shape [B, ...], the same on every process.
         """
-        samples, shared = apart(batch)
+        samples, shared = split_shared(batch)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return Placed(jax.device_put(samples, everywhere), jax.device_put(shared, everywhere))
 
@@ -273,7 +273,7 @@ class BatchLayout:
 
     def _padded(self, batch: Batch, num_processes: int) -> tuple[Batch, PyTree]:
         """Splits off the shared leaves, and pads this process's samples if the layout pads."""
-        batch, shared = apart(batch)
+        batch, shared = split_shared(batch)
         if self.padding is not None and samples_of(batch):
             multiple = math.lcm(self.divisor, num_processes) // num_processes
             batch = self.padding.fill(batch, multiple, shared)
@@ -300,7 +300,7 @@ def _with_sharding(tree: PyTree, sharding: NamedSharding) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-def apart(batch: Batch) -> tuple[Batch, PyTree]:
+def split_shared(batch: Batch) -> tuple[Batch, PyTree]:
     """Splits a batch into its samples and the values of its `Shared` leaves.
 
     Args:
@@ -310,7 +310,7 @@ def apart(batch: Batch) -> tuple[Batch, PyTree]:
         ConfigError: when a `Shared` leaf is not in a nested dict.
 
     Example:
-        >>> apart({"x": np.ones((4, 2)), "scale": Shared(np.float32(3))})[1]
+        >>> split_shared({"x": np.ones((4, 2)), "scale": Shared(np.float32(3))})[1]
         {'scale': array(3., dtype=float32)}
     """
     check_leaves(batch)
@@ -334,7 +334,7 @@ def apart(batch: Batch) -> tuple[Batch, PyTree]:
 
 def unwrapped(batch: Batch) -> Batch:
     """Returns a batch as the loss function sees it, with `Shared` leaves unwrapped."""
-    samples, shared = apart(batch)
+    samples, shared = split_shared(batch)
     return combine(samples, shared) if shared else samples
 
 

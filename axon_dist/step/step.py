@@ -25,7 +25,7 @@ from ..ir.loop_rule import LoopChoice
 from ..mesh import agree, digest, is_abstract
 from ..sharding import LargestDim, LeafDecision, shardings
 from ..sharding.padding import model_tree, padding_of, stored_shapes, stored_tree
-from .batch import BatchLayout, Placed, apart, samples_of
+from .batch import BatchLayout, Placed, samples_of, split_shared
 from .describe import describe
 from .global_view import evaluation, means
 from .guards import ESCAPED, DeadlockGuard, trace
@@ -426,7 +426,7 @@ class TrainStep:
         if isinstance(batch, FilledBatch):
             return self._sums_of_samples(state, batch.samples, layout)
         can_place = layout.padding is not None or layout.num_processes > 1
-        if can_place or samples_of(apart(batch)[0]) % layout.divisor == 0:
+        if can_place or samples_of(split_shared(batch)[0]) % layout.divisor == 0:
             return self._evaluate(state, layout.place(batch))
         return self._sums_of_samples(state, batch, layout)
 
@@ -437,7 +437,7 @@ class TrainStep:
         if layout.padding is not None:
             batch = layout.padding.fill(batch, 1)
         ranks = layout.divisor
-        samples = samples_of(apart(batch)[0])
+        samples = samples_of(split_shared(batch)[0])
         if samples % ranks and not self._adds_up(batch):
             return self._evaluate(state, layout.place_whole(batch))
         sums = []
@@ -448,7 +448,7 @@ class TrainStep:
 
     def _adds_up(self, batch: Batch) -> bool:
         """Whether the `evaluate_sums` of the parts of a batch add up to that of the batch."""
-        samples, shared = apart(batch)
+        samples, shared = split_shared(batch)
         key = shape_key((shapes_of(samples), shapes_of(shared)))
         if key not in self._sums_of_parts:
             spec = self.spec.together().with_shared(shared)

@@ -79,14 +79,14 @@ class Storage:
     def from_model(self, params: PyTree) -> PyTree:
         """Converts the model's nested dict to the stored form; with rows, that of trained ones."""
         if self.rows is not None:
-            return self.rows.trained.from_model(self.stacks.apart(params))
+            return self.rows.trained.from_model(self.stacks.unstack(params))
         return narrowed(params, self.int8) if self.int8 else params
 
     def to_model(self, stored: PyTree) -> PyTree:
         """The exact inverse of `from_model`; takes padded arrays too."""
         stored = self._without_padding(stored)
         if self.rows is not None:
-            return self.stacks.together(self.rows.trained.to_model(stored))
+            return self.stacks.restack(self.rows.trained.to_model(stored))
         return widened(stored, self.int8) if self.int8 else stored
 
     def _without_padding(self, stored: PyTree) -> PyTree:
@@ -106,13 +106,13 @@ class Storage:
             The stored trained parameters, and the stored frozen parameters.
         """
         if self.rows is not None:
-            return self.rows.store(self.stacks.apart(weights))
+            return self.rows.store(self.stacks.unstack(weights))
         return partition(self.from_model(weights), self.frozen)
 
     def weights(self, params: PyTree, frozen: PyTree) -> PyTree:
         """Returns the model's nested dict of all parameters; the inverse of `store`."""
         if self.rows is not None:
-            return self.stacks.together(self.rows.restore(params, frozen))
+            return self.stacks.restack(self.rows.restore(params, frozen))
         return self.to_model(combine(params, frozen))
 
     def forward(self, params: PyTree, frozen: PyTree) -> PyTree:
@@ -159,7 +159,7 @@ def storage_of(
             code="int8-pipeline",
         )
     stages, stacks = _stages(parts, plan, loss_fn, batch)
-    shapes = stacks.apart(parts.weights)
+    shapes = stacks.unstack(parts.weights)
     paths = {keys: "/".join(map(str, stacks.in_model(keys))) for keys in flatten(shapes)}
     frozen = frozenset(keys for keys, path in paths.items() if path in parts.frozen_paths)
     rows = ModelStorage(stages, shapes, frozen)
@@ -186,7 +186,7 @@ def _stages(
     calls = None
     if loss_fn is not None and batch is not None and blocks:
         calls = calls_in(parts, loss_fn, blocks, stacks, batch)
-    leaves = flatten(stacks.apart(parts.weights))
+    leaves = flatten(stacks.unstack(parts.weights))
     owners = {_owner(keys, blocks) for keys in leaves} - {None}
     # Stages in model order are right if the calls fit them. They are also taken if a block with
     # parameters is never called: the stages then refuse it.
@@ -362,7 +362,7 @@ def traced(
         layers = by_rows(program)
 
         def of_rows(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
-            stacked_params = stacks.together(params, Stacked)
+            stacked_params = stacks.restack(params, Stacked)
             stacked_buffers = buffers_together(buffers, Stacked)
             *results, after = layers(stacked_params, stacked_buffers, batch)
             # Return the buffers in the form in which they came.
@@ -459,7 +459,7 @@ def calls_in(
     # What samples share is in the batch itself here, as the loss sees it.
     weights, buffers = dataclasses.replace(parts, shared={}).arguments
 
-    trace = traced(run, None, stacks, stacks.apart(weights), buffers, batch)
+    trace = traced(run, None, stacks, stacks.unstack(weights), buffers, batch)
     block_of = {
         variable: number
         for keys, variable in trace.params.items()

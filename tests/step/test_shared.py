@@ -9,7 +9,7 @@ from flax import nnx
 
 from axon_dist import Shared, Weighted, build_train_step, compose, ddp, fsdp, pipelined
 from axon_dist.core.errors import ConfigError
-from axon_dist.step.batch import apart
+from axon_dist.step.batch import split_shared
 from tests.one_device import trained
 
 CLASSES = 4
@@ -92,4 +92,4 @@ def test_the_loss_is_still_seen_to_be_one_of_its_samples(make_world):
 
 def test_what_has_no_name_is_refused():
     with pytest.raises(ConfigError, match=r"the batch is a list that has Shared\(...\) at '1'"):
-        apart([ROWS["x"], Shared(WEIGHTS)])
+        split_shared([ROWS["x"], Shared(WEIGHTS)])
