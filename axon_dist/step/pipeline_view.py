@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Collection, Mapping
 from itertools import zip_longest
 from typing import Any, TypeAlias, cast
 
@@ -103,6 +104,35 @@ def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> Gradient
     unit = unit if scale is None else unit * parts
     sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
     return GradientResult(*sums.means(), buffers)
+
+
+def _kinds_of_buffers(
+    mutable: Collection[int], buffers: PyTree, draws: Draws | None
+) -> tuple[set[int], set[int]]:
+    """The buffers that become the mean over microbatches, and those that all of them read first."""
+    if draws is None:
+        return set(), set()
+    paths = [path for path, _ in leaves_with_paths(buffers)]
+    averaged = {i for i in mutable if paths[i] in draws.means}
+    return averaged, {i for i in mutable if paths[i] in draws.once} | averaged
+
+
+def _data_of_microbatches(
+    batch: Batch, buffers: list[Array], over_time: Mapping[int, Array], draws: Draws | None
+) -> Callable[[Array], Data]:
+    """A function of a microbatch's number: its buffers and its samples."""
+    leaves = jax.tree.leaves(batch)
+
+    def data(microbatch: Array) -> Data:
+        row = functools.partial(jax.lax.dynamic_index_in_dim, index=microbatch, keepdims=False)
+        buffers_now = [
+            row(over_time[i]) if i in over_time else leaf for i, leaf in enumerate(buffers)
+        ]
+        if draws is not None:
+            buffers_now = [at_part(leaf, draws.part(microbatch)) for leaf in buffers_now]
+        return Data(buffers_now, [row(leaf) for leaf in leaves])
+
+    return data
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -248,27 +278,15 @@ class StagedPlan:
         # The buffers that the loss changes, and the stage that changes each.
         mutable = {i: stage for one in programs for i, stage in one.buffer_stages.items()}
         unchanged = frozenset[Path]() if draws is None else draws.once
-        paths = [path for path, _ in leaves_with_paths(drawing)]
-        averaged = {i for i in mutable if draws is not None and paths[i] in draws.means}
-        shared = {i for i in mutable if paths[i] in unchanged} | averaged
+        averaged, shared = _kinds_of_buffers(mutable, drawing, draws)
         in_turn = {i: stage for i, stage in mutable.items() if i not in shared}
         if in_turn:
             check_order(trace, drawing, self.pipeline.schedule, in_turn)
         rest = [x if x is not None else y for x, y in zip_longest(params[1], frozen[1])]
         ahead = {keys: rest[i] for keys, i in unsplit.items()}
         over_time, changed = buffers_over_time(trace, drawing, count, mutable, unchanged, ahead)
-        leaves = jax.tree.leaves(batch)
         first = jax.tree.leaves(drawing)
-
-        def data(microbatch: Array) -> Data:
-            row = functools.partial(jax.lax.dynamic_index_in_dim, index=microbatch, keepdims=False)
-            buffers_now = [
-                row(over_time[i]) if i in over_time else leaf for i, leaf in enumerate(first)
-            ]
-            if draws is not None:
-                buffers_now = [at_part(leaf, draws.part(microbatch)) for leaf in buffers_now]
-            return Data(buffers_now, [row(leaf) for leaf in leaves])
-
+        data = _data_of_microbatches(batch, first, over_time, draws)
         weight = mean_weight(trace, data, count, spec.strategy.batch_axes)
         sums = Executor(
             schedule=self.pipeline.schedule,
