@@ -66,7 +66,7 @@ def row(file: str, text: str, fault: str, *tests: str) -> Mutation:
 MUTATIONS = (
     # A step: weights, microbatches, clipping, what is not finite.
     row(
-        "step/update.py", "lost |= ~jnp.isfinite(loss)", "pass",
+        "step/update.py", "nonfinite |= ~jnp.isfinite(loss)", "pass",
         "step/test_update.py::test_a_loss_or_a_gradient_alone_undoes_a_step",
     ),
     row(
@@ -158,7 +158,7 @@ MUTATIONS = (
     row(
         "proof/rules.py", "result = times(losses, as_rows(weights, op.inputs[3]))",
         "result = losses",
-        "ir/test_samples.py::test_the_weights_of_a_loss_without_logits_are_seen",
+        "proof/test_samples.py::test_the_weights_of_a_loss_without_logits_are_seen",
     ),
     # A pipeline: weights of metrics, scale, rows of stages, what crosses a cut.
     row(
@@ -246,7 +246,7 @@ MUTATIONS = (
         "checkpoint/test_host_copies.py",
     ),
     row(
-        "checkpoint/copy_files.py", "if there.issuperset(writers)", "if there",
+        "checkpoint/copy_files.py", "if finished.issuperset(writers)", "if finished",
         "checkpoint/test_host_copies.py",
     ),
     row(

@@ -70,4 +70,4 @@ def test_only_failing_tests_count(outcomes, capsys, codes, result, text):
 
 def test_the_readme_counts_them():
     text = (ROOT / "README.md").read_text()
-    assert f"{len(MUTATIONS)} faults into the code" in " ".join(text.split())
+    assert f"{len(MUTATIONS)} places" in " ".join(text.split())
