@@ -1,6 +1,6 @@
 """Strategies by name, for configs and command lines: a row each.
 
-CONTRIBUTING lists what else a new strategy touches: other names, the planner, pinned programs.
+CONTRIBUTING.md lists the other tables that a new strategy needs a row in.
 """
 
 from __future__ import annotations

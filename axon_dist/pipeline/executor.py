@@ -29,9 +29,9 @@ from .stage import (
 from .tables import (
     NONE,
     GradientSums,
+    LaneEntry,
     Packing,
     State,
-    Tick,
     TickProgram,
     Totals,
     add,
@@ -249,7 +249,7 @@ class Executor:
         replicated = {i: from_rank(x, rank == ranks[i], self.axis) for i, x in final.items()}
         return state.sums._replace(mutable_buffers=replicated)
 
-    def _tick(self, state: State, tables: tuple[list[Tick], list[Any]]) -> tuple[State, None]:
+    def _tick(self, state: State, tables: tuple[list[LaneEntry], list[Any]]) -> tuple[State, None]:
         lanes, arrivals = tables
         embedding = self.embedding
         act = {
@@ -286,7 +286,7 @@ class Executor:
 
     def _choose(
         self,
-        tick: Tick,
+        tick: LaneEntry,
         active: Array,
         branch: Callable,
         result_shapes: Sequence[PyTree],
@@ -316,7 +316,7 @@ class Executor:
         ]
         return jax.lax.switch(index, branches, operand)
 
-    def _forward(self, tick: Tick, state: State) -> tuple[State, Wire]:
+    def _forward(self, tick: LaneEntry, state: State) -> tuple[State, Wire]:
         stage = tick["stage"]
         last = self.schedule.num_stages - 1
 
@@ -353,7 +353,7 @@ class Executor:
         inputs = put(state.inputs, tick["inputs"], x, tick["active"] & (stage == 0))
         return state._replace(inputs=inputs), y
 
-    def _vocabulary(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
+    def _vocabulary(self, tick: LaneEntry, state: State) -> tuple[State, list[Array]]:
         """Computes the loss split over all ranks; only the last stage's rank keeps the results."""
         is_home = jax.lax.axis_index(self.axis) == self.schedule.placement[-1]
 
@@ -370,7 +370,7 @@ class Executor:
         gradients = put(state.gradients, tick["gradients"], result, tick["active"] & is_home)
         return state._replace(sums=sums, gradients=gradients), result
 
-    def _backward(self, tick: Tick, state: State) -> tuple[State, Wire]:
+    def _backward(self, tick: LaneEntry, state: State) -> tuple[State, Wire]:
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple:
             state, sums, scatters, mutable_buffers = operand
             at = self._operands(bound, tick, state, mutable_buffers)
@@ -400,7 +400,7 @@ class Executor:
         state = state._replace(sums=sums, scatters=back, mutable_buffers=mutable_buffers)
         return state, Wire(result, [])
 
-    def _input_gradient(self, tick: Tick, state: State) -> tuple[State, Wire]:
+    def _input_gradient(self, tick: LaneEntry, state: State) -> tuple[State, Wire]:
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple:
             state, buffers, sums, scatters, mutable_buffers = operand
             at = self._operands(bound, tick, state, mutable_buffers)
@@ -427,7 +427,7 @@ class Executor:
         )
         return state, Wire(result, [])
 
-    def _weight_gradient(self, tick: Tick, state: State) -> tuple[State, None]:
+    def _weight_gradient(self, tick: LaneEntry, state: State) -> tuple[State, None]:
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple[Totals]:
             state, sums = operand
             intermediates = self.held.unpack(i, get(state.held, tick["held"]))
@@ -440,14 +440,18 @@ class Executor:
         return state._replace(sums=sums), None
 
     def _operands(
-        self, bound: BoundProgram, tick: Tick, state: State, mutable_buffers: Mapping[int, Array]
+        self,
+        bound: BoundProgram,
+        tick: LaneEntry,
+        state: State,
+        mutable_buffers: Mapping[int, Array],
     ) -> StageOperands:
         """Returns the operands of a backward pass; the input is zeros if residuals replace it."""
         data = self._data(tick, mutable_buffers)
         wire = zeros(self.wire) if self.saves_residuals else get(state.inputs, tick["inputs"])
         return StageOperands(bound.weights, bound.rest, data, tick["stage"], wire, bound.frozen)
 
-    def _data(self, tick: Tick, mutable_buffers: Mapping[int, Array]) -> Data:
+    def _data(self, tick: LaneEntry, mutable_buffers: Mapping[int, Array]) -> Data:
         """Returns the data of a microbatch, with the current values of the buffers."""
         data = self.data(tick["microbatch"])
         buffers = list(data.buffers)
@@ -459,7 +463,7 @@ class Executor:
     def _updated_buffers(
         self,
         program: StageProgram,
-        tick: Tick,
+        tick: LaneEntry,
         output: Wire,
         mutable_buffers: Mapping[int, Array],
         in_backward: bool = False,
@@ -478,7 +482,7 @@ class Executor:
             new[i] = put(new[i], tick["microbatch"] + 1, value, when)
         return new
 
-    def _stashed(self, i: int, tick: Tick, state: State) -> tuple[Wire, list[Array]]:
+    def _stashed(self, i: int, tick: LaneEntry, state: State) -> tuple[Wire, list[Array]]:
         """Returns the output of a stage and the residuals that its forward pass saved."""
         values = self.stash.unpack(i, get(state.stash, tick["stash"]))
         leaves, structure = jax.tree.flatten(self.wire)
@@ -486,7 +490,7 @@ class Executor:
         return jax.tree.unflatten(structure, values[:count]), values[count:]
 
     def _seed(
-        self, bound: BoundProgram, tick: Tick, output: Wire, state: State, sums: Totals
+        self, bound: BoundProgram, tick: LaneEntry, output: Wire, state: State, sums: Totals
     ) -> tuple[list[Array], Totals]:
         """Returns the gradient of a stage's output: received, or computed from the loss."""
         if self.schedule.splits_vocabulary:
@@ -500,7 +504,12 @@ class Executor:
         return bound.program.at(last, tick["stage"], from_loss, received)
 
     def _loss(
-        self, bound: BoundProgram, tick: Tick, y: Wire, sums: Totals, counts: Array | None = None
+        self,
+        bound: BoundProgram,
+        tick: LaneEntry,
+        y: Wire,
+        sums: Totals,
+        counts: Array | None = None,
     ) -> tuple[list[Array], Totals]:
         """Returns the gradient of the loss with respect to the last stage's output.
 
@@ -528,7 +537,7 @@ class Executor:
     def _before(
         self,
         bound: BoundProgram,
-        tick: Tick,
+        tick: LaneEntry,
         gradient: list[Array],
         state: State,
         into: GradientSums,

@@ -56,7 +56,7 @@ class Data(NamedTuple):
 
 
 class StageLoss(NamedTuple):
-    """The outputs of the loss function: a sum, its weight, and weighted means."""
+    """The outputs of the loss function: a total, its weight, and the weighed metrics."""
 
     total: Array
     weight: Array
@@ -237,7 +237,7 @@ def pull_back(
 class DividedBackward:
     """The forward, the input gradient and the weight gradient of a stage, cut from one program.
 
-    Nothing is computed twice. The second part is the backward slice of the input's gradient, the
+    Nothing that depends on the microbatch is computed twice. The second part is the backward slice of the input's gradient, the
     third computes the other gradients, and each part returns the values that later parts read. In a
     chain of matrix products each part has one product per layer. The gradients of scales and biases
     are sums. They are computed in the second part, because they are smaller than the values that

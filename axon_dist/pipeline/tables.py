@@ -20,7 +20,7 @@ from ..ir.pieces import replicated
 from ..schedule import Cell, Phase, Schedule, SlotPlan, Slots, receiver
 from .stage import Rest, StageLoss, Wire
 
-Tick: TypeAlias = dict[str, Array]
+LaneEntry: TypeAlias = dict[str, Array]
 """A lane's entries for one rank in one tick."""
 
 NONE = -1
@@ -33,7 +33,7 @@ class Lane:
 
     Args:
         phase: of the action.
-        columns: tables [D, T], by name: whether the rank is `active`, of which `stage` and
+        columns: arrays [ranks, ticks], by name: whether the rank is `active`, of which `stage` and
             `microbatch`; the slot of each buffer of `State` that the action reads or writes; and
             `hand_over`, the slot from which the next stage on the same rank reads the result.
     """
@@ -328,7 +328,7 @@ def put(buffers: PyTree, slot: Array, values: PyTree, when: Array | None = None)
     return jax.tree.map(write, buffers, values)
 
 
-def outgoing(lanes: Sequence[int], ticks: Sequence[Tick], results: Sequence[Wire]) -> Wire:
+def outgoing(lanes: Sequence[int], ticks: Sequence[LaneEntry], results: Sequence[Wire]) -> Wire:
     """Returns the result of the one lane of a channel in which this rank was active."""
     floats = results[lanes[0]].floats
     for lane in lanes[1:]:

@@ -315,7 +315,7 @@ class Walk:
             kinds = (same, Kind.ROWS if operand.is_rows else Kind.TOTAL)
             fits = value.kind in kinds and same_scale(value.scale, returned(operand).scale)
             if not value.is_zero and not fits:
-                bent = "mixes the samples, or is not linear in what comes back to it"
+                bent = "mixes the samples, or is not linear in its cotangent"
                 why = bent if Why.SIZES in value.why else value.why or bent
                 why = f"has a backward pass of its own that {why}"
                 return [coupled(why, value.line or at)] * len(results)

@@ -50,8 +50,8 @@ class Why(enum.StrEnum):
     """Why a value depends on several samples, or on their number; verb phrases about the value."""
 
     DIFFERS = (
-        "is another program for another number of samples, as a loop of Python over them or a "
-        "branch by their number makes it"
+        "traces to a different program when the number of samples differs, as a Python loop over "
+        "them or an `if` on their number does"
     )
     DIMS = "depends on the number of samples in more than one dim"
     SIZES = "depends on how many samples there are in a way that parts of a batch do not show"
@@ -66,8 +66,8 @@ class Why(enum.StrEnum):
         "last"
     )
     FLOORED = (
-        "; where that keeps a divisor from being 0, return Weighted(total, weight) without it, for "
-        "what weighs nothing is a loss of 0"
+        "; if it only guards against division by 0, return Weighted(total, weight) without it: a "
+        "weight of 0 gives a loss of 0"
     )
     PRODUCT = "multiplies or divides totals over the samples"
     EACH = "puts a total over the samples together with each of them"
@@ -83,7 +83,7 @@ class Why(enum.StrEnum):
     TURNED = "reverses the order of the samples"
     JOINED = "joins samples with something else along their dim"
     RUNNING = "goes on from sample to sample, by"
-    OFTEN = "is part of a loop that runs as often as the samples make it"
+    OFTEN = "is computed in a loop whose number of iterations depends on the samples"
     ONE_EACH = "is an array with an entry of its own for every sample"
 
 

@@ -2,8 +2,12 @@
 
 `model_changes.py` attaches a gather to each weight of a unit, and `gathered` in `ir/units.py` calls
 it inside the unit. The backward pass gathers again, because `LayerScan.protect` in
-`ir/layer_scan.py` wraps the unit in a `jax.checkpoint` whose policy is `save_products_policy`. A
-weight outside all units is gathered once, before the model runs.
+`ir/layer_scan.py` wraps the unit in a `jax.checkpoint` whose policy is that of `remat`, and
+`save_products_policy` without one. A weight outside all units is gathered once, before the model
+runs.
+
+`GlobalGather` is the default. `LocalGather` runs where `StepSpec.is_local` is true, for example
+with `Reduction(by_hand=True)`.
 """
 
 from __future__ import annotations
@@ -72,7 +76,7 @@ class GlobalGather:
             # No custom_vjp here: it is never differentiated, so a remat policy would see an opaque
             # call and save the whole weight.
             return self.forward(weight)
-        # The rule repeats the forward rather than calling it, so that a remat policy sees the
+        # The forward rule calls `self.forward` and not `gather`, so that a remat policy sees the
         # constraint itself and not an opaque call.
         gather = jax.custom_vjp(self.forward)
         gather.defvjp(lambda w: (self.forward(w), None), lambda _, ct: (self.backward(ct),))

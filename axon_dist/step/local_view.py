@@ -134,9 +134,9 @@ def local_gradients(
     """Computes gradients per rank and reduces them explicitly, sharded like their moments.
 
     Each rank of the batch axes differentiates its rows of every microbatch and sums the gradients.
-    Either weights are gathered once, and one reduction at the end gives every owner its shard of
-    the sum; or each unit gathers its weights and reduces its gradients in every microbatch. The
-    compiler partitions the other mesh axes. `check_vma` is off, so that gradients taken inside
+    Weights are gathered once per step, and gradients are reduced once per step or per microbatch
+    (`Reduction.per`); or each unit gathers its weights and reduces its gradients in every
+    microbatch. The compiler partitions the other mesh axes. `check_vma` is off, so that gradients taken inside
     stay local until we reduce them, and user modules need no casts in their scans.
 
     Args:

@@ -69,7 +69,6 @@ YAML = {
     "text": "hello",
     "merge of a number": "model: {<<: 3}",
     "minutes": "seed: 1:30",
-    "octal": "seed: 010",
     "on": "deterministic: on",
     "many keys": "train: {" + ", ".join(f"k{i}: 1" for i in range(1000)) + "}",
 }

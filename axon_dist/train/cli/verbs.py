@@ -112,7 +112,7 @@ _RUN = (
 
 
 def _schedulers(*names: str) -> tuple[Argument, ...]:
-    """Declares an option for each row of `launch.SCHEDULERS`, whose import would import JAX."""
+    """Declares an option for each row of `train.jobs.SCHEDULERS`, whose import would import JAX."""
     text = "writes a job file that trains CONFIG on many nodes, and checks it"
     return tuple(_argument(f"--{name}", text, metavar="CONFIG") for name in names)
 
