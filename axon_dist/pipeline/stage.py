@@ -237,12 +237,12 @@ def pull_back(
 class DividedBackward:
     """The forward, the input gradient and the weight gradient of a stage, cut from one program.
 
-    Nothing that depends on the microbatch is computed twice. The second part is the backward slice of the input's gradient, the
-    third computes the other gradients, and each part returns the values that later parts read. In a
-    chain of matrix products each part has one product per layer. The gradients of scales and biases
-    are sums. They are computed in the second part, because they are smaller than the values that
-    the third part would need for them. A value that does not depend on the microbatch, such as a
-    cast weight, is recomputed instead of saved.
+    Nothing that depends on the microbatch is computed twice. The second part is the backward slice
+    of the input's gradient, the third computes the other gradients, and each part returns the
+    values that later parts read. In a chain of matrix products each part has one product per layer.
+    The gradients of scales and biases are sums. They are computed in the second part, because they
+    are smaller than the values that the third part would need for them. A value that does not
+    depend on the microbatch, such as a cast weight, is recomputed instead of saved.
 
     Args:
         inputs: the variables of operands and cotangents, in the order of `jax.tree.leaves`.

@@ -136,8 +136,8 @@ def local_gradients(
     Each rank of the batch axes differentiates its rows of every microbatch and sums the gradients.
     Weights are gathered once per step, and gradients are reduced once per step or per microbatch
     (`Reduction.per`); or each unit gathers its weights and reduces its gradients in every
-    microbatch. The compiler partitions the other mesh axes. `check_vma` is off, so that gradients taken inside
-    stay local until we reduce them, and user modules need no casts in their scans.
+    microbatch. The compiler partitions the other mesh axes. `check_vma` is off, so that gradients
+    taken inside stay local until we reduce them, and user modules need no casts in their scans.
 
     Args:
         spec: the step; the `reduction` of its strategy says how gradients are reduced.

@@ -3,9 +3,9 @@
 Microbatches and ranks see parts of a batch. If the loss is a mean over samples, or a sum, or
 `Weighted`, the step computes the loss and the gradient of the whole batch however it is cut. If the
 loss couples the samples, such as one that compares each sample with every other, ranks must not
-compute it from their own samples. With one microbatch the step then runs in global view; with several it
-is refused, unless `separable=False` asks for the mean over microbatches. It is also refused if an
-option needs ranks that work on their own.
+compute it from their own samples. With one microbatch the step then runs in global view; with
+several it is refused, unless `separable=False` asks for the mean over microbatches. It is also
+refused if an option needs ranks that work on their own.
 """
 
 from __future__ import annotations

@@ -394,11 +394,11 @@ COUPLED = {
         lambda p, b: jnp.mean(
             with_backward(lambda x: x, lambda x, g: g / len(x))(error(p, b))
         ),
-        "backward pass of its own that mixes the samples, or is not linear in what comes back",
+        "backward pass of its own that mixes the samples, or is not linear in its cotangent",
     ),
     "a gradient that is clipped": (
         lambda p, b: jnp.mean(with_backward(jnp.tanh, lambda x, g: jnp.clip(g, -1, 1))(b["x"])),
-        "backward pass of its own that mixes the samples, or is not linear in what comes back",
+        "backward pass of its own that mixes the samples, or is not linear in its cotangent",
     ),
     "a gradient by the norm of the batch": (
         lambda p, b: jnp.mean(clipped_vjp(error(p, b))),

@@ -250,7 +250,7 @@ def test_a_weight_that_moves_with_the_parameters_is_refused(held):
 def test_metrics_are_numbers(value):
     case = CASES["mlp"]
     loss_fn = lambda m, b: (jnp.mean(m(b["x"])), {"a": value})
-    with pytest.raises(ConfigError, match=r"a metric 'a' that is a \w+; it must be a scalar. Name"):
+    with pytest.raises(ConfigError, match=r"a metric 'a' that is a \w+; it must be a scalar. Give"):
         split_in(2, loss_fn).separation(case.batch(0))
 
 
