@@ -376,7 +376,7 @@ COUPLED = {
         lambda p, b: jax.lax.while_loop(
             lambda x: jnp.mean(x) > 1, lambda x: x / 2, b["x"]
         ).mean(),
-        "of a total|as often as the samples",
+        "of a total|number of iterations depends",
     ),
     "a branch by the batch": (
         lambda p, b: jax.lax.cond(
