@@ -35,7 +35,7 @@ from ..ops.precision import MixedPrecision, cast_floating
 INT8 = "int8"
 """The `frozen_dtype` that quantises matrices, as `int8_form` says, instead of casting them."""
 
-STATE = (nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate)
+FORWARD_STATE = (nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate)
 """Variables that a forward pass changes itself, so an optimizer must not."""
 
 
@@ -113,7 +113,7 @@ def check_trainable(trainable: Trainable, model: nnx.Module) -> None:
                 f"{', '.join(paths[:8]) or 'none'}{more}; name one of these"
             )
         for keys, variable in matches:
-            if isinstance(variable, STATE):
+            if isinstance(variable, FORWARD_STATE):
                 remedy = f"leave such state out: nnx.All({_words(one)}, nnx.Param)"
                 if isinstance(one, type):
                     remedy = "name a type of parameter, such as nnx.Param"
@@ -181,8 +181,8 @@ class ModelSpec:
         frozen: nested dict of `ShapeDtypeStruct`: the parameters that the optimizer does not train.
         reads_step: whether the loss takes the number of the step.
         shared: nested dict of `ShapeDtypeStruct`: what a batch has in addition to its samples.
-        others: the paths of all Variables whose types are not in `STATE`: parameters, and buffers
-            of other types, which may be of any size.
+        others: the paths of all Variables whose types are not in `FORWARD_STATE`: parameters,
+            and buffers of other types, which may be of any size.
         int8: the frozen parameters that the state keeps in eight bits, by path; `frozen` and
             `weights` describe them as the model reads them.
 
@@ -499,7 +499,7 @@ def _split(
             )
     kinds = nnx.to_flat_state(nnx.state(model))
     others = frozenset(
-        "/".join(map(str, keys)) for keys, kind in kinds if not isinstance(kind, STATE)
+        "/".join(map(str, keys)) for keys, kind in kinds if not isinstance(kind, FORWARD_STATE)
     )
     return (graphdef, others), tuple(map(nnx.to_pure_dict, states))
 
