@@ -75,7 +75,8 @@ class LayerScan:
     """How units run.
 
     Args:
-        group: (number of iterations) -> how many of them are recomputed together.
+        group: (length of a chain, or of the model's own loop) -> how many units each iteration
+            runs, and recomputes together.
         remat: which intermediate values the backward pass keeps; None keeps all.
         prefetch: whether the backward pass may gather an iteration's weights one iteration ahead.
         rule: which chains run as a loop.
@@ -160,24 +161,24 @@ def find_chains(jaxpr: Jaxpr) -> list[Chain]:
     chains: list[Chain] = []
     current: list[int] = calls[:1]
     roles: tuple[str | int, ...] | None = None
-    tainted = made_by(jaxpr.eqns[call] for call in current)
+    dependent = made_by(jaxpr.eqns[call] for call in current)
     for call in calls[1:]:
-        # `tainted` is complete up to the last call, so each equation is visited once.
-        tainted = depends_on(jaxpr, tainted, call, start=current[-1] + 1)
-        link = _link(jaxpr, current[-1], call, tainted)
+        # `dependent` is complete up to the last call, so each equation is visited once.
+        dependent = depends_on(jaxpr, dependent, call, start=current[-1] + 1)
+        link = _link(jaxpr, current[-1], call, dependent)
         if link is not None and roles in (None, link):
             current.append(call)
             roles = link
-            tainted.update(jaxpr.eqns[call].outvars)
+            dependent.update(jaxpr.eqns[call].outvars)
             continue
         chains += [Chain(tuple(current), roles)] if roles else []
         current = [call]
         roles = None
-        tainted = set(jaxpr.eqns[call].outvars)
+        dependent = set(jaxpr.eqns[call].outvars)
     return chains + ([Chain(tuple(current), roles)] if roles else [])
 
 
-def _link(jaxpr: Jaxpr, last: int, call: int, tainted: set[Var]) -> tuple[str | int, ...] | None:
+def _link(jaxpr: Jaxpr, last: int, call: int, dependent: set[Var]) -> tuple[str | int, ...] | None:
     """Returns the operands' roles if `call` continues a chain after `last`; else None."""
     before, after = jaxpr.eqns[last], jaxpr.eqns[call]
     # Equal calls within one trace share one program object, because JAX traces it once. Comparing
@@ -197,7 +198,7 @@ def _link(jaxpr: Jaxpr, last: int, call: int, tainted: set[Var]) -> tuple[str | 
             # an aval is not compared: it is empty for an input that was traced as a shape.
             if _kind(old.aval) != _kind(new.aval):
                 return None
-        elif not tainted.isdisjoint(variables([new])):
+        elif not dependent.isdisjoint(variables([new])):
             return None
         else:
             roles.append(STACKED)
@@ -232,9 +233,9 @@ def _evaluate(closed: ClosedJaxpr, values: Sequence[Array], how: LayerScan | Non
             # need, and that depend on no call of the chain, run first, out of program order.
             chain = chains[index]
             last = chain.calls[-1]
-            tainted = depends_on(jaxpr, made_by(jaxpr.eqns[call] for call in chain.calls), last)
+            dependent = depends_on(jaxpr, made_by(jaxpr.eqns[call] for call in chain.calls), last)
             for other in range(index, last):
-                if other not in inside | done and not tainted & set(jaxpr.eqns[other].outvars):
+                if other not in inside | done and not dependent & set(jaxpr.eqns[other].outvars):
                     run(other)
             env.update(_scan(jaxpr, chain, env, how))
         elif index not in inside and index not in done:

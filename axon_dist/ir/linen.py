@@ -2,8 +2,8 @@
 
 A bridged model is one NNX module with a tree of parameters. The submodules of its Linen module
 exist only while it runs, and each has its own subtree. Subtrees under one name with different
-numbers, whose leaves have equal shapes, are repeated blocks. While the model runs, a Flax
-interceptor sees every method call, and lifts the call of a block out of the model, as
+numbers, at least half of whose leaves have equal shapes, are repeated blocks. While the model runs,
+a Flax interceptor sees every method call, and lifts the call of a block out of the model, as
 `flax.linen.jit` would do: it becomes one equation of the traced program. Equal blocks get the same
 inner program: their random keys, which Flax derives from their names, are computed before the call
 and passed in.
@@ -64,9 +64,9 @@ def linen_modules(model: nnx.Module) -> Iterator[tuple[Keys, str]]:
 def linen_blocks(bridge: nnx.bridge.ToNNX, names: Collection[str] = ()) -> list[Keys]:
     """Returns the repeated blocks of a bridged Linen module, or its modules with given names.
 
-    Modules are equal if most of their leaves have equal shapes; the outermost equal modules are
-    blocks. If numbered modules differ, as the stages of a ResNet do, the equal modules within
-    them are blocks. Single layers are blocks only if no larger module is.
+    Modules are equal if at least half of their leaves have equal shapes; the outermost equal
+    modules are blocks. If numbered modules differ, as the stages of a ResNet do, the equal modules
+    within them are blocks. Single layers are blocks only if no larger module is.
 
     Args:
         bridge: its leaves may be shapes.
@@ -151,7 +151,7 @@ def _blocks(tree: Mapping[str, PyTree], composite: bool) -> list[Keys]:
 
 
 def _are_equal(trees: Sequence[Mapping[str, PyTree]]) -> bool:
-    """Whether each module has most of its leaves in common with the previous one."""
+    """Whether each module has at least half of its leaves in common with the previous one."""
     leaves = list(map(flatten_dict, trees))
     return all(
         len(one.items() & other.items()) >= SAME_SHARE * max(len(one), len(other))
@@ -162,7 +162,7 @@ def _are_equal(trees: Sequence[Mapping[str, PyTree]]) -> bool:
 def without_keys(
     closed: ClosedJaxpr, operands: Sequence[Array], keys: Container[int]
 ) -> tuple[ClosedJaxpr, list[Array]]:
-    """Moves the derivation of random keys from known keys and constants out of a program.
+    """Moves the equations that derive random keys from known ones out of a program.
 
     Args:
         closed: a closed jaxpr.
@@ -258,13 +258,13 @@ class Intercepted:
         units: the blocks, and how they run.
         gathers: the gather functions of parameters, by path below the bridge.
         shapes: shapes of the bridge's parameters, by the same paths; {} if nothing is stacked.
-        is_inside: whether a block is being called at the moment.
+        in_block: whether a block is being called at the moment.
     """
 
     units: LinenUnits
     gathers: Mapping[Path, Callable[[Array], Array]]
     shapes: Mapping[Path, tuple[int, ...]]
-    is_inside: bool = False
+    in_block: bool = False
 
     def __call__(
         self,
@@ -276,7 +276,7 @@ class Intercepted:
         """Runs one method of a module."""
         module, name = context.module, context.method_name
         path = "/".join(module.path)
-        if self.is_inside or path not in self.units.paths or name == "setup":
+        if self.in_block or path not in self.units.paths or name == "setup":
             return call(*args, **kwargs)
         if path in self.units.stacked and self._is_whole(module, path):
             # This is the loop itself, which calls the layers.
@@ -317,11 +317,11 @@ class Intercepted:
                 made[:] = jax.tree.flatten((function(scopes, *args, **kwargs), repack(scopes)))
                 return [leaf for leaf in made[0] if isinstance(leaf, ARRAYS)]
 
-            self.is_inside = True
+            self.in_block = True
             try:
                 results = iter(self._run(compute, variables, rngs, arrays, paths))
             finally:
-                self.is_inside = False
+                self.in_block = False
             outputs, form = made
             merged = [next(results) if isinstance(leaf, ARRAYS) else leaf for leaf in outputs]
             return jax.tree.unflatten(form, merged)

@@ -74,7 +74,7 @@ class RealOnly:
 
 
 def units_of(model: nnx.Module, matches: IsUnit) -> Iterator[tuple[Path, nnx.Module]]:
-    """Yields the outermost modules that match, with their paths; modules inside a unit do not."""
+    """Yields the outermost modules that match, with their paths; those inside one are skipped."""
     outer: set[str] = set()
     paths = sorted(
         ((path_str(keys), module) for keys, module in nnx.iter_modules(model)),
@@ -366,8 +366,8 @@ def _changes(module_type: type, before: Contents, after: Contents) -> Attributes
         if any(isinstance(leaf, Tracer) for leaf in parts):
             raise UnsupportedError(
                 f"a call of {module_type.__name__} keeps an array in its attribute {name!r}, which "
-                "is no state of the module: keep it in an nnx.Variable, or make the attribute data "
-                "by nnx.data"
+                "is not part of the module's state: keep it in an nnx.Variable, or make the "
+                "attribute data by nnx.data"
             )
     return changes
 
@@ -396,9 +396,9 @@ def _check_unchanged(module_type: type, leaves: Sequence[object], arguments: PyT
     if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
         raise UnsupportedError(
             f"a call of {module_type.__name__} changes a list or dict that it is given: its "
-            f"arguments had {len(leaves)} leaves and now have {len(after)}. The call is a program "
-            "of its own, out of which nothing comes but what it returns: return the value, or keep "
-            "it in an nnx.Variable"
+            f"arguments had {len(leaves)} leaves and now have {len(after)}. The call is traced "
+            "as a separate program, and the caller gets only what it returns: return the value, or "
+            "keep it in an nnx.Variable"
         )
 
 

@@ -308,11 +308,11 @@ def depends_on(
         stop: look only at equations before this position.
         start: look only at equations from this position on.
     """
-    tainted = set(sources)
+    dependent = set(sources)
     for equation in jaxpr.eqns[start:stop]:
-        if not tainted.isdisjoint(variables(equation.invars)):
-            tainted.update(equation.outvars)
-    return tainted
+        if not dependent.isdisjoint(variables(equation.invars)):
+            dependent.update(equation.outvars)
+    return dependent
 
 
 def needed_for(jaxpr: Jaxpr, positions: Iterable[int]) -> tuple[Jaxpr, list[int]]:

@@ -119,12 +119,13 @@ def build_train_step(
             model are initialized sharded.
         optimizer: any optax transformation; one that reads the loss gets it as `value`.
         loss_fn: `loss_fn(model, batch)`, returning a scalar mean or `Weighted`, alone or with a
-            dict of scalar metrics. A loss with a parameter `step`, `loss_fn(model, batch, step)`,
-            also gets the number of steps taken, an int32 scalar.
+            dict of scalar metrics. A loss with a required parameter `step` (one without a default),
+            `loss_fn(model, batch, step)`, also gets the number of steps taken, an int32 scalar.
         strategy: a `Strategy`, or a wrapper such as `DDP` that makes one.
         world: the devices, and the mesh they form.
         options: what the step does besides its strategy.
-        precision: dtypes, a preset's name (`"bf16"`, `"fp16"`), or True, if the strategy sets none.
+        precision: a `MixedPrecision`, a preset (`"bf16"`, `"fp16"`, `"fp8"`, `"float32"`), or
+            True: bfloat16 compute, float32 reductions. It must not contradict the strategy's.
         remat: what the backward pass recomputes, if the strategy sets nothing. `"auto"` recomputes
             the least that fits a device's memory with this `batch`. It estimates memory from the
             traced step, and compiles the step when the estimate is close to the limit. It
@@ -152,7 +153,10 @@ def build_train_step(
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
 
     Raises:
-        AxonDistError: from the first broken rule of `RULES`, or from `TrainStep.check(batch)`.
+        ConfigError: when an argument, the model or an option is not valid.
+        GroupError: when a wrapper is over another world's group.
+        AxonDistError: from the first broken rule of `RULES`, `PIPELINE_RULES` or `REPLICA_RULES`,
+            or from `TrainStep.check(batch)`.
         StrategyConflictError: when precision or remat contradict the strategy.
 
     Example:

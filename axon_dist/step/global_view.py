@@ -43,7 +43,7 @@ from .spec import StepSpec
 
 
 def global_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
-    """Computes gradients in a program that the compiler partitions, sharded like their moments.
+    """Computes gradients, sharded like their moments, in a program that the compiler partitions.
 
     Args:
         spec: the step. The policies of its strategy give the shardings of weights and moments.
@@ -107,7 +107,7 @@ def global_forward(
     return spec.changes.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
 
 
-EVAL_ARGUMENTS: MappingProxyType[type[nn.Module], str] = MappingProxyType(
+LINEN_EVAL_ATTRIBUTES: MappingProxyType[type[nn.Module], str] = MappingProxyType(
     {
         nn.Dropout: "deterministic",
         nn.MultiHeadDotProductAttention: "deterministic",
@@ -116,7 +116,7 @@ EVAL_ARGUMENTS: MappingProxyType[type[nn.Module], str] = MappingProxyType(
 )
 """Linen layers that behave differently in training -> the attribute that is True in eval mode."""
 
-SWITCHES: MappingProxyType[str, bool] = MappingProxyType(
+MODEL_EVAL_ARGUMENTS: MappingProxyType[str, bool] = MappingProxyType(
     {"deterministic": True, "train": False, "training": False, "is_training": False}
 )
 """Argument that Linen models switch to evaluation with -> its value in evaluation."""
@@ -157,8 +157,9 @@ def evaluation(
 ) -> dict[str, Weighted]:
     """Computes the loss and metrics of a batch in eval mode, with the program of training.
 
-    NNX modules are switched by `eval()`. A bridged Linen module has no such switch: its layers are
-    intercepted in eval mode, and its own argument for it, one of `SWITCHES`, is set.
+    NNX modules are switched by `eval()`, which a bridged Linen module lacks. Calls of its Linen
+    layers are intercepted and run in eval mode. If its call takes one of `MODEL_EVAL_ARGUMENTS`,
+    that argument is set to its value in evaluation.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
@@ -218,7 +219,7 @@ def summed(outcome: Outcome, batch: Batch) -> dict[str, Weighted]:
 def _set_linen_eval_mode(module: nnx.bridge.ToNNX) -> None:
     """Sets one bridged Linen module to eval mode, in place."""
     names = _names(module)
-    switches = tuple((name, value) for name, value in SWITCHES.items() if name in names)
+    switches = tuple((name, value) for name, value in MODEL_EVAL_ARGUMENTS.items() if name in names)
     wrap_calls(module, {"__call__": _call_in_eval_mode})
     if switches:
         wrap_calls(module, {"__call__": WithArguments(names, switches)})
@@ -285,7 +286,9 @@ def _intercept_eval_mode(
     call: Function, args: Any, kwargs: Any, context: nn.module.InterceptorContext
 ) -> Any:
     """Runs one method of a Linen module, with eval mode set if the module has a training mode."""
-    name = next((n for kind, n in EVAL_ARGUMENTS.items() if isinstance(context.module, kind)), None)
+    name = next(
+        (n for kind, n in LINEN_EVAL_ATTRIBUTES.items() if isinstance(context.module, kind)), None
+    )
     if name is None or context.method_name != "__call__":
         return call(*args, **kwargs)
     names = tuple(inspect.signature(type(context.module).__call__).parameters)[1:]

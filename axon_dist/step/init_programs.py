@@ -43,8 +43,8 @@ class Program:
 class InParts:
     """Runs a function by small programs, each shared by all results of one kind.
 
-    Bitwise equal to `jax.jit(function, out_shardings=places)(*arguments)`. That is one program,
-    which takes long to compile if it draws hundreds of arrays.
+    The results are bitwise equal to those of `jax.jit(function, out_shardings=places)(*arguments)`,
+    a single program that takes long to compile if it draws hundreds of arrays.
 
     Args:
         function: of trees of arrays.

@@ -131,7 +131,7 @@ def _natural_order(path: Path) -> list[tuple[bool, int, str]]:
 def local_gradients(
     spec: StepSpec, arguments: GradientArguments, make_plan: type[LocalPlan] | None = None
 ) -> GradientResult:
-    """Computes gradients per rank and reduces them explicitly, sharded like their moments.
+    """Computes gradients, sharded like their moments, per rank, and reduces them explicitly.
 
     Each rank of the batch axes differentiates its rows of every microbatch and sums the gradients.
     Weights are gathered once per step, and gradients are reduced once per step or per microbatch

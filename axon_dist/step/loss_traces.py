@@ -366,7 +366,7 @@ def in_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
     if use.loss.factor == 1 and not factors:
         return loss_fn
 
-    def weighed(value: Any, factor: float) -> Weighted:
+    def weighted(value: Any, factor: float) -> Weighted:
         if isinstance(value, Weighted):
             return Weighted(value.total, value.weight / factor)
         return Weighted(value, 1 / factor)
@@ -375,10 +375,10 @@ def in_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
         returned = loss_fn(model, batch, **kwargs)
         loss, *rest = returned if isinstance(returned, tuple) else (returned,)
         if use.loss.factor != 1:
-            loss = weighed(loss, use.loss.factor)
+            loss = weighted(loss, use.loss.factor)
         if not rest:
             return loss
-        metrics = {n: weighed(m, factors[n]) if n in factors else m for n, m in rest[0].items()}
+        metrics = {n: weighted(m, factors[n]) if n in factors else m for n, m in rest[0].items()}
         return loss, metrics
 
     return run

@@ -86,7 +86,7 @@ class ModelChanges:
     def prepare(
         self,
         make_gather: MakeGather | None,
-        also: Prepare | None = None,
+        before: Prepare | None = None,
         remat: RematPolicy | None = None,
         bundle: Bundle = lambda _, weight: weight,
         by_units: Callable[[Path], bool] = lambda _: True,
@@ -96,7 +96,7 @@ class ModelChanges:
         Args:
             make_gather: gives the gather of each weight, which runs within its unit; None if all
                 weights are whole already.
-            also: a further change, made first.
+            before: a further change, made first.
             remat: which residuals each unit saves; None if the scan over units decides.
             bundle: wraps a weight together with what its gather also needs.
             by_units: whether a weight may be gathered within its unit; otherwise it is gathered
@@ -107,8 +107,8 @@ class ModelChanges:
         """
 
         def adapt(model: nnx.Module) -> None:
-            if also is not None:
-                also(model)
+            if before is not None:
+                before(model)
             shapes = self.parts.shapes
             variables = {
                 "/".join(map(str, keys)): variable
@@ -212,7 +212,7 @@ def rewritten(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
 
 
 def _widen_statistics(variables: Iterable[nnx.Variable]) -> None:
-    """Casts statistics to float32 or wider for their update; they are stored in their own dtype."""
+    """Casts floating-point buffers to float32 or wider for their update; their storage stays."""
     for variable in variables:
         value = variable.get_value()
         if jnp.issubdtype(value.dtype, jnp.floating):
@@ -248,7 +248,7 @@ def _map_statistics(
     buffers: PyTree,
     otherwise: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> PyTree:
-    """Maps a function over the statistics that each rank has its own copy of."""
+    """Maps a function over the floating-point buffers that each rank has its own copy of."""
     buffers, inputs = split_inputs(buffers)
 
     def one(leaf: Any) -> Any:
@@ -305,9 +305,9 @@ def warn_of_statistics(model: nnx.Module, num_microbatches: int) -> None:
 def warn_of_parts(path: Path, num_microbatches: int, place: str = "") -> None:
     """Warns that the statistics at a path are of one microbatch, not of the whole batch."""
     warn(
-        f"BatchNorm at {path!r}{place} takes its statistics of each of {num_microbatches} "
-        "microbatches, while one device would take them of the whole batch: losses and weights "
-        "differ from one device's. Use one microbatch, a per-sample normalisation such as "
+        f"BatchNorm at {path!r}{place} computes its statistics from each of "
+        f"{num_microbatches} microbatches, where one device would use the whole batch: losses and "
+        "weights differ from one device's. Use one microbatch, a per-sample normalisation such as "
         "nnx.LayerNorm, or freeze the statistics with use_running_average=True"
     )
 

@@ -21,6 +21,7 @@ from ..core.errors import AxonDistError, ConfigError, UnsupportedError
 from ..core.tree import combine, is_key, leaves_with_paths, map_with_path, wide
 from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
 from ..core.weighted import Weighted, WithTerm
+from ..ir.units import is_inside
 from .options import LOSS_SCALE, METRICS
 from .parts import MEAN_WEIGHT, SHARED, STEP, ModelSpec, split_inputs
 from .state import FLAG
@@ -162,14 +163,14 @@ def _check_parameters(before: Mapping[Path, Array], model: nnx.Module) -> None:
     arXiv:1602.07868).
     """
     norms = (nnx.SpectralNorm, nnx.WeightNorm)
-    normed = tuple(
+    normed = [
         "/".join(map(str, path))
         for path, module in nnx.iter_modules(model)
         if isinstance(module, norms)
-    )
+    ]
     for path, new in leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))):
         is_changed = new is not before.get(path, new) and is_computed(new)
-        if is_changed and not path.startswith(normed):
+        if is_changed and not any(is_inside(path, norm) for norm in normed):
             raise UnsupportedError(
                 f"the forward pass changes the parameter {path!r}, but only the "
                 "optimizer may change parameters: the change would be lost. Make it a variable of "
@@ -271,7 +272,8 @@ class GradientArguments(NamedTuple):
     Args:
         params: the trained parameters as the state holds them.
         frozen: the frozen parameters, which have no gradients.
-        buffers: statistics, random keys and their counts.
+        buffers: every Variable that is neither trained nor an `nnx.Param`: BatchStat, RngState,
+            Cache, your own types.
         batch: placed leaves, `[B, ...]` or `[K, B/K, ...]`.
         scale: the loss scale, a scalar; None for 1.
     """
@@ -385,9 +387,10 @@ def gradient_sums(
     Args:
         forward: the forward pass.
         scale: the loss scale, against vanishing gradients.
-        common: reduces the weights of all ranks to one. Needed if the backward pass adds gradients
-            of different ranks, before they could be multiplied by weights of their own. If it
-            returns 1, the total is differentiated and not the mean.
+        common: maps a rank's weight to one that is the same on all ranks. Needed if the backward
+            pass itself adds the gradients of different ranks: they cannot be multiplied by each
+            rank's own weight afterwards. If it returns 1, the total is differentiated and not the
+            mean.
         parts: how many parts, of about this size, a batch is cut into. A sample weighs that many
             times more in the mean of a part. The loss scale is therefore divided by it, or half
             precision would overflow in parts where it does not for the whole batch.
@@ -410,11 +413,11 @@ def gradient_sums(
         weight = weight_of(outcome.loss)
         factor = None if is_one(weight) else _nonzero(weight)
 
-        def weighed(grad):
+        def weighted(grad):
             grad = wide(grad)
             return grad if factor is None else grad * factor.astype(grad.dtype)
 
-        grads, loss = jax.tree.map(weighed, grads), jax.tree.map(_float, outcome.loss)
+        grads, loss = jax.tree.map(weighted, grads), jax.tree.map(_float, outcome.loss)
         return Sums(grads, loss, weighed_metrics(outcome)), outcome.buffers
 
     return sums

@@ -243,17 +243,16 @@ class StepOptions:
             `hardware.HARDWARE` lists the options of the chips, which make collectives fewer and
             hidden; the value None removes one of them. Every program of the step is compiled with
             these options, and `lower(batch).compile()` shows the program that runs.
-        separable: True promises that the loss of a batch is the (weighted) mean of the losses of
-            its parts, False that it is not. None reads it from the programs of the loss of the
-            batch and of one part, at the sizes that run: a mean, a sum and `Weighted` have the
-            value of the whole batch however it is cut, and so has a function of sums over the
-            samples. A loss that couples samples in another way is computed in global view, and is
-            refused with microbatches; with False, the losses of the microbatches are averaged
-            instead. A metric that couples samples is refused with microbatches if the loss does
-            not couple them. True trusts the loss and averages the losses of the parts: a quotient
-            `sum / count` is NaN for a part in which a mask selects nothing, and then for the batch,
-            where one device has a number. `Weighted(sum, count)` has that number, since a part of
-            weight 0 does not count; so has None, which adds the sums up.
+        separable: whether the losses of the parts of a batch, over ranks and microbatches, add up
+            to the loss of the batch.
+
+            - None (default): the step reads from the traced loss, at the sizes that run, whether
+              parts add up. A mean, a sum, `Weighted` and a function of sums over the samples do.
+              A loss that couples samples runs in global view, and is refused with microbatches.
+              A metric that couples samples is refused with microbatches if the loss does not.
+            - True: trust the loss, and average the losses of the parts. `sum / count` is NaN for a
+              part with count 0; return `Weighted(sum, count)`.
+            - False: the loss couples samples; microbatch losses are averaged.
         eval_kwargs: keyword arguments that `evaluate` passes to the call of the model, in place of
             those that the loss passes, such as `{"deterministic": True}`. NNX modules are switched
             by `eval()`; bridged Linen modules, and the Linen layers in them, as `evaluation`
@@ -265,15 +264,15 @@ class StepOptions:
         unroll: the largest number of blocks that are unrolled, where `scan_layers` is `"auto"` and
             the strategy splits or recomputes them; longer chains run as one loop. None leaves it to
             `scan_layers`. It does not change the results.
-        scan_layers: whether equal blocks that call each other run as one loop, a `lax.scan`, or are
-            unrolled. A loop is compiled once, gathers and recomputes one block at a time, and
-            stacks what each block keeps for its backward pass; unrolled, each block is compiled
-            separately. `"auto"` unrolls up to four blocks, and on GPUs more if the stacks of a loop
-            would cost more time in 10,000 steps than compiling the blocks; but recomputed blocks,
-            and more than 16 that gather their weights, run as a loop. On other devices, and under
-            tensor, context and expert parallelism, more than four run as a loop. `print(step)` says
-            what it chose and why, once a batch was traced. Blocks that the model keeps stacked run
-            in the model's own loop. It does not change the results.
+        scan_layers: whether equal blocks that are called one after another run as one loop, a
+            `lax.scan`, or are unrolled. A loop is compiled once, gathers and recomputes one block
+            at a time, and stacks what each block keeps for its backward pass; unrolled, each block
+            is compiled separately. `"auto"` unrolls up to four blocks, and on GPUs more if the
+            stacks of a loop would cost more time in 10,000 steps than compiling the blocks; but
+            recomputed blocks, and more than 16 that gather their weights, run as a loop. On other
+            devices, and under tensor, context and expert parallelism, more than four run as a loop.
+            `print(step)` says what it chose and why, once a batch was traced. Blocks that the model
+            keeps stacked run in the model's own loop. It does not change the results.
         axis_names: which mesh axes the axis names in the model's code refer to, such as
             `{"data": ("dp", "fsdp"), "heads": "tp"}`: in `with_sharding_constraint`, in
             `reshard`, and in the annotations of `nnx.with_partitioning`. Mesh axes are known by

@@ -35,7 +35,7 @@ from ..ops.precision import MixedPrecision, cast_floating
 INT8 = "int8"
 """The `frozen_dtype` that quantises matrices, as `int8_form` says, instead of casting them."""
 
-STATE = (nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate)
+FORWARD_STATE = (nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate)
 """Variables that a forward pass changes itself, so an optimizer must not."""
 
 
@@ -43,9 +43,9 @@ def trainable_filter(trainable: Trainable) -> Callable[[Any, Any], bool]:
     """Turns a choice of trained parameters into an nnx filter.
 
     Args:
-        trainable: a type of Variable, such as `nnx.LoRAParam`; a regular expression that is
-            searched for in the paths of the model's `nnx.Param`s; a predicate
-            `(keys, variable)` or another nnx filter, such as
+        trainable: a type of Variable, such as `nnx.LoRAParam`; a regular expression, which is
+            searched for anywhere in the paths of the model's `nnx.Param`s (a string as an nnx
+            filter would be a tag); a predicate `(keys, variable)` or another nnx filter, such as
             `nnx.All(nnx.Param, nnx.Not(nnx.PathContains("embedding")))`; or a tuple of these, any
             of which may match.
 
@@ -113,11 +113,13 @@ def check_trainable(trainable: Trainable, model: nnx.Module) -> None:
                 f"{', '.join(paths[:8]) or 'none'}{more}; name one of these"
             )
         for keys, variable in matches:
-            if isinstance(variable, STATE):
+            if isinstance(variable, FORWARD_STATE):
+                remedy = f"leave such state out: nnx.All({_words(one)}, nnx.Param)"
+                if isinstance(one, type):
+                    remedy = "name a type of parameter, such as nnx.Param"
                 raise ConfigError(
                     f"trainable={_words(one)} takes in {'/'.join(map(str, keys))!r}, an "
-                    f"nnx.{type(variable).__name__} that the forward pass changes itself; leave "
-                    f"such state out: nnx.All({_words(one)}, nnx.Param)"
+                    f"nnx.{type(variable).__name__} that the forward pass changes itself; {remedy}"
                 )
 
 
@@ -154,7 +156,7 @@ def _words(trainable: Any) -> str:
 
 # The metaclass of modules hides `|` from type checkers.
 ModelLike: TypeAlias = Union[nnx.Module, Callable[[], nnx.Module]]  # noqa: UP007
-"""A module, or a function of no arguments that makes one, whose arrays are then created sharded."""
+"""A module, or a zero-argument function that makes one; the function's arrays are made sharded."""
 
 LINEN_BOX = "linen_meta_type"
 """The metadata in which `nnx.bridge` records how Linen boxes a value with axes."""
@@ -174,12 +176,13 @@ class ModelSpec:
     Args:
         graphdef: the structure; hashable, without arrays.
         params: nested dict of `ShapeDtypeStruct`: the trained parameters.
-        buffers: nested dict of `ShapeDtypeStruct`: statistics, random keys and their counts.
+        buffers: nested dict of `ShapeDtypeStruct`: every Variable that is neither trained nor an
+            `nnx.Param`: BatchStat, RngState, Cache, your own types.
         frozen: nested dict of `ShapeDtypeStruct`: the parameters that the optimizer does not train.
         reads_step: whether the loss takes the number of the step.
         shared: nested dict of `ShapeDtypeStruct`: what a batch has in addition to its samples.
-        others: the paths of the buffers that are neither statistics nor random streams; these may
-            be of any size.
+        others: the paths of all Variables whose types are not in `FORWARD_STATE`: parameters,
+            and buffers of other types, which may be of any size.
         int8: the frozen parameters that the state keeps in eight bits, by path; `frozen` and
             `weights` describe them as the model reads them.
 
@@ -306,9 +309,10 @@ class Source:
     """Where the first values of a model come from: arrays of a module, or a function to run.
 
     Args:
-        arrays: (weights, buffers) of an existing module; weights are trained and frozen.
-        make: returns (weights, buffers) of a new module; to be jitted with `out_shardings`, so that
-            the arrays are created sharded.
+        arrays: (weights, buffers) of an existing module; the weights are its trained and frozen
+            parameters.
+        make: returns (weights, buffers) of a new module. Jit it with `out_shardings` to create the
+            arrays sharded.
     """
 
     arrays: tuple[PyTree, PyTree] | None = None
@@ -405,7 +409,7 @@ def _values(new: Function, closed: Any, shapes: PyTree) -> Function:
 
 
 _MOST_KEPT = 2**16
-"""The most bytes of constants with which the trace of a factory is kept: a step lives long."""
+"""The most bytes of constants to keep with a factory's trace; it lives as long as the step."""
 
 
 def split_inputs(buffers: PyTree) -> tuple[PyTree, PyTree]:
@@ -495,7 +499,7 @@ def _split(
             )
     kinds = nnx.to_flat_state(nnx.state(model))
     others = frozenset(
-        "/".join(map(str, keys)) for keys, kind in kinds if not isinstance(kind, STATE)
+        "/".join(map(str, keys)) for keys, kind in kinds if not isinstance(kind, FORWARD_STATE)
     )
     return (graphdef, others), tuple(map(nnx.to_pure_dict, states))
 

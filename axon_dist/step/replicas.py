@@ -361,11 +361,11 @@ class ReplicaForm(StateLayout):
         outer = jax.tree.map(lambda o, p: o.astype(p.dtype), state.outer, state.params)
         return outer, mean_rows(state.buffers)
 
-    def around(
+    def state_from(
         self, stored: tuple[PyTree, PyTree], buffers: PyTree, opt_state: PyTree = None
     ) -> TrainState:
         """Builds the first state around given parameters; see `StateLayout.around`."""
-        one = super().around(stored, buffers, opt_state)
+        one = super().state_from(stored, buffers, opt_state)
         count = self.spec.mesh.shape[self.outer.plan.axis]
         rows = _with_rows(one, lambda tree: jax.tree.map(lambda x: _repeated(x, count), tree))
         outer, outer_state = self.outer.first(one.params)

@@ -204,8 +204,9 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement.row(
         "statistics are of the whole batch",
         UnsupportedError,
-        "{path} holds batch statistics outside nnx.BatchNorm, which cannot be averaged over the "
-        "ranks from outside, as {asked} would need. Use nnx.BatchNorm, or leave that out",
+        "{path} holds batch statistics outside nnx.BatchNorm (a bridged Linen BatchNorm's, for "
+        "example), which cannot be averaged over the ranks from outside, as {asked} would need. "
+        "Use nnx.BatchNorm, or leave that out",
         lambda spec: _statistics(spec) if spec.is_local else None,
     ),
     Requirement.row(

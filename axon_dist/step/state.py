@@ -39,7 +39,8 @@ class TrainState:
         step: scalar int32, how many steps have been taken.
         params: nested dict, the trained parameters.
         opt_state: the state of the optax transformation.
-        buffers: nested dict: statistics, random keys and their counts.
+        buffers: nested dict, every Variable that is neither trained nor an `nnx.Param`: BatchStat,
+            RngState, Cache, your own types.
         scaler: the state of the loss scale, or None without one.
         frozen: nested dict, the parameters that the optimizer does not train.
         ema: nested dict, the moving average of `params`, in float32 or wider; or None.
@@ -119,7 +120,7 @@ def check_fits(state: TrainState, shapes: TrainState, places: TrainState) -> Non
 def _problem(leaf: Any, wanted: Any, sharding: Any) -> str | None:
     """Returns what is wrong with one array of a state, or None."""
     if leaf is None or wanted is None:
-        return "is missing" if leaf is None else "is more than it has"
+        return "is missing" if leaf is None else "is not part of this step's state"
     if not hasattr(leaf, "shape") or not hasattr(leaf, "__array__"):
         return f"is a {type(leaf).__name__} and no array"
     if leaf.shape != wanted.shape or leaf.dtype != wanted.dtype:

@@ -163,7 +163,9 @@ class StateLayout:
         self.outer_steps: tuple[Callable[[TrainState], TrainState], ...] = ()
         store = stored.storage.store
         of_replica = stored.storage.strategy
-        state = jax.eval_shape(lambda w, b: self.around(store(w), b), parts.weights, parts.buffers)
+        state = jax.eval_shape(
+            lambda w, b: self.state_from(store(w), b), parts.weights, parts.buffers
+        )
         # The shardings of one replica's parameters, trained and frozen.
         self._stored: tuple[Any, Any] = (
             shardings(of_replica.params, stored.params, mesh),
@@ -379,10 +381,10 @@ class StateLayout:
             )
         return self._factory.lower({})
 
-    def around(
+    def state_from(
         self, stored: tuple[PyTree, PyTree], buffers: PyTree, opt_state: PyTree = None
     ) -> TrainState:
-        """Builds the first state around parameters and buffers.
+        """Builds the first state from parameters and buffers.
 
         Args:
             stored: the stored parameters, trained and frozen.
@@ -408,9 +410,9 @@ class StateLayout:
         )
 
     def _first(self, stored: tuple[PyTree, PyTree], buffers: PyTree) -> TrainState:
-        """Builds the first state, padded, around stored parameters."""
+        """Builds the first state, padded, from stored parameters."""
         shapes = self.spec.stored.params, self.spec.stored.frozen
-        return self.padded(self.around(model_tree(stored, shapes, self._stored), buffers))
+        return self.padded(self.state_from(model_tree(stored, shapes, self._stored), buffers))
 
     @property
     def _stores_model_arrays(self) -> bool:

@@ -59,7 +59,8 @@ class TrainStep:
         abstract_state: a `TrainState` of shapes.
         state_shardings: a `TrainState` of shardings.
         claims: the shardings that the strategy claims, and why; `init` checks them.
-        on_device: (state) -> the same state, all of it in device memory.
+        on_device: (state) -> the state as a step computes with it: in device memory, without
+            padding, buffers gathered.
         axis_names: which mesh axes the axis names in the model's code refer to.
         form: the layout of its states, and how the first one is made.
     """
@@ -473,7 +474,11 @@ class TrainStep:
 
     @in_context_of_step
     def merge(self, state: TrainState, *, ema: bool = False) -> nnx.Module:
-        """Returns the model with the values of a state, or with the average of its parameters."""
+        """Returns the model with the values of a state, or with the average of its parameters.
+
+        Where nothing is converted, its arrays are those of the state, so the next step donates
+        them.
+        """
         self._check(state)
         state = averaged(state) if ema else state
         if self.storage.rows is not None or self.form.padding is not None:
@@ -665,7 +670,7 @@ class PortableForm:
             stored = step.storage.store(weights)
         else:
             stored = partition(weights, step.parts.frozen_paths)
-        state = step.form.around(stored, buffers, self.target.opt_state)
+        state = step.form.state_from(stored, buffers, self.target.opt_state)
         if is_same and step.form.padding is not None:
             return jax.jit(step.form.padded, out_shardings=places)(state)
         names = ("frozen", "buffers") if is_same else ("buffers",)

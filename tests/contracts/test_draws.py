@@ -165,5 +165,5 @@ def test_statistics_of_microbatches_are_told_of(options, recwarn):
             return self.head(self.norm(x))
 
     build_train_step(Normed(), optax.sgd(0.1), loss_fn, ddp(), World.emulate(2, "dp=2"), **options)
-    told = [str(w.message) for w in recwarn if "BatchNorm at 'norm' takes" in str(w.message)]
+    told = [str(w.message) for w in recwarn if "BatchNorm at 'norm' computes" in str(w.message)]
     assert len(told) == bool(options)

@@ -522,7 +522,7 @@ def test_statistics_outside_blocks_are_told_of():
         def __call__(self, x):
             return self.blocks[1](self.norm(self.blocks[0](x)))[:, :4]
 
-    with pytest.warns(UserWarning, match=r"BatchNorm at .* takes its stat") as told:
+    with pytest.warns(UserWarning, match=r"BatchNorm at .* computes its stat") as told:
         step = build(Net(), mean_square, pipelined(2, 4))
     # The place is the line of the user's, not one of the package.
     assert told[0].filename == __file__

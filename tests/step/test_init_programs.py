@@ -120,7 +120,7 @@ def check_bits(step):
     """Compares a first state with the one of two whole programs."""
     state = step.init()
     stored, buffers = step.form._factory({})
-    whole = jax.jit(step.form.around, out_shardings=step.state_shardings)(stored, buffers)
+    whole = jax.jit(step.form.state_from, out_shardings=step.state_shardings)(stored, buffers)
     mine, theirs = bits(state), bits(whole)
     assert mine.keys() == theirs.keys()
     for path, want in theirs.items():

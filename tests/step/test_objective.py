@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import Weighted
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.step.microbatches import accumulate
 from axon_dist.step.objective import (
     Sums,
@@ -65,6 +65,23 @@ def test_a_shard_that_is_all_padding_has_loss_zero():
 def test_what_a_loss_function_may_not_return(returned, message):
     with pytest.raises(ConfigError, match=message):
         run(returned)
+
+
+def test_a_norm_excuses_only_the_parameters_inside_it():
+    class Net(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.norm = nnx.WeightNorm(nnx.Linear(2, 1, rngs=rngs), rngs=rngs)
+            self.norm2 = nnx.Linear(2, 1, rngs=rngs)
+
+    def changes(model, batch):
+        model.norm2.kernel[...] = 0.9 * model.norm2.kernel[...]
+        return plain(model.norm2, batch)
+
+    parts, source = split_model(Net())
+    params, buffers = source.arrays
+    with pytest.raises(UnsupportedError, match="changes the parameter 'norm2/kernel'"):
+        jax.make_jaxpr(lambda p: evaluate(parts, changes, p, buffers, BATCH).loss.total)(params)
 
 
 def dense(loss_fn):

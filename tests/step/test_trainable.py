@@ -369,6 +369,7 @@ def test_other_variables_are_divided_as_parameters_are(make_world):
         (3, r"trainable=3; give a type of Variable such as nnx.LoRAParam, a regular expression"),
         (nnx.Linear, r"trainable=<class .*Linear'>; give a type of Variable"),
         (nnx.PathContains("drop"), r"takes in 'drop/rngs/count', an nnx.RngCount that the forward"),
+        (nnx.RngCount, r"an nnx.RngCount that .*; name a type of parameter, such as nnx.Param"),
     ],
 )
 def test_a_choice_that_cannot_be_trained_is_refused(trainable, text, world):
