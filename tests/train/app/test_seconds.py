@@ -26,7 +26,7 @@ def test_the_seconds_of_a_run_are_those_of_the_clock(tiny):
     assert seconds["start"] > 100
     report = read_recorded(done.directory.path).figures()["time"]
     assert report == clock_time(sum(seconds.values()))
-    assert f"{report}, of it" in console.file.getvalue()
+    assert f"{report}, of which" in console.file.getvalue()
 
 
 def test_the_parts_of_the_time_row_are_all_of_it():

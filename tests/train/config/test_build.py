@@ -125,7 +125,7 @@ def test_weights_that_travel_in_fp8_are_asked_for_in_the_config(tiny, world):
     asked = {"precision": {"compute": "bfloat16", "products": "fp8", "gather": "fp8"}}
     config = RunConfig.from_dict(tiny | asked | {"mesh": "fsdp=8", "parallel": "full_shard"})
     assert RunConfig.from_dict(config.to_dict()).precision == MixedPrecision.fp8(gather="fp8")
-    with pytest.raises(ConfigError, match=r"^precision: gather='fp8' sends weights"):
+    with pytest.raises(ConfigError, match=r"^precision: gather='fp8' gathers the weights"):
         RunConfig.from_dict({"precision": {"gather": "fp8"}})
 
 
