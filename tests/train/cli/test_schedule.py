@@ -105,7 +105,7 @@ def test_mistakes(capsys, arguments, message):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--stages", "2"], "got --stages 2, and the table '{}' has 4; leave --stages out, because a"),
+        (["--stages", "2"], "got --stages 2, and the table '{}' has 4; leave --stages out"),
         (["--microbatches", "4"], "got --microbatches 4, and the table '{}' has 8; leave --micro"),
         (["--chunks", "1"], "got --chunks 1, and the table '{}' has 2; leave --chunks out"),
     ],
