@@ -320,8 +320,8 @@ class StepOptions:
             )
         if self.unroll is not None and self.unroll < 1:
             raise ConfigError(
-                f"unroll is {self.unroll!r}; it must be None or an integer of at least 1, the largest "
-                "number of blocks to unroll; 1 runs every chain as a loop",
+                f"unroll is {self.unroll!r}; it must be None or an integer of at least 1, the "
+                "largest number of blocks to unroll; 1 runs every chain as a loop",
                 code="unroll-range",
             )
         if self.unroll is not None and self.scan_layers != AUTO:

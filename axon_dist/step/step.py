@@ -275,7 +275,7 @@ class TrainStep:
 
     @in_context_of_step
     def lower_init(self) -> jax.stages.Lowered:
-        """Lowers the program that initializes parameters and buffers of a model given as a function.
+        """Lowers the program that initializes the arrays of a model given as a function.
 
         It is one program, whose memory is the most that `init` takes. `init` itself runs several
         smaller programs with the same results, which compile faster.
@@ -427,8 +427,8 @@ class TrainStep:
         """Computes the numbers of `evaluate` as sums, which add up over batches of any sizes.
 
         Over several batches a metric is `sum(totals) / sum(weights)`. A `Weighted` metric has its
-        own weight; any other metric has the weight of the loss. The weight of a plain scalar loss is
-        the number of samples.
+        own weight; any other metric has the weight of the loss. The weight of a plain scalar loss
+        is the number of samples.
 
         Args:
             state: a state of this step; it stays usable.
