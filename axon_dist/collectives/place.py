@@ -115,7 +115,7 @@ def has_varying_types(axis: str) -> bool:
 
 
 def position(group: ProcessGroup) -> Array:
-    """This rank's position in its group, int32 from 0; -1 outside a group by ranks."""
+    """This rank's position in its group, int32 from 0; -1 for ranks outside a `World.new_group`."""
     index = jax.lax.axis_index(group.axes)
     if group.members is None:
         return index
@@ -196,8 +196,8 @@ def rank(group: ProcessGroup) -> Array:
 
     Returns:
         Inside `shard_map` an int32 scalar, 0..size-1, row-major over the axes of the group.
-        Outside, the rank-stacked array of these, shape `(world_size,)`. -1 for ranks outside a
-        group by ranks.
+        Outside, the rank-stacked array of these, shape `(world_size,)`. -1 for ranks that
+        are not members of a `World.new_group`.
 
     Example:
         >>> from axon_dist.mesh import World

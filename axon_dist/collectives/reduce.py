@@ -67,13 +67,18 @@ def _floating_jvp(
 
 
 class ReduceOp(NamedChoice):
-    """The operation of a reduction."""
+    """The elementwise operation of a reduction; `"mean"`, `"avg"` and `"prod"` are names too."""
 
     SUM = "sum"
+    """The sum."""
     PRODUCT = "product"
+    """The product."""
     MIN = "min"
+    """The minimum; NaN if any value is."""
     MAX = "max"
+    """The maximum; NaN if any value is."""
     AVERAGE = "average"
+    """The mean; not for integers and booleans."""
 
     @classmethod
     def _missing_(cls, value: object) -> ReduceOp:

@@ -336,16 +336,20 @@ def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
 def compose(*strategies: Strategy | HasStrategy) -> Strategy:
     """Combines several strategies into one: batch axes are concatenated, policies are merged.
 
+    The policies of the result raise `StrategyConflictError` when two parts claim one dim.
+
+    Each part contributes the fields of its reduction that are not at their defaults:
+    `compose(ddp(), fsdp())` reduces every microbatch, because `fsdp` keeps gradients split and
+    `ddp` does not set `per`.
+
+    An axis by which context parallelism splits positions splits no samples: composed with it,
+    `fsdp(axes=("fsdp", "cp"))` splits samples over `fsdp`, and arrays over both.
+
     Args:
         *strategies: in any order; the order of the axes comes from the mesh.
 
     Returns:
-        A strategy whose policies raise `StrategyConflictError` when two parts claim one dim. Of
-        the reduction, each part contributes the fields that are not at their defaults:
-        `compose(ddp(), fsdp())` reduces every microbatch, because `fsdp` keeps gradients split and
-        `ddp` leaves `per` open. An axis by which context parallelism splits positions splits no
-        samples: composed with it, `fsdp(axes=("fsdp", "cp"))` splits samples over `fsdp`, and
-        arrays over both.
+        The combined strategy.
 
     Raises:
         StrategyConflictError: when two parts split the batch over the same axis, or disagree on
