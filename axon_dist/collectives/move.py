@@ -27,7 +27,15 @@ from .reduce import check_mean, counted, sum_leaf
 
 
 def broadcast(x: PyTree, group: ProcessGroup) -> PyTree:
-    """Gives every rank of the group the value of its first rank; see `broadcast_from`."""
+    """Gives every rank of the group the value of its first rank; see `broadcast_from`.
+
+    Args:
+        x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
+        group: the ranks that take part.
+
+    Returns:
+        A pytree like `x`.
+    """
     return broadcast_from(x, group, src=0)
 
 
@@ -270,6 +278,15 @@ def reduce_scatter_mean(
     x: PyTree, group: ProcessGroup, pad: bool = False, *, dim: int = 0
 ) -> PyTree:
     """Gives slice r of the mean over the group to rank r; see `reduce_scatter_sum`.
+
+    Args:
+        x: as in `reduce_scatter_sum`.
+        group: as in `reduce_scatter_sum`.
+        pad: as in `reduce_scatter_sum`.
+        dim: as in `reduce_scatter_sum`.
+
+    Returns:
+        As `reduce_scatter_sum`.
 
     Raises:
         DTypeError: for integers and booleans.

@@ -214,7 +214,14 @@ def rank(group: ProcessGroup) -> Array:
 
 @checked(group=GROUP)
 def world_size(group: ProcessGroup) -> int:
-    """Returns the number of ranks in one collective of the group, as a Python int."""
+    """Returns the number of ranks in one collective of the group.
+
+    Args:
+        group: the ranks to count.
+
+    Returns:
+        A Python int, the same on every rank.
+    """
     return group.size
 
 
@@ -222,6 +229,9 @@ def is_main_process() -> bool:
     """Whether this is process 0, which prints and writes files.
 
     A process may own many ranks; use `rank(group) == 0` to ask about a rank.
+
+    Returns:
+        True on process 0; False on the others.
 
     Example:
         >>> is_main_process()

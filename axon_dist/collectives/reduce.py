@@ -129,6 +129,13 @@ def all_reduce(x: PyTree, group: ProcessGroup, op: ReduceOp | str = ReduceOp.SUM
 def all_reduce_sum(x: PyTree, group: ProcessGroup) -> PyTree:
     """Gives every rank the sum over the group; see `all_reduce`.
 
+    Args:
+        x: as in `all_reduce`.
+        group: as in `all_reduce`.
+
+    Returns:
+        A pytree like `x`.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from axon_dist.mesh import World
@@ -141,6 +148,13 @@ def all_reduce_sum(x: PyTree, group: ProcessGroup) -> PyTree:
 def all_reduce_mean(x: PyTree, group: ProcessGroup) -> PyTree:
     """Gives every rank the mean over the group; see `all_reduce`.
 
+    Args:
+        x: as in `all_reduce`.
+        group: as in `all_reduce`.
+
+    Returns:
+        A pytree like `x`.
+
     Raises:
         DTypeError: for integers and booleans, whose mean is not of their dtype.
     """
@@ -148,17 +162,41 @@ def all_reduce_mean(x: PyTree, group: ProcessGroup) -> PyTree:
 
 
 def all_reduce_min(x: PyTree, group: ProcessGroup) -> PyTree:
-    """Gives every rank the elementwise minimum over the group, NaN if any is; see `all_reduce`."""
+    """Gives every rank the elementwise minimum over the group, NaN if any is; see `all_reduce`.
+
+    Args:
+        x: as in `all_reduce`.
+        group: as in `all_reduce`.
+
+    Returns:
+        A pytree like `x`.
+    """
     return all_reduce(x, group, ReduceOp.MIN)
 
 
 def all_reduce_max(x: PyTree, group: ProcessGroup) -> PyTree:
-    """Gives every rank the elementwise maximum over the group, NaN if any is; see `all_reduce`."""
+    """Gives every rank the elementwise maximum over the group, NaN if any is; see `all_reduce`.
+
+    Args:
+        x: as in `all_reduce`.
+        group: as in `all_reduce`.
+
+    Returns:
+        A pytree like `x`.
+    """
     return all_reduce(x, group, ReduceOp.MAX)
 
 
 def all_reduce_product(x: PyTree, group: ProcessGroup) -> PyTree:
-    """Gives every rank the elementwise product over the group; see `all_reduce`."""
+    """Gives every rank the elementwise product over the group; see `all_reduce`.
+
+    Args:
+        x: as in `all_reduce`.
+        group: as in `all_reduce`.
+
+    Returns:
+        A pytree like `x`.
+    """
     return all_reduce(x, group, ReduceOp.PRODUCT)
 
 
