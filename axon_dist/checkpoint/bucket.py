@@ -62,7 +62,7 @@ def slot_of(folder: Address, marker: bytes) -> tuple[int, bytes] | None:
     """Finds the manifest that a marker belongs to.
 
     Args:
-        folder: of the checkpoint.
+        folder: the folder of the checkpoint.
         marker: the contents of its marker.
 
     Returns:
@@ -114,7 +114,7 @@ def begin(folder: Address, slot: int, leaves: Mapping[LeafPath, Array]) -> Calla
     """Copies the pieces of this process to host memory.
 
     Args:
-        folder: of the checkpoint.
+        folder: the folder of the checkpoint.
         slot: the index in `SLOTS`.
         leaves: the arrays.
 
@@ -157,7 +157,7 @@ def commit(folder: Address, slot: int, manifest: Manifest, processes: frozenset[
     next save, and nothing reads them.
 
     Args:
-        folder: of the checkpoint.
+        folder: the folder of the checkpoint.
         slot: the index in `SLOTS`.
         manifest: without files.
         processes: the processes that write.

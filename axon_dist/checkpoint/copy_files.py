@@ -44,7 +44,7 @@ class CopyHeader:
         turn: how many copies that start had made.
         process: the owner of the pieces; it, or a process of the next host, wrote the file.
         writers: all processes of the owner's host; each has such a file.
-        leaves: of the whole state.
+        leaves: the leaves of the whole state.
         meta: user data that was saved with it.
         unpadded: the model's shapes of padded leaves, by path.
     """
@@ -101,7 +101,7 @@ def write_copy(
 
     Args:
         folder: in the memory of the host.
-        header: of the file.
+        header: the header of the file.
         rows: path, place and dtype of each piece.
         pieces: their values; a generator computes each one when it is written.
     """
@@ -136,8 +136,8 @@ def is_whole(parts: Sequence[Part], leaves: Mapping[LeafPath, LeafSpec]) -> bool
     The pieces of a host count only if all of its processes have finished.
 
     Args:
-        parts: of one copy, from all hosts.
-        leaves: of the whole state.
+        parts: the parts of one copy, from all hosts.
+        leaves: the leaves of the whole state.
     """
     finished = {process for process, _, _ in parts}
     done = [places for _, writers, places in parts if finished.issuperset(writers)]
@@ -153,7 +153,7 @@ class Pieces:
     """The pieces of a copy on this host.
 
     Args:
-        headers: of the files, by path.
+        headers: the headers of the files, by path.
     """
 
     def __init__(self, headers: Mapping[Path, CopyHeader]):
@@ -193,7 +193,7 @@ class Pieces:
 
         Args:
             leaf: the path of the leaf.
-            dtype: of its elements.
+            dtype: the dtype of its elements.
             place: the slices to read.
             written: the places of all pieces of the leaf.
         """

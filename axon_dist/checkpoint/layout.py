@@ -371,8 +371,8 @@ class FileRecord:
     """A file of a checkpoint.
 
     Args:
-        size: in bytes.
-        crc32: of its contents.
+        size: its size in bytes.
+        crc32: the CRC-32 of its contents.
     """
 
     size: int
@@ -386,9 +386,9 @@ class Manifest:
     Args:
         type: how the values are stored.
         leaves: dtype and shape of every leaf.
-        checksums: of every leaf, independent of the mesh.
+        checksums: the checksum of every leaf, independent of the mesh.
         mesh: sizes of the mesh axes of the saved state; empty on a single device.
-        versions: of the packages that wrote it.
+        versions: the versions of the packages that wrote it.
         meta: user data, such as the config and the position in the data.
         score: for choosing the best checkpoints, lower is better; None without one.
         serial: how many checkpoints were written into the folder before it.

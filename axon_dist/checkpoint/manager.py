@@ -59,9 +59,9 @@ class Retention:
     """Which checkpoints stay when a new one is complete.
 
     Args:
-        last: how many of the newest, at least 1.
-        best: how many of those with the lowest scores.
-        every: those whose step is a multiple of it, too; 0 for none.
+        last: the number of newest checkpoints to keep, at least 1.
+        best: the number of lowest-scored checkpoints to keep.
+        every: also keep checkpoints whose step is a multiple of this; 0 disables.
 
     Raises:
         ConfigError: for a count out of range.
@@ -105,7 +105,7 @@ class Restored:
     """The checkpoint from which a run continues.
 
     Args:
-        path: of the checkpoint.
+        path: the path of the checkpoint.
         state: its state.
         manifest: its metadata.
     """
@@ -130,7 +130,10 @@ class CheckpointManager:
         retention: which checkpoints stay.
         type: how values are written.
         background: write while the run continues; a save then waits for the previous one.
-        tell: called with a sentence for the user when something fails.
+        tell: called with a message when a save, restore or cleanup fails.
+
+    Attributes:
+        failure: the message of the last save that failed; None after one that succeeded.
 
     Raises:
         ConfigError: for an unknown type, or one that the folder does not support.
@@ -240,7 +243,7 @@ class CheckpointManager:
         return max((entry.step for entry in self.entries()[-1:]), default=-1)
 
     def passed_over(self) -> list[str]:
-        """The problems of checkpoints that would be newer than the newest finished one."""
+        """One message for each unreadable checkpoint newer than the newest readable one."""
         damages = []
         for path in self._newest_first():
             try:

@@ -80,8 +80,9 @@ def save_checkpoint(
     Leaves of a `TrainState` that are padded, because the devices do not divide a dim, are written
     without padding.
 
-    Buckets cannot rename; there a checkpoint is valid when its marker exists, which is written
-    last. A replaced checkpoint can be read until then, and is removed afterwards.
+    Object stores (`gs://`, `s3://`) cannot rename: there a checkpoint is valid once its marker
+    file, written last, exists. Until then the replaced one stays readable; afterwards it is
+    removed.
 
     Args:
         path: the folder of the checkpoint, also at `gs://` or `s3://`. An empty folder or an
@@ -91,7 +92,7 @@ def save_checkpoint(
         meta: user data that JSON can represent; returned by `read_manifest(path).meta`.
 
     Raises:
-        ConfigError: for another type.
+        ConfigError: for an unknown `type`, or `"full"` at `gs://` or `s3://`.
         CheckpointError: if the state has no leaves, a leaf that is not an array, or two leaves with
             one path; if `meta` cannot be written as JSON; if the path has something other than a
             checkpoint; or if the disk fails. What was at the path stays.
@@ -118,7 +119,7 @@ class PendingSave:
     arrays of the state may be donated.
 
     Args:
-        folder: of the checkpoint.
+        folder: the folder of the checkpoint.
         state: a pytree of arrays.
         type: how values are written.
         meta: user data that JSON can represent.
@@ -221,7 +222,10 @@ class PendingSave:
             staging.mkdir()
             # Checked before writing, because the stores would fail in every writing thread.
             if (free := shutil.disk_usage(staging).free) < size:
-                raise OSError(f"the disk has {byte_size(free)} left for its {byte_size(size)}")
+                raise OSError(
+                    f"the checkpoint needs {byte_size(size)} and the disk has "
+                    f"{byte_size(free)} free"
+                )
             return secrets.token_hex(8)
 
         return self._run(clear)
@@ -390,10 +394,12 @@ def _read(
                 f"checkpoint {str(folder)!r}: cannot be read, and holds {stray}, which was not "
                 "there when it was written; remove that, or use another one"
             ) from error
-        reason = str(error).strip().splitlines() or [repr(error)]
+        lines = str(error).strip().splitlines() or [repr(error)]
+        reason = lines[0].rstrip(".")
         raise CheckpointError(
-            f"cannot read the values of checkpoint {str(folder)!r}, whose files are as they were "
-            f"written: {reason[0]}; install the versions of its manifest: {manifest.versions}"
+            f"cannot read checkpoint {str(folder)!r}: {reason}. Its files are intact; install "
+            f"the versions that wrote it: {manifest.versions}",
+            code="checkpoint-unreadable",
         ) from error
 
 
@@ -401,8 +407,9 @@ def check_type(folder: Place, type: StateDictType) -> None:
     """Raises `ConfigError` if a checkpoint of this type cannot be written to this folder."""
     if isinstance(folder, Address) and type is StateDictType.FULL:
         raise ConfigError(
-            f"checkpoint.type: got full, one file that process 0 writes, and {str(folder)!r} is in "
-            "a bucket, to which every process writes its shards; take sharded, or a folder"
+            f"checkpoint.type: full is not supported at {str(folder)!r}: at gs:// and s3:// every "
+            "process writes its own shards. Use sharded, or a folder on disk",
+            code="full-in-object-store",
         )
 
 
@@ -411,6 +418,7 @@ def _check_values(folder: Place, manifest: Manifest, stored: dict[LeafPath, Arra
     for path, value in sums.items():
         if int(value) != manifest.checksums[path]:
             raise DamagedCheckpointError(
-                f"checkpoint {str(folder)!r}: leaf {path} came back with the checksum "
-                f"{int(value):08x}, {manifest.checksums[path]:08x} was saved; use another one"
+                f"checkpoint {str(folder)!r}: leaf {path} has checksum {int(value):08x} but was "
+                f"saved with {manifest.checksums[path]:08x}; use another checkpoint",
+                code="checkpoint-checksum",
             )

@@ -256,7 +256,7 @@ def read_manifest(folder: str | Place) -> Manifest:
     """Reads the metadata of a checkpoint, without its values.
 
     Args:
-        folder: of a finished checkpoint.
+        folder: the folder of a finished checkpoint.
 
     Returns:
         The manifest; its `meta` is the user data of the save.
@@ -400,7 +400,7 @@ def check_replaceable(folder: Place) -> None:
     A save uses three names: the checkpoint's name, and two temporary ones.
 
     Args:
-        folder: of the checkpoint; it need not exist.
+        folder: the folder of the checkpoint; it need not exist.
 
     Raises:
         CheckpointError: with what is there.
@@ -434,7 +434,7 @@ def foreign_in(path: Place, *, may_be_partial: bool) -> str | None:
     by the existence of the marker, or by the contents of the manifest.
 
     Args:
-        path: of a file, a folder, or nothing.
+        path: the path of a file, a folder, or nothing.
         may_be_partial: whether the name already says that this is an unfinished checkpoint; it then
             needs neither marker nor manifest.
 

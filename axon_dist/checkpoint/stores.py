@@ -99,7 +99,7 @@ def write_tensors(
     """Writes a safetensors file atomically, one array at a time.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         specs: dtype and shape by name, in the order of `plan_order`.
         arrays: the values, in the same order; a generator computes each when it is written.
         metadata: strings for the header.
@@ -149,8 +149,8 @@ class TensorEntry:
 
     Args:
         path: the file.
-        dtype: of its elements.
-        shape: of the array.
+        dtype: the dtype of its elements.
+        shape: the shape of the array.
         start: the offset of its values in the file, in bytes.
     """
 
@@ -425,7 +425,7 @@ def export_safetensors(
     as `params/head/kernel`; random keys are stored as their key data.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         state: a pytree of arrays, such as `state` or `state.params`.
         metadata: strings for the header of the file.
 
@@ -457,7 +457,7 @@ def write_gathered(
     """Writes the arrays of `gather` to a safetensors file; every process calls this.
 
     Args:
-        path: of the file, which is written atomically.
+        path: the path of the file, which is written atomically.
         specs: as for `write_tensors`.
         values: the result of `gather`; every process exhausts it.
         metadata: strings for the header.

@@ -55,7 +55,7 @@ class Quantized:
 
     Args:
         kind: `"int8"`, or `"fp8"` with 4 bits of exponent and 3 of mantissa.
-        block: numbers that share a scale.
+        block: how many numbers share one scale.
 
     Example:
         >>> Quantized("int8", block=64).wire_bytes([1024], ranks=2)
@@ -68,7 +68,7 @@ class Quantized:
     def __post_init__(self) -> None:
         if self.kind not in _LARGEST:
             raise ConfigError(
-                f"there is no rounding {self.kind!r}.{did_you_mean(str(self.kind), _LARGEST)}"
+                f"unknown kind {self.kind!r}.{did_you_mean(str(self.kind), _LARGEST)}"
             )
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
             raise ConfigError(f"block is {self.block!r}; give how many numbers share a scale")

@@ -27,7 +27,15 @@ from .reduce import check_mean, counted, sum_leaf
 
 
 def broadcast(x: PyTree, group: ProcessGroup) -> PyTree:
-    """Gives every rank of the group the value of its first rank; see `broadcast_from`."""
+    """Gives every rank of the group the value of its first rank; see `broadcast_from`.
+
+    Args:
+        x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
+        group: the ranks that take part.
+
+    Returns:
+        A pytree like `x`.
+    """
     return broadcast_from(x, group, src=0)
 
 
@@ -70,7 +78,8 @@ def all_gather(x: PyTree, group: ProcessGroup, tiled: bool = False, *, dim: int 
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
         group: the ranks that take part, N of them.
         tiled: False stacks the values in a new dim; True concatenates them along `dim`.
-        dim: the new dim, or the dim to concatenate along, of one rank's array.
+        dim: the position of the new dim, or with `tiled` the dim to concatenate along; counted
+            without the rank-stacked dim.
 
     Returns:
         A pytree like `x`; leaves of shape `(d0, d1, ...)` become `(N, d0, d1, ...)`, or
@@ -127,8 +136,8 @@ def scatter_tensor(x: PyTree, group: ProcessGroup, src: int = 0, *, dim: int = 0
         dim: the dim to cut, of one rank's array.
 
     Returns:
-        A pytree like `x` whose leaves are N times smaller along `dim`; zeros on ranks outside a
-        group by ranks.
+        A pytree like `x` whose leaves are N times smaller along `dim`; ranks that are not members
+        of a `World.new_group` get zeros.
 
     Raises:
         GroupError: if `src` is not a rank of the group.
@@ -247,8 +256,8 @@ def reduce_scatter_sum(
         dim: the dim to cut, of one rank's array.
 
     Returns:
-        A pytree like `x` whose leaves are N times smaller along `dim`, rounded up; zeros on ranks
-        outside a group by ranks.
+        A pytree like `x` whose leaves are N times smaller along `dim`, rounded up; ranks that are
+        not members of a `World.new_group` get zeros.
 
     Raises:
         DivisibilityError: if N does not divide the size of the dim, without `pad`.
@@ -269,6 +278,15 @@ def reduce_scatter_mean(
     x: PyTree, group: ProcessGroup, pad: bool = False, *, dim: int = 0
 ) -> PyTree:
     """Gives slice r of the mean over the group to rank r; see `reduce_scatter_sum`.
+
+    Args:
+        x: as in `reduce_scatter_sum`.
+        group: as in `reduce_scatter_sum`.
+        pad: as in `reduce_scatter_sum`.
+        dim: as in `reduce_scatter_sum`.
+
+    Returns:
+        As `reduce_scatter_sum`.
 
     Raises:
         DTypeError: for integers and booleans.
@@ -315,7 +333,7 @@ def send_recv(x: PyTree, group: ProcessGroup, perm: Sequence[tuple[int, int]]) -
         perm: pairs of ranks counted within the group; each rank sends and receives at most once.
 
     Returns:
-        A pytree like `x`. Ranks outside a group by ranks keep their value.
+        A pytree like `x`. Ranks that are not members of a `World.new_group` keep their value.
 
     Raises:
         GroupError: for a rank outside the group, or one that sends or receives twice.
@@ -339,7 +357,7 @@ def shift(x: PyTree, group: ProcessGroup, offset: int = 1, wrap: bool = True) ->
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
         group: the ranks that take part, in the order of the line or ring.
         offset: how far; negative numbers send towards rank 0.
-        wrap: True for a ring; False for a line, where zeros move in at the end.
+        wrap: True for a ring; False for a line, where ranks without a source get zeros.
 
     Returns:
         A pytree like `x`.

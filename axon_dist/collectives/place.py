@@ -115,7 +115,7 @@ def has_varying_types(axis: str) -> bool:
 
 
 def position(group: ProcessGroup) -> Array:
-    """This rank's position in its group, int32 from 0; -1 outside a group by ranks."""
+    """This rank's position in its group, int32 from 0; -1 for ranks outside a `World.new_group`."""
     index = jax.lax.axis_index(group.axes)
     if group.members is None:
         return index
@@ -196,8 +196,8 @@ def rank(group: ProcessGroup) -> Array:
 
     Returns:
         Inside `shard_map` an int32 scalar, 0..size-1, row-major over the axes of the group.
-        Outside, the rank-stacked array of these, shape `(world_size,)`. -1 for ranks outside a
-        group by ranks.
+        Outside, the rank-stacked array of these, shape `(world_size,)`. -1 for ranks that
+        are not members of a `World.new_group`.
 
     Example:
         >>> from axon_dist.mesh import World
@@ -214,7 +214,14 @@ def rank(group: ProcessGroup) -> Array:
 
 @checked(group=GROUP)
 def world_size(group: ProcessGroup) -> int:
-    """Returns the number of ranks in one collective of the group, as a Python int."""
+    """Returns the number of ranks in one collective of the group.
+
+    Args:
+        group: the ranks to count.
+
+    Returns:
+        A Python int, the same on every rank.
+    """
     return group.size
 
 
@@ -222,6 +229,9 @@ def is_main_process() -> bool:
     """Whether this is process 0, which prints and writes files.
 
     A process may own many ranks; use `rank(group) == 0` to ask about a rank.
+
+    Returns:
+        True on process 0; False on the others.
 
     Example:
         >>> is_main_process()

@@ -67,13 +67,18 @@ def _floating_jvp(
 
 
 class ReduceOp(NamedChoice):
-    """The operation of a reduction."""
+    """The elementwise operation of a reduction; `"mean"`, `"avg"` and `"prod"` are names too."""
 
     SUM = "sum"
+    """The sum."""
     PRODUCT = "product"
+    """The product."""
     MIN = "min"
+    """The minimum; NaN if any value is."""
     MAX = "max"
+    """The maximum; NaN if any value is."""
     AVERAGE = "average"
+    """The mean; not for integers and booleans."""
 
     @classmethod
     def _missing_(cls, value: object) -> ReduceOp:
@@ -124,6 +129,13 @@ def all_reduce(x: PyTree, group: ProcessGroup, op: ReduceOp | str = ReduceOp.SUM
 def all_reduce_sum(x: PyTree, group: ProcessGroup) -> PyTree:
     """Gives every rank the sum over the group; see `all_reduce`.
 
+    Args:
+        x: as in `all_reduce`.
+        group: as in `all_reduce`.
+
+    Returns:
+        A pytree like `x`.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from axon_dist.mesh import World
@@ -136,6 +148,13 @@ def all_reduce_sum(x: PyTree, group: ProcessGroup) -> PyTree:
 def all_reduce_mean(x: PyTree, group: ProcessGroup) -> PyTree:
     """Gives every rank the mean over the group; see `all_reduce`.
 
+    Args:
+        x: as in `all_reduce`.
+        group: as in `all_reduce`.
+
+    Returns:
+        A pytree like `x`.
+
     Raises:
         DTypeError: for integers and booleans, whose mean is not of their dtype.
     """
@@ -143,17 +162,41 @@ def all_reduce_mean(x: PyTree, group: ProcessGroup) -> PyTree:
 
 
 def all_reduce_min(x: PyTree, group: ProcessGroup) -> PyTree:
-    """Gives every rank the elementwise minimum over the group, NaN if any is; see `all_reduce`."""
+    """Gives every rank the elementwise minimum over the group, NaN if any is; see `all_reduce`.
+
+    Args:
+        x: as in `all_reduce`.
+        group: as in `all_reduce`.
+
+    Returns:
+        A pytree like `x`.
+    """
     return all_reduce(x, group, ReduceOp.MIN)
 
 
 def all_reduce_max(x: PyTree, group: ProcessGroup) -> PyTree:
-    """Gives every rank the elementwise maximum over the group, NaN if any is; see `all_reduce`."""
+    """Gives every rank the elementwise maximum over the group, NaN if any is; see `all_reduce`.
+
+    Args:
+        x: as in `all_reduce`.
+        group: as in `all_reduce`.
+
+    Returns:
+        A pytree like `x`.
+    """
     return all_reduce(x, group, ReduceOp.MAX)
 
 
 def all_reduce_product(x: PyTree, group: ProcessGroup) -> PyTree:
-    """Gives every rank the elementwise product over the group; see `all_reduce`."""
+    """Gives every rank the elementwise product over the group; see `all_reduce`.
+
+    Args:
+        x: as in `all_reduce`.
+        group: as in `all_reduce`.
+
+    Returns:
+        A pytree like `x`.
+    """
     return all_reduce(x, group, ReduceOp.PRODUCT)
 
 

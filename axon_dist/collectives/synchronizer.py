@@ -236,7 +236,15 @@ def sync_gradients(tree: PyTree, group: ProcessGroup) -> PyTree:
 
 
 def sync_gradient(g: Array, group: ProcessGroup) -> Array:
-    """Averages one gradient over the group; see `sync_gradients`."""
+    """Averages one gradient over the group; see `sync_gradients`.
+
+    Args:
+        g: this rank's gradient inside `shard_map`, a rank-stacked one outside.
+        group: the ranks among which the samples are split.
+
+    Returns:
+        An array like `g`.
+    """
     return sync_gradients(g, group)
 
 

@@ -70,7 +70,7 @@ class ArgumentKind:
     def several(self) -> ArgumentKind:
         """A sequence of this kind; not an iterator, which can be read only once."""
         return ArgumentKind(
-            f"a list or tuple, each of it {self.advice}",
+            f"a list or tuple of which each item is {self.advice}",
             lambda x: (
                 isinstance(x, Iterable)
                 and not isinstance(x, (str, bytes, Mapping, Iterator, type))
@@ -190,7 +190,7 @@ def kind_of(hint: Any) -> ArgumentKind | None:
 
     Example:
         >>> kind_of(tuple[float, ...] | None).advice, kind_of(str | enum.Enum)
-        ('a list or tuple, each of it a number, or None', None)
+        ('a list or tuple of which each item is a number, or None', None)
     """
     origin, terms = get_origin(hint), get_args(hint)
     if origin is Annotated:

@@ -68,9 +68,9 @@ def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 3
     answers = _exchange(world, topic, json.dumps(dict(facts)), timeout)
     if lines := differences({process: json.loads(text) for process, text in answers.items()}):
         raise LaunchError(
-            f"the processes were started with different things ({topic}): "
-            f"{first_few(lines, _MOST_LINES, '; ')}. They would train on without noticing: give "
-            "all the same config, data, seed and code"
+            f"the processes disagree about {topic!r}: {first_few(lines, _MOST_LINES, '; ')}. Give "
+            "every process the same config, data, seed and code",
+            code="processes-disagree",
         )
 
 

@@ -55,9 +55,10 @@ def batch_shares(mesh: Mesh, axes: Sequence[str]) -> dict[int, int]:
     if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != rows.max() + 1:
         listed = {process: [int(row) for row in part] for process, part in owned.items()}
         raise MeshError(
-            f"along the batch axes {', '.join(axes)} the processes own the ranks {listed}; two of "
-            "them must own the same ranks or none in common, and all equally many: reorder the "
-            "mesh axes, or change their sizes"
+            f"along the batch axes {', '.join(axes)} the processes own the ranks {listed}; any two "
+            "must own either identical or disjoint ranks, and all must own equally many: reorder "
+            "the mesh axes, or change their sizes",
+            code="ranks-of-processes",
         )
     return {process: parts.index(part) for process, part in owned.items()}
 
@@ -150,9 +151,8 @@ class World:
         If the environment says that this process is one of several, each emulates its share.
 
         Call it before JAX starts its backend, that is before anything asks for a device or makes
-        an array; importing is fine. It also enlarges XLA's thread pool for all devices: with one
-        thread per core, a loop that never blocks fills the pool with devices waiting for each
-        other, and the process dies.
+        an array; importing is fine. It also enlarges XLA's thread pool for all devices: otherwise
+        devices that wait for each other can occupy every thread, and XLA aborts the process.
 
         Args:
             num_devices: how many, over all processes; None uses the CPU devices that exist.
@@ -180,9 +180,9 @@ class World:
             raise BackendStartedError(
                 f"wanted {count} emulated devices, but JAX has started its backend with "
                 f"{len(available)} and cannot change that. Call World.emulate({count}) before "
-                "anything makes an array or asks for a device, and the largest of several worlds "
-                "first: smaller ones take some of its devices. Or set the environment variables "
-                f"JAX_NUM_CPU_DEVICES={count} and NPROC={2 * count}"
+                "anything makes an array or asks for a device. If you make several worlds, make "
+                "the largest first: smaller ones take some of its devices. Or set the environment "
+                f"variables JAX_NUM_CPU_DEVICES={count} and NPROC={2 * count}"
             )
         return cls.init(axes, available[:count])
 

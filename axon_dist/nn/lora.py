@@ -222,7 +222,8 @@ class _Sizes:
                 raise ConfigError(f"lora got {name}={value!r}; give a finite number above 0")
         if self.alpha is None and (self.rslora or self.alpha_pattern):
             raise ConfigError(
-                "lora got rslora or alpha_pattern and no alpha, which they are about; give alpha"
+                "lora got rslora or alpha_pattern without alpha, which they modify; set alpha",
+                code="lora-without-alpha",
             )
 
     def adapter(self, name: Path, size_in: int, size_out: int, **options: Any) -> nnx.LoRA:

@@ -168,17 +168,19 @@ def muon(
     of a stage orthogonalises all matrices of the stage.
 
     Args:
-        learning_rate: for the matrices, and for the rest unless `adam_learning_rate` is given.
+        learning_rate: the learning rate of the matrices, and of all other parameters unless
+            `adam_learning_rate` is given.
         ns_coeffs: Newton–Schulz coefficients: (a, b, c), one row of them per iteration, or the name
             of a preset, `"standard"` or `"dion"`.
         ns_steps: the number of iterations, if one quintic is used for all.
         beta: decay of the momentum.
-        eps: added to norms, and in AdamW to the square root.
+        eps: added to the norm, and in AdamW to the denominator, outside the root.
         weight_decay: the fraction of a matrix that a step at learning rate 1 removes.
         weight_decay_mask: which matrices decay: a tree of flags, or a function of the parameters.
         mu_dtype: the dtype of momenta; None for that of the parameters.
         nesterov: use Nesterov momentum.
-        adaptive: scales by the dual norm (arXiv:2409.20325).
+        adaptive: multiplies each update by the inner product of the momentum and its
+            orthogonalisation, the dual norm (arXiv:2409.20325).
         preconditioning: as for `NewtonSchulz`.
         adam_b1: AdamW, for all other parameters: decay of the mean.
         adam_b2: AdamW: decay of the mean of squares.
@@ -417,7 +419,8 @@ def _axes(x: Any, dims: Dims | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if set(rows) & set(columns) or x.ndim < 2:
         raise ConfigError(
             f"muon_weight_dimension_numbers has {dims} for an array of shape {tuple(x.shape)}; "
-            "dims of rows and of columns must be of two or more, and none of them both"
+            "the array needs at least two dims, and no dim may be both a row and a column dim",
+            code="muon-dims",
         )
     return rows, columns
 

@@ -75,8 +75,8 @@ class Spikes:
     Args:
         deviations: a step is skipped if its loss, or the norm of its gradient before clipping,
             exceeds the mean of the last steps by more than this many standard deviations.
-        window: mean and deviation are running averages over about this many steps; no step before
-            that is skipped.
+        window: mean and deviation are running averages over about this many steps; the first
+            `window` steps are never skipped.
     """
 
     deviations: float = 6.0
@@ -86,8 +86,9 @@ class Spikes:
         """Raises `ConfigError` unless both are in range."""
         if not self.deviations > 0 or self.window < 2:
             raise ConfigError(
-                f"got deviations={self.deviations} and window={self.window}; skip beyond more than "
-                "0 deviations, of at least 2 steps"
+                f"got deviations={self.deviations} and window={self.window}; deviations must be "
+                "above 0, and window at least 2 steps",
+                code="spikes-range",
             )
 
 
@@ -128,6 +129,12 @@ def watched(
         spikes: which steps are skipped; None skips none.
         layer_norms: reports `grad_norm/L`, `param_norm/L` and `update_norm/L` of every layer L: a
             block such as `blocks/0`, or else the first part of the path.
+
+    Returns:
+        The wrapped optimizer. With `spikes`, its `update` needs the loss as `value`.
+
+    Raises:
+        ConfigError: if `spikes` is out of range.
 
     Example:
         >>> optimizer, params = watched(optax.sgd(1.0), layer_norms=True), {"w": jnp.ones(4)}

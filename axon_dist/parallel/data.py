@@ -71,12 +71,16 @@ MIN_ELEMENTS = 1024
 
 
 class ZeROStage(enum.IntEnum):
-    """The stages of ZeRO; 0 is plain data parallelism."""
+    """The stages of ZeRO."""
 
     STAGE0 = 0
+    """Plain data parallelism: every rank holds everything."""
     STAGE1 = 1
+    """The optimizer state is split."""
     STAGE2 = 2
+    """Gradients are also split between microbatches."""
     STAGE3 = 3
+    """Parameters are also split, and gathered where they are used."""
 
     @classmethod
     def _missing_(cls, value: object) -> object:
@@ -135,8 +139,9 @@ def zero(
             sharding: split over the subset, replicated over the others.
         min_elements: leaves with fewer elements stay whole.
         reduction: how gradients are reduced. By default stage 1 reduces once per step, and stages 2
-            and 3 once per microbatch, so that they never hold a whole gradient. This is all that
-            defines stage 2, so it is set there; in stage 3 a composed strategy may override it.
+            and 3 once per microbatch, so that they never hold a whole gradient. In stage 2 this is
+            fixed, because reducing per microbatch is what distinguishes it from stage 1; in stage 3
+            a composed strategy may override it.
         name: the name shown in tables.
 
     Returns:
@@ -216,6 +221,9 @@ def fsdp(
     reduction: Reduction | None = None,
 ) -> Strategy:
     """Fully sharded data parallelism as a strategy.
+
+    Parameters, gradients and optimizer state are sharded over the ranks, as `sharding_strategy`
+    says. With full sharding, each block's parameters are gathered when it runs.
 
     Args:
         sharding_strategy: which arrays are split.

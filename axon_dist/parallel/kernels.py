@@ -352,11 +352,12 @@ class _Marked:
         unused = (mark for _, mark in self.marks.values() if mark.layer not in self.used)
         if (mark := next(unused, None)) is not None:
             raise UnsupportedError(
-                f"tensor_parallel sends positions around the ranks of {self.axis!r}, and a layer "
-                f"of the plan that got {jax.typeof(mark.source).str_short()} multiplies no "
-                f"[B, T, K] by a matrix [K, N], T a multiple of "
-                f"{self.layout.mesh.shape[self.axis]}; leave rings out of tensor_parallel, or the "
-                "layer out of the plan"
+                f"tensor_parallel over {self.axis!r} with rings=True needs layers that multiply "
+                "[B, T, K] by a [K, N] matrix, with T a multiple of "
+                f"{self.layout.mesh.shape[self.axis]}; a layer of the plan got "
+                f"{jax.typeof(mark.source).str_short()}. Set rings=False, or remove the layer from "
+                "the plan",
+                code="rings-layer",
             )
 
     def name(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:

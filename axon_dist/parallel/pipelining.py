@@ -70,9 +70,9 @@ def pipelined(
         classes: the block classes or their names, one or several; empty for the blocks that the
             model keeps in lists or that a bridged Linen model repeats. Blocks of a Linen model are
             named without their number: `"encoder/layer"` for `encoder/layer/0`.
-        boundaries: the first block of each stage, then the number of blocks. Where a loss does not
-            call its blocks once each and in order, these count the calls on the longest path
-            through it instead of the blocks.
+        boundaries: the first block of each stage, then the number of blocks. If the loss
+            does not call each block once and in order, boundaries count the block calls on the
+            longest path through the loss.
         costs: the cost of each block, or of each such call, by which stages are balanced.
         backward: `"recompute"` keeps a stage's input and recomputes the stage; `"residuals"` keeps
             everything that the backward pass needs; the name of an `ActivationCheckpointing` policy

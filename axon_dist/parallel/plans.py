@@ -137,9 +137,13 @@ class CPUOffload(NamedChoice):
     """
 
     NONE = "none"
+    """Everything stays in device memory."""
     PARAMS = "params"
+    """The parameters."""
     OPTIMIZER = "optimizer"
+    """The optimizer state."""
     FULL = "full"
+    """The parameters and the optimizer state."""
 
     @property
     def params(self) -> str | None:

@@ -148,10 +148,13 @@ class Strategy:
         batch_axes: the mesh axes that split dim 0 of the batch.
         params: the shardings of parameters between steps.
         opt_state: the shardings of optimizer moments, and of the gradients that reach them.
-        reduction: how gradients are reduced; None where the strategy leaves it open.
+        reduction: how gradients are reduced; None: not set, another part of a composed
+            strategy may set it.
         wrap: which modules are gathered and freed as one unit, where parameters are split.
-        precision: the dtypes; None where the strategy leaves them open.
-        remat: what the backward pass recomputes; None where the strategy leaves it open.
+        precision: the dtypes; None: not set, another part of a composed strategy may set
+            them.
+        remat: what the backward pass recomputes; None: not set, another part of a composed
+            strategy may set it.
         offload: which arrays live in host memory between steps.
         pipeline: how the model is cut into stages and which schedule runs them; None for no
             pipeline.
@@ -265,8 +268,10 @@ class Strategy:
         by_class = TransformerAutoWrapPolicy
         if named and wrap not in (None, by_class(), by_class(*named)):
             raise StrategyConflictError(
-                f"{wrap} says which modules are gathered as one, and activation checkpointing of "
-                f"{named} which are recomputed as one; they are the same modules, so say it once"
+                f"the wrap policy {wrap} and activation checkpointing of {named} name different "
+                "modules, but modules are gathered and recomputed in the same units; set only one "
+                "of the two",
+                code="wrap-and-remat",
             )
         if not units and (remat is not None or getattr(wrap, "classes", ())):
             what = f"activation checkpointing of {named or 'repeated blocks'}"
@@ -331,16 +336,20 @@ def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
 def compose(*strategies: Strategy | HasStrategy) -> Strategy:
     """Combines several strategies into one: batch axes are concatenated, policies are merged.
 
+    The policies of the result raise `StrategyConflictError` when two parts claim one dim.
+
+    Each part contributes the fields of its reduction that are not at their defaults:
+    `compose(ddp(), fsdp())` reduces every microbatch, because `fsdp` keeps gradients split and
+    `ddp` does not set `per`.
+
+    An axis by which context parallelism splits positions splits no samples: composed with it,
+    `fsdp(axes=("fsdp", "cp"))` splits samples over `fsdp`, and arrays over both.
+
     Args:
         *strategies: in any order; the order of the axes comes from the mesh.
 
     Returns:
-        A strategy whose policies raise `StrategyConflictError` when two parts claim one dim. Of
-        the reduction, each part contributes the fields that are not at their defaults:
-        `compose(ddp(), fsdp())` reduces every microbatch, because `fsdp` keeps gradients split and
-        `ddp` leaves `per` open. An axis by which context parallelism splits positions splits no
-        samples: composed with it, `fsdp(axes=("fsdp", "cp"))` splits samples over `fsdp`, and
-        arrays over both.
+        The combined strategy.
 
     Raises:
         StrategyConflictError: when two parts split the batch over the same axis, or disagree on
@@ -471,8 +480,9 @@ def _combined_reduction(parts: Sequence[Strategy]) -> Reduction | None:
             if first != value:
                 raise StrategyConflictError(
                     f"reduction is {field.name}={_named(first)} in {owner!r} and "
-                    f"{field.name}={_named(value)} in {part.name!r}; say it in one of them, or the "
-                    "same in both"
+                    f"{field.name}={_named(value)} in {part.name!r}; set it in only one of "
+                    "them, or to the same value in both",
+                    code="reductions-disagree",
                 )
     return Reduction(**{name: value for name, (value, _) in settings.items()})
 
@@ -491,8 +501,9 @@ def resolve_setting(parts: Sequence[Strategy], field: str) -> Any:
         if first != other:
             raise StrategyConflictError(
                 f"{field} is {_briefly(first, other)} in {setting[0].name!r} and "
-                f"{_briefly(other, first)} in {part.name!r}; say it in one of them, or the same in "
-                "both"
+                f"{_briefly(other, first)} in {part.name!r}; set it in only one of them, or to the "
+                "same value in both",
+                code="strategies-disagree",
             )
     return getattr(setting[0], field) if setting else default
 

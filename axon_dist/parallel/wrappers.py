@@ -189,8 +189,8 @@ class FullyShardedDataParallel(_Wrapper):
     """Wraps a module so that every rank holds a shard and gathers the parameters it computes with.
 
     Pass it to `build_train_step` in place of a strategy. Training equals one device with every
-    sharding strategy. The optimizer only ever updates shards, so no update can be lost in a whole
-    copy.
+    sharding strategy. The optimizer updates only the shards; gathered parameters are temporary
+    copies.
 
     Args:
         module: any NNX module, or a function that makes one.
@@ -441,9 +441,9 @@ def estimate(
         mesh: a mesh with named axes; no device is needed.
         optimizer: the optimizer whose state is counted; Adam by default.
         grad_dtype: the dtype in which gradients are kept; the parameters' by default.
-        accumulate: microbatches per step. With several, as papers count, the gradients are those
-            kept from one microbatch to the next; a reduction once per step leaves them whole on
-            every rank. With 1 they are those given to the optimizer, split like its moments.
+        accumulate: microbatches per step. Above 1, as papers count, the gradients are those
+            accumulated between microbatches (whole on every rank if reduced once per step). With 1,
+            they are those given to the optimizer, sharded like its moments.
 
     Returns:
         The bytes.

@@ -142,9 +142,10 @@ def check_arguments(
     # An equal model made anew will do: a strategy depends on names and shapes alone.
     if both and wrapped is not model and _weights(wrapped) != _weights(model):
         raise ConfigError(
-            f"the {type(strategy).__name__} is around another {type(wrapped).__name__} than the "
-            f"{type(model).__name__} that the step is for, with other weights; build the step for "
-            "its .module, or give its .strategy"
+            f"the {type(strategy).__name__} wraps a {type(wrapped).__name__}, and the model passed "
+            f"to build_train_step is a {type(model).__name__} whose weights have other paths or "
+            "shapes; pass its .module as the model, or its .strategy as the strategy",
+            code="wrapper-of-another-model",
         )
 
 
@@ -221,24 +222,25 @@ class StepOptions:
     Args:
         accumulate: K, the number of microbatches per step, whose gradients are added up before the
             optimizer runs; a pipeline has its own number.
-        clip_norm: the largest global norm of the gradient.
-        metrics: which metrics a step reports.
+        clip_norm: the largest global norm of the gradient. None: no clipping.
+        metrics: which metrics a step reports: any of `"loss"`, `"grad_norm"` and `"param_norm"`.
         scaler: the loss scale; float16 compute has one by default.
         nonfinite: with `"stop"`, `"skip"` or `"rollback"`, a step whose loss or gradient is not
-            finite keeps the state, on all devices, and sets its metric `nonfinite`; a `Trainer`
-            then acts as the word says. None applies every update, as plain JAX does.
+            finite leaves parameters and moments unchanged and sets the metric `nonfinite`. A
+            `Trainer` then stops, continues with the next batch, or goes back to the last
+            checkpoint. None applies every update, as plain JAX does.
         deterministic: True compiles for the same bits in every run, which may be slower on GPUs;
-            see `deterministic_options`. `"elastic"` gives the same bits on any number of ranks too,
-            on CPUs: for data parallelism, ZeRO and FSDP a step adds up along one balanced binary
-            tree over `logical_shards`. A rank evaluates its shards one after another, so
-            `accumulate` only requires that there are at least as many shards.
+            see `deterministic_options`. With `"elastic"`, results are also bitwise equal for any
+            number of ranks. CPUs only; data parallelism, ZeRO and FSDP only. All sums follow one
+            balanced binary tree over `logical_shards`. A rank evaluates its shards one after
+            another, so `accumulate` only requires that there are at least as many shards.
         logical_shards: V, the number of equal parts of successive samples into which a batch is cut
             under `deterministic="elastic"`; a power of two, and a multiple of the number of ranks
             of every run that shall have the same bits.
-        pad: the leaf of the batch that weighs samples. Batches that do not divide are filled up
-            with samples of weight 0 (`Padding`). The step is refused unless its program proves that
-            these change neither the loss nor a metric nor a buffer. None refuses batches that do
-            not divide.
+        pad: the name of the batch leaf with one weight per sample. A batch that does not divide is
+            padded with copies of its last sample, of weight 0 (`Padding`). Raises if the traced
+            program does not show that they leave loss, metrics and buffers unchanged. None: such
+            batches raise.
         compiler_options: options for XLA in addition to those of the chip, which they override.
             `hardware.HARDWARE` lists the options of the chips, which make collectives fewer and
             hidden; the value None removes one of them. Every program of the step is compiled with
@@ -254,9 +256,9 @@ class StepOptions:
               part with count 0; return `Weighted(sum, count)`.
             - False: the loss couples samples; microbatch losses are averaged.
         eval_kwargs: keyword arguments that `evaluate` passes to the call of the model, in place of
-            those that the loss passes, such as `{"deterministic": True}`. NNX modules are switched
-            by `eval()`; bridged Linen modules, and the Linen layers in them, as `evaluation`
-            describes. Give here what else your models need.
+            those that the loss passes, such as `{"deterministic": True}`. NNX modules are put into
+            eval mode by `eval()`; bridged Linen modules, and the Linen layers in them, as
+            `evaluation` describes. Pass any other argument that evaluation needs.
         ema: the decay of a moving average of the trained parameters, which the state then keeps:
             `ema = decay * ema + (1 - decay) * params` after every update, starting from the first
             parameters. `evaluate` and `merge` use it with `ema=True`, and a `Trainer` validates
@@ -317,8 +319,8 @@ class StepOptions:
             )
         if self.unroll is not None and self.unroll < 1:
             raise ConfigError(
-                f"unroll is {self.unroll!r}; it must be the largest number of blocks to unroll, at "
-                "least 1, which runs all of them as a loop, or None",
+                f"unroll is {self.unroll!r}; it must be None or an integer of at least 1, the "
+                "largest number of blocks to unroll; 1 runs every chain as a loop",
                 code="unroll-range",
             )
         if self.unroll is not None and self.scan_layers != AUTO:
@@ -343,7 +345,7 @@ class StepOptions:
         if not (is_power if self.is_elastic else shards is None):
             raise ConfigError(
                 f"logical_shards is {shards!r}, and deterministic is {self.deterministic!r}; "
-                f"deterministic={ELASTIC!r} needs logical_shards, a power of two such as 8, and "
-                "other values take none",
+                f"set logical_shards to a power of two, such as 8, with deterministic={ELASTIC!r}, "
+                "and leave it None otherwise",
                 code="logical-shards",
             )

@@ -197,8 +197,8 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "expert parameters are reduced by the compiler",
         UnsupportedError,
         "parameters are split along {axis!r} and the samples of all its ranks are sent to them, so "
-        "that no rank has gradients of its own samples, as {asked} would need; leave that out, and "
-        "every microbatch is reduced, in the compute dtype",
+        "no rank holds gradients of its own samples alone, which {asked} needs. Remove it; "
+        "gradients are then reduced after every microbatch, in the compute dtype",
         lambda spec: _residents(spec) if spec.strategy.resident else None,
     ),
     Requirement.row(

@@ -70,7 +70,9 @@ class TrainState:
     @property
     def meeting(self) -> Any:
         """The deprecated name of `outer_state`."""
-        warnings.warn("TrainState.meeting is called outer_state", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "TrainState.meeting is deprecated; use outer_state", DeprecationWarning, stacklevel=2
+        )
         return self.outer_state
 
 

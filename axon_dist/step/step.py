@@ -40,6 +40,9 @@ STEPS_IN_FLIGHT = 16
 """The most steps in flight on emulated devices."""
 
 
+_AT_BUILD = "Pass batch=... to build_train_step to get this error when the step is built"
+
+
 class TrainStep:
     """A jitted training step, made by `build_train_step`.
 
@@ -63,6 +66,17 @@ class TrainStep:
             padding, buffers gathered.
         axis_names: which mesh axes the axis names in the model's code refer to.
         form: the layout of its states, and how the first one is made.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from flax import nnx
+        >>> from axon_dist import World, build_train_step, ddp
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> loss_fn = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+        >>> step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp(), World.emulate(8))
+        >>> state, metrics = step(step.init(), {"x": jnp.ones((16, 2))})
+        >>> int(state.step), "loss" in metrics
+        (1, True)
     """
 
     def __init__(self, spec: StepSpec, form: StateLayout):
@@ -170,7 +184,7 @@ class TrainStep:
         count = self.spec.num_microbatches
         what = f"{self.strategy.name} on mesh {world.spec} of {world.size} {world.backend} devices"
         what += f", {count} microbatches" if count > 1 else ""
-        idle = (f", axis {axis!r} is split by no strategy" for axis in self.idle_axes)
+        idle = (f", no strategy uses axis {axis!r}" for axis in self.idle_axes)
         return f"TrainStep({what}{''.join(idle)})"
 
     def __str__(self) -> str:
@@ -262,10 +276,10 @@ class TrainStep:
 
     @in_context_of_step
     def lower_init(self) -> jax.stages.Lowered:
-        """Lowers the making of a factory's parameters and buffers, without running it.
+        """Lowers the program that initializes the arrays of a model given as a function.
 
-        Here it is one program, whose memory is the most that `init` takes. `init` itself runs
-        several smaller programs with the same results, which compile faster.
+        It is one program, whose memory is the most that `init` takes. `init` itself runs several
+        smaller programs with the same results, which compile faster.
 
         Returns:
             The lowered program; `.compile()` it to read how much memory initialization takes.
@@ -291,7 +305,8 @@ class TrainStep:
             state: from `init` or the step before.
             batch: leaves of shape [B, ...]: the global batch, or with several processes the rows
                 of this one; or the result of `place`.
-            was_nonfinite: the last metric `nonfinite`; "stop" and "rollback" then keep the state.
+            was_nonfinite: the metric `nonfinite` of the previous step. If true, and the step was
+                built with `nonfinite="stop"` or `"rollback"`, the state is returned unchanged.
             held: the deprecated name of `was_nonfinite`.
 
         Returns:
@@ -301,11 +316,13 @@ class TrainStep:
         Raises:
             DivisibilityError: when the batch cannot be cut evenly.
             ConfigError: when an earlier step has used the state up.
-            UnsupportedError: when the loss of a batch of a new shape does not follow from its
-                parts.
+            UnsupportedError: when, for a batch shape not traced before, the loss cannot be computed
+                from the losses of its parts.
         """
         if held is not None:
-            warnings.warn("held= is called was_nonfinite=", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                "held= is deprecated; use was_nonfinite=", DeprecationWarning, stacklevel=2
+            )
             was_nonfinite = held
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.layout.place(batch)
@@ -320,10 +337,10 @@ class TrainStep:
             state, metrics = self._step(state, placed, was_nonfinite)
         except AxonDistError as error:
             if self.spec.batch is None:
-                error.args = (f"{error}. build_train_step(batch=...) says so at build",)
+                error.args = (f"{error}. {_AT_BUILD}",)
             raise
         except jax.errors.UnexpectedTracerError as error:
-            message = f"{ESCAPED}. build_train_step(batch=...) says so at build"
+            message = f"{ESCAPED}. {_AT_BUILD}"
             raise UnsupportedError(message) from error
         if self._outer_steps:
             metrics = self._report(metrics)
@@ -411,7 +428,8 @@ class TrainStep:
         """Computes the numbers of `evaluate` as sums, which add up over batches of any sizes.
 
         Over several batches a metric is `sum(totals) / sum(weights)`. A `Weighted` metric has its
-        own weight, any other that of the loss, which is the number of samples if the loss has none.
+        own weight; any other metric has the weight of the loss. The weight of a plain scalar loss
+        is the number of samples.
 
         Args:
             state: a state of this step; it stays usable.

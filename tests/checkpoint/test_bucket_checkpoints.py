@@ -85,7 +85,7 @@ def damage(server, name, change):
         ("COMMITTED", lambda x: b"0", "not belong together"),
         ("manifest.json", lambda x: x.replace(b'"seen": 1', b'"seen": 2'), "not belong together"),
         ("zarr/w/0", lambda x: None, "file zarr/w/0 is missing"),
-        ("zarr/w/0", lambda x: bytes([x[0] ^ 1]) + x[1:], "leaf w came back with the checksum"),
+        ("zarr/w/0", lambda x: bytes([x[0] ^ 1]) + x[1:], "leaf w has checksum"),
         ("zarr/w/0", lambda x: x[:5], "cannot be read"),
     ],
 )  # fmt: skip
@@ -168,5 +168,7 @@ def test_other_objects_stay(server, folder):
 
 
 def test_a_full_checkpoint_is_refused_before_anything_runs(folder):
-    with pytest.raises(ConfigError, match=r"checkpoint.type: got full.*take sharded, or a folder"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.type: full is not.*Use sharded, or a folder"
+    ):
         CheckpointManager(folder, type="full")

@@ -196,7 +196,7 @@ def test_a_disk_without_room_is_said_before_the_first_byte(type, tmp_path, monke
     manager = CheckpointManager(tmp_path, type=type, tell=lambda text: None)
     manager.save(1, state(1))
     assert re.search(
-        r"the disk has 1 kB left for its [\d.]+ [kM]B; what was saved", manager.failure
+        r"needs [\d.]+ [kM]B and the disk has 1 kB free; what was saved", manager.failure
     )
     assert names(tmp_path) == []
 

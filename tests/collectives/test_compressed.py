@@ -96,7 +96,7 @@ def test_feedback_brings_everything_in_the_end(kind):
 def test_wrong_compressions_are_refused():
     with pytest.raises(ConfigError, match=r"there is no compression 'int9'\. Did you mean 'int8'"):
         compression_of("int9")
-    with pytest.raises(ConfigError, match="there is no rounding 'int4'"):
+    with pytest.raises(ConfigError, match="unknown kind 'int4'"):
         Quantized("int4")
     with pytest.raises(ConfigError, match="block is 0; give how many numbers"):
         Quantized("int8", 0)

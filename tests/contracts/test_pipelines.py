@@ -674,8 +674,8 @@ def test_options_of_a_pipeline():
     ("options", "message"),
     [
         ({"classes": 3}, r"classes=3.*name of a block class"),
-        ({"boundaries": 2}, r"boundaries=2.*list or tuple, each of it a whole number"),
-        ({"boundaries": (0, 1.5, 4)}, r"1\.5.*list or tuple, each of it a whole number"),
+        ({"boundaries": 2}, r"boundaries=2.*list or tuple of which each item is a whole number"),
+        ({"boundaries": (0, 1.5, 4)}, r"1\.5.*list or tuple of which each item is a whole number"),
         ({"schedule": "nowhere.csv"}, r"no file 'nowhere\.csv'"),
     ],
 )

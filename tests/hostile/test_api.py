@@ -279,7 +279,7 @@ def test_an_error_of_python_stays_as_it_is():
         (lambda: axon_dist.FSDP(NET, GROUP).memory_stats({}), "give all or none"),
         (lambda: build(trainable=lambda: True), r"a predicate \(keys, variable\)"),
         (lambda: build(batch={"x": BATCH["x"]}), "looks up 'y', and the batch has x: float32"),
-        (lambda: axon_dist.pipelined(2, 2, costs=(1.0, np.nan)), "each of it a positive number"),
+        (lambda: axon_dist.pipelined(2, 2, costs=(1.0, np.nan)), "each item is a positive number"),
         (lambda: axon_dist.Pipeline(None, 2), "Pipeline got module=None; give an nnx.Module"),
         (lambda: LoopOptions(-1), "got num_steps=-1"),
         (lambda: axon_dist.Shared(None), "Shared got value=None; give an array or a number"),

@@ -267,8 +267,9 @@ OPTIONS = {
     ),
     "a wrapper of another model": (
         {"strategy": axon_dist.DDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), GROUP)},
-        r"DistributedDataParallel is around another Linear than the Net that the step is for, with "
-        r"other weights; build the step for its .module, or give its .strategy",
+        r"DistributedDataParallel wraps a Linear, and the model passed to build_train_step is a "
+        r"Net whose weights have other paths or shapes; pass its .module as the model, or its "
+        r".strategy as the strategy",
     ),
     "a mesh as world": ({"world": WORLD.mesh}, "world is a Mesh"),
     "a group as world": ({"world": GROUP}, "world is a ProcessGroup"),

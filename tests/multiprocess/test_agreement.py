@@ -37,7 +37,7 @@ def test_programs(start, kind):
     processes = start(2, WORKER, kind)
     assert all(processes.wait((0, 1), timeout=120))
     for rank in (0, 1):
-        assert "the processes were started with different things" in processes.text(rank)
+        assert "the processes disagree about" in processes.text(rank)
         assert API[kind] in processes.text(rank)
 
 

@@ -81,7 +81,7 @@ def test_what_cannot_be_is_refused(arguments, text):
 
 def test_rows_that_are_columns_too_are_refused():
     same = muon(0.02, muon_weight_dimension_numbers=named(broad=Dims(0, 0)))
-    with pytest.raises(ConfigError, match="none of them both"):
+    with pytest.raises(ConfigError, match="both a row and a column dim"):
         jax.eval_shape(same.update, PARAMS, same.init(PARAMS), PARAMS)
 
 

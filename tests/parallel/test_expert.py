@@ -173,7 +173,7 @@ REFUSED = {
             accumulate=2,
         ),
         UnsupportedError,
-        "split along 'ep'.*as a reduction per 'step' of 2 microbatches would need; leave that out",
+        "split along 'ep'.*which a reduction per 'step' of 2 microbatches needs. Remove it",
     ),
     "buckets": (
         lambda: built(compose(ddp(bucket_capacity=100), expert_parallel())),
@@ -183,7 +183,7 @@ REFUSED = {
     "dtype of the reduction": (
         lambda: built(compose(ddp(), expert_parallel()), precision=True),
         UnsupportedError,
-        "a reduction in float32 with compute in bfloat16 would need",
+        "a reduction in float32 with compute in bfloat16 needs",
     ),
     "no experts": (
         lambda: built(expert_parallel(), "ep=4", lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0))),

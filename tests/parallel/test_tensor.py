@@ -189,7 +189,7 @@ def test_rings_are_refused_where_nothing_can_go_round(make_world):
         build(make(), compose(rings, pipelined(2, 2)), make_world("pp=2,tp=2"))
     mlp, square = MLP((16, 24, 16), rngs=nnx.Rngs(0)), lambda model, x: jnp.mean(model(x) ** 2)
     rings = tensor_parallel(suggest_plan(mlp), sequence=True, rings=True)
-    with pytest.raises(UnsupportedError, match=r"layer .* got f.*32\[4,16\] multiplies no .*rings"):
+    with pytest.raises(UnsupportedError, match=r"of the plan got f.*32\[4,16\]\. Set rings"):
         build(mlp, rings, make_world("tp=2"), square).lower(np.ones((4, 16), np.float32))
 
 

@@ -121,7 +121,7 @@ def test_the_state_before_is_held_bit_for_bit_without_asking_the_host(name):
     assert bool(metrics["nonfinite"])
     assert bits(state) == before
     # The name that the argument had before 0.2.
-    with pytest.warns(DeprecationWarning, match="held= is called was_nonfinite="):
+    with pytest.warns(DeprecationWarning, match="held= is deprecated; use was_nonfinite="):
         state, metrics = step(state, placed[2], held=metrics["nonfinite"])
     assert bits(state) == before
     assert step._step._cache_size() == 1

@@ -188,7 +188,7 @@ def test_a_value_kept_outside_of_the_model_is_refused(make_world, way):
     with pytest.raises(UnsupportedError, match=words):
         build(BATCH)
     step = build(None)
-    with pytest.raises(UnsupportedError, match=words + r".*\(batch=\.\.\.\) says so at build"):
+    with pytest.raises(UnsupportedError, match=words + r".*batch=\.\.\. to build_train_step"):
         step(step.init(), BATCH)
 
 

@@ -199,5 +199,5 @@ def test_a_batch_of_another_size_is_proven_too():
     world, strategy = World.emulate(4, "dp=4"), ddp(bucket_capacity=64)
     step = build_train_step(model, optax.sgd(0.1), every_second, strategy, world)
     state, _ = step(step.init(), batch_of(16))
-    with pytest.raises(UnsupportedError, match=r"takes some of.*\(batch=...\) says so at build"):
+    with pytest.raises(UnsupportedError, match=r"takes some of.*batch=\.\.\. to build_train_step"):
         step(state, batch_of(4))

@@ -534,5 +534,5 @@ def test_a_step_says_what_it_is_and_which_axes_nothing_splits():
     assert step.idle_axes == ("tp",)
     assert repr(step) == (
         "TrainStep(ddp on mesh dp=2,tp=2 of 4 emulated devices, 2 microbatches, "
-        "axis 'tp' is split by no strategy)"
+        "no strategy uses axis 'tp')"
     )

@@ -42,7 +42,7 @@ def opening_lines(run: Run) -> list[str]:
         f"{run.config.name}: {parameters}, {run.step.strategy.name} on mesh {spec} of "
         f"{run.world.size} {run.world.backend} {kind} devices",
         *(
-            f"axis {axis} of the mesh is split by no strategy: its {run.world.mesh.shape[axis]} "
+            f"no strategy uses axis {axis} of the mesh: its {run.world.mesh.shape[axis]} "
             "ranks compute the same (a list composes strategies, as in parallel: [ddp, tensor])"
             for axis in run.step.idle_axes
         ),

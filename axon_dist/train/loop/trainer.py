@@ -80,12 +80,12 @@ class Trainer:
             number of steps taken, and the state's score by the `best_metric` of the options
             (smaller is better), or None if the state was not validated. It must no longer use the
             arrays when it returns. It also gets the last state, unless the run ends with an error.
-            If that error is a step that was not finite, it gets the state before that step, if
-            still available. The state includes all batches that `batches` has returned by then.
+            After a nonfinite step, it is called with the state before it, if that state still
+            exists. The state includes all batches that `batches` has returned by then.
         copy: `copy(state, number)` keeps a state where it can be restored faster than from
             `save`; it must no longer use the arrays when it returns.
-        give_back: takes the number of last batches that did not go into the state; called before
-            saving the last state of a run that stops because a step was not finite.
+        give_back: called with the number of last loaded batches that the saved state does not
+            include, before the last state of a run that stops at a nonfinite step is saved.
         go_back: returns the newest good state that was saved, or None if there is none; required
             if the step's `nonfinite` is `"rollback"`.
         history: the records written before this call, up to the state that the run resumes from;

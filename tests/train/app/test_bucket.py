@@ -93,9 +93,11 @@ def test_a_run_in_a_bucket_goes_on_as_one_on_a_disk_and_is_read(
 
 
 def test_what_cannot_be_is_refused_before_anything_runs(config, tmp_path):
-    with pytest.raises(ConfigError, match=r"checkpoint.type: got full.*take sharded, or a folder"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.type: full is not.*Use sharded, or a folder"
+    ):
         config("gs://bucket/run", checkpoint={"type": "full"})
-    with pytest.raises(ConfigError, match=r"checkpoint.type: got full"):
+    with pytest.raises(ConfigError, match=r"checkpoint.type: full is not"):
         config(tmp_path, checkpoint={"type": "full", "dir": "s3://bucket/run"})
 
 

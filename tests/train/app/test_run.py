@@ -331,7 +331,7 @@ def test_on_a_known_chip_the_planner_is_asked_too(tiny, chip, monkeypatch):
 
 
 def test_an_axis_that_nothing_is_split_over_is_told(tiny):
-    line = "axis tp of the mesh is split by no strategy: its 2 ranks compute the same"
+    line = "no strategy uses axis tp of the mesh: its 2 ranks compute the same"
     found = opening_lines(build_run(RunConfig.from_dict(tiny | {"mesh": "dp=4,tp=2"})))
     assert [line in one for one in found].count(True) == 1
     parallel = {"ddp": {}, "pipeline": {"num_microbatches": 2}}
