@@ -21,7 +21,7 @@ from ..nn import own_rows
 from ..ops.linear_loss import LINEAR_CROSS_ENTROPY, Operands, differentiable, evaluate
 from .loss_trace import LossTrace
 from .stage import Data, Rest, StageProgram
-from .tables import State, Tick, from_rank, get, put
+from .tables import LaneEntry, State, from_rank, get, put
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ class Embedding:
     home: int
     data: Callable[[Array], Data]
 
-    def look_up(self, tick: Tick, state: State, parts: Rest) -> State:
+    def look_up(self, tick: LaneEntry, state: State, parts: Rest) -> State:
         """Looks up the rows of a microbatch and stores them in their slot.
 
         Args:
@@ -126,7 +126,7 @@ class Embedding:
         lookups = jax.lax.cond(tick["active"], looked_up, lambda same: same, state.lookups)
         return state._replace(lookups=lookups)
 
-    def scatter(self, tick: Tick, state: State) -> State:
+    def scatter(self, tick: LaneEntry, state: State) -> State:
         """Adds the gradients of the rows looked up for a microbatch; each rank adds its own rows.
 
         Args:

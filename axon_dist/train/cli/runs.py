@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +85,28 @@ def _write_json(arguments: argparse.Namespace, plain: object) -> None:
         write_output("--json", arguments.json, json.dumps(plain, indent=2) + "\n")
 
 
+@contextlib.contextmanager
+def _ignoring_trace_requests() -> Iterator[None]:
+    """SIGUSR1 requests a trace; before and after the loop, which handles it, it would kill us."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
 def train_config(arguments: argparse.Namespace) -> int:
     """Trains, and reports on the standard output."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        # SIGUSR1 requests a trace; before the loop handles it, it would kill the process.
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    config = _config(arguments)
     if not arguments.dry_run:
-        done = train(config, LastingConsole(), arguments.resume, began=arguments.began)
+        with _ignoring_trace_requests():
+            config = _config(arguments)
+            done = train(config, LastingConsole(), arguments.resume, began=arguments.began)
         return INTERRUPTED if done.result.is_interrupted else 0
+    config = _config(arguments)
     if arguments.resume is not None:
         raise ConfigError(
             f"got --resume {arguments.resume} with --dry-run, which trains nothing; leave out one "
