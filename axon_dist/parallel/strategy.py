@@ -148,12 +148,12 @@ class Strategy:
         batch_axes: the mesh axes that split dim 0 of the batch.
         params: the shardings of parameters between steps.
         opt_state: the shardings of optimizer moments, and of the gradients that reach them.
-        reduction: how gradients are reduced; None: not set, another part of a composed
+        reduction: how gradients are reduced; None: not set; another part of a composed
             strategy may set it.
         wrap: which modules are gathered and freed as one unit, where parameters are split.
-        precision: the dtypes; None: not set, another part of a composed strategy may set
+        precision: the dtypes; None: not set; another part of a composed strategy may set
             them.
-        remat: what the backward pass recomputes; None: not set, another part of a composed
+        remat: what the backward pass recomputes; None: not set; another part of a composed
             strategy may set it.
         offload: which arrays live in host memory between steps.
         pipeline: how the model is cut into stages and which schedule runs them; None for no

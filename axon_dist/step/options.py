@@ -257,8 +257,8 @@ class StepOptions:
             - False: the loss couples samples; microbatch losses are averaged.
         eval_kwargs: keyword arguments that `evaluate` passes to the call of the model, in place of
             those that the loss passes, such as `{"deterministic": True}`. NNX modules are put into
-            eval mode by `eval()`; bridged Linen modules, and the Linen layers in them, as
-            `evaluation` describes. Pass any other argument that evaluation needs.
+            eval mode by `eval()`; in bridged Linen modules the layers are switched, and the
+            module's own flag is set. Pass any other argument that evaluation needs.
         ema: the decay of a moving average of the trained parameters, which the state then keeps:
             `ema = decay * ema + (1 - decay) * params` after every update, starting from the first
             parameters. `evaluate` and `merge` use it with `ema=True`, and a `Trainer` validates
