@@ -130,6 +130,22 @@ def weight_shapes(parts: ModelSpec) -> dict[Path, jax.ShapeDtypeStruct]:
     return {path: leaf for path, leaf in leaves if path not in streams}
 
 
+def _buffer_specs(spec: StepSpec) -> PyTree:
+    """Returns the partition of every buffer."""
+    parts = spec.parts
+    buffers = buffer_partition(parts.buffers, spec.reduction, spec.strategy.batch_axes)
+    if not parts.others or not spec.reduction.sync_buffers:
+        return buffers
+    # Buffers that are not statistics are sharded as parameters would be, but only by the part of
+    # the policy that splits any leaf: rules about paths are for parameters.
+    policy = spec.strategy.params.flexible_part
+    return map_with_path(
+        lambda path, x, own: policy(path, x.shape, spec.mesh) if path in parts.others else own,
+        parts.buffers,
+        buffers,
+    )
+
+
 class StateLayout:
     """The layout of a step's `TrainState`, how it is initialized and updated, and its model.
 
@@ -171,16 +187,7 @@ class StateLayout:
             shardings(of_replica.params, stored.params, mesh),
             shardings(of_replica.params, stored.frozen, mesh),
         )
-        buffers = buffer_partition(parts.buffers, spec.reduction, spec.strategy.batch_axes)
-        if parts.others and spec.reduction.sync_buffers:
-            # Buffers that are not statistics are sharded as parameters would be, but only by the
-            # part of the policy that splits any leaf: rules about paths are for parameters.
-            policy = spec.strategy.params.flexible_part
-            buffers = map_with_path(
-                lambda path, x, spec: policy(path, x.shape, mesh) if path in parts.others else spec,
-                parts.buffers,
-                buffers,
-            )
+        buffers = _buffer_specs(spec)
         self._split_buffers = parts.others & {
             path for path, spec in leaves_with_paths(buffers) if spec != PartitionSpec()
         }

@@ -366,7 +366,7 @@ COUPLED = {
     ),
     "another program": (
         lambda p, b: error(p, b).mean() * (2.0 if len(b["x"]) > 4 else jnp.mean(p["w"])),
-        "another program|how many samples",
+        "a different program|how many samples",
     ),
     "average that forgets": (
         lambda p, b: jax.lax.scan(lambda c, x: (0.9 * c + x.sum(), None), 0.0, b["x"])[0],
