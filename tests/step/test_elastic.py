@@ -254,7 +254,7 @@ def test_what_cannot_hold_is_refused_at_build(case):
         ),
         (dict(deterministic=1), "deterministic=1, an int; give True or False, or 'elastic'"),
         (dict(deterministic="elastic"), "logical_shards is None, and deterministic is 'elastic'"),
-        (dict(deterministic="elastic", logical_shards=6), "a power of two such as 8"),
+        (dict(deterministic="elastic", logical_shards=6), "a power of two, such as 8"),
         (dict(logical_shards=8), "logical_shards is 8, and deterministic is False"),
     ],
 )
