@@ -105,7 +105,7 @@ def _tensor(
         plan: `auto` reads it off the model; or the name of a preset; or a mode, `column`, `row` or
             `sequence`, for each pattern of paths, such as `{up$: column, down$: row}`.
         sequence: norms, dropout and residuals hold 1/tp of the positions.
-        rings: with `sequence`, pieces of the positions are sent around a ring beside the products.
+        rings: with `sequence`, pieces of the positions travel around a ring while products run.
     """
     if isinstance(plan, str) and plan not in (AUTO, *PRESETS):
         raise ConfigError(

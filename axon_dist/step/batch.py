@@ -1,7 +1,7 @@
 """Preparing batches for the devices: padding, cutting into microbatches, sharding.
 
 Whether padded samples drop out of a loss is read from the loss's program: each output must be a sum
-over the samples (`Traces.use`) in which a sample of weight 0 contributes 0 (`alike`).
+over the samples (`Traces.use`) in which a sample of weight 0 contributes 0 (`uniform_values`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..core.tree import (
 )
 from ..core.typing import Batch, LossFn, PyTree
 from ..core.weighted import Shared, Weighted
-from ..ir.alike import UNKNOWN, ZERO, UniformValue, alike
+from ..ir.uniform import UNKNOWN, ZERO, UniformValue, uniform_values
 from ..mesh import World
 from ..proof.lattice import OutputUse, Use
 from .loss_traces import Traces, scalars
@@ -503,5 +503,5 @@ def _without_weights(
     inputs = [UNKNOWN] * len(jax.tree.leaves(parts.arguments))
     top_names = [path.split("/")[0] for path, _ in leaves_with_paths(batch)]
     inputs += [ZERO if name == weight else UNKNOWN for name in top_names]
-    values = iter(alike(closed.jaxpr, closed.consts, inputs))
+    values = iter(uniform_values(closed.jaxpr, closed.consts, inputs))
     return {name: (next(values), next(values), is_plain) for name, is_plain in names}

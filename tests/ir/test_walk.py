@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from axon_dist.core.compat import eval_equation
-from axon_dist.ir.alike import UNKNOWN, ZERO, alike
+from axon_dist.ir.uniform import UNKNOWN, ZERO, uniform_values
 from axon_dist.ir.walk import (
     called,
     depends_on,
@@ -70,5 +70,5 @@ def test_programs_with_other_constants_in_a_jitted_function_are_not_the_same():
 def test_a_barrier_hands_each_value_on():
     """A zero among the values that a barrier keeps together makes no other of them zero."""
     program = jax.make_jaxpr(lambda w, x: jax.lax.optimization_barrier((w, x)))(1.0, 1.0)
-    found = alike(program.jaxpr, program.consts, [ZERO, UNKNOWN])
+    found = uniform_values(program.jaxpr, program.consts, [ZERO, UNKNOWN])
     assert [value.is_zero for value in found] == [True, False]

@@ -1,6 +1,6 @@
 """Reads plain data into typed dataclasses and writes it back, naming the key of every mistake.
 
-A type is one of Python, or one with a bound, a choice or a parser beside it.
+A type is one of Python, or one that `Annotated` gives a bound, a choice or a parser.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .user_code import PATH, UserCode
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A condition on a number, put beside its type with `Annotated`.
+    """A condition on a number, given with its type in `Annotated`.
 
     Args:
         text: the condition in words, to follow "must be".
@@ -227,7 +227,7 @@ class Option:
     """One key that a dataclass or a function takes.
 
     Args:
-        hint: its type, with what `Annotated` puts beside it.
+        hint: its type, with what `Annotated` adds to it.
         default: the value where the key is missing; `MISSING` where it must be given.
     """
 
@@ -307,7 +307,7 @@ def _section_with(key: str, options: Mapping[str, Option]) -> str:
 
 
 def extra(hint: object, kind: type[_T]) -> _T | None:
-    """The first thing of a kind that `Annotated` puts beside a type."""
+    """The first thing of a kind that `Annotated` adds to a type."""
     extras = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
     return next((one for one in extras if isinstance(one, kind)), None)
 

@@ -212,7 +212,7 @@ class RunConfig:
             their own names, and `data` and `model` among others by what they mean elsewhere. It
             changes no number.
         weights: files with the first weights; None draws them.
-        lora: adapters put beside linear layers, which are then what is trained; None for none.
+        lora: adapters added to linear layers; only these are trained. None: no adapters.
         trainable: regular expressions, searched for in the paths of the parameters: what is found
             is trained, with the adapters if there are some, and all else frozen; empty trains
             everything, or the adapters alone.
@@ -224,9 +224,8 @@ class RunConfig:
             CPU devices too, under ddp, zero and fsdp.
         logical_shards: into how many parts a batch is cut for `deterministic: elastic`, a power of
             two and a multiple of the devices of every run that is to have the same bits.
-        compiler_options: options of XLA by name, beside and over those that the table of chips has
-            for the devices; null takes one of the chip away. They change no number, only time and
-            memory.
+        compiler_options: options of XLA by name, which add to and override those of the chip; null
+            removes one of the chip. They change no number, only time and memory.
         train: length, batch and cadence of the run.
         checkpoint: when the state is saved, and what of it stays.
         loggers: where metrics go besides `metrics.jsonl`.

@@ -54,7 +54,7 @@ _SUMS = frozenset(("cumsum", "psum", "psum_invariant"))
 # fmt: on
 
 
-def alike(
+def uniform_values(
     jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[UniformValue]
 ) -> list[UniformValue]:
     """Derives what is known about the outputs of a program.
@@ -68,7 +68,8 @@ def alike(
         >>> import jax, jax.numpy as jnp
         >>> run = lambda w, x: (jnp.sum(w * x), jnp.sum((w + 1) * x), jnp.sum(x / w * w))
         >>> program = jax.make_jaxpr(run)(jnp.ones(3), jnp.ones(3))
-        >>> [result.is_zero for result in alike(program.jaxpr, program.consts, [ZERO, UNKNOWN])]
+        >>> results = uniform_values(program.jaxpr, program.consts, [ZERO, UNKNOWN])
+        >>> [result.is_zero for result in results]
         [True, False, False]
     """
 
@@ -100,7 +101,9 @@ def _run(equation: JaxprEqn, operands: Sequence[UniformValue]) -> list[UniformVa
     if name == "scan":
         return _scan(equation, operands)
     if programs and name not in LOOPS:
-        each = [alike(i.program.jaxpr, i.program.consts, i.inputs(operands)) for i in programs]
+        each = [
+            uniform_values(i.program.jaxpr, i.program.consts, i.inputs(operands)) for i in programs
+        ]
         if len(each[0]) == len(equation.outvars):
             return [_join(values) for values in zip(*each, strict=True)]
     if len(operands) == len(equation.outvars) > 1 and name in KEEPS:
@@ -113,7 +116,7 @@ def _scan(equation: JaxprEqn, operands: Sequence[UniformValue]) -> list[UniformV
     shared, carry, rows = inner.parts(operands)
 
     def iteration(carry: list[UniformValue]) -> list[UniformValue]:
-        return alike(inner.program.jaxpr, inner.program.consts, [*shared, *carry, *rows])
+        return uniform_values(inner.program.jaxpr, inner.program.consts, [*shared, *carry, *rows])
 
     settled = inner.settled(carry, iteration, lambda a, b: _join([a, b]))
     if settled is None:
