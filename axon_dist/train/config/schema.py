@@ -101,6 +101,12 @@ def strategy_options(value: object) -> StrategyOptions:
                 f"got {written[strategy]} and {name}, which are both {strategy}; a strategy "
                 "applies once, so name it once"
             )
+        for key, value_implied in implied.items():
+            if (options or {}).get(key, value_implied) != value_implied:
+                raise ValueError(
+                    f"got {key}: {options[key]} under {name}, which means {key}: {value_implied}; "
+                    f"write {strategy} instead of {name}"
+                )
         written[strategy] = str(name)
         resolved[strategy] = {**implied, **(options or {})}
     return MappingProxyType(resolved)

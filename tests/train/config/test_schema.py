@@ -90,6 +90,7 @@ def test_shorthands():
         ({"optimizer": {"schedule": "cosin"}}, r"^optimizer.schedule.name: .* 'cosine'\?"),
         ({"parallel": "dpp"}, r"^parallel.dpp: there is no such strategy. Did you mean 'ddp'\?"),
         ({"parallel": ["tp", "sequence"]}, r"got tp and sequence, which are both tensor"),
+        ({"parallel": {"sp": {"sequence": False}}}, r"sequence: False under sp, .* write tensor"),
         (
             {"parallel": ["ddp", "tensor", "ddp"]},
             r"^parallel: got \['ddp', 'tensor', 'ddp'\], in which ddp stands twice; .* it once",
