@@ -39,7 +39,7 @@ def main() -> None:
     placed = step.place({"x": jnp.ones((8, 4))})
 
     raw = jax.jit(
-        functools.partial(one_step, step.spec),
+        functools.partial(one_step, step.plan),
         donate_argnums=0,
         out_shardings=(step.state_shardings, None),
     )

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from axon_dist import ActivationCheckpointing, World, build_train_step
-from axon_dist.inspect import report, target_devices
+from axon_dist.inspect import report, target_devices, trace_step
 from axon_dist.mesh import abstract_world
 from axon_dist.mesh.targets import parse_target, prepare_environment
 from axon_dist.parallel import STRATEGIES, compose
@@ -150,7 +150,7 @@ def predict(cell: Cell) -> Reading:
     platform = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}[parse_target(cell.target).platform]
     world = abstract_world(cell.mesh, MESH_SIZE[cell.target], platform)
     step = build(cell, world)
-    program, arguments = step.program(SUBJECTS[cell.model].batch(global_batch(cell)))
+    program, arguments = trace_step(step, SUBJECTS[cell.model].batch(global_batch(cell)))
     num_state = len(jax.tree.leaves(step.abstract_state))
     return read_program(program, arguments, num_state, dict(world.mesh.shape), platform)
 

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from axon_dist import World
-from axon_dist.inspect import report, target_devices
+from axon_dist.inspect import report, target_devices, trace_step
 from axon_dist.ir.walk import equations
 from axon_dist.mesh.targets import parse_target, prepare_environment
 from axon_dist.models import num_params
@@ -98,7 +98,7 @@ def measure(row: Row) -> dict[str, Any]:
     clock.lap("devices")
     step, batch = row.build(world)
     clock.lap("build")
-    program, _ = step.program(batch)
+    program, _ = trace_step(step, batch)
     clock.lap("trace")
     lowered = step.lower(batch)
     clock.lap("lower")

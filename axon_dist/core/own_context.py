@@ -265,7 +265,11 @@ def in_own_context(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def in_context_of_step(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates a method to run in the context of its step, with `self.axis_names`."""
+    """Decorates a method of a step, or a function of one, to run in the context of that step.
+
+    Args:
+        method: its first argument is the step, whose `axis_names` are used.
+    """
 
     @functools.wraps(method)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -1,7 +1,8 @@
 """Measures what a compiled step sends, stores and computes on each device.
 
-This package reads only the text of the optimised program that will run. It does not know the
-strategies, so it can check their claims independently. Times follow from the rates of `mesh.chips`.
+This package reads only the text of the optimised program that will run, except in `steps.py`. It
+does not know the strategies, so it can check their claims independently. Times follow from the
+rates of `mesh.chips`.
 
 * `collectives` lists the collectives: their bytes, mesh axis and count, and whether compute hides
   them. `expect_collectives` and `expect_bytes` turn that into tests.
@@ -13,6 +14,8 @@ strategies, so it can check their claims independently. Times follow from the ra
 * `model_time` sums the times of the kernels, each at the rate that its shape reaches
   (`mesh.rates`).
 * `report` combines these.
+* `trace_step`, `lower_init`, `lower_outer_steps` and `trace_outer_steps` return the programs of a
+  training step; `separation` and `coupling` say how it computes its loss.
 * `read_trace` reads a trace of `jax.profiler`; `waterfall` uses it with the program to show where
   the time of a step went.
 * `target_mesh("h100:8x8", "fsdp=64")` returns devices that programs can be compiled for without
@@ -60,6 +63,12 @@ from .report import memory as memory
 from .report import report as report
 from .report import target_devices as target_devices
 from .report import target_mesh as target_mesh
+from .steps import coupling as coupling
+from .steps import lower_init as lower_init
+from .steps import lower_outer_steps as lower_outer_steps
+from .steps import separation as separation
+from .steps import trace_outer_steps as trace_outer_steps
+from .steps import trace_step as trace_step
 from .timeline import Event as Event
 from .timeline import read_trace as read_trace
 from .transfers import collectives as collectives

@@ -22,8 +22,8 @@ from .expert import ByExperts as ByExperts
 from .expert import ExpertForm as ExpertForm
 from .expert import expert_parallel as expert_parallel
 from .expert import has_experts as has_experts
-from .expert import keep_samples_apart as keep_samples_apart
 from .expert import map_experts as map_experts
+from .expert import mark_experts_per_sample as mark_experts_per_sample
 from .expert import sum_over_ranks as sum_over_ranks
 from .kernels import LossOverMesh as LossOverMesh
 from .kernels import map_kernels as map_kernels

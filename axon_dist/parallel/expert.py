@@ -272,7 +272,7 @@ class SumOverRanks:
         return all_sum(total, self.axes), samples * num_ranks(self.axes)
 
 
-def keep_samples_apart(model: nnx.Module) -> None:
+def mark_experts_per_sample(model: nnx.Module) -> None:
     """Marks a model's experts, in place, as computing each sample independently.
 
     Experts sort the tokens of all samples to process those of one expert together, and put each

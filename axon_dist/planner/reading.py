@@ -21,6 +21,7 @@ from ..core.errors import ConfigError
 from ..core.files import host_memory
 from ..core.typing import Batch
 from ..core.words import byte_size
+from ..inspect.steps import Step, trace_step
 from ..mesh import World
 from ..mesh.chips import Hardware, machine_of
 from ..mesh.rates import AttentionShape, ProductShape, rates_of
@@ -280,7 +281,7 @@ def read_program(
     )
 
 
-class Traceable(Protocol):
+class Traceable(Step, Protocol):
     """A step that can be traced for shapes."""
 
     abstract_state: Any
@@ -288,10 +289,6 @@ class Traceable(Protocol):
     @property
     def world(self) -> World:
         """The devices, which may be placeholders."""
-        ...
-
-    def program(self, batch: Batch) -> tuple[ClosedJaxpr, list[jax.ShapeDtypeStruct]]:
-        """Returns the closed jaxpr and its arguments, the state's first."""
         ...
 
 
@@ -302,7 +299,7 @@ def read_step(step: Traceable, batch: Batch) -> Reading:
         step: a step that was built, not compiled.
         batch: shapes of a global batch.
     """
-    program, arguments = step.program(batch)
+    program, arguments = trace_step(step, batch)
     mesh = step.world.mesh
     num_state = len(jax.tree.leaves(step.abstract_state))
     sizes = {str(name): size for name, size in mesh.shape.items()}

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from ..mesh import Backend, World
 from ..parallel import Strategy
 from ..step import build_train_step
-from ..step.step import PortableForm
+from ..step.portable import PortableForm
 from .check import Report, prove
 
 
@@ -50,7 +50,7 @@ def prove_strategy(
         state, form = step.init(), PortableForm(step)
 
         def run(batch: Any) -> tuple[Any, Any]:
-            after, metrics = step._step(state, step.layout.place(batch), None)
+            after, metrics = step.programs.step(state, step.batch_layout.place(batch), None)
             return metrics["loss"], form.of(after).params
 
         return run, (batch,)

@@ -1,27 +1,31 @@
 """One training step: its inputs, how it computes gradients, and the next state.
 
 A step is a pure function `(state, batch) -> (state, metrics)`. It is jitted once and donates the
-state. Start reading at `one_step` in `update.py`. Its `mean_gradients` picks one of four ways to
+state. `StepSpec` (`spec.py`) is what it was given, and `StepPlan` (`plan.py`) what follows from
+that. Start reading at `one_step` in `update.py`. Its `mean_gradients` picks one of four ways to
 compute gradients: `global_view.py`, `local_view.py` (per rank), `pipeline_view.py` or
-`elastic.py`. `model_changes.py` has what a strategy changes in the model itself. `StepSpec`
-(`spec.py`) holds everything the step was built from.
+`elastic.py`. `model_changes.py` has what a strategy changes in the model itself. `layout.py` says
+how a state is sharded and made, and `step.py` has the jitted programs and what a loop calls.
 """
 
 from .batch import BatchLayout as BatchLayout
 from .batch import Placed as Placed
-from .build import build_train_step as build_train_step
-from .build import leaves_remat_open as leaves_remat_open
+from .compiler import deterministic_options as deterministic_options
+from .describe import idle_axes as idle_axes
+from .layout import Claims as Claims
+from .layout import weight_shapes as weight_shapes
+from .options import Nonfinite as Nonfinite
 from .options import StepOptions as StepOptions
 from .parts import ModelLike as ModelLike
 from .parts import ModelSpec as ModelSpec
 from .parts import split_model as split_model
 from .parts import trainable_filter as trainable_filter
+from .plan import StepPlan as StepPlan
+from .portable import PortableForm as PortableForm
 from .rules import RULES as RULES
+from .separation import Separation as Separation
 from .spec import StepSpec as StepSpec
-from .spec import deterministic_options as deterministic_options
-from .state import Nonfinite as Nonfinite
 from .state import TrainState as TrainState
-from .state_form import Claims as Claims
-from .state_form import weight_shapes as weight_shapes
-from .step import PortableForm as PortableForm
 from .step import TrainStep as TrainStep
+from .step import build_train_step as build_train_step
+from .step import leaves_remat_open as leaves_remat_open

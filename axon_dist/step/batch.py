@@ -32,11 +32,15 @@ from ..core.weighted import Shared, Weighted
 from ..ir.uniform import UNKNOWN, ZERO, UniformValue, uniform_values
 from ..mesh import World
 from ..proof.lattice import OutputUse, Use
-from .loss_traces import Traces, scalars
-from .model_changes import batch_spec
 from .objective import evaluate
 from .parts import ModelSpec
+from .separation import Traces, scalars
 from .spec import StepSpec
+
+
+def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
+    """Returns the spec of a batch: samples over the batch axes, after the dim of microbatches."""
+    return PartitionSpec(axes) if num_microbatches == 1 else PartitionSpec(None, axes)
 
 
 class Padding:
@@ -100,7 +104,7 @@ class Padding:
     def _check(self, batch: dict, shared: PyTree) -> None:
         key = shape_key((batch, shared))
         if key not in self._checked:
-            parts = self._spec.with_shared(shared).parts
+            parts = dataclasses.replace(self._spec.parts, shared=shapes_of(shared))
             check_padding(parts, self._spec.loss_fn, shapes_of(batch), self._weight)
             self._checked.add(key)
 

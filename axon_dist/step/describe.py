@@ -3,56 +3,111 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-from ..core.words import plural, si
+from ..core.words import byte_size, plural, si
 from ..sharding.apply import Explanation, LeafDecision
-
-if TYPE_CHECKING:
-    from .step import TrainStep
+from .batch import BatchLayout
+from .layout import StateLayout
+from .plan import StepPlan
+from .spec import StepSpec
 
 _SHOWN = 3
 """How many of the arrays that stay whole are named."""
 
 
-def describe(step: TrainStep) -> str:
+def idle_axes(spec: StepSpec) -> tuple[str, ...]:
+    """Returns the mesh axes that no strategy uses: all ranks along one compute the same.
+
+    Args:
+        spec: what the step was given.
+    """
+    sizes = spec.world.mesh.shape.items()
+    return tuple(axis for axis, size in sizes if size > 1 and axis not in spec.strategy.axes)
+
+
+def whole_arrays(layout: StateLayout) -> tuple[LeafDecision, ...]:
+    """Returns the arrays that every device holds whole; see `TrainStep.whole`."""
+    strategy = layout.plan.stored.storage.strategy
+    sizes = layout.spec.mesh.shape
+    claims = layout.claims
+    if any(sizes[axis] > 1 for axis in strategy.params.split_axes):
+        return (*claims.params.whole, *claims.frozen.whole)
+    if any(sizes[axis] > 1 for axis in strategy.opt_state.split_axes):
+        return claims.grads.whole
+    return ()
+
+
+def whole_bytes(rows: Sequence[LeafDecision]) -> int:
+    """Returns the bytes per device of arrays that stay whole."""
+    return sum(row.bytes for row in rows)
+
+
+def whole_summary(rows: Sequence[LeafDecision]) -> str:
+    """Says how many arrays stay whole, their bytes, and why the largest does; "" if none does."""
+    if not rows:
+        return ""
+    largest = max(rows, key=lambda row: row.bytes)
+    size = byte_size(whole_bytes(rows))
+    subject = "the largest" if len(rows) > 1 else "it"
+    return (
+        f"whole on every device: {plural(len(rows), 'array')} of {size}, "
+        f"{subject} {largest.path!r} ({largest.decision.reason})"
+    )
+
+
+def summary(layout: StateLayout) -> str:
+    """Says in one line what a step is: its strategy, mesh and microbatches."""
+    spec = layout.spec
+    world = spec.world
+    count = spec.num_microbatches
+    text = f"{spec.strategy.name} on mesh {world.spec} of {world.size} {world.backend} devices"
+    text += f", {count} microbatches" if count > 1 else ""
+    return text + "".join(f", no strategy uses axis {axis!r}" for axis in idle_axes(spec))
+
+
+def describe(layout: StateLayout, batches: BatchLayout) -> str:
     """Summarizes a step on one screen: where it runs, what is split, and how it computes.
 
     Args:
-        step: a built step. Nothing is traced or compiled.
+        layout: the layout of the states of a step. Nothing is traced or compiled.
+        batches: how its batches are cut.
     """
-    claims = step.claims
-    tables = [claims.params, claims.frozen, claims.opt_state]
-    names = ["parameters", "frozen", "optimizer state"]
+    claims = layout.claims
+    tables = {
+        "parameters": claims.params,
+        "frozen": claims.frozen,
+        "optimizer state": claims.opt_state,
+    }
+    whole = whole_summary(whole_arrays(layout))
     lines = [
-        f"{repr(step).removeprefix('TrainStep(').removesuffix(')')}",
-        f"batch: {_batch(step)}",
-        f"view: {_view(step)}",
-        *(f"{name}: {_layout(table)}" for name, table in zip(names, tables, strict=True)
-          if table.rows),
-        *([step.whole_summary] if step.whole else []),
-        *_options(step),
-    ]  # fmt: skip
-    first, *others = lines
-    return "\n".join([f"TrainStep: {first}", *(f"  {line}" for line in others)])
+        f"batch: {_batch(batches)}",
+        f"view: {_view(layout)}",
+        *(f"{name}: {_layout(table)}" for name, table in tables.items() if table.rows),
+        *([whole] if whole else []),
+        *_options(layout.plan),
+    ]
+    return "\n".join([f"TrainStep: {summary(layout)}", *(f"  {line}" for line in lines)])
 
 
-def _batch(step: TrainStep) -> str:
-    layout = step.layout
+def _batch(layout: BatchLayout) -> str:
     sizes = "×".join(f"{axis}={layout.mesh.shape[axis]}" for axis in layout.axes)
     split = f"split over {sizes}" if sizes else "whole on every device"
     count = plural(layout.num_microbatches, "microbatch")
     return f"{split}, {count}; its samples divide by {layout.divisor}"
 
 
-def _view(step: TrainStep) -> str:
-    found = {str(separation) for separation in step.spec.replica(region=False).separator.found}
-    if step.strategy.pipeline is not None:
-        schedule = step.strategy.pipeline.schedule
+def _view(layout: StateLayout) -> str:
+    found = {str(separation) for separation in layout.separations}
+    pipeline = layout.spec.strategy.pipeline
+    if pipeline is not None:
+        schedule = pipeline.schedule
         return f"pipeline by the table {schedule.name}"
     if found:
         return "; ".join(sorted(found))
-    return "known once the step has seen a batch; step.separation(batch) says it for one"
+    return (
+        "known once the step has seen a batch; axon_dist.inspect.separation(step, batch) says it "
+        "for one"
+    )
 
 
 def _layout(table: Explanation) -> str:
@@ -81,13 +136,13 @@ def _bytes(count: int) -> str:
     return f"{si(count)}B"
 
 
-def _options(step: TrainStep) -> Sequence[str]:
+def _options(plan: StepPlan) -> Sequence[str]:
     """Says the precision, the recomputation, the loop over blocks and the compiler options."""
-    strategy = step.strategy
-    blocks = "; ".join(map(str, step.loop_choices)) or "known once the step has seen a batch"
-    compiler = ", ".join(f"{name}={value}" for name, value in step.compiler_options.items())
+    strategy = plan.spec.strategy
+    blocks = "; ".join(map(str, plan.loop_choices)) or "known once the step has seen a batch"
+    compiler = ", ".join(f"{name}={value}" for name, value in plan.compiler_options.items())
     return [
-        f"precision: {strategy.precision or step.parts.dtype}",
+        f"precision: {strategy.precision or plan.spec.parts.dtype}",
         f"recomputed: {strategy.remat or 'nothing'}",
         f"blocks: {blocks}",
         f"compiler: {compiler or 'its own defaults'}",

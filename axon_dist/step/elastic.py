@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +32,10 @@ from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, PyTree
 from ..ir.randomness import changed_results, without_rank
-from ..ir.rows import mixing_in
 from ..sharding import axes_of, optimizer_shardings
 from ..sharding.padding import for_region, like
 from .gather import even_rows
-from .local_view import LocalPlan, local_gradients
+from .local_view import RankProgram, local_gradients
 from .microbatches import SumsFn
 from .objective import (
     GradientArguments,
@@ -48,28 +46,29 @@ from .objective import (
     with_frozen,
 )
 from .optimizer import updated
+from .plan import StepPlan
 from .spec import StepSpec
 
 T = TypeVar("T")
 
 
-def elastic_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
+def elastic_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientResult:
     """Returns gradients summed in one tree over the logical shards, sharded like their moments.
 
     Weights stay whole for the whole step, and a rank holds log2(V/R) + 2 whole gradients.
 
     Args:
-        spec: the step.
+        plan: the plan of the step.
         arguments: parameters, buffers, batch and scale.
 
     Raises:
         UnsupportedError: for a buffer that depends on the samples of a shard.
     """
-    return local_gradients(spec, arguments, ElasticPlan)
+    return local_gradients(plan, arguments, ElasticProgram)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ElasticPlan(LocalPlan):
+class ElasticProgram(RankProgram):
     """The program of one rank: it adds up its subtree, and then its share of the rest."""
 
     def run(
@@ -77,11 +76,12 @@ class ElasticPlan(LocalPlan):
     ) -> tuple[PyTree, Any, PyTree]:
         """Runs on one rank: takes shards, returns the sums of the tree and new buffers."""
         spec = self.spec
+        changes = self.plan.changes
         shards = spec.num_ranks
         gathered = self._unsharded(params, self.param_specs, spec.parts.params)
         whole_frozen = self._unsharded(frozen, self.frozen_specs, spec.parts.stored_frozen)
-        forward = forward_of(spec.parts, spec.loss_fn, spec.changes.prepare(None))
-        forward = with_frozen(spec.changes.with_layer_scan(forward), whole_frozen)
+        forward = forward_of(spec.parts, spec.loss_fn, changes.prepare(None))
+        forward = with_frozen(changes.with_layer_scan(forward), whole_frozen)
         sums_of = gradient_sums(forward, scale, parts=shards)
         count = shards // spec.mesh.size
         sums, buffers = self._subtree_sums(sums_of, gathered, buffers, batch, count)
@@ -172,12 +172,12 @@ def whole_norm(spec: StepSpec, tree: PyTree) -> Array:
 
 
 def elastic_update(
-    spec: StepSpec, grads: PyTree, state: PyTree, params: PyTree, loss: Array
+    plan: StepPlan, grads: PyTree, state: PyTree, params: PyTree, loss: Array
 ) -> tuple[PyTree, PyTree]:
     """Runs the optimizer's update: each rank updates the shards whose moments it has.
 
     Args:
-        spec: the step.
+        plan: the plan of the step.
         grads: mean gradients, sharded like their moments.
         state: of the optimizer.
         params: as stored.
@@ -186,16 +186,17 @@ def elastic_update(
     Returns:
         The next parameters, sharded like their moments, and the next optimizer state.
     """
+    spec = plan.spec
     mesh = spec.mesh
-    policy = spec.stored.storage.strategy.opt_state
-    shardings = spec.stored.owners, optimizer_shardings(policy, spec.stored.params, state, mesh)
+    policy = plan.stored.storage.strategy.opt_state
+    shardings = plan.stored.owners, optimizer_shardings(policy, plan.stored.params, state, mesh)
     owners, moments = jax.tree.map(lambda sharding: sharding.spec, shardings)
 
-    update = functools.partial(updated, spec.stored.update.traced.optimizer.update)
+    update = functools.partial(updated, plan.stored.update.traced.optimizer.update)
     isolated = _isolated(
         spec, update, (owners, moments, owners, PartitionSpec()), (owners, moments)
     )
-    # The update is elementwise (see `_of_update`): zeros that pad a shard affect no other element.
+    # The update is elementwise (a rule checks it): zeros that pad a shard affect no other element.
     arguments = [
         for_region(grads, owners, mesh),
         for_region(state, moments, mesh),
@@ -228,116 +229,3 @@ def _isolated(
 
 def _row(x: Array, number: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
-
-
-def obstacle(spec: StepSpec) -> dict[str, str] | None:
-    """Says why a step cannot be bitwise independent of the number of ranks, and what to do.
-
-    Args:
-        spec: the step.
-
-    Returns:
-        A dict of `why` and `what` to do, or None if nothing prevents it.
-    """
-    for find in (_of_strategy, _of_counts, _of_sums, _of_update):
-        found = find(spec)
-        if found is not None:
-            why, what = found
-            return {"why": why, "what": what}
-    return None
-
-
-Obstacle: TypeAlias = tuple[str, str] | None
-"""(why it is impossible, what to do), or None if it is possible."""
-
-
-def _of_strategy(spec: StepSpec) -> Obstacle:
-    strategy = spec.strategy
-    supported = "ddp, zero and fsdp, alone or composed"
-    if strategy.slow is not None:
-        return (
-            f"replicas over {strategy.slow.axis!r} train each on its own samples, so their "
-            "number is part of the algorithm",
-            f"use {supported}",
-        )
-    if strategy.pipeline is not None:
-        return (
-            f"a pipeline over {strategy.pipeline.axis!r} adds microbatches up in the order of its "
-            "schedule",
-            f"use {supported}",
-        )
-    if strategy.layers or strategy.resident:
-        return (
-            f"strategy {strategy.name!r} splits sums within a sample over ranks, as tensor, "
-            "context and expert parallelism do, and the order of these sums depends on the number "
-            "of ranks",
-            f"use {supported}",
-        )
-    if math.prod(spec.mesh.shape[axis] for axis in strategy.batch_axes) != spec.mesh.size:
-        return (
-            f"the mesh is {dict(spec.mesh.shape)}, and strategy {strategy.name!r} splits samples "
-            f"over {', '.join(strategy.batch_axes) or 'no axis'} alone",
-            f"leave the other axes out of the mesh, and use {supported}",
-        )
-    return None
-
-
-def _of_counts(spec: StepSpec) -> Obstacle:
-    ranks = spec.mesh.size
-    accumulate = spec.options.accumulate
-    shards = spec.num_ranks
-    if shards % (ranks * accumulate):
-        parts = f"{ranks} ranks" + f" x accumulate={accumulate}" * (accumulate > 1)
-        return (
-            f"logical_shards={shards} do not divide over {parts}, each of which adds up a "
-            "whole subtree",
-            f"use a power of two of ranks and microbatches, up to {shards} together",
-        )
-    if spec.options.pad is not None:
-        return (
-            f"pad={spec.options.pad!r} pads the rows of each process, so the shards depend on how "
-            "many processes there are",
-            "leave pad out, and give batches that are a multiple of logical_shards",
-        )
-    return None
-
-
-def _of_sums(spec: StepSpec) -> Obstacle:
-    reduction = spec.reduction
-    precision = spec.strategy.precision
-    if precision is not None and precision.products is not None:
-        return (
-            "products in fp8 take their scales from the samples of all ranks",
-            'use MixedPrecision(compute="bfloat16", reduce="float32")',
-        )
-    if reduction.is_grouped or not reduction.sync_buffers:
-        return (
-            f"bucket_capacity={reduction.bucket_capacity}, sync={reduction.sync.name} and "
-            f"broadcast_buffers={reduction.sync_buffers} say how ranks reduce, "
-            "but the tree decides that",
-            "leave all three out",
-        )
-    if reduction.dtype is not None and jnp.finfo(reduction.dtype).bits < _WIDE:
-        return (
-            f"gradients cross the wire in {jnp.dtype(reduction.dtype).name}, and are then rounded "
-            "between ranks but not between the shards of a rank",
-            'reduce in float32: ddp(reduce_dtype="float32"), or '
-            'MixedPrecision(compute="bfloat16", reduce="float32")',
-        )
-    return None
-
-
-_WIDE = 32
-"""Bits of the floats that the tree adds up."""
-
-
-def _of_update(spec: StepSpec) -> Obstacle:
-    name = mixing_in(spec.stored.update.traced.program)
-    if name is None:
-        return None
-    return (
-        f"the optimizer does not work element by element: the order of its {name!r} over elements "
-        "split across ranks depends on the number of ranks",
-        "use one such as optax.sgd, optax.adam or optax.adamw; for clipping by the global norm use "
-        "clip_norm=... of build_train_step",
-    )

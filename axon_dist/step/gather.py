@@ -15,8 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +25,13 @@ from jax.typing import DTypeLike
 
 from ..collectives import plan_buckets, reduce_buckets
 from ..core.reduction import all_sum, on_wire, sum_scatter
-from ..core.typing import Array, Path, PyTree, Shape
+from ..core.typing import Array, PyTree, Shape
 from ..ir.factors import COMPARES, EACH, MOVES
-from ..ops.fp8 import WEIGHT, Fp8Layers
+from ..ops.fp8 import WEIGHT
 from ..ops.int8 import WIDEN, Int8, Int8Form
 from ..parallel import Reduction
-from ..sharding import Policy, axes_of, spec_axes, spec_of, spread
+from ..sharding import axes_of, spec_axes, spec_of, spread
 from ..sharding.padding import cut, padded
-
-if TYPE_CHECKING:
-    from .spec import StepSpec
 
 GATHERED = (
     *("sharding_constraint", "all_gather", "all_gather_invariant"),
@@ -226,92 +222,6 @@ class ReduceAccumulated:
         weight = jax.custom_vjp(lambda weight, sums, slot: weight)
         weight.defvjp(lambda weight, sums, slot: (weight, sums), backward)
         return weight(bundle.weight, bundle.sums, bundle.slot)
-
-
-def global_gather(
-    spec: StepSpec, path: Path, is_whole: bool = False, looped: frozenset[Path] = frozenset()
-) -> GlobalGather:
-    """Returns the gather of a weight in global view: whole over the data axes, gradient to owners.
-
-    Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
-        path: of the parameter.
-        is_whole: whether trained weights are whole already, and only gradients are reduced.
-        looped: the weights that a loop reads in every iteration.
-    """
-    strategy = spec.strategy
-    mesh = spec.mesh
-    shape = spec.parts.shapes[path]
-    gathered_over = {*strategy.data_axes} - {*strategy.resident}
-    sharded = strategy.params(path, shape, mesh)
-    full = only_axes(sharded, tuple(axis for axis in mesh.axis_names if axis not in gathered_over))
-    if path in spec.parts.frozen_paths:
-        return GlobalGather(mesh, sharded, None, full, len(shape), path in looped)
-    owner = strategy.opt_state(path, shape, mesh)
-    stored = full if is_whole else sharded
-    return GlobalGather(mesh, stored, owner, full, len(shape), path in looped)
-
-
-def local_gather(spec: StepSpec, path: Path) -> LocalGather:
-    """Returns the gather of a weight in local view, inside `shard_map`."""
-    return LocalGather(
-        spec=_over_batch(spec, spec.strategy.params, path),
-        axes=spec.strategy.batch_axes,
-        wire=spec.reduction.dtype,
-        shape=tuple(spec.parts.shapes[path]),
-        has_grad=path not in spec.parts.frozen_paths,
-    )
-
-
-def reduce_accumulated(spec: StepSpec, path: Path) -> ReduceAccumulated | None:
-    """Returns the reduction of a weight's accumulated gradients; None for a frozen weight."""
-    if path in spec.parts.frozen_paths:
-        return None
-    owner = _over_batch(spec, spec.strategy.opt_state, path)
-    ndim = len(spec.parts.shapes[path])
-    return ReduceAccumulated(owner, spec.strategy.batch_axes, spec.reduction.dtype, ndim)
-
-
-def _over_batch(spec: StepSpec, policy: Policy, path: Path) -> PartitionSpec:
-    sharded = policy(path, spec.parts.shapes[path], spec.mesh)
-    return only_axes(sharded, spec.strategy.batch_axes)
-
-
-def gathers_by_units(spec: StepSpec) -> bool:
-    """Whether units gather weights and reduce gradients in local view.
-
-    Otherwise weights are gathered once per step.
-    """
-    strategy = spec.strategy
-    once = spec.reduction.per == "step" or strategy.gathers_once or spec.options.is_elastic
-    return bool(strategy.params.split_axes) and not once
-
-
-def no_fp8_gather(spec: StepSpec, fp8: Fp8Layers) -> str:
-    """Says why no unit can gather weights in fp8 as requested; "" if one can."""
-    strategy = spec.strategy
-    if strategy.pipeline is not None:
-        return f"a pipeline over {strategy.pipeline.axis!r} gathers its stages once a step"
-    if strategy.gathers_once:
-        return "the parameters are gathered once a step, all of them in the dtype of the compute"
-    if not _gathers_any(spec, [f"{layer}/kernel" for layer in fp8.paths]):
-        return "no kernel of a layer in fp8 is split over ranks that have other samples"
-    if spec.is_local:
-        reduction = spec.reduction
-        return f"ranks gather by hand, to reduce gradients per {reduction.per} in {reduction.dtype}"
-    return ""
-
-
-def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
-    """Whether units gather any of the weights, or would on more devices."""
-    strategy = spec.strategy
-    mesh = spec.mesh
-    axes = {*strategy.data_axes} - {*strategy.resident}
-    splits = axes.intersection(strategy.params.split_axes)
-    if splits and all(mesh.shape[axis] == 1 for axis in splits):
-        return True
-    shardings = (strategy.params(path, spec.parts.shapes[path], mesh) for path in paths)
-    return any(not axes.isdisjoint(spec_axes(sharding)) for sharding in shardings)
 
 
 def all_gather_by(shard: Array, spec: PartitionSpec, shape: Shape | None = None) -> Array:

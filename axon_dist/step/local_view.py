@@ -27,27 +27,22 @@ from ..core.typing import Array, Batch, Function, Path, PyTree
 from ..ir.pieces import read_once, read_outside_units
 from ..ir.randomness import without_rank
 from ..ir.units import is_inside
-from ..sharding import spec_axes, specs
+from ..sharding import Policy, spec_axes, specs
 from ..sharding.padding import for_region, like, stored_shape
+from .batch import batch_spec
 from .gather import (
     Accumulated,
+    LocalGather,
+    ReduceAccumulated,
     all_gather_by,
-    gathers_by_units,
-    local_gather,
     only_axes,
-    reduce_accumulated,
     reduce_tree,
 )
 from .microbatches import Draws, LastFn, SumsFn, accumulate, draws_of
 from .model_changes import (
     MakeGather,
-    batch_spec,
-    buffer_partition,
-    has_statistics,
-    rank_buffers,
+    change_layers,
     rewritten,
-    stack_buffers,
-    synchronise_statistics,
 )
 from .objective import (
     Forward,
@@ -59,7 +54,15 @@ from .objective import (
     gradient_sums,
     with_frozen,
 )
+from .plan import StepPlan
 from .spec import StepSpec
+from .statistics import (
+    buffer_partition,
+    has_statistics,
+    rank_buffers,
+    stack_buffers,
+    synchronise_statistics,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +132,7 @@ def _natural_order(path: Path) -> list[tuple[bool, int, str]]:
 
 
 def local_gradients(
-    spec: StepSpec, arguments: GradientArguments, make_plan: type[LocalPlan] | None = None
+    plan: StepPlan, arguments: GradientArguments, kind: type[RankProgram] | None = None
 ) -> GradientResult:
     """Computes gradients, sharded like their moments, per rank, and reduces them explicitly.
 
@@ -140,40 +143,42 @@ def local_gradients(
     taken inside stay local until we reduce them, and user modules need no casts in their scans.
 
     Args:
-        spec: the step; the `reduction` of its strategy says how gradients are reduced.
+        plan: the plan of the step; the `reduction` of its strategy says how gradients are reduced.
         arguments: parameters, buffers, batch and scale.
-        make_plan: the class of the per-rank program; None is `LocalPlan`.
+        kind: the class of the program of a rank; None is `RankProgram`.
     """
+    spec = plan.spec
     axes = spec.strategy.batch_axes
     # Found outside `shard_map`, since a trace inside would only see the samples of one rank.
-    plan = (make_plan or LocalPlan)(spec, draws_of(spec, arguments.batch, axes))
+    draws = draws_of(spec, plan.separator, arguments.batch, axes)
+    program = (kind or RankProgram)(plan, draws)
     if gathers_by_units(spec):
-        check_reads(spec, arguments.batch)
+        check_reads(plan, arguments.batch)
     replicated = PartitionSpec()
     buffer_specs = buffer_partition(arguments.buffers, spec.reduction, axes)
     batch_specs = batch_spec(axes, spec.num_microbatches)
     mapped = jax.shard_map(
-        plan.run,
+        program.run,
         mesh=spec.mesh,
         axis_names=frozenset(spec.mesh.axis_names if spec.options.is_elastic else axes),
-        in_specs=(plan.param_specs, plan.frozen_specs, buffer_specs, batch_specs, replicated),
-        out_specs=(plan.owner_specs, replicated, buffer_specs),
+        in_specs=(program.param_specs, program.frozen_specs, buffer_specs, batch_specs, replicated),
+        out_specs=(program.owner_specs, replicated, buffer_specs),
         check_vma=False,
     )
     # `shard_map` needs shards of equal sizes.
-    params = for_region(arguments.params, plan.param_specs, spec.mesh)
-    frozen = for_region(arguments.frozen, plan.frozen_specs, spec.mesh)
+    params = for_region(arguments.params, program.param_specs, spec.mesh)
+    frozen = for_region(arguments.frozen, program.frozen_specs, spec.mesh)
     grads, (loss, metrics), buffers = mapped(params, frozen, *arguments[2:])
     grads = like(grads, spec.parts.params)
     return GradientResult(*Sums(grads, loss, metrics).means(), buffers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LocalPlan:
+class RankProgram:
     """The program of one rank inside `shard_map`.
 
     Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
+        plan: the plan of the step.
         drawing: the random draws of its microbatches; None if nothing is drawn.
 
     Attributes:
@@ -183,12 +188,17 @@ class LocalPlan:
         owner_specs: the specs of the moments of the trained parameters, over the manual axes only.
     """
 
-    spec: StepSpec
+    plan: StepPlan
     drawing: Draws | None
     axes: tuple[str, ...] = dataclasses.field(init=False)
     param_specs: PyTree = dataclasses.field(init=False)
     frozen_specs: PyTree = dataclasses.field(init=False)
     owner_specs: PyTree = dataclasses.field(init=False)
+
+    @property
+    def spec(self) -> StepSpec:
+        """What the step was given."""
+        return self.plan.spec
 
     def __post_init__(self) -> None:
         parts = self.spec.parts
@@ -197,7 +207,7 @@ class LocalPlan:
         object.__setattr__(self, "axes", axes)
         policies = {
             "param_specs": (strategy.params, parts.params),
-            "frozen_specs": (self.spec.stored.storage.strategy.params, parts.stored_frozen),
+            "frozen_specs": (self.plan.stored.storage.strategy.params, parts.stored_frozen),
             "owner_specs": (strategy.opt_state, parts.params),
         }
         for name, (policy, shapes) in policies.items():
@@ -259,7 +269,7 @@ class LocalPlan:
         reduced: LastFn | None,
     ) -> tuple[Sums, PyTree]:
         """Adds up unreduced gradients over microbatches, stacked as the scan over layers is."""
-        stacking = stacking_of(gathered, self.spec.changes.units)
+        stacking = stacking_of(gathered, self.plan.changes.units)
 
         def stacked(weights: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
             # Without the barrier, the compiler would see through the rows and stack them again in
@@ -306,7 +316,7 @@ class LocalPlan:
         reduce = functools.partial(reduce_accumulated, self.spec)
 
         def last(sums: Sums, weights: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
-            units = self.spec.changes.units
+            units = self.plan.changes.units
             once = self._read_once(buffers, batch) if units else frozenset()
             addends = dict(leaves_with_paths(sums.grads))
 
@@ -350,13 +360,13 @@ class LocalPlan:
         """Returns the weights that a single call of a single unit reads, without those of Linen."""
         spec = self.spec
         samples = jax.tree.leaves(batch)[0].shape[0]
-        jaxpr = spec.separator.program(batch, samples).jaxpr
+        jaxpr = self.plan.separator.program(batch, samples).jaxpr
         paths = read_once(jaxpr, [path for path, _ in leaves_with_paths(spec.parts.weights)])
         bridges = spec.parts.bridges
         return frozenset(p for p in paths if not any(is_inside(p, bridge) for bridge in bridges))
 
     def _unsharded(self, shards: PyTree, places: PyTree, shapes: PyTree) -> PyTree:
-        changes = self.spec.changes
+        changes = self.plan.changes
         int8 = self.spec.parts.int8
 
         def cast(path: Path, x: Array) -> Array:
@@ -372,18 +382,18 @@ class LocalPlan:
 
     def _with_scans(self, forward: Function) -> Any:
         spec = self.spec
-        return spec.changes.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
+        return self.plan.changes.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
 
     def _plain(self, make_gather: MakeGather | None, **gathering: Any) -> Forward:
         """Returns the forward pass with its units marked, before they become a scan."""
         spec = self.spec
 
         def also(model: nnx.Module) -> None:
-            spec.change_layers(model)
+            change_layers(spec.strategy, spec.world.mesh, model)
             if spec.reduction.sync_buffers:
                 synchronise_statistics(model, self.axes)
 
-        prepare = spec.changes.prepare(make_gather, also, **gathering)
+        prepare = self.plan.changes.prepare(make_gather, also, **gathering)
         return forward_of(spec.parts, spec.loss_fn, prepare)
 
     def _reduced(self, sums_of: SumsFn) -> SumsFn:
@@ -397,22 +407,23 @@ class LocalPlan:
         return reduce_tree(grads, self.owner_specs, self.axes, self.spec.reduction)
 
 
-def check_reads(spec: StepSpec, batch: Batch) -> None:
+def check_reads(plan: StepPlan, batch: Batch) -> None:
     """Raises if a weight is read outside the unit that gathers it, where it is still a shard.
 
     Args:
-        spec: the step; its units gather.
+        plan: the plan of the step; its units gather.
         batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
 
     Raises:
         UnsupportedError: naming the weight and the unit.
     """
+    spec = plan.spec
     samples, shapes = spec.microbatch(batch)
-    jaxpr = spec.separator.program(shapes, samples // spec.num_ranks).jaxpr
+    jaxpr = plan.separator.program(shapes, samples // spec.num_ranks).jaxpr
     paths = [path for path, _ in leaves_with_paths(spec.parts.weights)]
     for path in read_outside_units(jaxpr, paths):
         sharded = spec.strategy.params(path, spec.parts.shapes[path], spec.mesh)
-        unit = next((unit for unit in spec.changes.units if is_inside(path, unit)), None)
+        unit = next((unit for unit in plan.changes.units if is_inside(path, unit)), None)
         if unit is not None and spec_axes(only_axes(sharded, spec.strategy.batch_axes)):
             raise UnsupportedError(
                 f"the loss reads {path!r} outside {unit!r}, which gathers its weights for itself "
@@ -420,3 +431,38 @@ def check_reads(spec: StepSpec, batch: Batch) -> None:
                 'reduce once per step: Reduction(per="step")',
                 code="weight-read-outside-unit",
             )
+
+
+def gathers_by_units(spec: StepSpec) -> bool:
+    """Whether units gather weights and reduce gradients in local view.
+
+    Otherwise weights are gathered once per step.
+    """
+    strategy = spec.strategy
+    once = spec.reduction.per == "step" or strategy.gathers_once or spec.options.is_elastic
+    return bool(strategy.params.split_axes) and not once
+
+
+def local_gather(spec: StepSpec, path: Path) -> LocalGather:
+    """Returns the gather of a weight in local view, inside `shard_map`."""
+    return LocalGather(
+        spec=_over_batch(spec, spec.strategy.params, path),
+        axes=spec.strategy.batch_axes,
+        wire=spec.reduction.dtype,
+        shape=tuple(spec.parts.shapes[path]),
+        has_grad=path not in spec.parts.frozen_paths,
+    )
+
+
+def reduce_accumulated(spec: StepSpec, path: Path) -> ReduceAccumulated | None:
+    """Returns the reduction of a weight's accumulated gradients; None for a frozen weight."""
+    if path in spec.parts.frozen_paths:
+        return None
+    owner = _over_batch(spec, spec.strategy.opt_state, path)
+    ndim = len(spec.parts.shapes[path])
+    return ReduceAccumulated(owner, spec.strategy.batch_axes, spec.reduction.dtype, ndim)
+
+
+def _over_batch(spec: StepSpec, policy: Policy, path: Path) -> PartitionSpec:
+    sharded = policy(path, spec.parts.shapes[path], spec.mesh)
+    return only_axes(sharded, spec.strategy.batch_axes)

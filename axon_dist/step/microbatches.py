@@ -28,6 +28,7 @@ from ..ir.randomness import (
     without_rank,
 )
 from .objective import Sums
+from .separation import Separator
 from .spec import StepSpec
 
 SumsFn: TypeAlias = Callable[[PyTree, PyTree, Batch], tuple[Sums, PyTree]]
@@ -88,11 +89,14 @@ class Draws:
         return map_with_path(one, without_rank(new, first), before, first)
 
 
-def draws_of(spec: StepSpec, batch: Batch, axes: tuple[str, ...] = ()) -> Draws | None:
+def draws_of(
+    spec: StepSpec, separator: Separator, batch: Batch, axes: tuple[str, ...] = ()
+) -> Draws | None:
     """Finds the draws of the parts of a batch; None if there is one part, or nothing is drawn.
 
     Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
+        spec: what the step was given.
+        separator: has the programs of its loss.
         batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
         axes: the axes whose ranks compute from different samples; none in global view.
 
@@ -106,7 +110,7 @@ def draws_of(spec: StepSpec, batch: Batch, axes: tuple[str, ...] = ()) -> Draws 
         return None
     try:
         samples, shapes = spec.microbatch(batch)
-        trace = functools.partial(spec.separator.program, shapes)
+        trace = functools.partial(separator.program, shapes)
         rows = find_rows(trace, samples // ranks, ranks * count)
     except UnsupportedError as error:
         if ranks > 1:
@@ -122,14 +126,16 @@ def draws_of(spec: StepSpec, batch: Batch, axes: tuple[str, ...] = ()) -> Draws 
         counts = spec.parts.counts
     paths = [path for path, _ in leaves_with_paths(spec.parts.arguments[1])]
     has_others = not spec.parts.counts.issuperset(paths)
-    once = counts | _independent_of_samples(spec, batch, ranks, paths) if has_others else counts
-    means = spec.separator.of(batch).means
+    once = counts
+    if has_others:
+        once = counts | _independent_of_samples(spec, separator, batch, ranks, paths)
+    means = separator.of(batch).means
     is_needed = rows is not None or once or means
     return Draws(rows or {}, once, means, axes, ranks) if is_needed else None
 
 
 def _independent_of_samples(
-    spec: StepSpec, batch: Batch, ranks: int, paths: Sequence[Path]
+    spec: StepSpec, separator: Separator, batch: Batch, ranks: int, paths: Sequence[Path]
 ) -> frozenset[Path]:
     """Returns the buffers that do not depend on the samples: one device changes them once per step.
 
@@ -138,7 +144,7 @@ def _independent_of_samples(
     samples, shapes = spec.microbatch(batch)
     sizes = samples // ranks, samples * spec.num_microbatches
     try:
-        part, full = (spec.separator.program(shapes, size) for size in sizes)
+        part, full = (separator.program(shapes, size) for size in sizes)
     except AxonDistError:
         raise
     except Exception:  # The user's loss may raise anything for more samples.
@@ -207,7 +213,8 @@ def accumulate(
         batch = others
 
     def body(carry: tuple[Sums, PyTree], inputs: tuple) -> tuple[tuple[Sums, PyTree], None]:
-        (sums, buffers), (microbatch, number) = carry, inputs
+        sums, buffers = carry
+        microbatch, number = inputs
         # XLA:GPU pipelines a gather one iteration ahead, together with all that it depends on. For
         # the rows of an embedding table's gradient that is both passes, computed twice. It does not
         # move a gather that depends on the loop's carry, so this barrier makes the microbatch

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from ..core.errors import warn
-from ..core.tree import is_key, wide
+from ..core.tree import wide
 from ..core.typing import Function, Path, PyTree
 from ..ir.layer_scan import scan_over_layers
 from ..ir.loop_rule import LoopRule
@@ -22,18 +20,17 @@ from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8
 from ..ops.precision import autocast, cast_floating
 from ..parallel import (
-    SUM_SAMPLES,
+    MIX,
     LossOverMesh,
-    Reduction,
     Strategy,
-    has_experts,
+    map_experts,
+    map_kernels,
     ring_products,
     sends_pieces,
-    sum_over_ranks,
 )
 from .gather import GlobalGather, Int8Gather, save_all_but_gathers_policy, save_products_policy
 from .objective import Forward, Prepare
-from .parts import ModelSpec, split_inputs
+from .parts import ModelSpec
 
 MakeGather: TypeAlias = Callable[[Path], Any]
 """Path of a parameter -> the function that gathers it; None if it is whole."""
@@ -219,117 +216,21 @@ def _widen_statistics(variables: Iterable[nnx.Variable]) -> None:
             variable.set_value(wide(value))
 
 
-def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
-    """Returns the spec of a batch: samples over the batch axes, after the dim of microbatches."""
-    return PartitionSpec(axes) if num_microbatches == 1 else PartitionSpec(None, axes)
-
-
-def buffer_partition(buffers: PyTree, reduction: Reduction, axes: tuple[str, ...]) -> PyTree:
-    """Returns the specs of buffers: replicated, or with one copy of the statistics per rank."""
-    replicated = PartitionSpec()
-    if reduction.sync_buffers:
-        return jax.tree.map(lambda _: replicated, buffers)
-    return _map_statistics(reduction, lambda _: PartitionSpec(axes), buffers, lambda _: replicated)
-
-
-def stack_buffers(buffers: PyTree, reduction: Reduction, num_ranks: int) -> PyTree:
-    """Gives every rank its own copy of the statistics, if they are not synchronised."""
-    return _map_statistics(reduction, lambda x: jnp.broadcast_to(x, (num_ranks, *x.shape)), buffers)
-
-
-def mean_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
-    """Averages the ranks' own statistics, for evaluation."""
-    return _map_statistics(reduction, lambda x: x.mean(0), buffers)
-
-
-def _map_statistics(
-    reduction: Reduction,
-    function: Callable[[Any], Any],
-    buffers: PyTree,
-    otherwise: Callable[[Any], Any] = lambda leaf: leaf,
-) -> PyTree:
-    """Maps a function over the floating-point buffers that each rank has its own copy of."""
-    buffers, inputs = split_inputs(buffers)
-
-    def one(leaf: Any) -> Any:
-        is_statistic = not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        is_own = is_statistic and not reduction.sync_buffers
-        return (function if is_own else otherwise)(leaf)
-
-    return jax.tree.map(one, buffers) | jax.tree.map(otherwise, inputs)
-
-
-def rank_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
-    """Returns the statistics of this rank, inside `shard_map`."""
-    return _map_statistics(reduction, lambda x: x[0], buffers)
-
-
-def synchronise_statistics(model: nnx.Module, axes: tuple[str, ...]) -> None:
-    """Makes statistics of the samples span all ranks, in place.
-
-    BatchNorm then equals BatchNorm on the whole batch on one device (PyTorch's SyncBatchNorm), and
-    a mixture of experts counts the tokens of the whole batch.
+def change_layers(strategy: Strategy, mesh: Mesh, model: nnx.Module) -> None:
+    """Replaces the calls of a merged model's layers by those of the strategy, in place.
 
     Args:
-        model: a model merged inside `shard_map`.
-        axes: the mesh axes that split the batch.
+        strategy: its layers, experts and kernels.
+        mesh: names and sizes of its axes, over all devices.
+        model: a merged model.
     """
-    for _, module in list(nnx.iter_modules(model)):
-        if isinstance(module, nnx.BatchNorm):
-            module.axis_name = axes  # type: ignore[assignment]
-        elif hasattr(module, SUM_SAMPLES) and has_experts(module):
-            sum_over_ranks(module, axes)
-
-
-def has_statistics(model: nnx.Module) -> bool:
-    """Whether `synchronise_statistics` would change a model, of arrays or shapes."""
-    return any(
-        isinstance(module, nnx.BatchNorm) or (hasattr(module, SUM_SAMPLES) and has_experts(module))
-        for _, module in nnx.iter_modules(model)
-    )
-
-
-def warn_of_statistics(model: nnx.Module, num_microbatches: int) -> None:
-    """Warns of BatchNorm modules that see one microbatch at a time instead of the whole batch.
-
-    Args:
-        model: a model, of arrays or shapes.
-        num_microbatches: how many microbatches a batch is cut into.
-    """
-    paths = {id(module): keys for keys, module in nnx.iter_modules(model)}
-    norms = [paths[id(m)] for m in _batch_norms(model) if not m.use_running_average]
-    if norms:
-        warn_of_parts("/".join(map(str, norms[0])) or type(model).__name__, num_microbatches)
-
-
-def warn_of_parts(path: Path, num_microbatches: int, place: str = "") -> None:
-    """Warns that the statistics at a path are of one microbatch, not of the whole batch."""
-    warn(
-        f"BatchNorm at {path!r}{place} computes its statistics from each of "
-        f"{num_microbatches} microbatches, where one device would use the whole batch: losses and "
-        "weights differ from one device's. Use one microbatch, a per-sample normalisation such as "
-        "nnx.LayerNorm, or freeze the statistics with use_running_average=True"
-    )
-
-
-def own_statistics(model: nnx.Module) -> list[Path]:
-    """Returns the paths of the batch statistics in modules other than BatchNorm.
-
-    Args:
-        model: a model, of arrays or shapes.
-    """
-    owned = {id(variable) for norm in _batch_norms(model) for variable in (norm.mean, norm.var)}
-    # The statistics of SpectralNorm depend on its weights only.
-    spectral = (m for _, m in nnx.iter_modules(model) if isinstance(m, nnx.SpectralNorm))
-    owned |= {id(variable) for module in spectral for _, variable in nnx.iter_graph(module)}
-    return [
-        "/".join(map(str, path))
-        for path, variable in nnx.iter_graph(model)
-        if isinstance(variable, nnx.BatchStat) and id(variable) not in owned
-    ]
-
-
-def _batch_norms(model: nnx.Module) -> Iterator[nnx.BatchNorm]:
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.BatchNorm):
-            yield module
+    layout = strategy.layout(mesh)
+    # Kernels first: once a layer has mapped attention over all axes, no axis is left for the
+    # kernels to split.
+    modules = [module for _, module in nnx.iter_modules(model)]
+    if any(hasattr(module, "attend") for module in modules):
+        map_kernels(model, layout)
+    if any(hasattr(module, MIX) for module in modules):
+        map_experts(model, layout)
+    for layers in strategy.layers:
+        layers(model, layout)

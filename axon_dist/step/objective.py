@@ -22,9 +22,8 @@ from ..core.tree import combine, is_key, leaves_with_paths, map_with_path, wide
 from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
 from ..core.weighted import Weighted, WithTerm
 from ..ir.units import is_inside
-from .options import LOSS_SCALE, METRICS
+from .options import FLAG, LOSS_SCALE, METRICS
 from .parts import MEAN_WEIGHT, SHARED, STEP, ModelSpec, split_inputs
-from .state import FLAG
 
 
 @jax.tree_util.register_dataclass
@@ -417,7 +416,8 @@ def gradient_sums(
             grad = wide(grad)
             return grad if factor is None else grad * factor.astype(grad.dtype)
 
-        grads, loss = jax.tree.map(weighted, grads), jax.tree.map(_float, outcome.loss)
+        grads = jax.tree.map(weighted, grads)
+        loss = jax.tree.map(_float, outcome.loss)
         return Sums(grads, loss, weighed_metrics(outcome)), outcome.buffers
 
     return sums

@@ -1,4 +1,4 @@
-"""The optimizer of a step: the form in which it gets the parameters, and distributed matrices.
+"""The optimizer of a step: its traced update, and the distribution of its work on matrices.
 
 Some optimizers, such as Muon, multiply a momentum matrix with itself and so need all of it, while
 momenta are sharded as the strategy shards parameters. Gathering every matrix on every device would
@@ -35,46 +35,9 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, PyTree, Shape
 from ..ir.rows import MATRIXWISE, RowCall, hidden_in, input_shapes, run_with_calls
 from ..ir.walk import equations
-from ..pipeline import UnstackedOptimizer
-from ..pipeline.optimizer import StagedOptimizer
 from ..sharding import Policy, axes_of, optimizer_shardings, shardings, spec_axes
 from ..sharding.padding import cut, for_region, like, padded
 from .parts import ModelSpec
-from .storage import Storage
-
-
-def optimizer_for(
-    optimizer: optax.GradientTransformation, parts: ModelSpec, storage: Storage, mesh: Mesh
-) -> tuple[Any, Storage, Update | None]:
-    """Returns the optimizer for the stored form of a model's parameters.
-
-    Args:
-        optimizer: the user's optimizer.
-        parts: the model's structure, and the shapes of its parameters and buffers.
-        storage: the stored form of its parameters.
-        mesh: names and sizes of the axes, over all devices.
-
-    Returns:
-        The optimizer; the storage, which knows which leaves of the optimizer's state are rows; and
-        the traced update, if the parameters are stored in the model's own form.
-
-    Raises:
-        ConfigError: when the optimizer cannot work on the parameters; it gives the reason.
-        UnsupportedError: when a pipeline cannot run it; it names the leaf and the operation.
-    """
-    update = _trace_update(optax.with_extra_args_support(optimizer), parts)
-    fitting = update.optimizer
-    pipeline = storage.strategy.pipeline
-    if storage.rows is None or pipeline is None:
-        return fitting, storage, update
-    if storage.stacks.depths:
-        fitting = UnstackedOptimizer(fitting, storage.stacks, parts.params)
-    staged = StagedOptimizer(fitting, storage.rows.trained, mesh, pipeline.axis)
-    # Which leaves of the optimizer's state are rows.
-    policy: Any = storage.strategy.opt_state
-    policy = dataclasses.replace(policy, state_rows=staged.state_form.row_paths)
-    strategy = dataclasses.replace(storage.strategy, opt_state=policy)
-    return staged, dataclasses.replace(storage, strategy=strategy), None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,7 +86,7 @@ class Update:
         return cls(optimizer, params, state, *trace(params, state, params, loss))
 
 
-def _trace_update(optimizer: optax.GradientTransformationExtraArgs, parts: ModelSpec) -> Update:
+def trace_update(optimizer: optax.GradientTransformationExtraArgs, parts: ModelSpec) -> Update:
     """Traces the optimizer on nested dicts, or on an `nnx.State` if it does not take dicts.
 
     Masks and labels may be trees instead of functions. They then have the structure of

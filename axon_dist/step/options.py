@@ -11,12 +11,35 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ..core.checks import OPTIMIZER, check_fields
-from ..core.errors import ConfigError, GroupError, did_you_mean
+from ..core.errors import ConfigError, GroupError, NamedChoice, did_you_mean
 from ..core.typing import LossFn, OptionValue
 from ..mesh import ProcessGroup, World
 from ..nn import ActivationCheckpointing
 from ..ops.precision import GradScaler
-from .state import Nonfinite
+
+FLAG = "nonfinite"
+"""The metric that is true when the nonfinite guard kept the state unchanged."""
+
+
+class Nonfinite(NamedChoice):
+    """What a run does when a loss or a gradient is not finite.
+
+    A step built with one of these policies then leaves parameters and moments unchanged. The
+    devices decide it; the host learns of it only from the metrics. Gradients that overflow under a
+    loss scale do not count as nonfinite while the scale can still decrease.
+    """
+
+    STOP = "stop"
+    """The run ends with an error; its last state is the one before the batch."""
+    SKIP = "skip"
+    """The run continues with the next batch; the skipped step counts as a step."""
+    ROLLBACK = "rollback"
+    """The run continues from its newest checkpoint, with batches that it has not seen yet."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether steps that are already in flight keep the state unchanged too."""
+        return self is not Nonfinite.SKIP
 
 
 class StepKeywords(TypedDict, total=False):

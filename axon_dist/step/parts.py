@@ -438,7 +438,8 @@ def stored_as(
     """
     frozen = None if frozen is None else frozen_as(frozen, parts.frozen)
     if frozen == INT8:
-        parts, frozen = dataclasses.replace(parts, int8=_forms(parts)), None
+        parts = dataclasses.replace(parts, int8=_forms(parts))
+        frozen = None
     if dtypes is None and frozen is None:
         return parts, source
 

@@ -18,6 +18,7 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
 from ..ir.randomness import at_part, without_rank
+from ..ir.walk import equations
 from ..parallel import PipelinePlan
 from ..pipeline import (
     Data,
@@ -43,16 +44,18 @@ from ..sharding import axes_of, spec_axes, specs
 from ..sharding.padding import like
 from .gather import only_axes, reduce_by
 from .microbatches import Draws, draws_of
-from .model_changes import ModelChanges, rewritten, synchronise_statistics
+from .model_changes import ModelChanges, change_layers, rewritten
 from .objective import GradientArguments, GradientResult, Sums, evaluate
+from .plan import StepPlan
 from .spec import StepSpec
+from .statistics import synchronise_statistics
 from .storage import nested_metrics, traced, unit_paths
 
 Partitioned: TypeAlias = dict[int, int]
 """The parameters outside the blocks that are split over the vocabulary: index to split dim."""
 
 
-def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
+def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientResult:
     """Computes gradients in a pipeline, in stored form, sharded like their moments.
 
     The pipeline axis and the batch axes are manual: a rank has its stages and its samples of every
@@ -60,50 +63,66 @@ def pipeline_gradients(spec: StepSpec, arguments: GradientArguments) -> Gradient
     partitions over the other axes.
 
     Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
+        plan: the plan of the step.
         arguments: parameters, buffers, batch and scale.
     """
-    plan = StagedPlan.of(spec)
+    spec = plan.spec
+    region = PipelineRegion.of(plan)
     params, frozen, buffers, batch, scale = arguments
     if spec.num_microbatches == 1:
         batch = jax.tree.map(lambda x: x[None], batch)
-    params, frozen = plan.changes.cast((params, frozen))
+    params, frozen = region.changes.cast((params, frozen))
     replicated = PartitionSpec()
     split_dims: Partitioned = {}
-    if plan.pipeline.schedule.splits_vocabulary:
-        split_dims = plan.vocabulary_dims(buffers, batch)
+    if region.pipeline.schedule.splits_vocabulary:
+        split_dims = region.vocabulary_dims(buffers, batch)
     draws = None
-    if jax.tree.leaves(buffers) or spec.parts_draw(batch):
-        draws = draws_of(spec, batch, spec.strategy.batch_axes)
+    if jax.tree.leaves(buffers) or _parts_draw(plan, batch):
+        draws = draws_of(spec, plan.separator, batch, spec.strategy.batch_axes)
     rest_specs = [
-        plan.split_spec(split_dims.get(i), replicated) for i in range(len(plan.rows.rest))
+        region.split_spec(split_dims.get(i), replicated) for i in range(len(region.rows.rest))
     ]
-    stored = [(plan.rows.trained.rows_of(params), plan.rows.rest_of(params)), ([], [])]
-    in_specs: list[Any] = [(plan.row_specs, rest_specs), replicated]
-    if plan.rows.untrained is not None:
-        stored[1] = (plan.rows.untrained.rows_of(frozen), plan.rows.rest_of(frozen))
-        in_specs[1] = (plan.frozen_specs, rest_specs)
+    stored = [(region.rows.trained.rows_of(params), region.rows.rest_of(params)), ([], [])]
+    in_specs: list[Any] = [(region.row_specs, rest_specs), replicated]
+    if region.rows.untrained is not None:
+        stored[1] = (region.rows.untrained.rows_of(frozen), region.rows.rest_of(frozen))
+        in_specs[1] = (region.frozen_specs, rest_specs)
     mapped = jax.shard_map(
-        lambda p, f, b, x, s: plan.run(p, f, b, x, s, draws, split_dims),
+        lambda p, f, b, x, s: region.run(p, f, b, x, s, draws, split_dims),
         mesh=spec.mesh,
-        axis_names=frozenset(plan.axes),
+        axis_names=frozenset(region.axes),
         in_specs=(*in_specs, replicated, PartitionSpec(None, spec.strategy.batch_axes), replicated),
-        out_specs=(*plan.grad_specs(split_dims), replicated, replicated, replicated),
+        out_specs=(*region.grad_specs(split_dims), replicated, replicated, replicated),
         check_vma=False,
     )
     parts = spec.num_microbatches * spec.num_ranks
     # As in `gradient_sums`: gradients are scaled like those of the mean of the whole batch.
     scale = None if scale is None else scale / parts
     rows, rest, unit, loss, buffers = mapped(stored[0], stored[1], buffers, batch, scale)
-    if not plan.is_whole_mesh:
-        rows, rest = plan.reduced_outside(rows, rest)
+    if not region.is_whole_mesh:
+        rows, rest = region.reduced_outside(rows, rest)
     # `shard_map` needs equal shards: cut the padding off again.
-    reduced = like(plan.rows.assemble(rows, rest), spec.stored.params)
-    reduced = jax.lax.with_sharding_constraint(reduced, spec.stored.owners)
+    reduced = like(region.rows.assemble(rows, rest), plan.stored.params)
+    reduced = jax.lax.with_sharding_constraint(reduced, plan.stored.owners)
     total, weight, metrics = loss
     unit = unit if scale is None else unit * parts
     sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
     return GradientResult(*sums.means(), buffers)
+
+
+def _parts_draw(plan: StepPlan, batch: Batch) -> bool:
+    """Whether the batch is cut into parts and the loss draws random numbers for each.
+
+    Args:
+        plan: the plan of the step.
+        batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
+    """
+    spec = plan.spec
+    if spec.num_microbatches * spec.num_ranks == 1:
+        return False
+    samples, shapes = spec.microbatch(batch)
+    program = plan.separator.program(shapes, samples // spec.num_ranks)
+    return any(e.primitive.name.startswith("random_") for e in equations(program.jaxpr))
 
 
 def _kinds_of_buffers(
@@ -136,11 +155,11 @@ def _data_of_microbatches(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StagedPlan:
+class PipelineRegion:
     """The work of one rank in the manual region.
 
     Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
+        plan: the plan of the step.
         pipeline: the pipeline of its strategy.
         rows: the stored form of the parameters.
         axes: the manual axes.
@@ -154,7 +173,7 @@ class StagedPlan:
             the row are not among them: the samples of all ranks along these are sent to the row.
     """
 
-    spec: StepSpec
+    plan: StepPlan
     pipeline: PipelinePlan
     rows: ModelStorage
     axes: tuple[str, ...]
@@ -166,23 +185,24 @@ class StagedPlan:
     added_over: list[list[tuple[str, ...]]]
 
     @classmethod
-    def of(cls, spec: StepSpec) -> StagedPlan:
-        """Builds the plan of a step whose strategy has a pipeline."""
+    def of(cls, plan: StepPlan) -> PipelineRegion:
+        """Builds the region of a step whose strategy has a pipeline."""
+        spec = plan.spec
         strategy = spec.strategy
-        rows = spec.stored.storage.rows
+        rows = plan.stored.storage.rows
         assert strategy.pipeline is not None
         assert rows is not None
         axis = strategy.pipeline.axis
         batch_axes = strategy.batch_axes
         axes = (axis, *batch_axes)
         called = (*rows.stages.blocks, *rows.stages.shared)
-        blocks, looped = unit_paths(called, spec.stored.storage.stacks)
+        blocks, looped = unit_paths(called, plan.stored.storage.stacks)
         rank_shapes = dict(rows.flat_shapes)
         row_specs = []
         manual = (axis, *strategy.resident)
         for part in filter(None, (rows.trained, rows.untrained)):
             stored = jax.eval_shape(part.from_model, part.shapes)
-            layout = specs(spec.stored.storage.strategy.params, stored, spec.mesh)
+            layout = specs(plan.stored.storage.strategy.params, stored, spec.mesh)
             layout = jax.tree.map(lambda each: only_axes(each, manual), layout)
             row_specs.append(part.rows_of(layout))
             by_slot = flatten(layout)
@@ -191,7 +211,7 @@ class StagedPlan:
                 shape = sharding.shard_shape(rank_shapes[keys].shape)
                 rank_shapes[keys] = jax.ShapeDtypeStruct(shape, rank_shapes[keys].dtype)
         return cls(
-            spec=spec,
+            plan=plan,
             pipeline=strategy.pipeline,
             rows=rows,
             axes=axes,
@@ -205,6 +225,11 @@ class StagedPlan:
                 for of_row in row_specs[0]
             ],
         )
+
+    @property
+    def spec(self) -> StepSpec:
+        """What the step was given."""
+        return self.plan.spec
 
     def vocabulary_dims(self, buffers: PyTree, batch: Batch) -> Partitioned:
         """Finds the parameters to split over the vocabulary, for a schedule that splits it."""
@@ -240,7 +265,7 @@ class StagedPlan:
                 pairs = zip(specs_of_row, axes_of_row, strict=True)
                 rows.append([PartitionSpec(axis, by or None, *row[1:]) for row, by in pairs])
             return rows, PartitionSpec(axis, self.spec.strategy.batch_axes)
-        manual = jax.tree.map(lambda x: only_axes(x.spec, self.axes), self.spec.stored.owners)
+        manual = jax.tree.map(lambda x: only_axes(x.spec, self.axes), self.plan.stored.owners)
         rest = [
             None if spec is None else self.split_spec(split_dims.get(i), spec)
             for i, spec in enumerate(self.rows.rest_of(manual))
@@ -264,7 +289,7 @@ class StagedPlan:
         """
         spec = self.spec
         drawing = buffers if draws is None else draws.before(buffers, buffers, 0)
-        stacks = spec.stored.storage.stacks
+        stacks = self.plan.stored.storage.stacks
         drawing = stacks.split_buffers(drawing) if stacks.depths else drawing
         trace = self.trace(drawing, batch)
         lookups = (
@@ -321,7 +346,7 @@ class StagedPlan:
         strategy = spec.strategy
 
         def change(model: nnx.Module) -> None:
-            spec.change_layers(model)
+            change_layers(strategy, spec.world.mesh, model)
             if in_region and strategy.batch_axes:
                 synchronise_statistics(model, strategy.batch_axes)
 
@@ -333,7 +358,7 @@ class StagedPlan:
         run = functools.partial(evaluate, spec.parts, spec.loss_fn, prepare=prepare)
         # The rewriting is for one rank: outside of the region the trace covers the whole mesh.
         rewrite = functools.partial(rewritten, strategy=strategy, mesh=spec.mesh)
-        stacks = spec.stored.storage.stacks
+        stacks = self.plan.stored.storage.stacks
         return traced(run, rewrite if in_region else None, stacks, params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
@@ -380,7 +405,7 @@ class StagedPlan:
 
     def reduced_outside(self, rows: Any, rest: Any) -> tuple[Any, Any]:
         """Sums the addends that left the manual region stacked; the compiler reduces them."""
-        owners = jax.tree.map(lambda sharding: sharding.spec, self.spec.stored.owners)
+        owners = jax.tree.map(lambda sharding: sharding.spec, self.plan.stored.owners)
         row_places = self.rows.trained.rows_of(owners)
         rest_places = self.rows.rest_of(owners)
 

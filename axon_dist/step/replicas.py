@@ -18,15 +18,14 @@ from ..core.typing import Array, Metrics, Path, PyTree
 from ..parallel import OuterLoop
 from ..sharding import Copies, optimizer_shardings, shardings, specs
 from ..sharding.padding import for_region, like, stored_shape
-from .batch import Placed
-from .model_changes import batch_spec
+from .batch import Placed, batch_spec
+from .layout import RunGradients, RunStep, StateLayout
 from .objective import GradientResult
+from .options import FLAG
 from .parts import Source
-from .separable import Separation
-from .spec import StepSpec
-from .state import FLAG, TrainState
-from .state_form import StateLayout
-from .update import one_step, unscaled_gradients, wide_copy
+from .plan import StepPlan, plan_step
+from .separation import Separation
+from .state import TrainState, wide_copy
 
 ROWS = ("params", "opt_state", "buffers", "scaler")
 """The fields of a state that have one row per replica."""
@@ -60,27 +59,6 @@ def _repeated(x: Array, replicas: int) -> Array:
     return jnp.stack([x, *folded])
 
 
-def separation_of(inner: StepSpec, spec: StepSpec, placed: Placed) -> Separation:
-    """Finds out how the loss of one replica's share of the batch is made of those of its parts.
-
-    Args:
-        inner: the step of one replica; without replicas, the step itself.
-        spec: the step of all replicas.
-        placed: the batch of all replicas, arrays or shapes.
-    """
-    slow = spec.strategy.slow
-    if slow is None:
-        return spec.with_shared(placed.shared).separator.of(placed.arrays)
-    lead = int(spec.num_microbatches > 1)
-    ranks = spec.mesh.shape[slow.axis]
-
-    def share(x: Array) -> jax.ShapeDtypeStruct:
-        samples = (*x.shape[:lead], x.shape[lead] // ranks, *x.shape[lead + 1 :])
-        return jax.ShapeDtypeStruct(samples, x.dtype)
-
-    return inner.with_shared(placed.shared).separator.of(jax.tree.map(share, placed.arrays))
-
-
 def _specs(axis: str) -> Any:
     """Returns the specs of a state in the manual region; `outer` and `outer_state` stay outside."""
     rows = PartitionSpec(axis)
@@ -106,22 +84,22 @@ class Outer:
     """The parameters that all replicas of a step share, and the outer steps that update them.
 
     Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
+        plan: the plan of the step of all replicas.
     """
 
-    spec: StepSpec
+    plan: StepPlan
 
     @property
-    def plan(self) -> OuterLoop:
+    def loop(self) -> OuterLoop:
         """When and how the replicas synchronize."""
-        plan: Any = self.spec.strategy.slow
-        return plan
+        loop: Any = self.plan.spec.strategy.slow
+        return loop
 
     @property
     def fragments(self) -> tuple[frozenset[Path], ...]:
         """The paths of the parameters that synchronize together."""
-        sizes = {path: num_params(x) for path, x in leaves_with_paths(self.spec.stored.params)}
-        return self.plan.parts(sizes)
+        sizes = {path: num_params(x) for path, x in leaves_with_paths(self.plan.stored.params)}
+        return self.loop.parts(sizes)
 
     def first(self, params: PyTree) -> tuple[PyTree, Metrics]:
         """Makes the first outer parameters and the first state of the outer optimizer.
@@ -133,10 +111,10 @@ class Outer:
             `outer` and `outer_state` of a state.
         """
         outer = wide_copy(params)
-        states = tuple(self.plan.outer.init(self._part(outer, n)) for n in self._numbers)
-        if self.plan.compression is None:
+        states = tuple(self.loop.outer.init(self._part(outer, n)) for n in self._numbers)
+        if self.loop.compression is None:
             return outer, {"opt_state": states}
-        rows = self.spec.mesh.shape[self.plan.axis]
+        rows = self.plan.spec.mesh.shape[self.loop.axis]
         missing = jax.tree.map(lambda p: jnp.zeros((rows, *p.shape), jnp.float32), params)
         return outer, {"opt_state": states, "missing": missing}
 
@@ -150,7 +128,8 @@ class Outer:
         Returns:
             The shardings of `outer` and `outer_state`.
         """
-        strategy, mesh = self.spec.stored.storage.strategy, self.spec.mesh
+        strategy = self.plan.stored.storage.strategy
+        mesh = self.plan.spec.mesh
         states = tuple(
             optimizer_shardings(strategy.opt_state, self._part(state.outer, number), moments, mesh)
             for number, moments in enumerate(state.outer_state["opt_state"])
@@ -177,7 +156,7 @@ class Outer:
             grads, missing = self._mean(outer, params, missing)
             states = list(state.outer_state["opt_state"])
             with jax.named_scope("outer_optimizer"):
-                updates, states[number] = self.plan.outer.update(grads, states[number], outer)
+                updates, states[number] = self.loop.outer.update(grads, states[number], outer)
                 outer = optax.apply_updates(outer, updates)
             params = jax.tree.map(
                 lambda o, p: jnp.broadcast_to(o.astype(p.dtype), p.shape), outer, params
@@ -194,21 +173,21 @@ class Outer:
 
     def wire_bytes(self) -> int:
         """Returns the bytes that one device sends over the slow axis in H steps, by the formula."""
-        mesh = self.spec.mesh
-        policy = self.spec.stored.storage.strategy.params
-        places = shardings(policy, self.spec.stored.params, mesh)
+        mesh = self.plan.spec.mesh
+        policy = self.plan.stored.storage.strategy.params
+        places = shardings(policy, self.plan.stored.params, mesh)
         by_path = dict(leaves_with_paths(places))
-        shapes = leaves_with_paths(self.spec.stored.params)
+        shapes = leaves_with_paths(self.plan.stored.params)
         sizes = {}
         for path, x in shapes:
             place = by_path[path]
             stored = stored_shape(x.shape, place.spec, mesh)
             sizes[path] = math.prod(place.shard_shape(stored))
-        return self.plan.wire_bytes(sizes, mesh.shape[self.plan.axis])
+        return self.loop.wire_bytes(sizes, mesh.shape[self.loop.axis])
 
     @property
     def _numbers(self) -> range:
-        return range(self.plan.fragments)
+        return range(self.loop.fragments)
 
     def _part(self, tree: PyTree, number: int) -> PyTree:
         return partition(tree, self.fragments[number])[1]
@@ -219,11 +198,11 @@ class Outer:
         Returns:
             The mean, which is the gradient of the outer optimizer, and the new error feedback.
         """
-        mesh = self.spec.world.mesh
-        axis = self.plan.axis
-        compression = self.plan.compression
+        mesh = self.plan.spec.world.mesh
+        axis = self.loop.axis
+        compression = self.loop.compression
         ranks = mesh.shape[axis]
-        split = specs(self.spec.stored.storage.strategy.params, outer, mesh)
+        split = specs(self.plan.stored.storage.strategy.params, outer, mesh)
         rows = jax.tree.map(lambda spec: PartitionSpec(axis, *spec), split)
 
         def local(outer: PyTree, params: PyTree, missing: PyTree) -> tuple[PyTree, PyTree]:
@@ -252,36 +231,37 @@ class Outer:
         return like(mean, outer), like(errors, missing)
 
 
-class ReplicaForm(StateLayout):
+class ReplicaLayout(StateLayout):
     """The layout of the state of a step with several replicas.
 
     The model of such a state has the outer parameters, which are those after the last outer step,
     and the mean of the replicas' statistics.
 
     Args:
-        spec: the step of all replicas.
+        plan: the plan of the step of all replicas.
         source: where the first values of its model come from.
 
     Attributes:
         outer: the parameters that all replicas share, and their outer steps.
-        inner: the step of one replica, in the region where the axis between replicas is manual.
+        inner: the plan of one replica, in the region where the axis between replicas is manual.
     """
 
-    def __init__(self, spec: StepSpec, source: Source):
-        self.outer = Outer(spec)
-        self.inner = spec.replica()
-        plan = self.outer.plan
-        strategy = spec.stored.storage.strategy
-        params, moments = (Copies(x, plan.axis) for x in (strategy.params, strategy.opt_state))
+    def __init__(self, plan: StepPlan, source: Source):
+        self.outer = Outer(plan)
+        self.inner = plan_step(plan.spec.replica(), plan)
+        loop = self.outer.loop
+        strategy = plan.stored.storage.strategy
+        params = Copies(strategy.params, loop.axis)
+        moments = Copies(strategy.opt_state, loop.axis)
         super().__init__(
-            spec, source, dataclasses.replace(strategy, params=params, opt_state=moments)
+            plan, source, dataclasses.replace(strategy, params=params, opt_state=moments)
         )
-        self.reported = NamedSharding(spec.mesh, PartitionSpec(plan.axis))
-        self.outer_steps = tuple(self.outer.program(number) for number in range(plan.fragments))
+        self.reported = NamedSharding(plan.spec.mesh, PartitionSpec(loop.axis))
+        self.outer_steps = tuple(self.outer.program(number) for number in range(loop.fragments))
 
     def _with_replicas(self, places: TrainState) -> TrainState:
         """Adds the shardings of `outer` and `outer_state`, which all replicas share."""
-        row = NamedSharding(self.spec.mesh, PartitionSpec(self.outer.plan.axis))
+        row = NamedSharding(self.spec.mesh, PartitionSpec(self.outer.loop.axis))
         outer, outer_state = self.outer.places(self.model_shapes, places.params)
         return dataclasses.replace(
             places,
@@ -293,7 +273,7 @@ class ReplicaForm(StateLayout):
 
     def due(self, step: int) -> tuple[int, ...]:
         """Returns which outer steps are due after a number of steps."""
-        return self.outer.plan.due(step)
+        return self.outer.loop.due(step)
 
     def on_device(self, state: TrainState) -> TrainState:
         """Removes the padding; the state is in device memory and its buffers are not sharded."""
@@ -308,9 +288,9 @@ class ReplicaForm(StateLayout):
     ) -> Any:
         """Runs a function of one replica's state and share of the batch on all replicas at once."""
         spec = self.spec
-        axis = self.outer.plan.axis
+        axis = self.outer.loop.axis
         # The separator caches what it finds here: the loss could not be traced in the region.
-        separation_of(self.inner, spec, placed)
+        self.separation(placed)
         batch: PyTree = batch_spec((axis,), spec.num_microbatches)
         mapped = jax.shard_map(
             lambda state, placed: run(_own_row(state), placed),
@@ -323,18 +303,40 @@ class ReplicaForm(StateLayout):
         # What the replicas share stays outside: inner steps do not read it.
         return mapped(dataclasses.replace(state, outer=None, outer_state=None), placed)
 
-    def gradients(self, state: TrainState, placed: Placed) -> GradientResult:
+    def separation(self, placed: Placed) -> Separation:
+        """Finds out how the loss of one replica's share of a batch is computed from its parts.
+
+        Args:
+            placed: the batch of all replicas, arrays or shapes.
+        """
+        spec = self.spec
+        lead = int(spec.num_microbatches > 1)
+        replicas = spec.mesh.shape[self.outer.loop.axis]
+
+        def share(x: Array) -> jax.ShapeDtypeStruct:
+            samples = (*x.shape[:lead], x.shape[lead] // replicas, *x.shape[lead + 1 :])
+            return jax.ShapeDtypeStruct(samples, x.dtype)
+
+        separator = self.inner.with_shared(placed.shared).separator
+        return separator.of(jax.tree.map(share, placed.arrays))
+
+    @property
+    def separations(self) -> tuple[Separation, ...]:
+        """What was found for the batch shapes of a replica seen so far."""
+        return self.inner.separator.found
+
+    def gradients(self, run: RunGradients, state: TrainState, placed: Placed) -> GradientResult:
         """Returns the gradients and the metrics of all replicas, one row for each."""
         inner = self.inner
 
-        def run(state: TrainState, placed: Placed) -> tuple:
-            return _stacked(tuple(unscaled_gradients(inner, state, placed)))
+        def of_replica(state: TrainState, placed: Placed) -> tuple:
+            return _stacked(tuple(run(inner, state, placed)))
 
-        rows = PartitionSpec(self.outer.plan.axis)
-        return GradientResult(*self._on_each(run, state, placed, rows))
+        rows = PartitionSpec(self.outer.loop.axis)
+        return GradientResult(*self._on_each(of_replica, state, placed, rows))
 
     def step(
-        self, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
+        self, run: RunStep, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
     ) -> tuple[TrainState, Metrics]:
         """Takes one step on each replica independently.
 
@@ -346,14 +348,14 @@ class ReplicaForm(StateLayout):
                 state[r] = step(state[r], share r of the batch)
         """
         inner = self.inner
-        axis = self.outer.plan.axis
+        axis = self.outer.loop.axis
 
-        def run(state: TrainState, placed: Placed) -> tuple[TrainState, dict]:
-            new, metrics = one_step(inner, state, placed, was_nonfinite)
+        def of_replica(state: TrainState, placed: Placed) -> tuple[TrainState, dict]:
+            new, metrics = run(inner, state, placed, was_nonfinite)
             return _with_rows(new, _stacked), _stacked(metrics)
 
         out_specs = _specs(axis), PartitionSpec(axis)
-        new, metrics = self._on_each(run, state, placed, out_specs)
+        new, metrics = self._on_each(of_replica, state, placed, out_specs)
         return dataclasses.replace(new, outer=state.outer, outer_state=state.outer_state), metrics
 
     def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
@@ -364,9 +366,9 @@ class ReplicaForm(StateLayout):
     def state_from(
         self, stored: tuple[PyTree, PyTree], buffers: PyTree, opt_state: PyTree = None
     ) -> TrainState:
-        """Builds the first state around given parameters; see `StateLayout.around`."""
+        """Builds the first state around given parameters; see `StateLayout.state_from`."""
         one = super().state_from(stored, buffers, opt_state)
-        count = self.spec.mesh.shape[self.outer.plan.axis]
+        count = self.spec.mesh.shape[self.outer.loop.axis]
         rows = _with_rows(one, lambda tree: jax.tree.map(lambda x: _repeated(x, count), tree))
         outer, outer_state = self.outer.first(one.params)
         return dataclasses.replace(rows, outer=outer, outer_state=outer_state)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +15,17 @@ from ..core.errors import Requirement, StrategyConflictError, UnsupportedError, 
 from ..core.tree import leaves_with_paths
 from ..core.typing import Path, PyTree
 from ..ir.linen import linen_modules
+from ..ir.rows import mixing_in
 from ..ops.fp8 import Fp8Layers
 from ..parallel import STRATEGY_RULES, check_sums, has_experts
 from ..sharding import Policy, spec_axes
-from .elastic import obstacle
-from .gather import no_fp8_gather
-from .global_view import check_eval_kwargs
-from .model_changes import own_statistics, warn_of_statistics
+from .evaluation import check_eval_kwargs
 from .options import AUTO
+from .plan import StepPlan, plan_step, units_of
 from .replicas import Outer
-from .separable import wants_ranks
+from .separation import wants_ranks
 from .spec import StepSpec
+from .statistics import own_statistics, warn_of_statistics
 
 Found = Mapping[str, Any] | None
 
@@ -54,36 +55,6 @@ def _residents(spec: StepSpec) -> Found:
     return {"axis": strategy.resident[0], "asked": " and ".join(asked) or per}
 
 
-def _stage_experts(spec: StepSpec) -> Found:
-    strategy = spec.strategy
-    storage = spec.stored.storage
-    assert storage.rows is not None
-    axis = strategy.resident[0]
-
-    def split_along_axis(policy: Policy, tree: PyTree) -> list[Path]:
-        def is_split(path, leaf):
-            return axis in spec_axes(policy(path, leaf.shape, spec.mesh))
-
-        return [path for path, leaf in leaves_with_paths(tree) if is_split(path, leaf)]
-
-    offending = split_along_axis(strategy.params, spec.parts.weights)
-    place = "in blocks that differ"
-    modules = nnx.iter_modules(spec.parts.abstract)
-    experts = {"/".join(map(str, keys)) for keys, module in modules if has_experts(module)}
-    if others := [path for path in offending if path.rpartition("/")[0] not in experts]:
-        offending = others
-        place = "in a module without the methods mix_experts and feed"
-    elif not storage.is_by_vectors:
-        rows = {"/".join(map(str, keys)) for keys in storage.rows.row_keys}
-        paths = [
-            *split_along_axis(storage.strategy.params, spec.stored.params),
-            *split_along_axis(storage.strategy.params, spec.stored.frozen),
-        ]
-        offending = [path for path in paths if path not in rows]
-        place = "outside its blocks"
-    return {"path": offending[0], "axis": axis, "where": place} if offending else None
-
-
 def _statistics(spec: StepSpec) -> Found:
     if not spec.reduction.sync_buffers:
         return None
@@ -93,35 +64,6 @@ def _statistics(spec: StepSpec) -> Found:
     statistics = own_statistics(spec.parts.abstract)
     # If nothing asks for per-rank computation, such a model runs in global view.
     return {"path": statistics[0], "asked": " and ".join(asked)} if statistics and asked else None
-
-
-def _stage_classes(spec: StepSpec) -> Found:
-    remat = spec.strategy.remat
-    rows = spec.stored.storage.rows
-    if remat is None or not remat.classes:
-        return None
-    assert rows is not None
-    modules = {spec.stored.storage.stacks.in_model(block) for block in rows.stages.called}
-    model = spec.parts.abstract
-    named = [(keys, type(module).__name__) for keys, module in nnx.iter_modules(model)]
-    named += [(keys, name.rpartition("/")[2]) for keys, name in linen_modules(model)]
-    blocks = sorted({name for keys, name in named if keys in modules})
-    if {name.rpartition("/")[2] for name in remat.classes} == set(blocks):
-        return None
-    return {"classes": ", ".join(remat.classes), "blocks": ", ".join(blocks)}
-
-
-def _fp8_gather(spec: StepSpec, fp8: Fp8Layers) -> Found:
-    why = no_fp8_gather(spec, fp8) if fp8.gathers else ""
-    return {"name": spec.strategy.name, "why": why} if why else None
-
-
-def _matrices(spec: StepSpec) -> Found:
-    # Stages that differ run in branches of their own, each with its own matrices.
-    if spec.mesh.size == 1 or spec.stored.storage.is_by_vectors:
-        return None
-    kind = spec.stored.update.hidden
-    return {"kind": kind, "count": spec.mesh.size} if kind else None
 
 
 def _loops(spec: StepSpec) -> Found:
@@ -134,7 +76,7 @@ def _loops(spec: StepSpec) -> Found:
     unrolls = options.unroll > 1 if options.unroll is not None else options.scan_layers is False
     if strategy.pipeline is not None:
         return {**facts, "why": "runs the blocks of its stages one after another as they are"}
-    if is_unroll and not spec.changes.units:
+    if is_unroll and not units_of(spec):
         return {**facts, "why": "neither splits nor recomputes blocks, and runs none as a loop"}
     if unrolls and strategy.remat is not None and strategy.remat.interval != 1:
         interval = strategy.remat.interval
@@ -145,21 +87,130 @@ def _loops(spec: StepSpec) -> Found:
     model = {**facts, "strategy": "the model"}
     if unrolls and stacks:
         return {**model, "why": f"keeps the blocks of {stacks[0]!r} stacked, and loops over them"}
-    if options.scan_layers is True and not spec.changes.units:
+    if options.scan_layers is True and not units_of(spec):
         return {**model, "why": "repeats no blocks"}
     return None
 
 
+def _stops_replicas(spec: StepSpec) -> Found:
+    slow = spec.strategy.slow
+    policy = spec.options.nonfinite
+    if slow is None or policy is None or not policy.holds:
+        return None
+    return {"axis": slow.axis, "policy": policy.value}
+
+
+def _ema_of_replicas(spec: StepSpec) -> Found:
+    slow = spec.strategy.slow
+    ema = spec.options.ema
+    return None if slow is None or ema is None else {"axis": slow.axis, "ema": ema}
+
+
+Obstacle: TypeAlias = tuple[str, str] | None
+"""(why it is impossible, what to do), or None if it is possible."""
+
+
+def _elastic_obstacle(spec: StepSpec) -> dict[str, str] | None:
+    """Says why a step cannot be bitwise independent of the number of ranks, and what to do."""
+    for find in (_of_strategy, _of_counts, _of_sums):
+        found = find(spec)
+        if found is not None:
+            why, what = found
+            return {"why": why, "what": what}
+    return None
+
+
+def _of_strategy(spec: StepSpec) -> Obstacle:
+    strategy = spec.strategy
+    supported = "ddp, zero and fsdp, alone or composed"
+    if strategy.slow is not None:
+        return (
+            f"replicas over {strategy.slow.axis!r} train each on its own samples, so their "
+            "number is part of the algorithm",
+            f"use {supported}",
+        )
+    if strategy.pipeline is not None:
+        return (
+            f"a pipeline over {strategy.pipeline.axis!r} adds microbatches up in the order of its "
+            "schedule",
+            f"use {supported}",
+        )
+    if strategy.layers or strategy.resident:
+        return (
+            f"strategy {strategy.name!r} splits sums within a sample over ranks, as tensor, "
+            "context and expert parallelism do, and the order of these sums depends on the number "
+            "of ranks",
+            f"use {supported}",
+        )
+    if math.prod(spec.mesh.shape[axis] for axis in strategy.batch_axes) != spec.mesh.size:
+        return (
+            f"the mesh is {dict(spec.mesh.shape)}, and strategy {strategy.name!r} splits samples "
+            f"over {', '.join(strategy.batch_axes) or 'no axis'} alone",
+            f"leave the other axes out of the mesh, and use {supported}",
+        )
+    return None
+
+
+def _of_counts(spec: StepSpec) -> Obstacle:
+    ranks = spec.mesh.size
+    accumulate = spec.options.accumulate
+    shards = spec.num_ranks
+    if shards % (ranks * accumulate):
+        parts = f"{ranks} ranks" + f" x accumulate={accumulate}" * (accumulate > 1)
+        return (
+            f"logical_shards={shards} do not divide over {parts}, each of which adds up a "
+            "whole subtree",
+            f"use a power of two of ranks and microbatches, up to {shards} together",
+        )
+    if spec.options.pad is not None:
+        return (
+            f"pad={spec.options.pad!r} pads the rows of each process, so the shards depend on how "
+            "many processes there are",
+            "leave pad out, and give batches that are a multiple of logical_shards",
+        )
+    return None
+
+
+def _of_sums(spec: StepSpec) -> Obstacle:
+    reduction = spec.reduction
+    precision = spec.strategy.precision
+    if precision is not None and precision.products is not None:
+        return (
+            "products in fp8 take their scales from the samples of all ranks",
+            'use MixedPrecision(compute="bfloat16", reduce="float32")',
+        )
+    if reduction.is_grouped or not reduction.sync_buffers:
+        return (
+            f"bucket_capacity={reduction.bucket_capacity}, sync={reduction.sync.name} and "
+            f"broadcast_buffers={reduction.sync_buffers} say how ranks reduce, "
+            "but the tree decides that",
+            "leave all three out",
+        )
+    if reduction.dtype is not None and jnp.finfo(reduction.dtype).bits < _WIDE:
+        return (
+            f"gradients cross the wire in {jnp.dtype(reduction.dtype).name}, and are then rounded "
+            "between ranks but not between the shards of a rank",
+            'reduce in float32: ddp(reduce_dtype="float32"), or '
+            'MixedPrecision(compute="bfloat16", reduce="float32")',
+        )
+    return None
+
+
+_WIDE = 32
+"""Bits of the floats that the tree adds up."""
+
+
+_ELASTIC = 'deterministic="elastic" cannot hold: {why}. To do: {what}; or use deterministic=True'
+
 ELASTIC_BITS = Requirement.row(
     "bits do not depend on how many ranks there are",
     UnsupportedError,
-    'deterministic="elastic" cannot hold: {why}. To do: {what}; or use deterministic=True',
-    lambda spec: obstacle(spec) if spec.options.is_elastic else None,
+    _ELASTIC,
+    lambda spec: _elastic_obstacle(spec) if spec.options.is_elastic else None,
 )
 
 RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement("options have possible values", lambda spec: spec.options.validate()),
-    Requirement("the compiler takes its options", lambda spec: spec.compiler_options),
     *STRATEGY_RULES,
     ELASTIC_BITS,
     Requirement.row(
@@ -185,13 +236,12 @@ RULES: tuple[Requirement[StepSpec], ...] = (
             and check_eval_kwargs(spec.parts.abstract, spec.options.eval_kwargs)
         ),
     ),
-    Requirement.row(
-        "fp8 gather needs weights sharded per block",
-        UnsupportedError,
-        "gather='fp8' is for weights that each block gathers where it uses them, and under "
-        "strategy {name!r} {why}; leave gather out, or split parameters by full_shard or "
-        "hybrid_shard, and leave the reduction of their gradients at its default",
-        lambda spec: None if spec.changes.fp8 is None else _fp8_gather(spec, spec.changes.fp8),
+    Requirement(
+        "the model's call takes what evaluations give it",
+        lambda spec: (
+            spec.options.eval_kwargs
+            and check_eval_kwargs(spec.parts.abstract, spec.options.eval_kwargs)
+        ),
     ),
     Requirement.row(
         "expert parameters are reduced by the compiler",
@@ -209,20 +259,10 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "Use nnx.BatchNorm, or leave that out",
         lambda spec: _statistics(spec) if spec.is_local else None,
     ),
-    Requirement.row(
-        "matrices can be distributed",
-        UnsupportedError,
-        "the optimizer orthogonalises matrices within {kind!r}, where they cannot be distributed "
-        "over the {count} devices, each of which would do all of it. Take the branch or loop out "
-        "of the optimizer: nonfinite='skip' of build_train_step is apply_if_finite without a "
-        "branch",
-        lambda spec: _matrices(spec) if spec.stored.update.needs_matrices else None,
-    ),
 )
 """The rules for every step, whatever its batch. Rules about the batch are checked by tracing.
 
-Stages, staged optimizers and layouts raise where they are built: in the first rule that needs them,
-or in the step.
+Compiler options, stages, staged optimizers and layouts raise where they are built.
 """
 
 
@@ -234,56 +274,8 @@ PIPELINE_RULES: tuple[Requirement[StepSpec], ...] = (
         "its accumulation; leave accumulate out, or change num_microbatches",
         lambda spec: None if spec.options.accumulate == 1 else _microbatches(spec),
     ),
-    Requirement.row(
-        "stages have experts in equal blocks",
-        UnsupportedError,
-        "the pipeline has {path!r} {where}, and experts that tokens are sent to along {axis!r} "
-        "must be those of modules with these methods, as models.Experts, in blocks with parameters "
-        "of equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp in "
-        "addition to the pipeline; or leave the pipeline out",
-        lambda spec: _stage_experts(spec) if spec.strategy.resident else None,
-    ),
-    Requirement.row(
-        "stages recompute their blocks",
-        StrategyConflictError,
-        "the stages of a pipeline recompute block by block, here {blocks}, and activation "
-        "checkpointing names the classes {classes}; leave the classes out, or give them to the "
-        "pipeline: classes=(...)",
-        lambda spec: _stage_classes(spec) if spec.strategy.remat else None,
-    ),
 )
 """The additional rules for a pipeline."""
-
-
-def _stops_replicas(spec: StepSpec) -> Found:
-    slow = spec.strategy.slow
-    policy = spec.options.nonfinite
-    if slow is None or policy is None or not policy.holds:
-        return None
-    return {"axis": slow.axis, "policy": policy.value}
-
-
-def _ema_of_replicas(spec: StepSpec) -> Found:
-    slow = spec.strategy.slow
-    ema = spec.options.ema
-    return None if slow is None or ema is None else {"axis": slow.axis, "ema": ema}
-
-
-def _fragments(spec: StepSpec) -> Found:
-    slow = spec.strategy.slow
-    count = len(jax.tree.leaves(spec.stored.params))
-    if slow is None or all(Outer(spec).fragments):
-        return None
-    return {"count": slow.fragments, "params": count, "name": spec.strategy.name}
-
-
-def _compressed(spec: StepSpec) -> Found:
-    slow = spec.strategy.slow
-    leaves = leaves_with_paths(spec.stored.params)
-    complex_ = next((p for p, x in leaves if jnp.issubdtype(x.dtype, jnp.complexfloating)), None)
-    if slow is None or slow.compression is None or complex_ is None:
-        return None
-    return {"path": complex_, "how": slow.compression}
 
 
 REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
@@ -305,6 +297,184 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
         "as in diloco(outer=optax.sgd(0.7, momentum=0.9, nesterov=True))",
         _ema_of_replicas,
     ),
+)
+"""The additional rules for a step with several replicas."""
+
+
+def _no_fp8_gather(spec: StepSpec, fp8: Fp8Layers) -> str:
+    """Says why no unit can gather weights in fp8 as requested; "" if one can."""
+    strategy = spec.strategy
+    if strategy.pipeline is not None:
+        return f"a pipeline over {strategy.pipeline.axis!r} gathers its stages once a step"
+    if strategy.gathers_once:
+        return "the parameters are gathered once a step, all of them in the dtype of the compute"
+    if not _gathers_any(spec, [f"{layer}/kernel" for layer in fp8.paths]):
+        return "no kernel of a layer in fp8 is split over ranks that have other samples"
+    if spec.is_local:
+        reduction = spec.reduction
+        return f"ranks gather by hand, to reduce gradients per {reduction.per} in {reduction.dtype}"
+    return ""
+
+
+def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
+    """Whether units gather any of the weights, or would on more devices."""
+    strategy = spec.strategy
+    mesh = spec.mesh
+    axes = {*strategy.data_axes} - {*strategy.resident}
+    splits = axes.intersection(strategy.params.split_axes)
+    if splits and all(mesh.shape[axis] == 1 for axis in splits):
+        return True
+    shardings = (strategy.params(path, spec.parts.shapes[path], mesh) for path in paths)
+    return any(not axes.isdisjoint(spec_axes(sharding)) for sharding in shardings)
+
+
+def _fp8_gather(plan: StepPlan, fp8: Fp8Layers) -> Found:
+    why = _no_fp8_gather(plan.spec, fp8) if fp8.gathers else ""
+    return {"name": plan.spec.strategy.name, "why": why} if why else None
+
+
+def _matrices(plan: StepPlan) -> Found:
+    spec = plan.spec
+    # Stages that differ run in branches of their own, each with its own matrices.
+    if spec.mesh.size == 1 or plan.stored.storage.is_by_vectors:
+        return None
+    kind = plan.stored.update.hidden
+    return {"kind": kind, "count": spec.mesh.size} if kind else None
+
+
+def _mixing_update(plan: StepPlan) -> Found:
+    name = mixing_in(plan.stored.update.traced.program)
+    if name is None:
+        return None
+    why = (
+        f"the optimizer does not work element by element: the order of its {name!r} over elements "
+        "split across ranks depends on the number of ranks"
+    )
+    what = (
+        "use one such as optax.sgd, optax.adam or optax.adamw; for clipping by the global norm use "
+        "clip_norm=... of build_train_step"
+    )
+    return {"why": why, "what": what}
+
+
+def _stage_experts(plan: StepPlan) -> Found:
+    spec = plan.spec
+    strategy = spec.strategy
+    storage = plan.stored.storage
+    assert storage.rows is not None
+    axis = strategy.resident[0]
+
+    def split_along_axis(policy: Policy, tree: PyTree) -> list[Path]:
+        def is_split(path, leaf):
+            return axis in spec_axes(policy(path, leaf.shape, spec.mesh))
+
+        return [path for path, leaf in leaves_with_paths(tree) if is_split(path, leaf)]
+
+    offending = split_along_axis(strategy.params, spec.parts.weights)
+    place = "in blocks that differ"
+    modules = nnx.iter_modules(spec.parts.abstract)
+    experts = {"/".join(map(str, keys)) for keys, module in modules if has_experts(module)}
+    if others := [path for path in offending if path.rpartition("/")[0] not in experts]:
+        offending = others
+        place = "in a module without the methods mix_experts and feed"
+    elif not storage.is_by_vectors:
+        rows = {"/".join(map(str, keys)) for keys in storage.rows.row_keys}
+        paths = [
+            *split_along_axis(storage.strategy.params, plan.stored.params),
+            *split_along_axis(storage.strategy.params, plan.stored.frozen),
+        ]
+        offending = [path for path in paths if path not in rows]
+        place = "outside its blocks"
+    return {"path": offending[0], "axis": axis, "where": place} if offending else None
+
+
+def _stage_classes(plan: StepPlan) -> Found:
+    spec = plan.spec
+    remat = spec.strategy.remat
+    rows = plan.stored.storage.rows
+    if remat is None or not remat.classes:
+        return None
+    assert rows is not None
+    modules = {plan.stored.storage.stacks.in_model(block) for block in rows.stages.called}
+    model = spec.parts.abstract
+    named = [(keys, type(module).__name__) for keys, module in nnx.iter_modules(model)]
+    named += [(keys, name.rpartition("/")[2]) for keys, name in linen_modules(model)]
+    blocks = sorted({name for keys, name in named if keys in modules})
+    if {name.rpartition("/")[2] for name in remat.classes} == set(blocks):
+        return None
+    return {"classes": ", ".join(remat.classes), "blocks": ", ".join(blocks)}
+
+
+def _fragments(plan: StepPlan) -> Found:
+    spec = plan.spec
+    slow = spec.strategy.slow
+    count = len(jax.tree.leaves(plan.stored.params))
+    if slow is None or all(Outer(plan).fragments):
+        return None
+    return {"count": slow.fragments, "params": count, "name": spec.strategy.name}
+
+
+def _compressed(plan: StepPlan) -> Found:
+    spec = plan.spec
+    slow = spec.strategy.slow
+    leaves = leaves_with_paths(plan.stored.params)
+    complex_ = next((p for p, x in leaves if jnp.issubdtype(x.dtype, jnp.complexfloating)), None)
+    if slow is None or slow.compression is None or complex_ is None:
+        return None
+    return {"path": complex_, "how": slow.compression}
+
+
+PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
+    Requirement.row(
+        "elastic updates work element by element",
+        UnsupportedError,
+        _ELASTIC,
+        lambda plan: _mixing_update(plan) if plan.spec.options.is_elastic else None,
+    ),
+    Requirement.row(
+        "fp8 gather needs weights sharded per block",
+        UnsupportedError,
+        "gather='fp8' is for weights that each block gathers where it uses them, and under "
+        "strategy {name!r} {why}; leave gather out, or split parameters by full_shard or "
+        "hybrid_shard, and leave the reduction of their gradients at its default",
+        lambda plan: None if plan.changes.fp8 is None else _fp8_gather(plan, plan.changes.fp8),
+    ),
+    Requirement.row(
+        "matrices can be distributed",
+        UnsupportedError,
+        "the optimizer orthogonalises matrices within {kind!r}, where they cannot be distributed "
+        "over the {count} devices, each of which would do all of it. Take the branch or loop out "
+        "of the optimizer: nonfinite='skip' of build_train_step is apply_if_finite without a "
+        "branch",
+        lambda plan: _matrices(plan) if plan.stored.update.needs_matrices else None,
+    ),
+)
+"""The rules for what follows from every step: its optimizer and the changes to its model."""
+
+
+PIPELINE_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
+    Requirement.row(
+        "stages have experts in equal blocks",
+        UnsupportedError,
+        "the pipeline has {path!r} {where}, and experts that tokens are sent to along {axis!r} "
+        "must be those of modules with these methods, as models.Experts, in blocks with parameters "
+        "of equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp in "
+        "addition to the pipeline; or leave the pipeline out",
+        lambda plan: _stage_experts(plan) if plan.spec.strategy.resident else None,
+    ),
+    Requirement.row(
+        "stages recompute their blocks",
+        StrategyConflictError,
+        "the stages of a pipeline recompute block by block, here {blocks}, and activation "
+        "checkpointing names the classes {classes}; leave the classes out, or give them to the "
+        "pipeline: classes=(...)",
+        lambda plan: _stage_classes(plan) if plan.spec.strategy.remat else None,
+    ),
+)
+"""The additional rules for the stages of a pipeline."""
+
+
+REPLICA_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
     Requirement.row(
         "fragments have parameters",
         StrategyConflictError,
@@ -320,14 +490,14 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
         _compressed,
     ),
 )
-"""The additional rules for a step with several replicas."""
+"""The additional rules for the outer steps of several replicas."""
 
 
 def check_rules(spec: StepSpec) -> None:
     """Raises the error of the first broken rule; warns if statistics are those of a microbatch.
 
     Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
+        spec: what the step was given.
 
     Raises:
         AxonDistError: of the class that the broken rule has.
@@ -340,3 +510,20 @@ def check_rules(spec: StepSpec) -> None:
         check_all(PIPELINE_RULES, spec)
     if spec.num_microbatches > 1:
         warn_of_statistics(spec.parts.abstract, spec.num_microbatches)
+
+
+def check_plan(plan: StepPlan) -> None:
+    """Raises the error of the first broken rule about a plan.
+
+    Args:
+        plan: the plan of a step that keeps the rules of `check_rules`.
+
+    Raises:
+        AxonDistError: of the class that the broken rule has.
+    """
+    if plan.spec.strategy.slow is not None:
+        check_all(REPLICA_PLAN_RULES, plan)
+        plan = plan_step(plan.spec.replica(region=False), plan)
+    check_all(PLAN_RULES, plan)
+    if plan.spec.strategy.pipeline is not None:
+        check_all(PIPELINE_PLAN_RULES, plan)

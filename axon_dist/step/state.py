@@ -10,15 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from ..core.checks import ArgumentKind
-from ..core.errors import ConfigError, NamedChoice
+from ..core.errors import ConfigError
 from ..core.tree import leaves_with_paths, problem_of
 from ..core.typing import Array, PyTree
 from ..ops.precision import all_finite
 from ..optim.wrappers import SPIKE as SPIKE
 from ..sharding import Padding
+from .options import FLAG
 
 WEIGHTS = ArgumentKind(
     "arrays by path, as step.weight_targets names them, or nothing: first values, and their seed, "
@@ -74,6 +76,15 @@ class TrainState:
             "TrainState.meeting is deprecated; use outer_state", DeprecationWarning, stacklevel=2
         )
         return self.outer_state
+
+
+def wide_copy(params: PyTree) -> PyTree:
+    """Copies parameters to float32 or wider, in arrays of their own."""
+    # Half precision would round away the small increments of an average. The copy is needed
+    # because a step donates every array of its state: no two leaves may share one.
+    return jax.tree.map(
+        lambda p: jnp.array(p, jnp.promote_types(p.dtype, jnp.float32), copy=True), params
+    )
 
 
 def averaged(state: TrainState) -> TrainState:
@@ -158,31 +169,6 @@ def check_usable(state: TrainState) -> None:
             "this state was used up by an earlier step, which gave its memory to the next state; "
             "go on with the state that the step returned: state, metrics = step(state, batch)"
         )
-
-
-FLAG = "nonfinite"
-"""The metric that is true when the nonfinite guard kept the state unchanged."""
-
-
-class Nonfinite(NamedChoice):
-    """What a run does when a loss or a gradient is not finite.
-
-    A step built with one of these policies then leaves parameters and moments unchanged. The
-    devices decide it; the host learns of it only from the metrics. Gradients that overflow under a
-    loss scale do not count as nonfinite while the scale can still decrease.
-    """
-
-    STOP = "stop"
-    """The run ends with an error; its last state is the one before the batch."""
-    SKIP = "skip"
-    """The run continues with the next batch; the skipped step counts as a step."""
-    ROLLBACK = "rollback"
-    """The run continues from its newest checkpoint, with batches that it has not seen yet."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether steps that are already in flight keep the state unchanged too."""
-        return self is not Nonfinite.SKIP
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""The training step: one jitted function, and methods to start, evaluate and inspect it."""
+"""`build_train_step`, and the `TrainStep` that it makes: one jitted step and what a loop calls.
+
+`axon_dist.inspect` has functions that read a step, such as the programs of its parts.
+"""
 
 from __future__ import annotations
 
@@ -8,64 +11,387 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
+from jax.typing import DTypeLike
 
-from ..core.errors import AxonDistError, ConfigError, UnsupportedError
-from ..core.own_context import AxisNames, in_context_of_step, in_own_context, readable_by_caller
-from ..core.tree import combine, leaves_with_paths, partition, shape_key, shapes_of
-from ..core.typing import Array, Batch, Metrics, Path, PyTree
+from ..core.errors import AxonDistError, ConfigError, UnsupportedError, warn
+from ..core.own_context import AxisNames, in_context_of_step, own_context, readable_by_caller
+from ..core.tree import leaves_with_paths, shape_key, shapes_of
+from ..core.typing import Array, Batch, LossFn, Metrics, Path, PyTree, Trainable
 from ..core.weighted import FilledBatch, Weighted
-from ..core.words import byte_size
+from ..core.words import byte_size, first_few
+from ..inspect import (
+    coupling,
+    lower_init,
+    lower_outer_steps,
+    memory,
+    separation,
+    trace_outer_steps,
+    trace_step,
+)
 from ..ir.loop_rule import LoopChoice
-from ..mesh import agree, digest, is_abstract
-from ..sharding import LargestDim, LeafDecision, shardings
-from ..sharding.padding import model_tree, padding_of, stored_shapes, stored_tree
-from .batch import BatchLayout, Placed, samples_of, split_shared
-from .describe import describe
-from .global_view import evaluation, means
+from ..mesh import World, agree, digest, is_abstract
+from ..ops.precision import MixedPrecision
+from ..parallel import HasStrategy, Strategy, as_strategy
+from ..planner import AUTO, knows_memory, read_step, recompute_least, usable_bytes
+from ..planner.reading import Remat
+from ..sharding import LeafDecision
+from ..sharding.padding import stored_tree
+from ..sharding.policy import NO_DIM
+from .batch import BatchLayout, Placed, samples_of, split_shared, unwrapped
+from .describe import describe, idle_axes, summary, whole_arrays, whole_bytes, whole_summary
+from .evaluation import added, adds_up, evaluation, means, pieces
 from .guards import ESCAPED, DeadlockGuard, trace
-from .replicas import separation_of, shared_metrics
-from .separable import Separation
-from .spec import StepSpec
+from .layout import Claims, StateLayout
+from .options import StepKeywords, StepOptions, check_arguments, options_of, takes_step
+from .parts import ModelLike, ModelSpec, split_model, stored_as
+from .plan import StepPlan, plan_step
+from .replicas import ReplicaLayout, shared_metrics
+from .rules import check_plan, check_rules
+from .spec import StepSpec, strategy_for
 from .state import WEIGHTS, TrainState, averaged, check_fits, check_usable
-from .state_form import Claims, StateLayout, placed_shape
-from .uneven import added, adds_up, pieces
+from .update import one_step, unscaled_gradients
 
 STEPS_IN_FLIGHT = 16
 """The most steps in flight on emulated devices."""
 
-
 _AT_BUILD = "Pass batch=... to build_train_step to get this error when the step is built"
+
+
+def build_train_step(
+    model: ModelLike,
+    optimizer: optax.GradientTransformation,
+    loss_fn: LossFn,
+    strategy: Strategy | HasStrategy,
+    world: World,
+    *,
+    options: StepOptions | None = None,
+    precision: MixedPrecision | str | bool | None = None,
+    remat: Remat = AUTO,
+    batch: Batch | None = None,
+    trainable: Trainable = nnx.Param,
+    frozen_dtype: DTypeLike | None = None,
+    **keywords: Unpack[StepKeywords],
+) -> TrainStep:
+    """Builds one jitted step, equal to training the same model on one device.
+
+    On any mesh, the step computes
+
+        loss, grads = value_and_grad(loss_fn)(model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        params = params + updates
+
+    Args:
+        model: an NNX module, or a zero-argument function that makes one. The arrays of a function's
+            model are initialized sharded.
+        optimizer: any optax transformation; one that reads the loss gets it as `value`.
+        loss_fn: `loss_fn(model, batch)`, returning a scalar mean or `Weighted`, alone or with a
+            dict of scalar metrics. A loss with a required parameter `step` (one without a default),
+            `loss_fn(model, batch, step)`, also gets the number of steps taken, an int32 scalar.
+        strategy: a `Strategy`, or a wrapper such as `DDP` that makes one.
+        world: the devices, and the mesh they form.
+        options: what the step does besides its strategy.
+        precision: a `MixedPrecision`, a preset (`"bf16"`, `"fp16"`, `"fp8"`, `"float32"`), or
+            True: bfloat16 compute, float32 reductions. It must not contradict the strategy's.
+        remat: what the backward pass recomputes, if the strategy sets nothing. `"auto"` recomputes
+            the least that fits a device's memory with this `batch`. It estimates memory from the
+            traced step, and compiles the step when the estimate is close to the limit. It
+            recomputes nothing without a `batch`, or when the memory of the devices is not known, as
+            for emulated ones. It changes no number.
+        batch: a global batch, as arrays or `jax.ShapeDtypeStruct`s, to trace the step with. Errors
+            that depend on the batch are then raised here rather than by the first call. Its leaves
+            have shape [B, ...]; a leaf that all samples share is wrapped in `Shared`.
+        trainable: which variables are trained: a type of Variable such as `nnx.LoRAParam`, a
+            regular expression of paths such as `"head"`, a predicate `(keys, variable)` or another
+            filter of nnx, or a tuple of these. The step then equals `nnx.Optimizer(model,
+            optimizer, wrt=trainable)` with the gradient of `nnx.DiffState(0, trainable)`. Every
+            other `nnx.Param` is frozen: it is sharded like a parameter, but has no gradient and no
+            moments, and does not count in norms.
+        frozen_dtype: the dtype that frozen parameters are kept in, such as `"bfloat16"`; None
+            keeps each in its own. `"int8"` stores matrices as int8 with one bfloat16 scale per
+            output (`precision.int8_form` says which), and vectors in their own dtype. The step
+            equals one whose model has `int8 * scale` in their place, in their own dtype. They are
+            stored and sent as int8 and widened in the block that reads them; within bridged Linen
+            modules they are widened before they are sent. Pipelines do not support it.
+        **keywords: fields of `StepOptions` by name, such as `accumulate=4`. They replace `options`,
+            or override its fields.
+
+    Returns:
+        The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
+
+    Raises:
+        ConfigError: when an argument, the model or an option is not valid.
+        GroupError: when a wrapper is over another world's group.
+        AxonDistError: from the first broken rule (`axon_dist.step.rules`), or from
+            `TrainStep.check(batch)`.
+        StrategyConflictError: when precision or remat contradict the strategy.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from axon_dist import DDP, World
+        >>> world = World.emulate(8)
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+        >>> ddp = DDP(model, world.group("dp"))
+        >>> step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp, world)
+        >>> state = step.init()
+        >>> state, metrics = step(state, {"x": jnp.ones((16, 2)), "y": jnp.ones((16, 1))})
+        >>> int(state.step)
+        1
+    """
+    if isinstance(remat, str) and remat == AUTO:
+
+        def build(remat: Remat | None) -> TrainStep:
+            return build_train_step(
+                model,
+                optimizer,
+                loss_fn,
+                strategy,
+                world,
+                options=options,
+                precision=precision,
+                remat=remat,
+                batch=batch,
+                trainable=trainable,
+                frozen_dtype=frozen_dtype,
+                **keywords,
+            )
+
+        return _recomputing_least(build, batch)
+    check_arguments(optimizer, loss_fn, world, remat, strategy, model)
+    names = AxisNames.of(world.mesh, options_of(options, keywords, False).axis_names)
+    with own_context(names):
+        parts, source = split_model(model, trainable)
+        resolved = strategy_for(parts, as_strategy(strategy), precision, remat, names)
+        scales = resolved.precision is not None and resolved.precision.needs_scaling
+        resolved_options = options_of(options, keywords, scales)
+        parts = dataclasses.replace(parts, reads_step=takes_step(loss_fn))
+        if resolved.precision is not None or frozen_dtype is not None:
+            parts, source = stored_as(parts, source, resolved.precision, frozen_dtype)
+        extended = optax.with_extra_args_support(optimizer)
+        example = None if batch is None else unwrapped(batch)
+        spec = StepSpec(parts, loss_fn, extended, resolved, world, resolved_options, batch=example)
+        check_rules(spec)
+        plan = plan_step(spec)
+        check_plan(plan)
+        make_layout = StateLayout if resolved.slow is None else ReplicaLayout
+        step = TrainStep(make_layout(plan, source))
+        _warn_of_replicated(step)
+        if batch is not None:
+            step.check(batch)
+        return step
+
+
+_NOTEWORTHY = 2**20
+"""Warn when the arrays that no dim can split take at least this many bytes per device."""
+
+
+def _warn_of_replicated(step: TrainStep) -> None:
+    """Warns of large arrays that the strategy would split but whose dims are all too short.
+
+    Small arrays, which stay whole on purpose, only appear in `step.whole` and `print(step)`.
+    """
+    rows = [row for row in step.whole if NO_DIM in row.decision.reason]
+    size = sum(row.bytes for row in rows)
+    if size < _NOTEWORTHY:
+        return
+    listed = [f"{row.path} {row.shape} ({byte_size(row.bytes)})" for row in rows]
+    warn(
+        f"{step.strategy.name} on mesh {step.world.spec} leaves {len(rows)} "
+        f"array{'s' * (len(rows) > 1)} of {byte_size(size)} whole on every device, because "
+        f"each of their dims is shorter than the number of shards: {first_few(listed)}. Split them "
+        "over fewer devices, as hybrid_shard does, or see step.whole for all of them"
+    )
+
+
+def leaves_remat_open(step: TrainStep) -> bool:
+    """Whether `remat="auto"` has to choose what a step recomputes.
+
+    False if its strategy already says, or if the memory of a device is not known.
+
+    Args:
+        step: a step that recomputes what its strategy says.
+    """
+    strategy = step.strategy
+    world = step.world
+    if strategy.remat is not None or strategy.pipeline is not None:
+        return False
+    return not world.is_cpu and not is_abstract(world) and knows_memory(world)
+
+
+def _recomputing_least(build: Callable[..., TrainStep], batch: Batch | None) -> TrainStep:
+    """Returns the step that recomputes the least that fits, or the one its strategy describes.
+
+    Args:
+        build: makes a step with the given `remat`.
+        batch: a global batch, arrays or shapes.
+    """
+    plain = build(remat=None)
+    if batch is None or not leaves_remat_open(plain):
+        return plain
+    return recompute_least(
+        lambda remat: plain if remat is None else build(remat=remat),
+        lambda step: read_step(step, batch),
+        lambda step: memory(step.lower(batch).compile()).peak,
+        usable_bytes(plain.world),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepPrograms:
+    """The jitted functions of a step. They take and return stored states.
+
+    Args:
+        state_layout: the layout of its states.
+        batch_layout: how its batches are cut.
+        step: (state, placed batch, nonfinite flag) -> next state, metrics; donates the state.
+        evaluate: (state, placed batch) -> the sums of an evaluation.
+        gradients: (state, placed batch) -> reduced gradients, metrics.
+        evaluated: the plan of evaluations, of all replicas together.
+        outer_steps: state -> state, one for each fragment of replicas that train independently.
+    """
+
+    state_layout: StateLayout
+    batch_layout: BatchLayout
+    step: Any
+    evaluate: Any
+    gradients: Any
+    evaluated: StepPlan
+    outer_steps: tuple[Any, ...]
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the state stays unchanged from the first nonfinite step on."""
+        policy = self.state_layout.spec.options.nonfinite
+        return policy is not None and policy.holds
+
+    def arguments(self, batch: Batch, num_processes: int = 1) -> tuple[Any, Placed, Any]:
+        """Returns the arguments of a step as shapes with shardings.
+
+        Args:
+            batch: leaves of shape [B, ...]; shapes will do.
+            num_processes: how many processes load a batch of this size.
+        """
+        flag = jax.ShapeDtypeStruct((), bool, sharding=self.state_layout.replicated)
+        placed = self.batch_layout.abstract(batch, num_processes)
+        return self.state_layout.placed_shapes, placed, flag if self.keeps_state else None
+
+    def trace(self, batch: Batch, num_processes: int = 1) -> jax.stages.Traced:
+        """Traces the step for a batch; arguments as for `arguments`."""
+        return trace(self.step, self.arguments(batch, num_processes))
+
+    def lower(self, batch: Batch, num_processes: int = 1) -> jax.stages.Lowered:
+        """Lowers the step for a batch; arguments as for `arguments`.
+
+        Raises:
+            UnsupportedError: when these devices have no form of an operation.
+        """
+        traced = self.trace(batch, num_processes)
+        try:
+            return traced.lower()
+        except Exception as error:
+            backend = self.state_layout.spec.world.backend
+            raise UnsupportedError(
+                f"the traced step cannot be lowered for {backend} devices: {error}. "
+                "Trace the model alone for them, jax.jit(loss).lower(...), to find the operation, "
+                "and use another one or another precision"
+            ) from error
+
+
+def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
+    """Makes the jitted functions of a step.
+
+    Args:
+        layout: the layout of its states.
+        batches: how its batches are cut.
+    """
+    plan = layout.plan
+    spec = plan.spec
+    pipeline = spec.strategy.pipeline
+    sizes = spec.mesh.shape
+    # The compiler partitions each stage of a pipeline over the axes that are not manual.
+    manual = sizes.keys() if pipeline is None else {pipeline.axis, *spec.strategy.batch_axes}
+    is_partitioned = any(size > 1 for axis, size in sizes.items() if axis not in manual)
+    guarded = DeadlockGuard if is_partitioned else jax.jit
+    jit = functools.partial(guarded, compiler_options=plan.compiler_options)
+    on_device = layout.on_device
+    # Replicas are evaluated together, as if they synchronized on every step.
+    together = plan if spec.strategy.slow is None else plan_step(spec.together(), plan)
+
+    # Profilers show a compiled program under the name of its function.
+    def train_step(
+        state: TrainState, placed: Placed, was_nonfinite: Array | None = None
+    ) -> tuple[TrainState, Metrics]:
+        new, metrics = layout.step(one_step, on_device(state), placed, was_nonfinite)
+        return layout.padded(new), metrics
+
+    def gradients(state: TrainState, placed: Placed) -> tuple[PyTree, Metrics]:
+        grads, metrics, _ = layout.gradients(unscaled_gradients, on_device(state), placed)
+        return stored_tree(grads, layout.owners), metrics
+
+    def evaluate(state: TrainState, placed: Placed) -> dict[str, Weighted]:
+        arguments = layout.arguments(on_device(state), placed.shared)
+        return evaluation(together, *arguments, batches.over_ranks(placed.arrays))
+
+    return StepPrograms(
+        state_layout=layout,
+        batch_layout=batches,
+        step=jit(train_step, donate_argnums=0, out_shardings=(layout.places, layout.reported)),
+        evaluate=jit(evaluate, out_shardings=layout.replicated),
+        gradients=jit(gradients, out_shardings=(layout.owners, layout.reported)),
+        evaluated=together,
+        outer_steps=tuple(
+            jit(_on_stored(run, layout), donate_argnums=0, out_shardings=layout.places)
+            for run in layout.outer_steps
+        ),
+    )
+
+
+def _on_stored(
+    run: Callable[[TrainState], TrainState], layout: StateLayout
+) -> Callable[[TrainState], TrainState]:
+    """Turns a function of states without padding into one of stored states."""
+
+    # Profilers show a compiled program under the name of its function.
+    @functools.wraps(run)
+    def on_stored(state: TrainState) -> TrainState:
+        return layout.padded(run(layout.unpadded(state)))
+
+    return on_stored
 
 
 class TrainStep:
     """A jitted training step, made by `build_train_step`.
 
     Args:
-        spec: the definition of the step.
-        form: the layout of its states, and how the first one is made.
+        state_layout: the layout of its states, and how the first one is made.
 
     Attributes:
-        spec: the definition of the step.
+        plan: how the step runs what it was given.
+        spec: what the step was given.
         parts: the structure of the model and the shapes of its arrays.
         strategy: the strategy, with every option resolved.
         world: the devices.
         options: the options of the step other than its strategy.
         storage: how the state stores the parameters.
         compiler_options: the compiler options of its programs.
-        layout: how batches are cut.
+        state_layout: the layout of its states, and how the first one is made.
+        batch_layout: how batches are cut.
+        programs: its jitted functions.
         abstract_state: a `TrainState` of shapes.
         state_shardings: a `TrainState` of shardings.
         claims: the shardings that the strategy claims, and why; `init` checks them.
         on_device: (state) -> the state as a step computes with it: in device memory, without
             padding, buffers gathered.
         axis_names: which mesh axes the axis names in the model's code refer to.
-        form: the layout of its states, and how the first one is made.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -79,71 +405,50 @@ class TrainStep:
         (1, True)
     """
 
-    def __init__(self, spec: StepSpec, form: StateLayout):
-        self.spec = spec
-        self.parts = spec.parts
-        self.strategy = spec.strategy
-        self.world = spec.world
-        self.options = spec.options
-        self.storage = spec.stored.storage
-        self.compiler_options = spec.compiler_options
-        self.form = form
-        self._agreed = set[str]()
+    def __init__(self, state_layout: StateLayout):
+        plan = state_layout.plan
+        spec = plan.spec
+        self.plan: StepPlan = plan
+        self.spec: StepSpec = spec
+        self.parts: ModelSpec = spec.parts
+        self.strategy: Strategy = spec.strategy
+        self.world: World = spec.world
+        self.options: StepOptions = spec.options
+        self.storage = plan.stored.storage
+        self.compiler_options = plan.compiler_options
+        self.state_layout: StateLayout = state_layout
+        self.batch_layout: BatchLayout = BatchLayout.of(spec)
+        self.programs: StepPrograms = programs_of(state_layout, self.batch_layout)
+        self.abstract_state: TrainState = state_layout.shapes
+        self.state_shardings: TrainState = state_layout.places
+        self.claims: Claims = state_layout.claims
+        self.on_device: Callable[[TrainState], TrainState] = state_layout.on_device
         self.axis_names = AxisNames.of(spec.world.mesh, spec.options.axis_names)
-        # Whether the state stays unchanged from the first nonfinite step on.
-        self._keeps_state = bool(spec.options.nonfinite and spec.options.nonfinite.holds)
-        self._last: weakref.ref[TrainState] | None = None
-        self.layout: BatchLayout = BatchLayout.of(spec)
-        self.abstract_state: TrainState = form.shapes
-        self.state_shardings: TrainState = form.places
-        self.claims: Claims = form.claims
-        self.on_device: Callable[[TrainState], TrainState] = form.on_device
-        self._in_flight = deque[Array]()
-        pipeline = spec.strategy.pipeline
-        sizes = spec.mesh.shape
-        # The compiler partitions each stage of a pipeline over the axes that are not manual.
-        manual = sizes.keys() if pipeline is None else {pipeline.axis, *spec.strategy.batch_axes}
-        is_partitioned = any(size > 1 for axis, size in sizes.items() if axis not in manual)
-        guarded = DeadlockGuard if is_partitioned else jax.jit
-        jit = functools.partial(guarded, compiler_options=spec.compiler_options)
-        on_device = form.on_device
-
-        # Profilers show a compiled program under the name of its function.
-        def train_step(
-            state: TrainState, placed: Placed, was_nonfinite: Array | None = None
-        ) -> tuple[TrainState, Metrics]:
-            new, metrics = form.step(on_device(state), placed, was_nonfinite)
-            return form.padded(new), metrics
-
-        self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.reported))
-        self._evaluate = jit(
-            lambda state, placed: evaluation(
-                spec.together(),
-                *form.arguments(on_device(state), placed.shared),
-                self.layout.over_ranks(placed.arrays),
-            ),
-            out_shardings=form.replicated,
-        )
-
-        def gradients(state: TrainState, placed: Placed) -> tuple[PyTree, Metrics]:
-            grads, metrics, _ = form.gradients(on_device(state), placed)
-            return stored_tree(grads, form.owners), metrics
-
-        self._differentiate = jit(gradients, out_shardings=(form.owners, form.reported))
-        self._outer_steps = [
-            jit(_on_stored(run, form), donate_argnums=0, out_shardings=form.places)
-            for run in form.outer_steps
-        ]
-        self._report = jax.jit(shared_metrics, out_shardings=form.replicated)
-        self._sums_of_parts: dict[Any, bool] = {}
-        self._counted: tuple[Callable[[], TrainState | None], int] = (lambda: None, 0)
+        self._report = jax.jit(shared_metrics, out_shardings=state_layout.replicated)
         self._means = jax.jit(means)
+        # What this step remembers from call to call; nothing of it changes a result.
+        self._agreed = set[str]()
+        self._last: weakref.ref[TrainState] | None = None
+        self._counted: tuple[Callable[[], TrainState | None], int] = (lambda: None, 0)
+        self._in_flight = deque[Array]()
+        self._sums_of_parts: dict[Any, bool] = {}
 
-    @property
-    def idle_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which no strategy splits: all ranks along one compute the same."""
-        sizes = self.world.mesh.shape.items()
-        return tuple(axis for axis, size in sizes if size > 1 and axis not in self.strategy.axes)
+    def __repr__(self) -> str:
+        return f"TrainStep({summary(self.state_layout)})"
+
+    def __str__(self) -> str:
+        """Describes the step on one screen: mesh, split and whole arrays, view, options."""
+        return describe(self.state_layout, self.batch_layout)
+
+    def __getattr__(self, name: str) -> Any:
+        """Finds the deprecated name of an attribute or of a function that reads a step."""
+        if name not in _OLD_NAMES:
+            raise AttributeError(f"a TrainStep has no attribute {name!r}", name=name, obj=self)
+        instead, get = _OLD_NAMES[name]
+        warnings.warn(
+            f"TrainStep.{name} is deprecated; use {instead}", DeprecationWarning, stacklevel=2
+        )
+        return get(self)
 
     @property
     def whole(self) -> tuple[LeafDecision, ...]:
@@ -152,49 +457,12 @@ class TrainStep:
         If it splits parameters, these are trained and frozen parameters; otherwise the parameters
         whose moments are whole. Empty under a strategy that splits no array.
         """
-        strategy = self.storage.strategy
-        sizes = self.spec.mesh.shape
-        if any(sizes[axis] > 1 for axis in strategy.params.split_axes):
-            return (*self.claims.params.whole, *self.claims.frozen.whole)
-        if any(sizes[axis] > 1 for axis in strategy.opt_state.split_axes):
-            return self.claims.grads.whole
-        return ()
-
-    @property
-    def whole_summary(self) -> str:
-        """How many arrays stay whole, their bytes, and why the largest does; "" if none does."""
-        if not self.whole:
-            return ""
-        largest = max(self.whole, key=lambda row: row.bytes)
-        size = byte_size(self.whole_bytes)
-        subject = "the largest" if len(self.whole) > 1 else "it"
-        return (
-            f"whole on every device: {len(self.whole)} "
-            f"array{'s' * (len(self.whole) > 1)} of {size}, "
-            f"{subject} {largest.path!r} ({largest.decision.reason})"
-        )
-
-    @property
-    def whole_bytes(self) -> int:
-        """The bytes per device of the arrays that stay whole."""
-        return sum(row.bytes for row in self.whole)
-
-    def __repr__(self) -> str:
-        world = self.world
-        count = self.spec.num_microbatches
-        what = f"{self.strategy.name} on mesh {world.spec} of {world.size} {world.backend} devices"
-        what += f", {count} microbatches" if count > 1 else ""
-        idle = (f", no strategy uses axis {axis!r}" for axis in self.idle_axes)
-        return f"TrainStep({what}{''.join(idle)})"
-
-    def __str__(self) -> str:
-        """Describes the step on one screen: mesh, split and whole arrays, view, options."""
-        return describe(self)
+        return whole_arrays(self.state_layout)
 
     @property
     def loop_choices(self) -> tuple[LoopChoice, ...]:
         """Which blocks run as a loop, and why, for the batches traced so far."""
-        return tuple(self.spec.loop_choices)
+        return tuple(self.plan.loop_choices)
 
     @in_context_of_step
     def init(self, weights: Mapping[Path, Array] | None = None) -> TrainState:
@@ -214,7 +482,7 @@ class TrainStep:
         """
         weights = {} if weights is None else weights
         WEIGHTS.check("init", "weights", weights)
-        return self.form.init(weights)
+        return self.state_layout.init(weights)
 
     @in_context_of_step
     def init_from(self, params: PyTree) -> TrainState:
@@ -234,7 +502,7 @@ class TrainStep:
         Raises:
             ConfigError: when they do not have the structure of this step's parameters.
         """
-        state = self.form.init({})
+        state = self.state_layout.init({})
         if jax.tree.structure(params) != jax.tree.structure(state.params):
             found, wanted = (
                 sorted(path for path, _ in leaves_with_paths(x)) for x in (params, state.params)
@@ -246,7 +514,7 @@ class TrainStep:
                 "load_checkpoint(path, step, parts='params') returns for this step"
             )
         state = dataclasses.replace(state, params=params)
-        return self.form.init(self.form.weights(state))
+        return self.state_layout.init(self.state_layout.weights(state))
 
     def _check(self, state: TrainState) -> None:
         """Raises unless a state fits this step; the step's own last state is not checked again."""
@@ -258,7 +526,7 @@ class TrainStep:
     @property
     def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:
         """Shape, dtype and sharding by path of the model's arrays, without random streams."""
-        return self.form.weight_targets
+        return self.state_layout.weight_targets
 
     @in_context_of_step
     def weights(self, state: TrainState, *, ema: bool = False) -> dict[Path, Array]:
@@ -272,22 +540,7 @@ class TrainStep:
             The arrays; those of a pipeline are cut out of its rows.
         """
         self._check(state)
-        return self.form.weights(averaged(state) if ema else state)
-
-    @in_context_of_step
-    def lower_init(self) -> jax.stages.Lowered:
-        """Lowers the program that initializes the arrays of a model given as a function.
-
-        It is one program, whose memory is the most that `init` takes. `init` itself runs several
-        smaller programs with the same results, which compile faster.
-
-        Returns:
-            The lowered program; `.compile()` it to read how much memory initialization takes.
-
-        Raises:
-            ConfigError: when the step was given a module, whose arrays exist already.
-        """
-        return self.form.lower_factory()
+        return self.state_layout.weights(averaged(state) if ema else state)
 
     @readable_by_caller
     @in_context_of_step
@@ -325,16 +578,16 @@ class TrainStep:
             )
             was_nonfinite = held
         self._check(state)
-        placed = batch if isinstance(batch, Placed) else self.layout.place(batch)
-        was_nonfinite = self._flag(was_nonfinite) if self._keeps_state else None
+        placed = batch if isinstance(batch, Placed) else self.batch_layout.place(batch)
+        was_nonfinite = self._flag(was_nonfinite) if self.programs.keeps_state else None
         if self.world.num_processes > 1:
             self._agree_on_program(state, placed, was_nonfinite)
         # The count of steps is read from the devices only if the state is not this step's last one.
         last, count = self._counted
-        if self._outer_steps and last() is not state:
+        if self.programs.outer_steps and last() is not state:
             count = int(state.step)
         try:
-            state, metrics = self._step(state, placed, was_nonfinite)
+            state, metrics = self.programs.step(state, placed, was_nonfinite)
         except AxonDistError as error:
             if self.spec.batch is None:
                 error.args = (f"{error}. {_AT_BUILD}",)
@@ -342,10 +595,10 @@ class TrainStep:
         except jax.errors.UnexpectedTracerError as error:
             message = f"{ESCAPED}. {_AT_BUILD}"
             raise UnsupportedError(message) from error
-        if self._outer_steps:
+        if self.programs.outer_steps:
             metrics = self._report(metrics)
-            for number in self.form.due(count + 1):
-                state = self._outer_steps[number](state)
+            for number in self.state_layout.due(count + 1):
+                state = self.programs.outer_steps[number](state)
             self._counted = weakref.ref(state), count + 1
         self._last = weakref.ref(state)
         if self.world.is_cpu:
@@ -360,47 +613,22 @@ class TrainStep:
         """Checks, once per batch shape, that all processes run the same program."""
         shapes = str(jax.tree.map(jnp.shape, args[1:]))
         if shapes not in self._agreed:
-            agree(self.world, "step", {"program": digest(self._step.lower(*args))})
+            agree(self.world, "step", {"program": digest(self.programs.step.lower(*args))})
             self._agreed.add(shapes)
 
     def _flag(self, was_nonfinite: Array | None) -> Array:
         """Places the flag of the step before; the first step gets one with the same sharding."""
         if was_nonfinite is not None:
             # Under a caller's explicit mesh the flag is on that mesh.
-            return jax.device_put(was_nonfinite, self.form.replicated)
-        return jax.make_array_from_callback((), self.form.replicated, lambda _: np.zeros((), bool))
+            return jax.device_put(was_nonfinite, self.state_layout.replicated)
+        return jax.make_array_from_callback(
+            (), self.state_layout.replicated, lambda _: np.zeros((), bool)
+        )
 
     @in_context_of_step
     def place(self, batch: Batch) -> Placed:
         """Puts a batch on the devices ahead of time, so that a later step does not wait for it."""
-        return self.layout.place(batch)
-
-    @in_context_of_step
-    def separation(self, batch: Batch) -> Separation:
-        """Returns in which view the gradients of such a batch are computed, and why.
-
-        Args:
-            batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.
-
-        Returns:
-            How the loss is computed from the parts of the batch; prints as a sentence.
-
-        Raises:
-            UnsupportedError: when the strategy needs every rank to compute the loss from its own
-                samples, and the loss couples samples.
-        """
-        replica = self.spec.replica(region=False)
-        return separation_of(replica, self.spec, self.layout.abstract(batch))
-
-    @in_context_of_step
-    def coupling(self, batch: Batch) -> str:
-        """Says what couples samples, so that other microbatches would change the loss; or "".
-
-        Args:
-            batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.
-        """
-        placed = self.layout.abstract(batch)
-        return self.spec.with_shared(placed.shared).separator.coupling(placed.arrays)
+        return self.batch_layout.place(batch)
 
     @readable_by_caller
     @in_context_of_step
@@ -416,9 +644,9 @@ class TrainStep:
             the metrics.
         """
         self._check(state)
-        placed = batch if isinstance(batch, Placed) else self.layout.place(batch)
-        grads, metrics = self._differentiate(state, placed)
-        return grads, self._report(metrics) if self._outer_steps else metrics
+        placed = batch if isinstance(batch, Placed) else self.batch_layout.place(batch)
+        grads, metrics = self.programs.gradients(state, placed)
+        return grads, self._report(metrics) if self.programs.outer_steps else metrics
 
     @readable_by_caller
     @in_context_of_step
@@ -441,12 +669,12 @@ class TrainStep:
         """
         self._check(state)
         state = averaged(state) if ema else state
-        layout = dataclasses.replace(self.layout, num_microbatches=1, logical_shards=1)
+        layout = dataclasses.replace(self.batch_layout, num_microbatches=1, logical_shards=1)
         if isinstance(batch, FilledBatch):
             return self._sums_of_samples(state, batch.samples, layout)
         can_place = layout.padding is not None or layout.num_processes > 1
         if can_place or samples_of(split_shared(batch)[0]) % layout.divisor == 0:
-            return self._evaluate(state, layout.place(batch))
+            return self.programs.evaluate(state, layout.place(batch))
         return self._sums_of_samples(state, batch, layout)
 
     def _sums_of_samples(
@@ -458,11 +686,13 @@ class TrainStep:
         ranks = layout.divisor
         samples = samples_of(split_shared(batch)[0])
         if samples % ranks and not self._adds_up(batch):
-            return self._evaluate(state, layout.place_whole(batch))
+            return self.programs.evaluate(state, layout.place_whole(batch))
         sums = []
         for piece in pieces(samples, ranks):
             rows = layout.rows_of(piece.samples, self.world)
-            sums.append(piece.once(self._evaluate(state, layout.place(piece.of(batch, rows)))))
+            sums.append(
+                piece.once(self.programs.evaluate(state, layout.place(piece.of(batch, rows))))
+            )
         return added(sums)
 
     def _adds_up(self, batch: Batch) -> bool:
@@ -470,8 +700,8 @@ class TrainStep:
         samples, shared = split_shared(batch)
         key = shape_key((shapes_of(samples), shapes_of(shared)))
         if key not in self._sums_of_parts:
-            spec = self.spec.together().with_shared(shared)
-            self._sums_of_parts[key] = adds_up(spec, samples)
+            plan = self.programs.evaluated.with_shared(shared)
+            self._sums_of_parts[key] = adds_up(plan, samples)
         return self._sums_of_parts[key]
 
     @readable_by_caller
@@ -499,12 +729,12 @@ class TrainStep:
         """
         self._check(state)
         state = averaged(state) if ema else state
-        if self.storage.rows is not None or self.form.padding is not None:
+        if self.storage.rows is not None or self.state_layout.padding is not None:
             # Rows are cut out of stacks, which needs device memory. With padding, the jitted
             # `values_of_rows` moves the state itself.
-            state = state if self.form.padding else self.on_device(state)
-            return self.parts.merge(*self.form.values_of_rows(state))
-        return self.parts.merge(*self.form.values(state))
+            state = state if self.state_layout.padding else self.on_device(state)
+            return self.parts.merge(*self.state_layout.values_of_rows(state))
+        return self.parts.merge(*self.state_layout.values(state))
 
     @in_context_of_step
     def lower(self, batch: Batch) -> jax.stages.Lowered:
@@ -517,197 +747,50 @@ class TrainStep:
             The lowered step; `.compile()` it to read its memory and collectives. It is the program
             that runs, and compiles with the same `compiler_options`.
         """
-        return self._lower(batch, 1)
+        return self.programs.lower(batch)
 
     @in_context_of_step
-    def lower_outer_steps(self) -> tuple[jax.stages.Lowered, ...]:
-        """Lowers the outer steps, in which replicas synchronize; one program per fragment.
-
-        Returns:
-            The lowered programs; empty if the strategy has no replicas that train independently.
-        """
-        return tuple(run.lower(self.form.placed_shapes) for run in self._outer_steps)
-
-    @in_context_of_step
-    def program(self, batch: Batch) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-        """Traces the step for a batch of shapes, without lowering it for any device.
-
-        Args:
-            batch: as for `lower`.
-
-        Returns:
-            The closed jaxpr over global arrays, and the shapes and shardings of its arguments: the
-            leaves of the state first, which it returns first, then those of the batch.
-        """
-        arguments = self._arguments(batch, 1)
-        return trace(self._step, arguments).jaxpr, jax.tree.leaves(arguments)
-
-    @in_context_of_step
-    def outer_step_programs(self) -> tuple[tuple[Any, list[jax.ShapeDtypeStruct]], ...]:
-        """Traces the outer steps, in which replicas synchronize; one program per fragment.
-
-        Returns:
-            As for `program`, with the state as the only argument; empty if the strategy has no
-            replicas that train independently.
-        """
-        state = self.form.placed_shapes
-        return tuple((run.trace(state).jaxpr, jax.tree.leaves(state)) for run in self._outer_steps)
-
-    @in_context_of_step
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: Batch, *, own_rows: bool = False) -> None:
         """Traces and lowers the step for a batch, without compiling or storing anything.
 
         The results are cached: a step on such a batch then only has to be compiled. In an abstract
         world it only traces.
 
         Args:
-            batch: as for `lower`.
+            batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.
+            own_rows: whether B counts the samples of this process alone, as for a step.
 
         Raises:
             AxonDistError: when the step cannot run on such a batch.
         """
+        count = self.batch_layout.num_processes if own_rows else 1
         if is_abstract(self.world):
-            trace(self._step, self._arguments(batch, 1))
+            self.programs.trace(batch, count)
         else:
-            self._lower(batch, 1)
-
-    @in_context_of_step
-    def check_rows(self, batch: Batch) -> None:
-        """As `check`, but takes the rows of this process, as a step does."""
-        self._lower(batch, self.layout.num_processes)
-
-    def _lower(self, batch: Batch, num_processes: int) -> jax.stages.Lowered:
-        traced = trace(self._step, self._arguments(batch, num_processes))
-        try:
-            return traced.lower()
-        except Exception as error:
-            raise UnsupportedError(
-                f"the traced step cannot be lowered for {self.world.backend} devices: {error}. "
-                "Trace the model alone for them, jax.jit(loss).lower(...), to find the operation, "
-                "and use another one or another precision"
-            ) from error
-
-    def _arguments(self, batch: Batch, num_processes: int) -> tuple[Any, Placed, Any]:
-        """Returns the arguments of the step as shapes."""
-        flag = jax.ShapeDtypeStruct((), bool, sharding=self.form.replicated)
-        placed = self.layout.abstract(batch, num_processes)
-        return self.form.placed_shapes, placed, flag if self._keeps_state else None
+            self.programs.lower(batch, count)
 
 
-def _on_stored(
-    run: Callable[[TrainState], TrainState], form: StateLayout
-) -> Callable[[TrainState], TrainState]:
-    """Turns a function of states without padding into one of stored states."""
-
-    # Profilers show a compiled program under the name of its function.
-    @functools.wraps(run)
-    def on_stored(state: TrainState) -> TrainState:
-        return form.padded(run(form.unpadded(state)))
-
-    return on_stored
+def _moved_to_inspect(function: Any) -> tuple[str, Callable[[TrainStep], Any]]:
+    return f"axon_dist.inspect.{function.__name__}", lambda step: functools.partial(function, step)
 
 
-class PortableForm:
-    """The canonical form of a step's states, which a step of any strategy can load.
-
-    Most strategies shard the model's own arrays, so their states are portable as they are. A
-    pipeline stores the blocks of its stages in rows: its parameters and optimizer state are
-    converted back to the model's form. They are then split over all mesh axes, so that no device
-    holds more than its share.
-
-    Args:
-        step: the step whose states are converted.
-
-    Example:
-        >>> import jax.numpy as jnp, optax
-        >>> from flax import nnx
-        >>> from axon_dist import World, build_train_step, ddp
-        >>> loss_fn = lambda model, batch: jnp.mean(model(batch["x"]))
-        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-        >>> step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp(), World.emulate(8))
-        >>> PortableForm(step).target.params["kernel"].shape
-        (2, 1)
-    """
-
-    @in_own_context
-    def __init__(self, step: TrainStep):
-        self._step = step
-        self.target: TrainState = step.form.placed_shapes
-        self._is_same = step.storage.rows is None
-        if self._is_same:
-            return
-        storage = step.storage
-        optimizer: Any = step.spec.stored.update.traced.optimizer
-        paths = step.parts.frozen_paths
-
-        def model_weights(params: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
-            return partition(storage.weights(params, frozen), paths)
-
-        def row_weights(params: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
-            return storage.store(combine(params, frozen))
-
-        to_model = functools.partial(_convert, model_weights, optimizer.state_to_model)
-        to_rows = functools.partial(_convert, row_weights, optimizer.state_from_model)
-        form = step.form
-        mesh = step.world.mesh
-        portable = jax.eval_shape(to_model, form.model_shapes)
-        places = shardings(LargestDim(tuple(mesh.axis_names)), portable, mesh)
-        padding = padding_of(portable, places)
-        padded = dataclasses.replace(places, padding=padding)
-        stored = dataclasses.replace(stored_shapes(portable, places), padding=padding)
-        self.target = jax.tree.map(placed_shape, stored, padded)
-
-        def from_rows(state: TrainState) -> TrainState:
-            converted = stored_tree(to_model(form.on_device(state)), places)
-            return dataclasses.replace(converted, padding=padding)
-
-        def into_rows(state: TrainState) -> TrainState:
-            converted = model_tree(dataclasses.replace(state, padding=None), portable, places)
-            return form.padded(to_rows(converted))
-
-        self._to_model = jax.jit(from_rows, out_shardings=padded)
-        self._to_rows = jax.jit(into_rows, out_shardings=step.state_shardings)
-
-    @in_own_context
-    def of(self, state: TrainState) -> TrainState:
-        """Returns the portable form of a state, which stays usable."""
-        return state if self._is_same else self._to_model(state)
-
-    @in_own_context
-    def with_weights(self, weights: PyTree, buffers: PyTree) -> TrainState:
-        """Builds the first state of a step that is not going to train, around other weights.
-
-        Args:
-            weights: trained and frozen parameters in the model's form, with the step's shardings.
-            buffers: the model's, on every device.
-        """
-        step = self._step
-        is_same = self._is_same
-        places = step.state_shardings
-        if is_same:
-            stored = step.storage.store(weights)
-        else:
-            stored = partition(weights, step.parts.frozen_paths)
-        state = step.form.state_from(stored, buffers, self.target.opt_state)
-        if is_same and step.form.padding is not None:
-            return jax.jit(step.form.padded, out_shardings=places)(state)
-        names = ("frozen", "buffers") if is_same else ("buffers",)
-        placed = {n: jax.device_put(getattr(state, n), getattr(places, n)) for n in names}
-        return self.take_up(dataclasses.replace(state, **placed))
-
-    @in_own_context
-    def take_up(self, portable: TrainState) -> TrainState:
-        """Converts a portable state to the step's form; the exact inverse of `of`."""
-        return portable if self._is_same else self._to_rows(portable)
-
-
-def _convert(
-    weights: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
-    opt_state: Callable[[PyTree], PyTree],
-    state: TrainState,
-) -> TrainState:
-    params, frozen = weights(state.params, state.frozen)
-    ema = None if state.ema is None else weights(state.ema, state.frozen)[0]
-    return dataclasses.replace(
-        state, params=params, frozen=frozen, ema=ema, opt_state=opt_state(state.opt_state)
-    )
+_OLD_NAMES: MappingProxyType[str, tuple[str, Callable[[TrainStep], Any]]] = MappingProxyType(
+    {
+        "lower_init": _moved_to_inspect(lower_init),
+        "lower_outer_steps": _moved_to_inspect(lower_outer_steps),
+        "program": _moved_to_inspect(trace_step),
+        "outer_step_programs": _moved_to_inspect(trace_outer_steps),
+        "separation": _moved_to_inspect(separation),
+        "coupling": _moved_to_inspect(coupling),
+        "check_rows": (
+            "TrainStep.check(batch, own_rows=True)",
+            lambda step: functools.partial(step.check, own_rows=True),
+        ),
+        "form": ("TrainStep.state_layout", lambda step: step.state_layout),
+        "layout": ("TrainStep.batch_layout", lambda step: step.batch_layout),
+        "idle_axes": ("axon_dist.step.idle_axes", lambda step: idle_axes(step.spec)),
+        "whole_bytes": ("TrainStep.whole", lambda step: whole_bytes(step.whole)),
+        "whole_summary": ("print(step)", lambda step: whole_summary(step.whole)),
+    }
+)
+"""Deprecated attributes of a `TrainStep` -> what replaces them, and its value for a step."""

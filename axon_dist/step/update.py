@@ -22,11 +22,12 @@ from .elastic import elastic_gradients, elastic_update, whole_norm
 from .global_view import global_gradients
 from .local_view import local_gradients
 from .objective import GradientArguments, GradientResult, evaluate
-from .options import LOSS_SCALE, StepOptions
+from .options import FLAG, LOSS_SCALE, StepOptions
 from .parts import MEAN_WEIGHT, SHARED, split_inputs
 from .pipeline_view import pipeline_gradients
+from .plan import StepPlan
 from .spec import StepSpec
-from .state import FLAG, TrainState
+from .state import TrainState
 
 AUXILIARY = "auxiliary"
 """The method of a model that returns what it adds to the loss."""
@@ -81,15 +82,6 @@ def average(decay: float, ema: PyTree, params: PyTree) -> PyTree:
         0.75
     """
     return jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype), ema, params)
-
-
-def wide_copy(params: PyTree) -> PyTree:
-    """Copies parameters to float32 or wider, in arrays of their own."""
-    # Half precision would round away the small increments of an average. The copy is needed
-    # because a step donates every array of its state: no two leaves may share one.
-    return jax.tree.map(
-        lambda p: jnp.array(p, jnp.promote_types(p.dtype, jnp.float32), copy=True), params
-    )
 
 
 def skip_overflow(
@@ -161,23 +153,23 @@ def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
     )
 
 
-def mean_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResult:
+def mean_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientResult:
     """Computes mean gradients in the view that the strategy needs.
 
     A loss that couples samples cannot be computed rank by rank, so it runs in global view. Only the
     traced program of a batch shows whether it does.
 
     Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
+        plan: the plan of the step.
         arguments: parameters, buffers, batch and scale.
 
     Returns:
         Gradients in stored form, sharded like their moments; metrics; and the new buffers.
     """
+    spec = plan.spec
     arguments = with_mean_weight(spec, arguments)
-    shared = arguments.buffers.get(SHARED)
-    spec = spec.with_shared(shared) if shared else spec
-    separation = spec.separator.of(arguments.batch)
+    plan = plan.with_shared(arguments.buffers.get(SHARED, {}))
+    separation = plan.separator.of(arguments.batch)
     if spec.strategy.pipeline is not None:
         view = pipeline_gradients
     elif spec.options.is_elastic:
@@ -185,8 +177,8 @@ def mean_gradients(spec: StepSpec, arguments: GradientArguments) -> GradientResu
     else:
         view = local_gradients if separation.is_per_rank and spec.is_local else global_gradients
     if separation.loss_fn is not spec.loss_fn:
-        spec = spec.with_loss(separation.loss_fn)
-    result = view(spec, arguments)
+        plan = plan.with_loss(separation.loss_fn)
+    result = view(plan, arguments)
     return result if separation.complete is None else separation.complete(result)
 
 
@@ -197,7 +189,7 @@ def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientAr
     of samples times their mean weight in the whole batch, which depends on the batch alone.
 
     Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
+        spec: what the step was given.
         arguments: parameters, buffers, batch and scale.
 
     Raises:
@@ -206,10 +198,11 @@ def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientAr
     is_cut = spec.num_microbatches > 1 or spec.options.is_elastic
     if not is_cut or not hasattr(spec.parts.abstract, AUXILIARY):
         return arguments
-    batch, shared = arguments.batch, arguments.buffers.get(SHARED, {})
+    batch = arguments.batch
+    shared = arguments.buffers.get(SHARED, {})
     if spec.num_microbatches > 1:
         batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-    parts = spec.with_shared(shared).parts
+    parts = dataclasses.replace(spec.parts, shared=shapes_of(shared))
 
     def weight_of(*inputs: PyTree) -> Array:
         return jnp.asarray(evaluate(parts, spec.loss_fn, *inputs).loss.weight, jnp.float32)
@@ -232,22 +225,23 @@ def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientAr
     return arguments._replace(buffers={**arguments.buffers, SHARED: shared})
 
 
-def unscaled_gradients(spec: StepSpec, state: TrainState, placed: Placed) -> GradientResult:
+def unscaled_gradients(plan: StepPlan, state: TrainState, placed: Placed) -> GradientResult:
     """Computes the gradients of a state's parameters, with any loss scale divided out.
 
     Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
+        plan: the plan of the step.
         state: a state in device memory.
         placed: the batch.
 
     Returns:
         Mean gradients in the dtypes of the parameters, metrics, and new buffers.
     """
+    spec = plan.spec
     scaler = spec.options.scaler
     scale = None if scaler is None else state.scaler.scale
     buffers = spec.parts.with_inputs(state.buffers, state.step, placed.shared)
     arguments = GradientArguments(state.params, state.frozen, buffers, placed.arrays, scale)
-    result = mean_gradients(spec, arguments)
+    result = mean_gradients(plan, arguments)
     grads = result.grads if scaler is None else scaler.unscale(result.grads, state.scaler)
     return result._replace(
         grads=jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params),
@@ -256,12 +250,12 @@ def unscaled_gradients(spec: StepSpec, state: TrainState, placed: Placed) -> Gra
 
 
 def one_step(
-    spec: StepSpec, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
+    plan: StepPlan, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
 ) -> tuple[TrainState, Metrics]:
     """Computes the next state.
 
     Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
+        plan: the plan of the step.
         state: a state in device memory.
         placed: the batch.
         was_nonfinite: the nonfinite flag of the step before.
@@ -269,17 +263,17 @@ def one_step(
     Returns:
         The next state, and metrics.
     """
-    options = spec.options
-    grads, metrics, buffers = unscaled_gradients(spec, state, placed)
-    norm_of = functools.partial(whole_norm, spec) if options.is_elastic else optax.tree.norm
+    options = plan.spec.options
+    grads, metrics, buffers = unscaled_gradients(plan, state, placed)
+    norm_of = functools.partial(whole_norm, plan.spec) if options.is_elastic else optax.tree.norm
     clipped, measured = clip(grads, options, norm_of)
     with jax.named_scope("optimizer"):
         if options.is_elastic:
             params, opt_state = elastic_update(
-                spec, clipped, state.opt_state, state.params, metrics["loss"]
+                plan, clipped, state.opt_state, state.params, metrics["loss"]
             )
         else:
-            updates, opt_state = spec.stored.update(
+            updates, opt_state = plan.stored.update(
                 clipped, state.opt_state, state.params, value=metrics["loss"]
             )
             params = optax.apply_updates(state.params, updates)

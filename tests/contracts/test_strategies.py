@@ -229,7 +229,7 @@ def check_odd(row: Row) -> None:
     tolerance = max(1e-5, 2 * rounding_of_adam(row, case, want)) if is_rough else 1e-5
     assert_trained_alike(step, case, want, tolerance=tolerance)
     # What a device holds is its share of the padded arrays, and of small ones all.
-    state = step.form.placed_shapes
+    state = step.state_layout.placed_shapes
     held = sum(map(shard_bytes, jax.tree.leaves((state.params, state.opt_state))))
     claimed = step.claims.params.bytes_per_device + step.claims.opt_state.bytes_per_device
     assert held == claimed

@@ -213,7 +213,7 @@ def test_every_public_function_and_class_pickles():
 
 
 def test_a_public_name_is_the_function_itself():
-    from axon_dist.step.build import build_train_step
+    from axon_dist.step.step import build_train_step
 
     assert axon_dist.build_train_step is axon_dist.step.build_train_step is build_train_step
 

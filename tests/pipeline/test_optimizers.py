@@ -16,8 +16,8 @@ from axon_dist.core.tree import is_key, leaves_with_paths
 from axon_dist.inspect import collectives
 from axon_dist.parallel import ddp, pipelined
 from axon_dist.sharding import optimizer_shardings, shardings
-from axon_dist.step.optimizer import optimizer_for
 from axon_dist.step.parts import split_model
+from axon_dist.step.plan import optimizer_for
 from axon_dist.step.storage import storage_of
 
 WIDTH, NUM_STEPS = 40, 3

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, fsdp
-from axon_dist.inspect import report
+from axon_dist.inspect import report, trace_step
 from axon_dist.mesh import abstract_world
 from axon_dist.mesh.chips import hardware
 from axon_dist.models import (
@@ -52,7 +52,7 @@ BATCH = {name: jax.ShapeDtypeStruct((2048, 256), jnp.float32) for name in "xy"}
 def read(world, names, platform, **options):
     strategy = compose(*(STRATEGIES[name](make, world) for name in names))
     step = build_train_step(make, optax.adam(1e-3), loss_fn, strategy, world, **options)
-    program, arguments = step.program(BATCH)
+    program, arguments = trace_step(step, BATCH)
     count = len(jax.tree.leaves(step.abstract_state))
     return step, read_program(program, arguments, count, dict(world.mesh.shape), platform)
 
@@ -149,7 +149,7 @@ def test_sums_of_experts_are_scattered_inside_a_node_and_added_between():
     strategy = fsdp("hybrid_shard", ("dp", "fsdp"), min_elements=1)
     step = build_train_step(model, optax.sgd(1.0), next_token_loss, strategy, world)
     batch = {"tokens": np.zeros((8, 17), np.int32)}
-    program, arguments = step.program(batch)
+    program, arguments = trace_step(step, batch)
     num_state = len(jax.tree.leaves(step.abstract_state))
     sends = read_program(program, arguments, num_state, dict(world.mesh.shape), "gpu").sends
     matrix = 4 * 64 * 64 * 4

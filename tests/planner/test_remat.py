@@ -23,7 +23,7 @@ from axon_dist.train.app.steps import build_step
 from axon_dist.train.app.summary import remat_line
 from axon_dist.train.config import RunConfig
 
-build_module = importlib.import_module("axon_dist.step.build")
+build_module = importlib.import_module("axon_dist.step.step")
 CONFIG = TransformerConfig(
     vocab_size=512, width=512, num_layers=4, num_heads=4, max_length=1024, scan_layers=True
 )

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 
 from axon_dist import World
+from axon_dist.inspect import lower_outer_steps
 from tests.repo.digest_cells import CELLS, Cell
 
 PINS = pathlib.Path(__file__).with_name("program_digests.json")
@@ -93,7 +94,7 @@ def _hash(text: str) -> str:
 def program_texts(cell: Cell) -> list[str]:
     """The lowered step of a cell, and what follows the steps after which replicas meet."""
     step = cell.build()
-    return [lowered.as_text() for lowered in (step.lower(cell.batch()), *step.lower_outer_steps())]
+    return [lowered.as_text() for lowered in (step.lower(cell.batch()), *lower_outer_steps(step))]
 
 
 def digest(cell: Cell) -> str:

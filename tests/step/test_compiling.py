@@ -26,7 +26,7 @@ from axon_dist import (
 from axon_dist.core.errors import ConfigError
 from axon_dist.mesh.chips import PIPELINED
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
-from axon_dist.step.spec import compiler_options
+from axon_dist.step.compiler import compiler_options
 
 GATHERS = next(name for name in PIPELINED if name.endswith("all_gather"))
 NAME = "xla_disable_hlo_passes"
@@ -70,7 +70,7 @@ def test_a_chip_brings_its_own_and_the_user_comes_last(world, chip):
 def test_sums_alone_have_options_of_their_own(chip, strategy, alone, monkeypatch):
     """Above those of the chip, below those of the user."""
     row = dataclasses.replace(chip, sums_only_options=((NAME, "dce"),))
-    monkeypatch.setattr("axon_dist.step.spec.relative_of", lambda mesh: row)
+    monkeypatch.setattr("axon_dist.step.compiler.relative_of", lambda mesh: row)
     world = World.emulate(8, "dp=4,tp=2" if "tensor" in strategy.name else "dp=8")
     make = lambda **options: build(world, strategy, **options).compiler_options
     assert make() == {NAME: "dce" if alone else "algsimp"}
@@ -90,7 +90,7 @@ def test_rings_over_positions_have_several_transfers_in_flight(
     chip, layers, axes, several, monkeypatch
 ):
     row = dataclasses.replace(chip, parallel_options=((NAME, "dce"),))
-    monkeypatch.setattr("axon_dist.step.spec.relative_of", lambda mesh: row)
+    monkeypatch.setattr("axon_dist.step.compiler.relative_of", lambda mesh: row)
     config = TransformerConfig(64, width=32, num_layers=1, num_heads=2)
     model, world = Transformer(config, rngs=nnx.Rngs(0)), World.emulate(8, axes)
     strategy = compose(ddp("dp"), layers)
@@ -112,7 +112,7 @@ def test_rings_over_positions_have_several_transfers_in_flight(
 def test_weights_that_are_whole_have_options_of_their_own(chip, strategy, whole, monkeypatch):
     """Above those of the chip, below those of sums alone."""
     row = dataclasses.replace(chip, no_gather_options=((NAME, "dce"),))
-    monkeypatch.setattr("axon_dist.step.spec.relative_of", lambda mesh: row)
+    monkeypatch.setattr("axon_dist.step.compiler.relative_of", lambda mesh: row)
     world = World.emulate(8, "dp=4,tp=2" if "tensor" in strategy.name else "dp=8")
     assert build(world, strategy).compiler_options == {NAME: "dce" if whole else "algsimp"}
     row = dataclasses.replace(row, sums_only_options=((NAME, "cse"),))
@@ -126,7 +126,7 @@ def test_what_the_compiler_does_not_know_of_a_chip_is_left_out_with_a_word(
     """An option that the user asks for is refused, also where the chip has it."""
     bogus = (("xla_bogus", True), ("xla_gone", 4))
     row = dataclasses.replace(chip, options=chip.options + bogus)
-    monkeypatch.setattr("axon_dist.step.spec.relative_of", lambda mesh: row)
+    monkeypatch.setattr("axon_dist.step.compiler.relative_of", lambda mesh: row)
     word = "emulated devices does not know xla_bogus, xla_gone, which the table of chips has"
     with pytest.warns(UserWarning, match=word):
         assert compiler_options(world) == {NAME: "algsimp"}
@@ -142,8 +142,8 @@ def test_every_program_of_the_step_is_compiled_with_them(world, chip):
         state, placed = step.init(), step.place(batch())
         programs = (
             step.lower(batch()),
-            step._evaluate.lower(state, placed),
-            step._differentiate.lower(state, placed),
+            step.programs.evaluate.lower(state, placed),
+            step.programs.gradients.lower(state, placed),
         )
         found[name] = [lowered.compile().as_text() for lowered in programs]
     assert all(one != other for one, other in zip(found["chip"], found["bare"], strict=True))
@@ -201,7 +201,7 @@ def test_wrong_options_are_refused_when_the_step_is_built(world, given, message)
 
 def test_deterministic_is_not_undone(world, monkeypatch):
     fixed = {"xla_cpu_enable_fast_math": False}
-    monkeypatch.setattr("axon_dist.step.spec.deterministic_options", lambda world, kind: fixed)
+    monkeypatch.setattr("axon_dist.step.compiler.deterministic_options", lambda world, kind: fixed)
     assert compiler_options(world, deterministic=True) == fixed
     assert compiler_options(world, {**fixed, NAME: "dce"}, deterministic=True) == {
         **fixed, NAME: "dce"

@@ -20,7 +20,7 @@ from axon_dist import (
     zero,
 )
 from axon_dist.core.errors import ConfigError
-from axon_dist.inspect import collectives, flops, target_devices
+from axon_dist.inspect import collectives, flops, separation, target_devices
 from axon_dist.mesh.chips import SINGLE_BUFFERED
 from axon_dist.mesh.targets import missing_compiler, target_options
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
@@ -146,7 +146,7 @@ def test_what_the_gpu_compiler_refuses_is_refused_when_the_step_is_built():
 def test_fused_attention_keeps_samples_apart():
     """Whose backward pass gives nothing to the arrays that it does without, in bfloat16."""
     tokens = jax.ShapeDtypeStruct((16, LENGTH + 1), jnp.int32)
-    assert str(build(accumulate=2, per="step").separation({"tokens": tokens})) == "per rank"
+    assert str(separation(build(accumulate=2, per="step"), {"tokens": tokens})) == "per rank"
 
 
 def test_adapters_on_a_frozen_base_send_two_thirds_and_keep_a_sixth():

@@ -10,7 +10,7 @@ from flax import nnx
 
 from axon_dist import Trainer, Weighted, World, build_train_step, ddp, zero
 from axon_dist.core.errors import ConfigError
-from axon_dist.step.global_view import WithArguments
+from axon_dist.step.evaluation import WithArguments
 from axon_dist.train.loop import LoopOptions
 
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)

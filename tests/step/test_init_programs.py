@@ -13,7 +13,7 @@ from axon_dist import World
 from axon_dist.core.tree import is_key, leaves_with_paths
 from axon_dist.models import Transformer, TransformerConfig
 from axon_dist.parallel import compose, ddp, fsdp, pipelined, tensor_parallel
-from axon_dist.step import build_train_step, state_form
+from axon_dist.step import build_train_step, layout
 from axon_dist.step.init_programs import InParts
 
 SIZES = {"width": 32, "num_layers": 2, "num_heads": 4, "ffn_width": 64, "max_length": 16}
@@ -101,7 +101,7 @@ class Recorded(InParts):
 def recorded(monkeypatch):
     """The programs of the first states that a test makes: of parameters, then of the rest."""
     monkeypatch.setattr(Recorded, "made", [])
-    monkeypatch.setattr(state_form, "InParts", Recorded)
+    monkeypatch.setattr(layout, "InParts", Recorded)
     return Recorded.made
 
 
@@ -119,8 +119,10 @@ def step_of(make, world, strategy, **options):
 def check_bits(step):
     """Compares a first state with the one of two whole programs."""
     state = step.init()
-    stored, buffers = step.form._factory({})
-    whole = jax.jit(step.form.state_from, out_shardings=step.state_shardings)(stored, buffers)
+    stored, buffers = step.state_layout._factory({})
+    whole = jax.jit(step.state_layout.state_from, out_shardings=step.state_shardings)(
+        stored, buffers
+    )
     mine, theirs = bits(state), bits(whole)
     assert mine.keys() == theirs.keys()
     for path, want in theirs.items():

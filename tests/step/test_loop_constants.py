@@ -14,6 +14,7 @@ from flax import nnx
 
 from axon_dist import build_train_step, compose, ddp
 from axon_dist.core.compat import inner_programs
+from axon_dist.inspect import trace_step
 from axon_dist.ir.walk import Literal, inners
 from axon_dist.mesh import abstract_world
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
@@ -79,5 +80,5 @@ def test_rings_and_pipelines_read_no_large_constant_in_every_turn(mesh, strategy
         lambda: Transformer(config, rngs=nnx.Rngs(0)),
         optax.sgd(0.1), next_token_loss, strategy, abstract_world(mesh, 8, "cpu"),
     )  # fmt: skip
-    closed, _ = step.program({"tokens": jax.ShapeDtypeStruct((16, LENGTH + 1), jnp.int32)})
+    closed, _ = trace_step(step, {"tokens": jax.ShapeDtypeStruct((16, LENGTH + 1), jnp.int32)})
     assert large(closed.jaxpr) == []

@@ -124,7 +124,7 @@ def test_the_state_before_is_held_bit_for_bit_without_asking_the_host(name):
     with pytest.warns(DeprecationWarning, match="held= is deprecated; use was_nonfinite="):
         state, metrics = step(state, placed[2], held=metrics["nonfinite"])
     assert bits(state) == before
-    assert step._step._cache_size() == 1
+    assert step.programs.step._cache_size() == 1
 
 
 def test_a_gradient_alone_is_enough():

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from axon_dist.step.model_changes import own_statistics, synchronise_statistics
+from axon_dist.step.statistics import own_statistics, synchronise_statistics
 
 X = jnp.asarray(np.float32(np.random.default_rng(0).normal(size=(16, 3))))
 

@@ -10,9 +10,8 @@ from flax import nnx
 
 from axon_dist import build_train_step, ddp
 from axon_dist.core.errors import ConfigError
-from axon_dist.step import StepOptions
+from axon_dist.step import Nonfinite, StepOptions
 from axon_dist.step.options import StepKeywords, options_of
-from axon_dist.step.state import Nonfinite
 
 
 def test_every_field_is_a_keyword():

@@ -100,7 +100,7 @@ def test_own_weights_stay_and_fillings_weigh_nothing():
     np.testing.assert_array_equal(placed["weight"], [0, 1, 2, 3, 4, 5, 0, 0])
     np.testing.assert_array_equal(placed["x"][6:], np.stack([batch_of(6)["x"][-1]] * 2))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(6))
-    assert step.layout.abstract(shapes).arrays["weight"].shape == (8,)
+    assert step.batch_layout.abstract(shapes).arrays["weight"].shape == (8,)
 
 
 @pytest.mark.parametrize(("samples", "count"), [(5, 4), (2, 4)])

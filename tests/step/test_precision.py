@@ -95,7 +95,7 @@ def operand_dtypes(jaxpr_text, primitive):
 )
 def test_matrix_products_are_computed_in_the_compute_dtype(precision, products):
     step = build(precision=precision)
-    text = str(step._step.trace(step.init(), step.place(batch_of())).jaxpr)
+    text = str(step.programs.step.trace(step.init(), step.place(batch_of())).jaxpr)
     assert operand_dtypes(text, "dot_general") == products
 
 

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, ddp
-from axon_dist.inspect import collectives, target_devices
+from axon_dist.inspect import collectives, target_devices, trace_step
 from axon_dist.ir.pieces import read_in_loops
 from axon_dist.ir.units import mark_units
 from axon_dist.mesh import abstract_world
@@ -75,7 +75,7 @@ def theory(step):
 def test_the_traced_step_sends_them_once(name, mesh):
     step = build(abstract_world(mesh, 4, "gpu"), name)
     shapes = {"x": jax.ShapeDtypeStruct(BATCH["x"].shape, jnp.float32)}
-    program, arguments = step.program(shapes)
+    program, arguments = trace_step(step, shapes)
     count = len(jax.tree.leaves(step.abstract_state))
     reading = read_program(program, arguments, count, dict(step.world.mesh.shape), "gpu")
     assert 0.98 * theory(step) <= reading.wire_bytes

@@ -32,9 +32,8 @@ from axon_dist.parallel import (
     zero,
 )
 from axon_dist.sharding import LargestDim
-from axon_dist.step import RULES
+from axon_dist.step import rules
 from axon_dist.step.guards import DeadlockGuard
-from axon_dist.step.rules import PIPELINE_RULES, REPLICA_RULES
 
 
 class Net(nnx.Module):
@@ -144,10 +143,6 @@ PP = "pp=2,dp=4"
 # name of the rule -> an example that breaks it, and a part of what is said
 EXAMPLES = {
     "options have possible values": (lambda: build(ddp(), accumulate=0), "accumulate is 0"),
-    "the compiler takes its options": (
-        lambda: build(ddp(), compiler_options={"xla_bogus": True}),
-        "No such compile option: 'xla_bogus'",
-    ),
     "the axes of the batch exist": (lambda: build(ddp("fsdp")), "'fsdp', which mesh dp=8 lacks"),
     "the axes of the layers exist": (
         lambda: build(tensor_parallel({"0": "column"})),
@@ -160,6 +155,15 @@ EXAMPLES = {
     "bits do not depend on how many ranks there are": (
         lambda: build(ddp(), deterministic="elastic", logical_shards=4),
         "cannot hold: logical_shards=4 do not divide over 8 ranks",
+    ),
+    "elastic updates work element by element": (
+        lambda: build(
+            ddp(),
+            optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+            deterministic="elastic",
+            logical_shards=8,
+        ),
+        "cannot hold: the optimizer does not work element by element",
     ),
     "buckets are of whole gradients": (
         lambda: build(zero(1, reduction=Reduction(bucket_capacity=9))),
@@ -300,9 +304,12 @@ EXAMPLES = {
 }
 
 
-# What cannot be made has its sentence where it is made; of these a rule has the options made early.
-OPTIONS = "the compiler takes its options"
+# What cannot be made has its sentence where it is made.
 MADE = {
+    "the compiler takes its options": (
+        lambda: build(ddp(), compiler_options={"xla_bogus": True}),
+        "No such compile option: 'xla_bogus'",
+    ),
     "the optimizer takes the parameters": (
         lambda: build(ddp(), optimizer=raising()),
         r"cannot work on the parameters of the model: 'nothing' \(KeyError\)",
@@ -379,7 +386,15 @@ def test_what_cannot_be_unrolled(run, said):
         run()
 
 
-NAMES = list(dict.fromkeys(rule.name for rule in (*RULES, *PIPELINE_RULES, *REPLICA_RULES)))
+TABLES = (
+    "RULES",
+    "PIPELINE_RULES",
+    "REPLICA_RULES",
+    "PLAN_RULES",
+    "PIPELINE_PLAN_RULES",
+    "REPLICA_PLAN_RULES",
+)
+NAMES = list(dict.fromkeys(rule.name for table in TABLES for rule in getattr(rules, table)))
 
 
 @pytest.mark.parametrize("rule", NAMES)
@@ -391,16 +406,16 @@ def test_every_rule_is_broken_by_its_example(rule):
 
 def test_names_are_those_of_the_rules():
     assert sorted(EXAMPLES) == sorted(NAMES)
-    for rules in (RULES, PIPELINE_RULES, REPLICA_RULES):
-        assert len(rules) == len({rule.name for rule in rules})
+    for table in TABLES:
+        names = [rule.name for rule in getattr(rules, table)]
+        assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != OPTIONS])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_nothing_else_says_what_a_rule_says(name, monkeypatch):
-    tables = {"RULES": RULES, "PIPELINE_RULES": PIPELINE_RULES, "REPLICA_RULES": REPLICA_RULES}
-    for table, rules in tables.items():
-        kept = tuple(rule for rule in rules if rule.name != name)
-        monkeypatch.setattr(f"axon_dist.step.rules.{table}", kept)
+    for table in TABLES:
+        kept = tuple(rule for rule in getattr(rules, table) if rule.name != name)
+        monkeypatch.setattr(rules, table, kept)
     run, said = EXAMPLES[name]
     heard = ""
     try:
@@ -543,7 +558,7 @@ def test_what_was_checked_is_not_traced_again(world):
     seen = len(traces)
     assert seen
     step(step.init(), batch)
-    step.check_rows(batch)
+    step.check(batch, own_rows=True)
     assert len(traces) == seen
 
 

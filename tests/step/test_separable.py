@@ -12,6 +12,7 @@ from flax import nnx
 
 from axon_dist import Weighted, World, build_train_step, ddp, per_sample
 from axon_dist.core.errors import ConfigError, UnsupportedError
+from axon_dist.inspect import separation
 from axon_dist.models import (
     ExpertConfig,
     ResNet,
@@ -23,10 +24,10 @@ from axon_dist.models import (
     classification_loss,
     next_token_loss,
 )
-from axon_dist.parallel import keep_samples_apart
+from axon_dist.parallel import mark_experts_per_sample
 from axon_dist.proof.lattice import Use
-from axon_dist.step.loss_traces import Traces
 from axon_dist.step.parts import split_model
+from axon_dist.step.separation import Traces
 
 from ..contracts.models import CASES, token_batch, transformer
 from ..contracts.reference import assert_close, train
@@ -48,7 +49,7 @@ def test_the_models_of_the_contracts_are_separable(name):
 def test_experts_are_separable_where_they_count_the_tokens_of_all_ranks():
     config = ExpertConfig(count=4, z_loss=0.1, bias_rate=0.1)
     make = lambda: transformer(experts=config, vocab_size=32)
-    traces = Traces(split_model(make)[0], next_token_loss, keep_samples_apart)
+    traces = Traces(split_model(make)[0], next_token_loss, mark_experts_per_sample)
     apart = traces.use(token_batch(0), (2, 6))
     assert apart.coupled == ""
     assert apart.loss.kind is Use.WEIGHTED
@@ -113,7 +114,7 @@ def test_batch_norm_of_a_bridged_model_runs_in_global_view():
     case = dataclasses.replace(CASES["linen"], make=make, loss_fn=loss_fn)
     world = World.emulate(2, "dp=2")
     step = build_train_step(make(), optax.sgd(0.1), loss_fn, ddp(), world, accumulate=2)
-    assert str(step.separation(case.batch(0))).startswith("global view, because the loss")
+    assert str(separation(step, case.batch(0))).startswith("global view, because the loss")
     want = train(case, optax.sgd(0.1), 1, accumulate=2)
     state, metrics = step(step.init(), case.batch(0))
     assert float(metrics["loss"]) == pytest.approx(want.losses[0], rel=1e-5)
@@ -141,13 +142,13 @@ def test_nothing_is_looked_at_where_nothing_is_cut():
         return case.loss_fn(model, batch)
 
     step = build_train_step(case.make(), optax.sgd(0.1), loss_fn, ddp(), World.emulate(4, "dp=4"))
-    assert str(step.separation(case.batch(0))) == "global view"
+    assert str(separation(step, case.batch(0))) == "global view"
     assert calls == []
     cut = build_train_step(
         case.make(), optax.sgd(0.1), loss_fn, ddp(), World.emulate(4, "dp=4"), accumulate=2
     )
-    first = cut.separation(case.batch(0))
-    assert cut.separation(case.batch(1)) is first
+    first = separation(cut, case.batch(0))
+    assert separation(cut, case.batch(1)) is first
     assert calls == [32, 4]
 
 
@@ -191,8 +192,8 @@ def test_what_the_microbatches_find_is_averaged_where_that_is_said():
     case = CASES["mlp"]
     spread = lambda m, b: jnp.std(m(b["x"]) - b["y"])
     with pytest.raises(UnsupportedError, match=r"2 microbatches of 16 samples do not .*=False\)"):
-        split_in(2, spread).separation(case.batch(0))
-    said = split_in(2, spread, separable=False).separation(case.batch(0))
+        separation(split_in(2, spread), case.batch(0))
+    said = separation(split_in(2, spread, separable=False), case.batch(0))
     assert "averaged over microbatches" in str(said)
 
 
@@ -203,12 +204,12 @@ def test_a_loss_that_wants_the_whole_batch_is_not_cut(strategy):
     with pytest.raises(
         UnsupportedError, match=r"cannot be computed of a microbatch, which has 16 s"
     ):
-        split_in(2, fixed, strategy=strategy).separation(case.batch(0))
+        separation(split_in(2, fixed, strategy=strategy), case.batch(0))
     with pytest.raises(ZeroDivisionError):  # The user's own, whatever the samples.
-        split_in(2, lambda m, b: 1 / 0, strategy=strategy).separation(case.batch(0))
+        separation(split_in(2, lambda m, b: 1 / 0, strategy=strategy), case.batch(0))
     wrong = lambda m, b: m(b["x"]) @ b["nothing"]
     with pytest.raises(ConfigError, match=r"looks up .nothing."):
-        split_in(1, wrong, strategy=ddp(bucket_capacity=64)).separation(case.batch(0))
+        separation(split_in(1, wrong, strategy=ddp(bucket_capacity=64)), case.batch(0))
 
 
 def test_numbers_of_python_in_a_program_are_read():
@@ -219,7 +220,7 @@ def test_numbers_of_python_in_a_program_are_read():
         (m(b["x"]) - b["y"]) ** 2 * jax.random.poisson(key, 2.0, b["y"].shape)
     )
     with pytest.raises(UnsupportedError, match="2 microbatches of 16 samples do not give"):
-        split_in(2, noisy).separation(case.batch(0))
+        separation(split_in(2, noisy), case.batch(0))
 
 
 def test_a_marked_function_draws_nothing():
@@ -229,7 +230,7 @@ def test_a_marked_function_draws_nothing():
     with pytest.raises(
         UnsupportedError, match=r"draws random numbers \(`random_.*draw them before"
     ):
-        split_in(1, noisy, strategy=ddp(bucket_capacity=64)).separation(case.batch(0))
+        separation(split_in(1, noisy, strategy=ddp(bucket_capacity=64)), case.batch(0))
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -240,10 +241,10 @@ def test_a_weight_that_moves_with_the_parameters_is_refused(held):
     loss_fn = lambda m, b: Weighted(jnp.sum((m(b["x"]) - b["y"]) ** 2), sure(m, b))
     step = split_in(2, loss_fn)
     if held:
-        assert str(step.separation(case.batch(0))) == "per rank"
+        assert str(separation(step, case.batch(0))) == "per rank"
     else:
         with pytest.raises(UnsupportedError, match=r"the weight of the loss depends on the param"):
-            step.separation(case.batch(0))
+            separation(step, case.batch(0))
 
 
 @pytest.mark.parametrize("value", [{"b": 1.0}, "high", None])
@@ -251,7 +252,7 @@ def test_metrics_are_numbers(value):
     case = CASES["mlp"]
     loss_fn = lambda m, b: (jnp.mean(m(b["x"])), {"a": value})
     with pytest.raises(ConfigError, match=r"a metric 'a' that is a \w+; it must be a scalar. Give"):
-        split_in(2, loss_fn).separation(case.batch(0))
+        separation(split_in(2, loss_fn), case.batch(0))
 
 
 @pytest.mark.sample("ddp0")
@@ -268,7 +269,7 @@ def test_unequal_weights_beside_statistics_of_all_ranks(strategy):
     step = build_train_step(
         case.make(), optax.sgd(0.1), loss_fn, strategy, World.emulate(4, "dp=4"), accumulate=2
     )
-    assert str(step.separation(case.batch(0))) == "per rank"
+    assert str(separation(step, case.batch(0))) == "per rank"
     want = train(case, optax.sgd(0.1), 2, accumulate=2)
     state = step.init()
     for number in range(2):
@@ -414,4 +415,4 @@ def test_a_loss_of_sums_is_not_blamed_for_a_metric(strategy):
         return jnp.sqrt(jnp.mean(squares)), {"spread": jnp.std(squares[:, 0])}
 
     with pytest.raises(UnsupportedError, match=r"the metric 'spread' .*\(test_separable.py:"):
-        split_in(2, loss_fn, strategy=strategy).separation(case.batch(0))
+        separation(split_in(2, loss_fn, strategy=strategy), case.batch(0))

@@ -9,6 +9,7 @@ from flax import nnx
 
 from axon_dist import Shared, Weighted, build_train_step, compose, ddp, fsdp, pipelined
 from axon_dist.core.errors import ConfigError
+from axon_dist.inspect import separation
 from axon_dist.step.batch import split_shared
 from tests.one_device import trained
 
@@ -87,7 +88,7 @@ def test_what_samples_share_is_whole_on_every_rank(axes, strategy, options, coun
 
 def test_the_loss_is_still_seen_to_be_one_of_its_samples(make_world):
     step = build_train_step(Net, optax.sgd(0.1), loss_fn, ddp(), make_world("dp=4"), accumulate=2)
-    assert step.separation(batch_of()).is_per_rank
+    assert separation(step, batch_of()).is_per_rank
 
 
 def test_what_has_no_name_is_refused():

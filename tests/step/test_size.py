@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import ActivationCheckpointing, World, build_train_step, compose
+from axon_dist.inspect import trace_step
 from axon_dist.ir.walk import equations
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import STRATEGIES
@@ -57,7 +58,7 @@ def test_stacked_layers_cost_nothing_more(mesh, names):
     sizes = []
     for layers in (2, 32):
         step = make(layers, True, mesh, names)
-        program, _ = step.program(BATCH)
+        program, _ = trace_step(step, BATCH)
         lowered = step.lower(BATCH).as_text()
         sizes.append((sum(1 for _ in equations(program.jaxpr)), len(re.findall("\n", lowered))))
     assert sizes[0] == sizes[1]
@@ -82,7 +83,7 @@ def test_each_layer_of_a_list_costs_the_same(mesh, names):
     strategies = {"ddp": {}, **names} if mesh == "pp=2" else names
 
     def run(layers):
-        make(layers, False, world, strategies).program(BATCH)
+        trace_step(make(layers, False, world, strategies), BATCH)
 
     run(2)  # what is done once in a process
     few, some, many = (calls_of(lambda layers=layers: run(layers)) for layers in (4, 8, 16))

@@ -13,7 +13,7 @@ from flax import nnx
 from axon_dist import World, build_train_step, compose, ddp
 from axon_dist.checkpoint import load_checkpoint, save_checkpoint, target_of
 from axon_dist.core.errors import AxonDistError
-from axon_dist.inspect import collectives
+from axon_dist.inspect import collectives, lower_outer_steps
 from axon_dist.parallel import Strategy, diloco, fsdp, pipelined
 from axon_dist.sharding import LargestDim
 from axon_dist.step import PortableForm
@@ -69,15 +69,15 @@ def test_no_byte_of_a_step_crosses_the_axis_and_a_meeting_sends_the_formula():
         assert inner.by_link().keys() == {"fast"}
         assert set(inner.by_axis()) == {"fsdp"}
         outer_steps = [
-            collectives(lowered.compile(), step.world.mesh) for lowered in step.lower_outer_steps()
+            collectives(lowered.compile(), step.world.mesh) for lowered in lower_outer_steps(step)
         ]
         sent = [ledger.total_wire_bytes(axis="nodes") for ledger in outer_steps]
         assert len(sent) == slow.get("fragments", 1)
         assert all(sent)
         assert [ledger.by_link()["slow"] for ledger in outer_steps] == sent
-        assert sum(sent) == Outer(step.spec).wire_bytes()
+        assert sum(sent) == Outer(step.plan).wire_bytes()
     # Half of every kernel and whole biases, 2(R-1)/R times four bytes each.
-    assert Outer(step_of(4).spec).wire_bytes() == 4 * 3 * (16 * 8 + 16)
+    assert Outer(step_of(4).plan).wire_bytes() == 4 * 3 * (16 * 8 + 16)
 
 
 @pytest.mark.full

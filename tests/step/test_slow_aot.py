@@ -15,7 +15,7 @@ from axon_dist import (
     fsdp,
     tensor_parallel,
 )
-from axon_dist.inspect import collectives, target_devices
+from axon_dist.inspect import collectives, lower_outer_steps, target_devices
 from axon_dist.mesh.targets import missing_compiler
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import diloco
@@ -64,14 +64,14 @@ def test_a_step_sends_nothing_between_nodes(within):
 def test_a_meeting_sends_the_formula_over_the_slow_axis_alone(compress):
     step = build("fsdp", compress=compress, fragments=2)
     ledgers = [
-        collectives(lowered.compile(), step.world.mesh) for lowered in step.lower_outer_steps()
+        collectives(lowered.compile(), step.world.mesh) for lowered in lower_outer_steps(step)
     ]
     sent = [ledger.by_link()["slow"] for ledger in ledgers]
-    want = Outer(step.spec).wire_bytes()
+    want = Outer(step.plan).wire_bytes()
     assert sum(sent) == pytest.approx(want, rel=0.002)
     assert {row.axis for ledger in ledgers for row in ledger} == {"nodes"}
     # Halves of the parameters, as far as a table of embeddings lets itself be halved.
     assert max(sent) < 0.75 * sum(sent)
-    params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(step.spec.stored.params))
+    params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(step.plan.stored.params))
     each = 4.0 if compress is None else 1 + 4 / 256
     assert want == pytest.approx(2 * 7 / 8 * each * params / 8, rel=0.002)

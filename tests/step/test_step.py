@@ -19,12 +19,13 @@ from axon_dist.core.errors import (
     StrategyConflictError,
     UnsupportedError,
 )
-from axon_dist.inspect import bytes_per_device, memory
+from axon_dist.inspect import bytes_per_device, lower_init, memory, separation
 from axon_dist.models import MLP
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import TransformerAutoWrapPolicy
+from axon_dist.step import idle_axes
+from axon_dist.step.layout import StateLayout
 from axon_dist.step.parts import split_model
-from axon_dist.step.state_form import StateLayout
 
 WIDTH = 16
 
@@ -341,7 +342,7 @@ def test_a_birth_takes_a_share_and_no_more_than_one_block(world):
             return x
 
     step = build(world, lambda: Wide(nnx.Rngs(0)), zero(3))
-    drawn = memory(step.lower_init().compile())
+    drawn = memory(lower_init(step).compile())
     block = 4 * (256 * 256 + 256)
     share = 3 * 8 * block / 8
     assert drawn.outputs <= 1.05 * share / 3
@@ -349,9 +350,9 @@ def test_a_birth_takes_a_share_and_no_more_than_one_block(world):
     assert bytes_per_device(step.init().params) <= drawn.outputs
 
 
-def test_a_module_is_already_born(world):
+def test_a_module_is_initialized_already(world):
     with pytest.raises(ConfigError, match=r"given a module, whose arrays exist; give .* function"):
-        build(world, make_mlp()).lower_init()
+        lower_init(build(world, make_mlp()))
 
 
 @pytest.mark.full
@@ -398,7 +399,7 @@ def test_a_state_that_breaks_the_claim_is_an_error(world, field, title):
     places = dataclasses.replace(
         step.state_shardings, **{field: jax.tree.map(lambda x: x.sharding, whole)}
     )
-    form = StateLayout(step.spec, split_model(make_mlp())[1])
+    form = StateLayout(step.plan, split_model(make_mlp())[1])
     form.__dict__["places"] = places
     with pytest.raises(ClaimError, match=rf"{title} under zero3"):
         form.init({})
@@ -531,8 +532,25 @@ def test_recomputing_changes_no_gradient(kept, remat):
 def test_a_step_says_what_it_is_and_which_axes_nothing_splits():
     world = World.emulate(4, "dp=2,tp=2")
     step = build(world, accumulate=2)
-    assert step.idle_axes == ("tp",)
+    assert idle_axes(step.spec) == ("tp",)
     assert repr(step) == (
         "TrainStep(ddp on mesh dp=2,tp=2 of 4 emulated devices, 2 microbatches, "
         "no strategy uses axis 'tp')"
     )
+
+
+def test_old_names_of_a_step_warn_and_do_the_same(world):
+    step = build(world)
+    batch = batch_of()
+    with pytest.warns(DeprecationWarning, match=r"TrainStep.layout .*use TrainStep.batch_layout"):
+        assert step.layout is step.batch_layout
+    with pytest.warns(DeprecationWarning, match=r"use axon_dist.inspect.separation"):
+        assert str(step.separation(batch)) == str(separation(step, batch)) == "global view"
+    with pytest.warns(DeprecationWarning, match=r"use axon_dist.inspect.lower_outer_steps"):
+        assert step.lower_outer_steps() == ()
+    with pytest.warns(DeprecationWarning, match=r"use TrainStep.check\(batch, own_rows=True\)"):
+        step.check_rows(batch)
+    with pytest.warns(DeprecationWarning, match=r"use print\(step\)"):
+        assert step.whole_summary == ""
+    with pytest.raises(AttributeError, match="a TrainStep has no attribute 'lowers'"):
+        getattr(step, "low" + "ers")

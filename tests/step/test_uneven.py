@@ -12,7 +12,7 @@ from flax import nnx
 from axon_dist import LoopOptions, Trainer, Weighted, World, build_train_step, ddp
 from axon_dist.core.weighted import FilledBatch
 from axon_dist.data import Loader, Sequences
-from axon_dist.step.uneven import pieces
+from axon_dist.step.evaluation import pieces
 
 WIDTH = 4
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from axon_dist import GradScaler
+from axon_dist.step import Nonfinite, TrainState
 from axon_dist.step.options import StepOptions
-from axon_dist.step.state import Nonfinite, TrainState
 from axon_dist.step.update import are_finite, clip, skip_overflow, undo_nonfinite
 
 GRADS = {"a": jnp.asarray(np.float32([3, 0])), "b": jnp.asarray(np.float32([[4]]))}

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import AxonDistError, ConfigError
-from axon_dist.inspect import Report
+from axon_dist.inspect import Report, trace_outer_steps
 from axon_dist.ir.loop_rule import LoopChoice
 from axon_dist.mesh import World, abstract_world
 from axon_dist.mesh.chips import MOST_DEVICES, Hardware, hardware, machine_of
@@ -435,7 +435,7 @@ def _with_outer_step(
         return time, 0.0
     readings = [
         read_program(program, arguments, len(arguments), reading.mesh, search.platform)
-        for program, arguments in step.outer_step_programs()
+        for program, arguments in trace_outer_steps(step)
     ]
     # Nothing else runs during an outer step.
     waits = [one.step_time(search.hardware, search.work.policy.compute) for one in readings]

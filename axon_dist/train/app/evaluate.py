@@ -291,7 +291,7 @@ def _placed_model(checkpoint: Place, config: RunConfig, world: World) -> nnx.Mod
     parts = dataclasses.replace(step.parts, int8={})
     precision = step.strategy.precision
     weights, buffers = load_arrays(checkpoint, parts, shardings, replicated)
-    model = parts.merge(step.spec.changes.cast(weights), buffers)
+    model = parts.merge(step.plan.changes.cast(weights), buffers)
     return autocast(model, precision) if precision is not None and precision.is_mixed else model
 
 

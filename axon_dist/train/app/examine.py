@@ -18,7 +18,7 @@ from axon_dist.core.files import as_place
 from axon_dist.core.plain_yaml import to_yaml
 from axon_dist.core.tree import bytes_per_device, num_bytes
 from axon_dist.core.words import byte_size, plural, si
-from axon_dist.inspect import Report, report, target_devices
+from axon_dist.inspect import Report, lower_outer_steps, report, target_devices
 from axon_dist.mesh import MeshSpec, Target, World, parse_target, prepare_environment
 from axon_dist.planner import read_step
 from axon_dist.step import Claims, TrainStep
@@ -105,7 +105,7 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     line = ". ".join(filter(None, lines)) or None
     parameters = parameters_of(step.parts)
     outer_steps = tuple(
-        report(lowered.compile(), world.mesh) for lowered in step.lower_outer_steps()
+        report(lowered.compile(), world.mesh) for lowered in lower_outer_steps(step)
     )
     slow = step.strategy.slow
     return Examination(
@@ -181,7 +181,7 @@ def memory_by_category(run: Run, step_report: Report) -> dict[str, int]:
         run: the run.
         step_report: the report of its compiled step.
     """
-    state = run.step.form.placed_shapes
+    state = run.step.state_layout.placed_shapes
     memory = step_report.memory
     kinds = {}
     for name, label in _KINDS.items():

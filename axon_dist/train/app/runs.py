@@ -15,6 +15,7 @@ import jax
 
 from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.data import Loader, standard_library_files
+from axon_dist.inspect import coupling
 from axon_dist.launch import ELASTIC, PLANNED
 from axon_dist.launch.environment import parse_count
 from axon_dist.mesh import World, agree, build_mesh
@@ -262,7 +263,7 @@ def build_run(config: RunConfig) -> Run:
     world = build_world(config)
     step, note = step_for(config, world)
     check_memory(config, step)
-    parts = step.layout.num_microbatches
+    parts = step.batch_layout.num_microbatches
     loader = build_loader(config, world, step.strategy.batch_axes, parts)
     step.check(abstract_batch(config))
     sets = {}
@@ -321,7 +322,7 @@ def step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:
         return step, ""
     missing = f"{present} of {planned} processes: "
     # More microbatches would change the results of a loss that couples the samples of a batch.
-    if why := step.coupling(abstract_batch(config)):
+    if why := coupling(step, abstract_batch(config)):
         return step, (
             f"{missing}each device holds more of the global batch at a time, because {why}, and "
             "more microbatches would change that"

@@ -19,7 +19,7 @@ from flax.traverse_util import empty_node, flatten_dict
 from axon_dist.core.errors import ConfigError, warn
 from axon_dist.core.files import host_memory
 from axon_dist.core.typing import Batch, LossFn, OptionValue
-from axon_dist.inspect import bytes_per_device, memory
+from axon_dist.inspect import bytes_per_device, memory, separation
 from axon_dist.launch import Timeouts
 from axon_dist.mesh import World, agree, self_test
 from axon_dist.models.formats import NATIVE_NAME, format_of
@@ -142,7 +142,7 @@ def build_step(
     _check_batch(config, step)
     if trains:
         warn_of_vanishing(config, step)
-        step.separation(abstract_batch(config))
+        separation(step, abstract_batch(config))
     return step
 
 
@@ -234,11 +234,11 @@ def what_is_trained(config: RunConfig) -> dict[str, Any]:
 
 def _check_batch(config: RunConfig, step: TrainStep) -> None:
     batch = config.train.global_batch
-    divisor = step.layout.divisor
+    divisor = step.batch_layout.divisor
     if batch % divisor:
         raise ConfigError(
             f"train.global_batch: got {batch} samples, which do not divide over mesh "
-            f"{step.world.spec} with num_microbatches={step.layout.num_microbatches}; "
+            f"{step.world.spec} with num_microbatches={step.batch_layout.num_microbatches}; "
             f"make it a multiple of {divisor}, such as {-(-batch // divisor) * divisor}"
         )
 
@@ -287,7 +287,7 @@ def check_memory(config: RunConfig, step: TrainStep) -> None:
             that of the host.
     """
     world = step.world
-    each = bytes_per_device(step.form.placed_shapes, None)
+    each = bytes_per_device(step.state_layout.placed_shapes, None)
     local = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
     if world.is_cpu:
         # The devices of a CPU process share the memory of the host.

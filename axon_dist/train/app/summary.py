@@ -20,7 +20,7 @@ from axon_dist.optim import matrices
 from axon_dist.parallel import ContextMode
 from axon_dist.planner import AUTO, read_step, usable_bytes
 from axon_dist.planner.reading import LADDER, recomputing_line
-from axon_dist.step import ModelSpec, TrainStep, leaves_remat_open
+from axon_dist.step import ModelSpec, TrainStep, idle_axes, leaves_remat_open
 from axon_dist.train.loop import TrainResult
 
 from ..config import Decaying, RunConfig, abstract_batch
@@ -44,7 +44,7 @@ def opening_lines(run: Run) -> list[str]:
         *(
             f"no strategy uses axis {axis} of the mesh: its {run.world.mesh.shape[axis]} "
             "ranks compute the same (a list composes strategies, as in parallel: [ddp, tensor])"
-            for axis in run.step.idle_axes
+            for axis in idle_axes(run.step.spec)
         ),
         *filter(None, [attention_line(run.config, run.step)]),
         *map(str, run.step.loop_choices),

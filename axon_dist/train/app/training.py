@@ -406,7 +406,7 @@ def advice(run: Run) -> list[str]:
             f"a device holds {byte_size(share)} of {byte_size(total)} of the train state: split "
             "it, parallel=full_shard"
         )
-    rows = config.train.global_batch // run.step.layout.divisor
+    rows = config.train.global_batch // run.step.batch_layout.divisor
     if rows > 1:
         more = config.train.accumulate * next(k for k in range(2, rows + 1) if rows % k == 0)
         clauses.append(f"take less at a time, train.accumulate={more}")

@@ -74,7 +74,7 @@ def train_replicas(
     averages: dict[str, Any] = {}
     for number, batch in enumerate(batches):
         for replica in range(count):
-            share = _share(batch, replica, count, step.layout.num_microbatches)
+            share = _share(batch, replica, count, step.batch_layout.num_microbatches)
             states[replica], metrics = alone(states[replica], share)
             for name in COMPARED:
                 total = averages.setdefault(metric_of(name, number), 0.0)
@@ -256,7 +256,7 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
         )
     step = build_step(config, world, _optimizer(), COMPARED, slow=synchronizing_soon)
     check_memory(config, step)
-    alone = _one_device(config, world, step.layout.num_microbatches)
+    alone = _one_device(config, world, step.batch_layout.num_microbatches)
     train_alone = _train if step.strategy.slow is None else functools.partial(train_replicas, step)
     # By default, accelerators multiply float32 with fewer bits.
     with jax.default_matmul_precision("highest"):

@@ -186,7 +186,7 @@ class Trainer:
             with self.progress.phase("initializing"), sheet.on(INITIALIZE):
                 batches, first = self._first_batch()
                 if state is None:
-                    self.step.check_rows(first)
+                    self.step.check(first, own_rows=True)
                     state = self.step.init()
                 record = self._record(state, tell, sheet)
             if record.step >= options.num_steps:

@@ -10,6 +10,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from axon_dist.inspect import coupling
 from axon_dist.mesh import World
 from axon_dist.parallel import ddp
 from axon_dist.train import build_train_step
@@ -77,6 +78,6 @@ def test_what_couples_samples_is_named(norm, loss, words):
     model = Normed(nnx.Rngs(0), norm)
     loss_fn = lambda model, batch: loss(model(batch["x"]))
     step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp(), world)
-    found = step.coupling({"x": shape})
+    found = coupling(step, {"x": shape})
     assert words.lower() in found.lower()
     assert bool(found) == bool(words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +38,21 @@ from ..sharding.padding import (
 )
 from .batch import Placed
 from .init_programs import IN_FLIGHT, InParts
-from .model_changes import buffer_partition, mean_buffers, stack_buffers
 from .objective import GradientResult
 from .parts import ModelSpec, Source
+from .plan import StepPlan
+from .separation import Separation
 from .spec import StepSpec
-from .state import TrainState
-from .update import one_step, unscaled_gradients, wide_copy
+from .state import TrainState, wide_copy
+from .statistics import buffer_partition, mean_buffers, stack_buffers
+
+RunGradients: TypeAlias = Callable[[StepPlan, TrainState, Placed], GradientResult]
+"""Computes the gradients of a state in device memory, with any loss scale divided out."""
+
+RunStep: TypeAlias = Callable[
+    [StepPlan, TrainState, Placed, Array | None], tuple[TrainState, Metrics]
+]
+"""(plan, state in device memory, batch, nonfinite flag) -> the next state and metrics."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,12 +159,13 @@ class StateLayout:
     """The layout of a step's `TrainState`, how it is initialized and updated, and its model.
 
     Args:
-        spec: the definition of the step.
+        plan: the plan of the step.
         source: where the first values of its model come from.
         strategy: shards trained parameters and their moments; None for that of the stored form.
 
     Attributes:
-        spec: the definition of the step.
+        plan: the plan of the step.
+        spec: what the step was given.
         source: where the first values of its model come from.
         replicated: the sharding of what every device holds whole.
         reported: the sharding of a step's metrics.
@@ -169,11 +179,13 @@ class StateLayout:
         outer_steps: the outer steps of replicas that train independently; empty without them.
     """
 
-    def __init__(self, spec: StepSpec, source: Source, strategy: Strategy | None = None):
+    def __init__(self, plan: StepPlan, source: Source, strategy: Strategy | None = None):
+        spec = plan.spec
+        self.plan = plan
         self.spec = spec
         self.source = source
         parts = spec.parts
-        stored = spec.stored
+        stored = plan.stored
         mesh = spec.mesh
         self.replicated = self.reported = NamedSharding(mesh, PartitionSpec())
         self.outer_steps: tuple[Callable[[TrainState], TrainState], ...] = ()
@@ -268,15 +280,41 @@ class StateLayout:
         buffers = map_with_path(gather, state.buffers)
         return dataclasses.replace(state, buffers=buffers)
 
-    def gradients(self, state: TrainState, placed: Placed) -> GradientResult:
-        """Computes the gradients of a state's parameters, with any loss scale divided out."""
-        return unscaled_gradients(self.spec, state, placed)
+    def separation(self, placed: Placed) -> Separation:
+        """Finds out how the loss of a batch is computed from the losses of its parts.
+
+        Args:
+            placed: the batch, arrays or shapes.
+        """
+        return self.plan.with_shared(placed.shared).separator.of(placed.arrays)
+
+    @property
+    def separations(self) -> tuple[Separation, ...]:
+        """What was found for the batch shapes seen so far."""
+        return self.plan.separator.found
+
+    def gradients(self, run: RunGradients, state: TrainState, placed: Placed) -> GradientResult:
+        """Computes the gradients of a state's parameters.
+
+        Args:
+            run: `unscaled_gradients`.
+            state: a state in device memory.
+            placed: the batch.
+        """
+        return run(self.plan, state, placed)
 
     def step(
-        self, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
+        self, run: RunStep, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
     ) -> tuple[TrainState, Metrics]:
-        """Computes the next state from one in device memory."""
-        return one_step(self.spec, state, placed, was_nonfinite)
+        """Computes the next state.
+
+        Args:
+            run: `one_step`.
+            state: a state in device memory.
+            placed: the batch.
+            was_nonfinite: the nonfinite flag of the step before.
+        """
+        return run(self.plan, state, placed, was_nonfinite)
 
     def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Returns the stored trained parameters and the buffers of a state's model."""
@@ -285,7 +323,7 @@ class StateLayout:
     def values(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Returns a state's parameters, trained and frozen, and buffers, in the model's form."""
         params, buffers = self.model_of(state)
-        return self.spec.stored.storage.weights(params, state.frozen), buffers
+        return self.plan.stored.storage.weights(params, state.frozen), buffers
 
     @cached_property
     def values_of_rows(self) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
@@ -306,7 +344,7 @@ class StateLayout:
     def arguments(self, state: TrainState, shared: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the weights and buffers that a forward pass takes, from a state and a batch."""
         params, buffers = self.model_of(state)
-        weights = self.spec.stored.storage.forward(params, state.frozen)
+        weights = self.plan.stored.storage.forward(params, state.frozen)
         return weights, self.spec.parts.with_inputs(buffers, state.step, shared)
 
     @cached_property
@@ -317,8 +355,9 @@ class StateLayout:
         arrays, these are split over all axes of the mesh instead. A dim that the state pads is
         split over as many axes as divide it.
         """
-        parts, mesh = self.spec.parts, self.spec.mesh
-        if self.spec.stored.storage.rows is None:
+        parts = self.spec.parts
+        mesh = self.spec.mesh
+        if self.plan.stored.storage.rows is None:
             places = combine(*self._stored)
         else:
             places = shardings(LargestDim(tuple(mesh.axis_names)), parts.weights, mesh)
@@ -332,7 +371,7 @@ class StateLayout:
         """Returns the arrays of `weight_targets` with the values of a state."""
         targets = self.weight_targets
         values = self.values
-        if self.spec.stored.storage.rows is not None or self.padding is not None:
+        if self.plan.stored.storage.rows is not None or self.padding is not None:
             values = self._placed_values
         arrays = {path: leaf for tree in values(state) for path, leaf in leaves_with_paths(tree)}
         return {path: arrays[path] for path in targets}
@@ -357,7 +396,7 @@ class StateLayout:
             params, buffers = self.source.arrays or ({}, {})
             if world.num_processes > 1:
                 agree(world, "parameters of the model", checksums(params))
-            stored = self.spec.stored.storage.store(params)
+            stored = self.plan.stored.storage.store(params)
             stored = put(stored_tree(stored, self._stored), self._stored)
             buffers = jax.device_put(buffers, self.replicated)
         else:
@@ -370,7 +409,7 @@ class StateLayout:
             first = (state.params, state.frozen)
             # With rows, the trained and the frozen blocks of a row have the same path in both
             # trees, which cannot be combined then.
-            can_combine = self.spec.stored.storage.rows is None
+            can_combine = self.plan.stored.storage.rows is None
             agree(world, "first parameters", checksums(combine(*first) if can_combine else first))
         self.claims.check(state)
         return state
@@ -405,7 +444,7 @@ class StateLayout:
             buffers = stack_buffers(buffers, spec.reduction, spec.num_ranks)
         step = jnp.zeros((), jnp.int32)
         if opt_state is None:
-            opt_state = spec.stored.update.traced.optimizer.init(params)
+            opt_state = self.plan.stored.update.traced.optimizer.init(params)
         return TrainState(
             step=step,
             params=params,
@@ -418,7 +457,7 @@ class StateLayout:
 
     def _first(self, stored: tuple[PyTree, PyTree], buffers: PyTree) -> TrainState:
         """Builds the first state, padded, from stored parameters."""
-        shapes = self.spec.stored.params, self.spec.stored.frozen
+        shapes = self.plan.stored.params, self.plan.stored.frozen
         return self.padded(self.state_from(model_tree(stored, shapes, self._stored), buffers))
 
     @property
@@ -427,7 +466,7 @@ class StateLayout:
 
         Rows of a pipeline, int8 weights and padded arrays are not.
         """
-        is_unchanged = self.spec.stored.storage.rows is None and not self.spec.parts.int8
+        is_unchanged = self.plan.stored.storage.rows is None and not self.spec.parts.int8
         return is_unchanged and self.padding is None
 
     def _first_stored(self, replacing: dict[Path, Array]) -> tuple[Any, PyTree]:
@@ -436,7 +475,7 @@ class StateLayout:
         weights, buffers = map_with_path(
             lambda path, x: replacing.get(path.partition("/")[2], x), make()
         )
-        stored = self.spec.stored.storage.store(weights)
+        stored = self.plan.stored.storage.store(weights)
         return stored_tree(stored, self._stored), buffers
 
     @cached_property

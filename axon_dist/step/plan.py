@@ -1,0 +1,244 @@
+"""`StepPlan`: what follows from a `StepSpec`, computed once when the step is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from ..core.tree import combine
+from ..core.typing import LossFn, OptionValue, Path, PyTree
+from ..ir.loop_rule import GATHERED_BLOCKS, LoopChoice, LoopCost, LoopRule
+from ..mesh import relative_of
+from ..pipeline import UnstackedOptimizer
+from ..pipeline.optimizer import StagedOptimizer
+from ..sharding import Replicate, shardings
+from .compiler import compiler_options
+from .model_changes import ModelChanges
+from .optimizer import DistributedUpdate, Update, trace_update
+from .options import AUTO
+from .parts import ModelSpec
+from .separation import Separator
+from .spec import StepSpec
+from .storage import Storage, storage_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stored:
+    """The parameters and the optimizer of a step, in the form that the state has.
+
+    Args:
+        storage: how the state stores the parameters.
+        params: the shapes of the stored trained parameters.
+        frozen: the shapes of the stored frozen parameters.
+        owners: the shardings of the reduced gradients, which are those of their moments.
+        update: the optimizer, which distributes its work on whole matrices over devices.
+    """
+
+    storage: Storage
+    params: PyTree
+    frozen: PyTree
+    owners: PyTree
+    update: DistributedUpdate
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepPlan:
+    """How a step runs what it was given.
+
+    Args:
+        spec: what the step was given.
+        compiler_options: the compiler options of its programs.
+        stored: the parameters and the optimizer in the form that the state has.
+        changes: the changes to the model where the compiler, or each rank, runs all of it.
+        separator: finds out for each batch shape whether ranks may compute the loss on their own.
+        loop_choices: which blocks run as a loop; filled whenever the step is traced.
+    """
+
+    spec: StepSpec
+    compiler_options: Mapping[str, OptionValue]
+    stored: Stored
+    changes: ModelChanges
+    separator: Separator
+    loop_choices: dict[LoopChoice, None]
+
+    def with_loss(self, loss_fn: LossFn) -> StepPlan:
+        """Returns the same step with another loss for the parts of a batch, such as a weighted one.
+
+        The separator stays: its results are about the user's loss.
+        """
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, loss_fn=loss_fn))
+
+    def with_shared(self, shared: PyTree) -> StepPlan:
+        """Returns the same step for batches that have more than their samples.
+
+        Args:
+            shared: nested dict of arrays or shapes; {} for nothing.
+        """
+        if not shared:
+            return self
+        separator = self.separator.with_shared(shared)
+        spec = dataclasses.replace(self.spec, parts=separator.parts)
+        return dataclasses.replace(self, spec=spec, separator=separator)
+
+
+def plan_step(spec: StepSpec, whole: StepPlan | None = None) -> StepPlan:
+    """Plans a step.
+
+    Args:
+        spec: what the step was given.
+        whole: the plan of the step that this one is a part of, as one of several replicas is; it
+            has the same compiler options, and records the same choices of loops.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: when the optimizer or the compiler's options are not valid for this step.
+        UnsupportedError: when the model cannot be cut into the stages of a pipeline, or a pipeline
+            cannot run the optimizer.
+        ScheduleError: when there are fewer blocks than stages.
+    """
+    if whole is None:
+        given = spec.options.compiler_options
+        deterministic = spec.options.deterministic
+        options = compiler_options(spec.world, given, deterministic, spec.strategy)
+        choices: dict[LoopChoice, None] = {}
+    else:
+        options = whole.compiler_options
+        choices = whole.loop_choices
+    stored = stored_form(spec)
+    changes = changes_of_model(spec, choices)
+    separator = Separator(spec, changes.prepare)
+    return StepPlan(spec, options, stored, changes, separator, choices)
+
+
+def stored_form(spec: StepSpec) -> Stored:
+    """Finds the parameters and the optimizer of a step in the form that the state has."""
+    parts = spec.parts
+    storage = storage_of(parts, spec.strategy, spec.loss_fn, spec.batch)
+    optimizer, storage, update = optimizer_for(spec.optimizer, parts, storage, spec.mesh)
+    params, frozen = jax.eval_shape(storage.store, parts.weights)
+    # Stages whose blocks are partly trained have trained and frozen rows at the same paths.
+    shapes = combine(params, frozen) if storage.rows is None else params
+    storage = dataclasses.replace(storage, shapes=shapes)
+    policies = storage.strategy
+    distributed = DistributedUpdate(
+        Update.of(optimizer, params) if update is None else update,
+        policies.params,
+        policies.opt_state,
+        spec.mesh,
+    )
+    owners = shardings(policies.opt_state, params, spec.mesh)
+    return Stored(storage, params, frozen, owners, distributed)
+
+
+def optimizer_for(
+    optimizer: optax.GradientTransformation, parts: ModelSpec, storage: Storage, mesh: Mesh
+) -> tuple[Any, Storage, Update | None]:
+    """Returns the optimizer for the stored form of a model's parameters.
+
+    Args:
+        optimizer: the user's optimizer.
+        parts: the model's structure, and the shapes of its parameters and buffers.
+        storage: the stored form of its parameters.
+        mesh: names and sizes of the axes, over all devices.
+
+    Returns:
+        The optimizer; the storage, which knows which leaves of the optimizer's state are rows; and
+        the traced update, if the parameters are stored in the model's own form.
+
+    Raises:
+        ConfigError: when the optimizer cannot work on the parameters; it gives the reason.
+        UnsupportedError: when a pipeline cannot run it; it names the leaf and the operation.
+    """
+    update = trace_update(optax.with_extra_args_support(optimizer), parts)
+    fitting = update.optimizer
+    pipeline = storage.strategy.pipeline
+    if storage.rows is None or pipeline is None:
+        return fitting, storage, update
+    if storage.stacks.depths:
+        fitting = UnstackedOptimizer(fitting, storage.stacks, parts.params)
+    staged = StagedOptimizer(fitting, storage.rows.trained, mesh, pipeline.axis)
+    # Which leaves of the optimizer's state are rows.
+    policy: Any = storage.strategy.opt_state
+    policy = dataclasses.replace(policy, state_rows=staged.state_form.row_paths)
+    strategy = dataclasses.replace(storage.strategy, opt_state=policy)
+    return staged, dataclasses.replace(storage, strategy=strategy), None
+
+
+def units_of(spec: StepSpec) -> frozenset[Path]:
+    """Returns the paths of the modules that are gathered, freed, recomputed or looped as one."""
+    strategy = _strategy_of_whole_model(spec)
+    is_split = strategy.splits or bool(spec.parts.int8)
+    if is_split or strategy.remat is not None or spec.options.scan_layers is True:
+        return strategy.units(spec.parts.abstract)
+    return frozenset()
+
+
+def changes_of_model(spec: StepSpec, choices: dict[LoopChoice, None]) -> ModelChanges:
+    """Returns the changes to the model where the compiler, or each rank, runs all of it.
+
+    Args:
+        spec: what the step was given.
+        choices: records which blocks run as a loop.
+    """
+    strategy = _strategy_of_whole_model(spec)
+    return ModelChanges(strategy, spec.parts, units_of(spec), loop_rule(spec, choices))
+
+
+def _strategy_of_whole_model(spec: StepSpec) -> Any:
+    strategy = spec.strategy
+    if strategy.pipeline is not None:
+        # Of a step with a pipeline, only evaluations run the whole model: they recompute nothing.
+        strategy = dataclasses.replace(strategy, remat=None)
+    if spec.options.is_elastic:
+        # Weights are gathered before the model runs, so blocks do not gather their own.
+        strategy = dataclasses.replace(strategy, params=Replicate(), opt_state=Replicate())
+    return strategy
+
+
+def loop_rule(spec: StepSpec, choices: dict[LoopChoice, None]) -> LoopRule:
+    """Returns the rule for which chains of blocks run as a loop.
+
+    Args:
+        spec: what the step was given.
+        choices: records what the rule decides.
+    """
+    options = spec.options
+
+    def record(choice: LoopChoice) -> None:
+        choices[choice] = None
+
+    if options.scan_layers != AUTO:
+        most = 1 if options.scan_layers else sys.maxsize
+        return LoopRule(most, f"scan_layers={options.scan_layers} says so", tell=record)
+    if options.unroll is not None:
+        return LoopRule(options.unroll, f"unroll={options.unroll} says so", tell=record)
+    cost, why = _loop_cost(spec)
+    return LoopRule(why=why, cost=cost, tell=record)
+
+
+def _loop_cost(spec: StepSpec) -> tuple[LoopCost | None, str]:
+    """Returns the cost of a loop over blocks here, or None and why it is not known."""
+    if spec.world.is_cpu:
+        return None, "CPUs spend more on compiling than a loop takes"
+    chip = relative_of(spec.world.mesh)
+    if chip is None or not chip.block_seconds:
+        return None, "what a loop costs on these devices is not known"
+    strategy = spec.strategy
+    if strategy.layers and spec.mesh.size > 1:
+        # Loops were not measured against unrolled blocks that send around rings or to experts.
+        return None, f"what a loop costs under {strategy.name} is not known"
+    # Inside `shard_map` the traced shapes are those of one rank already.
+    num_shares = 1 if spec.is_local else spec.num_ranks
+    cost = LoopCost(chip.memory_bandwidth, chip.block_seconds, "cuda", num_shares)
+    if not strategy.keeps_weights_whole and spec.mesh.size > 1:
+        most = GATHERED_BLOCKS
+        cost = dataclasses.replace(cost, most=most, loop_blocks=most)
+    return cost, ""
