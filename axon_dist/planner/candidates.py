@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any
@@ -239,7 +240,7 @@ class Candidate:
         ep: ranks that split the experts and also the batch.
         tp: ranks of tensor parallelism.
         replicas: how many copies of all these there are, over slow links.
-        apart: how the replicas train between outer steps; None where there is only one.
+        slow_replicas: how the replicas train between outer steps; None if there is only one.
         num_microbatches: microbatches per step on a rank.
         remat: whether the blocks are recomputed in the backward pass.
         sequence: whether tensor parallelism splits positions between its products.
@@ -264,7 +265,7 @@ class Candidate:
     ep: int = 1
     tp: int = 1
     replicas: int = 1
-    apart: SlowReplicas | None = None
+    slow_replicas: SlowReplicas | None = None
     num_microbatches: int = 1
     remat: bool = False
     sequence: bool = False
@@ -284,10 +285,10 @@ class Candidate:
         PipelineSchedule(self.schedule)
         for field in (*AXES, "replicas", "num_microbatches"):
             COUNT.check("Candidate", field, getattr(self, field))
-        if (self.replicas > 1) != (self.apart is not None):
+        if (self.replicas > 1) != (self.slow_replicas is not None):
             raise ConfigError(
-                f"got replicas={self.replicas} and apart={self.apart}; replicas over slow links "
-                "need a SlowReplicas, which says when they synchronize; one replica needs none",
+                f"got replicas={self.replicas} and slow_replicas={self.slow_replicas}; several "
+                "replicas need a SlowReplicas, which says when they synchronize; one needs none",
                 code="replicas-need-sync",
             )
         if self.strategy == "hybrid_shard" and 1 in (self.dp, self.fsdp):
@@ -297,9 +298,16 @@ class Candidate:
             )
 
     @property
+    def apart(self) -> SlowReplicas | None:
+        """The deprecated name of `slow_replicas`."""
+        text = "Candidate.apart is deprecated; use slow_replicas"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return self.slow_replicas
+
+    @property
     def name(self) -> str:
         """The combined parallelisms, such as `"pp + tp + full_shard"`."""
-        parts = [] if self.apart is None else [self.apart.strategy]
+        parts = [] if self.slow_replicas is None else [self.slow_replicas.strategy]
         parts += [a for a in AXES if a not in ("dp", "fsdp") and getattr(self, a) > 1]
         if self.shard_ranks > 1 or not parts[self.replicas > 1 :]:
             parts.append(self.strategy)
@@ -325,8 +333,8 @@ class Candidate:
         """The axes larger than 1, outer to inner, with at least one data axis."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
         axes = {a: n for a, n in sizes.items() if n > 1 or (a == "dp" and self.shard_ranks == 1)}
-        if self.apart is not None:
-            axes = {self.apart.axis: self.replicas, **axes}
+        if self.slow_replicas is not None:
+            axes = {self.slow_replicas.axis: self.replicas, **axes}
         return MeshSpec(axes)
 
     def to_config(self) -> JsonDict:
@@ -337,9 +345,14 @@ class Candidate:
             {'mesh': {'fsdp': 8}, 'parallel': {'full_shard': {}}, 'remat': {'interval': 1}}
         """
         parallel: JsonDict = {self.strategy: {}}
-        if self.apart is not None:
-            on_nodes = {} if self.apart.axis == "nodes" else {"axis": self.apart.axis}
-            parallel = {self.apart.strategy: {"every": self.apart.every, **on_nodes}, **parallel}
+        if self.slow_replicas is not None:
+            on_nodes = (
+                {} if self.slow_replicas.axis == "nodes" else {"axis": self.slow_replicas.axis}
+            )
+            parallel = {
+                self.slow_replicas.strategy: {"every": self.slow_replicas.every, **on_nodes},
+                **parallel,
+            }
         if self.cp > 1:
             parallel["context"] = {}
         if self.ep > 1:
@@ -357,7 +370,7 @@ class Candidate:
         train: JsonDict = {}
         if self.pp == 1 and self.num_microbatches > 1:
             train["accumulate"] = self.num_microbatches
-        if self.apart is not None:
+        if self.slow_replicas is not None:
             # Stopping at a non-finite step would have to reach all replicas in that same step.
             train["nonfinite"] = "skip"
         if train:
@@ -392,7 +405,7 @@ def candidates(
     work: Workload,
     num_devices: int,
     hardware: Hardware,
-    apart: SlowReplicas | None = None,
+    slow_replicas: SlowReplicas | None = None,
     replicas: int = 1,
 ) -> Iterator[Candidate]:
     """Yields the candidates whose sizes divide the devices, the experts and the batch.
@@ -406,19 +419,20 @@ def candidates(
         work: the model and its batch.
         num_devices: the number of devices, all of which are used.
         hardware: gives the number of devices per node.
-        apart: how replicas over slow links train between outer steps; None for a single model.
+        slow_replicas: how replicas over slow links train between outer steps; None for a single
+            model.
         replicas: the number of replicas.
 
     Yields:
         Candidates over `num_devices`; none unless the replicas divide both them and the batch.
     """
-    if apart is not None:
+    if slow_replicas is not None:
         if replicas > 1 and not (num_devices % replicas or work.global_batch % replicas):
             share = dataclasses.replace(work, global_batch=work.global_batch // replicas)
             for one in candidates(share, num_devices // replicas, hardware):
                 # Pipelines are not supported inside replicas that train independently.
                 if one.pp == 1:
-                    yield dataclasses.replace(one, apart=apart, replicas=replicas)
+                    yield dataclasses.replace(one, slow_replicas=slow_replicas, replicas=replicas)
         return
     sizes = divisors(num_devices)
     experts = [size for size in sizes if work.num_experts % size == 0]
@@ -492,7 +506,8 @@ def _with_microbatches(base: Candidate, local: int, num_layers: int) -> Candidat
         return base
     counts = divisors(local)
     count = next((n for n in counts if n >= _MICROBATCHES_PER_STAGE * base.pp), counts[-1])
-    best, least = base.schedule, math.inf
+    best = base.schedule
+    least = math.inf
     for name in PipelineSchedule:
         try:
             chunks = build_schedule(name, base.pp, min(count, 2 * base.pp)).num_stages // base.pp
@@ -500,5 +515,6 @@ def _with_microbatches(base: Candidate, local: int, num_layers: int) -> Candidat
         except ScheduleError:  # The schedule does not support these sizes.
             continue
         if num_layers % (base.pp * chunks) == 0 and idle < least:
-            best, least = name, idle
+            best = name
+            least = idle
     return dataclasses.replace(base, num_microbatches=count, schedule=best)

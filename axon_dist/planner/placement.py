@@ -93,7 +93,7 @@ def placed(equation: JaxprEqn, operands: Sequence[Splits]) -> list[ResultLayout]
     return [(splits, summed - union(splits)) for splits in results]
 
 
-SPLIT_ALIKE = frozenset({Role.PASSES, Role.ALONG, Role.JOINED, Role.INDEXED})
+SPLIT_TOGETHER = frozenset({Role.PASSES, Role.ALONG, Role.JOINED, Role.INDEXED})
 """Along these factors a result is split like the operands."""
 
 ADDED_UP = frozenset({Role.SUMMED, Role.INDEXED})
@@ -117,7 +117,7 @@ def _axes(rule: Factors, operands: Sequence[Splits], is_first: bool) -> list[Axe
 
 
 def _split(rule: Factors, numbers: Sequence[int], axes_of: Sequence[Axes]) -> Axes:
-    return union(axes_of[number] for number in numbers if rule.roles[number] in SPLIT_ALIKE)
+    return union(axes_of[number] for number in numbers if rule.roles[number] in SPLIT_TOGETHER)
 
 
 def _constrained(equation: JaxprEqn, operand: Splits) -> Splits:
@@ -473,7 +473,8 @@ def product_dims(
     ]
     first = len(batch_dims)
     after = first + len(operands[0].shape) - first - len(left)
-    rows, columns = math.prod(sizes[first:after]), math.prod(sizes[after:])
+    rows = math.prod(sizes[first:after])
+    columns = math.prod(sizes[after:])
     batch = math.prod(sizes[:first])
     return ProductDims(
         kind="product",

@@ -16,11 +16,11 @@ from axon_dist.train.config import RunConfig, build_strategy
         ({"strategy": "hybrid_shard", "dp": 2, "fsdp": 4}, "hybrid_shard", "dp=2,fsdp=4"),
         ({"dp": 2, "ep": 4}, "ep + ddp", "dp=2,ep=4"),
         ({"ep": 8}, "ep", "dp=1,ep=8"),
-        ({"replicas": 2, "apart": SlowReplicas(), "dp": 4}, "diloco + ddp", "nodes=2,dp=4"),
+        ({"replicas": 2, "slow_replicas": SlowReplicas(), "dp": 4}, "diloco + ddp", "nodes=2,dp=4"),
         (
             {
                 "replicas": 2,
-                "apart": SlowReplicas("local_sgd", 8, "pods"),
+                "slow_replicas": SlowReplicas("local_sgd", 8, "pods"),
                 "strategy": "fsdp",
                 "fsdp": 2,
             },
@@ -47,7 +47,7 @@ def test_names_and_meshes(sizes, name, mesh):
         candidate_for("full_shard", 4, tp=2, sequence=True),
         candidate_for("full_shard", 2, pp=2, tp=2, num_microbatches=4),
         candidate_for(
-            "full_shard", 4, replicas=2, apart=SlowReplicas(every=20), num_microbatches=2
+            "full_shard", 4, replicas=2, slow_replicas=SlowReplicas(every=20), num_microbatches=2
         ),
     ],
     ids=lambda candidate: candidate.name,
@@ -60,7 +60,7 @@ def test_the_lines_of_a_config_are_read_by_the_config(candidate, make_world):
     strategy = build_strategy(config.parallel, None, world) if candidate.tp == 1 else None
     if strategy is not None:
         assert strategy.name.split(" + ")[-1] == candidate.strategy
-        assert (strategy.slow is None) == (candidate.apart is None)
+        assert (strategy.slow is None) == (candidate.slow_replicas is None)
     pipeline = config.parallel.get("pipeline", {})
     count = pipeline.get("num_microbatches", config.train.accumulate)
     assert count == candidate.num_microbatches
@@ -75,7 +75,7 @@ def test_the_lines_of_a_config_are_read_by_the_config(candidate, make_world):
         ({"ep": 0}, "Candidate got ep=0, an int; give a whole number, at least 1"),
         (
             {"replicas": 2},
-            "got replicas=2 and apart=None; replicas over slow links need a SlowReplicas",
+            "got replicas=2 and slow_replicas=None; several replicas need a SlowReplicas",
         ),
         ({"strategy": "hybrid_shard", "fsdp": 8}, "dp=1 and fsdp=8; .* or take full_shard"),
     ],
@@ -96,3 +96,9 @@ def test_impossible_candidates(fields, message):
 def test_replicas_that_cannot_be(given, message):
     with pytest.raises(ConfigError, match=message):
         SlowReplicas(*given)
+
+
+def test_the_old_name_of_slow_replicas_warns():
+    candidate = Candidate(replicas=2, slow_replicas=SlowReplicas(), dp=4)
+    with pytest.warns(DeprecationWarning, match="Candidate.apart is deprecated"):
+        assert candidate.apart is candidate.slow_replicas

@@ -392,7 +392,9 @@ def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan |
             if plan is None:
                 refused.setdefault(one.name, str(error))
             return plan
-        time, sent = _with_outer_step(_time(reading, one, search), step, reading, search, one.apart)
+        time, sent = _with_outer_step(
+            _time(reading, one, search), step, reading, search, one.slow_replicas
+        )
         share = search.work.useful_flops / one.num_devices
         plan = ReadPlan(
             one,

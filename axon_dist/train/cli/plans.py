@@ -251,7 +251,7 @@ def _print_lines(plan: ReadPlan, console: Console) -> None:
     console.print("\nLines of a config:", style="bold")
     plain = plan.config.to_dict()
     lines = {**plan.candidate.to_config(), "parallel": plain["parallel"]}
-    if plan.changed is not None and plan.candidate.apart is None:
+    if plan.changed is not None and plan.candidate.slow_replicas is None:
         lines["precision"] = plain["precision"]
     console.print(to_yaml(lines), end="")
 
