@@ -258,6 +258,41 @@ def options_of(thing: Callable[..., object]) -> dict[str, Option]:
     return {n: Option(hints[n], default) for n, default in defaults.items() if n not in excluded}
 
 
+def meanings_of(thing: Callable[..., object]) -> dict[str, str]:
+    """Returns the documentation of each argument, from the docstrings of a function or class.
+
+    For a class, the docstrings of its bases count, too.
+
+    Example:
+        >>> meanings_of(Option)["hint"]
+        'its type, with what `Annotated` adds to it.'
+    """
+    meanings: dict[str, str] = {}
+    for one in reversed(getattr(thing, "__mro__", (thing,))):
+        meanings.update(_documented(one))
+    return meanings
+
+
+def _documented(thing: Callable[..., object]) -> dict[str, str]:
+    """Returns the entries of a docstring's `Args`, by name."""
+    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", _docstring(thing), re.MULTILINE)
+    entries = re.findall(
+        r"^    (\w+): (.*(?:\n        .*)*)", section[1] if section else "", re.MULTILINE
+    )
+    # None in Python is null in YAML.
+    plain = {name: " ".join(words.split()) for name, words in entries}
+    return {name: re.sub(r"\bNone\b", "null", words) for name, words in plain.items()}
+
+
+def first_sentence(thing: Callable[..., object]) -> str:
+    """Returns the first paragraph of a docstring, on one line."""
+    return " ".join(_docstring(thing).split("\n\n")[0].split())
+
+
+def _docstring(thing: Callable[..., object]) -> str:
+    return inspect.cleandoc(inspect.unwrap(thing).__doc__ or "")
+
+
 def _says_missing(path: str, name: str) -> str:
     return f"{_join(path, name)}: missing, and it has no default; set it"
 
