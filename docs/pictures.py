@@ -1,4 +1,4 @@
-"""Draws what each device stores under a strategy, as SVG: `python docs/pictures.py full_shard`."""
+"""Draws what each device stores under a strategy, as SVG: `python docs/pictures.py fsdp`."""
 
 import dataclasses
 import sys
@@ -24,8 +24,8 @@ PICTURES = {
     "ddp": (*map(Row, STATE), BATCH),
     "zero1": (Row("parameters"), Row("gradients"), Row("optimizer state", 4), BATCH),
     "zero2": (Row("parameters"), Row("gradients", 4), Row("optimizer state", 4), BATCH),
-    "full_shard": (*(Row(name, 4) for name in STATE), BATCH),
-    "hybrid_shard": (*(Row(name, 2) for name in STATE), BATCH),
+    "fsdp": (*(Row(name, 4) for name in STATE), BATCH),
+    "hybrid": (*(Row(name, 2) for name in STATE), BATCH),
     "tensor": (
         Row("column-parallel weight", 2),
         Row("row-parallel weight", 2),
@@ -38,7 +38,7 @@ PICTURES = {
     "slow": (Row("parameters, a replica per 2", 2), Row("outer parameters", 2), BATCH),
     "pipeline": (Row("blocks", 4), Row("microbatches")),
 }
-"""Four devices: two nodes of two for hybrid_shard and slow, two groups of two ranks for tensor
+"""Four devices: two nodes of two for hybrid and slow, two groups of two ranks for tensor
 and context."""
 COLORS = ("#5e97e0", "#e5a83c", "#5fb766", "#b48ae0")
 WHOLE = "#8fa3ad"

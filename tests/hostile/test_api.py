@@ -123,7 +123,7 @@ CALLS = {
     "costs": lambda odd: axon_dist.pipelined(2, 2, costs=odd or (-1.0,)),
     "pipeline schedule": lambda odd: axon_dist.Pipeline(NET, 2, 2, odd),
     "stages of modules": lambda odd: axon_dist.Pipeline.from_modules(odd),
-    "stage id": lambda odd: axon_dist.parallel.PipelineStage(NET, odd),
+    "stage id": lambda odd: axon_dist.PipelineStage(NET, odd),
     "rings": lambda odd: axon_dist.tensor_parallel({"up": "column"}, rings=odd),
     "context axis of several": lambda odd: axon_dist.context_parallel(axis=("cp", odd)),
     "experts": lambda odd: axon_dist.expert_parallel(experts=odd),

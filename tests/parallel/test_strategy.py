@@ -126,7 +126,7 @@ def test_what_is_no_strategy():
 def test_a_conflict_names_only_what_differs():
     with pytest.raises(StrategyConflictError) as caught:
         compose(ddp(per="step"), fsdp(reduction=Reduction(per="microbatch")))
-    assert "is per='step' in 'ddp' and per='microbatch' in 'full_shard'; set" in str(caught.value)
+    assert "is per='step' in 'ddp' and per='microbatch' in 'fsdp'; set" in str(caught.value)
     with pytest.raises(StrategyConflictError) as caught:
         compose(pipelined(2, 4), pipelined(2, 8))
     assert "schedule='eager_1f1b' of 2 stages and 4 microbatches in 'pipeline'" in str(caught.value)

@@ -163,7 +163,7 @@ def test_impossible_options(world, options, message):
 
 def test_what_strategy_and_step_say_must_agree(world):
     strategy = fsdp(axes=("dp",), mixed_precision="bf16")
-    with pytest.raises(StrategyConflictError, match=r"precision is .* in 'full_shard' and"):
+    with pytest.raises(StrategyConflictError, match=r"precision is .* in 'fsdp' and"):
         build(world, strategy=strategy, precision="fp16")
     with pytest.raises(MeshError, match="over axis 'fsdp', which mesh dp=8 lacks"):
         build(world, strategy=fsdp())

@@ -404,7 +404,7 @@ def advice(run: Run) -> list[str]:
     if share * 2 > total and mesh.size > 1:
         clauses.append(
             f"a device holds {byte_size(share)} of {byte_size(total)} of the train state: split "
-            "it, parallel=full_shard"
+            "it, parallel=fsdp"
         )
     rows = config.train.global_batch // run.step.layout.divisor
     if rows > 1:

@@ -132,7 +132,7 @@ VERBS: tuple[Verb, ...] = (
         _flag("--dry-run", "compile, and print what would be trained and written; do neither"),
         examples=(
             "axon train configs/quickstart.yaml",
-            "axon train configs/quickstart.yaml train.steps=500 parallel=full_shard",
+            "axon train configs/quickstart.yaml train.steps=500 parallel=fsdp",
             "axon train configs/quickstart.yaml --resume auto",
             "axon train configs/quickstart.yaml --dry-run",
         ),

@@ -306,7 +306,7 @@ def test_a_device_without_memory_says_what_to_change(tiny, tmp_path):
         train(RunConfig.from_dict(tiny))
     message = str(caught.value)
     assert message.startswith("a device has no memory left (RESOURCE_EXHAUSTED: Out of memory all")
-    assert "parallel=full_shard; take less at a time, train.accumulate=2; recompute" in message
+    assert "parallel=fsdp; take less at a time, train.accumulate=2; recompute" in message
     assert "'remat={interval: 1}'" in message
     assert (tmp_path / "run" / "memory.prof").stat().st_size > 0
     assert f"in '{tmp_path / 'run' / 'memory.prof'}'" in message
