@@ -15,9 +15,20 @@ from axon_dist.step.options import StepKeywords, options_of
 from axon_dist.step.state import Nonfinite
 
 
-def test_every_field_is_a_keyword():
+def test_every_keyword_is_a_field():
     fields = [field.name for field in dataclasses.fields(StepOptions)]
     assert fields == list(StepKeywords.__annotations__)
+    assert (StepOptions().accumulate, StepOptions().metrics) == (1, ("loss",))
+    assert StepOptions().ema is None
+
+
+def test_a_value_is_frozen_and_checks_its_types():
+    options = StepOptions(accumulate=2)
+    assert options == dataclasses.replace(StepOptions(), accumulate=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.accumulate = 3
+    with pytest.raises(ConfigError, match="build_train_step got accumulate='two', a str"):
+        StepOptions(accumulate="two")
 
 
 def test_keywords_stand_over_the_value():
