@@ -9,13 +9,14 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Union
 
+from axon_dist.core.arguments import ArgumentKind
 from axon_dist.core.errors import ConfigError, did_you_mean
 from axon_dist.core.plain_yaml import to_yaml
 from axon_dist.parallel import STRATEGIES, resolve_name
 
 from .read import (
     HUB,
-    Bound,
+    SCALARS,
     OneOf,
     Option,
     Parsed,
@@ -23,18 +24,11 @@ from .read import (
     first_sentence,
     meanings_of,
     options_of,
+    words_of,
     write,
 )
 from .schema import RunConfig
 from .user_code import PATH
-
-_WORDS = {
-    int: "integer",
-    float: "number",
-    str: "text",
-    bool: "true or false",
-    Any: "name of a dtype",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +93,7 @@ def describe(section: str | None = None, parts: bool = True) -> list[Section]:
     Example:
         >>> key = describe("train")[0].keys[0]
         >>> key.path, key.type, key.default, key.meaning
-        ('train.steps', 'integer, at least 1', '1000', 'optimizer steps.')
+        ('train.steps', 'whole number, at least 1', '1000', 'optimizer steps.')
     """
     strategies = {f"parallel.{name}": row.make for name, row in STRATEGIES.items()}
     roots = {"": RunConfig, **strategies}
@@ -183,7 +177,7 @@ def type_in_words(hint: object) -> str:
 
     Example:
         >>> type_in_words(int | None), type_in_words(tuple[str, ...])
-        ('integer, or null', 'list of text')
+        ('whole number, or null', 'list of text')
     """
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
@@ -200,13 +194,15 @@ def type_in_words(hint: object) -> str:
         return _one_of([member.name.lower() for member in hint])
     if dataclasses.is_dataclass(hint) or origin in (Mapping, dict):
         return "section"
-    return _WORDS.get(hint, "any value")
+    if hint is Any:
+        return "name of a dtype"
+    return words_of(hint).removeprefix("a ") if hint in SCALARS else "any value"  # type: ignore
 
 
 def _annotated(hint: object, inner: object) -> str:
-    if bound := extra(hint, Bound):
+    if kind := extra(hint, ArgumentKind):
         # Upper bounds are general limits, not facts about the key; leave them out.
-        return f"{type_in_words(inner)}, {bound.text.partition(' and at most ')[0]}"
+        return kind.advice.partition(" and at most ")[0].removeprefix("a ")
     if parsed := extra(hint, Parsed):
         return parsed.form
     if choice := extra(hint, OneOf):

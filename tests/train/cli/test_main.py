@@ -48,7 +48,7 @@ def test_mistakes_of_arguments_too(capsys, arguments):
     ("override", "message"),
     [
         ("train.stepz=3", "train.stepz: there is no such key. Did you mean 'steps'?"),
-        ("train.steps=ten", "train.steps: got 'ten', which must be an integer"),
+        ("train.steps=ten", "train.steps: got 'ten', which must be a whole number"),
         ("mesh=dp=3", "mesh dp=3 needs 3 devices and got 8"),
         ("data.files=[/none/*]", "data.files: '/none/*' matches no file"),
         ("nonsense", "cannot read 'nonsense'; write key.path=value"),

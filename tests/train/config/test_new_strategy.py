@@ -69,7 +69,7 @@ def test_the_command_explains_it(bucketed, capsys):
     assert main(["config", "parallel.buckets"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("parallel.bucketed: Data parallelism in small buckets.\n")
-    assert "  parallel.bucketed.elements = 7  (integer)\n" in text
+    assert "  parallel.bucketed.elements = 7  (whole number)\n" in text
     assert "how many of a gradient are reduced at once." in text
 
 

@@ -231,7 +231,7 @@ def test_a_plan_of_patterns_keeps_its_order(make_world):
         ),
         (
             {"data": {"factory": "own_things:numbers", "num_ahead": -1}},
-            r"^data.num_ahead: got -1, which must be at least 0",
+            r"^data.num_ahead: got -1, which must be a whole number, at least 0",
         ),
         (
             {"parallel": {"tensor": {"plan": {"up$": "colum"}}}},
