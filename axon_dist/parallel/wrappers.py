@@ -2,4 +2,4 @@
 
 from ..core.lazy import moved
 
-__getattr__ = moved(__name__, "axon_dist.wrappers", "axon_dist.parallel.memory")
+__getattr__ = moved(__name__, "axon_dist.parallel.memory", "axon_dist.wrappers")
