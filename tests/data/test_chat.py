@@ -138,7 +138,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("row", REFUSED)
-def test_what_a_template_does_not_write_is_refused_by_file_and_line(tmp_path, row):
+def test_a_message_that_a_template_drops_is_refused_by_file_and_line(tmp_path, row):
     name, chat, message = REFUSED[row]
     template = name
     if name in TEMPLATES and name != "chatml":
@@ -270,7 +270,7 @@ def loaded(tmp_path_factory):
         max_size=3,
     )
 )
-def test_what_is_learned_is_what_the_assistant_says(loaded, name, turns):
+def test_only_tokens_of_the_assistant_are_learned(loaded, name, turns):
     """The learned tokens alone give its text; those before and after give none of it."""
     tokenizer = loaded[name]
     messages = [

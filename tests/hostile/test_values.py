@@ -162,7 +162,7 @@ def test_what_a_loss_returns(name):
     refused(lambda: build(loss_fn=LOSSES[name], batch=SHAPES), "loss")
 
 
-def test_what_a_loss_raises_is_its_own_and_says_for_which_batch():
+def test_an_error_of_a_loss_is_kept_and_names_the_batch():
     with pytest.raises(TypeError) as caught:
         build(loss_fn=lambda m, b: m(b["x"]).reshape(3).mean(), batch=SHAPES)
     (note,) = (x for x in caught.value.__notes__ if x.startswith("raised by"))
@@ -172,7 +172,7 @@ def test_what_a_loss_raises_is_its_own_and_says_for_which_batch():
     )
 
 
-def test_what_the_library_raises_within_a_loss_is_not_called_the_loss():
+def test_library_errors_inside_a_loss_do_not_blame_the_loss():
     with pytest.raises(TypeError) as caught:
         build(loss_fn=lambda m, b: axon_dist.precision.all_finite("x"), batch=SHAPES)
     (note,) = (x for x in caught.value.__notes__ if "loss_fn" in x)

@@ -96,5 +96,5 @@ def test_products_take_the_time_of_their_shape(line, shape):
     assert found.utilization(shape.flops) == pytest.approx(expected)
 
 
-def test_of_an_unknown_chip_there_is_no_time():
+def test_an_unknown_chip_gives_no_time():
     assert model_time(LOOP) is None

@@ -43,7 +43,7 @@ def test_a_group_by_ranks_is_refused(world):
         DDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), world.new_group([0, 1]))
 
 
-def test_manners_of_the_wrapper(world):
+def test_a_wrapper_calls_trains_and_evaluates_its_module(world):
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
     wrapped = DDP(model, world.group("dp"))
     x = jnp.ones((4, 2))

@@ -55,7 +55,7 @@ def test_refusals(world):
         FSDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), world.new_group([0, 1]))
 
 
-def test_manners_of_the_wrapper(world):
+def test_a_wrapper_calls_trains_and_evaluates_its_module(world):
     module = nnx.Sequential(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
     model = FSDP(module, world.group("dp"))
     assert model.eval().is_training is False

@@ -69,7 +69,7 @@ def test_impossible_reductions(options, message):
         ({"sync_buffers": False}, 1, True),
     ],
 )
-def test_what_needs_a_manual_region(options, microbatches, local):
+def test_settings_that_need_a_manual_region_get_one(options, microbatches, local):
     assert Reduction(**options).is_local(microbatches, jnp.dtype("float32")) is local
 
 
@@ -116,7 +116,7 @@ def test_one_axis_may_stand_alone():
     assert zero(1, "x", shard_axes="x") == zero(1, ("x",))
 
 
-def test_what_is_no_strategy():
+def test_values_that_are_not_strategies_raise():
     with pytest.raises(ConfigError, match=r"got 'ddp' for a strategy; give one such as ddp\(\)"):
         compose("ddp", ddp())
     with pytest.raises(ConfigError, match=r"unknown ZeRO stage '1'; it must be a number from 0 to"):

@@ -221,7 +221,7 @@ OVER_LAYERS = ("clip agc", "prodigy", "by place")
 
 @pytest.mark.sample("by place")
 @pytest.mark.parametrize("name", OVER_LAYERS)
-def test_what_works_along_the_stacked_layers_is_refused(name, make_world):
+def test_optimizers_across_stacked_layers_are_refused(name, make_world):
     with pytest.raises(UnsupportedError, match=r"'grads/blocks/0/\w+/kernel', and the operation"):
         check_on(name, "stack", pipelined(2, 2), make_world("pp=2"))
 
@@ -358,7 +358,7 @@ def test_a_mask_of_another_model_is_refused(strategy, make_world):
 
 
 @pytest.mark.parametrize("model", ["rows", "vectors"])
-def test_what_needs_whole_blocks_of_several_stages_is_refused(model, make_world):
+def test_optimizers_that_need_blocks_of_several_stages_are_refused(model, make_world):
     with pytest.raises(UnsupportedError, match=r"of 'grads/blocks/0/down/kernel', and the oper.*'"):
         build_train_step(
             Net(MODELS[model]),

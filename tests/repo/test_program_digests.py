@@ -86,7 +86,7 @@ def test_names_and_lines_do_not_count():
         lambda x: (jax.jit(lambda x: 2.0 * x)(x) + 1.0).astype(jnp.bfloat16),
     ],
 )
-def test_what_is_computed_counts(other):
+def test_other_computations_have_other_digests(other):
     assert lowered(other, X) != lowered(lambda x: jax.jit(lambda x: 2.0 * x)(x) + 1.0, X)
 
 

@@ -113,7 +113,7 @@ def test_a_checkpoint_of_five_devices_is_read_on_any_number(tmp_path, kind):
         step.init_from({"layers": [{"kernel": want}]})
 
 
-def test_what_stays_whole_is_said():
+def test_replicated_leaves_are_reported():
     step = step_of(5, min_elements=100)
     assert {row.path for row in step.whole} == {"layers/0/bias", "layers/1/bias"}
     assert step.whole_bytes == 2 * 4 * WIDTH

@@ -31,7 +31,7 @@ def test_a_value_is_frozen_and_checks_its_types():
         StepOptions(accumulate="two")
 
 
-def test_keywords_stand_over_the_value():
+def test_keywords_override_the_value():
     given = StepOptions(accumulate=4, ema=0.9)
     found = options_of(given, {"ema": 0.5, "nonfinite": "skip"}, scales=False)
     assert found == StepOptions(accumulate=4, ema=0.5, nonfinite=Nonfinite.SKIP)
@@ -50,7 +50,7 @@ def test_keywords_stand_over_the_value():
         ),
     ],
 )
-def test_what_is_no_option_is_named(options, keywords, error):
+def test_unknown_options_are_named(options, keywords, error):
     with pytest.raises(ConfigError, match=error):
         options_of(options, keywords, scales=False)
 

@@ -185,7 +185,7 @@ def test_the_words_of_a_config_are_those_of_its_code():
         (["verify", str(QUICKSTART), "checkpoint.evry=3"], 2),
     ],
 )
-def test_what_needs_no_jax_imports_none(arguments, code):
+def test_verbs_without_arrays_do_not_import_jax(arguments, code):
     program = (
         "import sys, axon_dist.train.cli.main as main\n"
         "try: code = main.main(sys.argv[1:])\n"

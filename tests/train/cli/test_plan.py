@@ -61,7 +61,7 @@ def test_a_config_on_a_target(capsys, few, monkeypatch):
 
 
 @pytest.mark.full
-def test_what_trains_to_other_numbers_is_apart(capsys, few, monkeypatch):
+def test_plans_with_other_numerics_are_listed_separately(capsys, few, monkeypatch):
     monkeypatch.setattr(config_plans, "FEW", 1)
     large = ["model.width=512", "train.global_batch=1024"]
     given = [*large, "model.num_layers=2", "precision=float32"]
@@ -109,7 +109,7 @@ def test_a_convolutional_model_is_planned(capsys, few):
 
 
 @pytest.mark.full
-def test_what_does_not_fit_is_exit_code_1(capsys, few):
+def test_a_step_that_does_not_fit_gives_exit_code_1(capsys, few):
     text = out_of(capsys, "--params", "350M", "--devices", "2", "--memory", "1GB", code=1)
     assert "comes nearest" in " ".join(text.split())
     assert "are the train state" in " ".join(text.split())

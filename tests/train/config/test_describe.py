@@ -14,7 +14,7 @@ def test_every_key_has_a_meaning_and_a_type():
     assert len(KEYS) > 200
 
 
-def test_what_is_called_a_dtype_is_one():
+def test_keys_typed_as_dtypes_are_dtypes():
     dtypes = {key.path.rpartition(".")[2] for key in KEYS if key.type == "name of a dtype"}
     assert dtypes == {"param", "compute", "reduce", "buffer", "output", "dtype", "reduce_dtype"}
 

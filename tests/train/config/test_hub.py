@@ -45,7 +45,7 @@ def test_sizes_and_weights_are_those_of_the_snapshot(snapshot):
 SHORT = {"data": {"sequence_length": 16}}
 
 
-def test_what_is_no_snapshot_is_said_at_its_key(snapshot, tmp_path):
+def test_a_hub_value_that_is_no_snapshot_names_its_key(snapshot, tmp_path):
     for model, text in (
         ({"hub": str(tmp_path)}, "cannot open|no such|cannot read"),
         ({"hub": str(snapshot), "preset": "tiny"}, "got preset and hub, which both give sizes"),

@@ -104,7 +104,7 @@ def test_a_key_that_stands_a_level_too_high():
         RunConfig.from_dict({"steps": 3})
 
 
-def test_what_only_python_can_say():
+def test_options_that_only_python_can_set_are_refused():
     with pytest.raises(ConfigError, match=r"^x: got 3, but only Python can set this; leave"):
         read(object, 3, "x")
 
