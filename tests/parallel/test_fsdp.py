@@ -29,6 +29,15 @@ def test_full_shard_is_the_default_and_every_name_a_stage(world):
     assert layout(fsdp("hybrid_shard", ("dp", "fsdp"))) == (("fsdp",), "microbatch", ("fsdp",))
 
 
+def test_axes_come_first_and_the_old_order_gives_the_same_strategy():
+    hybrid = fsdp(("dp", "fsdp"), "hybrid_shard")
+    assert hybrid == fsdp("hybrid_shard", ("dp", "fsdp"))
+    assert hybrid == fsdp(sharding_strategy="hybrid_shard", axes=("dp", "fsdp"))
+    assert fsdp("dp") == fsdp("full_shard", "dp") == fsdp(axes=("dp",))
+    assert fsdp("shard_grad_op", axes=("dp",)) == zero(2, "dp")
+    assert fsdp(axes="dp", cpu_offload="full") == zero(3, "dp", cpu_offload="full", name="fsdp")
+
+
 def test_options_reach_the_strategy():
     made = fsdp(
         cpu_offload="full",
