@@ -96,7 +96,21 @@ def put(tree: ArrayTree, places: PyTree) -> PyTree:
         >>> put(tree, places)["w"].addressable_shards[0].data.shape
         (8, 2)
     """
-    return jax.device_put(jax.tree.map(_on_host, tree, places), places)
+    near = jax.tree.map(_on_host, tree, places)
+    return jax.device_put(jax.tree.map(on_devices_of, near, places), places)
+
+
+def on_devices_of(leaf: Array | np.ndarray, place: NamedSharding) -> Array | np.ndarray:
+    """Moves an array that has to change both its devices and its memory to the new devices first.
+
+    `jax.device_put` between different sets of devices ignores the memory kind and fails in JAX
+    0.10 to 0.12: "Memory kind mismatch with xla::PjRtBuffers".
+    """
+    if not isinstance(leaf, jax.Array) or leaf.sharding.device_set == place.device_set:
+        return leaf
+    if place.memory_kind in (None, leaf.sharding.memory_kind):
+        return leaf
+    return jax.device_put(leaf, place.with_memory_kind(leaf.sharding.memory_kind))
 
 
 def _on_host(leaf: Array, place: NamedSharding) -> Array | np.ndarray:

@@ -109,6 +109,7 @@ def test_prefetched_batches_are_not_counted():
         assert run(one, 2) == ORDER[2:10]
 
 
+@pytest.mark.full
 def test_a_script_that_ends_within_its_data_prints_nothing():
     program = """
 from axon_dist.data import Loader, Sequences

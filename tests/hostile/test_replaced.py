@@ -130,6 +130,7 @@ ORDERED = {
 }
 
 
+@pytest.mark.sample("shift")
 @pytest.mark.parametrize("kind", ORDERED)
 def test_a_ring_leaves_the_order_to_models_that_read_it(kind):
     compare(ORDERED[kind], context_parallel("ring"), "cp=2")

@@ -84,6 +84,7 @@ def assert_same_rows(x, y):
     assert np.abs(x).sum() == pytest.approx(np.abs(x[common]).sum(), rel=1e-6)
 
 
+@pytest.mark.sample("sharded")
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_a_checkpoint_of_five_devices_is_read_on_any_number(tmp_path, kind):
     five = step_of(5)

@@ -48,6 +48,7 @@ def drop_after(store, step):
     store.objects["bucket/run/metrics.jsonl"] = 1, b"".join(renewing)
 
 
+@pytest.mark.full
 def test_what_a_run_leaves_in_a_bucket(config, store, tiny):
     options = {**tiny["train"], "steps": 2, "eval_every": 0, "log_every": 1}
     done = train(config("s3://bucket/run", train=options, **OWN))

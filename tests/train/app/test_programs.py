@@ -118,6 +118,7 @@ def test_a_program_is_loaded_where_all_is_equal_alone(tmp_path):
     assert run()
 
 
+@pytest.mark.full
 def test_a_loaded_step_gives_the_bits_of_the_compiled_one(tmp_path, world):
     store, loaded = ProgramStore(tmp_path / "axon_dist" / "host"), []
 

@@ -280,6 +280,7 @@ def test_a_refused_resume_changes_nothing(config, tmp_path):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.full
 def test_two_runs_do_not_save_into_one_folder(config, tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
@@ -348,6 +349,7 @@ def saved_by_others(folder):
     (folder / MARKER).write_bytes(marker_of(text))
 
 
+@pytest.mark.full
 def test_a_resumed_run_says_what_it_changes(config, tiny):
     cosine = {"optimizer": tiny["optimizer"] | {"schedule": {"name": "cosine"}}}
     first = train(config("first", train__steps=4, checkpoint__every=2, **cosine))

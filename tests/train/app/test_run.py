@@ -330,6 +330,7 @@ def test_on_a_known_chip_the_planner_is_asked_too(tiny, chip, monkeypatch):
     assert re.match(r"axon plan would take ddp on mesh dp=2, .* GB on a emulated", plans[0])
 
 
+@pytest.mark.full
 def test_an_axis_that_nothing_is_split_over_is_told(tiny):
     line = "no strategy uses axis tp of the mesh: its 2 ranks compute the same"
     found = opening_lines(build_run(RunConfig.from_dict(tiny | {"mesh": "dp=4,tp=2"})))
