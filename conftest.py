@@ -10,6 +10,7 @@ import hypothesis
 import jax
 import pytest
 
+import axon_dist.mesh.world as mesh_world
 from axon_dist.launch import distributed
 from axon_dist.mesh import World
 
@@ -30,6 +31,9 @@ hypothesis.settings.load_profile("unhurried")
 # mixed two collectives up in whole runs from a warm cache, and without it the suite takes longer;
 # the large programs of tests marked `uncached` have none.
 distributed.runs_cached_collectives_in_order = lambda: True
+
+# All tests of a process share one backend.
+mesh_world.can_restart = lambda: False
 
 # Collecting makes much that stays and little that goes: from here until all tests are there,
 # nothing is looked for that could go.

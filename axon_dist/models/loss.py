@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axon_dist.core.errors import ConfigError, UnsupportedError
-from axon_dist.core.same_function import difference, is_from
+from axon_dist.core.errors import ConfigError, UnsupportedError, warn
+from axon_dist.core.same_function import Comparison, compare, is_from
 from axon_dist.core.typing import Array
 from axon_dist.core.weighted import Weighted, WithTerm
 from axon_dist.ops.linear_loss import BEFORE_HEAD, linear_cross_entropy, linear_scores
@@ -211,17 +211,24 @@ def _before_head(
     kind = type(model)
     if all(is_from(getattr(kind, name), _MODELS) for name in _LOGITS if hasattr(kind, name)):
         return head
-    why = _differs_from_call(model)
-    if why == "":
+    compared = _compare_with_call(model)
+    if compared.is_equal:
         return head
-    if why is None or is_from(getattr(kind, BEFORE_HEAD), _MODELS):
-        # If in doubt, the model's call defines its logits.
-        return None
-    raise UnsupportedError(
-        f"the product of what {kind.__name__}.before_head returns {why}: the logits of a call of "
-        "the model. The loss takes the one in place of the other, so let both compute the same, "
-        "or leave before_head out"
+    name = f"{kind.__name__}.{BEFORE_HEAD}"
+    if compared.was_run and not is_from(getattr(kind, BEFORE_HEAD), _MODELS):
+        raise UnsupportedError(
+            f"the product of what {name} returns {compared.why}: the logits of a call of the "
+            "model. The loss takes the one in place of the other, so let both compute the same, or "
+            f"leave {BEFORE_HEAD} out",
+            code="before-head-differs",
+        )
+    # The model's call defines its logits.
+    warn(
+        f"the loss makes all logits of {kind.__name__} at once, as its call does, and not a chunk "
+        f"of positions at a time: the product of what {name} returns {compared.why}. Let both "
+        f"compute the same to save that memory, or let {BEFORE_HEAD} return None"
     )
+    return None
 
 
 _MODELS = "axon_dist.models."
@@ -232,8 +239,8 @@ _OF_LOSS = ("num_chunks", "z_loss", "label_smoothing")
 """The options of `linear_cross_entropy` that do not change logits."""
 
 
-def _differs_from_call(model: nnx.Module) -> str | None:
-    """Says how `hidden @ kernel` of `before_head` differs from the logits; see `difference`."""
+def _compare_with_call(model: nnx.Module) -> Comparison:
+    """Compares `hidden @ kernel` of `before_head` with the logits of a call."""
     graph, state = nnx.split(model)
     tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
 
@@ -249,7 +256,7 @@ def _differs_from_call(model: nnx.Module) -> str | None:
         cap = head.get("soft_cap")
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    return difference(product, called, (tokens,))
+    return compare(product, called, (tokens,))
 
 
 def _predict(

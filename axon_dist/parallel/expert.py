@@ -18,7 +18,7 @@ from ..core.checks import TEXT, ArgumentKind, checked, is_whole
 from ..core.errors import ConfigError, NamedChoice, UnsupportedError
 from ..core.modules import wrap_calls
 from ..core.reduction import all_sum, gathered, sum_scatter
-from ..core.same_function import difference, is_from
+from ..core.same_function import Comparison, compare, is_from
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Function, Path, PyTree, Shape
 from ..core.weighted import per_sample
@@ -288,7 +288,7 @@ def keep_samples_apart(model: nnx.Module) -> None:
 
 def _one_by_one(mix: Function, module: nnx.Module, *arrays: Array) -> tuple[Array, Array]:
     """Runs a module's `mix_experts`, marked as per sample where it is known to be."""
-    if differs_from_tokens(mix, module, *arrays) != "":
+    if not compare_with_tokens(mix, module, *arrays).is_equal:
         return mix(module, *arrays)
     return per_sample(lambda *arrays: mix(module, *arrays))(*arrays)
 
@@ -346,14 +346,13 @@ class SplitExperts:
         Raises:
             UnsupportedError: when it computes something else and the experts are split.
         """
-        why = differs_from_tokens(mix, module, tokens, gates, expert_ids, kernels)
-        if why != "":
+        compared = compare_with_tokens(mix, module, tokens, gates, expert_ids, kernels)
+        if not compared.is_equal:
             if self.axis is None:
                 return mix(module, tokens, gates, expert_ids, kernels)
-            problem = why or "cannot be compared with that, which is traced on few tokens"
             raise UnsupportedError(
                 f"{type(module).__name__}.{MIX} must return, for each token, the sum over its "
-                f"experts of `feed`, weighted by its gates, and {problem}. Expert parallelism "
+                f"experts of `feed`, weighted by its gates, and {compared.why}. Expert parallelism "
                 f"computes this sum itself: move any other computation out of {MIX} or into "
                 "`feed`, or leave expert_parallel out",
                 code="experts-not-a-weighted-sum",
@@ -478,15 +477,15 @@ class SplitExperts:
 _OURS = "axon_dist.models."
 
 
-def differs_from_tokens(
+def compare_with_tokens(
     mix: Function,
     module: Any,
     tokens: Array,
     gates: Array,
     expert_ids: Array,
     kernels: PyTree,
-) -> str | None:
-    """How a module's `mix_experts` differs from a per-token sum over the token's experts.
+) -> Comparison:
+    """Compares a module's `mix_experts` with a per-token sum over the token's experts.
 
     Args:
         mix: the method, or the function that runs in its place.
@@ -497,11 +496,10 @@ def differs_from_tokens(
         kernels: the kernels of the call, arrays or shapes.
 
     Returns:
-        The result of `difference`: "" where there is none. This library's own methods are not
-        compared and give "".
+        The comparison. This library's own methods are taken to be equal without one.
     """
     if is_from(mix, _OURS) and is_from(type(module).feed, _OURS):
-        return ""
+        return Comparison(True)
     count = jax.tree.leaves(kernels)[0].shape[0]
     per_token = gates.shape[-1]
     ids = np.stack([np.roll(np.arange(count), -i)[:per_token] for i in range(6)])
@@ -529,8 +527,8 @@ def differs_from_tokens(
         return [few, weights, ids.reshape(2, 3, -1).astype(expert_ids.dtype), cut]
 
     # A reduced hidden size is cheaper; the full one is used only if that cannot be compared.
-    found = difference(mixed, by_token, shapes(8))
-    return difference(mixed, by_token, shapes(2**31)) if found is None else found
+    found = compare(mixed, by_token, shapes(8))
+    return found if found.was_run else compare(mixed, by_token, shapes(2**31))
 
 
 def _check_sum(add: Function, module: nnx.Module, x: Array) -> None:
@@ -544,13 +542,12 @@ def _check_sum(add: Function, module: nnx.Module, x: Array) -> None:
     def expected(x: Array) -> tuple[Array, Array]:
         return jnp.sum(x, axis=0, dtype=x.dtype), jnp.asarray(3, jnp.int32)
 
-    why = difference(added, expected, (few,))
-    if why != "":
-        problem = why or "cannot be compared with that"
+    compared = compare(added, expected, (few,))
+    if not compared.is_equal:
         raise UnsupportedError(
             f"{type(module).__name__}.{SUM_SAMPLES} must return the sum over the samples of a "
-            f"batch and their number, and {problem}: ranks with different samples add up their "
-            "sums. Return these two, and move any other computation after the call",
+            f"batch and their number, and {compared.why}: ranks with different samples add up "
+            "their sums. Return these two, and move any other computation after the call",
             code="not-a-sum-of-samples",
         )
 
