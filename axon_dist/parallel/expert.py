@@ -364,7 +364,9 @@ class SplitExperts:
         # Tensor parallelism splits the hidden features, where all kernels divide.
         sizes = [kernel.shape[module.hidden_dims[name]] for name, kernel in kernels.items()]
         features = self.layout.heads
-        features = features if all(n % self.layout.size(features) == 0 for n in sizes) else ()
+        num_parts = self.layout.size(features)
+        if any(n % num_parts for n in sizes) or not _adds_up(module, tokens, kernels, num_parts):
+            features = ()
         places = {
             name: _place(kernel.ndim, self.axis, module.hidden_dims[name], features)
             for name, kernel in kernels.items()
@@ -504,17 +506,17 @@ def compare_with_tokens(
     per_token = gates.shape[-1]
     ids = np.stack([np.roll(np.arange(count), -i)[:per_token] for i in range(6)])
 
-    def by_token(tokens: Array, gates: Array, ids: Array, kernels: PyTree) -> Array:
+    def by_token(tokens: Array, gates: Array, ids: Array, kernels: PyTree) -> tuple[Array, Array]:
         def of_one(token: Array, gates: Array, ids: Array) -> Array:
             def of_expert(kernels: PyTree) -> Array:
                 return module.feed(jnp.matmul, token[None], kernels)[0]
 
             return jnp.einsum("k,kd->d", gates, jax.vmap(of_expert)(kernels)[ids])
 
-        return jax.vmap(jax.vmap(of_one))(tokens, gates, ids)
+        return jax.vmap(jax.vmap(of_one))(tokens, gates, ids), jnp.zeros((), jnp.float32)
 
-    def mixed(*arrays: PyTree) -> Array:
-        return mix(module, *arrays)[0]
+    def mixed(*arrays: PyTree) -> tuple[Array, Array]:
+        return mix(module, *arrays)
 
     def shapes(most: int) -> list[Any]:
         cut = {}
@@ -529,6 +531,24 @@ def compare_with_tokens(
     # A reduced hidden size is cheaper; the full one is used only if that cannot be compared.
     found = compare(mixed, by_token, shapes(8))
     return found if found.was_run else compare(mixed, by_token, shapes(2**31))
+
+
+def _adds_up(module: Any, tokens: Array, kernels: PyTree, num_parts: int) -> bool:
+    """Whether a module's `feed` is the sum of its results for parts of the hidden features."""
+    if num_parts == 1 or is_from(type(module).feed, _OURS):
+        return True
+    rows = jax.ShapeDtypeStruct((2, tokens.shape[-1]), tokens.dtype)
+    of_one = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in kernels.items()}
+
+    def fed(rows: Array, kernels: PyTree) -> Array:
+        return module.feed(jnp.matmul, rows, kernels)
+
+    def fed_in_parts(rows: Array, kernels: PyTree) -> Array:
+        cut = {n: jnp.split(x, num_parts, module.hidden_dims[n]) for n, x in kernels.items()}
+        parts = ({name: x[i] for name, x in cut.items()} for i in range(num_parts))
+        return jnp.sum(jnp.stack([fed(rows, part) for part in parts]), axis=0)
+
+    return compare(fed_in_parts, fed, (rows, of_one)).is_equal
 
 
 def _check_sum(add: Function, module: nnx.Module, x: Array) -> None:

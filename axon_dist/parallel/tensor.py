@@ -438,7 +438,7 @@ def _lookup(call: Function, module: Module) -> tuple[PyTree, Function] | None:
             return jnp.take(table.astype(layer.dtype or table.dtype), ids, axis=0)
 
         return layer.embedding, take
-    if getattr(call, "__wrapped__", None) not in LOOKUPS:
+    if getattr(call, "__wrapped__", None) not in LOOKUPS or not _has_own_hooks(module):
         return None
     graphdef, table, rest = nnx.split(module, nnx.Param, ...)
     return table, lambda table, ids: call(nnx.merge(graphdef, table, rest, copy=True), ids)

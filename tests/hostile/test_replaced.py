@@ -220,6 +220,35 @@ def test_split_experts_are_the_users_or_refused(kind):
             run()
 
 
+class HiddenFeed(Experts):
+    """Normalises the hidden features of each row."""
+
+    def feed(self, product, rows, kernels):
+        hidden = product(rows, kernels["up"])
+        return product(hidden / (1 + jnp.abs(hidden).mean(-1, keepdims=True)), kernels["down"])
+
+
+class Reporting(Experts):
+    """Returns something of its own as the share of dropped tokens."""
+
+    def mix_experts(self, *arrays):
+        mixed, _ = super().mix_experts(*arrays)
+        return mixed, jnp.mean(mixed.astype(jnp.float32) ** 2)
+
+    def _learn(self, logits, scores, expert_ids, dropped):
+        super()._learn(logits, scores, expert_ids, dropped)
+        self.report.set_value(self.report[...].at[0].set(dropped))
+
+
+def test_hidden_features_of_experts_are_split_only_if_their_results_add_up():
+    compare(lambda: mixture(HiddenFeed), tensor_parallel("transformer"), "tp=2")
+
+
+def test_what_experts_return_besides_their_sum_is_not_lost():
+    with pytest.raises(UnsupportedError, match=r"Reporting.mix_experts .*differs"):
+        compare(lambda: mixture(Reporting), expert_parallel(), "ep=2")
+
+
 class Joint(nnx.Linear):
     """A layer whose outputs depend on each other."""
 
@@ -453,3 +482,23 @@ def test_a_comparison_says_why_it_could_not_run():
         assert (found.is_equal, found.was_run) == (False, False)
         assert why in found.why
     assert "the latter raises" in compare_functions(deep, raises, shape).why
+
+
+class OwnNorm(nnx.BatchNorm):
+    def __call__(self, x, *args, **kwargs):
+        mean, var = x.mean((0, 1)), x.var((0, 1))
+        return (x - mean) * jax.lax.rsqrt(var + 0.1) * self.scale[...]
+
+
+class Normed(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed, self.norm = nnx.Embed(64, 16, rngs=rngs), OwnNorm(16, rngs=rngs)
+        self.head = nnx.Linear(16, 64, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.norm(self.embed(tokens)))
+
+
+def test_a_batch_norm_of_ones_own_sees_the_whole_batch():
+    compare(Normed, ddp(), "dp=2")
