@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 from axon_dist import World, build_train_step
-from axon_dist.core.errors import UnsupportedError
+from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.core.same_function import compare as compare_functions
 from axon_dist.core.same_function import is_from
 from axon_dist.models import Transformer, TransformerConfig
@@ -26,6 +26,7 @@ from axon_dist.parallel import (
     ddp,
     expert_parallel,
     pipelined,
+    suggest_plan,
     tensor_parallel,
 )
 from axon_dist.parallel.plan import Plan, Rule
@@ -385,6 +386,23 @@ def test_a_before_head_that_cannot_be_compared_is_not_used_and_a_warning_says_wh
         compare(lambda: RaisingBeforeHead(0.5), ddp(), "dp=2", loss=next_token_loss)
 
 
+class OwnAuxiliary(OwnBeforeHead):
+    def auxiliary(self):
+        return 1.0
+
+
+class OtherBeforeHead(OwnBeforeHead):
+    def before_head(self, tokens):
+        return self.hidden(tokens)
+
+
+def test_methods_of_other_meaning_are_told_what_the_loss_reads():
+    with pytest.raises(ConfigError, match=r"OwnAuxiliary.auxiliary returned a float; .*pair of a"):
+        next_token_loss(OwnAuxiliary(), BATCH)
+    with pytest.raises(ConfigError, match=r"before_head returned a \w+; the loss reads 'hidden'"):
+        next_token_loss(OtherBeforeHead(), BATCH)
+
+
 class DroppingBeforeHead(OwnBeforeHead):
     def __init__(self, factor=1.0):
         super().__init__(factor)
@@ -502,3 +520,28 @@ class Normed(nnx.Module):
 
 def test_a_batch_norm_of_ones_own_sees_the_whole_batch():
     compare(Normed, ddp(), "dp=2")
+
+
+class Masked(nnx.Module):
+    """Attention that takes its mask as an argument, and gives its heads in one dim."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed, self.qkv = nnx.Embed(64, 16, rngs=rngs), nnx.Linear(16, 48, rngs=rngs)
+        self.out, self.head = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 64, rngs=rngs)
+
+    def attend(self, query, key, value, mask=None):
+        mixed = nnx.dot_product_attention(query, key, value, mask=mask)
+        return mixed.reshape(*mixed.shape[:2], -1)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        heads = (y.reshape(*y.shape[:2], 2, 8) for y in jnp.split(self.qkv(x), 3, axis=-1))
+        mask = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
+        return self.head(x + self.out(self.attend(*heads, mask=mask)))
+
+
+def test_a_plan_is_suggested_for_attention_of_another_form():
+    tokens = TOKENS[:, :-1]
+    plan = suggest_plan(Masked, tokens)
+    compare(Masked, tensor_parallel(plan), "tp=2")
