@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal
 
 from .compat import eval_equation, inner_programs
+from .errors import warn
 
 CLOSE = 2e-4
 """The tolerance for float32 results of two equivalent functions, relative to the largest value."""
@@ -93,6 +94,17 @@ class Comparison:
     is_equal: bool
     why: str = ""
     was_run: bool = True
+
+    def holds(self, name: str, otherwise: str) -> bool:
+        """Whether the functions are equal; warns if that is not known.
+
+        Args:
+            name: of the first function.
+            otherwise: what happens instead, the end of a sentence about it.
+        """
+        if not self.was_run:
+            warn(f"{name} {otherwise}: the function that would replace it {self.why}")
+        return self.is_equal
 
 
 def compare(

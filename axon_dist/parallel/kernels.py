@@ -113,15 +113,16 @@ class OverMesh:
             return call(query, key, value, *more)
         if not is_from(attend, "axon_dist.models.", "axon_dist.nn."):
             parts = _compare_parts(call, (query, key, value, *more), bool(batch), ways(heads))
-            if not parts.is_equal and self.is_opaque:
+            name = f"{type(module).__name__}.attend"
+            if self.is_opaque and not parts.is_equal:
                 raise UnsupportedError(
-                    f"{type(module).__name__}.attend {parts.why}, and attention={module.form!r} "
+                    f"{name} {parts.why}, and attention={module.form!r} "
                     "runs it as one kernel on the samples and heads of each rank. Make its result "
                     "for a sample and a head independent of the others, or set form='einsum', "
                     "which the compiler partitions",
                     code="kernel-mixes-samples-or-heads",
                 )
-            if not parts.is_equal:
+            if not parts.holds(name, "is left to the compiler"):
                 return call(query, key, value, *more)
         spec = PartitionSpec(batch or None, None, heads or None, None)
         run = jax.shard_map(
