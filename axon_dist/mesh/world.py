@@ -189,8 +189,8 @@ class World:
         if len(available) < count:
             raise BackendStartedError(
                 f"wanted {count} emulated devices, but JAX has started its backend with "
-                f"{len(available)}. It starts again with more only if World.emulate started it, in "
-                f"a single process without GPUs and TPUs. Call World.emulate({count}) before "
+                f"{len(available)} and starts it again with more only if World.emulate started it, "
+                f"in a single process without GPUs and TPUs. Call World.emulate({count}) before "
                 "anything makes an array or asks for a device, or set the environment variables "
                 f"JAX_NUM_CPU_DEVICES={count} and NPROC={2 * count}",
                 code="backend-started",
