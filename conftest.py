@@ -10,6 +10,7 @@ import hypothesis
 import jax
 import pytest
 
+import axon_dist.mesh.world as mesh_world
 from axon_dist.launch import distributed
 from axon_dist.mesh import World
 
@@ -32,6 +33,9 @@ hypothesis.settings.load_profile("unhurried")
 # users have it.
 if "AXON_TEST_AS_USERS" not in os.environ:
     distributed.runs_cached_collectives_in_order = lambda: True
+
+# All tests of a process share one backend.
+mesh_world.can_restart = lambda: False
 
 # Collecting makes much that stays and little that goes: from here until all tests are there,
 # nothing is looked for that could go.

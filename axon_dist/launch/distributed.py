@@ -11,7 +11,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
 
@@ -385,6 +385,17 @@ def share_of(num_devices: int, spec: LaunchSpec, stated: int | None = None) -> i
     return share
 
 
+class EmulatedDevices:
+    """How the CPU devices of this process were started.
+
+    Attributes:
+        are_ours: whether `prepare_emulation` set them up before the backend started. XLA reads its
+            flags only once, so a backend that something else started stays without ours.
+    """
+
+    are_ours: ClassVar[bool] = False
+
+
 def prepare_emulation(num_devices: int) -> None:
     """Sets up emulated CPU devices before the backend starts; does nothing afterwards.
 
@@ -403,6 +414,13 @@ def prepare_emulation(num_devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", max(num_devices, asked))
     if not getattr(jax.config, "jax_platforms"):  # noqa: B009
         jax.config.update("jax_platforms", "cpu")
+    EmulatedDevices.are_ours = True
+
+
+def can_restart() -> bool:
+    """Whether a backend runs that has nothing but CPU devices, set up by this process alone."""
+    is_ours = backend_started() and EmulatedDevices.are_ours
+    return is_ours and jax.default_backend() == "cpu" and not jax.distributed.is_initialized()
 
 
 def _add_flags(wanted: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ compute gradients: `global_view.py`, `local_view.py` (per rank), `pipeline_view.
 (`spec.py`) holds everything the step was built from.
 """
 
+from ..core.own_context import AxisNames as AxisNames
 from .batch import BatchLayout as BatchLayout
 from .batch import Placed as Placed
 from .build import build_train_step as build_train_step
