@@ -8,7 +8,7 @@ does. Memory, open files and threads of the launcher and of the rank, shared mem
 the checkpoints are read as it goes. Each is put into parts of `PART` steps, of which the median
 counts; a line through the parts has one slope, and a height for each process that a kill began. A
 row is the slope per 1000 steps with its standard error. Exits with 1 where the run did not end as
-it should, or something grew by more than 1 % and two standard errors over 1000 steps.
+it should, or something grew over the run by more than 1 % and two standard errors.
 """
 
 from __future__ import annotations
@@ -61,10 +61,9 @@ class Slope:
     error: float
     median: float
 
-    @property
-    def is_flat(self) -> bool:
-        """Whether it is less than `MOST_GROWTH`, or within two standard errors of it."""
-        return self.growth - 2 * self.error <= MOST_GROWTH * self.median
+    def is_flat(self, steps: int) -> bool:
+        """Whether growth over so many steps is within two standard errors of what is allowed."""
+        return (self.growth - 2 * self.error) * steps / 1000 <= MOST_GROWTH * self.median
 
 
 def slope_of(samples: list[Sample], name: str, by_process: bool) -> Slope:
@@ -264,7 +263,7 @@ def main() -> int:
     is_flat = True
     for name in samples[-1].numbers:
         slope = slope_of(samples, name, by_process=name.startswith("rank"))
-        is_flat = is_flat and slope.is_flat
+        is_flat = is_flat and slope.is_flat(asked.steps)
         cells = (f"{slope.median:.1f}", f"{slope.growth:+.3f}", f"{slope.error:.3f}")
         table.add_row(name, *cells)
     Console(width=100).print(table)
