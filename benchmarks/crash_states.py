@@ -431,7 +431,7 @@ def _measure_bucket(name: str, server: ObjectServer) -> tuple[str, int, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("kinds", nargs="*", help=f"{', '.join(KINDS)}; or all")
     kinds = parser.parse_args().kinds or list(KINDS)
     with tempfile.TemporaryDirectory() as folder:

@@ -202,7 +202,7 @@ def measure_slowness(folder: Path, seconds: float, every: int) -> list[tuple[str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--every", type=int, default=1, help="tries one of so many")
     parser.add_argument("--log", type=Path, help="a file of what is done, with which it goes on")
     parser.add_argument("--slow", type=float, help="seconds, in place of errors")
