@@ -94,6 +94,15 @@ def _environment(folder: Path, phase: str, mark: str) -> dict[str, str]:
     return env
 
 
+def heed_signals() -> None:
+    """Makes runs heed what this process ignores, as nohup and background jobs of shells have it."""
+    for name in SIGNALS:
+        number = signal.Signals[name]
+        if signal.getsignal(number) is signal.SIG_IGN:
+            # What is handled here has its default in processes that are started.
+            signal.signal(number, lambda number, frame: None)
+
+
 class Run:
     """A run that gets signals.
 
@@ -170,6 +179,7 @@ class Run:
 
 def problem_of(folder: Path, cell: Cell) -> str | None:
     """What is wrong with what a run did; None if nothing."""
+    heed_signals()
     steps = 3 * SAVED_EVERY if cell.phase == "ending" else STEPS
     if cell.name == "SIGUSR1":
         steps = 3 * SAVED_EVERY
