@@ -40,6 +40,8 @@ SAVING = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 """Those after which a run saves its state."""
 PHASES = ("before the first rank", "starting", "compiling", "stepping", "saving", "ending")
 TIMES = (1, 2, 10)
+LAUNCHES = "processes; their logs"
+"""What the launcher says before its first rank."""
 INTERRUPTED, LOST = 75, 76
 WHERE = ("train", "launch")
 
@@ -115,7 +117,7 @@ class Run:
 
     def __init__(self, folder: Path, where: str, steps: int, phase: str):
         folder.mkdir()
-        self.began = time.monotonic()
+        self.where, self.began = where, time.monotonic()
         self.folder, self.log, self.mark = folder / "run", folder / "log", uuid.uuid4().hex
         (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 80)
         (folder / "b.txt").write_text("a lazy dog jumps over the quick brown fox. " * 20)
@@ -162,9 +164,13 @@ class Run:
     def is_in(self, phase: str, steps: int) -> bool:
         """Whether a phase has come."""
         checkpoints = self.folder / "checkpoints"
+        if self.where == "launch" and LAUNCHES not in self.said:
+            # The launcher itself is an interpreter that starts.
+            self.began = time.monotonic()
+            return False
         match phase:
             case "before the first rank":
-                return "processes; their logs" in self.said
+                return LAUNCHES in self.said
             case "starting":
                 # Python has read this library, and no folder is there yet.
                 return time.monotonic() - self.began > 1.5
@@ -213,8 +219,8 @@ def _problem_after(run: Run, cell: Cell) -> str | None:
     manager = CheckpointManager(run.folder / "checkpoints")
     if damages := manager.passed_over():
         return f"damaged: {damages[0]}"
-    newest = manager.newest_step()
-    if newest >= 0:
+    newest = max(0, manager.newest_step())
+    if newest > 0:
         path = run.folder / "checkpoints" / f"step_{newest:08d}"
         check_files(path, read_manifest(path))
     if code in (0, INTERRUPTED) and newest < run.step():
