@@ -10,11 +10,13 @@ import argparse
 import contextlib
 import importlib
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
@@ -69,16 +71,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"error: {one_line(error)}")
         return _USER_ERROR
     parsed.began = began
+    with _noting_interrupts() as interrupts:
+        try:
+            code = parsed.verb.run(parsed)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            # The reader is gone; do not let the flush at the interpreter's exit fail again.
+            _silence(sys.stdout)
+            return 0
+        except (Exception, KeyboardInterrupt) as error:
+            return _leave(KeyboardInterrupt() if interrupts else error)
+
+
+@contextlib.contextmanager
+def _noting_interrupts() -> Iterator[list[int]]:
+    """Yields a list that gets each SIGINT which raises `KeyboardInterrupt`.
+
+    Modules written in C, such as those of NumPy and jaxlib, raise an `ImportError` in its place
+    when it interrupts their import.
+    """
+    interrupts: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, note)
     try:
-        code = parsed.verb.run(parsed)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        # The reader is gone; do not let the flush at the interpreter's exit fail again.
-        _silence(sys.stdout)
-        return 0
-    except (Exception, KeyboardInterrupt) as error:
-        return _leave(error)
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave(error: BaseException) -> int:

@@ -1,5 +1,6 @@
 import pathlib
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -93,6 +94,21 @@ def test_an_interruption_is_no_traceback(capsys, monkeypatch):
     monkeypatch.setattr("axon_dist.train.cli.runs.load_config", interrupted)
     assert main(["train", str(QUICKSTART)]) == 130
     assert capsys.readouterr().err == "axon: interrupted\n"
+
+
+def test_an_interruption_may_come_as_another_error(capsys, monkeypatch):
+    """An import of C code that SIGINT interrupts raises `ImportError`."""
+
+    def interrupted(*_):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("numpy._core.multiarray failed to import") from None
+
+    monkeypatch.setattr("axon_dist.train.cli.runs.load_config", interrupted)
+    assert main(["train", str(QUICKSTART)]) == 130
+    assert capsys.readouterr().err == "axon: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_bug_is_one_line_that_names_the_file_with_the_traceback(monkeypatch, capsys, tmp_path):
