@@ -50,7 +50,8 @@ class DocumentSource:
         template: the chat template: `plain`, `chatml`, `llama3`, a Jinja file, or a
             `tokenizer_config.json` that has one; None takes the one next to the tokenizer, else
             `plain`.
-        tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`; None for bytes.
+        tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`, or a SentencePiece
+            `.model`; None for bytes.
         end_token: appended to every document, such as `<|endoftext|>`; without a tokenizer,
             documents end with a zero byte anyway.
         packed: put as many documents as fit into a row; otherwise one, and padding.

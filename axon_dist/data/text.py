@@ -41,7 +41,8 @@ class TextSource:
             hash of their names, few files by a share of their bytes.
         validation_fraction: the share for validation, in (0, 1), if there are no
             `validation_files`; None for a tenth.
-        tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`; None for bytes.
+        tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`, or a SentencePiece
+            `.model`; None for bytes.
         cache: the folder in which the tokens of a tokenizer are cached, so that all processes
             together tokenize only once; None for `.axon_tokens` next to the first file.
         max_bytes: on each side of the split, read only the first files by name, or parts of files,
