@@ -386,6 +386,12 @@ class Mixture:
                 f"data.weights: got {list(weights)} for {len(parts)} sources, which must be a "
                 "number above 0 for each; write as many"
             )
+        if any(getattr(part, "buckets", None) is not None for part in parts):
+            raise ConfigError(
+                "data.buckets of a source in a mixture: rows of a batch come from several sources, "
+                "and need one length; leave buckets out, or pack the rows",
+                code="buckets-mixture",
+            )
         self._parts = parts
         self._shares = np.array(weights, float) / sum(weights)
         sizes = [part.identity["num_samples"] for part in parts]
