@@ -64,6 +64,15 @@ class DocumentSource:
         cache: the folder in which tokens are cached, so that all processes together tokenize only
             once; None for `.axon_tokens` next to the first file. A change of files, tokenizer or
             fields makes new tokens.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "texts.jsonl")
+        >>> lines = [json.dumps({"text": f"line {i}"}) + "\\n" for i in range(20)]
+        >>> _ = path.write_text("".join(lines))
+        >>> samples = JsonlSource(files=(str(path),)).open(31)
+        >>> samples.train(np.array([0]))["tokens"].shape
+        (1, 32)
     """
 
     files: tuple[str, ...] = ()
@@ -324,7 +333,7 @@ class DocumentSource:
         return text
 
 
-MOST_BUCKETS = 16
+MOST_BUCKETS = 32
 """The most lengths of rows; each is a program to compile."""
 
 _THREADS = 8

@@ -56,6 +56,18 @@ class Loader:
     Raises:
         ConfigError: a value is out of range.
         DivisibilityError: the batch does not divide by the microbatches and the processes.
+
+    Example:
+        >>> from axon_dist.data import Sequences
+        >>> sides = [[{"x": np.full(3, i)} for i in range(n)] for n in (8, 2)]
+        >>> loader = Loader(Sequences(*sides, "numbers"), global_batch=4, seed=0)
+        >>> next(loader)["x"].shape
+        (4, 3)
+        >>> place = loader.state()
+        >>> after = next(loader)["x"]
+        >>> loader.restore(place)
+        >>> bool((next(loader)["x"] == after).all())
+        True
     """
 
     def __init__(

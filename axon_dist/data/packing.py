@@ -206,6 +206,16 @@ class PackedRows(TwoSides):
 
     Raises:
         ConfigError: when a document is too long and `too_long` is `refuse`, or a side is empty.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> from axon_dist.data import JsonlSource
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "texts.jsonl")
+        >>> lines = [json.dumps({"text": f"line {i}"}) + "\\n" for i in range(20)]
+        >>> _ = path.write_text("".join(lines))
+        >>> rows = JsonlSource(files=(str(path),)).open(31)
+        >>> type(rows).__name__, rows.train(np.array([0]))["segments"].max().item()
+        ('PackedRows', 4)
     """
 
     def __init__(

@@ -378,6 +378,16 @@ class Mixture:
 
     Raises:
         ConfigError: when a weight is missing or not above 0.
+
+    Example:
+        >>> from axon_dist.data import Text, Windows
+        >>> texts = [np.full(100, value, np.uint8) for value in (1, 2)]
+        >>> parts = [Windows(Text(x, x, 256, "bytes"), length=9) for x in texts]
+        >>> mixture = Mixture(parts, [3, 1])
+        >>> order = mixture.order(0)
+        >>> numbers = np.array([order[g] for g in range(8)])
+        >>> mixture.train(numbers)["tokens"][:, 0].tolist().count(1)
+        6
     """
 
     def __init__(self, parts: Sequence[TokenSamples], weights: Sequence[float]):

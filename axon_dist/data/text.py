@@ -111,6 +111,11 @@ def load_text(source: TextSource) -> Text:
     Raises:
         ConfigError: a pattern matches no file, a side of the split is empty, a file is on both
             sides or is not UTF-8 (with a tokenizer), or the tokenizer cannot be loaded.
+
+    Example:
+        >>> text = load_text(TextSource(max_bytes=10_000))
+        >>> text.vocab_size, len(text.validation) > 0
+        (256, True)
     """
     source.validate()
     train, validation = (_fit(side, source.max_bytes) for side in _sides(source))

@@ -37,6 +37,11 @@ class Tokenizer:
             which are learned; the end of the document is learned if the last piece is.
         end: the id that ends a document; None if there is none.
         digest: differs between tokenizers that make different tokens.
+
+    Example:
+        >>> tokenizer = byte_tokenizer()
+        >>> tokenizer.decode(tokenizer.prompt("axon")), tokenizer.vocab_size, tokenizer.end
+        ('axon', 256, 0)
     """
 
     name: str

@@ -54,7 +54,7 @@ class DynamicCode:
         >>> code.encode(jnp.asarray(x)).tolist()
         [0, 127, 146, 255]
         >>> [round(float(value), 4) for value in code.decode(code.encode(jnp.asarray(x)))]
-        [-0.993, 0.0, 0.0029, 1.0]
+        [-0.993, 0.0, 0.003, 1.0]
     """
 
     signed: bool

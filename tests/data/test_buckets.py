@@ -41,17 +41,15 @@ def measured(loader, num_batches):
 
 
 def test_padding_of_a_skewed_distribution(tmp_path):
-    path = chats(tmp_path)
-    plain = loaded(path, None)
-    one_epoch = plain.num_samples // 16
-    assert measured(plain, one_epoch) > 0.8
-    loader = loaded(path)
-    found = measured(loader, one_epoch)
+    path = chats(tmp_path, 6000)
+    assert opened(path, None).padding > 0.8
+    loader = loaded(path, 16)
+    found = measured(loader, loader.num_samples // 16)
     assert found < 0.1
-    assert abs(found - loader.samples.padding) < 0.03
-    assert "% is padding, padded to" in loader.description
+    assert 0 < found - loader.samples.padding < 0.02
+    assert "% is padding, padded to 24 or 32 or" in loader.description
     lengths = loader.samples.buckets.lengths
-    assert len(lengths) == 8
+    assert len(lengths) == 16
     assert lengths[-1] == LENGTH
 
 
@@ -99,7 +97,7 @@ def test_resumes_exactly(tmp_path):
     for _ in range(5):
         next(first)
     state = json.loads(json.dumps(first.state()))
-    again = loaded(path, num_workers=1)
+    again = loaded(path, num_ahead=0)
     again.restore(state)
     for _ in range(40):
         one, other = next(first), next(again)
@@ -126,7 +124,7 @@ def test_the_loss_of_a_batch_is_that_of_the_padded_one(tmp_path):
             loss = next_token_loss(model, batch)
             return loss.total / loss.weight
 
-        return nnx.value_and_grad(mean)(model)
+        return nnx.jit(nnx.value_and_grad(mean))(model)
 
     short = samples.train(numbers, length)
     full = samples.train(numbers)
@@ -139,7 +137,7 @@ def test_the_loss_of_a_batch_is_that_of_the_padded_one(tmp_path):
 
 REFUSED = {
     "buckets-packed": {"buckets": 4},
-    "buckets-range": {"buckets": 17, "packed": False},
+    "buckets-range": {"buckets": 33, "packed": False},
 }
 
 

@@ -6,11 +6,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from axon_dist import World, build_train_step, ddp, fsdp, load_checkpoint, save_checkpoint, zero
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import leaves_with_paths
+from axon_dist.mesh import MeshSpec
 from axon_dist.optim import DynamicCode, adamw_8bit, dequantize, quantize
+from axon_dist.sharding import ByRule, LargestDim, Merge, optimizer_decisions
+from axon_dist.sharding.policy import axes_of
 
 CODES = {"signed": DynamicCode(True), "unsigned": DynamicCode(False)}
 
@@ -69,7 +73,7 @@ def test_blocks_that_do_not_divide_a_dim():
     found = quantize(jnp.asarray(x), CODES["signed"])
     assert found.scales.shape == (700, 2)
     np.testing.assert_array_equal(found.scales[:, 1], np.abs(x[:, 256:]).max(1))
-    assert np.abs(dequantize(found, CODES["signed"]) - x).max() < 0.03
+    assert np.abs(dequantize(found, CODES["signed"]) - x).max() <= 0.0071 * np.abs(x).max()
 
 
 SIZE = 128
@@ -155,10 +159,10 @@ def test_a_step_on_devices_is_that_on_one(name, tmp_path):
     want, want_state, _ = on_one_device(3, optimizer())
     weights = step.weights(state)
     for path, x in leaves_with_paths(want):
-        # A gradient that differs by a rounding may lead to the next code: 1 % of one moment.
+        # A gradient that differs by a rounding may lead to the next code, in few elements.
         difference = np.abs(np.asarray(weights[path]) - x)
-        assert difference.max() < 2e-4, path
-        assert difference.mean() < 1e-6, path
+        assert difference.max() < 1e-3, path
+        assert (difference > 2e-6).mean() < 1e-3, path
     largest = 0
     for (path, mine), theirs in zip(
         leaves_with_paths(state.opt_state), jax.tree.leaves(want_state), strict=True
@@ -172,15 +176,17 @@ def test_a_step_on_devices_is_that_on_one(name, tmp_path):
 
 
 def test_scales_are_split_like_their_parameter():
-    world = World.emulate(8, "fsdp=8")
-    step = build_train_step(
-        lambda: Net(nnx.Rngs(0)), optimizer(), mean_square, fsdp(min_elements=256), world
-    )
-    places = {path: place.spec for path, place in leaves_with_paths(step.places.opt_state)}
-    for layer in ("up", "down"):
-        kernels = [spec for path, spec in places.items() if path.endswith(f"{layer}/kernel")]
-        assert len(kernels) == 4
-        assert len(set(kernels)) == 1
+    params = {"up": jax.ShapeDtypeStruct((512, 2048), "float32")}
+    state = jax.eval_shape(adamw_8bit(1e-3).init, params)
+    column = ByRule(((r"up$", PartitionSpec(None, "tp")),))
+    for policy in (LargestDim(("fsdp",), 256), column, Merge((LargestDim(("fsdp",)), column))):
+        mesh = MeshSpec(fsdp=4, tp=2)
+        found = optimizer_decisions(policy, params, state, mesh)
+        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True)
+        places = [(leaf.shape, decision.spec) for leaf, decision in pairs if leaf.ndim]
+        assert {shape for shape, _ in places} == {(512, 2048), (2, 2048)}
+        of_columns = {axes_of(spec, 1) for _, spec in places}
+        assert of_columns == {axes_of(policy("up", (512, 2048), mesh), 1)} != {()}
 
 
 def test_what_has_no_moments_of_8_bits_is_refused():
