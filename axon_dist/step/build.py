@@ -33,6 +33,7 @@ from ..planner.reading import Remat
 from ..sharding import FromMetadata, annotations_of
 from ..sharding.policy import NO_DIM
 from .batch import unwrapped
+from .optimizer import unconjugated
 from .options import StepKeywords, StepOptions, check_arguments, options_of, takes_step
 from .parts import ModelLike, ModelSpec, split_model, stored_as
 from .replicas import ReplicaForm
@@ -209,6 +210,7 @@ def build_train_step(
         form = (StateLayout if resolved.slow is None else ReplicaForm)(spec, source)
         step = TrainStep(spec, form)
         _warn_of_replicated(step)
+        _warn_of_ascent(step)
         if batch is not None:
             step.check(batch)
         return step
@@ -234,6 +236,20 @@ def _warn_of_replicated(step: TrainStep) -> None:
         f"each of their dims is shorter than the number of shards: {first_few(listed)}. Split them "
         "over fewer devices, as hybrid_shard does, or see step.whole for all of them"
     )
+
+
+def _warn_of_ascent(step: TrainStep) -> None:
+    """Warns if a step would increase the loss along the imaginary parts of parameters."""
+    spec = step.spec
+    paths = unconjugated(spec.optimizer, spec.parts.params)
+    if paths:
+        warn(
+            f"the parameters {first_few(paths)} are complex, and the optimizer does not conjugate "
+            "their gradients. JAX gives dL/dx - i dL/dy as the gradient for x + iy, so a step "
+            "against it increases the loss along the imaginary part. Conjugate it first: "
+            "optax.chain(optax.stateless(lambda g, p: jax.tree.map(jnp.conj, g)), optimizer)",
+            code="complex-gradient",
+        )
 
 
 def leaves_remat_open(step: TrainStep) -> bool:

@@ -14,6 +14,7 @@ from axon_dist import build_train_step, compose, zero
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.core.tree import is_key, leaves_with_paths
 from axon_dist.inspect import collectives
+from axon_dist.optim import adamw_8bit
 from axon_dist.parallel import ddp, pipelined
 from axon_dist.sharding import optimizer_shardings, shardings
 from axon_dist.step.optimizer import optimizer_for
@@ -113,6 +114,7 @@ RECIPES: dict[str, Callable[[], Any]] = {
     "sgd momentum": lambda: optax.sgd(0.1, momentum=0.9),
     "adamw": lambda: optax.adamw(1e-2),
     "adamw bf16 mu": lambda: optax.adamw(1e-2, mu_dtype=jnp.bfloat16),
+    "adamw 8 bits": lambda: adamw_8bit(1e-2, weight_decay=0.5, mask=matrices, min_size=64),
     "adamw ndim mask": lambda: optax.adamw(1e-2, weight_decay=0.5, mask=matrices),
     "clip adamw": lambda: optax.chain(CLIP, optax.adamw(optax.cosine_decay_schedule(1e-2, 10))),
     "lamb": lambda: optax.lamb(1e-2),
@@ -157,6 +159,7 @@ RECIPES: dict[str, Callable[[], Any]] = {
 DEFAULT = {
     "rows": (
         "clip adamw",
+        "adamw 8 bits",
         "adamw ndim mask",
         "clip lamb",
         "adafactor",

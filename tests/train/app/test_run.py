@@ -263,12 +263,13 @@ def test_every_field_is_used_by_a_run(tiny, pictures, tmp_path, monkeypatch):
 
     tensorboard = types.SimpleNamespace(SummaryWriter=mock.MagicMock())
     monkeypatch.setitem(sys.modules, "tensorboardX", tensorboard)
-    for name in ("wandb", "trackio", "mlflow"):
+    for name in ("wandb", "trackio", "mlflow", "prometheus_client"):
         monkeypatch.setitem(sys.modules, name, mock.MagicMock())
     for cls in schema:
         monkeypatch.setattr(cls, "__getattribute__", record)
     tiny["model"] |= {"logits": "chunked"}
-    train(read(RunConfig, tiny | {"loggers": ["tensorboard", "wandb", "trackio", "mlflow"]}))
+    loggers = ["tensorboard", "wandb", "trackio", "mlflow", "prometheus"]
+    train(read(RunConfig, tiny | {"loggers": loggers}))
     build_loader(read(RunConfig, {"data": {"max_bytes": 10**5}}), World.emulate(8))
     for picture in pictures:
         config = read(RunConfig, picture)
