@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from ..core.compat import Frame, source_frames
+from ..core.compat import Frame, scan_counts, source_frames
+from ..ir.factors import Role, factors
 from . import relations
 from .program import DRAWS, Operation, Program, Value, reads_of
 from .relations import MAX, MEAN, MIN, SUM, RankValues, Relation
@@ -24,6 +25,7 @@ from .report import Kind
 
 _SUMS = frozenset({"psum", "psum_invariant", "psum2", "reduce_scatter", "psum_scatter"})
 _PICKS = frozenset({"argmax", "argmin", "top_k", "approx_top_k", "sort"})
+_SCANS = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "scan"})
 _ROOTS = frozenset({"sqrt", "rsqrt", "pow", "integer_pow", "cbrt"})
 _SQUARES = frozenset({"square", "integer_pow", "pow", "abs"})
 _TAKES = frozenset({"slice", "dynamic_slice", "gather", "squeeze", "dynamic_index_in_dim"})
@@ -232,9 +234,11 @@ class Search:
         """Returns the source lines of an operation, the innermost first."""
         return source_frames(operation.equation, operation.callers)[0]
 
-    def found_at(self, operation: Operation) -> Found:
+    def found_at(
+        self, operation: Operation, kind: Kind = Kind.DIFFERS, axes: Sequence[str] = ()
+    ) -> Found:
         """Returns an operation with its source lines, and by how much its value differs."""
-        return self._found(Kind.DIFFERS, operation, ())
+        return self._found(kind, operation, axes)
 
     def _back(
         self, output: Value
@@ -289,6 +293,8 @@ class Search:
             return None
         turn = operation.turn
         if turn is None or at >= len(turn.outputs):
+            return None
+        if operation.name == "scan" and self._along_a_split(operation) is not None:
             return None
         # A row that is right in this turn may be wrong in the next if the carry is wrong.
         for inner in (turn.outputs[at], *turn.outputs):
@@ -350,12 +356,32 @@ class Search:
             return self._found(Kind.POSITION, operation, ())
         if (scaled := self._scaled(operation, parts, visited)) is not None:
             return scaled
-        if name in _PICKS and any(relation.split_axes for _, relation in known):
-            axes = tuple(sorted({a for _, relation in known for a in relation.split_axes}))
-            return self._found(Kind.LOCAL_ARGMAX, operation, axes)
+        if (ordered := self._along_a_split(operation)) is not None:
+            return ordered
         if parts:
             return self._of_parts(operation, parts, visited)
         return self._of_whole(operation, reads)
+
+    def _along_a_split(self, operation: Operation) -> Found | None:
+        """Judges an operation that needs all of a dim, of which each rank has a part."""
+        axes: set[str] = set()
+        for number, read in enumerate(operation.reads):
+            relation = self.relation(read) if isinstance(read, Value) else None
+            if relation is None or not relation.is_whole:
+                continue
+            # A relation leaves out the dims that hold one row for each rank.
+            is_same_rank = len(relation.splits) == len(read.shape)
+            for dim, split in enumerate(relation.splits):
+                is_needed = _needs_all(operation, number, dim if is_same_rank else None)
+                axes |= set(split) if is_needed else set()
+        if not axes:
+            return None
+        if operation.name in _SCANS:
+            kind = Kind.LOCAL_SCAN
+        else:
+            is_plain_sort = operation.name == "sort" and len(operation.results) == 1
+            kind = Kind.LOCAL_ORDER if is_plain_sort else Kind.LOCAL_ARGMAX
+        return self._found(kind, operation, tuple(sorted(axes)))
 
     def _scaled(
         self, operation: Operation, parts: list[tuple], visited: set[Operation]
@@ -521,6 +547,19 @@ class Search:
                 else:
                     gap = math.inf, bound
         return Found(kind, operation, tuple(axes), frames, gap)
+
+
+def _needs_all(operation: Operation, number: int, dim: int | None) -> bool:
+    """Whether a result of a scan, sort or argmax depends on all places along an operand's dim.
+
+    If the dim is not known, it is taken for the one in question.
+    """
+    if operation.name == "scan":
+        return dim == 0 and number >= sum(scan_counts(operation.equation))
+    known = factors(operation.equation) if operation.name in _SCANS | _PICKS else None
+    if known is None or dim is None:
+        return known is not None
+    return known.role(number, dim) in (Role.ALONG, Role.REDUCED)
 
 
 def _origin_of(value: Value) -> Value:

@@ -135,7 +135,7 @@ def bisect_subjects(
     like = [m if isinstance(m, jax.sharding.Mesh) else None for m in (mesh, other_mesh)]
     first = subject.on(sizes_of(mesh), like[0])
     second = other_subject.on(sizes_of(other_mesh), like[1])
-    inputs = draws_of(subject.leaves(first.mesh), 1)[0]
+    inputs = draws_of(first.leaves, 1)[0]
     return _Bisection(first, second, inputs, steps).run()
 
 

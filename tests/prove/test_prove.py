@@ -25,7 +25,7 @@ from axon_dist.prove import (
 )
 from axon_dist.train.cli.main import main
 
-from . import planted
+from . import further, planted
 from .historic import HISTORIC
 from .parts import BATCH, DATA, TARGETS, Net, lines_of, sharded
 from .right import RIGHT
@@ -73,6 +73,24 @@ def test_a_mistake_of_history_is_found(name):
     # Of a derivative that is written by hand the line is that of the call of jax.grad.
     places = [place.line for place in report.mistakes[0].places]
     assert places[0] in lines or name == "MaxText PR 4959", report
+
+
+@pytest.mark.sample("running_sum_of_a_part", "dropout_of_copies_folded_with_their_rank")
+@pytest.mark.parametrize("name", further.WRONG)
+def test_a_further_mistake_is_found_at_its_line(name):
+    kind, make = further.WRONG[name]
+    report = prove(make, meshes=REAL)
+    assert report.mistakes, report
+    first = report.mistakes[0]
+    assert first.place.line in lines_of(make)[1], report
+    assert first.kind is kind, report
+
+
+@pytest.mark.sample("state_of_a_recurrence_that_starts_anew", "labels_shifted_within_a_part")
+@pytest.mark.parametrize("name", further.RIGHT)
+def test_nothing_is_found_in_a_further_right_program(name):
+    report = prove(further.RIGHT[name], meshes=REAL)
+    assert report.ok, report
 
 
 def test_a_mesh_that_a_function_closes_over_is_replaced(make_world):
