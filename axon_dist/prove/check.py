@@ -20,16 +20,9 @@ from .lattice import proven_outputs
 from .locate import Found, Recorded, Search, align
 from .meshes import build_mesh, family, find_mesh, sizes_of
 from .program import DRAWS, Injected, Operation, Value, reads_of, same_operations
-from .relations import RankValues
+from .relations import RankValues, bound_of
 from .report import Finding, Kind, Output, Place, Report
 from .trace import Subject, Traced, array_leaves, subject_of
-
-_NOISY_RUNS = 3
-_TIMES = 16.0
-"""The rounding bound is this many times the change seen in runs with perturbed results."""
-
-_UNITS = 8.0
-"""The bound adds this many units in the last place of the largest number, as a floor."""
 
 
 class MeshVariant(AxonDistError, AssertionError):
@@ -298,24 +291,7 @@ class _Truths:
 
 
 def _runs() -> range:
-    return range(_NOISY_RUNS + 1)
-
-
-def bound_of(runs: Sequence[np.ndarray], scale: float = 1.0) -> float:
-    """Returns by how much rounding may change a value, from runs with perturbed results.
-
-    Args:
-        runs: the unperturbed value, then the value of each perturbed run.
-        scale: by how many units in the last place results were perturbed.
-    """
-    first = runs[0]
-    if first.dtype.kind not in "fcV" and not jax.numpy.issubdtype(first.dtype, np.floating):
-        return max(relations.differs(run, first, 0.0) for run in runs[1:])
-    wide = np.abs(first.astype(np.float64))
-    largest = float(wide[np.isfinite(wide)].max(initial=0.0))
-    eps = float(jax.numpy.finfo(first.dtype).eps)
-    moved = [relations.differs(run, first, 0.0) for run in runs[1:]]
-    return _TIMES * max(moved) + _UNITS * eps * largest * scale
+    return range(relations.NOISY_RUNS + 1)
 
 
 class _Comparison:
@@ -493,7 +469,8 @@ class _Comparison:
                 if varied:
                     self._varied[operation] = varied
             elif by_rank.shape != true.shape:
-                findings.append(self._at_draw(Kind.ONE_KEY, operation, same))
+                several = {axis for axis in same if by_rank.sizes[axis] > 1}
+                findings.append(self._at_draw(Kind.ONE_KEY, operation, several))
         return findings or found
 
     def _copies(self) -> list[Finding]:
@@ -512,9 +489,7 @@ class _Comparison:
         differing: set[str] = set()
         for value, spec in outputs:
             by_rank = RankValues(values[value], value.axes)
-            split = {
-                name for part in spec for name in ((part,) if isinstance(part, str) else part or ())
-            }
+            split = {axis for part in spec for axis in relations.names_of(part)}
             differing |= set(by_rank.axes) - self._same_along(by_rank) - split
         pairs = [(operation, axes & differing) for operation, axes in self._varied.items()]
         return [self._at_draw(Kind.KEYS_OF_COPIES, o, axes) for o, axes in pairs if axes]

@@ -179,7 +179,7 @@ class Search:
         """Returns the relation of a right value that the `in_specs` of a `shard_map` split."""
         splits = []
         for part in self._specs[value]:
-            names = (part,) if isinstance(part, str) else tuple(part or ())
+            names = relations.names_of(part)
             splits.append(tuple(name for name in names if self._sizes.get(name, 1) > 1))
         return Relation(tuple(splits))
 
@@ -366,7 +366,9 @@ class Search:
         """Judges an operation that needs all of a dim, of which each rank has a part."""
         axes: set[str] = set()
         for number, read in enumerate(operation.reads):
-            relation = self.relation(read) if isinstance(read, Value) else None
+            if not isinstance(read, Value):
+                continue
+            relation = self.relation(read)
             if relation is None or not relation.is_whole:
                 continue
             # A relation leaves out the dims that hold one row for each rank.

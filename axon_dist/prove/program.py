@@ -417,11 +417,15 @@ def _holds(region: Region, wanted: frozenset[Value]) -> bool:
     return False
 
 
+def is_key(x: Any) -> bool:
+    """Whether an array holds random keys."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def plain(x: Any) -> Any:
     """Returns an array as numbers; random keys as their key data."""
-    dtype = getattr(x, "dtype", None)
-    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(x) if is_key else x
+    return jax.random.key_data(x) if is_key(x) else x
 
 
 def _block(injected: Injected, result: Value) -> Array:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from ..core.errors import ConfigError
 from .inputs import is_array
 from .meshes import build_mesh, rebind, unchecked
-from .program import Evaluation, Injected, Program, Value, flatten, plain
+from .program import Evaluation, Injected, Program, Value, flatten, is_key, plain
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,8 +84,13 @@ class Traced:
         return [np.asarray(x) for x in outputs], {v: np.asarray(x) for v, x in values.items()}
 
     def _placed(self, x: Any, spec: Any) -> Any:
-        if spec is None or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return x
+        # The arrays may come from another mesh.
+        if is_key(x):
+            data = jax.numpy.asarray(np.asarray(jax.random.key_data(x)))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return np.asarray(x) if spec is None else self._put(x, spec)
+
+    def _put(self, x: Any, spec: Any) -> Any:
         return jax.device_put(np.asarray(x), NamedSharding(self.mesh, spec))
 
     def within(self) -> Any:
@@ -232,10 +237,9 @@ def _release(program: Program) -> None:
     for region in regions:
         for value in region.constants:
             constant = value.constant
-            is_key = jax.dtypes.issubdtype(getattr(constant, "dtype", None), jax.dtypes.prng_key)
             if (
                 isinstance(constant, jax.Array)
-                and not is_key
+                and not is_key(constant)
                 and len(constant.sharding.device_set) > 1
             ):
                 value.constant = np.asarray(constant)
