@@ -67,7 +67,8 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
             return None
         if not continues:
             return iteration
-        before, state = state, _next_state(module, body, state)
+        before = state
+        state = _next_state(module, body, state)
         if state == before:
             return None
     return None
@@ -108,7 +109,8 @@ class _Call:
         instruction = self._computation.by_name.get(name)
         if instruction is None:
             return None
-        opcode, operands = instruction.opcode, instruction.operands
+        opcode = instruction.opcode
+        operands = instruction.operands
         if opcode == "parameter":
             number = int(instruction.arguments)
             return self._arguments[number] if number < len(self._arguments) else None
@@ -140,7 +142,8 @@ class _Call:
 
     def _computed(self, instruction: Instruction) -> Known:
         """Evaluates an operation on integers."""
-        opcode, operands = instruction.opcode, instruction.operands
+        opcode = instruction.opcode
+        operands = instruction.operands
         if opcode == "select":
             test = self.value(operands[0])
             return self.value(operands[1 if test else 2]) if isinstance(test, int) else None

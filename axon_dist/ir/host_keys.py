@@ -61,7 +61,8 @@ def threefry(key: np.ndarray, high: np.ndarray, low: np.ndarray) -> np.ndarray:
     """
     words = [key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)]
     with np.errstate(over="ignore"):
-        x, y = high + words[0], low + words[1]
+        x = high + words[0]
+        y = low + words[1]
         for turn in range(5):
             for distance in ROTATIONS[turn % 2]:
                 x = x + y
@@ -98,7 +99,8 @@ def _is_threefry(key: Key) -> bool:
 
 
 def _sliced(params: Mapping[str, Any], operands: Sequence[Value]) -> Value | None:
-    starts, limits = params["start_indices"], params["limit_indices"]
+    starts = params["start_indices"]
+    limits = params["limit_indices"]
     strides = params["strides"] or (1,) * len(starts)
     where = tuple(map(slice, starts, limits, strides))
     return _moved(operands[0], lambda x: x[where])

@@ -45,7 +45,8 @@ from .walk import (
     variables,
 )
 
-SHARED, STACKED = "shared", "stacked"
+SHARED = "shared"
+STACKED = "stacked"
 
 Protect: TypeAlias = Callable[[Function, int], Function]
 """(function, how many times it runs) -> the function under `jax.checkpoint`, or unchanged."""
@@ -180,7 +181,8 @@ def find_chains(jaxpr: Jaxpr) -> list[Chain]:
 
 def _link(jaxpr: Jaxpr, last: int, call: int, dependent: set[Var]) -> tuple[str | int, ...] | None:
     """Returns the operands' roles if `call` continues a chain after `last`; else None."""
-    before, after = jaxpr.eqns[last], jaxpr.eqns[call]
+    before = jaxpr.eqns[last]
+    after = jaxpr.eqns[call]
     # Equal calls within one trace share one program object, because JAX traces it once. Comparing
     # two programs would mean comparing all their constants.
     if before.params["jaxpr"] is not after.params["jaxpr"]:

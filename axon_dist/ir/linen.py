@@ -274,7 +274,8 @@ class Intercepted:
         context: nn.module.InterceptorContext,
     ) -> PyTree:
         """Runs one method of a module."""
-        module, name = context.module, context.method_name
+        module = context.module
+        name = context.method_name
         path = "/".join(module.path)
         if self.in_block or path not in self.units.paths or name == "setup":
             return call(*args, **kwargs)

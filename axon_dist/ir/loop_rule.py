@@ -217,7 +217,8 @@ def _is_call(equation: JaxprEqn) -> bool:
 
 def _run(equation: JaxprEqn, operands: Sequence[Any], platform: str) -> list[Any]:
     """Runs an equation; of a choice by platform, runs only this platform's branch."""
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    params = equation.params
     names = params.get("platforms" if name == "platform_index" else "branches_platforms")
     number = operands[0] if name == "cond" else None
     if names is not None:

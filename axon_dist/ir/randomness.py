@@ -197,7 +197,8 @@ def without_rank(buffers: PyTree, original: PyTree) -> PyTree:
 
 def _compare(part: Drawn, full: Drawn) -> SampleRows | None:
     lead = len([size for size in part if isinstance(size, str)])
-    part, full = part[lead:], full[lead:]
+    part = part[lead:]
+    full = full[lead:]
     differing = [dim for dim, (a, b) in enumerate(zip(part, full, strict=True)) if a != b]
     if not differing:
         return None

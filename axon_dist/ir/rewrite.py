@@ -138,7 +138,8 @@ def _pruned(jaxpr: Jaxpr, branch_of: Callable[[Any], int], done: dict[int, tuple
         return numbers.get(which) if isinstance(which, Var) else None
 
     def changed(equation: JaxprEqn) -> JaxprEqn:
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
+        params = equation.params
         if name == "platform_index":
             numbers[equation.outvars[0]] = branch_of(params["platforms"])
         elif name == "cond" and (number := number_of(equation)) is not None:

@@ -410,7 +410,8 @@ def _run_calls(x: Array, *more: Array, function: Callable[..., Array], lead: int
 def _batched(
     arrays: Sequence[Array], dims: Sequence[int], function: Hashable, lead: int
 ) -> tuple[Sequence[Array], Sequence[int]]:
-    (x, *more), (dim, *others) = arrays, dims
+    x, *more = arrays
+    dim, *others = dims
     if any(isinstance(other, int) for other in others):
         run = functools.partial(_run_calls, function=function, lead=lead)  # type: ignore[arg-type]
         axes = [at if isinstance(at, int) else None for at in dims]

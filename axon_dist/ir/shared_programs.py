@@ -285,7 +285,8 @@ def _computed(closed: ClosedJaxpr, first: Sequence[JaxprEqn]) -> dict[Var, Value
     }
     compiled: dict[Hashable, _Derived] = {}
     for equation in first:
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
+        params = equation.params
         operands = [
             np.asarray(v.val, dtype_of(v)) if isinstance(v, Literal) else known[v]
             for v in equation.invars

@@ -205,7 +205,8 @@ def inners(equation: JaxprEqn) -> list[Inner]:
         consts, carry = scan_counts(equation)
         return [Inner(params["jaxpr"], (*range(count),), consts, carry, params["length"])]
     if name == "while":
-        tests, consts = params["cond_nconsts"], params["body_nconsts"]
+        tests = params["cond_nconsts"]
+        consts = params["body_nconsts"]
         carry = range(tests + consts, count)
         test = (*range(tests), *carry)
         body = (*range(tests, tests + consts), *carry)
@@ -417,7 +418,8 @@ def _same_value(one: object, other: object) -> bool:
     if one is other:
         return True
     try:
-        left, right = np.asarray(one), np.asarray(other)
+        left = np.asarray(one)
+        right = np.asarray(other)
     except TypeError:  # Typed random keys and tracers have no NumPy value.
         return False
     has_same_form = left.shape == right.shape and left.dtype == right.dtype

@@ -356,7 +356,8 @@ def _reason(path: Path, layer: DenseLayer, stacks: Sequence[Path], skip: Sequenc
 
 def _sizes(layer: DenseLayer) -> tuple[int | None, int]:
     """Returns the kernel's rows and columns; rows are None if other dims than the last are used."""
-    rows, columns = layer.in_features, layer.out_features
+    rows = layer.in_features
+    columns = layer.out_features
     if isinstance(rows, int):
         return rows, size_of(columns)
     axis = getattr(layer, "axis", -1)

@@ -286,7 +286,8 @@ def evaluate(
     Returns:
         The values. With an axis, all except the gradients of kernel and bias are totals over ranks.
     """
-    shape, (width, classes) = operands.labels.shape, operands.kernel.shape
+    shape = operands.labels.shape
+    width, classes = operands.kernel.shape
     most = chunk_bytes(width, classes, memory_bytes) if wants[1] else CHUNK_BYTES
     count, size = _chunks(how, math.prod(shape), classes, most)
 

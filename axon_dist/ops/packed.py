@@ -120,7 +120,8 @@ def _over_pairs(
         segments: `[pieces, B, positions]`.
         causal: whether to skip keys of later pieces.
     """
-    first, last = segments.min(-1), segments.max(-1)
+    first = segments.min(-1)
+    last = segments.max(-1)
     shared = ((first[:, None] <= last) & (first <= last[:, None])).any(-1)
     ordered = itertools.permutations(range(len(segments)), 2)
     pairs = [(query, key) for query, key in ordered if key < query or not causal]

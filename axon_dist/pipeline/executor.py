@@ -517,7 +517,8 @@ class Executor:
         ranks where it is true add the loss and the gradients of parameters that are not
         partitioned.
         """
-        data, (rest, frozen) = self.data(tick["microbatch"]), bound.last
+        data = self.data(tick["microbatch"])
+        rest, frozen = bound.last
 
         def objective(rest: Rest, floats: list[Array]) -> tuple[Array, StageLoss]:
             loss = bound.program.last({**rest, **frozen}, data, Wire(floats, y.others))

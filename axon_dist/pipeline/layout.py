@@ -62,7 +62,8 @@ class ParamLike:
     """
 
     def __init__(self, params: PyTree, shapes: PyTree):
-        self._top, self._names = params.keys(), frozenset(flatten(params))
+        self._top = params.keys()
+        self._names = frozenset(flatten(params))
         parts, self.outer = jax.tree.flatten(shapes, is_leaf=self._is_like)
         self.keys: list[list[Keys]] = [list(flatten(part)) for part in parts]
         self._inner = [jax.tree.structure(part) for part in parts]

@@ -120,7 +120,9 @@ class StagedOptimizer:
         axis: str,
     ):
         self._optimizer = optimizer
-        self._storage, self._mesh, self._axis = storage, mesh, axis
+        self._storage = storage
+        self._mesh = mesh
+        self._axis = axis
         is_unstacked = isinstance(optimizer, UnstackedOptimizer)
         self._unstacked: _Form | None = optimizer.state_form if is_unstacked else None
         params = StoredForm(storage, storage.shapes)
@@ -337,7 +339,8 @@ class RankBranches:
             operands = [*(x[0] for x in rows), *values]
             return [x[None] for x in jax.lax.switch(rank[0], branches, operands)]
 
-        split, replicated = PartitionSpec(self._axis), PartitionSpec()
+        split = PartitionSpec(self._axis)
+        replicated = PartitionSpec()
         mapped = jax.shard_map(
             run,
             mesh=self._mesh,

@@ -110,7 +110,8 @@ def program_of(schedule: Schedule, buffers: Mapping[str, Slots]) -> TickProgram:
         The tables.
     """
     phases = lane_phases(cell for row in schedule.rows for cell in row)
-    shape, last = (schedule.num_devices, schedule.num_ticks), schedule.num_stages - 1
+    shape = (schedule.num_devices, schedule.num_ticks)
+    last = schedule.num_stages - 1
     lanes = [
         Lane(
             phase,

@@ -158,7 +158,8 @@ class UniformStages:
         return wire
 
     def _unwire(self, wire: Wire) -> list[Any]:
-        floats, others = iter(wire.floats), iter(wire.others)
+        floats = iter(wire.floats)
+        others = iter(wire.others)
         return [
             like(next(floats if jnp.issubdtype(dtype, jnp.inexact) else others), dtype)
             for dtype in self._dtypes

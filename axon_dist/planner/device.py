@@ -196,7 +196,8 @@ class _Reader:
         # XLA:CPU all-reduces and then slices. On no platform is a replicated sum scattered over
         # only some of its axes.
         if shard and (self.platform == "cpu" or (rest and one.is_replicated)):
-            shard, rest = NONE, one.axes
+            shard = NONE
+            rest = one.axes
         if shard and rest and one.node.kind != "product":
             self.joint.append((one, shard, rest))
             return

@@ -334,7 +334,8 @@ def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0)
         if is_needed or node.kind in CHAIN:
             needed.update(node.reads)
     late: set[int] = set()
-    first, last = [], []
+    first = []
+    last = []
     for number, node in enumerate(program.nodes):
         if node.name == "scan":
             bodies = tuple(postponed(b, node.num_consts, node.num_carry) for b in node.bodies)
@@ -356,7 +357,8 @@ def _filled(nodes: list[Node]) -> list[Node]:
     place = None
     for node in nodes:
         if node.kind == "loop" and any(body.sends() for body in node.bodies):
-            place, since = len(ordered), set(node.writes)
+            place = len(ordered)
+            since = set(node.writes)
         elif place is not None and node.kind == "reduction" and since.isdisjoint(node.reads):
             ordered.insert(place, node)
             place += 1

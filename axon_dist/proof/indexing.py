@@ -178,7 +178,8 @@ def _dynamic_update(op: Operation, values: list[Value]) -> Value:
 def _slice(op: Operation, values: list[Value]) -> Value:
     cuts = []
     for params in (op.params, op.others):
-        starts, ends = params["start_indices"], params["limit_indices"]
+        starts = params["start_indices"]
+        ends = params["limit_indices"]
         strides = params["strides"] or (1,) * len(starts)
         cuts.append([*zip(starts, ends, strides, strict=True)])
     return _sliced(values[0], op.inputs[0], op.outputs[0], cuts)

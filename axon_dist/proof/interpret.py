@@ -133,7 +133,8 @@ class Walk:
         Returns:
             The values of their outputs.
         """
-        part, whole = programs[0].jaxpr, programs[1].jaxpr
+        part = programs[0].jaxpr
+        whole = programs[1].jaxpr
         is_same = have_one_form(part, whole, "constvars", "invars", "outvars")
         pairs: Iterable[Aligned] | None = None
         if self._is_single:
@@ -168,7 +169,8 @@ class Walk:
         if is_key(first) or is_key(second):
             is_equal = are_equal_keys(first, second)
             return self._named(CONSTANT if is_equal else coupled(Why.DIFFERS, ""), object())
-        a, b = np.asarray(first), np.asarray(second)
+        a = np.asarray(first)
+        b = np.asarray(second)
         key = ("constants", a.dtype.str, a.tobytes(), b.tobytes())
         return self._named(constant(a, b, self._ratio), key)
 

@@ -60,7 +60,8 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
     """
     part, whole = pair
     if part is not None:
-        source, result = part.invars[0], part.outvars[0]
+        source = part.invars[0]
+        result = part.outvars[0]
         sizes = {math.prod(shape_of(atom)) for atom in (source, result)}
         if isinstance(source, Literal) or source not in known.numbers:
             return False
@@ -69,7 +70,8 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
             return False
         return len(part.invars) == 1 == len(sizes)
     assert whole is not None
-    operand, made = whole.invars[0], whole.outvars[0]
+    operand = whole.invars[0]
+    made = whole.outvars[0]
     source = known.mates.get(operand) if isinstance(operand, Var) else None
     if source is None or len(whole.invars) > 1:
         return False
@@ -125,7 +127,8 @@ def relayed(op: Operation, value: Value, ratio: float) -> Value | None:
     Returns:
         The value; None if the equation is more than a relay.
     """
-    (small, large), (_, result) = op.inputs[0], op.outputs[0]
+    small, large = op.inputs[0]
+    _, result = op.outputs[0]
     source = canonical(value, small, large, ratio)
     if source is None or is_transposed(op):
         return None
@@ -202,10 +205,12 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
 def _rows_in_windows(op: Operation, values: list[Value]) -> Value | None:
     """The rule for a batched gather from each sample's row, which the part reads as a window."""
     table, indices = values[:2]
-    one, other = op.params["dimension_numbers"], op.others["dimension_numbers"]
+    one = op.params["dimension_numbers"]
+    other = op.others["dimension_numbers"]
     if not (table.is_rows and indices.is_rows and table.dim is not None) or indices.numbers:
         return None
-    dims, places = other.operand_batching_dims, other.start_indices_batching_dims
+    dims = other.operand_batching_dims
+    places = other.start_indices_batching_dims
     if table.dim not in dims or (table.outer, indices.outer) != (1, 1) or table.numbers:
         return None
     at = places[dims.index(table.dim)]

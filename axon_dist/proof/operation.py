@@ -237,11 +237,14 @@ def folded(op: Operation, known: list[tuple[Number, Number]]) -> tuple[Number, N
     with np.errstate(all="ignore"):
         a, b = (np.asarray(run(*numbers)) for numbers in zip(*known, strict=True))
         if kind == "f":
-            a, b = a.astype(np.float64), b.astype(np.float64)
+            a = a.astype(np.float64)
+            b = b.astype(np.float64)
         elif kind in "iu":
-            a, b = np.trunc(a).astype(np.int64), np.trunc(b).astype(np.int64)
+            a = np.trunc(a).astype(np.int64)
+            b = np.trunc(b).astype(np.int64)
         else:
-            a, b = a.astype(bool), b.astype(bool)
+            a = a.astype(bool)
+            b = b.astype(bool)
     return a.item(), b.item()
 
 
@@ -333,7 +336,8 @@ WITHIN = (
 
 def counts(body: Jaxpr, operand: int, made: int) -> bool:
     """Whether an output of a loop's body is one of its inputs plus 1."""
-    result, source = body.outvars[made], body.invars[operand]
+    result = body.outvars[made]
+    source = body.invars[operand]
     makers = [e for e in body.eqns if result in e.outvars and e.primitive.name == "add"]
     steps = [atom.val for e in makers for atom in e.invars if isinstance(atom, Literal)]
     return [int(step) for step in steps] == [1] and source in makers[0].invars

@@ -96,7 +96,8 @@ def _reshape(op: Operation, values: list[Value]) -> Value:
         return value
     if is_turned:
         raise Coupling(Why.RESHAPED)
-    shape, new = op.inputs[0][0], op.outputs[0][0]
+    shape = op.inputs[0][0]
+    new = op.outputs[0][0]
     dims = grown(op.outputs[0])
     blocks = math.prod(shape[: value.dim]) * value.outer
     if len(dims) != 1 or blocks % math.prod(new[: dims[0]]):
@@ -180,7 +181,8 @@ def _dot(op: Operation, values: list[Value]) -> Value:
         aligned(sides, 1.0)
     result = times(*sides)
     number = 0 if factors[0] is not None else 1
-    factor, counting = factors[number], (left, right)[number]
+    factor = factors[number]
+    counting = (left, right)[number]
     if factor is None:
         return result
     if op.factors.roles[factor] is Role.SUMMED:

@@ -462,10 +462,12 @@ def explain_optimizer(
 
 
 def _row(path: Path, leaf: Leaf, decision: Decision, mesh: HasShape) -> LeafDecision:
-    shape, itemsize = tuple(leaf.shape), leaf.dtype.itemsize
+    shape = tuple(leaf.shape)
+    itemsize = leaf.dtype.itemsize
     ways = shard_count(decision.spec, mesh)
     stored = math.prod(stored_shape(shape, decision.spec, mesh)) * itemsize
-    size, dtype = math.prod(shape) * itemsize, str(leaf.dtype)
+    size = math.prod(shape) * itemsize
+    dtype = str(leaf.dtype)
     return LeafDecision(path, shape, dtype, size, ways, stored // ways, decision)
 
 

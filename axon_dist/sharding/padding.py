@@ -238,7 +238,8 @@ class EvenShards:
     @cached_property
     def _dims(self) -> dict[int, int]:
         """For each padded dim, the largest number of devices that divides it."""
-        mesh, dims = self.place.mesh, {}
+        mesh = self.place.mesh
+        dims = {}
         for dim, size in enumerate(self.shape):
             count = math.prod(mesh.shape[axis] for axis in axes_of(self.place.spec, dim))
             if size % count:
@@ -260,7 +261,8 @@ class EvenShards:
 
         Over several processes the padded dims are not split, because each process must take part.
         """
-        mesh, spec = self.place.mesh, self.place.spec
+        mesh = self.place.mesh
+        spec = self.place.spec
         if not self._is_within_process:
             whole = spec_of(
                 () if d in self._dims else axes_of(spec, d) for d in range(len(self.shape))

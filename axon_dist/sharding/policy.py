@@ -355,7 +355,8 @@ def _overlay(
 ) -> PartitionSpec:
     entries = []
     for dim in range(max(len(spec), len(claim.spec))):
-        old, new = axes_of(spec, dim), axes_of(claim.spec, dim)
+        old = axes_of(spec, dim)
+        new = axes_of(claim.spec, dim)
         if old and new and old != new:
             first = next((c.rule for c in earlier if axes_of(c.spec, dim)), "an earlier policy")
             raise StrategyConflictError(
