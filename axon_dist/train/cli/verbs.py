@@ -522,7 +522,19 @@ VERBS: tuple[Verb, ...] = (
             const="core",
             choices=("core", "full"),
         ),
-        examples=("axon doctor", "axon doctor --numerics"),
+        _argument(
+            "--network",
+            "measure bandwidth and latency along each axis of this mesh, and name slow hosts",
+            nargs="?",
+            const="dp=-1",
+            metavar="MESH",
+        ),
+        examples=(
+            "axon doctor",
+            "axon doctor --numerics",
+            "axon launch -n 2 -- axon doctor --network",
+            "srun axon doctor --network nodes=8,fsdp=8",
+        ),
     ),
     _verb(
         "completion",
