@@ -132,11 +132,14 @@ def _meshes(info: Mapping[str, object]) -> dict[str, str]:
 
 
 def _extras() -> dict[str, str]:
-    rows = {
-        name: f"lacks {', '.join(missing)}: {install_command(name)}" if missing else "installed"
-        for name, missing in extras().items()
-    }
-    return rows or {"none": "unknown, because axon_dist is not installed: pip install ."}
+    found = extras()
+    if not found:
+        return {"none": "unknown, because axon_dist is not installed: pip install ."}
+    rows = {name: f"lacks {', '.join(missing)}" for name, missing in found.items() if missing}
+    present = ", ".join(name for name, missing in found.items() if not missing)
+    if rows:
+        rows["to add one"] = install_command(next(iter(rows)))
+    return {**({"installed": present} if present else {}), **rows}
 
 
 def _section(console: Console, title: str, rows: Mapping[str, object]) -> None:
