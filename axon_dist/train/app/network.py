@@ -13,7 +13,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ _WARM_UP = 2
 _CHAIN = 8
 """Matmuls in a row, so that their start does not count."""
 
+_Key = TypeVar("_Key")
 Run: TypeAlias = Callable[[Array], Array]
 
 
@@ -143,7 +144,7 @@ def slow_hosts(
     return tuple(sentences)
 
 
-def _slow_ratios(times: Mapping[Any, float]) -> dict[Any, float]:
+def _slow_ratios(times: Mapping[_Key, float]) -> dict[_Key, float]:
     """The times that are slow, as multiples of the time that the fastest quarter needs.
 
     The median would not do: of three links in a ring, a slow host has two.

@@ -115,6 +115,17 @@ def test_the_schema_of_kubernetes_takes_the_job_within_a_jobset():
     validate.validate(whole, "1.34", strict=True)
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_skypilot_takes_the_task(path):
+    pytest.importorskip("jsonschema")
+    pytest.importorskip("sky.utils.schemas", reason="needs SkyPilot")
+    check = SCHEDULERS["skypilot"].check
+    text = golden("skypilot", path).read_text()
+    assert check(text) == "the schemas of SkyPilot"
+    with pytest.raises(LaunchError, match="'node' was unexpected"):
+        check(text.replace("num_nodes:", "node:"))
+
+
 def test_sbatch_checks_and_takes_the_file(tmp_path, monkeypatch):
     (tmp_path / "sbatch").write_text('#!/bin/sh\n[ "$1" = bad ] && exit 3; echo job 7 "$@"\n')
     (tmp_path / "sbatch").chmod(0o755)
