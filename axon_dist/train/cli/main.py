@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # If this is the command of the process, count the time since the process started.
     began = process_began() if arguments is None else time.perf_counter()
+    if arguments is None:
+        warnings.showwarning = _show_warning
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if set(os.environ.get("COLUMNS", "1")) == {"0"}:
         # Some terminals report a width of 0, with which nothing would be printed.
@@ -129,6 +132,23 @@ def _say(text: str) -> None:
     """Writes to standard error, if that is possible."""
     with contextlib.suppress(OSError):
         print(fitted(f"axon: {text}", sys.stderr), file=sys.stderr, flush=True)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Shows a warning like an error, if its place would be the script of this command."""
+    if file is None and os.path.abspath(filename) == os.path.abspath(sys.argv[0]):
+        _say(f"warning: {one_line(message)}")
+    else:
+        stream = sys.stderr if file is None else file
+        with contextlib.suppress(OSError):
+            stream.write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def _silence(stream: TextIO) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from axon_dist import __version__
 from axon_dist.core.errors import ConfigError
+from axon_dist.train.cli import main as command
 from axon_dist.train.cli.main import CONFIG_KEYS, VERBS, _parse, main
 from axon_dist.train.config import completion_words
 
@@ -76,6 +77,14 @@ def test_overrides_stand_before_or_behind_options(capsys, tmp_path, arguments):
     path = tmp_path / "run.yaml"
     path.write_text("devices: {emulate: 8}")
     assert "train.steps: got 'ten'" in error_of(capsys, "train", str(path), *arguments)
+
+
+def test_a_warning_of_the_command_has_no_place_in_its_script(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/axon", "train"])
+    command._show_warning("mind the gap", UserWarning, "/usr/bin/axon", 8)
+    assert capsys.readouterr().err == "axon: warning: mind the gap\n"
+    command._show_warning("mind the gap", UserWarning, "/home/me/loss.py", 3)
+    assert "loss.py:3: UserWarning: mind the gap" in capsys.readouterr().err
 
 
 def test_help_names_every_verb(capsys):
