@@ -224,6 +224,7 @@ def test_a_user_is_answered_as_in_training(tmp_path):
             "num_layers": 1,
             "width": 32,
             "num_heads": 2,
+            "num_kv_heads": 2,
         },
         "devices": {"emulate": 8},
         "data": {
