@@ -535,8 +535,7 @@ VERBS: tuple[Verb, ...] = (
         examples=(
             "axon doctor",
             "axon doctor --numerics",
-            "axon launch -n 2 -- axon doctor --network",
-            "srun axon doctor --network nodes=8,fsdp=8",
+            "axon doctor --network nodes=2,fsdp=8",
         ),
     ),
     _verb(
