@@ -84,7 +84,7 @@ class _Wrapper:
         if isinstance(self.module, nnx.Module):
             return self.module
         raise ConfigError(
-            f"{what} needs a module, and FSDP got a function that makes one; take the module of a "
+            f"{what} needs a module, and got a function that makes one; take the module of a "
             "training state with TrainStep.merge(state)"
         )
 
@@ -111,7 +111,8 @@ class DistributedDataParallel(_Wrapper):
     global batch `grad = (1/N) sum_r grad_r` over the N ranks of the group.
 
     Args:
-        module: any NNX module; a Linen one goes through `nnx.bridge.ToNNX`.
+        module: any NNX module, or a function that makes one; a Linen module goes through
+            `nnx.bridge.ToNNX`.
         group: a group by mesh axes, such as `world.group("dp")`.
         sync: when gradients are reduced; NO_SYNC makes `sync_gradients` the identity.
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA.
@@ -133,10 +134,10 @@ class DistributedDataParallel(_Wrapper):
     Source: Li et al., PyTorch Distributed, VLDB 2020, arXiv:2006.15704.
     """
 
-    @checked("DDP", module=MODULE)
+    @checked("DDP", module=MODEL)
     def __init__(
         self,
-        module: nnx.Module,
+        module: nnx.Module | Callable[[], nnx.Module],
         group: ProcessGroup,
         *,
         sync: GradSyncStrategy = GradSyncStrategy.SYNCHRONOUS,
@@ -179,9 +180,10 @@ class DistributedDataParallel(_Wrapper):
         if stacked is not None:
             return broadcast(stacked, self.group)
         replicated = NamedSharding(self.group.mesh, PartitionSpec())
-        values = from_main(nnx.state(self.module))
+        module = self._made("sync_parameters()")
+        values = from_main(nnx.state(module))
         state = jax.tree.map(lambda x: jax.device_put(x, replicated), values)
-        nnx.update(self.module, state)
+        nnx.update(module, state)
         return nnx.to_pure_dict(state)
 
     def sync_gradients(self, grads: PyTree) -> PyTree:

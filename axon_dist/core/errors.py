@@ -114,9 +114,13 @@ _ALSO_CALLED: MappingProxyType[str, str] = MappingProxyType(
         **dict.fromkeys(("expert", "experts"), "ep"),
         **dict.fromkeys(("shard", "sharded"), "fsdp"),
         **dict.fromkeys(("node", "hosts", "host"), "nodes"),
+        "lr": "learning_rate",
+        **dict.fromkeys(("epochs", "max_steps", "num_steps", "iterations"), "steps"),
+        "batch_size": "global_batch",
+        **dict.fromkeys(("--max-tokens", "--max-new-tokens", "--length"), "--tokens"),
     }
 )
-"""Other libraries' names of our mesh axes, too different for `difflib` to match."""
+"""Other libraries' names of mesh axes, config keys and options, too different for `difflib`."""
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

@@ -658,6 +658,36 @@ def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
     return TEMPLATES["plain"]
 
 
+_ANSWER = "answer"
+
+
+def ask(template: ChatTemplate, messages: Sequence[Message]) -> tuple[str, str]:
+    """Writes messages up to the point where the model answers.
+
+    Args:
+        template: a chat template.
+        messages: the conversation so far; the last message is not the assistant's.
+
+    Returns:
+        The text to continue, and the text that ends an answer.
+
+    Raises:
+        ValueError: saying what the template refuses or does not write.
+
+    Example:
+        >>> ask(TEMPLATES["plain"], [{"role": "user", "content": "2 + 2?"}])
+        ('User: 2 + 2?\\nAssistant: ', '\\n')
+    """
+    # Ask for the text of an answer instead of a generation prompt, which not every template writes.
+    pieces = template.pieces([*messages, {"role": LEARNED, "content": _ANSWER}])
+    places = [number for number, (_, is_learned) in enumerate(pieces) if is_learned]
+    if not places or _ANSWER not in pieces[places[-1]][0]:
+        raise ValueError("messages whose answer the template does not mark as learned")
+    before = "".join(text for text, _ in pieces[: places[-1]])
+    opening, _, ending = pieces[places[-1]][0].rpartition(_ANSWER)
+    return before + opening, ending
+
+
 def _template_in(path: Path) -> Rendered | None:
     """Returns the template of a file; None if it is a tokenizer config without one."""
     config = _config_in(path) if path.suffix == ".json" else {}

@@ -396,8 +396,12 @@ class EmulatedDevices:
     are_ours: ClassVar[bool] = False
 
 
-def prepare_emulation(num_devices: int) -> None:
+def prepare_emulation(num_devices: int, only_cpu: bool = True) -> None:
     """Sets up emulated CPU devices before the backend starts; does nothing afterwards.
+
+    Args:
+        num_devices: CPU devices of this process.
+        only_cpu: whether JAX starts no other backend, unless `jax_platforms` names one.
 
     With one thread per core, a loop that never blocks fills XLA's thread pool with devices that
     wait for each other, and the process dies. So the pool gets enough threads for all devices.
@@ -412,7 +416,7 @@ def prepare_emulation(num_devices: int) -> None:
     # The environment may ask for more devices, for another world later in this process.
     asked = getattr(jax.config, "jax_num_cpu_devices")  # noqa: B009
     jax.config.update("jax_num_cpu_devices", max(num_devices, asked))
-    if not getattr(jax.config, "jax_platforms"):  # noqa: B009
+    if only_cpu and not getattr(jax.config, "jax_platforms"):  # noqa: B009
         jax.config.update("jax_platforms", "cpu")
     EmulatedDevices.are_ours = True
 

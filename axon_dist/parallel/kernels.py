@@ -27,7 +27,6 @@ from ..core.reduction import all_sum
 from ..core.same_function import Comparison, compare, is_from
 from ..core.typing import Array, Function, PyTree
 from ..ir.rewrite import Rewriting
-from ..mesh.chips import machine_of
 from ..nn.attention import attended
 from ..nn.attention_kind import differs_by_heads
 from ..nn.layout import Axes, Layout, manual_axes
@@ -209,6 +208,7 @@ class LossOverMesh:
     Args:
         layout: the layout of the activations; its `vocabulary` axes split the classes where they
             divide.
+        memory_bytes: the memory of a device; None if the chip is unknown.
 
     Attributes:
         replaces: the name of the primitive of such losses.
@@ -216,6 +216,7 @@ class LossOverMesh:
 
     replaces: ClassVar[str] = LINEAR_CROSS_ENTROPY
     layout: Layout
+    memory_bytes: int | None = None
 
     def __call__(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
         """Computes one loss; returns None where no axis is left to split it over."""
@@ -227,7 +228,7 @@ class LossOverMesh:
         how = equation.params["how"]
 
         def run(operands, wants):
-            return spread.run(self.layout, how, operands, wants)
+            return spread.run(self.layout, self.memory_bytes, how, operands, wants)
 
         return list(differentiable(run)(*operands))
 
@@ -263,7 +264,14 @@ class Spread:
             vocabulary=fits(layout.vocabulary, classes),
         )
 
-    def run(self, layout: Layout, how: HeadLoss, operands: Operands, wants: Wants) -> LossParts:
+    def run(
+        self,
+        layout: Layout,
+        memory_bytes: int | None,
+        how: HeadLoss,
+        operands: Operands,
+        wants: Wants,
+    ) -> LossParts:
         """Computes the loss and the gradients asked for."""
         ranks = (*self.samples, *self.sequence)
         columns = self.vocabulary or None
@@ -276,8 +284,6 @@ class Spread:
         # them: it can then reduce-scatter them, so that every owner gets only its shard.
         is_stacked = bool(ranks) and not manual_axes()
         axis = self.vocabulary[0] if self.vocabulary else None
-        chip = machine_of(layout.mesh)
-        memory_bytes = None if chip is None else chip.memory_bytes
 
         def summed(grad: Array | None, operand: Array | None) -> Array | None:
             if grad is None or operand is None or not ranks:

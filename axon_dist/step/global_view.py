@@ -104,7 +104,9 @@ def global_forward(
     gather = functools.partial(global_gather, spec, is_whole=is_whole, looped=looped)
     prepare = spec.changes.prepare(gather if spec.strategy.splits else None, also)
     forward = forward_of(spec.parts, spec.loss_fn, prepare)
-    return spec.changes.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
+    return spec.changes.with_layer_scan(
+        rewritten(forward, spec.strategy, spec.mesh, spec.memory_bytes)
+    )
 
 
 LINEN_EVAL_ATTRIBUTES: MappingProxyType[type[nn.Module], str] = MappingProxyType(

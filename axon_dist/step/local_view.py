@@ -372,7 +372,9 @@ class LocalPlan:
 
     def _with_scans(self, forward: Function) -> Any:
         spec = self.spec
-        return spec.changes.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
+        return spec.changes.with_layer_scan(
+            rewritten(forward, spec.strategy, spec.mesh, spec.memory_bytes)
+        )
 
     def _plain(self, make_gather: MakeGather | None, **gathering: Any) -> Forward:
         """Returns the forward pass with its units marked, before they become a scan."""

@@ -22,6 +22,7 @@ from ..core.typing import Batch, LossFn, OptionValue, Path, PyTree
 from ..ir.loop_rule import GATHERED_BLOCKS, LoopChoice, LoopCost, LoopRule
 from ..ir.walk import equations
 from ..mesh import Backend, World, is_abstract, option_names, relative_of
+from ..mesh.chips import machine_of
 from ..parallel import MIX, Reduction, Strategy, map_experts, map_kernels
 from ..sharding import Replicate, shardings
 from .model_changes import ModelChanges
@@ -295,6 +296,13 @@ class StepSpec:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The memory of a device; None if the chip is unknown."""
+        # The mesh of a region of replicas is abstract, so ask that of the world.
+        chip = machine_of(self.world.mesh)
+        return None if chip is None else chip.memory_bytes
 
     def replica(self, region: bool = True) -> StepSpec:
         """Returns the step of one replica, if the strategy has replicas that train independently.

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.data import JsonlSource, ParquetSource
-from axon_dist.data.chat import Conversation, Rendered, find_template, parse_conversation
+from axon_dist.data.chat import Conversation, Rendered, ask, find_template, parse_conversation
 from axon_dist.data.tokenizer import load_tokenizer
 
 from .chat_templates import (
@@ -46,6 +46,24 @@ def rendered(name):
 
 def parsed(chat):
     return parse_conversation(chat, "messages")
+
+
+@pytest.mark.parametrize("name", ["plain", "chatml", "llama3"])
+def test_a_question_is_the_start_of_what_was_learned(name):
+    template = find_template(name, None)
+    text, ending = ask(template, [SYSTEM, ASK])
+    pieces = template.pieces([SYSTEM, ASK, ANSWER])
+    assert text == "".join(part for part, is_learned in pieces if not is_learned)
+    assert learned_of(pieces) == [ANSWER["content"] + ending]
+
+
+def test_a_template_of_a_hub_is_asked():
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    text, ending = ask(Rendered("a", source, {}), [{"role": "user", "content": "2 + 2?"}])
+    assert (text, ending) == ("<|user|>2 + 2?<|end|><|assistant|>", "<|end|>")
 
 
 def test_json_keeps_the_order_of_keys_and_escapes_nothing():

@@ -174,3 +174,11 @@ def test_the_reduce_dtype_is_that_of_the_wire(world):
     text = compiled(world, 1, reduce_dtype="float16").as_text()
     reductions = [line for line in text.splitlines() if " all-reduce(" in line]
     assert any("f16[" in line for line in reductions)
+
+
+def test_a_function_that_makes_the_module_is_taken_as_fsdp_takes_it(world):
+    wrapped = DDP(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)), world.group("dp"))
+    assert wrapped.strategy.name == "ddp"
+    assert wrapped.parameters()["kernel"].shape == (2, 3)
+    with pytest.raises(ConfigError, match=r"sync_parameters.* needs a module, and got a function"):
+        wrapped.sync_parameters()

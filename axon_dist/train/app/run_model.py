@@ -312,7 +312,7 @@ def export_run(
     tensors = find_tensors(file)
     if dtype is None:
         kinds = " and ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
-        narrower = "; --dtype bfloat16 (dtype='bfloat16') rounds them" if "32" in kinds else ""
+        narrower = "; for half the size give --dtype bfloat16" if "float32" in kinds else ""
         tell(f"the tensors are {kinds}{narrower}")
     return len(tensors)
 

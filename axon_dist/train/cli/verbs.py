@@ -188,6 +188,8 @@ VERBS: tuple[Verb, ...] = (
         _int("--top-k", "sample among the K likeliest tokens", metavar="K"),
         _number("--top-p", "sample among the likeliest tokens that add up to P", metavar="P"),
         _int("--seed", "the seed of the sampling (0)", default=0),
+        _flag("--chat", "answer each prompt as a user's message, by the run's chat template"),
+        _argument("--system", "with --chat: the system message", metavar="TEXT"),
         _argument(
             "--past-end",
             "continue where the model ends the document",
@@ -198,6 +200,7 @@ VERBS: tuple[Verb, ...] = (
         examples=(
             'axon generate runs/a --prompt "def main("',
             'axon generate runs/a --prompt "To be" --tokens 50 --temperature 0 --one-device',
+            'axon generate runs/chat --chat --prompt "What is JAX?" --system "Answer briefly."',
         ),
     ),
     _verb(
@@ -534,7 +537,18 @@ VERBS: tuple[Verb, ...] = (
             const="core",
             choices=("core", "full"),
         ),
-        examples=("axon doctor", "axon doctor --numerics"),
+        _argument(
+            "--network",
+            "measure bandwidth and latency along each axis of this mesh, and name slow hosts",
+            nargs="?",
+            const="dp=-1",
+            metavar="MESH",
+        ),
+        examples=(
+            "axon doctor",
+            "axon doctor --numerics",
+            "axon doctor --network nodes=2,fsdp=8",
+        ),
     ),
     _verb(
         "completion",

@@ -8,6 +8,7 @@ import pytest
 
 from axon_dist import __version__
 from axon_dist.core.errors import ConfigError
+from axon_dist.train.cli import main as command
 from axon_dist.train.cli.main import CONFIG_KEYS, VERBS, _parse, main
 from axon_dist.train.config import completion_words
 
@@ -45,10 +46,18 @@ def test_mistakes_of_arguments_too(capsys, arguments):
     assert err.count("\n") == 1
 
 
+def test_an_unknown_option_is_suggested_one(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "runs/a", "--prompt", "a", "--max-tokens", "3"])
+    assert "--max-tokens 3 Did you mean '--tokens'?; see" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("train.stepz=3", "train.stepz: there is no such key. Did you mean 'steps'?"),
+        ("optimizer.lr=abc", "optimizer.lr: there is no such key. Did you mean 'learning_rate'?"),
+        ("train={steps:3}", "got the key 'steps:3' without a value; YAML needs a blank after the"),
         ("train.steps=ten", "train.steps: got 'ten', which must be a whole number"),
         ("mesh=dp=3", "mesh dp=3 needs 3 devices and got 8"),
         ("data.files=[/none/*]", "data.files: '/none/*' matches no file"),
@@ -69,6 +78,14 @@ def test_overrides_stand_before_or_behind_options(capsys, tmp_path, arguments):
     path = tmp_path / "run.yaml"
     path.write_text("devices: {emulate: 8}")
     assert "train.steps: got 'ten'" in error_of(capsys, "train", str(path), *arguments)
+
+
+def test_a_warning_of_the_command_has_no_place_in_its_script(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/axon", "train"])
+    command._show_warning("mind the gap", UserWarning, "/usr/bin/axon", 8)
+    assert capsys.readouterr().err == "axon: warning: mind the gap\n"
+    command._show_warning("mind the gap", UserWarning, "/home/me/loss.py", 3)
+    assert "loss.py:3: UserWarning: mind the gap" in capsys.readouterr().err
 
 
 def test_help_names_every_verb(capsys):

@@ -74,7 +74,7 @@ def test_an_export_has_the_tokens_of_the_run(snapshot, tmp_path, monkeypatch):
     copied = {path.name for path in (tmp_path / "out").iterdir()} - {"model.safetensors"}
     assert copied == {path.name for path in snapshot.iterdir()} - {"model.safetensors"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
-    assert said == ["the tensors are float32; --dtype bfloat16 (dtype='bfloat16') rounds them"]
+    assert said == ["the tensors are float32; for half the size give --dtype bfloat16"]
 
     (snapshot / "tokenizer.json").unlink()
     config, said = RunConfig.from_dict(plain), []
