@@ -10,6 +10,7 @@ import hypothesis
 import jax
 import pytest
 
+import axon_dist.mesh.world as mesh_world
 from axon_dist.launch import distributed
 from axon_dist.mesh import World
 
@@ -28,8 +29,13 @@ hypothesis.settings.load_profile("unhurried")
 
 # Worlds of CPU devices leave the cache of jaxlib 0.12 alone. Programs as small as these have not
 # mixed two collectives up in whole runs from a warm cache, and without it the suite takes longer;
-# the large programs of tests marked `uncached` have none.
-distributed.runs_cached_collectives_in_order = lambda: True
+# the large programs of tests marked `uncached` have none. AXON_TEST_AS_USERS=1 leaves the check as
+# users have it.
+if "AXON_TEST_AS_USERS" not in os.environ:
+    distributed.runs_cached_collectives_in_order = lambda: True
+
+# All tests of a process share one backend.
+mesh_world.can_restart = lambda: False
 
 # Collecting makes much that stays and little that goes: from here until all tests are there,
 # nothing is looked for that could go.

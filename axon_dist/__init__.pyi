@@ -4,7 +4,6 @@ from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
 from .collectives import GradientBucket as GradientBucket
 from .collectives import GradientSynchronizer as GradientSynchronizer
-from .collectives import GradSyncStrategy as GradSyncStrategy
 from .collectives import ReduceOp as ReduceOp
 from .collectives import all_gather as all_gather
 from .collectives import all_reduce as all_reduce
@@ -40,7 +39,6 @@ from .models import generate as generate
 from .nn import ActivationCheckpointing as ActivationCheckpointing
 from .nn import ColumnParallelLinear as ColumnParallelLinear
 from .nn import ParallelMLP as ParallelMLP
-from .nn import ParallelMode as ParallelMode
 from .nn import RowParallelLinear as RowParallelLinear
 from .nn import TensorParallelAttention as TensorParallelAttention
 from .nn import VocabParallelEmbedding as VocabParallelEmbedding
@@ -50,21 +48,8 @@ from .nn import lora as lora
 from .nn import merge_lora as merge_lora
 from .optim import hidden_matrices as hidden_matrices
 from .optim import muon as muon
-from .parallel import DDP as DDP
-from .parallel import FSDP as FSDP
-from .parallel import CPUOffload as CPUOffload
-from .parallel import DistributedDataParallel as DistributedDataParallel
-from .parallel import FSDPMemoryStats as FSDPMemoryStats
-from .parallel import FullyShardedDataParallel as FullyShardedDataParallel
-from .parallel import Pipeline as Pipeline
-from .parallel import PipelineStage as PipelineStage
 from .parallel import Reduction as Reduction
-from .parallel import ShardingStrategy as ShardingStrategy
-from .parallel import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy
 from .parallel import Strategy as Strategy
-from .parallel import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
-from .parallel import ZeROOptimizer as ZeROOptimizer
-from .parallel import ZeROStage as ZeROStage
 from .parallel import compose as compose
 from .parallel import context_parallel as context_parallel
 from .parallel import ddp as ddp
@@ -80,7 +65,6 @@ from .precision import GradScaler as GradScaler
 from .precision import MixedPrecision as MixedPrecision
 from .precision import autocast as autocast
 from .schedule import PipelineMemoryStats as PipelineMemoryStats
-from .schedule import PipelineSchedule as PipelineSchedule
 from .step import TrainState as TrainState
 from .step import TrainStep as TrainStep
 from .step import build_train_step as build_train_step
@@ -90,6 +74,22 @@ from .train.loop import Trainer as Trainer
 from .weights import hub_config as hub_config
 from .weights import load_weights as load_weights
 from .weights import save_weights as save_weights
+from .wrappers import DDP as DDP
+from .wrappers import FSDP as FSDP
+from .wrappers import CPUOffload as CPUOffload
+from .wrappers import DistributedDataParallel as DistributedDataParallel
+from .wrappers import FSDPMemoryStats as FSDPMemoryStats
+from .wrappers import FullyShardedDataParallel as FullyShardedDataParallel
+from .wrappers import GradSyncStrategy as GradSyncStrategy
+from .wrappers import ParallelMode as ParallelMode
+from .wrappers import Pipeline as Pipeline
+from .wrappers import PipelineSchedule as PipelineSchedule
+from .wrappers import PipelineStage as PipelineStage
+from .wrappers import ShardingStrategy as ShardingStrategy
+from .wrappers import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy
+from .wrappers import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
+from .wrappers import ZeROOptimizer as ZeROOptimizer
+from .wrappers import ZeROStage as ZeROStage
 
 __version__: str
 

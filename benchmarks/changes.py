@@ -3,6 +3,7 @@
     python -m benchmarks.changes                 # each change alone
     python -m benchmarks.changes --pairs         # and every two of them
     python -m benchmarks.changes --other PYTHON  # saved by another Python, with other versions
+    python -m benchmarks.changes --log rows.txt  # goes on with those that are not in a file
 
 A small model is trained on chats, of which a tokenizer and a template make tokens, and saved. Then
 something is edited: a data file, the tokenizer, the template, the cache of tokens, the config, the
@@ -20,6 +21,7 @@ import io
 import itertools
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -38,6 +40,8 @@ from axon_dist.core.errors import AxonDistError
 from axon_dist.mesh import World
 from axon_dist.train.app import train
 from axon_dist.train.config import RunConfig, load_config
+
+from .rows import GOOD, as_line, done_in, note_in
 
 STEPS, SAVED = 4, 2
 JINJA = (
@@ -352,7 +356,10 @@ def problem_of(folder: Path, saved: Path, whole: Leg, names: Sequence[str]) -> s
 
 
 def measure_changes(
-    folder: Path, cells: Sequence[Sequence[str]], python: str | None = None
+    folder: Path,
+    cells: Sequence[Sequence[str]],
+    python: str | None = None,
+    log: Path | None = None,
 ) -> list[tuple[str, int, int]]:
     """Rows of single changes and of pairs: how many, and how many were noticed or did nothing.
 
@@ -360,6 +367,7 @@ def measure_changes(
         folder: an empty one.
         cells: of each run the changes made before it goes on.
         python: the interpreter of the first leg; None for this one.
+        log: a file with a line for each cell; a cell that is there is not tried again.
     """
     # JAX starts once, with the most devices of all cells.
     World.emulate(4)
@@ -367,13 +375,18 @@ def measure_changes(
     whole = make_saved(work, python)
     shutil.copytree(work, saved)
     counts: dict[int, list[int]] = {}
+    done = done_in(log)
     for names in cells:
-        problem = problem_of(work, saved, whole, names)
+        cell = " + ".join(names)
+        if cell not in done:
+            problem = problem_of(work, saved, whole, names)
+            done[cell] = as_line(problem)
+            if problem is not None:
+                print(f"{cell}: {done[cell]}", flush=True)
+            note_in(log, cell, done[cell])
         row = counts.setdefault(len(names), [0, 0])
         row[0] += 1
-        row[1] += problem is None
-        if problem is not None:
-            print(f"{' + '.join(names)}: {problem}", flush=True)
+        row[1] += done[cell] == GOOD
     titles = {1: "one change between two legs", 2: "two changes between two legs"}
     return [(titles[size], row[0], row[1]) for size, row in counts.items()]
 
@@ -383,15 +396,19 @@ def main() -> int:
     parser.add_argument("changes", nargs="*", help=f"{', '.join(CHANGES)}; or all")
     parser.add_argument("--pairs", action="store_true", help="every two changes, too")
     parser.add_argument("--other", help="the Python of the first leg")
+    parser.add_argument("--log", type=Path, help="a file of the cells that are done")
     asked = parser.parse_args()
     if unknown := set(asked.changes) - CHANGES.keys():
         parser.error(f"there is no change {', '.join(sorted(unknown))}: {', '.join(CHANGES)}")
     single = [name for name in CHANGES if (name == OTHER) == (asked.other is not None)]
     cells: list[tuple[str, ...]] = [(name,) for name in asked.changes or single]
     if asked.pairs:
-        cells += itertools.combinations([name for name in single if name != "nothing"], 2)
+        pairs = [*itertools.combinations([name for name in single if name != "nothing"], 2)]
+        # A log that is cut off is then a sample of all.
+        random.Random(0).shuffle(pairs)
+        cells += pairs
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure_changes(Path(os.path.realpath(folder)), cells, asked.other)
+        rows = measure_changes(Path(os.path.realpath(folder)), cells, asked.other, asked.log)
     for name, count, good in rows:
         print(f"{name}: {good}/{count}")
     return 0 if all(count == good for _, count, good in rows) else 1

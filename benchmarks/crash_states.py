@@ -37,6 +37,7 @@ from axon_dist.checkpoint import (
 from axon_dist.core.files import Place, as_place
 from axon_dist.data.files import TextFile
 from axon_dist.data.store import Folder, Indexed
+from axon_dist.train.app.resume import ProgramStore
 
 from . import power
 from .object_server import ObjectServer, serving
@@ -119,6 +120,10 @@ def _exported() -> Kind:
     return Kind(save, read)
 
 
+REMADE = 9
+"""What is read of a cache: it is right in every state, or is made anew."""
+
+
 def _cached() -> Kind:
     """Tokens beside data: what is there is right, or is made anew."""
 
@@ -139,7 +144,74 @@ def _cached() -> Kind:
         numbers = range(1, 4)
         if not all(np.array_equal(tokens(folder, n), np.arange(40) * n) for n in numbers):
             raise ValueError("other tokens")
-        return 9
+        return REMADE
+
+    return Kind(save, read)
+
+
+def _samples_cached() -> Kind:
+    """Where samples begin in packed documents, in a file of arrays."""
+
+    def arrays(folder: Path, number: int) -> list[np.ndarray]:
+        cache = Folder([TextFile("a.txt", folder / "a.txt")], str(folder / "cache"))
+        return cache.cached(f"rows-{number}", lambda: [np.arange(30) * number, np.ones(number)])
+
+    def save(folder: Path, number: int) -> None:
+        arrays(folder, number)
+
+    def read(folder: Path) -> int:
+        for number in range(1, 4):
+            first, second = arrays(folder, number)
+            if not np.array_equal(first, np.arange(30) * number) or len(second) != number:
+                raise ValueError("other samples")
+        return REMADE
+
+    return Kind(save, read)
+
+
+def _indexed() -> Kind:
+    """The index of a data file, which lies outside and stays as it is."""
+    data = TextFile("data", Path(__file__))
+
+    def spans(folder: Path, number: int) -> list[Any]:
+        def scan(path: Path, digest: Callable[[bytes], None]) -> list[Any]:
+            digest(path.read_bytes())
+            return [(0, number, 1, 0)]
+
+        cache = Folder([data], str(folder / "cache"))
+        return cache.index([data], scan, f"kind {number}")[0].spans
+
+    def save(folder: Path, number: int) -> None:
+        spans(folder, number)
+
+    def read(folder: Path) -> int:
+        if any(spans(folder, n) != [(0, n, 1, 0)] for n in range(1, 4)):
+            raise ValueError("another index")
+        return REMADE
+
+    return Kind(save, read)
+
+
+def _programs() -> Kind:
+    """Compiled programs: one that is torn is not given out."""
+
+    def store(folder: Path) -> ProgramStore:
+        return ProgramStore(folder / "programs" / "host")
+
+    def value(number: int) -> bytes:
+        return bytes([number]) * 300
+
+    def save(folder: Path, number: int) -> None:
+        programs = store(folder)
+        programs.put(f"key-{number}", value(number))
+        if programs.get(f"key-{number}") != value(number):
+            raise ValueError("another program than was put")
+
+    def read(folder: Path) -> int:
+        programs = store(folder)
+        if any(programs.get(f"key-{n}") not in (None, value(n)) for n in range(1, 9)):
+            raise ValueError("another program")
+        return REMADE
 
     return Kind(save, read)
 
@@ -168,6 +240,9 @@ KINDS: dict[str, Kind] = {
     "same step sharded": _managed("sharded", lambda number: 1),
     "export": _exported(),
     "token cache": _cached(),
+    "cache of samples": _samples_cached(),
+    "cache of an index": _indexed(),
+    "compiled programs": _programs(),
     "memory copies": _copied(),
     "bucket": _in_bucket(_overwritten("sharded"), "gs"),
     "bucket manager": _in_bucket(_managed("sharded", lambda number: number), "gs"),
@@ -356,7 +431,7 @@ def _measure_bucket(name: str, server: ObjectServer) -> tuple[str, int, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("kinds", nargs="*", help=f"{', '.join(KINDS)}; or all")
     kinds = parser.parse_args().kinds or list(KINDS)
     with tempfile.TemporaryDirectory() as folder:

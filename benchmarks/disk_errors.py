@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import errno
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -33,8 +34,11 @@ from axon_dist.train.app.training import _go_on, _record
 from axon_dist.train.config import RunConfig
 from axon_dist.train.loop import JsonlWriter
 
+from .rows import GOOD, as_line, done_in, note_in
 from .watched_disk import watched
 
+MOST_SECONDS = 10.0
+"""Of CPU, for a run and the one after it; one that takes longer hangs."""
 CODES = ("ENOSPC", "EDQUOT", "EROFS", "ESTALE", "EIO", "EACCES", "ENOENT", "EMFILE")
 SAVES = 2
 
@@ -126,16 +130,42 @@ def problem_of(root: Path, leg: int, fault: _Fault) -> str | None:
     return None
 
 
-def measure_errors(folder: Path, every: int, most: int | None = None) -> list[tuple[str, int, int]]:
+def measure_errors(
+    folder: Path, every: int, most: int | None = None, log: Path | None = None
+) -> list[tuple[str, int, int]]:
     """Rows of an error, how often, and how often it did no harm.
 
     Args:
         folder: an empty one.
         every: 1 tries all errors at every operation, 8 one of them at each.
         most: how many are tried; None for all.
+        log: a file with a line for each cell; a cell that is there is not tried again.
     """
     counts, good = Counter(), Counter()
-    number = tried = 0
+    done = done_in(log)
+    for leg, operation, code in _cells(folder, every)[:most]:
+        cell = f"leg {leg}, {code} at operation {operation}"
+        if cell not in done:
+            fault = _Fault(operation, getattr(errno, code))
+            work = folder / f"{leg}-{operation}-{code}"
+            began = time.process_time()
+            problem = problem_of(work, leg, fault)
+            took = time.process_time() - began
+            if problem is None and took > MOST_SECONDS:
+                problem = f"it took {took:.0f} s of CPU"
+            shutil.rmtree(work)
+            done[cell] = as_line(problem)
+            note_in(log, cell, done[cell])
+            if problem is not None:
+                print(f"leg {leg}, {code} at {fault.where}: {problem}", flush=True)
+        counts[code] += 1
+        good[code] += done[cell] == GOOD
+    return [(f"{code} at a file operation", counts[code], good[code]) for code in counts]
+
+
+def _cells(folder: Path, every: int) -> list[tuple[int, int, str]]:
+    """Legs, operations and errors; first one error at each operation, then another, and so on."""
+    cells, number = [], 0
     for leg in (0, 1):
         count = _Fault(None, 0)
         problem = problem_of(folder / f"counted-{leg}", leg, count)
@@ -144,16 +174,9 @@ def measure_errors(folder: Path, every: int, most: int | None = None) -> list[tu
             for code in CODES:
                 number += 1
                 # Another code at the next operation.
-                if number % every != operation % every or tried == most:
-                    continue
-                tried += 1
-                fault = _Fault(operation, getattr(errno, code))
-                problem = problem_of(folder / f"{leg}-{number}", leg, fault)
-                counts[code] += 1
-                good[code] += problem is None
-                if problem is not None:
-                    print(f"leg {leg}, {code} at {fault.where}: {problem}", flush=True)
-    return [(f"{code} at a file operation", counts[code], good[code]) for code in counts]
+                if number % every == operation % every:
+                    cells.append(((number - operation) % len(CODES), leg, operation, code))
+    return [cell[1:] for cell in sorted(cells, key=lambda cell: cell[0])]
 
 
 def measure_slowness(folder: Path, seconds: float, every: int) -> list[tuple[str, int, int]]:
@@ -179,14 +202,15 @@ def measure_slowness(folder: Path, seconds: float, every: int) -> list[tuple[str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--every", type=int, default=1, help="tries one of so many")
+    parser.add_argument("--log", type=Path, help="a file of what is done, with which it goes on")
     parser.add_argument("--slow", type=float, help="seconds, in place of errors")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(os.path.realpath(name))
         if asked.slow is None:
-            rows = measure_errors(folder, asked.every)
+            rows = measure_errors(folder, asked.every, log=asked.log)
         else:
             rows = measure_slowness(folder, asked.slow, asked.every)
     for name, count, good in rows:

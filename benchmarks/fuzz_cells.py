@@ -532,7 +532,7 @@ LOSSES: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
         "times log of the batch": ("whole", "jnp.mean(each) * jnp.log(1.0 + len(each))"),
         "over at most eight": ("whole", "jnp.sum(each) / min(len(each), 8)"),
         "every second sample": ("whole", "2 * jnp.sum(each[1::2]) / len(each)"),
-        "interleaved pairs": ("whole", "jnp.mean(nnx.softplus(each[1::2] - each[::2]))"),
+        "interleaved pairs": ("whole", "jnp.mean(nnx.softplus(each[1::2] - each[:-1:2]))"),
         "one by one": ("whole", "sum(each[i] for i in range(len(each))) / len(each)"),
     }
 )

@@ -5,7 +5,8 @@
 Every chunk runs in a process of its own, within eight minutes, and appends its figures to the JSON
 file; one that is there already is not run again. Nothing in the file was not measured: a chunk that
 fails or takes too long leaves its reason. Without a GPU it runs on what there is, which `--tiny`
-makes a matter of seconds; the device stands in every row.
+makes a matter of seconds; the device stands in every row. `AXON_GPU_TINY=1` in the environment
+makes the sizes of this module tiny, too, for programs that import them.
 
 MFU counts the matrix products of forward and backward pass, 6 FLOPs per weight of a product and
 token (the head is one, looking up embeddings is none) and attention over the positions that a
@@ -85,7 +86,7 @@ class Size:
         )
 
 
-SIZES = {
+_SIZES = {
     "124m": Size(768, 12, 12, 1024, (64, 32, 16)),
     "350m": Size(1024, 24, 16, 1024, (64, 32, 16)),
     "1.3b": Size(2048, 24, 16, 2048, (16, 8, 4), remat=True),
@@ -94,6 +95,21 @@ SIZES = {
     "8b-slab-3": Size(4096, 3, 32, 4096, (4, 2, 1), vocab=1024, remat=True),
 }
 TINY = Size(64, 2, 2, 32, (4,), vocab=256)
+IS_TINY = os.environ.get("AXON_GPU_TINY", "") not in ("", "0")
+
+
+def sizes(small: bool) -> dict[str, Size]:
+    """The sizes by name.
+
+    Args:
+        small: models of seconds that recompute where those of their names do.
+    """
+    if not small:
+        return _SIZES
+    return {name: dataclasses.replace(TINY, remat=size.remat) for name, size in _SIZES.items()}
+
+
+SIZES = sizes(IS_TINY)
 PRECISIONS = ("bf16", "fp8")
 VERIFIED = {
     "ddp": {"mesh": "dp=-1", "parallel": "ddp"},
@@ -111,18 +127,17 @@ def chunks(small: bool) -> dict[str, Callable[[], Mapping[str, Any]]]:
     Args:
         small: models of seconds, the same code.
     """
-    sizes = {name: TINY for name in SIZES} if small else SIZES
     found: dict[str, Callable[[], Mapping[str, Any]]] = {
         f"verify:{name}": functools.partial(verified, rows) for name, rows in VERIFIED.items()
     }
     found |= {"doctor": sentinels, "deterministic": functools.partial(twice, TINY)}
-    for name, size in sizes.items():
+    for name, size in sizes(small).items():
         for precision in PRECISIONS:
             found[f"speed:{name}:{precision}"] = functools.partial(speed, size, precision)
         found[f"jit:{name}"] = functools.partial(plain_jit, size)
-        found[f"torch:{name}"] = functools.partial(by_torch, size)
+        found[f"torch:{name}"] = functools.partial(by_torch, size, small)
     for name in ("124m", "1.3b"):
-        found[f"tune:{name}"] = functools.partial(tuned, sizes[name])
+        found[f"tune:{name}"] = functools.partial(tuned, sizes(small)[name])
     return found
 
 
@@ -283,11 +298,11 @@ def flops_per_token(size: Size) -> float:
     return 6.0 * weights + 6.0 * size.layers * size.length * size.width
 
 
-def by_torch(size: Size) -> Mapping[str, Any]:
-    """The same sizes in `torch.compile`, where torch is there with a GPU."""
+def by_torch(size: Size, small: bool = False) -> Mapping[str, Any]:
+    """The same sizes in `torch.compile` on a GPU; small ones on a CPU, too."""
     from . import gpu_torch
 
-    if (why := gpu_torch.missing()) is not None:
+    if (why := gpu_torch.missing(needs_gpu=not small)) is not None:
         return {"skipped": why}
     found = gpu_torch.measure(size)
     return {**found, "mfu": mfu(size, found["tokens_per_second"])}
@@ -398,7 +413,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", default=[], help="chunks whose names contain one")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("gpu.json"))
     parser.add_argument("--seconds", type=int, default=SECONDS, help="what a chunk may take")
-    parser.add_argument("--tiny", action="store_true", help="the same code on models of seconds")
+    parser.add_argument(
+        "--tiny", action="store_true", default=IS_TINY, help="the same code on models of seconds"
+    )
     parser.add_argument("--again", action="store_true", help="what is in the file, too")
     parser.add_argument("--list", action="store_true", help="the names of the chunks")
     parser.add_argument("--markdown", action="store_true", help="the file as a table")

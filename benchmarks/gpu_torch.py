@@ -9,16 +9,22 @@ import time
 from typing import Any
 
 
-def missing() -> str | None:
-    """Why it cannot be measured here; None where it can."""
+def missing(needs_gpu: bool = True) -> str | None:
+    """Why it cannot be measured here; None where it can.
+
+    Args:
+        needs_gpu: whether a CPU is too slow for it.
+    """
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     torch = importlib.import_module("torch")
-    return None if torch.cuda.is_available() else "torch sees no GPU"
+    return None if torch.cuda.is_available() or not needs_gpu else "torch sees no GPU"
 
 
 def measure(size: Any, rounds: int = 5, calls: int = 4) -> dict[str, Any]:
     """Tokens per second of one GPU: AdamW, clipping, bfloat16 by autocast.
+
+    Without a GPU it runs on the CPU.
 
     Args:
         size: a `benchmarks.gpu.Size`; the largest of its batches that fits is taken.
@@ -29,6 +35,7 @@ def measure(size: Any, rounds: int = 5, calls: int = 4) -> dict[str, Any]:
         The figures.
     """
     torch = importlib.import_module("torch")
+    has_gpu = torch.cuda.is_available()
     for samples in size.batches:
         try:
             seconds = _seconds(torch, size, samples, rounds, calls)
@@ -39,21 +46,23 @@ def measure(size: Any, rounds: int = 5, calls: int = 4) -> dict[str, Any]:
             "torch": torch.__version__,
             "samples": samples,
             "tokens_per_second": samples * size.length / seconds,
-            "torch_peak_bytes": torch.cuda.max_memory_allocated(),
+            "torch_peak_bytes": torch.cuda.max_memory_allocated() if has_gpu else None,
         }
     raise MemoryError(f"not even {size.batches[-1]} samples fit")
 
 
 def _seconds(torch: Any, size: Any, samples: int, rounds: int, calls: int) -> float:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    model = _model(torch, size).cuda()
+    model = _model(torch, size).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    tokens = torch.randint(0, size.vocab, (samples, size.length + 1), device="cuda")
+    tokens = torch.randint(0, size.vocab, (samples, size.length + 1), device=device)
 
     @torch.compile
     def loss_of(tokens: Any) -> Any:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16):
             logits = model(tokens[:, :-1])
         flat = logits.float().flatten(0, 1)
         return torch.nn.functional.cross_entropy(flat, tokens[:, 1:].flatten())
@@ -66,13 +75,13 @@ def _seconds(torch: Any, size: Any, samples: int, rounds: int, calls: int) -> fl
 
     for _ in range(3):
         step()
-    torch.cuda.synchronize()
+    wait()
     times = []
     for _ in range(rounds):
         begun = time.perf_counter()
         for _ in range(calls):
             step()
-        torch.cuda.synchronize()
+        wait()
         times.append((time.perf_counter() - begun) / calls)
     return statistics.median(times)
 

@@ -198,7 +198,7 @@ MUTATIONS = (
     # Schedules: what must come first, how long a slot is taken, how far ahead forwards run.
     row(
         "schedule/validate.py", "user.tick <= made.tick", "user.tick < made.tick",
-        "schedule/test_validate.py::test_what_is_wrong_is_said_and_marked",
+        "schedule/test_validate.py::test_mistakes_are_reported_and_marked",
     ),
     row(
         "schedule/memory.py", "source = places[dependencies(action",

@@ -2,6 +2,7 @@
 
     python -m benchmarks.signals                       # axon train and axon launch
     python -m benchmarks.signals --only launch SIGHUP  # cells whose name has these words
+    python -m benchmarks.signals --log rows.txt        # goes on with those that are not in a file
 
 A run of a tiny model gets a signal while it starts, compiles, steps, saves or ends, and one under
 the launcher also before its first rank. It has to exit with a code that `docs/guides/machines.md`
@@ -31,6 +32,7 @@ from axon_dist.checkpoint import CheckpointManager
 from axon_dist.checkpoint.seal import check_files, read_manifest
 
 from .faults_launched import MARK, marked, within
+from .rows import GOOD, as_line, done_in, note_in
 
 STEPS, SAVED_EVERY, IN_TIME, PAUSE = 300, 5, 60.0, 0.15
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
@@ -38,6 +40,8 @@ SAVING = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 """Those after which a run saves its state."""
 PHASES = ("before the first rank", "starting", "compiling", "stepping", "saving", "ending")
 TIMES = (1, 2, 10)
+LAUNCHES = "processes; their logs"
+"""What the launcher says before its first rank."""
 INTERRUPTED, LOST = 75, 76
 WHERE = ("train", "launch")
 
@@ -81,6 +85,26 @@ def cells() -> list[Cell]:
     return [Cell(*row) for row in rows if row[0] == "launch" or row[2] != PHASES[0]]
 
 
+def _environment(folder: Path, phase: str, mark: str) -> dict[str, str]:
+    """That of a run, in which what is not looked at costs little."""
+    hidden = ("NPROC", "AXON_MEMORY", "JAX_NUM_CPU_DEVICES", "PYTHONDONTWRITEBYTECODE")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    env |= {MARK: mark, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    if phase == "compiling":
+        # There is no compiled program to be read.
+        env["XDG_CACHE_HOME"] = str(folder / "programs")
+    return env
+
+
+def heed_signals() -> None:
+    """Makes runs heed what this process ignores, as nohup and background jobs of shells have it."""
+    for name in SIGNALS:
+        number = signal.Signals[name]
+        if signal.getsignal(number) is signal.SIG_IGN:
+            # What is handled here has its default in processes that are started.
+            signal.signal(number, lambda number, frame: None)
+
+
 class Run:
     """A run that gets signals.
 
@@ -88,11 +112,12 @@ class Run:
         folder: an empty one, for all that it writes.
         where: `train`, or `launch` for two processes under the launcher.
         steps: how many it takes.
+        phase: the one in which it gets a signal.
     """
 
-    def __init__(self, folder: Path, where: str, steps: int):
+    def __init__(self, folder: Path, where: str, steps: int, phase: str):
         folder.mkdir()
-        self.began = time.monotonic()
+        self.where, self.began = where, time.monotonic()
         self.folder, self.log, self.mark = folder / "run", folder / "log", uuid.uuid4().hex
         (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 80)
         (folder / "b.txt").write_text("a lazy dog jumps over the quick brown fox. " * 20)
@@ -120,11 +145,9 @@ class Run:
             logs = ["--log-dir", str(folder / "logs")]
             launch = [*axon, "launch", "-n", "2", "--devices-per-process", "1", *logs, "--"]
             command = [*launch, *command]
-        hidden = ("XLA_FLAGS", "NPROC", "AXON_MEMORY", "JAX_NUM_CPU_DEVICES")
-        env = {name: value for name, value in os.environ.items() if name not in hidden}
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                command, env=env | {MARK: self.mark}, stdout=log, stderr=log
+                command, env=_environment(folder, phase, self.mark), stdout=log, stderr=log
             )
 
     @property
@@ -141,9 +164,13 @@ class Run:
     def is_in(self, phase: str, steps: int) -> bool:
         """Whether a phase has come."""
         checkpoints = self.folder / "checkpoints"
+        if self.where == "launch" and LAUNCHES not in self.said:
+            # The launcher itself is an interpreter that starts.
+            self.began = time.monotonic()
+            return False
         match phase:
             case "before the first rank":
-                return "processes; their logs" in self.said
+                return LAUNCHES in self.said
             case "starting":
                 # Python has read this library, and no folder is there yet.
                 return time.monotonic() - self.began > 1.5
@@ -158,13 +185,15 @@ class Run:
 
 def problem_of(folder: Path, cell: Cell) -> str | None:
     """What is wrong with what a run did; None if nothing."""
+    heed_signals()
     steps = 3 * SAVED_EVERY if cell.phase == "ending" else STEPS
     if cell.name == "SIGUSR1":
         steps = 3 * SAVED_EVERY
-    run = Run(folder, cell.where, steps)
+    run = Run(folder, cell.where, steps, cell.phase)
     try:
         while run.process.poll() is None and not run.is_in(cell.phase, steps):
-            time.sleep(0.002)
+            # A save of this model is short.
+            time.sleep(0.002 if cell.phase == "saving" else 0.02)
         for number in range(cell.times):
             time.sleep(PAUSE if number else 0)
             run.process.send_signal(signal.Signals[cell.name])
@@ -190,8 +219,8 @@ def _problem_after(run: Run, cell: Cell) -> str | None:
     manager = CheckpointManager(run.folder / "checkpoints")
     if damages := manager.passed_over():
         return f"damaged: {damages[0]}"
-    newest = manager.newest_step()
-    if newest >= 0:
+    newest = max(0, manager.newest_step())
+    if newest > 0:
         path = run.folder / "checkpoints" / f"step_{newest:08d}"
         check_files(path, read_manifest(path))
     if code in (0, INTERRUPTED) and newest < run.step():
@@ -199,25 +228,38 @@ def _problem_after(run: Run, cell: Cell) -> str | None:
     return None
 
 
-def measure_signals(folder: Path, chosen: Sequence[Cell]) -> list[tuple[str, int, int]]:
-    """Rows of a command and a signal, how often, and how often it did as documented."""
+def measure_signals(
+    folder: Path, chosen: Sequence[Cell], log: Path | None = None
+) -> list[tuple[str, int, int]]:
+    """Rows of a command and a signal, how often, and how often it did as documented.
+
+    Args:
+        folder: an empty one.
+        chosen: of `cells()`.
+        log: a file with a line for each cell; a cell that is there is not tried again.
+    """
     counts: dict[str, list[int]] = {}
+    done = done_in(log)
     for number, cell in enumerate(chosen):
-        problem = problem_of(folder / str(number), cell)
+        if str(cell) not in done:
+            done[str(cell)] = as_line(problem_of(folder / str(number), cell))
+            print(f"{cell}: {done[str(cell)]}", flush=True)
+            note_in(log, str(cell), done[str(cell)])
         row = counts.setdefault(f"axon {cell.where}: {cell.name}", [0, 0])
         row[0] += 1
-        row[1] += problem is None
-        print(f"{cell}: {problem or 'as documented'}", flush=True)
+        row[1] += done[str(cell)] == GOOD
     return [(name, row[0], row[1]) for name, row in counts.items()]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="*", default=(), help="words that a cell has to have")
-    words = parser.parse_args().only
+    parser.add_argument("--log", type=Path, help="a file of the cells that are done")
+    asked = parser.parse_args()
+    words = asked.only
     chosen = [cell for cell in cells() if all(word in str(cell) for word in words)]
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure_signals(Path(folder), chosen)
+        rows = measure_signals(Path(folder), chosen, asked.log)
     for name, count, good in rows:
         print(f"{name}: {good}/{count}")
     return 0 if all(count == good for _, count, good in rows) else 1

@@ -1,15 +1,15 @@
 """What a start costs in CPU-seconds: building a step, its first state, and the first step.
 
     python benchmarks/start.py [--models mlp vit …] [--devices 1 8] [--repeat 3]
-                               [--source FOLDER …] [--json FILE]
+                               [--source FOLDER …] [--json FILE] [--no-step]
 
 Beside it stands the same start in plain JAX on one device: the module is made eagerly, and its step
 is one `jax.jit`. Each start runs in a process of its own. CPU-seconds are those of all threads, so
 that other programs on the machine disturb them little. The share of `init` in making the module
 eagerly is the figure to watch. Several `--source` measure several checkouts of the library in turn,
 for a table of before and after: a busy machine then slows all of them. With `--repeat` the smallest
-figure of each phase is taken. Importing is not counted, and no compiled program is kept from
-another process.
+figure of each phase is taken. `--no-step` leaves the first step out. Importing is not counted, and
+no compiled program is kept from another process.
 
 The GPTs are split over the devices by FSDP, for eight copies of their states fit no small machine.
 Of the 1.3B four of its 24 blocks run: all of them need 21 GB, and the others would share the
@@ -112,7 +112,7 @@ def models() -> dict[str, Callable[[], Model]]:
     }
 
 
-def measure(name: str, devices: int, way: str) -> dict[str, float]:
+def measure(name: str, devices: int, way: str, takes_step: bool = True) -> dict[str, float]:
     """The CPU-seconds of every phase of one start, in this process."""
     import jax
     import numpy as np
@@ -141,7 +141,8 @@ def measure(name: str, devices: int, way: str) -> dict[str, float]:
             "build", lambda: build_train_step(model.make, optimizer, model.loss, strategy, world)
         )
         state = phase("init", step.init)
-        phase("first step", lambda: step(state, batch))
+        if takes_step:
+            phase("first step", lambda: step(state, batch))
         return seconds
     graphdef, params, rest = phase("eager", lambda: nnx.split(model.make(), nnx.Param, ...))
 
@@ -159,13 +160,16 @@ def measure(name: str, devices: int, way: str) -> dict[str, float]:
         return optax.apply_updates(params, updates), rest, moments
 
     moments = phase("init", lambda: optimizer.init(params))
-    phase("first step", lambda: train_step(params, rest, moments, batch))
+    if takes_step:
+        phase("first step", lambda: train_step(params, rest, moments, batch))
     return seconds
 
 
-def started(name: str, devices: int, way: str, source: Path) -> dict[str, float]:
+def started(
+    name: str, devices: int, way: str, source: Path, takes_step: bool = True
+) -> dict[str, float]:
     """Measures one start in a process of its own."""
-    command = [sys.executable, str(HERE), "--one", name, str(devices), way]
+    command = [sys.executable, str(HERE), "--one", name, str(devices), way, str(int(takes_step))]
     env = {**os.environ, "PYTHONPATH": str(source), "JAX_ENABLE_COMPILATION_CACHE": "0"}
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     if run.returncode:
@@ -179,7 +183,11 @@ def fastest(runs: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def rows(
-    names: Sequence[str], devices: Sequence[int], sources: Sequence[Path], repeat: int
+    names: Sequence[str],
+    devices: Sequence[int],
+    sources: Sequence[Path],
+    repeat: int,
+    takes_step: bool,
 ) -> Iterator[dict[str, Any]]:
     """The figures of every model on every number of devices, by every checkout."""
     for name in names:
@@ -187,9 +195,9 @@ def rows(
             plain: list[dict[str, float]] = []
             ours: dict[Path, list[dict[str, float]]] = {source: [] for source in sources}
             for _ in range(repeat):
-                plain.append(started(name, 1, "plain", sources[0]))
+                plain.append(started(name, 1, "plain", sources[0], takes_step))
                 for source in sources:
-                    ours[source].append(started(name, count, "ours", source))
+                    ours[source].append(started(name, count, "ours", source, takes_step))
             for number, source in enumerate(sources):
                 yield {
                     "model": name,
@@ -210,7 +218,7 @@ def line(row: dict[str, Any]) -> str:
     cells = [
         name,
         str(row["devices"]),
-        *(f"{ours[phase]:.1f}" for phase in PHASES),
+        *(f"{ours[phase]:.1f}" if phase in ours else "-" for phase in PHASES),
         f"{sum(ours.values()):.1f}",
         f"{plain['eager']:.1f}",
         f"{sum(plain.values()):.1f}",
@@ -223,8 +231,8 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     """Measures, and prints a table in Markdown."""
     if sys.argv[1:2] == ["--one"]:
-        name, devices, way = sys.argv[2:]
-        print(json.dumps(measure(name, int(devices), way)))
+        name, devices, way, takes_step = sys.argv[2:]
+        print(json.dumps(measure(name, int(devices), way, takes_step == "1")))
         return
     names = [*models()]
     parser = argparse.ArgumentParser(
@@ -235,13 +243,14 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--source", type=Path, nargs="+", default=[HERE.parent.parent])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--no-step", action="store_true", help="leave the first step out")
     args = parser.parse_args()
     heads = ["model", "devices", *PHASES, "all", "eager module", "plain start", "init / eager"]
     heads += ["all / all of the first source"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     sources = [source.resolve() for source in args.source]
     measured = []
-    for row in rows(args.models, args.devices, sources, args.repeat):
+    for row in rows(args.models, args.devices, sources, args.repeat, not args.no_step):
         measured.append(row)
         print(line(row), flush=True)
     if args.json is not None:

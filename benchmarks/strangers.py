@@ -6,7 +6,8 @@ Process 0 of two waits; strangers connect and say nothing, half a line, too much
 what a process would say with another token, or what one has said before with the right token. They
 say it at once or byte by byte, hang up with a reset, and hundreds of them stay connected. Then
 process 1 comes, and both have to meet within seconds. At last both meet in a network of their own,
-as `SECURITY.md` advises on a host that is shared: nobody else reaches the port.
+as `SECURITY.md` advises on a host that is shared: nobody else reaches the port. Root also tries
+its rule of the firewall, in a network that is made for it: one user alone reaches the port.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import secrets
+import shutil
 import socket
 import struct
 import subprocess
@@ -144,6 +147,53 @@ def meets_alone() -> bool | None:
     return inside.returncode == 0 and not has_reached
 
 
+USER, STRANGER = 1000, 1001
+RULE = "iptables -A OUTPUT -o lo -p tcp --dport {port} -m owner ! --uid-owner {user} -j REJECT"
+"""The rule of `SECURITY.md`."""
+
+
+def admits_one_user() -> bool | None:
+    """Whether with the rule of the firewall a user reaches their port, and nobody else does.
+
+    Returns:
+        None where this takes rights or programs that are not here.
+    """
+    programs = ("unshare", "ip", "iptables")
+    if os.geteuid() or not all(map(shutil.which, programs)):
+        return None
+    command = ["unshare", "--net", sys.executable, "-m", "benchmarks.strangers", "--firewall"]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def _firewall() -> int:
+    """Tries the rule in this network, which has nobody else in it; an exit code."""
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        before = [_reaches(user, port) for user in (USER, STRANGER)]
+        subprocess.run(RULE.format(port=port, user=USER).split(), check=True)
+        after = [_reaches(user, port) for user in (USER, STRANGER)]
+    print(f"user and stranger reach the port: {before} without the rule, {after} with it")
+    return 0 if (before, after) == ([True, True], [True, False]) else 1
+
+
+def _reaches(user: int, port: int) -> bool:
+    """Whether a user can connect to a port."""
+    child = os.fork()
+    if child == 0:
+        # Nothing is imported any more, which the user may not read.
+        code = 1
+        try:
+            os.setuid(user)
+            socket.socket().connect(("127.0.0.1", port))
+            code = 0
+        except OSError as error:
+            print(f"user {user}: {error}", flush=True)
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1] == 0
+
+
 def _meet(port: int) -> int:
     """Two processes meet, the second a while after the first; an exit code."""
     token, met = secrets.token_hex(16), list[int]()
@@ -187,12 +237,16 @@ def measure_strangers() -> list[tuple[str, int, int]]:
     rows = [("strangers on the port of a run", tried, good)]
     if (is_alone := meets_alone()) is not None:
         rows.append(("a network of the run's own", 1, int(is_alone)))
+    if (is_admitted := admits_one_user()) is not None:
+        rows.append(("a rule of the firewall", 1, int(is_admitted)))
     return rows
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--meet"]:
         return _meet(int(sys.argv[2]))
+    if sys.argv[1:2] == ["--firewall"]:
+        return _firewall()
     rows = measure_strangers()
     for name, count, good in rows:
         print(f"{name}: {good}/{count}")

@@ -12,13 +12,13 @@ PARALLEL = {
     "tensor": {"ddp": {}, "tensor": {"sequence": True}},
     "context": {"ddp": {}, "context": {}},
     "pipeline": {"ddp": {}, "pipeline": {"num_microbatches": 8}},
-    "hybrid_shard": {"hybrid_shard": {}},
+    "hybrid": {"hybrid": {}},
 }
 
 
 def lines(name):
     """A line for each kind of memory, and for each axis what is sent over it."""
-    mesh = MESHES.get(name, "dp=2,fsdp=4" if name == "hybrid_shard" else "dp=8")
+    mesh = MESHES.get(name, "dp=2,fsdp=4" if name == "hybrid" else "dp=8")
     config = RunConfig.from_dict(
         {
             "devices": {"emulate": 8},

@@ -21,6 +21,15 @@ COMMAND = re.compile(r"^(Printed|Drawn) by `(.*)`\.$", re.MULTILINE)
 HEADING = re.compile(r'<text [^>]*font-weight="bold">(.*)</text>')
 
 
+def on_config(config, **_):
+    """Lists the page of every strategy of the registry under "Strategies"."""
+    table = runpy.run_path(str(ROOT / "docs" / "strategies_table.py"))
+    for section in config.nav:
+        if "Strategies" in section:
+            section["Strategies"] = [f"strategies/{page}.md" for page in table["pages"]()]
+    return config
+
+
 def on_page_markdown(markdown, **_):
     """Puts what the command prints, or the picture that it draws, in place of every such line."""
     return COMMAND.sub(lambda line: {"Printed": shown, "Drawn": drawn}[line[1]](line[2]), markdown)

@@ -1,4 +1,4 @@
-"""Draws what each device stores under a strategy, as SVG: `python docs/pictures.py full_shard`."""
+"""Draws what each device stores under a strategy, as SVG: `python docs/pictures.py fsdp`."""
 
 import dataclasses
 import sys
@@ -24,8 +24,8 @@ PICTURES = {
     "ddp": (*map(Row, STATE), BATCH),
     "zero1": (Row("parameters"), Row("gradients"), Row("optimizer state", 4), BATCH),
     "zero2": (Row("parameters"), Row("gradients", 4), Row("optimizer state", 4), BATCH),
-    "full_shard": (*(Row(name, 4) for name in STATE), BATCH),
-    "hybrid_shard": (*(Row(name, 2) for name in STATE), BATCH),
+    "fsdp": (*(Row(name, 4) for name in STATE), BATCH),
+    "hybrid": (*(Row(name, 2) for name in STATE), BATCH),
     "tensor": (
         Row("column-parallel weight", 2),
         Row("row-parallel weight", 2),
@@ -38,11 +38,14 @@ PICTURES = {
     "slow": (Row("parameters, a replica per 2", 2), Row("outer parameters", 2), BATCH),
     "pipeline": (Row("blocks", 4), Row("microbatches")),
 }
-"""Four devices: two nodes of two for hybrid_shard and slow, two groups of two ranks for tensor
+"""Four devices: two nodes of two for hybrid and slow, two groups of two ranks for tensor
 and context."""
 COLORS = ("#5e97e0", "#e5a83c", "#5fb766", "#b48ae0")
 WHOLE = "#8fa3ad"
-_LEFT, _TOP, _WIDE, _HIGH, _GAP = 190, 34, 112, 18, 14
+_TOP, _WIDE, _HIGH, _GAP = 34, 76, 18, 10
+"""In pixels. Four devices are as wide as a phone's page, so that no letter has to shrink."""
+_NAME = 18
+"""The height of a row's name, which is above its bars."""
 
 
 def svg(rows: tuple[Row, ...], devices: int = 4) -> Iterator[str]:
@@ -50,20 +53,20 @@ def svg(rows: tuple[Row, ...], devices: int = 4) -> Iterator[str]:
 
     A piece that a device stores is filled, in the color of the piece; the rest is an outline.
     """
-    width = _LEFT + devices * (_WIDE + _GAP)
-    height = _TOP + len(rows) * (_HIGH + _GAP)
+    width = devices * (_WIDE + _GAP)
+    height = _TOP + len(rows) * (_NAME + _HIGH + _GAP)
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" class="picture" role="img" font-size="13">'
     )
     for device in range(devices):
-        x = _LEFT + device * (_WIDE + _GAP)
+        x = device * (_WIDE + _GAP)
         yield f'<text x="{x}" y="20" fill="currentColor">device {device}</text>'
     for number, row in enumerate(rows):
-        y = _TOP + number * (_HIGH + _GAP)
-        yield f'<text x="0" y="{y + _HIGH - 4}" fill="currentColor">{row.name}</text>'
+        y = _TOP + number * (_NAME + _HIGH + _GAP) + _NAME
+        yield f'<text x="0" y="{y - 5}" fill="currentColor">{row.name}</text>'
         for device in range(devices):
-            x = _LEFT + device * (_WIDE + _GAP)
+            x = device * (_WIDE + _GAP)
             yield (
                 f'<rect x="{x}" y="{y}" width="{_WIDE}" height="{_HIGH}" fill="none" '
                 'stroke="currentColor" stroke-opacity="0.35"/>'

@@ -1,8 +1,8 @@
-"""Checks the arguments of public functions against their annotations.
+"""Checks plain values: arguments of public functions, keys of a config, options of a command.
 
 An annotation is checked if it names plain values, arrays, classes, or containers of these. An
-`ArgumentKind` checks more, for example that a number is at least 1. This module does not import
-JAX; the kinds that need it are in `checks.py`.
+`ArgumentKind` checks more, for example that a number is at least 1; `Annotated[int, COUNT]` adds it
+to a type. This module does not import JAX; the kinds that need it are in `checks.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import math
 import numbers
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
@@ -230,6 +231,52 @@ def _kind_of_class(cls: type) -> ArgumentKind | None:
     return ArgumentKind(f"a {cls.__name__}", lambda x: isinstance(x, cls))
 
 
+def whole(words: str, least: int, most: int | None = None) -> ArgumentKind:
+    """The kind of whole numbers in a range.
+
+    Args:
+        words: the range in words, to follow "a whole number", such as ", at least 1".
+        least: the smallest.
+        most: the largest; None for no limit.
+
+    Example:
+        >>> whole(" from 1 to 65535", 1, 65535).holds(65536)
+        False
+    """
+
+    def holds(value: Any) -> bool:
+        return is_whole(value) and least <= value and (most is None or value <= most)
+
+    return ArgumentKind(f"a whole number{words}", holds)
+
+
+def number(words: str, holds: Callable[[float], bool]) -> ArgumentKind:
+    """The kind of finite numbers that meet a condition.
+
+    Args:
+        words: the condition in words, to follow "a number".
+        holds: whether a number meets it.
+
+    Example:
+        >>> number(" above 0", lambda x: x > 0).holds("1")
+        False
+    """
+    return ArgumentKind(f"a number{words}", lambda x: is_number(x) and holds(x))
+
+
+_SPELLING = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+
+
+def spelled_number(text: str) -> float | None:
+    """Reads a number that is written as in 0.5 or 1e-3; None for any other text.
+
+    Example:
+        >>> spelled_number("1e-3"), spelled_number("1_000"), spelled_number("nan")
+        (0.001, None, None)
+    """
+    return float(text) if _SPELLING.fullmatch(text) else None
+
+
 def is_whole(value: object) -> bool:
     """Whether a value is a whole number; booleans are not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
@@ -274,9 +321,9 @@ def _brief(value: object) -> str:
 
 
 WHOLE = ArgumentKind("a whole number", is_whole)
-SEED = ArgumentKind("a whole number in [0, 2^32)", lambda x: is_whole(x) and 0 <= x < 2**32)
-SIZE = ArgumentKind("a whole number, at least 0", lambda x: is_whole(x) and x >= 0)
-COUNT = ArgumentKind("a whole number, at least 1", lambda x: is_whole(x) and x >= 1)
+SEED = whole(" in [0, 2^32)", 0, 2**32 - 1)
+SIZE = whole(", at least 0", 0)
+COUNT = whole(", at least 1", 1)
 NUMBER = ArgumentKind("a finite number", is_number)
 REAL = ArgumentKind("a number", lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool))
 """A number, possibly infinite or NaN; the caller checks its range."""

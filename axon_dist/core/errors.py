@@ -114,9 +114,13 @@ _ALSO_CALLED: MappingProxyType[str, str] = MappingProxyType(
         **dict.fromkeys(("expert", "experts"), "ep"),
         **dict.fromkeys(("shard", "sharded"), "fsdp"),
         **dict.fromkeys(("node", "hosts", "host"), "nodes"),
+        "lr": "learning_rate",
+        **dict.fromkeys(("epochs", "max_steps", "num_steps", "iterations"), "steps"),
+        "batch_size": "global_batch",
+        **dict.fromkeys(("--max-tokens", "--max-new-tokens", "--length"), "--tokens"),
     }
 )
-"""Other libraries' names of our mesh axes, too different for `difflib` to match."""
+"""Other libraries' names of mesh axes, config keys and options, too different for `difflib`."""
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
@@ -296,12 +300,32 @@ def check_all(rules: tuple[Requirement[T], ...], subject: T) -> None:
         rule.check(subject)
 
 
-def warn(message: str) -> None:
-    """Warns at the line of the innermost caller outside this package and JAX."""
+class AxonDistWarning(UserWarning):
+    """A warning of this library.
+
+    Args:
+        *args: the message.
+        code: a short name of the problem for programs to compare; messages may change.
+    """
+
+    code: str
+
+    def __init__(self, *args: object, code: str = ""):
+        super().__init__(*args)
+        self.code = code
+
+
+def warn(message: str, *, code: str = "") -> None:
+    """Warns at the line of the innermost caller outside this package and JAX.
+
+    Args:
+        message: what happens, why it may be wrong, and what to do.
+        code: a short name of the problem.
+    """
     internal = ("axon_dist.", "jax.")
     frame = sys._getframe(1)
     level = 2
     while frame.f_back is not None and frame.f_globals["__name__"].startswith(internal):
         frame = frame.f_back
         level += 1
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(AxonDistWarning(message, code=code), stacklevel=level)

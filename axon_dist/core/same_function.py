@@ -8,16 +8,20 @@ small operations, however large the model is.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal
 
 from .compat import eval_equation, inner_programs
+from .errors import warn
 
 CLOSE = 2e-4
 """The tolerance for float32 results of two equivalent functions, relative to the largest value."""
@@ -57,27 +61,71 @@ def is_from(function: Any, *packages: str) -> bool:
     return f"{module_of(function)}.".startswith(packages)
 
 
-def difference(
+def has_methods_from(kind: type, *packages: str) -> bool:
+    """Whether all methods of a class, and of the modules among its bases, are from some packages.
+
+    Args:
+        kind: a class of modules.
+        packages: prefixes of module names, such as `"axon_dist.nn"`.
+    """
+    bases = (base for base in kind.__mro__ if issubclass(base, nnx.Module))
+    methods = (
+        method
+        for base in bases
+        if base is not nnx.Module
+        for method in vars(base).values()
+        if inspect.isfunction(method)
+    )
+    return all(is_from(method, *packages) for method in methods)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Whether two functions compute the same, or why that is not known.
+
+    Args:
+        is_equal: whether their results are equal.
+        why: what is different, as the end of a sentence about the first function, such as
+            `"differs from this by 0.5, where the largest number is 1.2"`; empty if they are equal.
+        was_run: False if they could not be compared, for example because one of them raises an
+            error or draws random numbers; `why` then says so.
+    """
+
+    is_equal: bool
+    why: str = ""
+    was_run: bool = True
+
+    def holds(self, name: str, otherwise: str) -> bool:
+        """Whether the functions are equal; warns if that is not known.
+
+        Args:
+            name: of the first function.
+            otherwise: what happens instead, the end of a sentence about it.
+        """
+        if not self.was_run:
+            warn(f"{name} {otherwise}: the function that would replace it {self.why}")
+        return self.is_equal
+
+
+def compare(
     one: Callable[..., Any], other: Callable[..., Any], arguments: Sequence[Any]
-) -> str | None:
-    """Describes how the results of two functions differ; "" if they are equal.
+) -> Comparison:
+    """Compares the results of two functions.
 
     Args:
         one: a function of the arguments; it may close over tracers.
         other: another such function.
         arguments: concrete arrays, or shapes to be filled with random numbers.
-
-    Returns:
-        The end of a sentence about `one`, such as `"differs from this by 0.5, where the largest
-        number is 1.2"`; None if they cannot be compared, for example because one of them draws
-        random numbers.
     """
+    programs = []
+    shapes = jax.tree.map(_shape, list(arguments))
     try:
         with jax.default_matmul_precision("highest"):
-            shapes = jax.tree.map(_shape, list(arguments))
-            programs = [jax.make_jaxpr(function)(*shapes) for function in (one, other)]
-    except Exception:
-        return None
+            for function in (one, other):
+                programs.append(jax.make_jaxpr(function)(*shapes))
+    except Exception as error:
+        traced = "the latter" if programs else "it"
+        return _not_run(f"{traced} raises {_named(error)} on arrays of {_described(shapes)}")
     given = dict(enumerate(jax.tree.leaves(list(arguments))))
     numbering = _Numbering()
     numbered = [numbering.of(program) for program in programs]
@@ -85,38 +133,65 @@ def difference(
         [np.shape(variable.aval) for variable in program.jaxpr.outvars] for program in programs
     )
     if one_shapes != other_shapes:
-        return f"returns arrays of shapes {one_shapes}, not {other_shapes}"
+        return Comparison(False, f"returns arrays of shapes {one_shapes}, not {other_shapes}")
     if list(numbered[0].results) == list(numbered[1].results):
-        return ""
+        return Comparison(True)
     is_shared = set(numbered[0].made) & set(numbered[1].made)
     try:
         with jax.ensure_compile_time_eval(), jax.default_matmul_precision("highest"):
             values = _Values(given, numbering)
             results = [x.run(values, is_shared) for x in numbered]
-    except Exception:
-        return None
+    except _DrawsError:
+        return _not_run("random numbers are drawn")
+    except Exception as error:
+        return _not_run(f"running both on random numbers raises {_named(error)}")
     is_low = any(x.is_low for x in numbered)
     return _compared(results[0], results[1], CLOSE_LOW if is_low else CLOSE)
 
 
+class _DrawsError(Exception):
+    """A program reads a random key, whose numbers a comparison does not know."""
+
+
+def _not_run(because: str) -> Comparison:
+    return Comparison(False, f"cannot be compared with this, because {because}", was_run=False)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__} ({' '.join(str(error).split()):.200})"
+
+
+def _described(shapes: Any) -> str:
+    leaves = jax.tree.leaves(shapes)
+    return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+
+
 def _compared(
     one_results: list[np.ndarray], other_results: list[np.ndarray], close: float
-) -> str | None:
+) -> Comparison:
     for one, other in zip(one_results, other_results, strict=True):
-        if one.dtype.kind not in "fiub" or other.dtype.kind not in "fiub":
-            return None
+        if not (_is_real(one) and _is_real(other)):
+            return _not_run(f"results are {one.dtype} and {other.dtype}, which are no real numbers")
         one = one.astype(np.float64)
         other = other.astype(np.float64)
         finite = np.isfinite(one) & np.isfinite(other)
         if not np.array_equal(np.isfinite(one), np.isfinite(other)):
-            return "is finite where this is not, or the other way round"
+            return Comparison(False, "is finite where this is not, or the other way round")
         if not finite.any():
-            return None if one.size else ""
+            if one.size:
+                return _not_run("no result of random numbers is finite")
+            continue
         worst = float(np.abs(one - other)[finite].max())
         size = float(np.abs(other)[finite].max())
         if not worst <= close * max(size, 1e-3):
-            return f"differs from this by {worst:.2g}, where the largest number is {size:.2g}"
-    return ""
+            why = f"differs from this by {worst:.2g}, where the largest number is {size:.2g}"
+            return Comparison(False, why)
+    return Comparison(True)
+
+
+def _is_real(array: np.ndarray) -> bool:
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    return any(jnp.issubdtype(array.dtype, kind) for kind in kinds)
 
 
 def _shape(leaf: Any) -> Any:
@@ -222,7 +297,7 @@ class _Numbered:
                 seen.add(at)
                 stack.append((at, True))
                 # Shared integers are computed too: random ones may be out of bounds as indices.
-                if at in self.made and (at not in is_shared or not self._is_float(at)):
+                if at in self.made and (at not in is_shared or not self._is_drawn(at)):
                     stack.extend((x, False) for x in self.made[at][1])
 
         for number in self.results:
@@ -233,7 +308,7 @@ class _Numbered:
                 continue
             if number not in self.made:
                 known[number] = values.source(number)
-            elif number in is_shared and self._is_float(number):
+            elif number in is_shared and self._is_drawn(number):
                 equation, _, index = self.made[number]
                 known[number] = values.random(number, equation.outvars[index].aval)
             else:
@@ -241,9 +316,11 @@ class _Numbered:
                 known[number] = eval_equation(equation, [known[x] for x in operands])[index]
         return [np.asarray(known[number]) for number in self.results]
 
-    def _is_float(self, number: int) -> bool:
+    def _is_drawn(self, number: int) -> bool:
+        """Whether a shared value may be any number of its dtype."""
         equation, _, index = self.made[number]
-        return jnp.issubdtype(equation.outvars[index].aval.dtype, jnp.floating)
+        dtype = equation.outvars[index].aval.dtype
+        return jnp.issubdtype(dtype, jnp.floating) or dtype == jnp.bool_
 
 
 class _Values:
@@ -269,7 +346,7 @@ class _Values:
         """Random numbers of a shape; the same whenever the value has the same number."""
         if number not in self._made:
             if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-                raise TypeError("draws random numbers")
+                raise _DrawsError
             rng = np.random.default_rng(number)
             size = int(np.prod(aval.shape))
             drawn = rng.uniform(0.2, 1.0, min(size, _REPEATED))

@@ -38,16 +38,17 @@ Pieces: TypeAlias = Sequence[tuple[str, bool]]
 
 
 WRITTEN_FIELDS = (
-    *("tool_calls", "function_call", "tool_responses"),
-    *("reasoning_content", "reasoning", "thinking"),
+    *("tool_calls", "function_call", "tool_responses", "tool_plan"),
+    *("reasoning_content", "reasoning", "thinking", "refusal"),
+    *("images", "videos", "audio"),
 )
 """Fields of a message that a model should see."""
 
 WEIGHTS = ("weight", "train")
 """Fields of a message that say whether it is learned; templates do not see them."""
 
-OPTIONAL_FIELDS = ("tools", "documents", "chat_template_kwargs")
-"""Fields of a record, other than its messages, that are passed to a template."""
+OPTIONAL_FIELDS = ("tools", "documents", "chat_template_kwargs", "functions")
+"""Fields of a record, other than its messages, that are passed to a template, or refused."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +112,16 @@ def parse_conversation(record: Mapping[str, Any], field: str) -> Conversation:
     options = record.get("chat_template_kwargs") or {}
     if not isinstance(options, Mapping):
         raise ValueError(f"{options!r:.60} as chat_template_kwargs, which must be an object")
-    documents = record.get("documents")
+    if functions := record.get("functions"):
+        raise ValueError(
+            f"{functions!r:.60} as functions, which no template reads; write them as tools: "
+            '[{"type": "function", "function": ...}]'
+        )
+    documents = record.get("documents") or None
     are_documents = isinstance(documents, list) and all(isinstance(x, dict) for x in documents)
-    conversation = Conversation(
-        shown, learned, _tools(record.get("tools")), documents if are_documents else None, options
-    )
+    if documents is not None and not are_documents:
+        raise ValueError(f"{documents!r:.60} as documents, which must be a list of objects")
+    conversation = Conversation(shown, learned, _tools(record.get("tools")), documents, options)
     conversation.validate()
     return conversation
 
@@ -174,7 +180,7 @@ def _is_learned(message: Message, number: int) -> bool:
 
 def content_text(message: Message) -> str:
     """Returns the text of a message; parts are concatenated."""
-    content = message["content"]
+    content = message.get("content")
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content or ())
@@ -242,7 +248,10 @@ class Turns:
             for field in WRITTEN_FIELDS:
                 if message.get(field):
                     raise ValueError(_not_written(f"{field} in message {number}", self.name))
-        for field, value in (("tools", chat.tools), ("chat_template_kwargs", chat.options)):
+        others = {
+            "tools": chat.tools, "documents": chat.documents, "chat_template_kwargs": chat.options
+        }  # fmt: skip
+        for field, value in others.items():
             if value:
                 raise ValueError(_not_written(field, self.name))
 
@@ -322,6 +331,8 @@ class Rendered:
                 raise ValueError(_not_written(what, self.name))
         if is_record:
             self._check_parts(chat, written.text)
+            self._check_messages(chat, written.text)
+            self._check_functions(chat, written.text)
         answers = self._answers(asked, written)
         if has_tags:
             unlearned = [answer for n, answer in answers.items() if not chat.learned[n]]
@@ -362,8 +373,9 @@ class Rendered:
                 other = [_changed(m) if m["role"] == role else m for m in messages]
                 variant = dataclasses.replace(chat, messages=other)
                 variants.append((f"messages of the role {role!r:.40}", variant))
-        if chat.tools and not self._names("tools"):
-            variants.append(("tools", dataclasses.replace(chat, tools=None)))
+        for field in ("tools", "documents"):
+            if getattr(chat, field) and not self._names(field):
+                variants.append((field, dataclasses.replace(chat, **{field: None})))
         for name in chat.options:
             if not self._names(name):
                 options = {k: x for k, x in chat.options.items() if k != name}
@@ -375,10 +387,44 @@ class Rendered:
         """Whether the template mentions a field; then the template decides whether to write it."""
         return re.search(rf"\b{re.escape(field)}\b", self.source) is not None
 
+    def _check_messages(self, chat: Conversation, text: str) -> None:
+        """Raises if the template leaves out a message, such as those after the fourth."""
+        place = 0
+        missing: list[int] = []
+        for number, message in enumerate(chat.messages):
+            content = content_text(message).strip()
+            found = text.find(content, place)
+            if found < 0:
+                missing.append(number)
+            else:
+                place = found + len(content)
+        # The template may have changed these texts, so it is asked whether they change the result.
+        variants = [
+            dataclasses.replace(
+                chat,
+                messages=[_changed(m) if n == number else m for n, m in enumerate(chat.messages)],
+            )
+            for number in missing
+        ]
+        same = self.process.write(chat, (), variants).same if variants else ()
+        for number, is_same in zip(missing, same, strict=True):
+            if is_same:
+                raise ValueError(_not_written(f"message {number + 1}", self.name))
+
+    def _check_functions(self, chat: Conversation, text: str) -> None:
+        """Raises if the template leaves out a tool, or one of several calls."""
+        calls = [call for message in chat.messages for call in message.get("tool_calls") or ()]
+        named = [_function_name(one) for one in (*(chat.tools or ()), *calls)]
+        for name in dict.fromkeys(named):
+            if name and text.count(name) < named.count(name):
+                raise ValueError(
+                    _not_written(f"the function {name!r:.80} of a tool or a call", self.name)
+                )
+
     def _check_parts(self, chat: Conversation, text: str) -> None:
         """Raises if the template wrote a list of parts, or None, as its Python `str`."""
         for number, message in enumerate(chat.messages, start=1):
-            content = message["content"]
+            content = message.get("content", "")
             if isinstance(content, list) and str(content) in text:
                 raise ValueError(
                     f"a list of parts as content of message {number}, which the template "
@@ -391,9 +437,16 @@ class Rendered:
                 )
 
 
+def _function_name(tool: Any) -> str:
+    """Returns the name of the function of a tool or a call, "" if it has none."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
+
+
 def _changed(message: Message) -> Message:
     """Returns a message with different content."""
-    content = message["content"]
+    content = message.get("content")
     if isinstance(content, list):
         return {**message, "content": [*content, {"type": "text", "text": " ..."}]}
     return {**message, "content": f"{content} ..."}
@@ -412,7 +465,7 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Pieces:
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The tag that marks learned text in a template."""
 
-_RENDERING = "rendered as by transformers 4.57"
+_RENDERING = "rendered as by transformers 4.57, whole"
 """Changed when the template environment changes, so that cached tokens are made again."""
 
 
@@ -603,6 +656,36 @@ def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
         if path.is_file() and (parsed := _template_in(path)) is not None:
             return parsed
     return TEMPLATES["plain"]
+
+
+_ANSWER = "answer"
+
+
+def ask(template: ChatTemplate, messages: Sequence[Message]) -> tuple[str, str]:
+    """Writes messages up to the point where the model answers.
+
+    Args:
+        template: a chat template.
+        messages: the conversation so far; the last message is not the assistant's.
+
+    Returns:
+        The text to continue, and the text that ends an answer.
+
+    Raises:
+        ValueError: saying what the template refuses or does not write.
+
+    Example:
+        >>> ask(TEMPLATES["plain"], [{"role": "user", "content": "2 + 2?"}])
+        ('User: 2 + 2?\\nAssistant: ', '\\n')
+    """
+    # Ask for the text of an answer instead of a generation prompt, which not every template writes.
+    pieces = template.pieces([*messages, {"role": LEARNED, "content": _ANSWER}])
+    places = [number for number, (_, is_learned) in enumerate(pieces) if is_learned]
+    if not places or _ANSWER not in pieces[places[-1]][0]:
+        raise ValueError("messages whose answer the template does not mark as learned")
+    before = "".join(text for text, _ in pieces[: places[-1]])
+    opening, _, ending = pieces[places[-1]][0].rpartition(_ANSWER)
+    return before + opening, ending
 
 
 def _template_in(path: Path) -> Rendered | None:

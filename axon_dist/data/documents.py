@@ -50,16 +50,29 @@ class DocumentSource:
         template: the chat template: `plain`, `chatml`, `llama3`, a Jinja file, or a
             `tokenizer_config.json` that has one; None takes the one next to the tokenizer, else
             `plain`.
-        tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`; None for bytes.
+        tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`, or a SentencePiece
+            `.model`; None for bytes.
         end_token: appended to every document, such as `<|endoftext|>`; without a tokenizer,
             documents end with a zero byte anyway.
         packed: put as many documents as fit into a row; otherwise one, and padding.
+        buckets: without packing, pad training rows to at most this many different lengths, chosen
+            from the data, and make each batch of rows of one length; None pads all rows to the
+            sequence length.
         too_long: what to do with documents that do not fit into a row: `split` them into several,
             `drop` them, or `refuse` to run; None splits texts, but refuses prompts and chats, which
             must not be separated from their responses.
         cache: the folder in which tokens are cached, so that all processes together tokenize only
             once; None for `.axon_tokens` next to the first file. A change of files, tokenizer or
             fields makes new tokens.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "texts.jsonl")
+        >>> lines = [json.dumps({"text": f"line {i}"}) + "\\n" for i in range(20)]
+        >>> _ = path.write_text("".join(lines))
+        >>> samples = JsonlSource(files=(str(path),)).open(31)
+        >>> samples.train(np.array([0]))["tokens"].shape
+        (1, 32)
     """
 
     files: tuple[str, ...] = ()
@@ -73,6 +86,7 @@ class DocumentSource:
     tokenizer: str | None = None
     end_token: str | None = None
     packed: bool = True
+    buckets: int | None = None
     too_long: TooLong | None = None
     cache: str | None = None
 
@@ -101,6 +115,18 @@ class DocumentSource:
             raise ConfigError(
                 f"data.template={self.template!r} is one of chats: name their field, "
                 "data.messages=messages, or leave it out"
+            )
+        if self.buckets is not None and not 1 <= self.buckets <= MOST_BUCKETS:
+            raise ConfigError(
+                f"data.buckets={self.buckets} must be from 1 to {MOST_BUCKETS}, because each is a "
+                "program to compile; change it",
+                code="buckets-range",
+            )
+        if self.buckets is not None and self.packed:
+            raise ConfigError(
+                f"data.buckets={self.buckets} with data.packed=true: packed rows are full, so they "
+                "all have one length; set data.packed=false, or leave buckets out",
+                code="buckets-packed",
             )
         if self.end_token is not None and self.tokenizer is None:
             raise ConfigError(
@@ -196,6 +222,7 @@ class DocumentSource:
             + folder.note,
             show=tokenizer.decode,
             made_by=made_by,
+            num_buckets=self.buckets,
         )
 
     def find(self, patterns: Sequence[str]) -> Sequence[TextFile]:
@@ -305,6 +332,9 @@ class DocumentSource:
         utf8(text, origin)
         return text
 
+
+MOST_BUCKETS = 32
+"""The most lengths of rows; each is a program to compile."""
 
 _THREADS = 8
 """Threads that tokenize; tokenizers and readers release the GIL while they work."""

@@ -151,6 +151,9 @@ class ImageFolder(ImageSource):
     Args:
         files: the folders, or globs of them.
         validation_files: folders for validation; empty to draw images from `files`.
+
+    Example:
+        >>> ImageFolder(files=("imagenet/train",), validation_files=("imagenet/val",)).validate()
     """
 
     def find(self, patterns: Sequence[str]) -> Sequence[TextFile]:
@@ -229,6 +232,9 @@ class ImageRecords(ImageSource):
         image: the field of the image.
         label: the field of its class, a whole number.
         cache: the folder of the copy; None for `.axon_tokens` next to the first file.
+
+    Example:
+        >>> ImageRecords(files=("train-*.parquet",)).validate()
     """
 
     image: str = "image"

@@ -35,6 +35,10 @@ class TextFile:
         path: the path on this machine.
         start: the first byte of the range.
         stop: the first byte after the range; None for the end of the file.
+
+    Example:
+        >>> TextFile("a.txt", Path("texts/a.txt"), start=10, stop=30).size
+        20
     """
 
     name: str
@@ -69,6 +73,14 @@ def find_files(patterns: Sequence[str], kind: str = "a file") -> tuple[TextFile,
     Raises:
         ConfigError: a pattern matches no file.
         StoreError: a bucket cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> for name in ("b.txt", "a.txt"):
+        ...     _ = (folder / name).write_text("text")
+        >>> [file.name for file in find_files([f"{folder}/*.txt"])]
+        ['a.txt', 'b.txt']
     """
     files: dict[Path, TextFile] = {}
     for pattern in patterns:

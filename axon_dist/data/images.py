@@ -34,6 +34,9 @@ class ImageSource:
         validation_fraction: the share of images for validation, in (0, 1), if there are no
             `validation_files`; always the same images; None for a tenth.
         image_size: height and width of an image, in pixels.
+
+    Example:
+        >>> ImageSource(files=("train-*.npz",), image_size=32).validate()
     """
 
     files: tuple[str, ...] = ()
@@ -90,6 +93,9 @@ class SyntheticImages:
         num_images: the number of images.
         validation_fraction: the share of them for validation, in (0, 1); None for a tenth.
         image_size: height and width of an image, in pixels.
+
+    Example:
+        >>> SyntheticImages(num_images=100, image_size=8).validate()
     """
 
     num_images: int = 10_000
@@ -140,6 +146,11 @@ class Images:
         validation: for validation; no image is in both.
         shape: height, width and channels of an image.
         description: one sentence for people.
+
+    Example:
+        >>> images = load_images(SyntheticImages(num_images=20, image_size=8), 3, num_classes=10)
+        >>> len(images.train), len(images.validation), images.shape
+        (18, 2, (8, 8, 3))
     """
 
     train: ImageSet
@@ -162,6 +173,12 @@ def load_images(source: ImageSource | SyntheticImages, channels: int, num_classe
     Raises:
         ConfigError: a value is out of range, a pattern matches no file, a file is malformed, or a
             side is empty.
+
+    Example:
+        >>> images = load_images(SyntheticImages(num_images=20, image_size=8), 3, num_classes=10)
+        >>> x, y = images.train.take(np.arange(4))
+        >>> x.shape, x.dtype.name, y.shape
+        ((4, 8, 8, 3), 'uint8', (4,))
     """
     source.validate()
     shape = (source.image_size, source.image_size, channels)

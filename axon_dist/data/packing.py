@@ -13,6 +13,7 @@ import numpy as np
 
 from axon_dist.core.errors import ConfigError
 
+from .buckets import Buckets, bucket_lengths
 from .samples import LocalBatch, TwoSides, checksum
 
 TooLong: TypeAlias = Literal["split", "drop", "refuse"]
@@ -110,6 +111,12 @@ class RowLayout:
         """The number of tokens in all rows, without padding."""
         return int((self.pieces[:, 2] - self.pieces[:, 1]).sum())
 
+    @property
+    def num_tokens_by_row(self) -> np.ndarray:
+        """The number of tokens of each row, without padding, `[R]`."""
+        sizes = self.pieces[self.order, 2] - self.pieces[self.order, 1]
+        return np.diff(np.cumsum(sizes)[self.ends - 1], prepend=0)
+
     def take(self, numbers: np.ndarray, size: int) -> LocalBatch:
         """Returns some rows of `size` tokens, with `segments` and `mask`."""
         tokens = np.zeros((len(numbers), size), np.int32)
@@ -191,9 +198,24 @@ class PackedRows(TwoSides):
         description: one sentence for people.
         show: decodes tokens to text.
         made_by: checksums of the tokenizer and other inputs of the tokens, by name.
+        num_buckets: how many lengths training rows are padded to at most, where they are not
+            packed; None pads all to `length`.
+
+    Attributes:
+        buckets: the lengths of training rows; None if all have one.
 
     Raises:
         ConfigError: when a document is too long and `too_long` is `refuse`, or a side is empty.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> from axon_dist.data import JsonlSource
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "texts.jsonl")
+        >>> lines = [json.dumps({"text": f"line {i}"}) + "\\n" for i in range(20)]
+        >>> _ = path.write_text("".join(lines))
+        >>> rows = JsonlSource(files=(str(path),)).open(31)
+        >>> type(rows).__name__, rows.train(np.array([0]))["segments"].max().item()
+        ('PackedRows', 4)
     """
 
     def __init__(
@@ -209,6 +231,7 @@ class PackedRows(TwoSides):
         description: str,
         show: Callable[[np.ndarray], str],
         made_by: Mapping[str, int] | None = None,
+        num_buckets: int | None = None,
     ):
         self._made_by: dict[str, int] = dict(made_by or {})
         rows = [lay_out(side, length, packed, too_long) for side in (train, validation)]
@@ -217,11 +240,17 @@ class PackedRows(TwoSides):
         self.vocab_size: int = vocab_size
         self.show: Callable[[np.ndarray], str] = show
         self._has_mask = has_mask
-        self._how = (length, packed, too_long != "split")
+        self.buckets: Buckets | None = None
+        if num_buckets is not None:
+            needed = rows[0].num_tokens_by_row - 1
+            self.buckets = Buckets(bucket_lengths(needed, length, num_buckets), needed)
+        self._how = (length, packed, too_long != "split", *self._lengths)
         dropped = sum(side.num_dropped for side in self.sides)
         none_packed = packed and len(self.sides[0]) == len(rows[0].order) > 1
         text = f"{description}, in {len(self.sides[0])} rows of which {100 * self.padding:.1f} "
         text += "% is padding"
+        if self.buckets is not None:
+            text += f", padded to {' or '.join(map(str, self._lengths))} tokens"
         if dropped:
             text += f"; {dropped} documents are left out"
         if none_packed:
@@ -232,7 +261,12 @@ class PackedRows(TwoSides):
     def padding(self) -> float:
         """The share of padding in the training rows."""
         rows = self.sides[0]
-        return 1 - rows.num_tokens / (len(rows) * (self.length + 1))
+        length = self.length if self.buckets is None else self.buckets.mean_length
+        return 1 - rows.num_tokens / (len(rows) * (length + 1))
+
+    @property
+    def _lengths(self) -> tuple[int, ...]:
+        return () if self.buckets is None else self.buckets.lengths
 
     @property
     def identity(self) -> dict[str, int]:
@@ -249,9 +283,13 @@ class PackedRows(TwoSides):
         sums = [side.documents.checksum() for side in self.sides]
         return checksum(np.array([*sums, *map(int, self._how)]))
 
-    def take(self, side: RowLayout, numbers: np.ndarray) -> LocalBatch:
-        """Takes rows of a side."""
-        batch = side.take(numbers, self.length + 1)
+    def train(self, numbers: np.ndarray, length: int | None = None) -> LocalBatch:
+        """Takes rows for training, padded to a length; None for that of all rows."""
+        return self.take(self.sides[0], numbers, length)
+
+    def take(self, side: RowLayout, numbers: np.ndarray, length: int | None = None) -> LocalBatch:
+        """Takes rows of a side, padded to a length; None for that of all rows."""
+        batch = side.take(numbers, (self.length if length is None else length) + 1)
         if not self._has_mask:
             del batch["mask"]
         return batch

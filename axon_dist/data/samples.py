@@ -378,6 +378,16 @@ class Mixture:
 
     Raises:
         ConfigError: when a weight is missing or not above 0.
+
+    Example:
+        >>> from axon_dist.data import Text, Windows
+        >>> texts = [np.full(100, value, np.uint8) for value in (1, 2)]
+        >>> parts = [Windows(Text(x, x, 256, "bytes"), length=9) for x in texts]
+        >>> mixture = Mixture(parts, [3, 1])
+        >>> order = mixture.order(0)
+        >>> numbers = np.array([order[g] for g in range(8)])
+        >>> mixture.train(numbers)["tokens"][:, 0].tolist().count(1)
+        6
     """
 
     def __init__(self, parts: Sequence[TokenSamples], weights: Sequence[float]):
@@ -385,6 +395,12 @@ class Mixture:
             raise ConfigError(
                 f"data.weights: got {list(weights)} for {len(parts)} sources, which must be a "
                 "number above 0 for each; write as many"
+            )
+        if any(getattr(part, "buckets", None) is not None for part in parts):
+            raise ConfigError(
+                "data.buckets of a source in a mixture: rows of a batch come from several sources, "
+                "and need one length; leave buckets out, or pack the rows",
+                code="buckets-mixture",
             )
         self._parts = parts
         self._shares = np.array(weights, float) / sum(weights)

@@ -41,7 +41,8 @@ class TextSource:
             hash of their names, few files by a share of their bytes.
         validation_fraction: the share for validation, in (0, 1), if there are no
             `validation_files`; None for a tenth.
-        tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`; None for bytes.
+        tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`, or a SentencePiece
+            `.model`; None for bytes.
         cache: the folder in which the tokens of a tokenizer are cached, so that all processes
             together tokenize only once; None for `.axon_tokens` next to the first file.
         max_bytes: on each side of the split, read only the first files by name, or parts of files,
@@ -110,6 +111,11 @@ def load_text(source: TextSource) -> Text:
     Raises:
         ConfigError: a pattern matches no file, a side of the split is empty, a file is on both
             sides or is not UTF-8 (with a tokenizer), or the tokenizer cannot be loaded.
+
+    Example:
+        >>> text = load_text(TextSource(max_bytes=10_000))
+        >>> text.vocab_size, len(text.validation) > 0
+        (256, True)
     """
     source.validate()
     train, validation = (_fit(side, source.max_bytes) for side in _sides(source))

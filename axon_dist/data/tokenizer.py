@@ -1,4 +1,4 @@
-"""Turns bytes into token ids: directly, or by a Hugging Face tokenizer."""
+"""Turns bytes into token ids: directly, by a Hugging Face tokenizer, or by SentencePiece."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import functools
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..core.errors import ConfigError, require
-from ..core.files import as_path, kind_at, read_text
+from ..core.errors import ConfigError, require, reworded
+from ..core.files import as_path, kind_at, read_bytes, read_text
 from .chat import Pieces
 from .store import digest_of
 
@@ -36,6 +37,11 @@ class Tokenizer:
             which are learned; the end of the document is learned if the last piece is.
         end: the id that ends a document; None if there is none.
         digest: differs between tokenizers that make different tokens.
+
+    Example:
+        >>> tokenizer = byte_tokenizer()
+        >>> tokenizer.decode(tokenizer.prompt("axon")), tokenizer.vocab_size, tokenizer.end
+        ('axon', 256, 0)
     """
 
     name: str
@@ -73,19 +79,23 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
-    """Loads a `tokenizer.json` as Hugging Face `tokenizers` writes it.
+    """Loads a `tokenizer.json` of Hugging Face `tokenizers`, or a `.model` of SentencePiece.
 
     Args:
-        path: the path of the `tokenizer.json`.
+        path: the path of the `tokenizer.json`, or of a file that ends in `.model`.
         end_token: a token appended to every document, such as `"<|endoftext|>"`.
 
     Returns:
-        The tokenizer; the file's post-processor adds special tokens.
+        The tokenizer. The post-processor of a `tokenizer.json` adds special tokens; SentencePiece
+        adds none. In a chat, the control symbols of a `.model`, such as `</s>`, stand for
+        themselves, and each text between them is encoded by itself.
 
     Raises:
         ConfigError: there is no such file, it is not a tokenizer, it has no such token, or the
             library is missing.
     """
+    if path.endswith(_SENTENCEPIECE):
+        return _load_sentencepiece(path, end_token)
     text, model = _read(path)
     vocabulary = model.get_vocab()
     if not vocabulary:
@@ -138,16 +148,102 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
     )
 
 
-def _read(path: str) -> tuple[str, Any]:
-    """Reads a `tokenizer.json`; returns its text and the tokenizer."""
+_SENTENCEPIECE = ".model"
+
+
+def _load_sentencepiece(path: str, end_token: str | None) -> Tokenizer:
+    content, model = _read_sentencepiece(path)
+    vocab_size = model.get_piece_size()
+    controls = {model.id_to_piece(i): i for i in range(vocab_size) if model.is_control(i)}
+    names = sorted(controls, key=len, reverse=True)
+    symbol = re.compile("|".join(["(?!)", *map(re.escape, names)]))
+    added = () if end_token is None else (model.piece_to_id(end_token),)
+    if end_token is not None and model.id_to_piece(added[0]) != end_token:
+        raise ConfigError(
+            f"data.end_token={end_token!r} is not in the vocabulary of {path}: name a token that "
+            f"is, such as {', '.join(names[:3]) or 'one of its pieces'}, or leave it out."
+        )
+
+    def spans(text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encodes a text; returns ids, and where in the text each begins and ends."""
+        found = model.encode(text, return_type="offset_mapping")
+        return found["ids"], found["offsets"]
+
+    def encode(content: bytes) -> np.ndarray:
+        return _ids(path, [*model.encode(content.decode(), return_type=int), *added], vocab_size)
+
+    def prompt(text: str) -> np.ndarray:
+        text = utf8(text, f"the prompt {text!r:.60}").decode()
+        return _ids(path, model.encode(text, return_type=int), vocab_size)
+
+    def answer(prompt: str, text: str) -> tuple[np.ndarray, int]:
+        ids, offsets = spans(prompt + text)
+        # A token that spans prompt and response counts as prompt.
+        before = [i for i, (start, _) in enumerate(offsets) if start < len(prompt)]
+        return _ids(path, [*ids, *added], vocab_size), before[-1] + 1 if before else 0
+
+    def chat(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+        text = "".join(text for text, _ in pieces)
+        letters = np.concatenate([np.full(len(text), learned) for text, learned in pieces])
+        ids: list[int] = []
+        is_learned: list[bool] = []
+        place = 0
+        for match in [*symbol.finditer(text), None]:
+            stop = match.start() if match else len(text)
+            found, offsets = spans(text[place:stop])
+            ids += found
+            is_learned += [_holds(letters, place + a, place + b) for a, b in offsets]
+            if match:
+                ids.append(controls[match.group()])
+                is_learned.append(_holds(letters, *match.span()))
+                place = match.end()
+        is_learned += [pieces[-1][1] for _ in added]
+        return _ids(path, [*ids, *added], vocab_size), np.array(is_learned, bool)
+
+    return Tokenizer(
+        f"tokens of {Path(path).name}",
+        vocab_size,
+        encode=encode,
+        prompt=prompt,
+        decode=lambda ids: model.decode([i for i in ids.tolist() if i < vocab_size]),
+        answer=answer,
+        chat=chat,
+        end=added[0] if added else None,
+        digest=digest_of(content, repr(end_token).encode(), b"sentencepiece"),
+    )
+
+
+def _read_sentencepiece(path: str) -> tuple[bytes, Any]:
+    """Reads a `.model`; returns its bytes and the processor."""
     other = ", or leave it out to train on bytes"
-    tokenizers = require("tokenizers", "tokenizers", f"data.tokenizer={path!r}", other)
+    library = require("sentencepiece", "sentencepiece", f"data.tokenizer={path!r}", other)
+    content = read_bytes(_file_at(path), f"data.tokenizer={path!r}", most=_MOST_BYTES)
+    processor = library.SentencePieceProcessor()
+    advice = "write it by SentencePieceTrainer, or name a tokenizer.json"
+    what = f"data.tokenizer={path!r} is not a model that sentencepiece reads"
+    with reworded(what, advice, of=Exception):
+        processor.LoadFromSerializedProto(content)
+        if not processor.get_piece_size():
+            raise ValueError("it has no pieces")
+    return content, processor
+
+
+def _file_at(path: str) -> Path:
+    """Returns the path of a tokenizer's file; raises if there is none."""
     file = as_path(path, "data.tokenizer")
     if kind_at(file) != "a file":
         raise ConfigError(
             f"data.tokenizer={path!r} is not a file (looked from {Path.cwd()}): give the path of a "
-            "tokenizer.json, or leave it out to train on bytes."
+            "tokenizer.json or a SentencePiece .model, or leave it out to train on bytes."
         )
+    return file
+
+
+def _read(path: str) -> tuple[str, Any]:
+    """Reads a `tokenizer.json`; returns its text and the tokenizer."""
+    other = ", or leave it out to train on bytes"
+    tokenizers = require("tokenizers", "tokenizers", f"data.tokenizer={path!r}", other)
+    file = _file_at(path)
     try:
         text = read_text(file, f"data.tokenizer={path!r}", most=_MOST_BYTES)
         model = tokenizers.Tokenizer.from_str(text)

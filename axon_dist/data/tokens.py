@@ -36,6 +36,11 @@ class Text:
         show: decodes tokens to text for people.
         contents: a checksum of the text; None computes one of the tokens.
         made_by: checksums of the tokenizer and other inputs of the tokens, by name.
+
+    Example:
+        >>> stream = np.arange(40, dtype=np.uint8)
+        >>> Text(stream[:30], stream[30:], 256, "numbers").vocab_size
+        256
     """
 
     train: np.ndarray
@@ -63,6 +68,12 @@ class Windows:
 
     Raises:
         ConfigError: the length is out of range, or either side is shorter than a window.
+
+    Example:
+        >>> stream = np.arange(40, dtype=np.uint8)
+        >>> windows = Windows(Text(stream[:30], stream[30:], 256, "numbers"), length=4)
+        >>> windows.train(np.array([0, 1]))["tokens"].tolist()
+        [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
     """
 
     padding = 0.0
@@ -171,7 +182,10 @@ class TokenSource:
         document_end: the token that ends every document, such as 50256 for GPT-2: tokens then
             attend only within their document, and the first token of a document is not a target.
             None if windows ignore document boundaries.
-        tokenizer: a `tokenizer.json` to show samples to people.
+        tokenizer: a `tokenizer.json` or SentencePiece `.model` to show samples to people.
+
+    Example:
+        >>> TokenSource(files=("train.bin",), validation_files=("val.bin",)).validate()
     """
 
     files: tuple[str, ...] = ()

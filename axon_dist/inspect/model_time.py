@@ -3,7 +3,8 @@
 Products run in tiles. Attention runs at a rate for its length and head width. All other kernels are
 bound by the bytes they read and write; an in-place update counts only the slice it replaces. There
 is a gap between kernels. The rates, from `mesh.rates`, were measured on single kernels; nothing
-here is fitted to the time of a step. `transfers` computes how long the step waits for transfers.
+here is fitted to the time of a step. `transfers` computes how long the step waits for transfers;
+those that compute hides take processors from it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "attention": "attention",
         "kernels": "memory-bound kernels",
         "copies": "copies and zeroing",
-        "wire": "waiting for the wire",
+        "wire": "waiting for the wire, and slowed down by it",
         "gaps": "gaps between kernels",
     }
 )
@@ -118,7 +119,10 @@ def model_time(
         return None
     counted = _Kernels(module, machine).computation(module.entry)
     seconds: dict[str, float] = {kind: counted.seconds[kind] for kind in KINDS}
-    seconds["wire"] += WireModel(module, machine).waited(module.entry)
+    wires = WireModel(module, machine)
+    waited = wires.waited(module.entry)
+    hidden = max(0.0, wires.timed(module.entry).wire - waited)
+    seconds["wire"] += waited + rates_of(machine).slowdown(hidden)
     kernels = {kind: counted.kernels[kind] for kind in KINDS}
     return ModelTime(seconds, kernels, machine)
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
 
@@ -385,8 +385,23 @@ def share_of(num_devices: int, spec: LaunchSpec, stated: int | None = None) -> i
     return share
 
 
-def prepare_emulation(num_devices: int) -> None:
+class EmulatedDevices:
+    """How the CPU devices of this process were started.
+
+    Attributes:
+        are_ours: whether `prepare_emulation` set them up before the backend started. XLA reads its
+            flags only once, so a backend that something else started stays without ours.
+    """
+
+    are_ours: ClassVar[bool] = False
+
+
+def prepare_emulation(num_devices: int, only_cpu: bool = True) -> None:
     """Sets up emulated CPU devices before the backend starts; does nothing afterwards.
+
+    Args:
+        num_devices: CPU devices of this process.
+        only_cpu: whether JAX starts no other backend, unless `jax_platforms` names one.
 
     With one thread per core, a loop that never blocks fills XLA's thread pool with devices that
     wait for each other, and the process dies. So the pool gets enough threads for all devices.
@@ -401,8 +416,15 @@ def prepare_emulation(num_devices: int) -> None:
     # The environment may ask for more devices, for another world later in this process.
     asked = getattr(jax.config, "jax_num_cpu_devices")  # noqa: B009
     jax.config.update("jax_num_cpu_devices", max(num_devices, asked))
-    if not getattr(jax.config, "jax_platforms"):  # noqa: B009
+    if only_cpu and not getattr(jax.config, "jax_platforms"):  # noqa: B009
         jax.config.update("jax_platforms", "cpu")
+    EmulatedDevices.are_ours = True
+
+
+def can_restart() -> bool:
+    """Whether a backend runs that has nothing but CPU devices, set up by this process alone."""
+    is_ours = backend_started() and EmulatedDevices.are_ours
+    return is_ours and jax.default_backend() == "cpu" and not jax.distributed.is_initialized()
 
 
 def _add_flags(wanted: Sequence[str]) -> None:

@@ -76,6 +76,7 @@ class Rates:
         cores: processors that each compute a tile of a matmul; 0 if matmuls are not tiled.
         start: the latency until a tile has its first operands, in seconds, without the transfer.
         gap: seconds between two kernels.
+        transfer_cores: processors that a transfer takes from the compute it overlaps.
         source: the source of the numbers.
 
     Example:
@@ -90,7 +91,21 @@ class Rates:
     cores: int = 0
     start: float = 0.0
     gap: float = 0.0
+    transfer_cores: int = 0
     source: str = ""
+
+    def slowdown(self, hidden: float) -> float:
+        """The seconds that compute loses to transfers that it hides, whose kernels use processors.
+
+        Args:
+            hidden: seconds of transfers that run while the device computes.
+
+        Example:
+            >>> rates = Rates(products=891e12, memory=3.07e12, cores=132, transfer_cores=24)
+            >>> round(rates.slowdown(0.1), 4)
+            0.0182
+        """
+        return hidden * self.transfer_cores / self.cores if self.cores else 0.0
 
     def memory_seconds(self, num_bytes: float) -> float:
         """The time of a memory-bound kernel that reads and writes this many bytes."""
@@ -202,6 +217,9 @@ def attention_rate(shape: AttentionShape) -> float:
     return between(rates) * (between(CAUSAL) if shape.is_causal else 1.0) * filled
 
 
+_TRANSFER_CORES = 24
+"""The SMs of a GPU on which a collective of NCCL runs between GPUs of one node."""
+
 RATES: MappingProxyType[str, Rates] = MappingProxyType(
     {
         "h100": Rates(
@@ -210,10 +228,12 @@ RATES: MappingProxyType[str, Rates] = MappingProxyType(
             cores=132,
             start=1e-6,
             gap=0.9e-6,
+            transfer_cores=_TRANSFER_CORES,
             source="products: 805 TFLOP/s of bfloat16 8192 x 8192 x 8192, one H100 80GB HBM3, JAX "
             "0.11.2, 2026-11-28, `python -m benchmarks.gpu`; memory: STREAM triad of an H100 80GB "
             "HBM3, published, 2026; gap: kernels launched ahead, NVIDIA, 'Getting started with "
-            "CUDA graphs', 2019; attention: arXiv:2407.08608, 2024",
+            "CUDA graphs', 2019; attention: arXiv:2407.08608, 2024; transfers: 24 blocks of NCCL's "
+            "all-gather, forums.developer.nvidia.com 337991, 2025",
         )
     }
 )
@@ -244,5 +264,6 @@ def rates_of(machine: Hardware) -> Rates:
         cores=_CORES.get(machine.capability, 0),
         start=measured.start,
         gap=measured.gap if machine.capability else 0.0,
+        transfer_cores=measured.transfer_cores if machine.capability else 0,
         source=f"not measured: the shares of its peaks that an H100 reaches; {measured.source}",
     )

@@ -13,6 +13,7 @@ import jax
 import jaxlib
 import numpy as np
 from jax.experimental import mesh_utils
+from jax.extend.backend import clear_backends
 from jax.sharding import AxisType, Mesh
 
 from ..core.checks import instance_of, is_whole
@@ -20,6 +21,7 @@ from ..core.errors import BackendStartedError, GroupError, MeshError, NamedChoic
 from ..core.typing import JsonDict
 from ..launch.distributed import (
     Timeouts,
+    can_restart,
     initialize,
     keep_collectives_in_order,
     prepare_emulation,
@@ -154,6 +156,10 @@ class World:
         an array; importing is fine. It also enlarges XLA's thread pool for all devices: otherwise
         devices that wait for each other can occupy every thread, and XLA aborts the process.
 
+        A later call may ask for more devices than the first. JAX's backend then starts again: the
+        devices of `jax.devices()` are new ones, jitted functions compile again, and arrays and
+        worlds made before still work, on the devices that they were made for.
+
         Args:
             num_devices: how many, over all processes; None uses the CPU devices that exist.
             axes: anything `MeshSpec` reads.
@@ -162,7 +168,8 @@ class World:
             The world, over the first `num_devices` CPU devices.
 
         Raises:
-            BackendStartedError: if the backend already runs with fewer devices.
+            BackendStartedError: if something else, such as an array, has started the backend with
+                fewer devices.
             LaunchError: if the processes cannot share the devices, or one does not arrive.
 
         Example:
@@ -173,16 +180,20 @@ class World:
             spec = from_env(os.environ)
             share = share_of(num_devices, spec, stated_share(os.environ))
             initialize(spec, Timeouts.from_env(os.environ), share)
+            if can_restart() and len(jax.devices("cpu")) < share:
+                # Arrays keep their backend alive, so those made before remain readable.
+                clear_backends()
             prepare_emulation(share)
         available = jax.devices("cpu")
         count = len(available) if num_devices is None else int(num_devices)
         if len(available) < count:
             raise BackendStartedError(
                 f"wanted {count} emulated devices, but JAX has started its backend with "
-                f"{len(available)} and cannot change that. Call World.emulate({count}) before "
-                "anything makes an array or asks for a device. If you make several worlds, make "
-                "the largest first: smaller ones take some of its devices. Or set the environment "
-                f"variables JAX_NUM_CPU_DEVICES={count} and NPROC={2 * count}"
+                f"{len(available)} and starts it again with more only if World.emulate started it, "
+                f"in a single process without GPUs and TPUs. Call World.emulate({count}) before "
+                "anything makes an array or asks for a device, or set the environment variables "
+                f"JAX_NUM_CPU_DEVICES={count} and NPROC={2 * count}",
+                code="backend-started",
             )
         return cls.init(axes, available[:count])
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.checks import COUNT, MODULE, REAL, SEED, WHOLE, ArgumentKind, checked
-from ..core.errors import ConfigError, UnsupportedError
+from ..core.errors import ConfigError, UnsupportedError, warn
 from ..core.own_context import in_own_context
+from ..core.same_function import has_methods_from, is_from
 from ..core.typing import Array, PyTree
 
 
@@ -183,7 +184,9 @@ def generate(
     tokens are the same as on one device. Dropout is off.
 
     A model without `start_cache` and `decode` is run over its whole sequence for each token. It
-    must map tokens `[B, T]` to logits `[B, T, V]` and be causal, which is checked first.
+    must map tokens `[B, T]` to logits `[B, T, V]` and be causal, which is checked first. So is a
+    model that inherits `decode` and has a call, or layers, of its own that compute other logits;
+    a warning says so.
 
     Args:
         model: a `Transformer`, any `Decoder`, or any causal model of tokens.
@@ -215,11 +218,13 @@ def generate(
     sampling.validate()
     tokens, padding = _aligned(prompts)
     _check_fits(model, tokens, num_tokens, end)
-    if not isinstance(model, Decoder):
+    has_cache = isinstance(model, Decoder) and _decodes_as_called(model, tokens, padding)
+    if not has_cache:
         _check_causal(model, tokens, padding, num_tokens)
     graphdef, leaves = nnx.split(model)
     options = {
         "graphdef": graphdef,
+        "has_cache": has_cache,
         "num_tokens": num_tokens,
         "sampling": sampling,
         "end": end,
@@ -244,6 +249,7 @@ def _generate(
     key: Array,
     *,
     graphdef: nnx.GraphDef,
+    has_cache: bool,
     num_tokens: int,
     sampling: Sampling,
     end: int | None,
@@ -252,7 +258,7 @@ def _generate(
     """Maps tokens `[B, T]` to the tokens that follow, `[B, N]`."""
 
     def decode(tokens: Array, cache: PyTree) -> tuple[Array, PyTree]:
-        return _decoder(graphdef, leaves).decode(tokens, cache)
+        return _decoder(graphdef, leaves, has_cache).decode(tokens, cache)
 
     def take(logits: Array, number: Array | int, is_over: Array) -> tuple[Array, Array]:
         token = draw(jax.random.fold_in(key, number), logits, sampling)
@@ -269,23 +275,23 @@ def _generate(
 
     # Minus one: the last token is drawn, but never an input.
     size = tokens.shape[1] + num_tokens - 1
-    logits, cache = decode(tokens, _decoder(graphdef, leaves).start_cache(padding, size))
+    cache = _decoder(graphdef, leaves, has_cache).start_cache(padding, size)
+    logits, cache = decode(tokens, cache)
     first, is_over = take(logits, 0, jnp.zeros(tokens.shape[0], bool))
     _, others = jax.lax.scan(step, (first, cache, is_over), jnp.arange(1, num_tokens))
     added = jnp.concatenate([first[:, None], others.swapaxes(0, 1)], axis=1)
     return added if replicated is None else jax.lax.with_sharding_constraint(added, replicated)
 
 
-_compiled = jax.jit(
-    _generate, static_argnames=("graphdef", "num_tokens", "sampling", "end", "replicated")
-)
+_STATIC = ("graphdef", "has_cache", "num_tokens", "sampling", "end", "replicated")
+_compiled = jax.jit(_generate, static_argnames=_STATIC)
 
 
-def _decoder(graphdef: nnx.GraphDef, leaves: PyTree) -> Decoder:
+def _decoder(graphdef: nnx.GraphDef, leaves: PyTree, has_cache: bool) -> Any:
     """Returns the model in eval mode; merged at each call, as a scan must not mutate it."""
     model = nnx.merge(graphdef, leaves, copy=True)
     model.eval()
-    return model if isinstance(model, Decoder) else Recomputing(model)
+    return model if has_cache else Recomputing(model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,6 +367,68 @@ def _check_fits(model: nnx.Module, tokens: np.ndarray, num_tokens: int, end: int
             )
 
 
+def _decodes_as_called(model: nnx.Module, tokens: np.ndarray, padding: np.ndarray) -> bool:
+    """Whether `decode` computes the logits of a call: of the prompts, and of one more token.
+
+    Only a `decode` of this library in a model with methods of the user's is tried. One that the
+    user wrote is taken as it is.
+
+    Raises:
+        UnsupportedError: when the call does not map tokens to logits of the same shape.
+    """
+    kind: Any = type(model)
+    kinds = {type(module) for _, module in nnx.iter_modules(model)}
+    ours = "axon_dist.", "flax."
+    if not is_from(kind.decode, *ours) or all(has_methods_from(x, *ours) for x in kinds):
+        return True
+    graphdef, leaves = nnx.split(model)
+    size = tokens.shape[1] + 1
+
+    @jax.jit
+    def run(leaves: PyTree, tokens: Array, padding: Array) -> tuple[PyTree, PyTree]:
+        decoders = [_decoder(graphdef, leaves, has_cache) for has_cache in (True, False)]
+        caches = [decoder.start_cache(padding, size) for decoder in decoders]
+        logits = []
+        for inputs in (tokens, tokens[:, -1:]):
+            pairs = zip(decoders, caches, strict=True)
+            results = [decoder.decode(inputs, cache) for decoder, cache in pairs]
+            logits.append([x for x, _ in results])
+            caches = [cache for _, cache in results]
+        return tuple(map(jnp.stack, zip(*logits, strict=True)))
+
+    try:
+        decoded, called = (np.asarray(x, np.float32) for x in run(leaves, tokens, padding))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UnsupportedError(
+            f"{kind.__name__} inherits decode, which must give the logits of a call, and the two "
+            f"cannot be compared: {type(error).__name__}: {' '.join(str(error).split()):.200}. "
+            "Let a call map tokens [B, T] to logits [B, T, V], or give the model a method decode",
+            code="decode-not-compared",
+        ) from error
+    difference = float(np.abs(decoded - called).max())
+    if difference <= _tolerance(model) * max(float(np.abs(called).max()), 1.0):
+        return True
+    own = sorted(x.__name__ for x in kinds if not has_methods_from(x, *ours))
+    warn(
+        f"{kind.__name__} inherits decode, whose logits differ by {difference:.2g} from those of "
+        f"a call, since {', '.join(own)} computes other ones; each new token therefore takes a "
+        "call of the model on the whole sequence. A method decode that computes the same is faster"
+    )
+    return False
+
+
+def _tolerance(model: nnx.Module) -> float:
+    """Returns how far equal logits may differ, relative to the largest."""
+    leaves = jax.tree.leaves(nnx.state(model))
+    dtypes = {str(leaf.dtype) for leaf in leaves}
+    dtypes |= {
+        jnp.dtype(dtype).name
+        for _, module in nnx.iter_modules(model)
+        if (dtype := getattr(module, "dtype", None)) is not None
+    }
+    return 5e-2 if dtypes & {"bfloat16", "float16"} else _TOLERANCE
+
+
 def _check_causal(
     model: nnx.Module, tokens: np.ndarray, padding: np.ndarray, num_tokens: int
 ) -> None:
@@ -374,7 +442,7 @@ def _check_causal(
 
     @jax.jit
     def run(leaves: PyTree, tokens: Array) -> Array:
-        return _decoder(graphdef, leaves).model(tokens)  # type: ignore[attr-defined]
+        return _decoder(graphdef, leaves, has_cache=False).model(tokens)
 
     logits, again = (np.asarray(run(leaves, np.where(is_after, x, padded))) for x in (0, 1))
     if logits.shape[:-1] != padded.shape:

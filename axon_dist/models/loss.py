@@ -8,10 +8,11 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from axon_dist.core.errors import ConfigError, UnsupportedError
-from axon_dist.core.same_function import difference, is_from
+from axon_dist.core.errors import ConfigError, UnsupportedError, warn
+from axon_dist.core.same_function import Comparison, compare, is_from
 from axon_dist.core.typing import Array
 from axon_dist.core.weighted import Weighted, WithTerm
 from axon_dist.ops.linear_loss import BEFORE_HEAD, linear_cross_entropy, linear_scores
@@ -49,8 +50,8 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
         if the model has any.
 
     Raises:
-        ConfigError: the mask or the segments have another shape than the tokens, or the model takes
-            no segments.
+        ConfigError: the mask or the segments have another shape than the tokens, the model takes
+            no segments, or `before_head` or `auxiliary` returns something else.
 
     Example:
         >>> uniform = lambda tokens: jnp.zeros((*tokens.shape, 4))
@@ -191,6 +192,14 @@ def _with_auxiliary(model: Callable[..., Array], loss: Weighted) -> LossOutput:
     auxiliary = None if method is None else method()
     if auxiliary is None:
         return loss
+    is_pair = isinstance(auxiliary, tuple) and len(auxiliary) == 2
+    if not is_pair or np.shape(auxiliary[0]) or not isinstance(auxiliary[1], Mapping):
+        raise ConfigError(
+            f"{type(model).__name__}.{AUXILIARY} returned {_described(auxiliary)}; the loss adds "
+            "what it returns, a pair of a scalar and a dict of metrics, or None for no term. "
+            "Return these, or give the method another name",
+            code="auxiliary-result",
+        )
     more, metrics = auxiliary
     total = loss.total + more * loss.weight
     return WithTerm(total, loss.weight, more, tuple(sorted(metrics))), metrics
@@ -206,22 +215,47 @@ def _before_head(
     """
     method = getattr(model, BEFORE_HEAD, None)
     head = None if method is None else _predict(model, batch, method)
-    if head is None or not isinstance(model, nnx.Module):
+    if head is None:
+        return None
+    if not isinstance(head, Mapping) or not {"hidden", "kernel"} <= set(head):
+        raise ConfigError(
+            f"{type(model).__name__}.{BEFORE_HEAD} returned {_described(head)}; the loss reads "
+            "'hidden' and 'kernel' of it. Return a dict of these, or None for the logits of a "
+            "call, or give the method another name",
+            code="before-head-result",
+        )
+    if not isinstance(model, nnx.Module):
         return head
     kind = type(model)
     if all(is_from(getattr(kind, name), _MODELS) for name in _LOGITS if hasattr(kind, name)):
         return head
-    why = _differs_from_call(model)
-    if why == "":
+    compared = _compare_with_call(model)
+    if compared.is_equal:
         return head
-    if why is None or is_from(getattr(kind, BEFORE_HEAD), _MODELS):
-        # If in doubt, the model's call defines its logits.
-        return None
-    raise UnsupportedError(
-        f"the product of what {kind.__name__}.before_head returns {why}: the logits of a call of "
-        "the model. The loss takes the one in place of the other, so let both compute the same, "
-        "or leave before_head out"
+    name = f"{kind.__name__}.{BEFORE_HEAD}"
+    if compared.was_run and not is_from(getattr(kind, BEFORE_HEAD), _MODELS):
+        raise UnsupportedError(
+            f"the product of what {name} returns {compared.why}: the logits of a call of the "
+            "model. The loss takes the one in place of the other, so let both compute the same, or "
+            f"leave {BEFORE_HEAD} out",
+            code="before-head-differs",
+        )
+    # The model's call defines its logits.
+    warn(
+        f"the loss makes all logits of {kind.__name__} at once, as its call does, and not a chunk "
+        f"of positions at a time: the product of what {name} returns {compared.why}. Let both "
+        f"compute the same to save that memory, or let {BEFORE_HEAD} return None"
     )
+    return None
+
+
+def _described(value: object) -> str:
+    """Names the type of a value, with the keys of a dict and the types in a tuple."""
+    if isinstance(value, Mapping):
+        return f"a dict of {sorted(map(str, value))}"
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(x).__name__ for x in value) or 'nothing'}"
+    return f"a {type(value).__name__}"
 
 
 _MODELS = "axon_dist.models."
@@ -232,8 +266,8 @@ _OF_LOSS = ("num_chunks", "z_loss", "label_smoothing")
 """The options of `linear_cross_entropy` that do not change logits."""
 
 
-def _differs_from_call(model: nnx.Module) -> str | None:
-    """Says how `hidden @ kernel` of `before_head` differs from the logits; see `difference`."""
+def _compare_with_call(model: nnx.Module) -> Comparison:
+    """Compares `hidden @ kernel` of `before_head` with the logits of a call."""
     graph, state = nnx.split(model)
     tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
 
@@ -249,7 +283,7 @@ def _differs_from_call(model: nnx.Module) -> str | None:
         cap = head.get("soft_cap")
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    return difference(product, called, (tokens,))
+    return compare(product, called, (tokens,))
 
 
 def _predict(

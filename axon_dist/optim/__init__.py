@@ -1,9 +1,15 @@
-"""Optimizers that need whole matrices, and optimizers that wrap others.
+"""Optimizers that need whole matrices, AdamW in 8 bits, and optimizers that wrap others.
 
-Start reading in `muon.py`; `step/optimizer.py` distributes its matrices over devices. The
+Start reading in `muon.py`; `step/optimizer.py` distributes its matrices over devices.
+`eight_bit.py` stores moments in blocks of 8 bits. The
 optimizers that a config can name are in `train/config/optimizers.py`.
 """
 
+from .eight_bit import DynamicCode as DynamicCode
+from .eight_bit import adamw_8bit as adamw_8bit
+from .eight_bit import dequantize as dequantize
+from .eight_bit import quantize as quantize
+from .eight_bit import scale_by_adam_8bit as scale_by_adam_8bit
 from .muon import NewtonSchulz as NewtonSchulz
 from .muon import hidden_matrices as hidden_matrices
 from .muon import muon as muon

@@ -27,9 +27,10 @@ from .expert import mark_experts_per_sample as mark_experts_per_sample
 from .expert import sum_over_ranks as sum_over_ranks
 from .kernels import LossOverMesh as LossOverMesh
 from .kernels import map_kernels as map_kernels
-from .pipelining import Pipeline as Pipeline
-from .pipelining import PipelineStage as PipelineStage
-from .pipelining import StageChain as StageChain
+from .memory import FSDPMemoryStats as FSDPMemoryStats
+from .memory import estimate as estimate
+from .memory import format_bytes as format_bytes
+from .memory import measure as measure
 from .pipelining import pipelined as pipelined
 from .plan import PRESETS as PRESETS
 from .plan import ByPlan as ByPlan
@@ -37,15 +38,16 @@ from .plan import Plan as Plan
 from .plan import Rule as Rule
 from .plan import plan_of as plan_of
 from .plans import DEFAULT_SYNC_EVERY as DEFAULT_SYNC_EVERY
-from .plans import OUTER_LOOPS as OUTER_LOOPS
 from .plans import AutoWrapPolicy as AutoWrapPolicy
 from .plans import CPUOffload as CPUOffload
 from .plans import OuterLoop as OuterLoop
 from .plans import PipelinePlan as PipelinePlan
 from .plans import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy
 from .plans import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
-from .registry import OTHER_NAMES as OTHER_NAMES
 from .registry import STRATEGIES as STRATEGIES
+from .registry import DataPlan as DataPlan
+from .registry import ModelPlan as ModelPlan
+from .registry import StrategyRow as StrategyRow
 from .registry import data_axes as data_axes
 from .registry import resolve_name as resolve_name
 from .strategy import AdaptLayers as AdaptLayers
@@ -66,14 +68,5 @@ from .tensor import check_sums as check_sums
 from .tensor import ring_products as ring_products
 from .tensor import sends_pieces as sends_pieces
 from .tensor import tensor_parallel as tensor_parallel
-from .wrappers import DDP as DDP
-from .wrappers import FSDP as FSDP
-from .wrappers import DistributedDataParallel as DistributedDataParallel
-from .wrappers import FSDPMemoryStats as FSDPMemoryStats
-from .wrappers import FullyShardedDataParallel as FullyShardedDataParallel
-from .wrappers import ZeROOptimizer as ZeROOptimizer
-from .wrappers import estimate as estimate
-from .wrappers import format_bytes as format_bytes
-from .wrappers import measure as measure
 
-__getattr__ = moved(__name__, "axon_dist.step.gather")
+__getattr__ = moved(__name__, "axon_dist.step.gather", "axon_dist.wrappers")

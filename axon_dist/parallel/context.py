@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax.sharding import PartitionSpec
 from ..core.checks import checked
 from ..core.errors import DivisibilityError, NamedChoice, UnsupportedError
 from ..core.modules import HELD, Layers, wrap_calls
-from ..core.same_function import is_from
+from ..core.same_function import has_methods_from, is_from
 from ..core.typing import Array, Function
 from ..nn import (
     AttentionKind,
@@ -457,15 +456,7 @@ def is_by_position(module: nnx.Module) -> bool:
         return True
     if isinstance(module, _BY_POSITION) and is_from(kind.__call__, "flax."):
         return getattr(module, "reduction_axes", -1) in (-1, (-1,))
-    bases = (base for base in kind.__mro__ if issubclass(base, nnx.Module))
-    defined = (
-        method
-        for base in bases
-        if base is not nnx.Module
-        for method in vars(base).values()
-        if inspect.isfunction(method)
-    )
-    return all(is_from(method, *_OURS, "axon_dist.core.", "flax.") for method in defined)
+    return has_methods_from(kind, *_OURS, "axon_dist.core.", "flax.")
 
 
 def is_own(method: Function) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ParamSpec
 
 import optax
 
@@ -17,6 +19,8 @@ from ..ops.precision import MixedPrecision
 from ..sharding import LargestDim, Replicate
 from .plans import AutoWrapPolicy, CPUOffload, OuterLoop
 from .strategy import Reduction, Strategy, axes_of
+
+_P = ParamSpec("_P")
 
 
 @checked()
@@ -114,12 +118,25 @@ ZERO: MappingProxyType[ZeROStage, Split] = MappingProxyType(
 """The stages as data. DDP, ZeRO-1, ZeRO-2 and ZeRO-3 differ only in these flags."""
 
 
-@checked(min_elements=SIZE)
+_WRAP = ArgumentKind(
+    "a policy, such as TransformerAutoWrapPolicy(Block)", lambda x: hasattr(x, "units")
+).or_none()
+_REMAT = ArgumentKind(
+    "an ActivationCheckpointing, such as ActivationCheckpointing(interval=1)",
+    lambda x: isinstance(x, ActivationCheckpointing),
+).or_none()
+
+
+@checked(min_elements=SIZE, auto_wrap_policy=_WRAP, activation_checkpointing=_REMAT)
 def zero(
     stage: int | ZeROStage,
     axes: str | tuple[str, ...] = ("dp",),
     *,
     shard_axes: str | tuple[str, ...] | None = None,
+    cpu_offload: CPUOffload | str = CPUOffload.NONE,
+    mixed_precision: MixedPrecision | str | bool | None = None,
+    auto_wrap_policy: AutoWrapPolicy | None = None,
+    activation_checkpointing: ActivationCheckpointing | None = None,
     min_elements: int = MIN_ELEMENTS,
     reduction: Reduction | None = None,
     name: str | None = None,
@@ -137,6 +154,11 @@ def zero(
             uses splits the arrays but no samples.
         shard_axes: the axes that split the arrays; all of `axes` by default. A subset makes hybrid
             sharding: split over the subset, replicated over the others.
+        cpu_offload: which arrays live in host memory between steps.
+        mixed_precision: dtypes, a preset's name, or True.
+        auto_wrap_policy: which modules are gathered and freed as one unit, in stage 3; by default
+            the blocks that the model keeps in a list.
+        activation_checkpointing: what the backward pass recomputes.
         min_elements: leaves with fewer elements stay whole.
         reduction: how gradients are reduced. By default stage 1 reduces once per step, and stages 2
             and 3 once per microbatch, so that they never hold a whole gradient. In stage 2 this is
@@ -180,6 +202,10 @@ def zero(
         params=split if row.params else Replicate(),
         opt_state=split if row.opt_state else Replicate(),
         reduction=reduction,
+        wrap=auto_wrap_policy,
+        precision=None if mixed_precision is None else MixedPrecision.of(mixed_precision),
+        remat=activation_checkpointing,
+        offload=CPUOffload(cpu_offload),
     )
 
 
@@ -208,10 +234,36 @@ STAGES: MappingProxyType[ShardingStrategy, ZeROStage] = MappingProxyType(
 """The ZeRO stage of each sharding strategy; hybrid is stage 3 over fewer axes."""
 
 
-@checked(min_elements=SIZE)
+_NAMES: MappingProxyType[ShardingStrategy, str] = MappingProxyType(
+    {
+        ShardingStrategy.NO_SHARD: "no_shard",
+        ShardingStrategy.SHARD_GRAD_OP: "zero2",
+        ShardingStrategy.FULL_SHARD: "fsdp",
+        ShardingStrategy.HYBRID_SHARD: "hybrid",
+    }
+)
+"""The name of the strategy that each sharding strategy is, as in configs."""
+
+
+def _sharding_strategy_first(make: Callable[_P, Strategy]) -> Callable[_P, Strategy]:
+    """Lets the sharding strategy come first, as in PyTorch and in version 0.1."""
+
+    @functools.wraps(make)
+    def reordered(*args: Any, **options: Any) -> Strategy:
+        # A mesh axis with the name of a sharding strategy is given by keyword.
+        if args and isinstance(args[0], str) and args[0] in list(ShardingStrategy):
+            options["sharding_strategy"] = args[0]
+            args = args[1:]
+        return make(*args, **options)  # pyright: ignore[reportCallIssue]
+
+    return reordered
+
+
+@_sharding_strategy_first
+@checked(min_elements=SIZE, auto_wrap_policy=_WRAP, activation_checkpointing=_REMAT)
 def fsdp(
-    sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
     axes: str | tuple[str, ...] = ("fsdp",),
+    sharding_strategy: ShardingStrategy | str | tuple[str, ...] = ShardingStrategy.FULL_SHARD,
     *,
     cpu_offload: CPUOffload | str = CPUOffload.NONE,
     mixed_precision: MixedPrecision | str | bool | None = None,
@@ -226,9 +278,10 @@ def fsdp(
     says. With full sharding, each block's parameters are gathered when it runs.
 
     Args:
-        sharding_strategy: which arrays are split.
         axes: the mesh axes that split the batch; HYBRID_SHARD splits arrays over the last. An axis
             that a composed `context_parallel` also uses splits the arrays but no samples.
+        sharding_strategy: which arrays are split. The two may also come in the other order, as in
+            `fsdp("hybrid_shard", ("dp", "fsdp"))`.
         cpu_offload: which arrays live in host memory between steps.
         mixed_precision: dtypes, a preset's name, or True.
         auto_wrap_policy: which modules are gathered and freed as one unit; by default the blocks
@@ -244,7 +297,7 @@ def fsdp(
         ConfigError: for an unknown name, or HYBRID_SHARD over a single axis.
 
     Example:
-        >>> fsdp("hybrid_shard", ("dp", "fsdp")).params.axes
+        >>> fsdp(("dp", "fsdp"), "hybrid_shard").params.axes
         ('fsdp',)
 
     Source: Zhao et al., PyTorch FSDP, VLDB 2023, arXiv:2304.11277.
@@ -257,32 +310,18 @@ def fsdp(
             f"hybrid_shard got the axes {axes}; it needs one to replicate over and a last one to "
             'split over, such as ("dp", "fsdp")'
         )
-    _WRAP.check(kind.value, "auto_wrap_policy", auto_wrap_policy)
-    _REMAT.check(kind.value, "activation_checkpointing", activation_checkpointing)
-    made = zero(
+    return zero(
         STAGES[kind],
         axes,
         shard_axes=axes[-1:] if hybrid else axes,
+        cpu_offload=cpu_offload,
+        mixed_precision=mixed_precision,
+        auto_wrap_policy=auto_wrap_policy,
+        activation_checkpointing=activation_checkpointing,
         min_elements=min_elements,
         reduction=reduction,
-        name=kind.value,
+        name=_NAMES[kind],
     )
-    return dataclasses.replace(
-        made,
-        wrap=auto_wrap_policy,
-        precision=None if mixed_precision is None else MixedPrecision.of(mixed_precision),
-        remat=activation_checkpointing,
-        offload=CPUOffload(cpu_offload),
-    )
-
-
-_WRAP = ArgumentKind(
-    "a policy, such as TransformerAutoWrapPolicy(Block)", lambda x: hasattr(x, "units")
-).or_none()
-_REMAT = ArgumentKind(
-    "an ActivationCheckpointing, such as ActivationCheckpointing(interval=1)",
-    lambda x: isinstance(x, ActivationCheckpointing),
-).or_none()
 
 
 @checked(every=COUNT, fragments=COUNT, outer=OPTIMIZER.or_none())

@@ -18,7 +18,7 @@ from ..core.checks import TEXT, ArgumentKind, checked, is_whole
 from ..core.errors import ConfigError, NamedChoice, UnsupportedError
 from ..core.modules import wrap_calls
 from ..core.reduction import all_sum, gathered, sum_scatter
-from ..core.same_function import difference, is_from
+from ..core.same_function import Comparison, compare, is_from
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Function, Path, PyTree, Shape
 from ..core.weighted import per_sample
@@ -288,7 +288,7 @@ def mark_experts_per_sample(model: nnx.Module) -> None:
 
 def _one_by_one(mix: Function, module: nnx.Module, *arrays: Array) -> tuple[Array, Array]:
     """Runs a module's `mix_experts`, marked as per sample where it is known to be."""
-    if differs_from_tokens(mix, module, *arrays) != "":
+    if not compare_with_tokens(mix, module, *arrays).is_equal:
         return mix(module, *arrays)
     return per_sample(lambda *arrays: mix(module, *arrays))(*arrays)
 
@@ -346,14 +346,15 @@ class SplitExperts:
         Raises:
             UnsupportedError: when it computes something else and the experts are split.
         """
-        why = differs_from_tokens(mix, module, tokens, gates, expert_ids, kernels)
-        if why != "":
-            if self.axis is None:
+        compared = compare_with_tokens(mix, module, tokens, gates, expert_ids, kernels)
+        if self.axis is None:
+            name = f"{type(module).__name__}.{MIX}"
+            if not compared.holds(name, "is left to the compiler, which may gather all tokens"):
                 return mix(module, tokens, gates, expert_ids, kernels)
-            problem = why or "cannot be compared with that, which is traced on few tokens"
+        elif not compared.is_equal:
             raise UnsupportedError(
                 f"{type(module).__name__}.{MIX} must return, for each token, the sum over its "
-                f"experts of `feed`, weighted by its gates, and {problem}. Expert parallelism "
+                f"experts of `feed`, weighted by its gates, and {compared.why}. Expert parallelism "
                 f"computes this sum itself: move any other computation out of {MIX} or into "
                 "`feed`, or leave expert_parallel out",
                 code="experts-not-a-weighted-sum",
@@ -365,7 +366,9 @@ class SplitExperts:
         # Tensor parallelism splits the hidden features, where all kernels divide.
         sizes = [kernel.shape[module.hidden_dims[name]] for name, kernel in kernels.items()]
         features = self.layout.heads
-        features = features if all(n % self.layout.size(features) == 0 for n in sizes) else ()
+        num_parts = self.layout.size(features)
+        if any(n % num_parts for n in sizes) or not _adds_up(module, tokens, kernels, num_parts):
+            features = ()
         places = {
             name: _place(kernel.ndim, self.axis, module.hidden_dims[name], features)
             for name, kernel in kernels.items()
@@ -478,15 +481,15 @@ class SplitExperts:
 _OURS = "axon_dist.models."
 
 
-def differs_from_tokens(
+def compare_with_tokens(
     mix: Function,
     module: Any,
     tokens: Array,
     gates: Array,
     expert_ids: Array,
     kernels: PyTree,
-) -> str | None:
-    """How a module's `mix_experts` differs from a per-token sum over the token's experts.
+) -> Comparison:
+    """Compares a module's `mix_experts` with a per-token sum over the token's experts.
 
     Args:
         mix: the method, or the function that runs in its place.
@@ -497,26 +500,25 @@ def differs_from_tokens(
         kernels: the kernels of the call, arrays or shapes.
 
     Returns:
-        The result of `difference`: "" where there is none. This library's own methods are not
-        compared and give "".
+        The comparison. This library's own methods are taken to be equal without one.
     """
     if is_from(mix, _OURS) and is_from(type(module).feed, _OURS):
-        return ""
+        return Comparison(True)
     count = jax.tree.leaves(kernels)[0].shape[0]
     per_token = gates.shape[-1]
     ids = np.stack([np.roll(np.arange(count), -i)[:per_token] for i in range(6)])
 
-    def by_token(tokens: Array, gates: Array, ids: Array, kernels: PyTree) -> Array:
+    def by_token(tokens: Array, gates: Array, ids: Array, kernels: PyTree) -> tuple[Array, Array]:
         def of_one(token: Array, gates: Array, ids: Array) -> Array:
             def of_expert(kernels: PyTree) -> Array:
                 return module.feed(jnp.matmul, token[None], kernels)[0]
 
             return jnp.einsum("k,kd->d", gates, jax.vmap(of_expert)(kernels)[ids])
 
-        return jax.vmap(jax.vmap(of_one))(tokens, gates, ids)
+        return jax.vmap(jax.vmap(of_one))(tokens, gates, ids), jnp.zeros((), jnp.float32)
 
-    def mixed(*arrays: PyTree) -> Array:
-        return mix(module, *arrays)[0]
+    def mixed(*arrays: PyTree) -> tuple[Array, Array]:
+        return mix(module, *arrays)
 
     def shapes(most: int) -> list[Any]:
         cut = {}
@@ -529,8 +531,28 @@ def differs_from_tokens(
         return [few, weights, ids.reshape(2, 3, -1).astype(expert_ids.dtype), cut]
 
     # A reduced hidden size is cheaper; the full one is used only if that cannot be compared.
-    found = difference(mixed, by_token, shapes(8))
-    return difference(mixed, by_token, shapes(2**31)) if found is None else found
+    found = compare(mixed, by_token, shapes(8))
+    return found if found.was_run else compare(mixed, by_token, shapes(2**31))
+
+
+def _adds_up(module: Any, tokens: Array, kernels: PyTree, num_parts: int) -> bool:
+    """Whether a module's `feed` is the sum of its results for parts of the hidden features."""
+    if num_parts == 1 or is_from(type(module).feed, _OURS):
+        return True
+    rows = jax.ShapeDtypeStruct((2, tokens.shape[-1]), tokens.dtype)
+    of_one = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in kernels.items()}
+
+    def fed(rows: Array, kernels: PyTree) -> Array:
+        return module.feed(jnp.matmul, rows, kernels)
+
+    def fed_in_parts(rows: Array, kernels: PyTree) -> Array:
+        cut = {n: jnp.split(x, num_parts, module.hidden_dims[n]) for n, x in kernels.items()}
+        parts = ({name: x[i] for name, x in cut.items()} for i in range(num_parts))
+        return jnp.sum(jnp.stack([fed(rows, part) for part in parts]), axis=0)
+
+    name = f"{type(module).__name__}.feed"
+    compared = compare(fed_in_parts, fed, (rows, of_one))
+    return compared.holds(name, "runs with whole kernels, which the ranks gather")
 
 
 def _check_sum(add: Function, module: nnx.Module, x: Array) -> None:
@@ -544,13 +566,12 @@ def _check_sum(add: Function, module: nnx.Module, x: Array) -> None:
     def expected(x: Array) -> tuple[Array, Array]:
         return jnp.sum(x, axis=0, dtype=x.dtype), jnp.asarray(3, jnp.int32)
 
-    why = difference(added, expected, (few,))
-    if why != "":
-        problem = why or "cannot be compared with that"
+    compared = compare(added, expected, (few,))
+    if not compared.is_equal:
         raise UnsupportedError(
             f"{type(module).__name__}.{SUM_SAMPLES} must return the sum over the samples of a "
-            f"batch and their number, and {problem}: ranks with different samples add up their "
-            "sums. Return these two, and move any other computation after the call",
+            f"batch and their number, and {compared.why}: ranks with different samples add up "
+            "their sums. Return these two, and move any other computation after the call",
             code="not-a-sum-of-samples",
         )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn
@@ -23,10 +24,11 @@ from ..core.cudnn import MOST_BEFORE_HOPPER
 from ..core.errors import UnsupportedError
 from ..core.modules import wrap_calls
 from ..core.reduction import all_sum
+from ..core.same_function import Comparison, compare, is_from
 from ..core.typing import Array, Function, PyTree
 from ..ir.rewrite import Rewriting
-from ..mesh.chips import machine_of
 from ..nn.attention import attended
+from ..nn.attention_kind import differs_by_heads
 from ..nn.layout import Axes, Layout, manual_axes
 from ..ops.linear_loss import (
     LINEAR_CROSS_ENTROPY,
@@ -71,9 +73,12 @@ class OverMesh:
     ) -> Array:
         """Computes `attend(module, query, key, value)` of arrays `[B, T, H, K]`.
 
+        A user's own method whose result for a sample and a head depends on the others is left to
+        the compiler, unless it is an opaque kernel.
+
         Raises:
-            UnsupportedError: when the call has other arguments, or heads are too large for the
-                chip's kernel.
+            UnsupportedError: when the call has other arguments, heads are too large for the chip's
+                kernel, or an opaque kernel mixes samples or heads.
         """
         query, key, value, segments = attended(attend, module, args, kwargs)
         if self.most_features is not None and query.shape[-1] > self.most_features:
@@ -105,6 +110,19 @@ class OverMesh:
         is_partitioned = not self.is_opaque and not manual
         if is_partitioned or not (not_manual if self.is_opaque else batch or heads):
             return call(query, key, value, *more)
+        if not is_from(attend, "axon_dist.models.", "axon_dist.nn."):
+            parts = _compare_parts(call, (query, key, value, *more), bool(batch), ways(heads))
+            name = f"{type(module).__name__}.attend"
+            if self.is_opaque and not parts.is_equal:
+                raise UnsupportedError(
+                    f"{name} {parts.why}, and attention={module.form!r} "
+                    "runs it as one kernel on the samples and heads of each rank. Make its result "
+                    "for a sample and a head independent of the others, or set form='einsum', "
+                    "which the compiler partitions",
+                    code="kernel-mixes-samples-or-heads",
+                )
+            if not parts.holds(name, "is left to the compiler"):
+                return call(query, key, value, *more)
         spec = PartitionSpec(batch or None, None, heads or None, None)
         run = jax.shard_map(
             call,
@@ -115,6 +133,37 @@ class OverMesh:
             check_vma=False,
         )
         return run(query, key, value, *more)
+
+
+def _compare_parts(
+    call: Function, arrays: Sequence[Array], divides_samples: bool, num_parts: int
+) -> Comparison:
+    """Compares attention of parts of the samples and heads with attention of all of them.
+
+    Args:
+        call: `(query, key, value[, segments])` -> results.
+        arrays: the arguments of a call.
+        divides_samples: whether the samples are divided.
+        num_parts: into how many parts the heads are divided.
+    """
+    query, key, value, *segments = arrays
+    if num_parts > 1 and (
+        why := differs_by_heads(call, (query, key, value), num_parts, bool(segments))
+    ):
+        return Comparison(False, why)
+    if not divides_samples:
+        return Comparison(True)
+    length = min(query.shape[1], 64)
+    few = [jax.ShapeDtypeStruct((2, length, *x.shape[2:]), x.dtype) for x in arrays]
+
+    def one_by_one(*arrays: Array) -> Array:
+        results = [call(*(x[i : i + 1] for x in arrays)) for i in range(2)]
+        return jnp.concatenate(results)
+
+    compared = compare(call, one_by_one, few)
+    if compared.is_equal or not compared.was_run:
+        return compared
+    return Comparison(False, "gives a sample among others another result than alone")
 
 
 def map_kernels(model: nnx.Module, layout: Layout) -> None:
@@ -159,6 +208,7 @@ class LossOverMesh:
     Args:
         layout: the layout of the activations; its `vocabulary` axes split the classes where they
             divide.
+        memory_bytes: the memory of a device; None if the chip is unknown.
 
     Attributes:
         replaces: the name of the primitive of such losses.
@@ -166,6 +216,7 @@ class LossOverMesh:
 
     replaces: ClassVar[str] = LINEAR_CROSS_ENTROPY
     layout: Layout
+    memory_bytes: int | None = None
 
     def __call__(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
         """Computes one loss; returns None where no axis is left to split it over."""
@@ -177,7 +228,7 @@ class LossOverMesh:
         how = equation.params["how"]
 
         def run(operands, wants):
-            return spread.run(self.layout, how, operands, wants)
+            return spread.run(self.layout, self.memory_bytes, how, operands, wants)
 
         return list(differentiable(run)(*operands))
 
@@ -213,7 +264,14 @@ class Spread:
             vocabulary=fits(layout.vocabulary, classes),
         )
 
-    def run(self, layout: Layout, how: HeadLoss, operands: Operands, wants: Wants) -> LossParts:
+    def run(
+        self,
+        layout: Layout,
+        memory_bytes: int | None,
+        how: HeadLoss,
+        operands: Operands,
+        wants: Wants,
+    ) -> LossParts:
         """Computes the loss and the gradients asked for."""
         ranks = (*self.samples, *self.sequence)
         columns = self.vocabulary or None
@@ -226,14 +284,12 @@ class Spread:
         # them: it can then reduce-scatter them, so that every owner gets only its shard.
         is_stacked = bool(ranks) and not manual_axes()
         axis = self.vocabulary[0] if self.vocabulary else None
-        chip = machine_of(layout.mesh)
-        memory_bytes = None if chip is None else chip.memory_bytes
 
         def summed(grad: Array | None, operand: Array | None) -> Array | None:
             if grad is None or operand is None or not ranks:
                 return grad
             # Sent in the dtype of the product, as in the plain program; float16 is the exception.
-            is_narrow = operand.dtype == jax.numpy.float16
+            is_narrow = operand.dtype == jnp.float16
             grad = grad if is_narrow else grad.astype(operand.dtype)
             return grad[None] if is_stacked else all_sum(grad, ranks)
 

@@ -41,9 +41,6 @@ class PipelinePlan:
     keeps_residuals: bool = False
 
 
-OUTER_LOOPS = ("diloco", "local_sgd")
-"""The names of the strategies whose replicas train independently."""
-
 DEFAULT_SYNC_EVERY = 100
 """The default number of steps between two outer steps; DiLoCo has 500 (arXiv:2311.08105)."""
 

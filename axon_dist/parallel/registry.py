@@ -1,12 +1,16 @@
-"""Strategies by name, for configs and command lines: a row each.
+"""The table of strategies: what configs, the command line, the planner and the docs know of each.
 
-CONTRIBUTING.md lists the other tables that a new strategy needs a row in.
+To add a strategy, write a function that returns a `Strategy`, in a file of this folder, and a row
+of `STRATEGIES` here. The keys of a config and their help, the candidates of `axon plan`, the index
+of the docs and the comparison with one device in `tests/contracts` follow from the row.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -15,13 +19,14 @@ from flax import nnx
 
 from ..core.checks import NUMBER, ArgumentKind, checked
 from ..core.errors import ConfigError, MeshError, did_you_mean
-from ..mesh import World
+from ..mesh import SLOW_AXES, World
 from ..nn import ParallelMode
 from .context import ContextMode, context_parallel
 from .data import ShardingStrategy, ZeROStage, ddp, diloco, fsdp, local_sgd, zero
 from .expert import ExpertForm, expert_parallel
 from .pipelining import pipelined
 from .plan import PRESETS
+from .plans import DEFAULT_SYNC_EVERY
 from .strategy import Strategy
 from .suggest import suggest_plan
 from .tensor import tensor_parallel
@@ -37,6 +42,148 @@ AUTO = "auto"
 
 MakeStrategy: TypeAlias = Callable[..., Strategy]
 """(model, world, **options) -> a strategy over the data axes of the world's mesh."""
+
+Sizes: TypeAlias = Mapping[str, int]
+"""Sizes of mesh axes by name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataPlan:
+    """How the planner tries a data-parallel strategy.
+
+    Args:
+        sizes: `sizes(ranks, node_size)` yields sizes of `dp` and `fsdp` for this many data-parallel
+            ranks, on nodes of this many devices; nothing where the strategy does not apply.
+        stage: the ZeRO stage that stores as much. Inside pipelines, only strategies that split the
+            parameters are tried.
+        complexity: its place among the data-parallel strategies, simplest first: of two plans that
+            are equally fast, `axon plan` prefers the simpler one.
+    """
+
+    sizes: Callable[[int, int], Iterator[Sizes]]
+    stage: ZeROStage
+    complexity: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelPlan:
+    """How the planner tries a strategy that splits the model, or joins replicas over slow links.
+
+    Args:
+        axes: the mesh axes that it can be over.
+        options: the options that it has in a `planner.Candidate`.
+    """
+
+    axes: tuple[str, ...]
+    options: Callable[[Any], Mapping[str, object]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrategyRow:
+    """A strategy as configs, the command line, the planner and the docs know it.
+
+    Args:
+        make: `make(model, world, **options)`. The rest of its signature is what a config may set:
+            names, types and defaults. Its docstring has the help: the first sentence that of the
+            strategy, `Args` those of the options.
+        does_not_fit: what does not fit without it, for the table of `docs/choosing.md`.
+        page: its page in `docs/strategies`.
+        example: a mesh that it runs on.
+        other_names: names under which users of Python, of meshes and of other libraries know it.
+        implied: options that one of the other names implies, by that name.
+        needed: example values of the options that have no default.
+        plan: how the planner tries it; None: it does not.
+    """
+
+    make: MakeStrategy
+    does_not_fit: str
+    page: str
+    example: str
+    other_names: tuple[str, ...] = ()
+    implied: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    needed: Mapping[str, object] = MappingProxyType({})
+    plan: DataPlan | ModelPlan | None = None
+
+    def __call__(self, model: Any, world: World, **options: Any) -> Strategy:
+        """Makes the strategy.
+
+        Args:
+            model: a module or a function that makes one.
+            world: the devices, and the mesh they form.
+            **options: those of the signature of `make`.
+        """
+        return self.make(model, world, **options)
+
+
+class StrategyTable(Mapping[str, StrategyRow]):
+    """Rows by the name of a strategy; a row is also found by the strategy's other names.
+
+    Args:
+        rows: the rows.
+
+    Example:
+        >>> STRATEGIES["fully_sharded_data_parallel"] is STRATEGIES["fsdp"]
+        True
+        >>> STRATEGIES.resolve("sequence")
+        ('tensor', {'sequence': True})
+    """
+
+    def __init__(self, rows: Mapping[str, StrategyRow]):
+        self.rows: dict[str, StrategyRow] = dict(rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, name: str) -> StrategyRow:
+        known, implied = self.resolve(name)
+        row = self.rows[known]
+        if not implied:
+            return row
+        return dataclasses.replace(row, make=functools.partial(row.make, **implied))
+
+    @property
+    def other_names(self) -> dict[str, str]:
+        """The name of a strategy by each of its other names."""
+        return {other: name for name, row in self.rows.items() for other in row.other_names}
+
+    def resolve(self, name: str) -> tuple[str, dict[str, Any]]:
+        """Returns the name of a strategy that a name means, and the options that it implies.
+
+        Args:
+            name: one of the names or other names; any other name is returned as it is.
+        """
+        if name in self.rows:
+            return name, {}
+        known = self.other_names.get(name.lower(), name)
+        row = self.rows.get(known)
+        return known, {} if row is None else dict(row.implied.get(name.lower(), {}))
+
+    def of_data(self) -> dict[str, DataPlan]:
+        """The data-parallel strategies that the planner tries, from the most memory to the least.
+
+        Example:
+            >>> list(STRATEGIES.of_data())
+            ['ddp', 'zero1', 'zero2', 'fsdp', 'hybrid']
+        """
+        plans = {name: row.plan for name, row in self.rows.items()}
+        return {name: plan for name, plan in plans.items() if isinstance(plan, DataPlan)}
+
+    def over(self, *axes: str) -> dict[str, ModelPlan]:
+        """The other strategies that the planner tries, over any of these mesh axes.
+
+        Example:
+            >>> list(STRATEGIES.over("tp")), list(STRATEGIES.over("nodes"))
+            (['tensor'], ['diloco', 'local_sgd'])
+        """
+        plans = {name: row.plan for name, row in self.rows.items()}
+        return {
+            name: plan
+            for name, plan in plans.items()
+            if isinstance(plan, ModelPlan) and not set(axes).isdisjoint(plan.axes)
+        }
 
 
 def data_axes(world: World) -> tuple[str, ...]:
@@ -70,12 +217,18 @@ def _axes_among(world: World, names: tuple[str, ...]) -> tuple[str, ...]:
     return axes
 
 
-def _row(
+def over_data_axes(
     make: Callable[..., Strategy],
     axes: Callable[[World], tuple[str, ...]] = data_axes,
     **fixed: Any,
 ) -> MakeStrategy:
-    """A row for `make` over some axes; its signature has the options that are left to a config."""
+    """Returns `make` for a row: over the data axes of a mesh, some of its options fixed.
+
+    Args:
+        make: makes a strategy over `axes`, a keyword argument.
+        axes: which axes of a world these are.
+        **fixed: options that a config cannot set.
+    """
 
     def strategy(model: nnx.Module, world: World, **options: Any) -> Strategy:
         return make(axes=axes(world), **fixed, **options)
@@ -239,65 +392,157 @@ def _local_sgd(
     return local_sgd(axis, every=every, compress=compress, fragments=fragments)
 
 
-_SPLIT = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)
+def _along(axis: str) -> Callable[[int, int], Iterator[Sizes]]:
+    """Returns the maker of sizes that puts all data-parallel ranks on one axis."""
 
-STRATEGIES: MappingProxyType[str, MakeStrategy] = MappingProxyType(
+    def sizes(ranks: int, node_size: int) -> Iterator[Sizes]:
+        yield {axis: ranks}
+
+    return sizes
+
+
+def _within_nodes(ranks: int, node_size: int) -> Iterator[Sizes]:
+    """Yields a split within nodes and replicas over them, if there are several whole nodes."""
+    if 1 < node_size < ranks and ranks % node_size == 0:
+        yield {"dp": ranks // node_size, "fsdp": node_size}
+
+
+def _no_options(candidate: Any) -> Mapping[str, object]:
+    return {}
+
+
+def _tensor_options(candidate: Any) -> Mapping[str, object]:
+    return {"sequence": True} if candidate.sequence else {}
+
+
+def _pipeline_options(candidate: Any) -> Mapping[str, object]:
+    return {
+        "num_microbatches": candidate.num_microbatches,
+        "schedule": str(candidate.schedule),
+    }
+
+
+def _outer_loop_options(candidate: Any) -> Mapping[str, object]:
+    outer = candidate.slow_replicas
+    on_nodes = {} if outer.axis == "nodes" else {"axis": outer.axis}
+    return {"every": outer.every, **on_nodes}
+
+
+_SEQUENCE = ("sp", "sequence", "sequence_parallel")
+_OUTER_LOOP = ModelPlan(axes=SLOW_AXES, options=_outer_loop_options)
+
+STRATEGIES = StrategyTable(
     {
-        "ddp": _row(ddp),
-        "zero1": _row(zero, array_axes, stage=ZeROStage.STAGE1),
-        "zero2": _row(zero, array_axes, stage=ZeROStage.STAGE2),
-        "zero3": _row(zero, array_axes, stage=ZeROStage.STAGE3),
-        "tensor": _tensor,
-        "context": _context,
-        "expert": _expert,
-        "pipeline": _pipeline,
-        "diloco": _diloco,
-        "local_sgd": _local_sgd,
-        **{
-            choice.value: _row(
-                fsdp, array_axes if choice in _SPLIT else data_axes, sharding_strategy=choice
-            )
-            for choice in ShardingStrategy
-        },
+        "ddp": StrategyRow(
+            make=over_data_axes(ddp),
+            does_not_fit="nothing",
+            page="ddp",
+            example="dp=8",
+            other_names=("dp", "data_parallel", "distributed_data_parallel"),
+            plan=DataPlan(sizes=_along("dp"), stage=ZeROStage.STAGE0, complexity=0),
+        ),
+        "zero1": StrategyRow(
+            make=over_data_axes(zero, array_axes, stage=ZeROStage.STAGE1),
+            does_not_fit="optimizer state",
+            page="zero",
+            example="dp=8",
+            plan=DataPlan(sizes=_along("dp"), stage=ZeROStage.STAGE1, complexity=2),
+        ),
+        # Simpler than ZeRO-1 to the planner: it stores less, and is only slower where a step has
+        # so many microbatches that reducing the gradients of each one takes long.
+        "zero2": StrategyRow(
+            make=over_data_axes(zero, array_axes, stage=ZeROStage.STAGE2),
+            does_not_fit="optimizer state and gradients",
+            page="zero",
+            example="dp=8",
+            other_names=("shard_grad_op",),
+            plan=DataPlan(sizes=_along("dp"), stage=ZeROStage.STAGE2, complexity=1),
+        ),
+        "fsdp": StrategyRow(
+            make=over_data_axes(fsdp, array_axes, sharding_strategy=ShardingStrategy.FULL_SHARD),
+            does_not_fit="parameters",
+            page="fsdp",
+            example="fsdp=8",
+            other_names=("full_shard", "fsdp2", "fully_sharded_data_parallel", "zero3"),
+            plan=DataPlan(sizes=_along("fsdp"), stage=ZeROStage.STAGE3, complexity=3),
+        ),
+        "hybrid": StrategyRow(
+            make=over_data_axes(fsdp, sharding_strategy=ShardingStrategy.HYBRID_SHARD),
+            does_not_fit="parameters, and links between nodes are slow",
+            page="fsdp",
+            example="dp=2,fsdp=4",
+            other_names=("hybrid_shard", "hsdp"),
+            plan=DataPlan(sizes=_within_nodes, stage=ZeROStage.STAGE3, complexity=4),
+        ),
+        "no_shard": StrategyRow(
+            make=over_data_axes(fsdp, sharding_strategy=ShardingStrategy.NO_SHARD),
+            does_not_fit="nothing, with the options of FSDP",
+            page="ddp",
+            example="dp=8",
+        ),
+        "tensor": StrategyRow(
+            make=_tensor,
+            does_not_fit="a block's activations or a matrix product",
+            page="tensor",
+            example="tp=8",
+            other_names=("tp", "tensor_parallel", *_SEQUENCE),
+            implied={name: {"sequence": True} for name in _SEQUENCE},
+            plan=ModelPlan(axes=("tp",), options=_tensor_options),
+        ),
+        "context": StrategyRow(
+            make=_context,
+            does_not_fit="long sequences",
+            page="context",
+            example="cp=8",
+            other_names=("cp", "context_parallel"),
+            plan=ModelPlan(axes=("cp",), options=_no_options),
+        ),
+        "expert": StrategyRow(
+            make=_expert,
+            does_not_fit="the experts of a mixture",
+            page="expert",
+            example="ep=8",
+            other_names=("ep", "expert_parallel", "experts", "moe"),
+            plan=ModelPlan(axes=("ep",), options=_no_options),
+        ),
+        "pipeline": StrategyRow(
+            make=_pipeline,
+            does_not_fit="the memory of a node, over slow links",
+            page="pipeline",
+            example="pp=4,dp=2",
+            other_names=("pp", "pipelined", "pipeline_parallel"),
+            needed={"num_microbatches": 8},
+            plan=ModelPlan(axes=("pp",), options=_pipeline_options),
+        ),
+        "diloco": StrategyRow(
+            make=_diloco,
+            does_not_fit="what crosses the links between nodes on every step",
+            page="slow",
+            example="nodes=2,dp=4",
+            needed={"every": DEFAULT_SYNC_EVERY},
+            plan=_OUTER_LOOP,
+        ),
+        "local_sgd": StrategyRow(
+            make=_local_sgd,
+            does_not_fit="what crosses the links between nodes on every step",
+            page="slow",
+            example="nodes=2,dp=4",
+            needed={"every": DEFAULT_SYNC_EVERY},
+            plan=_OUTER_LOOP,
+        ),
     }
 )
-"""`STRATEGIES[name](model_or_factory, world, **options)` makes the strategy of that name.
-
-The signature of a row is what a config may set under the name: its annotations are the types of the
-options.
-"""
-
-OTHER_NAMES: MappingProxyType[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("dp", "data_parallel", "distributed_data_parallel"), "ddp"),
-        **dict.fromkeys(("fsdp", "fsdp2", "fully_sharded_data_parallel"), "full_shard"),
-        **dict.fromkeys(("hybrid", "hsdp"), "hybrid_shard"),
-        **dict.fromkeys(("tp", "tensor_parallel"), "tensor"),
-        **dict.fromkeys(("sp", "sequence", "sequence_parallel"), "tensor"),
-        **dict.fromkeys(("cp", "context_parallel"), "context"),
-        **dict.fromkeys(("ep", "expert_parallel", "experts", "moe"), "expert"),
-        **dict.fromkeys(("pp", "pipelined", "pipeline_parallel"), "pipeline"),
-    }
-)
-"""Names under which users of Python, of meshes and of other libraries know a strategy."""
-
-IMPLIED_OPTIONS: MappingProxyType[str, Mapping[str, Any]] = MappingProxyType(
-    dict.fromkeys(("sp", "sequence", "sequence_parallel"), MappingProxyType({"sequence": True}))
-)
-"""Options that one of `OTHER_NAMES` implies."""
+"""`STRATEGIES[name](model_or_factory, world, **options)` makes the strategy of that name."""
 
 
 def resolve_name(name: str) -> tuple[str, dict[str, Any]]:
     """The key of `STRATEGIES` that a name means, and the options that it implies.
 
     Args:
-        name: a key of `STRATEGIES` or of `OTHER_NAMES`; any other name is returned as it is.
+        name: a name or another name of a strategy; any other text is returned as it is.
 
     Example:
-        >>> resolve_name("fsdp"), resolve_name("sequence")
-        (('full_shard', {}), ('tensor', {'sequence': True}))
+        >>> resolve_name("full_shard"), resolve_name("sequence")
+        (('fsdp', {}), ('tensor', {'sequence': True}))
     """
-    if name in STRATEGIES:
-        return name, {}
-    known = name.lower()
-    return OTHER_NAMES.get(known, name), dict(IMPLIED_OPTIONS.get(known, {}))
+    return STRATEGIES.resolve(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 
@@ -148,21 +149,25 @@ def _trace(
     leaves, form = jax.tree.flatten((inputs, keywords))
     arrays = tuple(leaf for leaf in leaves if hasattr(leaf, "shape"))
 
-    def call(params: PyTree, rest: PyTree, arrays: Array) -> PyTree:
+    def call(replaces: bool, params: PyTree, rest: PyTree, arrays: Array) -> PyTree:
         merged = nnx.merge(graphdef, params, rest, copy=True)
         # Flags are not arrays and stay as they are.
         remaining = iter(arrays)
         filled = [next(remaining) if hasattr(leaf, "shape") else leaf for leaf in leaves]
         inputs, keywords = form.unflatten(filled)
         inputs = (*remaining, *inputs)  # `remaining` is a guessed input, where none has an array.
-        for _, module in list(nnx.iter_modules(merged)):
+        for _, module in list(nnx.iter_modules(merged)) if replaces else ():
             if mixes(module):
                 wrap_calls(module, {"attend": _plain_attention})
             if has_experts(module):
                 wrap_calls(module, {MIX: _dense_experts})
         return merged(*inputs, **keywords)
 
-    closed, arrays = _make_jaxpr(call, params, rest, arrays)
+    try:
+        closed, arrays = _make_jaxpr(functools.partial(call, True), params, rest, arrays)
+    except Exception:
+        # Methods of these names may be of another meaning. The model's own error is the one to see.
+        closed, arrays = _make_jaxpr(functools.partial(call, False), params, rest, arrays)
     flow, nodes, values = Flow(), {}, []
     for path, leaf in leaves_with_paths(params):
         nodes[path] = flow.new(leaf.shape)

@@ -17,6 +17,7 @@ from ..core.checks import checked
 from ..core.errors import ConfigError, StrategyConflictError, UnsupportedError
 from ..core.modules import Around, wrap_calls
 from ..core.reduction import all_sum, sum_scatter
+from ..core.same_function import compare, is_from
 from ..core.typing import Array, Function, Path, PyTree, Shape
 from ..ir.linen import linen_modules
 from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, own_rows, summed
@@ -280,11 +281,32 @@ class Pin:
 
         if parts == 1 or not self.is_split or not isinstance(module, nnx.Module):
             return run(module)
-        blocks = [run(layer) for layer in cut_outputs(module, parts, dim)]
-        if not self.rule.stacked:
-            return jnp.concatenate(blocks, dim)
-        shape = (*blocks[0].shape[:dim], parts * blocks[0].shape[dim], *blocks[0].shape[dim:][1:])
-        return jnp.stack(blocks, dim - 1).reshape(shape)
+
+        def run_blocks(run: Callable[[nnx.Module], Array]) -> Array:
+            blocks = [run(layer) for layer in cut_outputs(module, parts, dim)]
+            if not self.rule.stacked:
+                return jnp.concatenate(blocks, dim)
+            lead, size, rest = (
+                blocks[0].shape[:dim],
+                blocks[0].shape[dim],
+                blocks[0].shape[dim:][1:],
+            )
+            return jnp.stack(blocks, dim - 1).reshape((*lead, parts * size, *rest))
+
+        if is_plain_layer(module):
+            return run_blocks(run)
+
+        # Blocks of a layer of the user's may depend on each other, as in a softmax over outputs.
+        def called(x: Array) -> Array:
+            return call(module, x, *args, **kwargs)
+
+        def called_in_blocks(x: Array) -> Array:
+            return run_blocks(lambda layer: call(layer, x, *args, **kwargs))
+
+        compared = compare(called_in_blocks, called, (_few_rows(module, x),))
+        name = f"{type(module).__name__}.__call__"
+        is_same = compared.holds(name, "is called whole, and divided by the compiler")
+        return run_blocks(run) if is_same else run(module)
 
     def around_rows(
         self, call: Function, module: Module, x: Array, *args: object, **kwargs: object
@@ -410,7 +432,7 @@ def _lookup(call: Function, module: Module) -> tuple[PyTree, Function] | None:
     cannot be called with ids relative to one rank's rows.
     """
     if isinstance(module, nn.Module):
-        if type(module).__call__ is not nn.Embed.__call__:
+        if type(module).__call__ is not nn.Embed.__call__ or not _has_own_hooks(module):
             return None
         layer = module
 
@@ -418,10 +440,34 @@ def _lookup(call: Function, module: Module) -> tuple[PyTree, Function] | None:
             return jnp.take(table.astype(layer.dtype or table.dtype), ids, axis=0)
 
         return layer.embedding, take
-    if getattr(call, "__wrapped__", None) not in LOOKUPS:
+    if getattr(call, "__wrapped__", None) not in LOOKUPS or not _has_own_hooks(module):
         return None
     graphdef, table, rest = nnx.split(module, nnx.Param, ...)
     return table, lambda table, ids: call(nnx.merge(graphdef, table, rest, copy=True), ids)
+
+
+HOOKS = ("dot_general", "promote_dtype")
+"""The attributes of Flax layers that may hold a function in place of JAX's own."""
+
+
+def is_plain_layer(module: nnx.Module) -> bool:
+    """Whether a layer computes each output feature independently, as Flax's and our layers do."""
+    return is_from(type(module).__call__, "flax.", "axon_dist.") and _has_own_hooks(module)
+
+
+def _has_own_hooks(module: Module) -> bool:
+    """Whether the functions that a Flax layer calls are those of JAX and Flax."""
+    hooks = (getattr(module, name, None) for name in HOOKS)
+    return all(is_from(x, "jax.", "flax.", "axon_dist.") for x in hooks if callable(x))
+
+
+def _few_rows(module: nnx.Module, x: Array) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a smaller input of a layer, for a comparison."""
+    leaves = jax.tree.leaves(nnx.state(module, nnx.Param))
+    # Leading dims are free, unless a kernel contracts several dims of the input.
+    num_free = x.ndim - 1 if all(leaf.ndim <= 2 for leaf in leaves) else 1
+    few = tuple(min(size, 2) for size in x.shape[:num_free])
+    return jax.ShapeDtypeStruct((*few, *x.shape[num_free:]), x.dtype)
 
 
 def cut_outputs(module: nnx.Module, parts: int, dim: int) -> list[nnx.Module]:

@@ -11,7 +11,6 @@ from ..mesh.chips import Hardware as Hardware
 from ..mesh.chips import hardware as hardware
 from ..mesh.chips import parse_cluster as parse_cluster
 from .candidates import AXES as AXES
-from .candidates import DATA_PARALLEL as DATA_PARALLEL
 from .candidates import Candidate as Candidate
 from .candidates import SlowReplicas as SlowReplicas
 from .candidates import Workload as Workload

@@ -10,7 +10,6 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -28,11 +27,10 @@ from ..ops.precision import MixedPrecision, autocast, cast_floating
 from ..parallel import (
     DEFAULT_SYNC_EVERY,
     EXPERTS,
-    OTHER_NAMES,
-    OUTER_LOOPS,
+    STRATEGIES,
     ZERO,
     ByExperts,
-    ZeROStage,
+    resolve_name,
     suggest_plan,
 )
 from ..schedule import PipelineSchedule, build_schedule
@@ -168,29 +166,11 @@ def _experts(model: nnx.Module | Callable[[], nnx.Module], params: PyTree) -> in
     return math.gcd(*(flat[path][dim] for path, dim in dims.items() if dim is not None)) or 1
 
 
-DATA_PARALLEL: MappingProxyType[str, ZeROStage] = MappingProxyType(
-    {
-        "ddp": ZeROStage.STAGE0,
-        "zero1": ZeROStage.STAGE1,
-        "zero2": ZeROStage.STAGE2,
-        "full_shard": ZeROStage.STAGE3,
-        "hybrid_shard": ZeROStage.STAGE3,
-    }
-)
-"""The data-parallel strategies, from the most memory to the most traffic."""
-
-ALIASES: MappingProxyType[str, str] = MappingProxyType(
-    {
-        **{name: known for name, known in OTHER_NAMES.items() if known in DATA_PARALLEL},
-        "no_shard": "ddp",
-        "shard_grad_op": "zero2",
-        "zero3": "full_shard",
-    }
-)
-"""Other names of the same strategies, and the strategies that need the same memory."""
-
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 """The axes within a replica, outer to inner."""
+
+_MODEL_AXES = ("cp", "ep", "tp", "pp")
+"""The axes that split the model or its positions, in the order in which configs name strategies."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,10 +191,11 @@ class SlowReplicas:
     axis: str = "nodes"
 
     def __post_init__(self) -> None:
-        if self.strategy not in OUTER_LOOPS:
+        known = STRATEGIES.over(*SLOW_AXES)
+        if self.strategy not in known:
             raise ConfigError(
                 f"unknown strategy {self.strategy!r} over slow links."
-                f"{did_you_mean(self.strategy, OUTER_LOOPS)}"
+                f"{did_you_mean(self.strategy, known)}"
             )
         if self.axis not in SLOW_AXES or self.every < 1:
             raise ConfigError(
@@ -223,16 +204,13 @@ class SlowReplicas:
             )
 
 
-_PLACES = {"ddp": "dp", "zero1": "dp", "zero2": "dp", "full_shard": "fsdp"}
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A mesh with strategies, to be ranked by its step time.
 
     Args:
-        strategy: the data-parallel strategy over `dp` and `fsdp`, a key of `DATA_PARALLEL` or
-            `ALIASES`; `hybrid_shard` splits over `fsdp` and replicates over `dp`.
+        strategy: the data-parallel strategy over `dp` and `fsdp`, by one of its names;
+            `hybrid` splits over `fsdp` and replicates over `dp`.
         pp: stages of the pipeline.
         dp: ranks that split the batch.
         fsdp: ranks that split the batch and, usually, the parameters.
@@ -248,13 +226,13 @@ class Candidate:
             slowest rank, and eager 1F1B fills more of each tick than 1F1B does.
 
     Raises:
-        ConfigError: for an unknown strategy or schedule, a size below 1, or `hybrid_shard` without
-            two axes.
+        ConfigError: for an unknown strategy or schedule, a size below 1, or `hybrid` without two
+            axes.
 
     Example:
         >>> candidate = Candidate(strategy="fsdp", pp=8, fsdp=16, tp=8)
         >>> candidate.name, str(candidate.mesh)
-        ('pp + tp + full_shard', 'pp=8,fsdp=16,tp=8')
+        ('pp + tp + fsdp', 'pp=8,fsdp=16,tp=8')
     """
 
     strategy: str = "ddp"
@@ -272,15 +250,15 @@ class Candidate:
     schedule: str = PipelineSchedule.EAGER_1F1B
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strategy", ALIASES.get(self.strategy, self.strategy))
+        object.__setattr__(self, "strategy", resolve_name(self.strategy)[0])
         self.validate()
 
     def validate(self) -> None:
         """Raises `ConfigError` unless names are known and sizes positive."""
-        if self.strategy not in DATA_PARALLEL:
-            names = [*DATA_PARALLEL, *ALIASES]
+        known = STRATEGIES.of_data()
+        if self.strategy not in known:
             raise ConfigError(
-                f"unknown strategy {self.strategy!r}.{did_you_mean(self.strategy, names)}"
+                f"unknown strategy {self.strategy!r}.{did_you_mean(self.strategy, known)}"
             )
         PipelineSchedule(self.schedule)
         for field in (*AXES, "replicas", "num_microbatches"):
@@ -291,10 +269,10 @@ class Candidate:
                 "replicas need a SlowReplicas, which says when they synchronize; one needs none",
                 code="replicas-need-sync",
             )
-        if self.strategy == "hybrid_shard" and 1 in (self.dp, self.fsdp):
+        if self.strategy == "hybrid" and 1 in (self.dp, self.fsdp):
             raise ConfigError(
-                f"hybrid_shard got dp={self.dp} and fsdp={self.fsdp}; it splits over fsdp and "
-                "replicates over dp, so give each at least 2, or take full_shard"
+                f"hybrid got dp={self.dp} and fsdp={self.fsdp}; it splits over fsdp and "
+                "replicates over dp, so give each at least 2, or take fsdp"
             )
 
     @property
@@ -306,7 +284,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The combined parallelisms, such as `"pp + tp + full_shard"`."""
+        """The combined parallelisms, such as `"pp + tp + fsdp"`."""
         parts = [] if self.slow_replicas is None else [self.slow_replicas.strategy]
         parts += [a for a in AXES if a not in ("dp", "fsdp") and getattr(self, a) > 1]
         if self.shard_ranks > 1 or not parts[self.replicas > 1 :]:
@@ -341,29 +319,18 @@ class Candidate:
         """Returns the config sections that select this candidate, as plain data.
 
         Example:
-            >>> Candidate(strategy="full_shard", fsdp=8, remat=True).to_config()
-            {'mesh': {'fsdp': 8}, 'parallel': {'full_shard': {}}, 'remat': {'interval': 1}}
+            >>> Candidate(strategy="fsdp", fsdp=8, remat=True).to_config()
+            {'mesh': {'fsdp': 8}, 'parallel': {'fsdp': {}}, 'remat': {'interval': 1}}
         """
-        parallel: JsonDict = {self.strategy: {}}
+        parallel: JsonDict = {}
         if self.slow_replicas is not None:
-            on_nodes = (
-                {} if self.slow_replicas.axis == "nodes" else {"axis": self.slow_replicas.axis}
-            )
-            parallel = {
-                self.slow_replicas.strategy: {"every": self.slow_replicas.every, **on_nodes},
-                **parallel,
-            }
-        if self.cp > 1:
-            parallel["context"] = {}
-        if self.ep > 1:
-            parallel["expert"] = {}
-        if self.tp > 1:
-            parallel["tensor"] = {"sequence": True} if self.sequence else {}
-        if self.pp > 1:
-            parallel["pipeline"] = {
-                "num_microbatches": self.num_microbatches,
-                "schedule": str(self.schedule),
-            }
+            plan = STRATEGIES.over(*SLOW_AXES)[self.slow_replicas.strategy]
+            parallel[self.slow_replicas.strategy] = dict(plan.options(self))
+        parallel[self.strategy] = {}
+        for axis in _MODEL_AXES:
+            if getattr(self, axis) > 1:
+                name, plan = next(iter(STRATEGIES.over(axis).items()))
+                parallel[name] = dict(plan.options(self))
         lines: JsonDict = {"mesh": self.mesh.shape, "parallel": parallel}
         if self.remat:
             lines["remat"] = {"interval": 1}
@@ -382,8 +349,7 @@ def candidate_for(strategy: str, num_ranks: int, **rest: Any) -> Candidate:
     """Returns the candidate with a data-parallel strategy over some ranks of its usual axis.
 
     Args:
-        strategy: a name of `DATA_PARALLEL` or `ALIASES`, except hybrid sharding, which has two
-            sizes.
+        strategy: one of its names, except those of hybrid sharding, which has two sizes.
         num_ranks: data-parallel ranks.
         **rest: other fields of `Candidate`.
 
@@ -391,8 +357,9 @@ def candidate_for(strategy: str, num_ranks: int, **rest: Any) -> Candidate:
         >>> str(candidate_for("zero1", 4).mesh), str(candidate_for("fsdp", 4).mesh)
         ('dp=4', 'fsdp=4')
     """
-    axis = _PLACES.get(ALIASES.get(strategy, strategy), "dp")
-    return Candidate(strategy=strategy, **{axis: num_ranks}, **rest)
+    plan = STRATEGIES.of_data().get(resolve_name(strategy)[0])
+    sizes = {} if plan is None else next(plan.sizes(num_ranks, 1), {})
+    return Candidate(strategy=strategy, **(sizes or {"dp": num_ranks}), **rest)
 
 
 DEVICES = ArgumentKind("a number, 1 to 10^6", lambda x: COUNT.holds(x) and x <= 10**6)
@@ -470,15 +437,13 @@ def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterat
     if ranks == 1:
         yield Candidate(strategy="ddp", **model)
         return
-    for name in DATA_PARALLEL:
-        if split["pp"] > 1 and not ZERO[DATA_PARALLEL[name]].params:
+    for name, plan in STRATEGIES.of_data().items():
+        if split["pp"] > 1 and not ZERO[plan.stage].params:
             continue
-        if name != "hybrid_shard":
-            yield candidate_for(name, ranks, **model)
-        elif max(split.values()) == 1 and 1 < hardware.node_size < ranks:
-            size = hardware.node_size
-            if ranks % size == 0:
-                yield Candidate(strategy=name, dp=ranks // size, fsdp=size)
+        for sizes in plan.sizes(ranks, hardware.node_size):
+            # Replicas of a model that is split within each are left to strategies on one axis.
+            if len(sizes) == 1 or max(split.values()) == 1:
+                yield Candidate(strategy=name, **sizes, **model)
 
 
 def more_microbatches(plan: Candidate, work: Workload, least: int) -> Candidate | None:

@@ -39,7 +39,7 @@ class StepCost:
 
     Args:
         compute: products, attention and memory-bound kernels with the gaps between them, including
-            recomputation.
+            recomputation, and what they lose to transfers that run at the same time.
         bubble: the idle time of pipeline ranks.
         update: reading and writing the training state.
         communication: all transfers, as if nothing else ran.
@@ -187,13 +187,14 @@ class Reading:
 
         Returns:
             The parts. Collectives over `tp` and `pp` are exposed. Compute is assumed to hide the
-            others, which is the best case.
+            others, which is the best case, and to lose the processors on which they run.
         """
-        update = rates_of(hardware).memory_seconds(2 * self.state)
+        rates = rates_of(hardware)
+        update = rates.memory_seconds(2 * self.state)
         busy = self._busy(hardware, compute, flops)
         communication, exposed, hidden = self._transfers(hardware)
         return StepCost(
-            compute=busy,
+            compute=busy + rates.slowdown(min(hidden, busy)),
             bubble=busy * idle,
             update=update,
             communication=communication,

@@ -20,16 +20,9 @@ from .lattice import proven_outputs
 from .locate import Found, Recorded, Search, align
 from .meshes import build_mesh, family, find_mesh, sizes_of
 from .program import DRAWS, Injected, Operation, Value, reads_of, same_operations
-from .relations import RankValues
+from .relations import RankValues, bound_of
 from .report import Finding, Kind, Output, Place, Report
-from .trace import Subject, Traced, subject_of
-
-_NOISY_RUNS = 3
-_TIMES = 16.0
-"""The rounding bound is this many times the change seen in runs with perturbed results."""
-
-_UNITS = 8.0
-"""The bound adds this many units in the last place of the largest number, as a floor."""
+from .trace import Subject, Traced, array_leaves, subject_of
 
 
 class MeshVariant(AxonDistError, AssertionError):
@@ -213,8 +206,12 @@ class _Proof:
             except Exception as error:
                 findings.append(_refused(error, title, sizes, self.subject))
                 continue
+            is_same = same_operations(traced.program, oracle.program)
+            is_one_program &= is_same
+            if is_same and any(_is_within(sizes, other) for other in others):
+                # Partitioning of this axis is tried with that of the others.
+                continue
             findings += _Comparison(oracle, traced, truths, inputs, outputs).run()
-            is_one_program &= same_operations(traced.program, oracle.program)
             proven &= proven_outputs(traced.program, oracle.program, sizes)
         if not findings:
             # The mesh changes only where numbers are placed, not the operations, so outputs are
@@ -232,14 +229,9 @@ class _Proof:
         )
 
     def _inputs(self, oracle: Traced) -> list[list[Any]]:
-        leaves = self.subject.leaves(oracle.mesh)
         if not self.drawn:
-            return draws_of(leaves, self.count)
-        found = []
-        for arguments in self.drawn:
-            subject = subject_of(self.subject.make(oracle.mesh)[0], arguments)
-            found += draws_of(subject.leaves(oracle.mesh), 1)
-        return found
+            return draws_of(oracle.leaves, self.count)
+        return [draw for one in self.drawn for draw in draws_of(array_leaves(one), 1)]
 
 
 def _refused(error: Exception, title: str, sizes: Mapping[str, int], subject: Subject) -> Finding:
@@ -259,6 +251,13 @@ def _refused(error: Exception, title: str, sizes: Mapping[str, int], subject: Su
     text = " ".join(str(error).split())
     message = f"on mesh {title} it raised {type(error).__name__}: {text:.300}"
     return Finding(None, tuple(places), tuple(sizes), title, message=message)
+
+
+def _is_within(sizes: Mapping[str, int], other: Mapping[str, int]) -> bool:
+    """Whether another mesh has the same axes, at these sizes where they are not 1, and more."""
+    if sizes == other or set(sizes) != set(other):
+        return False
+    return all(size in (1, other[name]) for name, size in sizes.items())
 
 
 class _Truths:
@@ -292,24 +291,7 @@ class _Truths:
 
 
 def _runs() -> range:
-    return range(_NOISY_RUNS + 1)
-
-
-def bound_of(runs: Sequence[np.ndarray], scale: float = 1.0) -> float:
-    """Returns by how much rounding may change a value, from runs with perturbed results.
-
-    Args:
-        runs: the unperturbed value, then the value of each perturbed run.
-        scale: by how many units in the last place results were perturbed.
-    """
-    first = runs[0]
-    if first.dtype.kind not in "fcV" and not jax.numpy.issubdtype(first.dtype, np.floating):
-        return max(relations.differs(run, first, 0.0) for run in runs[1:])
-    wide = np.abs(first.astype(np.float64))
-    largest = float(wide[np.isfinite(wide)].max(initial=0.0))
-    eps = float(jax.numpy.finfo(first.dtype).eps)
-    moved = [relations.differs(run, first, 0.0) for run in runs[1:]]
-    return _TIMES * max(moved) + _UNITS * eps * largest * scale
+    return range(relations.NOISY_RUNS + 1)
 
 
 class _Comparison:
@@ -329,6 +311,7 @@ class _Comparison:
         self._inputs = inputs
         self._outputs = outputs
         self._aligned = align(traced.program, oracle.program)
+        self._varied: dict[Operation, set[str]] = {}
         self._run = traced.compiled(frozenset(), with_noise=False)
 
     def run(self) -> list[Finding]:
@@ -343,7 +326,7 @@ class _Comparison:
         for choice in choices[:4]:
             found = self._with_bits(choice)
             if not found:
-                return []
+                return self._copies() if self._varied else []
         return found
 
     def _structure(self) -> Finding:
@@ -458,8 +441,7 @@ class _Comparison:
                 pairs.append((operation, other))
         if not pairs:
             return {}
-        wanted = [self._asked(operation) for operation, _ in pairs]
-        run = self._traced.compiled(frozenset(v for vs in wanted for v in vs), False)
+        run = self._traced.compiled(frozenset(o.results[0] for o, _ in pairs), False)
         run_oracle = self._oracle.compiled(frozenset(o.results[0] for _, o in pairs), False)
         values = run(self._inputs[0])[1]
         whole = run_oracle(self._inputs[0])[1]
@@ -482,32 +464,56 @@ class _Comparison:
             ]
             if ways:
                 found[operation] = ways
+                used = {axis for way in ways for axes in way for axis in axes}
+                varied = {a for a, size in by_rank.sizes.items() if size > 1} - same - used
+                if varied:
+                    self._varied[operation] = varied
             elif by_rank.shape != true.shape:
-                findings.append(self._one_key(operation, same, by_rank, true))
+                several = {axis for axis in same if by_rank.sizes[axis] > 1}
+                findings.append(self._at_draw(Kind.ONE_KEY, operation, several))
         return findings or found
 
-    def _asked(self, operation: Operation) -> list[Value]:
-        return [operation.results[0]]
+    def _copies(self) -> list[Finding]:
+        """Returns the draws that make copies differ: outputs that all ranks of an axis hold."""
+        outputs = [
+            (value, spec)
+            for operation in self._traced.program.operations
+            if operation.is_map
+            for value, spec in zip(
+                operation.regions[0].outputs, operation.equation.params["out_specs"], strict=True
+            )
+            if isinstance(value, Value) and value.maker is not None
+        ]
+        run = self._traced.compiled(frozenset(value for value, _ in outputs), False)
+        _, values = run(self._inputs[0])
+        differing: set[str] = set()
+        for value, spec in outputs:
+            if value not in values:
+                # It is computed in a branch, whose values are not recorded.
+                continue
+            by_rank = RankValues(values[value], value.axes)
+            split = {axis for part in spec for axis in relations.names_of(part)}
+            differing |= set(by_rank.axes) - self._same_along(by_rank) - split
+        pairs = [(operation, axes & differing) for operation, axes in self._varied.items()]
+        return [self._at_draw(Kind.KEYS_OF_COPIES, o, axes) for o, axes in pairs if axes]
 
     def _same_along(self, by_rank: RankValues) -> set[str]:
         """Returns the axes along which all ranks have the same values."""
         found = set()
         for at, axis in enumerate(by_rank.axes):
             first = np.take(by_rank.values, [0], axis=at)
-            if by_rank.sizes[axis] > 1 and (by_rank.values == first).all():
+            if (by_rank.values == first).all():
                 found.add(axis)
         return found
 
-    def _one_key(
-        self, operation: Operation, same: set[str], by_rank: RankValues, true: np.ndarray
-    ) -> Finding:
+    def _at_draw(self, kind: Kind, operation: Operation, axes: set[str]) -> Finding:
         search = Search(
             Recorded(self._traced.program, {}), Recorded(self._oracle.program, {}), {},
             self._traced.sizes, self._aligned,
         )  # fmt: skip
-        blamed = search._found(Kind.ONE_KEY, operation, tuple(sorted(same)))
+        blamed = search.found_at(operation, kind, tuple(sorted(axes)))
         places = places_of(blamed.frames)
-        return Finding(Kind.ONE_KEY, places, blamed.axes, self._traced.title, operation.name)
+        return Finding(kind, places, blamed.axes, self._traced.title, operation.name)
 
 
 def places_of(frames: Iterable[Frame]) -> tuple[Place, ...]:

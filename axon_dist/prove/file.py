@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from ..core.errors import ConfigError, did_you_mean
 from .check import prove_subject
 from .meshes import find_mesh, load_file, sizes_of, substituted
-from .parting import Parting, bisect_subjects
+from .parting import Parting, bisect_subjects, paired
 from .report import Report
 from .trace import Subject, subject_of
 
@@ -56,7 +56,7 @@ def prove_file(
         MeshError: when no mesh is found, or there are too few devices.
     """
     path, _ = _target(target)
-    subject, own = _subject(target, shapes, arguments)
+    subject, own = file_subject(target, shapes, arguments)
     if not meshes and own is None:
         raise ConfigError(
             f"[PROVE006] {path} makes no mesh when it is imported; say which sizes to try, as in "
@@ -93,14 +93,13 @@ def bisect_files(
     Raises:
         ConfigError: when a file, a name or a shape is invalid.
     """
-    subject, own_mesh = _subject(one, shapes, arguments)
-    other_subject, others_mesh = _subject(other, shapes, arguments, one)
-    first = mesh or own_mesh or other_mesh or others_mesh or {"device": 1}
-    second = other_mesh or others_mesh or first
-    return bisect_subjects(subject, other_subject, first, second, steps)
+    subject, own_mesh = file_subject(one, shapes, arguments)
+    other_subject, others_mesh = file_subject(other, shapes, arguments, one)
+    meshes = paired(mesh or own_mesh, other_mesh or others_mesh)
+    return bisect_subjects(subject, other_subject, *meshes, steps)
 
 
-def _subject(
+def file_subject(
     target: str, shapes: Sequence[str], arguments: str | None, given_by: str | None = None
 ) -> tuple[Subject, Mesh | None]:
     """Returns a function of a file as a subject for each mesh, and the mesh that the file makes."""

@@ -1,9 +1,10 @@
 """Proves which outputs of a program equal those of one device for every input, not only as tried.
 
 Each value on the mesh has a description relative to its value on one device: which axes split which
-dims, over which axes the ranks hold terms of a sum, and by which constant factor it is larger. A
-rule per primitive derives a result's description from those of the operands, in real arithmetic.
-Where no rule is known the value has no description, and the output only counts as tried.
+dims, over which axes the ranks hold terms of a sum, and by which constant factor it is larger. The
+table of `ir.factors` says how the dims of a result come from those of the operands; what happens to
+terms and factors follows from the operation being linear or not. All is in real arithmetic. Where
+nothing is known the value has no description, and the output only counts as tried.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
 from ..core.typing import Shape
+from ..ir.factors import KEEPS, RESHAPES, SCATTER_ADDS, Factors, Role, factors
 from .program import Operation, Program, Read, Region, Value, plain
+from .relations import names_of
 
 ANY = ("*",)
 """The split of a dim along which all numbers are equal: any axes may split it."""
@@ -34,8 +38,8 @@ class Description:
     Args:
         splits: for each dim the axes that split it, the slowest first, or `ANY`.
         over: axes whose ranks hold terms of the value.
-        reduction: how the terms combine to the value: "sum", "max" or "min".
         factor: the value on the mesh divided by that on one device.
+        reduction: how the terms combine to the value: "sum", "max" or "min".
     """
 
     splits: tuple[Split, ...]
@@ -55,32 +59,13 @@ class Description:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is the value of one device, or a slice of it."""
+        """Whether it is the value of one device, or a part of it."""
         return not self.over and math.isclose(self.factor, 1.0, rel_tol=1e-5)
 
     @property
     def is_replicated(self) -> bool:
         """Whether each rank has the whole value of one device."""
         return self.is_exact and not any(self.splits)
-
-
-_LINEAR = frozenset(
-    {"neg", "convert_element_type", "copy", "copy_p", "pvary", "pcast", "stop_gradient", "name",
-     "reduce_precision", "optimization_barrier", "real"}
-)  # fmt: skip
-_ELEMENTWISE = frozenset(
-    {"exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "max", "min", "rsqrt", "sqrt",
-     "sin", "cos", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "abs", "sign",
-     "square", "erf", "erf_inv", "erfc", "pow", "integer_pow", "is_finite", "select_n", "clamp",
-     "floor", "ceil", "round", "rem", "cbrt", "atan2", "nextafter", "one_minus_square",
-     "copysign", "tan", "asinh", "acosh", "atanh", "sinh", "cosh"}
-)  # fmt: skip
-_SUMS = frozenset({"psum", "psum2", "psum_invariant"})
-_COLLECTIVES = _SUMS | {
-    "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant", "all_to_all",
-    "reduce_scatter", "psum_scatter", "axis_index", "pbroadcast", "ragged_all_to_all",
-}  # fmt: skip
-_REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"})
 
 
 def proven_outputs(real: Program, oracle: Program, sizes: Mapping[str, int]) -> set[int]:
@@ -98,6 +83,38 @@ def proven_outputs(real: Program, oracle: Program, sizes: Mapping[str, int]) -> 
     with contextlib.suppress(ValueError):
         return _Proof(sizes).run(real.region, oracle.region)
     return set()
+
+
+class _Unknown(Exception):
+    """No rule describes a value."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Step:
+    """One operation on the mesh and on one device, with the descriptions of its operands."""
+
+    on_mesh: Operation
+    on_one: Operation
+    reads: Sequence[Description]
+    sizes: Mapping[str, int]
+
+    @property
+    def name(self) -> str:
+        return self.on_mesh.name
+
+    def axes(self, key: str) -> tuple[str, ...]:
+        """Returns the axes of a collective that have several ranks."""
+        params = self.on_mesh.equation.params
+        names = names_of(params[key])
+        if params.get("axis_index_groups") is not None or not all(
+            isinstance(name, str) for name in names
+        ):
+            raise _Unknown
+        return tuple(name for name in names if name in self.sizes)
+
+    def times(self, axes: Iterable[str], read: Description) -> float:
+        """Returns how often a sum over axes counts what is no term along them."""
+        return math.prod(self.sizes[axis] for axis in axes if axis not in read.over)
 
 
 class _Proof:
@@ -126,41 +143,33 @@ class _Proof:
         return [self._read(on_mesh, on_one) for on_mesh, on_one in pairs]
 
     def _read(self, on_mesh: Read, on_one: Read) -> Description | None:
-        if isinstance(on_mesh, Literal):
-            if not isinstance(on_one, Literal):
-                return None
-            ratio = _ratio(on_mesh, on_one)
-            return None if ratio is None else Description((), factor=ratio)
-        return self._known.get(on_mesh)
+        if not isinstance(on_mesh, Literal):
+            return self._known.get(on_mesh)
+        ratio = _ratio(on_mesh, on_one) if isinstance(on_one, Literal) else None
+        return None if ratio is None else Description((), factor=ratio)
 
     def _results(self, on_mesh: Operation, on_one: Operation) -> list[Description | None]:
-        none: list[Description | None] = [None] * len(on_mesh.results)
         pairs = zip(on_mesh.reads, on_one.reads, strict=True)
         reads = [self._read(first, second) for first, second in pairs]
         if on_mesh.is_map:
             return self._map(on_mesh, on_one, reads)
         known = [read for read in reads if read is not None]
-        if len(known) != len(reads) or on_mesh.regions:
-            return none
-        if on_mesh.name in _SUMS:
-            return [self._psum(on_mesh, read) for read in known]
-        if self._is_same_on_all(on_mesh, on_one, known):
-            return [Description(((),) * len(value.shape)) for value in on_mesh.results]
-        rule = _RULES.get(on_mesh.name)
-        if rule is None or len(on_mesh.results) != 1 or not _is_same_kind(on_mesh, on_one):
-            return none
-        return [_checked(rule(self, on_mesh, on_one, known))]
+        if len(known) == len(reads) and not on_mesh.regions:
+            step = _Step(on_mesh, on_one, known, self._sizes)
+            with contextlib.suppress(_Unknown):
+                found = _described(step)
+                each = zip(found, on_mesh.results, on_one.results, strict=True)
+                return [self._checked(*one) for one in each]
+        return [None] * len(on_mesh.results)
 
-    def _is_same_on_all(
-        self, on_mesh: Operation, on_one: Operation, reads: Sequence[Description]
-    ) -> bool:
-        """Whether each rank does the same computation as one device, on the same numbers."""
-        if on_mesh.name in _COLLECTIVES or not all(read.is_replicated for read in reads):
-            return False
-        if "callback" in on_mesh.name or any("jaxpr" in key for key in on_mesh.equation.params):
-            return False
-        shapes = [[value.shape for value in one.results] for one in (on_mesh, on_one)]
-        return shapes[0] == shapes[1] and _options(on_mesh) == _options(on_one)
+    def _checked(self, found: Description, on_mesh: Value, on_one: Value) -> Description | None:
+        """Returns the description if no axis occurs twice and its parts have the right shape."""
+        axes = [*found.axes, *found.over]
+        shape = [
+            full // math.prod(self._sizes[axis] for axis in split) if split != ANY else local
+            for split, full, local in zip(found.splits, on_one.shape, on_mesh.shape, strict=True)
+        ]
+        return found if len(axes) == len(set(axes)) and (*shape,) == on_mesh.shape else None
 
     def _map(
         self, on_mesh: Operation, on_one: Operation, reads: Sequence[Description | None]
@@ -173,105 +182,257 @@ class _Proof:
         results: list[Description | None] = []
         outputs = self._region(inside, outside)
         for value, found, spec in zip(on_mesh.results, outputs, params["out_specs"], strict=True):
+            whole = Description(((),) * len(value.shape))
             splits = self._splits(spec, len(value.shape))
             is_right = found is not None and found.is_exact
-            if found is not None and is_right and _merged(found.splits, splits) is not None:
-                results.append(Description(((),) * len(value.shape)))
-            else:
-                results.append(None)
+            results.append(whole if is_right and _agree(found.splits, splits) else None)
         shapes = [[value.shape for value in one.results] for one in (on_mesh, on_one)]
         return results if shapes[0] == shapes[1] else [None] * len(results)
 
     def _splits(self, spec: Any, count: int) -> tuple[Split, ...]:
-        splits = []
-        for part in (*spec, *(None,) * (count - len(spec))):
-            names = (part,) if isinstance(part, str) else tuple(part or ())
-            splits.append(tuple(name for name in names if name in self._sizes))
-        return tuple(splits)
-
-    def _named(self, operation: Operation, key: str) -> list[str] | None:
-        """Returns the axes of a collective with several ranks; None where it works in groups."""
-        if operation.equation.params.get("axis_index_groups") is not None:
-            return None
-        names = operation.equation.params[key]
-        names = (names,) if isinstance(names, str) else tuple(names)
-        if not all(isinstance(name, str) for name in names):
-            return None
-        return [name for name in names if name in self._sizes]
-
-    def _psum(self, operation: Operation, read: Description) -> Description | None:
-        axes = self._named(operation, "axes")
-        if axes is None or set(axes) & set(read.axes) or not read.is_sum:
-            return None
-        times = math.prod(self._sizes[axis] for axis in axes if axis not in read.over)
-        return Description(read.splits, read.over - set(axes), read.factor * times)
-
-    def pmax(self, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
-        """Describes `pmax` or `pmin` of such terms, or of values equal on all ranks."""
-        (read,) = reads
-        axes = self._named(on_mesh, "axes")
-        if axes is None or set(axes) & set(read.axes):
-            return None
-        if read.is_exact:
-            return read
-        is_same = read.reduction == on_mesh.name.removeprefix("p") and read.factor == 1.0
-        return dataclasses.replace(read, over=read.over - set(axes)) if is_same else None
-
-    def all_gather(self, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
-        """Describes the gather of a dim's parts, along the axes that split it fastest."""
-        (read,) = reads
-        params = on_mesh.equation.params
-        axes = self._named(on_mesh, "axis_name")
-        dim = params["all_gather_dimension"]
-        if axes is None or not params["tiled"] or set(axes) & read.over:
-            return None
-        split = read.splits[dim]
-        if split == ANY or split[len(split) - len(axes) :] != tuple(axes):
-            return None
-        rest = split[: len(split) - len(axes)]
-        return dataclasses.replace(read, splits=_with(read.splits, dim, rest))
-
-    def reduce_scatter(
-        self, on_mesh: Operation, on_one: Operation, reads: list[Description]
-    ) -> Any:
-        """Describes a sum over ranks of which each keeps its part of a dim."""
-        (read,) = reads
-        params = on_mesh.equation.params
-        axes = self._named(on_mesh, "axis_name")
-        dim = params["scatter_dimension"]
-        if axes is None or not params["tiled"] or set(axes) & set(read.axes):
-            return None
-        if read.splits[dim] == ANY or not read.is_sum:
-            return None
-        times = math.prod(self._sizes[axis] for axis in axes if axis not in read.over)
-        splits = _with(read.splits, dim, (*read.splits[dim], *axes))
-        return Description(splits, read.over - set(axes), read.factor * times)
+        parts = (*spec, *(None,) * (count - len(spec)))
+        return tuple(tuple(n for n in names_of(part) if n in self._sizes) for part in parts)
 
 
-def _shape(read: Read) -> Shape:
-    return tuple(getattr(read.aval, "shape", ()))
+def _described(step: _Step) -> list[Description]:
+    """Describes the results of an operation."""
+    collective = _COLLECTIVES.get(step.name)
+    if collective is not None:
+        return [collective(step, read) for read in step.reads]
+    if _is_same_on_all(step):
+        return [Description(((),) * len(value.shape)) for value in step.on_mesh.results]
+    known = factors(step.on_one.equation)
+    if known is None or len(step.on_mesh.results) != 1 or not _have_equal_options(step):
+        raise _Unknown
+    for read, dims in zip(step.reads, known.operands, strict=True):
+        if any(split and not numbers for split, numbers in zip(read.splits, dims, strict=True)):
+            raise _Unknown
+    return [_by_factors(step, known)]
 
 
-def _is_same_kind(on_mesh: Operation, on_one: Operation) -> bool:
-    """Whether two operations name the same dims, since a rule reads only one of them."""
-    names = ("axes", "axis", "dimension_numbers", "permutation", "broadcast_dimensions")
-    pairs = [(one.equation.params.get(name) for one in (on_mesh, on_one)) for name in names]
-    return all(first == second for first, second in pairs)
+def _is_same_on_all(step: _Step) -> bool:
+    """Whether each rank does the same computation as one device, on the same numbers."""
+    name, params = step.name, step.on_mesh.equation.params
+    if name in _BETWEEN_RANKS or not all(read.is_replicated for read in step.reads):
+        return False
+    if "callback" in name or any("jaxpr" in key for key in params):
+        return False
+    shapes = [[value.shape for value in one.results] for one in (step.on_mesh, step.on_one)]
+    options = [_options(one) for one in (step.on_mesh, step.on_one)]
+    return shapes[0] == shapes[1] and options[0] == options[1]
+
+
+def _options(operation: Operation) -> dict[str, Any]:
+    params = operation.equation.params
+    return {key: value for key, value in params.items() if "sharding" not in key}
+
+
+def _have_equal_options(step: _Step) -> bool:
+    """Whether the parameters are equal but for the sizes of dims that axes split."""
+    first, second = _options(step.on_mesh), _options(step.on_one)
+    return first.keys() == second.keys() and all(
+        str(first[key]) == str(second[key]) or key in _SIZES for key in first
+    )
+
+
+_SIZES = frozenset({"shape", "new_sizes", "slice_sizes", "limit_indices", "sizes"})
+"""Parameters that follow from shapes, which are compared."""
+
+
+def _by_factors(step: _Step, known: Factors) -> Description:
+    """Describes a result by what becomes of each factor that axes split."""
+    start = _terms(step)
+    over, factor, reduction = set(start.over), start.factor, start.reduction
+    splits: list[Split] = [()] * len(step.on_one.results[0].shape)
+    for number, role in enumerate(known.roles):
+        split = _split_of(step, known, number)
+        places = [dim for _, dim in known.dims(number, known.results)]
+        if role is Role.PASSES:
+            for dim in places:
+                if split and known.results[0][dim][0] != number:
+                    raise _Unknown
+                splits[dim] = split or splits[dim]
+        elif role is Role.NEW:
+            splits[places[0]] = _new(step, places[0])
+        elif split == ANY and role is Role.SUMMED:
+            factor *= _growth(step, known, number)
+        elif split and role is Role.SUMMED and not over & set(split) and _has_no_start(step):
+            over |= set(split)
+        elif split and split != ANY and step.name in _EXTREMES and start.is_exact:
+            over, reduction = over | set(split), _EXTREMES[step.name]
+        elif split:
+            raise _Unknown
+    return Description(tuple(splits), frozenset(over), factor, reduction)
+
+
+def _split_of(step: _Step, known: Factors, number: int) -> Split:
+    """Returns the axes that split a factor, on which all operands that have it must agree."""
+    found: set[Split] = set()
+    for operand, dim in known.dims(number, known.operands):
+        split = step.reads[operand].splits[dim]
+        # Axes split a dim into blocks, so they split its slowest factor.
+        is_slowest = known.operands[operand][dim][0] == number
+        found.add(split if is_slowest or split == ANY else ())
+    several = found - {ANY}
+    if len(several) > 1:
+        raise _Unknown
+    return several.pop() if several else ANY if found else ()
+
+
+def _new(step: _Step, dim: int) -> Split:
+    """Returns the split of a dim that the operation makes; it may have a size of its own."""
+    local, full = (one.results[0].shape[dim] for one in (step.on_mesh, step.on_one))
+    if local != full and step.name != "broadcast_in_dim":
+        raise _Unknown
+    return () if local == full else ANY
+
+
+def _growth(step: _Step, known: Factors, number: int) -> float:
+    """Returns how much longer a dim of equal numbers is on the mesh than on one device."""
+    operand, dim = known.dims(number, known.operands)[0]
+    local, full = (_shape(one.reads[operand])[dim] for one in (step.on_mesh, step.on_one))
+    return local / full
+
+
+def _has_no_start(step: _Step) -> bool:
+    """Whether a sum starts from nothing, which would count once for each rank."""
+    return step.name not in SCATTER_ADDS or _is_zero(step.on_mesh.reads[0])
+
+
+def _terms(step: _Step) -> Description:
+    """Returns the terms and the factor of a result, without its splits."""
+    name, reads = step.name, step.reads
+    if all(read.is_exact for read in reads):
+        return Description(())
+    kinds = [
+        getattr(one.aval, "dtype", None) for one in (*step.on_mesh.reads, *step.on_mesh.results)
+    ]
+    if name in RESHAPES | _COPIES and len(reads) == 1 and kinds[0] == kinds[-1]:
+        return dataclasses.replace(reads[0], splits=())
+    # Integer arithmetic rounds, which keeps neither terms nor factors.
+    ends = (kinds[0], kinds[-1])
+    is_real = all(kind is not None and jnp.issubdtype(kind, jnp.inexact) for kind in ends)
+    if not is_real or not all(read.is_sum for read in reads):
+        raise _Unknown
+    if name in _PRODUCTS:
+        first, second = reads
+        if second.over and (first.over or name == "div"):
+            raise _Unknown
+        factor = second.factor if name != "div" else 1 / second.factor
+        return Description((), first.over | second.over, first.factor * factor)
+    if name not in _LINEAR:
+        raise _Unknown
+    linear = _LINEAR[name] or range(len(reads))
+    counted = [n for n in linear if not _is_zero(step.on_mesh.reads[n])]
+    if not all(read.is_exact for n, read in enumerate(reads) if n not in linear):
+        raise _Unknown
+    first, *others = (reads[n] for n in counted)
+    for other in others:
+        if other.over != first.over or not math.isclose(other.factor, first.factor, rel_tol=1e-5):
+            raise _Unknown
+    return Description((), first.over, first.factor)
+
+
+def _is_zero(read: Read) -> bool:
+    """Whether an operand is zero, or an array of zeros: a term of any sum."""
+    while isinstance(read, Value) and read.maker is not None:
+        if read.maker.name not in RESHAPES | _COPIES | {"convert_element_type"}:
+            return False
+        read = read.maker.reads[0]
+    number = read.val if isinstance(read, Literal) else read.constant
+    return number is not None and not isinstance(number, jax.Array) and not np.any(number)
+
+
+_EXTREMES = {"reduce_max": "max", "reduce_min": "min"}
+_COPIES = KEEPS | {"copy", "copy_p", "name", "stop_gradient", "transpose"}
+_PRODUCTS = frozenset({"mul", "div", "dot_general", "conv_general_dilated"})
+_LINEAR: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(("neg", "convert_element_type", "real", "reduce_precision"), (0,)),
+    **dict.fromkeys(("reduce_sum", "cumsum", "reduce_window_sum", "slice", "rev"), (0,)),
+    **dict.fromkeys(("gather", "dynamic_slice"), (0,)),
+    **dict.fromkeys(("add", "sub", "add_any", "concatenate"), ()),
+    **dict.fromkeys(("pad", "dynamic_update_slice"), (0, 1)),
+    **dict.fromkeys(SCATTER_ADDS, (0, 2)),
+    "select_n": (1, 2),
+}
+"""The operands in which an operation is linear, all together; () for all operands."""
+
+
+def _psum(step: _Step, read: Description) -> Description:
+    axes = step.axes("axes")
+    if set(axes) & set(read.axes) or not read.is_sum:
+        raise _Unknown
+    return Description(read.splits, read.over - set(axes), read.factor * step.times(axes, read))
+
+
+def _pmax(step: _Step, read: Description) -> Description:
+    axes = step.axes("axes")
+    if set(axes) & set(read.axes):
+        raise _Unknown
+    if not read.is_exact and (read.reduction != step.name.removeprefix("p") or read.factor != 1.0):
+        raise _Unknown
+    return dataclasses.replace(read, over=read.over - set(axes))
+
+
+def _all_gather(step: _Step, read: Description) -> Description:
+    """Joins the parts of a dim along the axes that split it fastest."""
+    params = step.on_mesh.equation.params
+    axes = step.axes("axis_name")
+    rest = _without_fastest(read, params["all_gather_dimension"], axes)
+    if not params["tiled"] or set(axes) & read.over:
+        raise _Unknown
+    return dataclasses.replace(read, splits=rest)
+
+
+def _reduce_scatter(step: _Step, read: Description) -> Description:
+    """Sums over ranks, of which each keeps its part of a dim."""
+    params = step.on_mesh.equation.params
+    axes = step.axes("axis_name")
+    dim = params["scatter_dimension"]
+    if not params["tiled"] or set(axes) & set(read.axes) or not read.is_sum:
+        raise _Unknown
+    splits = _split_more(read.splits, dim, axes)
+    return Description(splits, read.over - set(axes), read.factor * step.times(axes, read))
+
+
+def _all_to_all(step: _Step, read: Description) -> Description:
+    """Joins the parts of one dim, and splits another one."""
+    params = step.on_mesh.equation.params
+    axes = step.axes("axis_name")
+    if not params["tiled"] or set(axes) & read.over:
+        raise _Unknown
+    rest = _without_fastest(read, params["concat_axis"], axes)
+    return dataclasses.replace(read, splits=_split_more(rest, params["split_axis"], axes))
+
+
+def _without_fastest(read: Description, dim: int, axes: Split) -> tuple[Split, ...]:
+    split = read.splits[dim]
+    kept = len(split) - len(axes)
+    if split == ANY or split[kept:] != axes:
+        raise _Unknown
+    return _with(read.splits, dim, split[:kept])
+
+
+def _split_more(splits: tuple[Split, ...], dim: int, axes: Split) -> tuple[Split, ...]:
+    if splits[dim] == ANY:
+        raise _Unknown
+    return _with(splits, dim, (*splits[dim], *axes))
 
 
 def _with(splits: tuple[Split, ...], dim: int, split: Split) -> tuple[Split, ...]:
     return (*splits[:dim], split, *splits[dim + 1 :])
 
 
-def _checked(found: Description | None) -> Description | None:
-    """Returns the description, or None if an axis occurs in it twice."""
-    if found is None:
-        return None
-    axes = [*found.axes, *found.over]
-    return found if len(axes) == len(set(axes)) else None
+def _agree(found: tuple[Split, ...], wanted: tuple[Split, ...]) -> bool:
+    return all(split in (ANY, other) for split, other in zip(found, wanted, strict=True))
+
+
+def _shape(read: Read) -> Shape:
+    return tuple(getattr(read.aval, "shape", ()))
 
 
 def _ratio(on_mesh: Literal, on_one: Literal) -> float | None:
+    """Returns the quotient of two numbers in the program, such as the sizes of parts."""
     if np.ndim(on_mesh.val) != 0:
         return None
     first, second = float(on_mesh.val), float(on_one.val)
@@ -280,216 +441,14 @@ def _ratio(on_mesh: Literal, on_one: Literal) -> float | None:
     return first / second if first and second and math.isfinite(first / second) else None
 
 
-def _options(operation: Operation) -> dict[str, str]:
-    params = operation.equation.params
-    return {key: str(value) for key, value in params.items() if "sharding" not in key}
-
-
-def _merged(*all_splits: tuple[Split, ...]) -> tuple[Split, ...] | None:
-    """Merges splits that agree; scalars agree with any split, and None means a conflict."""
-    several = [splits for splits in all_splits if splits]
-    if not several:
-        return ()
-    merged = []
-    for dims in zip(*several, strict=True):
-        found = {split for split in dims if split != ANY}
-        if len(found) > 1:
-            return None
-        merged.append(found.pop() if found else ANY)
-    return tuple(merged)
-
-
-def _of_all(on_one: Operation, reads: Sequence[Description]) -> tuple[Split, ...] | None:
-    """Merges the splits of all operands; a broadcast dim of size 1 agrees with any split."""
-    shape = on_one.results[0].shape
-    all_splits = []
-    for atom, read in zip(on_one.reads, reads, strict=True):
-        pairs = zip(read.splits, _shape(atom), shape, strict=False)
-        repeated = [ANY if on_mesh == 1 != whole else split for split, on_mesh, whole in pairs]
-        all_splits.append(tuple(repeated))
-    return _merged(*all_splits)
-
-
-def _linear(proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
-    kinds = [
-        on_mesh.results[0].aval.dtype,
-        *(getattr(r.aval, "dtype", None) for r in on_mesh.reads),
-    ]
-    is_real = all(kind is not None and jnp.issubdtype(kind, jnp.inexact) for kind in kinds)
-    if len(reads) != 1 or not (is_real or reads[0].is_exact):
-        return None
-    return reads[0] if reads[0].is_sum or on_mesh.name != "neg" else None
-
-
-def _elementwise(
-    proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]
-) -> Any:
-    splits = _of_all(on_one, reads)
-    if (
-        splits is None
-        or not all(read.is_exact for read in reads)
-        or _options(on_mesh) != _options(on_one)
-    ):
-        return None
-    return Description(splits)
-
-
-def _add(proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
-    splits = _of_all(on_one, reads)
-    first, second = reads
-    is_same = first.over == second.over and first.is_sum and second.is_sum
-    is_same = is_same and math.isclose(first.factor, second.factor, rel_tol=1e-5)
-    return Description(splits, first.over, first.factor) if splits is not None and is_same else None
-
-
-def _mul(proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
-    splits = _of_all(on_one, reads)
-    first, second = reads
-    if not (first.is_sum and second.is_sum):
-        return None
-    if splits is None or (first.over and second.over) or _is_integer(on_mesh, reads):
-        return None
-    return Description(splits, first.over | second.over, first.factor * second.factor)
-
-
-def _div(proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
-    splits = _of_all(on_one, reads)
-    first, second = reads
-    if splits is None or second.over or not first.is_sum or _is_integer(on_mesh, reads):
-        return None
-    return Description(splits, first.over, first.factor / second.factor)
-
-
-def _is_integer(operation: Operation, reads: Sequence[Description]) -> bool:
-    """Whether integer arithmetic rounds, which preserves neither terms of a sum nor factors."""
-    is_real = jnp.issubdtype(operation.results[0].aval.dtype, jnp.inexact)
-    return not is_real and not all(read.is_exact for read in reads)
-
-
-def _reduce_sum(
-    proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]
-) -> Any:
-    read, dims = reads[0], on_mesh.equation.params["axes"]
-    over = set(read.over)
-    factor = read.factor
-    if not read.is_sum:
-        return None
-    for dim in dims:
-        split = read.splits[dim]
-        if split == ANY:
-            factor *= _shape(on_mesh.reads[0])[dim] / _shape(on_one.reads[0])[dim]
-        elif set(split) & over:
-            return None
-        else:
-            over |= set(split)
-    rest = [split for dim, split in enumerate(read.splits) if dim not in dims]
-    return Description(tuple(rest), frozenset(over), factor)
-
-
-def _reduce(proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
-    read, dims = reads[0], on_mesh.equation.params["axes"]
-    splits = [read.splits[dim] for dim in dims if read.splits[dim]]
-    rest = tuple(split for dim, split in enumerate(read.splits) if dim not in dims)
-    if not read.is_exact:
-        return None
-    if not splits:
-        return Description(rest)
-    if on_mesh.name not in ("reduce_max", "reduce_min") or ANY in splits:
-        return None
-    over = frozenset(axis for split in splits for axis in split)
-    return Description(rest, over, 1.0, on_mesh.name.removeprefix("reduce_"))
-
-
-def _broadcast(
-    proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]
-) -> Any:
-    params = on_mesh.equation.params
-    read = reads[0]
-    places = params["broadcast_dimensions"]
-    if len(reads) != 1:
-        return None
-    shapes = zip(params["shape"], on_one.equation.params["shape"], strict=True)
-    splits: list[Split] = [() if local == whole else ANY for local, whole in shapes]
-    for at, dim in enumerate(places):
-        pairs = [
-            (_shape(o.reads[0])[at], o.equation.params["shape"][dim]) for o in (on_mesh, on_one)
-        ]
-        if all(before == after for before, after in pairs):
-            splits[dim] = read.splits[at]
-        elif read.splits[at]:
-            return None
-    return dataclasses.replace(read, splits=tuple(splits))
-
-
-def _dot(proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
-    left, right = reads
-    (of_left, of_right), (batch_left, batch_right) = on_mesh.equation.params["dimension_numbers"]
-    if (left.over and right.over) or not (left.is_sum and right.is_sum):
-        return None
-    over = set(left.over | right.over)
-    factor = left.factor * right.factor
-    for a, b in zip(of_left, of_right, strict=True):
-        merged = _merged((left.splits[a],), (right.splits[b],))
-        if merged is None:
-            return None
-        if merged[0] == ANY:
-            factor *= _shape(on_mesh.reads[0])[a] / _shape(on_one.reads[0])[a]
-        elif set(merged[0]) & over:
-            return None
-        else:
-            over |= set(merged[0])
-    batch = _merged(
-        tuple(left.splits[d] for d in batch_left), tuple(right.splits[d] for d in batch_right)
-    )
-    if batch is None:
-        return None
-    free = [s for d, s in enumerate(left.splits) if d not in (*of_left, *batch_left)]
-    free += [s for d, s in enumerate(right.splits) if d not in (*of_right, *batch_right)]
-    return Description((*batch, *free), frozenset(over), factor)
-
-
-def _transpose(
-    proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]
-) -> Any:
-    order = on_mesh.equation.params["permutation"]
-    return dataclasses.replace(reads[0], splits=tuple(reads[0].splits[dim] for dim in order))
-
-
-def _reshape(proof: _Proof, on_mesh: Operation, on_one: Operation, reads: list[Description]) -> Any:
-    """Describes adding or dropping dims of size 1, or any reshape of an unsplit value."""
-    read = reads[0]
-    shapes = [one.results[0].shape for one in (on_mesh, on_one)]
-    before = [_shape(one.reads[0]) for one in (on_mesh, on_one)]
-    if not any(read.splits) and shapes[0] == shapes[1] and before[0] == before[1]:
-        return dataclasses.replace(read, splits=((),) * len(shapes[0]))
-    kept = [dim for dim, size in enumerate(before[1]) if size != 1]
-    places = [dim for dim, size in enumerate(shapes[1]) if size != 1]
-    if [before[1][dim] for dim in kept] != [shapes[1][dim] for dim in places]:
-        return None
-    if [before[0][dim] for dim in kept] != [shapes[0][dim] for dim in places]:
-        return None
-    splits: list[Split] = [()] * len(shapes[0])
-    for old, new in zip(kept, places, strict=True):
-        splits[new] = read.splits[old]
-    lost = [s for dim, s in enumerate(read.splits) if dim not in kept]
-    return dataclasses.replace(read, splits=tuple(splits)) if not any(lost) else None
-
-
-_Rule: TypeAlias = Callable[[_Proof, Operation, Operation, list[Description]], Any]
-
-_RULES: dict[str, _Rule] = {
-    **dict.fromkeys(_LINEAR, _linear),
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
-    **dict.fromkeys(_REDUCTIONS, _reduce),
-    **dict.fromkeys(("add", "sub", "add_any"), _add),
-    **dict.fromkeys(("pmax", "pmin"), _Proof.pmax),
-    **dict.fromkeys(("all_gather", "all_gather_invariant"), _Proof.all_gather),
-    **dict.fromkeys(("reduce_scatter", "psum_scatter"), _Proof.reduce_scatter),
-    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
-    "mul": _mul,
-    "div": _div,
-    "reduce_sum": _reduce_sum,
-    "broadcast_in_dim": _broadcast,
-    "dot_general": _dot,
-    "transpose": _transpose,
+_COLLECTIVES: Mapping[str, Callable[[_Step, Description], Description]] = {
+    **dict.fromkeys(("psum", "psum2", "psum_invariant"), _psum),
+    **dict.fromkeys(("pmax", "pmin"), _pmax),
+    **dict.fromkeys(("all_gather", "all_gather_invariant"), _all_gather),
+    **dict.fromkeys(("reduce_scatter", "psum_scatter"), _reduce_scatter),
+    "all_to_all": _all_to_all,
+    "optimization_barrier": lambda step, read: read,
 }
+_BETWEEN_RANKS = frozenset(
+    {*_COLLECTIVES, "ppermute", "axis_index", "pbroadcast", "ragged_all_to_all"}
+)

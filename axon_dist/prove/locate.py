@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from ..core.compat import Frame, source_frames
+from ..core.compat import Frame, scan_counts, source_frames
+from ..ir.factors import COMPARES, Role, factors
 from . import relations
 from .program import DRAWS, Operation, Program, Value, reads_of
 from .relations import MAX, MEAN, MIN, SUM, RankValues, Relation
@@ -24,6 +25,16 @@ from .report import Kind
 
 _SUMS = frozenset({"psum", "psum_invariant", "psum2", "reduce_scatter", "psum_scatter"})
 _PICKS = frozenset({"argmax", "argmin", "top_k", "approx_top_k", "sort"})
+_SCANS = frozenset(
+    {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "scan", "slice", "rev"}
+)
+"""Operations along a dim by which a part depends on the parts before or after it."""
+
+_SENDS = frozenset({"ppermute", "all_to_all", "all_gather", "all_gather_invariant"})
+"""Collectives that move numbers and compute none."""
+
+_BOUNDS = COMPARES | {"clamp", "max", "min", "rem"}
+"""Operations that compare an index with a size."""
 _ROOTS = frozenset({"sqrt", "rsqrt", "pow", "integer_pow", "cbrt"})
 _SQUARES = frozenset({"square", "integer_pow", "pow", "abs"})
 _TAKES = frozenset({"slice", "dynamic_slice", "gather", "squeeze", "dynamic_index_in_dim"})
@@ -177,7 +188,7 @@ class Search:
         """Returns the relation of a right value that the `in_specs` of a `shard_map` split."""
         splits = []
         for part in self._specs[value]:
-            names = (part,) if isinstance(part, str) else tuple(part or ())
+            names = relations.names_of(part)
             splits.append(tuple(name for name in names if self._sizes.get(name, 1) > 1))
         return Relation(tuple(splits))
 
@@ -218,13 +229,34 @@ class Search:
         found = [one for one in found if one is not None]
         firsts = [o for o in found if o.kind in (Kind.POSITION, Kind.ONE_KEY)]
         known = [o for o in found if o.kind is not Kind.DIFFERS]
-        return next(iter(firsts or known or found), None)
+        first = next(iter(firsts or known or found), None)
+        return self._of_microbatches(first, visited) or first
+
+    def _of_microbatches(self, first: Found | None, visited: set[Operation]) -> Found | None:
+        """Judges a loop over microbatches, which each rank cuts from its own samples.
+
+        No value in it corresponds to one on one device, so the cut looks like the mistake. If the
+        loop divides by a sum over samples, that is.
+        """
+        cut = first.operation if first is not None else None
+        if cut is None or first is None or cut.name != "reshape":
+            return None
+        if not any(user.name == "scan" for user in self._users.get(cut.results[0], ())):
+            return None
+        for operation in sorted(visited, key=lambda o: o.number):
+            divisor = operation.reads[-1] if operation.name == "div" else None
+            if not isinstance(divisor, Value) or self._comes_from(divisor, "exp"):
+                continue
+            if self._comes_from(divisor, "reduce_sum"):
+                return self._found(Kind.MEAN_OF_MEANS, operation, first.axes)
+        return None
 
     def start(self, output: Any) -> Operation | None:
         """Returns the first operation with differing results on the way to an output, or None."""
         if not isinstance(output, Value):
             return None
-        frontier, _, exits = self._back(output)
+        # Both programs may be on this mesh, so a loop over a split dim is not wrong by itself.
+        frontier, _, exits = self._back(output, enters_all=True)
         found = [*frontier, *(operation for operation, _ in exits)]
         return min(found, key=lambda o: o.number, default=None)
 
@@ -232,12 +264,14 @@ class Search:
         """Returns the source lines of an operation, the innermost first."""
         return source_frames(operation.equation, operation.callers)[0]
 
-    def found_at(self, operation: Operation) -> Found:
+    def found_at(
+        self, operation: Operation, kind: Kind = Kind.DIFFERS, axes: Sequence[str] = ()
+    ) -> Found:
         """Returns an operation with its source lines, and by how much its value differs."""
-        return self._found(Kind.DIFFERS, operation, ())
+        return self._found(kind, operation, axes)
 
     def _back(
-        self, output: Value
+        self, output: Value, enters_all: bool = False
     ) -> tuple[list[Operation], set[Operation], list[tuple[Operation, Value]]]:
         """Walks back from a wrong value.
 
@@ -262,7 +296,10 @@ class Search:
                 continue
             operation = value.maker
             visited.add(operation)
-            inside = self._inside(operation, value, exits)
+            is_local = operation.name == "scan" and self._along_a_split(operation) is not None
+            inside = None
+            if enters_all or not is_local:
+                inside = self._inside(operation, value, exits)
             if inside is not None:
                 waiting.append(inside)
                 continue
@@ -350,12 +387,34 @@ class Search:
             return self._found(Kind.POSITION, operation, ())
         if (scaled := self._scaled(operation, parts, visited)) is not None:
             return scaled
-        if name in _PICKS and any(relation.split_axes for _, relation in known):
-            axes = tuple(sorted({a for _, relation in known for a in relation.split_axes}))
-            return self._found(Kind.LOCAL_ARGMAX, operation, axes)
+        if (ordered := self._along_a_split(operation)) is not None:
+            return ordered
         if parts:
             return self._of_parts(operation, parts, visited)
         return self._of_whole(operation, reads)
+
+    def _along_a_split(self, operation: Operation) -> Found | None:
+        """Judges an operation that needs all of a dim, of which each rank has a part."""
+        axes: set[str] = set()
+        for number, read in enumerate(operation.reads):
+            if not isinstance(read, Value):
+                continue
+            relation = self.relation(read)
+            if relation is None or not relation.is_whole:
+                continue
+            # A relation leaves out the dims that hold one row for each rank.
+            is_same_rank = len(relation.splits) == len(read.shape)
+            for dim, split in enumerate(relation.splits):
+                is_needed = _needs_all(operation, number, dim if is_same_rank else None)
+                axes |= set(split) if is_needed else set()
+        if not axes:
+            return None
+        if operation.name in _SCANS:
+            kind = Kind.LOCAL_SCAN
+        else:
+            is_plain_sort = operation.name == "sort" and len(operation.results) == 1
+            kind = Kind.LOCAL_ORDER if is_plain_sort else Kind.LOCAL_ARGMAX
+        return self._found(kind, operation, tuple(sorted(axes)))
 
     def _scaled(
         self, operation: Operation, parts: list[tuple], visited: set[Operation]
@@ -461,7 +520,7 @@ class Search:
             if maker.name == name:
                 return True
             reads = reads_of(maker.reads)
-            if not reads or maker.name not in _PLAIN | {"reduce_sum", "add", "mul"}:
+            if not reads or maker.name not in _PLAIN | {"reduce_sum", "add", "mul", "max"}:
                 return False
             value = reads[0]
         return False
@@ -491,9 +550,17 @@ class Search:
                 axes = operation.equation.params.get("axis_name", ())
                 axes = (axes,) if isinstance(axes, str) else tuple(axes)
                 return self._found(Kind.GATHER_ORDER, operation, axes)
-        if coordinates:
+        if operation.name in _SENDS:
+            axes = relations.names_of(operation.equation.params["axis_name"])
+            return self._found(Kind.GATHER_ORDER, operation, axes)
+        if coordinates or (operation.name in _BOUNDS and self._has_other_numbers(operation)):
             return self._found(Kind.POSITION, operation, ())
         return self._found(Kind.DIFFERS, operation, ())
+
+    def _has_other_numbers(self, operation: Operation) -> bool:
+        """Whether a number in the program, such as the size of a part, is another on one device."""
+        other = self._aligned.get(operation)
+        return other is not None and _numbers_in(operation) != _numbers_in(other)
 
     def _found(
         self,
@@ -521,6 +588,19 @@ class Search:
                 else:
                     gap = math.inf, bound
         return Found(kind, operation, tuple(axes), frames, gap)
+
+
+def _needs_all(operation: Operation, number: int, dim: int | None) -> bool:
+    """Whether a result of a scan, sort or argmax depends on all places along an operand's dim.
+
+    If the dim is not known, it is taken for the one in question.
+    """
+    if operation.name == "scan":
+        return dim == 0 and number >= sum(scan_counts(operation.equation))
+    known = factors(operation.equation) if operation.name in _SCANS | _PICKS else None
+    if known is None or dim is None:
+        return known is not None and operation.name in _PICKS
+    return known.role(number, dim) in (Role.ALONG, Role.REDUCED, Role.PART)
 
 
 def _origin_of(value: Value) -> Value:

@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.errors import ConfigError, MeshError
 from . import relations
-from .check import bound_of, places_of
+from .check import places_of
 from .inputs import draws_of
 from .locate import Recorded, Search, align
 from .meshes import find_mesh, sizes_of
 from .program import Operation, Value
+from .recording import Recording, Run, fingerprints_of, noisy_run, prints_of, value_prints
 from .report import Place, finite
 from .trace import Subject, Traced, subject_of
-
-_NOISY = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,32 +117,120 @@ def bisect(
         >>> bisect(old, new, np.ones(3, np.float32)).operation
         'mul'
     """
-    subject, other_subject = subject_of(one, arguments), subject_of(other, arguments)
-    return bisect_subjects(subject, other_subject, *_meshes(one, other, mesh, other_mesh), steps)
+    meshes = paired(mesh or find_mesh(one), other_mesh or find_mesh(other))
+    sides = (subject_of(one, arguments), subject_of(other, arguments))
+    return bisect_subjects(*sides, *meshes, steps)
 
 
-def _meshes(one: Any, other: Any, mesh: Any, other_mesh: Any) -> tuple[Any, Any]:
-    first = mesh or find_mesh(one)
-    second = other_mesh or find_mesh(other)
+def paired(mesh: Any, other_mesh: Any) -> tuple[Any, Any]:
+    """Returns two meshes, if known; an unknown one is like the other, or has one device."""
     none = {"device": 1}
-    return first or second or none, second or first or none
+    return mesh or other_mesh or none, other_mesh or mesh or none
 
 
 def bisect_subjects(
     subject: Subject, other_subject: Subject, mesh: Any, other_mesh: Any, steps: int = 1
 ) -> Parting:
     """Does the work of `bisect` for two functions with their arguments, each on its mesh."""
-    like = [m if isinstance(m, jax.sharding.Mesh) else None for m in (mesh, other_mesh)]
-    first = subject.on(sizes_of(mesh), like[0])
-    second = other_subject.on(sizes_of(other_mesh), like[1])
-    inputs = draws_of(subject.leaves(first.mesh), 1)[0]
-    return _Bisection(first, second, inputs, steps).run()
+    first, second = _traced(subject, mesh), _traced(other_subject, other_mesh)
+    return _Bisection(_Live(first), second, draws_of(first.leaves, 1)[0], steps).run()
+
+
+def bisect_recording(recording: Recording, subject: Subject, mesh: Any = None) -> Parting:
+    """Finds where a function diverges from the fingerprints of another run.
+
+    Args:
+        recording: the fingerprints; its inputs are used.
+        subject: the function, as `subject_of` returns it.
+        mesh: its mesh, whose sizes must be those of the recording; by default these.
+
+    Raises:
+        MeshError: when the sizes differ.
+        ConfigError: when the function takes other inputs.
+    """
+    traced = _traced(subject, mesh or recording.sizes)
+    if traced.sizes != recording.sizes:
+        raise MeshError(
+            f"[PROVE011] the fingerprints are of the mesh {dict(recording.sizes)}, and the mesh "
+            f"here is {traced.sizes}; ranks can only be compared on equal meshes"
+        )
+    given = [(np.shape(x), str(x.dtype)) for x in traced.leaves]
+    recorded = [(np.shape(x), str(x.dtype)) for x in recording.inputs[0]]
+    if given != recorded:
+        raise ConfigError(
+            f"[PROVE012] {subject.name} takes {len(given)} arrays, and the fingerprints are of "
+            f"{len(recorded)}, or their shapes differ; record and compare with equal arguments"
+        )
+    steps = len(recording.runs)
+    return _Bisection(_Recorded(recording), traced, list(recording.inputs[0]), steps).run()
+
+
+def record(subject: Subject, mesh: Any, steps: int = 1) -> Recording:
+    """Runs some steps of a function and returns the fingerprints of all values."""
+    traced = _traced(subject, mesh)
+    run = traced.compiled(frozenset(traced.program.values()), True)
+    inputs: list[Any] = draws_of(traced.leaves, 1)[0]
+    several, runs = [], []
+    for _ in range(steps):
+        several.append(inputs)
+        runs.append(noisy_run(run, inputs, 1.0, with_prints=True))
+        inputs = _next(inputs, run(inputs)[0])
+    return fingerprints_of(traced, several, runs)
+
+
+def _traced(subject: Subject, mesh: Any) -> Traced:
+    return subject.on(sizes_of(mesh), mesh if isinstance(mesh, jax.sharding.Mesh) else None)
+
+
+class _Live:
+    """The first program, which runs here."""
+
+    is_recorded = False
+
+    def __init__(self, traced: Traced) -> None:
+        self.program = traced.program
+        self._traced = traced
+        self._compiled: dict[Any, Any] = {}
+
+    def run(self, step: int, inputs: list[Any], turns: Mapping[int, int], scale: float) -> Run:
+        """Returns all values in a step, those in loops at the given turns."""
+        # Compilation takes most of the time, so the program that compares steps is used again
+        # within the first step that differs.
+        key = frozenset(turns.items())
+        if key not in self._compiled:
+            values = frozenset(self.program.values())
+            self._compiled[key] = self._traced.compiled(values, True, turns)
+        return noisy_run(self._compiled[key], inputs, scale)
+
+    def next(self, step: int, inputs: list[Any], run: Run) -> list[Any]:
+        """Returns the inputs of the step after this one."""
+        return _next(inputs, run.outputs)
+
+
+class _Recorded:
+    """The first program, of which there is a recording."""
+
+    is_recorded = True
+
+    def __init__(self, recording: Recording) -> None:
+        self.program = recording.program
+        self._recording = recording
+
+    def run(self, step: int, inputs: list[Any], turns: Mapping[int, int], scale: float) -> Run:
+        """Returns the fingerprints of all values in a step."""
+        return self._recording.runs[step - 1].times(scale)
+
+    def next(self, step: int, inputs: list[Any], run: Run) -> list[Any]:
+        """Returns the inputs of the step after this one."""
+        return list(self._recording.inputs[min(step, len(self._recording.inputs) - 1)])
 
 
 class _Bisection:
-    """Two traced programs, their inputs, and the number of runs made."""
+    """Two programs, their inputs, and the number of runs made."""
 
-    def __init__(self, one: Traced, other: Traced, inputs: list[Any], steps: int) -> None:
+    def __init__(
+        self, one: _Live | _Recorded, other: Traced, inputs: list[Any], steps: int
+    ) -> None:
         self._one = one
         self._other = other
         self._inputs = inputs
@@ -150,7 +238,7 @@ class _Bisection:
         self._aligned = align(other.program, one.program)
         self._runs = 0
         self._scale = self._coarseness()
-        self._compiled: dict[Any, tuple[Any, Any]] = {}
+        self._compiled: dict[Any, Any] = {}
 
     def _coarseness(self) -> float:
         """Returns the other program's unit in the last place in units of the first program."""
@@ -166,35 +254,37 @@ class _Bisection:
     def run(self) -> Parting:
         """Compares step by step, then within the first step that differs."""
         count = len(self._other.program.operations)
-        run_one, run_other = self._recording({})
-        inputs, own = list(self._inputs), list(self._inputs)
+        inputs = list(self._inputs)
         for step in range(1, self._steps + 1):
-            runs = [run_one(inputs, n, self._scale * (n > 0))[0] for n in range(_NOISY + 1)]
-            bounds = [bound_of(each, self._scale) for each in zip(*runs, strict=True)]
-            got, _ = run_other(own)
-            wrong = self._wrong(got, runs[0], bounds)
+            truth, outputs, search = self._record(step, inputs, {})
+            wrong = self._wrong(outputs, truth)
             if wrong:
-                self._runs += 1
-                return self._within(step, inputs, wrong, count)
+                return self._within(step, inputs, wrong, count, search)
             # Rounding errors accumulate over steps, so each step is compared from the same state.
-            inputs = own = _next(inputs, runs[0])
-        return Parting(True, runs=1, operations=count)
+            inputs = self._one.next(step, inputs, truth)
+        return Parting(True, runs=self._runs, operations=count)
 
-    def _wrong(
-        self, got: Sequence[np.ndarray], truth: Sequence[np.ndarray], bounds: Sequence[float]
-    ) -> list[int]:
-        pairs = enumerate(zip(got, truth, bounds, strict=False))
+    def _wrong(self, got: Sequence[np.ndarray], truth: Run) -> list[int]:
+        got = prints_of(got) if self._one.is_recorded else got
+        wanted = truth.outputs
+        pairs = enumerate(zip(got, wanted, truth.output_bounds, strict=False))
         wrong = [number for number, (a, b, bound) in pairs if relations.differs(a, b, bound)]
-        return wrong if wrong or len(got) == len(truth) else [min(len(got), len(truth)) - 1]
+        counts = len(got), len(wanted)
+        return wrong if wrong or counts[0] == counts[1] else [min(counts) - 1]
 
-    def _within(self, step: int, inputs: list[Any], wrong: list[int], count: int) -> Parting:
+    def _within(
+        self, step: int, inputs: list[Any], wrong: list[int], count: int, search: Search
+    ) -> Parting:
         names = tuple(self._other.names[number] for number in wrong)
-        blamed, search = self._blamed(inputs, wrong, {})
+        blamed = self._blamed(search, wrong)
         turns: dict[Operation, int] = {}
-        while blamed is not None and blamed.name == "scan" and blamed not in turns:
+        # A recording has the first turn of each loop only.
+        can_turn = not self._one.is_recorded
+        while blamed is not None and blamed.name == "scan" and blamed not in turns and can_turn:
             # All of the recorded first turn is right, so a later turn must be wrong.
-            turns[blamed] = self._turn(blamed, inputs)
-            inner, deeper = self._blamed(inputs, wrong, turns)
+            turns[blamed] = self._turn(blamed, step, inputs)
+            deeper = self._record(step, inputs, turns)[2]
+            inner = self._blamed(deeper, wrong)
             if inner is None or inner is blamed:
                 break
             blamed, search = inner, deeper
@@ -233,13 +323,13 @@ class _Bisection:
                 return max(1, sum(o.number <= blamed.number for o in same))
         return 1
 
-    def _turn(self, loop: Operation, inputs: list[Any]) -> int:
+    def _turn(self, loop: Operation, step: int, inputs: list[Any]) -> int:
         """Returns the first turn of a loop after which the values differ, by bisection."""
         low = 0
         high = int(loop.equation.params["length"]) - 1
         while low < high:
             middle = (low + high) // 2
-            _, search = self._record(inputs, {loop: middle})
+            _, _, search = self._record(step, inputs, {loop: middle})
             turn = loop.turn
             outputs = [v for v in (turn.outputs if turn else []) if isinstance(v, Value)]
             if any(search.relation(value) is None for value in outputs):
@@ -248,50 +338,35 @@ class _Bisection:
                 low = middle + 1
         return low
 
-    def _blamed(
-        self, inputs: list[Any], wrong: list[int], turns: Mapping[Operation, int]
-    ) -> tuple[Operation | None, Search]:
-        _, search = self._record(inputs, turns)
+    def _blamed(self, search: Search, wrong: list[int]) -> Operation | None:
         starts = [search.start(self._other.program.region.outputs[number]) for number in wrong]
         starts = [start for start in starts if start is not None]
-        return min(starts, key=lambda o: o.number, default=None), search
+        return min(starts, key=lambda o: o.number, default=None)
 
-    def _recording(self, turns: Mapping[Operation, int]) -> tuple[Any, Any]:
-        """Compiles both programs to record all values, loops at the given turns.
-
-        Compilation takes most of the time, so the programs that compare steps are reused inside the
-        first differing step.
-        """
-        key = frozenset(turns.items())
-        if key not in self._compiled:
-            aligned = self._aligned
-            one = self._one.program
-            other = self._other.program
-            turns_of_one = {aligned[o].number: turn for o, turn in turns.items() if o in aligned}
-            turns_of_other = {operation.number: turn for operation, turn in turns.items()}
-            self._compiled[key] = (
-                self._one.compiled(frozenset(one.values()), True, turns_of_one),
-                self._other.compiled(frozenset(other.values()), False, turns_of_other),
-            )
-        return self._compiled[key]
-
-    def _record(self, inputs: list[Any], turns: Mapping[Operation, int]) -> tuple[None, Search]:
+    def _record(
+        self, step: int, inputs: list[Any], turns: Mapping[Operation, int]
+    ) -> tuple[Run, list[np.ndarray], Search]:
         """Runs both programs and records all values, loops at the given turns."""
         self._runs += 1
-        one, other = self._one, self._other
-        run_one, run_other = self._recording(turns)
-        noisy = range(_NOISY + 1)
-        runs = [run_one(inputs, n, self._scale * (n > 0))[1] for n in noisy]
-        bounds = {v: bound_of([run[v] for run in runs], self._scale) for v in runs[0]}
-        _, values = run_other(inputs)
+        aligned, other = self._aligned, self._other
+        turns_of_one = {aligned[o].number: turn for o, turn in turns.items() if o in aligned}
+        truth = self._one.run(step, inputs, turns_of_one, self._scale)
+        key = frozenset(turns.items())
+        if key not in self._compiled:
+            numbered = {operation.number: turn for operation, turn in turns.items()}
+            all_values = frozenset(other.program.values())
+            self._compiled[key] = other.compiled(all_values, False, numbered)
+        outputs, values = self._compiled[key](inputs)
+        if self._one.is_recorded:
+            values = value_prints(values)
         search = Search(
             Recorded(other.program, values),
-            Recorded(one.program, runs[0]),
-            bounds,
+            Recorded(self._one.program, truth.values),
+            truth.bounds,
             other.sizes,
-            self._aligned,
+            aligned,
         )
-        return None, search
+        return truth, outputs, search
 
 
 def _is_transposed(operation: Operation) -> bool:

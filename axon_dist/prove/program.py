@@ -398,15 +398,13 @@ _LOOPED: Mapping[str, Callable[..., list[Array]]] = {
 @jax.jit
 def _moved(x: Array, seed: Array, scale: Array) -> Array:
     """Perturbs each number by `scale` units in its last place, up or down by a hash of its bits."""
-    mixed = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) ^ seed
-    for factor, shift in ((2654435761, 15), (2246822519, 13)):
-        mixed = mixed * jnp.uint32(factor)
-        mixed = mixed ^ (mixed >> shift)
+    # Few operations: this follows nearly every operation of a program, and compiling it is most of
+    # the time of a proof.
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    is_up = jax.lax.lt((bits ^ seed) * jnp.uint32(2654435761), jnp.uint32(2**31))
     kind = x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32
     step = (float(jnp.finfo(x.dtype).eps) * scale).astype(kind)
-    wide = x.astype(kind)
-    moved = (wide + wide * jnp.where(mixed & jnp.uint32(1), step, -step)).astype(x.dtype)
-    return jnp.where(jnp.isfinite(x), moved, x)
+    return (x.astype(kind) * jnp.where(is_up, 1 + step, 1 - step)).astype(x.dtype)
 
 
 def _holds(region: Region, wanted: frozenset[Value]) -> bool:
@@ -419,11 +417,15 @@ def _holds(region: Region, wanted: frozenset[Value]) -> bool:
     return False
 
 
+def is_key(x: Any) -> bool:
+    """Whether an array holds random keys."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def plain(x: Any) -> Any:
     """Returns an array as numbers; random keys as their key data."""
-    dtype = getattr(x, "dtype", None)
-    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(x) if is_key else x
+    return jax.random.key_data(x) if is_key(x) else x
 
 
 def _block(injected: Injected, result: Value) -> Array:

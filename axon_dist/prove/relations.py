@@ -10,10 +10,21 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 SUM, MEAN, MAX, MIN = "sum", "mean", "max", "min"
+
+NOISY_RUNS = 3
+"""How often a program runs with perturbed results, to measure what rounding changes."""
+
+_TIMES = 16.0
+"""The rounding bound is this many times the change seen in runs with perturbed results."""
+
+_UNITS = 8.0
+"""The bound adds this many units in the last place of the largest number, as a floor."""
 
 _REDUCTIONS = {SUM: np.sum, MEAN: np.mean, MAX: np.max, MIN: np.min}
 
@@ -71,6 +82,11 @@ class RankValues:
         return self.values.reshape(-1, *self.shape)
 
 
+def names_of(part: Any) -> tuple[str, ...]:
+    """Returns the axes in one entry of a `PartitionSpec`."""
+    return (part,) if isinstance(part, str) else tuple(part or ())
+
+
 def differs(one: np.ndarray, other: np.ndarray, bound: float) -> float:
     """Returns the largest difference of two arrays if it exceeds a bound, else 0.0."""
     if one.shape != other.shape:
@@ -84,6 +100,24 @@ def differs(one: np.ndarray, other: np.ndarray, bound: float) -> float:
         gap = np.where(same, 0.0, np.where(np.isnan(gap), np.inf, gap))
     most = float(gap.max(initial=0.0))
     return most if most > bound else 0.0
+
+
+def bound_of(runs: Sequence[np.ndarray], scale: float = 1.0, dtype: Any = None) -> float:
+    """Returns by how much rounding may change a value, from runs with perturbed results.
+
+    Args:
+        runs: the unperturbed value, then the value of each perturbed run.
+        scale: by how many units in the last place results were perturbed.
+        dtype: the dtype in which the value was computed; by default that of the runs.
+    """
+    first = runs[0]
+    dtype = first.dtype if dtype is None else dtype
+    moved = max(differs(run, first, 0.0) for run in runs[1:])
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return moved
+    wide = np.abs(first.astype(np.float64))
+    largest = float(wide[np.isfinite(wide)].max(initial=0.0))
+    return _TIMES * moved + _UNITS * float(jnp.finfo(dtype).eps) * largest * scale
 
 
 def with_axes_of_dims(by_rank: RankValues, whole: np.ndarray, sizes: Mapping[str, int]) -> tuple:

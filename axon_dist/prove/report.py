@@ -30,6 +30,9 @@ class Kind(enum.StrEnum):
     LOCAL_ARGMAX = "local argmax"
     LOCAL_SOFTMAX = "local softmax"
     DIFFERS = "differs"
+    KEYS_OF_COPIES = "other keys for copies"
+    LOCAL_SCAN = "part starts anew"
+    LOCAL_ORDER = "local order"
 
     @property
     def code(self) -> str:
@@ -105,6 +108,19 @@ _WORDS = {
     Kind.DIFFERS: (
         "its value is neither that of one device nor a part of it",
         "compare its operands with those on one device",
+    ),
+    Kind.KEYS_OF_COPIES: (
+        "the ranks of {axes} have the same values, but draw other random bits for them",
+        "leave jax.lax.axis_index({axes}) out of the key where the values do not vary over it",
+    ),
+    Kind.LOCAL_SCAN: (
+        "each rank of {axes} works on its part alone, although the parts follow one another",
+        "take what the neighbors have by jax.lax.ppermute, gather the totals of the ranks before, "
+        "or gather the dim over {axes} first",
+    ),
+    Kind.LOCAL_ORDER: (
+        "only one rank's part along {axes} is sorted",
+        "gather the parts over {axes} by jax.lax.all_gather before sorting",
     ),
 }
 

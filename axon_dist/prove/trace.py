@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from ..core.errors import ConfigError
 from .inputs import is_array
 from .meshes import build_mesh, rebind, unchecked
-from .program import Evaluation, Injected, Program, Value, flatten, plain
+from .program import Evaluation, Injected, Program, Value, flatten, is_key, plain
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,6 +30,7 @@ class Traced:
         mesh: the mesh on which it was traced.
         context: the mesh in context, if the function takes its mesh from there.
         specs: the `PartitionSpec`s of the array arguments; None where unknown.
+        leaves: the arrays and shapes among the arguments.
     """
 
     program: Program
@@ -37,6 +38,7 @@ class Traced:
     mesh: Mesh
     context: Mesh | None
     specs: tuple[Any, ...]
+    leaves: tuple[Any, ...]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -82,8 +84,13 @@ class Traced:
         return [np.asarray(x) for x in outputs], {v: np.asarray(x) for v, x in values.items()}
 
     def _placed(self, x: Any, spec: Any) -> Any:
-        if spec is None or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return x
+        # The arrays may come from another mesh.
+        if is_key(x):
+            data = jax.numpy.asarray(np.asarray(jax.random.key_data(x)))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return np.asarray(x) if spec is None else self._put(x, spec)
+
+    def _put(self, x: Any, spec: Any) -> Any:
         return jax.device_put(np.asarray(x), NamedSharding(self.mesh, spec))
 
     def within(self) -> Any:
@@ -91,12 +98,24 @@ class Traced:
         return contextlib.nullcontext() if self.context is None else jax.set_mesh(self.context)
 
 
+_COMPILER_OPTIONS: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+"""A program runs a few times, so compiling it takes longer than running it."""
+
+
+def array_leaves(arguments: tuple[Any, ...]) -> list[Any]:
+    """Returns the arrays and shapes among arguments."""
+    return [leaf for leaf in _flat(arguments)[0] if is_array(leaf)]
+
+
 def _jitted(
     traced: Traced, wanted: frozenset[Value], with_noise: bool, turns: Mapping[int, int]
 ) -> Callable[..., Any]:
     order: list[Value] = []
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=_COMPILER_OPTIONS)
     def compute(splits: Any, values: list, noise: tuple, bits: dict) -> tuple[list, list]:
         given = {number: Injected(bits[number], split) for number, split in splits}
         evaluation = Evaluation(wanted, noise if with_noise else None, given, turns)
@@ -124,11 +143,6 @@ class Subject:
     make: Callable[[Mesh], tuple[Callable[..., Any], tuple[Any, ...]]]
     name: str
     context: Mesh | None = None
-
-    def leaves(self, mesh: Mesh) -> list[Any]:
-        """Returns the arrays and shapes among the arguments."""
-        _, arguments = self.make(mesh)
-        return [leaf for leaf in _flat(arguments)[0] if is_array(leaf)]
 
     def place(self, mesh: Mesh) -> list[tuple[str, int]]:
         """Returns the file and line at which the function begins, if known."""
@@ -173,7 +187,7 @@ class Subject:
             closed = jax.make_jaxpr(run)(*placed)
         program = flatten(closed)
         _release(program)
-        return Traced(program, tuple(names), mesh, context, specs)
+        return Traced(program, tuple(names), mesh, context, specs, tuple(dynamic))
 
 
 def _path(path: Any) -> str:
@@ -223,10 +237,9 @@ def _release(program: Program) -> None:
     for region in regions:
         for value in region.constants:
             constant = value.constant
-            is_key = jax.dtypes.issubdtype(getattr(constant, "dtype", None), jax.dtypes.prng_key)
             if (
                 isinstance(constant, jax.Array)
-                and not is_key
+                and not is_key(constant)
                 and len(constant.sharding.device_set) > 1
             ):
                 value.constant = np.asarray(constant)

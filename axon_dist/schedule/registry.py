@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from ..core.errors import NamedChoice, ScheduleError, did_you_mean
 from .action import Phase, check_sizes
@@ -27,41 +27,8 @@ from .table import Schedule
 from .v_shaped import dual_pipe_v, v_half, v_min, zero_bubble_v
 
 
-class PipelineSchedule(NamedChoice):
-    """The schedules that have a name.
-
-    `EAGER_1F1B` is the default, because the step runs a table tick by tick. A tick of `ONE_F_ONE_B`
-    has forwards on some ranks and backwards on others, which wait for each other.
-    """
-
-    GPIPE = "gpipe"
-    """Every stage does all its forwards, then all its backwards."""
-    ONE_F_ONE_B = "1f1b"
-    """Stages alternate one forward and one backward after a warm-up."""
-    EAGER_1F1B = "eager_1f1b"
-    """1F1B for devices in step: a forward and a backward share a tick."""
-    INTERLEAVED_1F1B = "interleaved_1f1b"
-    """1F1B with several stages per device, `P` apart on `P` devices."""
-    LOOPED_BFS = "looped_bfs"
-    """All microbatches go through chunk 0, then chunk 1, ..., and back in reverse."""
-    ZERO_BUBBLE_H1 = "zero_bubble_h1"
-    """ZB-H1: 1F1B whose weight gradients fill the bubble, in 1F1B's memory."""
-    ZERO_BUBBLE_H2 = "zero_bubble_h2"
-    """ZB-H2: forwards fill the warm-up too, for twice the memory."""
-    ZERO_BUBBLE_V = "zero_bubble_v"
-    """ZB-V: two stages per device, in a V; 1F1B's memory suffices."""
-    INTERLEAVED_ZERO_BUBBLE = "interleaved_zero_bubble"
-    """Interleaved 1F1B whose weight gradients fill the bubble."""
-    DUAL_PIPE_V = "dual_pipe_v"
-    """DualPipeV: two stages per device, in a V; one half of DualPipe."""
-    V_HALF = "v_half"
-    """V-Half: two stages per device, in a V, with about half of 1F1B's memory."""
-    V_MIN = "v_min"
-    """V-Min: two stages per device, in a V, with about a third of 1F1B's memory."""
-
-
 class Builder(NamedTuple):
-    """A row of `SCHEDULES`.
+    """How a schedule is built.
 
     Args:
         build: `build(num_devices, num_microbatches)`, which returns a table.
@@ -74,22 +41,54 @@ class Builder(NamedTuple):
     any_chunks: bool = False
 
 
-SCHEDULES: dict[PipelineSchedule, Builder] = {
-    PipelineSchedule.GPIPE: Builder(gpipe),
-    PipelineSchedule.ONE_F_ONE_B: Builder(one_f_one_b),
-    PipelineSchedule.EAGER_1F1B: Builder(eager_1f1b),
-    PipelineSchedule.INTERLEAVED_1F1B: Builder(interleaved_1f1b, chunks=2, any_chunks=True),
-    PipelineSchedule.LOOPED_BFS: Builder(looped_bfs, chunks=2, any_chunks=True),
-    PipelineSchedule.ZERO_BUBBLE_H1: Builder(zero_bubble_h1),
-    PipelineSchedule.ZERO_BUBBLE_H2: Builder(zero_bubble_h2),
-    PipelineSchedule.ZERO_BUBBLE_V: Builder(zero_bubble_v, chunks=2),
-    PipelineSchedule.INTERLEAVED_ZERO_BUBBLE: Builder(
-        interleaved_zero_bubble, chunks=2, any_chunks=True
-    ),
-    PipelineSchedule.DUAL_PIPE_V: Builder(dual_pipe_v, chunks=2),
-    PipelineSchedule.V_HALF: Builder(v_half, chunks=2),
-    PipelineSchedule.V_MIN: Builder(v_min, chunks=2),
-}
+class PipelineSchedule(NamedChoice):
+    """The schedules that have a name, each with its builder.
+
+    To add one, write a function that returns a table and a member here. `EAGER_1F1B` is the
+    default, because the step runs a table tick by tick. A tick of `ONE_F_ONE_B` has forwards on
+    some ranks and backwards on others, which wait for each other.
+    """
+
+    builder: Builder
+
+    def __new__(cls, name: str, builder: Builder) -> Self:
+        """Makes a member that is its name and has a builder."""
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.builder = builder
+        return member
+
+    GPIPE = "gpipe", Builder(gpipe)
+    """Every stage does all its forwards, then all its backwards."""
+    ONE_F_ONE_B = "1f1b", Builder(one_f_one_b)
+    """Stages alternate one forward and one backward after a warm-up."""
+    EAGER_1F1B = "eager_1f1b", Builder(eager_1f1b)
+    """1F1B for devices in step: a forward and a backward share a tick."""
+    INTERLEAVED_1F1B = "interleaved_1f1b", Builder(interleaved_1f1b, chunks=2, any_chunks=True)
+    """1F1B with several stages per device, `P` apart on `P` devices."""
+    LOOPED_BFS = "looped_bfs", Builder(looped_bfs, chunks=2, any_chunks=True)
+    """All microbatches go through chunk 0, then chunk 1, ..., and back in reverse."""
+    ZERO_BUBBLE_H1 = "zero_bubble_h1", Builder(zero_bubble_h1)
+    """ZB-H1: 1F1B whose weight gradients fill the bubble, in 1F1B's memory."""
+    ZERO_BUBBLE_H2 = "zero_bubble_h2", Builder(zero_bubble_h2)
+    """ZB-H2: forwards fill the warm-up too, for twice the memory."""
+    ZERO_BUBBLE_V = "zero_bubble_v", Builder(zero_bubble_v, chunks=2)
+    """ZB-V: two stages per device, in a V; 1F1B's memory suffices."""
+    INTERLEAVED_ZERO_BUBBLE = (
+        "interleaved_zero_bubble",
+        Builder(interleaved_zero_bubble, chunks=2, any_chunks=True),
+    )
+    """Interleaved 1F1B whose weight gradients fill the bubble."""
+    DUAL_PIPE_V = "dual_pipe_v", Builder(dual_pipe_v, chunks=2)
+    """DualPipeV: two stages per device, in a V; one half of DualPipe."""
+    V_HALF = "v_half", Builder(v_half, chunks=2)
+    """V-Half: two stages per device, in a V, with about half of 1F1B's memory."""
+    V_MIN = "v_min", Builder(v_min, chunks=2)
+    """V-Min: two stages per device, in a V, with about a third of 1F1B's memory."""
+
+
+SCHEDULES: dict[PipelineSchedule, Builder] = {row: row.builder for row in PipelineSchedule}
+"""The builder of every schedule."""
 
 
 def build_schedule(

@@ -96,7 +96,21 @@ def put(tree: ArrayTree, places: PyTree) -> PyTree:
         >>> put(tree, places)["w"].addressable_shards[0].data.shape
         (8, 2)
     """
-    return jax.device_put(jax.tree.map(_on_host, tree, places), places)
+    near = jax.tree.map(_on_host, tree, places)
+    return jax.device_put(jax.tree.map(on_devices_of, near, places), places)
+
+
+def on_devices_of(leaf: Array | np.ndarray, place: NamedSharding) -> Array | np.ndarray:
+    """Moves an array that has to change both its devices and its memory to the new devices first.
+
+    `jax.device_put` between different sets of devices ignores the memory kind and fails in JAX
+    0.10 to 0.12: "Memory kind mismatch with xla::PjRtBuffers".
+    """
+    if not isinstance(leaf, jax.Array) or leaf.sharding.device_set == place.device_set:
+        return leaf
+    if place.memory_kind in (None, leaf.sharding.memory_kind):
+        return leaf
+    return jax.device_put(leaf, place.with_memory_kind(leaf.sharding.memory_kind))
 
 
 def _on_host(leaf: Array, place: NamedSharding) -> Array | np.ndarray:
@@ -139,9 +153,11 @@ def optimizer_decisions(
     """A policy's decisions about every leaf of an optax state.
 
     A leaf belongs to a parameter if its path ends with the parameter's path and the shapes are
-    equal; it is then split like the parameter. Matching by path also works for masked and
-    partitioned transformations, where `optax.tree_map_params` fails. Other leaves, such as factored
-    or flattened moments, are split by the part of the policy that does not depend on paths.
+    equal; it is then split like the parameter. If some dims are shorter, as for the scales of
+    blocks, it is split like the parameter along the others, unless the policy without paths splits
+    it more. Matching by path also works for masked and partitioned transformations, where
+    `optax.tree_map_params` fails. Other leaves, such as factored or flattened moments, are split by
+    the part of the policy that does not depend on paths.
 
     Args:
         policy: the policy of the optimizer state.
@@ -157,15 +173,41 @@ def optimizer_decisions(
     }
     paths = dict(zip(keys, (path for path, _ in leaves_with_paths(params)), strict=True))
 
+    def flexible(key_path: tuple[Any, ...], leaf: Leaf) -> Decision:
+        return policy.flexible_part.decide(path_str(key_path), tuple(leaf.shape), mesh)
+
     def of_leaf(key_path: tuple[Any, ...], leaf: Leaf) -> Decision:
         suffixes = (tuple(map(str, key_path[start:])) for start in range(len(key_path)))
         for suffix in suffixes:
             parameter = keys.get(suffix)
             if parameter is not None and parameter.shape == leaf.shape:
                 return policy.decide(paths[suffix], tuple(leaf.shape), mesh)
-        return policy.flexible_part.decide(path_str(key_path), tuple(leaf.shape), mesh)
+            if parameter is not None and _is_shortened(leaf.shape, parameter.shape):
+                of_parameter = policy.decide(paths[suffix], tuple(parameter.shape), mesh)
+                like = _shortened(of_parameter, leaf.shape, parameter.shape)
+                other = flexible(key_path, leaf)
+                is_split_more = shard_count(other.spec, mesh) > shard_count(like.spec, mesh)
+                return other if is_split_more else like
+        return flexible(key_path, leaf)
 
     return jax.tree_util.tree_map_with_path(of_leaf, opt_state)
+
+
+def _is_shortened(shape: Shape, of: Shape) -> bool:
+    """Whether an array has the shape of another one, except for some dims that are shorter."""
+    pairs = [*zip(shape, of, strict=False)]
+    is_equal = any(size == full for size, full in pairs)
+    return len(shape) == len(of) and is_equal and all(size <= full for size, full in pairs)
+
+
+def _shortened(decision: Decision, shape: Shape, of: Shape) -> Decision:
+    """Applies the decision about an array to one whose shape is shortened."""
+    kept = [
+        axes_of(decision.spec, dim) if size == full else ()
+        for dim, (size, full) in enumerate(zip(shape, of, strict=True))
+    ]
+    reason = f"{shape} like its parameter {of}: {decision.reason}"
+    return Decision(spec_of(kept), decision.rule, reason)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ compute gradients: `global_view.py`, `local_view.py` (per rank), `pipeline_view.
 how a state is sharded and made, and `step.py` has the jitted programs and what a loop calls.
 """
 
+from ..core.own_context import AxisNames as AxisNames
 from .batch import BatchLayout as BatchLayout
 from .batch import Placed as Placed
 from .compiler import deterministic_options as deterministic_options

@@ -92,7 +92,9 @@ def global_forward(
     gather = functools.partial(global_gather, spec, is_whole=is_whole, looped=looped)
     prepare = plan.changes.prepare(gather if spec.strategy.splits else None, also)
     forward = forward_of(spec.parts, spec.loss_fn, prepare)
-    return plan.changes.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
+    return plan.changes.with_layer_scan(
+        rewritten(forward, spec.strategy, spec.mesh, spec.memory_bytes)
+    )
 
 
 def global_gather(

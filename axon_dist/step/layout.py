@@ -28,6 +28,7 @@ from ..sharding import (
     put,
     shardings,
 )
+from ..sharding.apply import on_devices_of
 from ..sharding.padding import (
     Padding,
     even_places,
@@ -507,11 +508,15 @@ class StateLayout:
             if got != wanted:
                 raise ConfigError(f"{path!r} is {wanted} in the model; got {got}; convert it first")
         # Given arrays may be used in place; those of the module are copied, so it stays usable.
-        arrays = {path: jax.device_put(x, targets[path].sharding) for path, x in weights.items()}
+        places = {path: target.sharding for path, target in targets.items()}
+        arrays = {
+            path: jax.device_put(on_devices_of(x, places[path]), places[path])
+            for path, x in weights.items()
+        }
         if self.source.arrays is not None:
             pairs = (pair for tree in self.source.arrays for pair in leaves_with_paths(tree))
             arrays |= {
-                path: jax.device_put(x, targets[path].sharding, may_alias=False)
+                path: jax.device_put(on_devices_of(x, places[path]), places[path], may_alias=False)
                 for path, x in pairs
                 if path in targets and path not in arrays
             }

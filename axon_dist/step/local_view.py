@@ -382,7 +382,9 @@ class RankProgram:
 
     def _with_scans(self, forward: Function) -> Any:
         spec = self.spec
-        return self.plan.changes.with_layer_scan(rewritten(forward, spec.strategy, spec.mesh))
+        return self.plan.changes.with_layer_scan(
+            rewritten(forward, spec.strategy, spec.mesh, spec.memory_bytes)
+        )
 
     def _plain(self, make_gather: MakeGather | None, **gathering: Any) -> Forward:
         """Returns the forward pass with its units marked, before they become a scan."""

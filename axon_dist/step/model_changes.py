@@ -183,7 +183,9 @@ class ModelChanges:
         return scan_over_layers(forward, group, remat, prefetch=prefetch, rule=loops)
 
 
-def rewritten(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
+def rewritten(
+    forward: Function, strategy: Strategy, mesh: Mesh, memory_bytes: int | None = None
+) -> Function:
     """Rewrites the operations that the SPMD partitioner gets wrong or gathers operands for.
 
     Args:
@@ -191,6 +193,7 @@ def rewritten(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
         strategy: its batch axes say which ranks have which samples. In stages of a pipeline,
             slices are rewritten too.
         mesh: names and sizes of its axes, over all devices.
+        memory_bytes: the memory of a device; None if the chip is unknown.
 
     Returns:
         A function with the same arguments and results.
@@ -199,7 +202,7 @@ def rewritten(forward: Function, strategy: Strategy, mesh: Mesh) -> Function:
     for rings in ring_products(strategy, layout) if strategy.layers else ():
         forward = rings.of(forward)
     # A loss inside a custom_vjp is not replaced: it stays correct, but is slower.
-    replace: dict[str, Replace] = {LossOverMesh.replaces: LossOverMesh(layout)}
+    replace: dict[str, Replace] = {LossOverMesh.replaces: LossOverMesh(layout, memory_bytes)}
     if sum(size > 1 for size in mesh.shape.values()) > 1:
         replace[CONVOLUTION] = ByRank(mesh, strategy.batch_axes)
     if mesh.size > 1:

@@ -195,7 +195,7 @@ def _call_loss(loss_fn: LossFn, model: nnx.Module, batch: Batch, kwargs: dict[st
         raise
     except Exception as error:
         key = error.args[0] if isinstance(error, KeyError) and error.args else None
-        if key is not None and isinstance(batch, Mapping) and key not in batch:
+        if key is not None and _looks_up_in(batch, error) and key not in batch:
             raise ConfigError(
                 f"loss_fn looks up {key!r}, and the batch has {_shapes(batch)}; give the batch "
                 "what the loss reads, or correct the name"
@@ -207,25 +207,44 @@ def _call_loss(loss_fn: LossFn, model: nnx.Module, batch: Batch, kwargs: dict[st
                 "model.train() in the function that makes the model; validation switches to "
                 "model.eval() by itself"
             ) from error
-        where = "raised by" if _is_of_user(error) else "while axon_dist traced"
-        error.add_note(f"{where} loss_fn(model, batch) for a batch of {_shapes(batch)}")
+        ranks = f", on each rank of {', '.join(sorted(manual))}" if manual else ""
+        error.add_note(f"{_origin(error)} for a batch of {_shapes(batch)}{ranks}")
         raise
 
 
 _LIBRARIES = frozenset({"jax", "jaxlib", "flax", "numpy", "optax", "opt_einsum", "einops"})
 """Libraries that both user code and this package call."""
 
+_CALLERS = ("axon_dist.parallel.", "axon_dist.pipeline.", "axon_dist.step.", "axon_dist.ir.")
+"""The modules of this package that call methods of a model with arguments of their own."""
 
-def _is_of_user(error: Exception) -> bool:
-    """Whether an error was raised by user code, or by what it called, rather than by this package.
 
-    The innermost frame outside `_LIBRARIES` and the standard library decides.
+def _origin(error: Exception) -> str:
+    """Says what raised an error within a loss: the start of a note, up to the loss.
+
+    The innermost frame outside `_LIBRARIES` and the standard library decides. A method of the
+    user's may have been called by this package, with other arrays than the user's code gives it.
     """
-    names = (str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__))
-    packages = [name.partition(".")[0] for name in names]
     known = _LIBRARIES | sys.stdlib_module_names - {"__main__"}
-    inner = [package for package in packages if package not in known]
-    return bool(inner) and inner[-1] != "axon_dist"
+    frames = [
+        (str(frame.f_globals.get("__name__")), frame.f_code.co_qualname)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    # The first frame is that of `_call_loss`.
+    names = [pair for pair in frames[1:] if pair[0].partition(".")[0] not in known]
+    loss = "loss_fn(model, batch)"
+    if not names or names[-1][0].startswith("axon_dist"):
+        return f"while axon_dist traced {loss}"
+    callers = [module for module, _ in names if module.startswith(_CALLERS)]
+    if not callers:
+        return f"raised by {loss}"
+    return f"raised by {names[-1][1]}, which {callers[-1]} calls, within {loss}"
+
+
+def _looks_up_in(batch: object, error: Exception) -> bool:
+    """Whether the code that raised an error holds a batch, which is a mapping."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(batch, Mapping) and any(x is batch for x in frame.f_locals.values())
 
 
 def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:

@@ -27,14 +27,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import AxonDistError, ConfigError
 from ..core.tree import leaves_with_paths
-from ..core.typing import Array, PyTree, Shape
+from ..core.typing import Array, Path, PyTree, Shape
 from ..ir.rows import MATRIXWISE, RowCall, hidden_in, input_shapes, run_with_calls
-from ..ir.walk import equations
+from ..ir.walk import called, equations, interpret
 from ..sharding import Policy, axes_of, optimizer_shardings, shardings, spec_axes
 from ..sharding.padding import cut, for_region, like, padded
 from .parts import ModelSpec
@@ -220,6 +220,51 @@ def _sorted(positions: list[int], tree: PyTree) -> list[Any]:
 
 def _first_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
+
+
+def unconjugated(optimizer: optax.GradientTransformation, params: PyTree) -> tuple[Path, ...]:
+    """Returns the complex parameters that an optimizer moves along their gradient as JAX gives it.
+
+    The gradient that JAX gives for a real loss, with respect to z = x + iy, is dL/dx - i dL/dy. A
+    step against it descends along x, but ascends along y; one against its conjugate descends along
+    both. So each value of the update is marked by whether it contains the imaginary part of the
+    gradient, of its conjugate, or neither, as a square of the absolute value.
+
+    Args:
+        optimizer: any optax transformation that works on nested dicts.
+        params: the shapes of the trained parameters.
+    """
+    leaves = leaves_with_paths(params)
+    is_complex = [jnp.issubdtype(x.dtype, jnp.complexfloating) for _, x in leaves]
+    if not any(is_complex):
+        return ()
+    update = _try_update(optax.with_extra_args_support(optimizer), params)
+    if not isinstance(update, Update):
+        return ()
+    neither: frozenset[bool] = frozenset()
+    num_others = len(update.program.jaxpr.invars) - len(leaves)
+    inputs = [frozenset({False}) if x else neither for x in is_complex] + [neither] * num_others
+
+    def run(equation: JaxprEqn, operands: Sequence[Any]) -> list[frozenset[bool]]:
+        name = equation.primitive.name
+        # A constant of a called program is an array, and depends on no gradient.
+        marks = [x for x in operands if isinstance(x, frozenset)]
+        # Only the imaginary part of a number changes its sign when the number is conjugated.
+        found = neither if name in ("real", "abs") else neither.union(*marks)
+        if name == "conj":
+            found = frozenset(not is_conjugate for is_conjugate in found)
+        return [found] * len(equation.outvars)
+
+    outputs = interpret(
+        update.program.jaxpr,
+        [neither] * len(update.program.consts),
+        inputs,
+        run,
+        literal=lambda _: neither,
+        enters=lambda equation: called(equation) is not None,
+    )
+    pairs = zip(leaves, is_complex, outputs[: len(leaves)], strict=True)
+    return tuple(path for (path, _), flag, found in pairs if flag and False in found)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

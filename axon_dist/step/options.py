@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_type_hints
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -43,7 +43,10 @@ class Nonfinite(NamedChoice):
 
 
 class StepKeywords(TypedDict, total=False):
-    """The fields of `StepOptions`, as keywords of `build_train_step`."""
+    """The options of a step: the keywords of `build_train_step`, and the fields of `StepOptions`.
+
+    `StepOptions` says what they mean. Those without a default in `_DEFAULTS` are None by default.
+    """
 
     accumulate: int
     clip_norm: float | None
@@ -60,6 +63,17 @@ class StepKeywords(TypedDict, total=False):
     unroll: int | None
     axis_names: Mapping[str, str | Sequence[str]] | None
     scan_layers: bool | Literal["auto"]
+
+
+AUTO = "auto"
+"""The `scan_layers` that chooses by what is known of the devices."""
+
+_DEFAULTS: StepKeywords = {
+    "accumulate": 1,
+    "metrics": ("loss",),
+    "deterministic": False,
+    "scan_layers": AUTO,
+}
 
 
 def options_of(options: StepOptions | None, keywords: StepKeywords, scales: bool) -> StepOptions:
@@ -228,9 +242,6 @@ def check_kind(name: str, value: object, kind: type, example: str) -> None:
 METRICS = ("loss", "grad_norm", "param_norm")
 """The metrics that a step can report."""
 
-AUTO = "auto"
-"""The `scan_layers` that chooses by what is known of the devices."""
-
 ELASTIC = "elastic"
 """The `deterministic` whose bits do not depend on the number of ranks."""
 
@@ -238,8 +249,24 @@ LOSS_SCALE = "loss_scale"
 """The metric in which a step with a `GradScaler` reports its scale."""
 
 
-@dataclasses.dataclass(frozen=True)
-class StepOptions:
+def _check_types(options: Any) -> None:
+    check_fields(options, "build_train_step")
+
+
+# Type checkers read the keywords of a function from a TypedDict alone, so the fields of the value
+# are made from it.
+_Fields: Any = dataclasses.make_dataclass(
+    "_Fields",
+    [
+        (name, hint, dataclasses.field(default=_DEFAULTS.get(name)))
+        for name, hint in get_type_hints(StepKeywords).items()
+    ],
+    namespace={"__post_init__": _check_types},
+    frozen=True,
+)
+
+
+class StepOptions(_Fields):
     """The options of a step other than its strategy.
 
     Args:
@@ -309,29 +336,14 @@ class StepOptions:
         4
     """
 
-    accumulate: int = 1
-    clip_norm: float | None = None
-    metrics: tuple[str, ...] = ("loss",)
-    scaler: GradScaler | None = None
-    nonfinite: Nonfinite | None = None
-    deterministic: bool | Literal["elastic"] = False
-    logical_shards: int | None = None
-    pad: str | None = None
-    compiler_options: Mapping[str, OptionValue | None] | None = None
-    separable: bool | None = None
-    eval_kwargs: Mapping[str, Any] | None = None
-    ema: float | None = None
-    unroll: int | None = None
-    axis_names: Mapping[str, str | Sequence[str]] | None = None
-    scan_layers: bool | Literal["auto"] = "auto"
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Unpack[StepKeywords]) -> None: ...
 
     @property
     def is_elastic(self) -> bool:
         """Whether the bits do not depend on the number of ranks."""
         return self.deterministic == ELASTIC
-
-    def __post_init__(self) -> None:
-        check_fields(self, "build_train_step")
 
     def validate(self) -> None:
         """Raises `ConfigError` unless every option has a valid value."""

@@ -357,7 +357,9 @@ class PipelineRegion:
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
         run = functools.partial(evaluate, spec.parts, spec.loss_fn, prepare=prepare)
         # The rewriting is for one rank: outside of the region the trace covers the whole mesh.
-        rewrite = functools.partial(rewritten, strategy=strategy, mesh=spec.mesh)
+        rewrite = functools.partial(
+            rewritten, strategy=strategy, mesh=spec.mesh, memory_bytes=spec.memory_bytes
+        )
         stacks = self.plan.stored.storage.stacks
         return traced(run, rewrite if in_region else None, stacks, params, buffers, one)
 

@@ -14,6 +14,7 @@ from ..core.own_context import AxisNames
 from ..core.tree import shapes_of
 from ..core.typing import Batch, LossFn
 from ..mesh import World
+from ..mesh.chips import machine_of
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision
 from ..parallel import (
@@ -102,6 +103,13 @@ class StepSpec:
             return False
         is_local = self.reduction.is_local(self.num_microbatches, self.compute_dtype)
         return self.options.is_elastic or is_local
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The memory of a device; None if the chip is unknown."""
+        # The mesh of a region of replicas is abstract, so ask that of the world.
+        chip = machine_of(self.world.mesh)
+        return None if chip is None else chip.memory_bytes
 
     def replica(self, region: bool = True) -> StepSpec:
         """Returns the step of one replica, if the strategy has replicas that train independently.

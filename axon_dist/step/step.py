@@ -50,6 +50,7 @@ from .describe import describe, idle_axes, summary, whole_arrays, whole_bytes, w
 from .evaluation import added, adds_up, evaluation, means, pieces
 from .guards import ESCAPED, DeadlockGuard, trace
 from .layout import Claims, StateLayout
+from .optimizer import unconjugated
 from .options import StepKeywords, StepOptions, check_arguments, options_of, takes_step
 from .parts import ModelLike, ModelSpec, split_model, stored_as
 from .plan import StepPlan, plan_step
@@ -185,6 +186,7 @@ def build_train_step(
         make_layout = StateLayout if resolved.slow is None else ReplicaLayout
         step = TrainStep(make_layout(plan, source))
         _warn_of_replicated(step)
+        _warn_of_ascent(step)
         if batch is not None:
             step.check(batch)
         return step
@@ -210,6 +212,20 @@ def _warn_of_replicated(step: TrainStep) -> None:
         f"each of their dims is shorter than the number of shards: {first_few(listed)}. Split them "
         "over fewer devices, as hybrid_shard does, or see step.whole for all of them"
     )
+
+
+def _warn_of_ascent(step: TrainStep) -> None:
+    """Warns if a step would increase the loss along the imaginary parts of parameters."""
+    spec = step.spec
+    paths = unconjugated(spec.optimizer, spec.parts.params)
+    if paths:
+        warn(
+            f"the parameters {first_few(paths)} are complex, and the optimizer does not conjugate "
+            "their gradients. JAX gives dL/dx - i dL/dy as the gradient for x + iy, so a step "
+            "against it increases the loss along the imaginary part. Conjugate it first: "
+            "optax.chain(optax.stateless(lambda g, p: jax.tree.map(jnp.conj, g)), optimizer)",
+            code="complex-gradient",
+        )
 
 
 def leaves_remat_open(step: TrainStep) -> bool:

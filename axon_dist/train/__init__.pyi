@@ -15,6 +15,7 @@ from .loop import LoopOptions as LoopOptions
 from .loop import MetricWriter as MetricWriter
 from .loop import PlainProgress as PlainProgress
 from .loop import Progress as Progress
+from .loop import PrometheusWriter as PrometheusWriter
 from .loop import SilentProgress as SilentProgress
 from .loop import Status as Status
 from .loop import StepTime as StepTime

@@ -102,7 +102,7 @@ def test_damage_is_seen_and_passed_over(server, folder, name, change, said):
     assert said in told[0]
 
 
-def test_what_a_killed_save_left_counts_for_nothing_and_goes(server, folder):
+def test_leftovers_of_a_killed_save_are_ignored_and_removed(server, folder):
     with CheckpointManager(folder, Retention(last=2)) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"w": jnp.full(2, step)})

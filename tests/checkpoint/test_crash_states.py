@@ -7,7 +7,7 @@ import pytest
 from axon_dist.checkpoint import seal
 from benchmarks.crash_states import KINDS, measure_states, moments_of, problem_with
 
-FAST = ("export", "token cache", "memory copies", "bucket")
+FAST = ("export", "token cache", "compiled programs", "memory copies", "bucket")
 
 
 def bad_states(kind, folder):

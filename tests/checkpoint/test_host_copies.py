@@ -233,7 +233,7 @@ def test_each_device_gets_the_row_of_its_source():
     assert np.asarray(send(rows))[:, 0].tolist() == [6, 0, 2, 4]
 
 
-def test_what_an_empty_host_misses_is_all_that_its_devices_need():
+def test_a_new_host_asks_only_for_the_shards_of_its_devices():
     state = state_on(World.emulate(4, "fsdp=2,dp=2"))
     state.pop("key")
     halves = [((0, 4), (0, 4)), ((4, 8), (0, 4))]

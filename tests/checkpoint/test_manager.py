@@ -215,7 +215,7 @@ def test_any_integer_is_a_step(step, tmp_path):
     assert names(tmp_path) == step_names(0)
 
 
-def test_what_is_no_checkpoint_stays_and_is_said(tmp_path):
+def test_folders_that_are_not_checkpoints_stay_and_are_named(tmp_path):
     for name in ("step_00000001", "step_notes.tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis").write_text("")

@@ -20,7 +20,7 @@ retentions = st.builds(Retention, st.integers(1, 4), st.integers(0, 3), st.sampl
 
 
 @given(folders(), retentions)
-def test_what_stays(entries, retention):
+def test_retained_checkpoints(entries, retention):
     gone = retention.outdated(entries)
     stays = [entry for entry in entries if entry not in gone]
     assert stays[-1:] == entries[-1:]

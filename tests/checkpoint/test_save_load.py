@@ -134,7 +134,7 @@ def test_another_kind_of_key(tmp_path):
         load_checkpoint(tmp_path / "c", {"key": jax.random.key(0, impl="rbg")})
 
 
-def test_what_cannot_be_saved(tmp_path):
+def test_states_that_cannot_be_saved_raise(tmp_path):
     with pytest.raises(CheckpointError, match=r"numpy int64, which JAX would turn .* convert it"):
         save_checkpoint(tmp_path / "c", {"n": np.arange(3)})
     with pytest.raises(CheckpointError, match=r"two leaves .* 'a/b'; rename a key"):
@@ -248,7 +248,7 @@ def entries(folder):
         ("c.tmp", {}, r"c\.tmp' cannot be the name of a checkpoint: .* not end with \.tmp"),
     ],
 )  # fmt: skip
-def test_what_is_no_checkpoint_is_not_replaced(name, files, message, tmp_path):
+def test_folders_that_are_not_checkpoints_are_not_replaced(name, files, message, tmp_path):
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)

@@ -52,19 +52,19 @@ def test_wide_elements_come_first_and_one_array_is_made_at_a_time(tmp_path):
     np.testing.assert_array_equal(open_tensors(tmp_path / "f")["d"], np.ones(2))
 
 
-def test_what_the_format_cannot_hold():
+def test_values_that_the_format_cannot_hold_raise():
     with pytest.raises(UnsupportedError, match=r"w is complex64, .* names are BOOL, .*Convert it"):
         plan_order({"w": jnp.ones(2, jnp.complex64)})
 
 
 @pytest.mark.parametrize("contents", [b"", b"abc", struct.pack("<Q", 10**6) + b"{}", b"\xff" * 64])
-def test_what_is_no_such_file(tmp_path, contents):
+def test_files_of_another_kind_raise(tmp_path, contents):
     (tmp_path / "f").write_bytes(contents)
     with pytest.raises(CheckpointError, match=r"cannot read '.*f' as safetensors: .*name another"):
         open_tensors(tmp_path / "f")
 
 
-def test_what_could_not_be_put_in_place_leaves_nothing(tmp_path):
+def test_a_failed_replacement_leaves_nothing_behind(tmp_path):
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / "kept").touch()
     with pytest.raises(CheckpointError, match="cannot write"):

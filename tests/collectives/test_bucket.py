@@ -19,7 +19,7 @@ def test_elements_are_counted_and_joined():
     assert not bucket.is_full
 
 
-def test_what_does_not_fit_changes_nothing():
+def test_leaves_that_do_not_fit_leave_a_bucket_unchanged():
     bucket = GradientBucket(5)
     assert bucket.add(jnp.ones(3)) is True
     assert bucket.add(jnp.ones(3)) is False

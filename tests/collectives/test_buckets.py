@@ -83,7 +83,7 @@ def test_dtypes_and_shapes_are_exact(strategy, make_world):
 
 
 @pytest.mark.parametrize("strategy", REDUCING)
-def test_what_is_not_finite_stays_in_its_gradient(strategy, make_world, tree):
+def test_non_finite_values_stay_in_their_gradient(strategy, make_world, tree):
     world = make_world("dp=4")
     tree[5] = tree[5].at[0].set(jnp.nan)
     tree[3] = tree[3].at[0, 0].set(-jnp.inf)

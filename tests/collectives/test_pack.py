@@ -42,7 +42,7 @@ def test_large_and_small_gradients_share_one_reduction(make_world):
         np.testing.assert_array_equal(got, 2 * leaf)
 
 
-def test_what_the_compiler_may_have_sharded_is_left_alone(make_world):
+def test_arrays_with_compiler_shardings_are_left_alone(make_world):
     mesh = make_world("dp=2,tp=2").mesh
     shapes = []
 

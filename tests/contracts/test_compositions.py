@@ -242,7 +242,7 @@ def test_defaults_of_the_reduction_do_not_conflict(accumulate):
     assert step.spec.reduction.per == "step"
 
 
-def test_what_was_said_twice_and_differently_conflicts():
+def test_different_values_for_one_setting_conflict():
     said = fsdp(reduction=Reduction(per="microbatch"))
     with pytest.raises(StrategyConflictError, match=r"per='step' in 'ddp' and per='microbatch' in"):
         compose(ddp(per="step"), said)

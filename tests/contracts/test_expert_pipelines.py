@@ -229,7 +229,7 @@ def test_without_a_bias_any_order_will_do():
 
 @pytest.mark.full
 @pytest.mark.parametrize("form", ["ring", "all_to_all"])
-def test_what_has_no_place_is_left_out_as_without_a_pipeline(form):
+def test_dropped_tokens_are_those_without_a_pipeline(form):
     case, experts = MODELS["one each"], expert_parallel(form, capacity=0.75)
     found = []
     for mesh, strategy, options in (

@@ -24,13 +24,7 @@ from axon_dist.core.weighted import Weighted
 from axon_dist.inspect import collectives
 from axon_dist.models import MLP, next_token_loss
 from axon_dist.models.loss import cross_entropy
-from axon_dist.parallel import (
-    PipelineStage,
-    StageChain,
-    context_parallel,
-    pipelined,
-    tensor_parallel,
-)
+from axon_dist.parallel import context_parallel, pipelined, tensor_parallel
 from axon_dist.schedule import (
     SCHEDULES,
     Costs,
@@ -40,6 +34,7 @@ from axon_dist.schedule import (
     search,
 )
 from axon_dist.step.storage import block_keys
+from axon_dist.wrappers import PipelineStage, StageChain
 
 from .models import (
     CASES,

@@ -296,7 +296,7 @@ def test_a_buffer_that_is_no_mean_over_the_samples_is_not_changed_in_turn():
 
 
 @pytest.mark.full
-def test_what_is_promised_is_averaged_and_what_is_denied_runs_in_global_view():
+def test_separable_true_averages_and_false_runs_in_global_view():
     loss = LOSSES["root"]
     step = built("buckets", loss, separable=True)
     _, metrics = step(step.init(), batch(0))

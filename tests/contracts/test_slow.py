@@ -139,7 +139,7 @@ def check(row):
 
 
 @pytest.mark.full
-def test_fragments_meet_at_steps_of_their_own():
+def test_fragments_synchronize_at_their_own_steps():
     case, world = CASES["mlp"], world_of("nodes=2,fsdp=2")
     outer = lambda: OUTER["nesterov"]()
     slow = diloco("nodes", every=4, outer=outer(), fragments=2)
@@ -165,7 +165,7 @@ def test_fragments_meet_at_steps_of_their_own():
     [lambda: diloco("nodes", every=1, outer=optax.sgd(1.0)), lambda: local_sgd("nodes", every=1)],
     ids=["diloco", "local_sgd"],
 )
-def test_meeting_after_every_step_is_data_parallelism(slow):
+def test_an_outer_step_after_every_step_is_data_parallelism(slow):
     case = CASES["mlp"]
     made = lambda strategy, mesh: build_train_step(
         case.make(), optax.sgd(0.1), case.loss_fn, strategy, world_of(mesh)

@@ -232,3 +232,22 @@ TEMPLATES = {
     "immutable": "{% set _ = messages.append({'role': 'user', 'content': 'x'}) %}{{ messages | length }}",
     "refuses": "{{ raise_exception('never') }}",
 }
+
+TEMPLATES_OF_RECORDS = {
+    "first system only": "{% if messages[0].role == 'system' %}{{ messages[0].content }}\n"
+    "{% endif %}{% for m in messages if m.role != 'system' %}{{ m.role }}> {{ m.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant> {% endif %}",
+    "parts": "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
+    "{% elif m.content %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}{{ c.function.arguments | tojson }}]"
+    "{% endfor %}</{{ m.role }}>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+    "first call only": "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif %}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "reasons": "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content is defined %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}</>{% endfor %}",
+    "last turns": "{% for m in messages[-4:] %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+}
+"""Templates that write a part of some records: these are refused."""

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.data import JsonlSource, ParquetSource
-from axon_dist.data.chat import Conversation, Rendered, find_template, parse_conversation
+from axon_dist.data.chat import Conversation, Rendered, ask, find_template, parse_conversation
 from axon_dist.data.tokenizer import load_tokenizer
 
 from .chat_templates import (
@@ -23,6 +23,7 @@ from .chat_templates import (
     RESULT,
     SYSTEM,
     TEMPLATES,
+    TEMPLATES_OF_RECORDS,
     THINKING,
     TOKENS,
     TOOL,
@@ -47,6 +48,24 @@ def parsed(chat):
     return parse_conversation(chat, "messages")
 
 
+@pytest.mark.parametrize("name", ["plain", "chatml", "llama3"])
+def test_a_question_is_the_start_of_what_was_learned(name):
+    template = find_template(name, None)
+    text, ending = ask(template, [SYSTEM, ASK])
+    pieces = template.pieces([SYSTEM, ASK, ANSWER])
+    assert text == "".join(part for part, is_learned in pieces if not is_learned)
+    assert learned_of(pieces) == [ANSWER["content"] + ending]
+
+
+def test_a_template_of_a_hub_is_asked():
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    text, ending = ask(Rendered("a", source, {}), [{"role": "user", "content": "2 + 2?"}])
+    assert (text, ending) == ("<|user|>2 + 2?<|end|><|assistant|>", "<|end|>")
+
+
 def test_json_keeps_the_order_of_keys_and_escapes_nothing():
     pieces = rendered("chatml, calls").pieces(parsed(CHATS["tool call"]))
     assert '{"name": "look_up", "arguments": {"b": "it\'s <b> & 日本", "a": [1, 2.5, null]}}' in (
@@ -59,7 +78,9 @@ def test_a_template_is_told_that_there_are_no_tools():
     name = "chatml, tools not none"
     assert "You may" not in text_of(rendered(name).pieces([ASK, ANSWER]))
     with_tools = parsed({"messages": [ASK, ANSWER], "tools": [TOOL]})
-    assert "You may" in text_of(rendered(name).pieces(with_tools))
+    assert "You may" in rendered(name).process.write(with_tools).text
+    with pytest.raises(ValueError, match="the function 'look_up' of a tool"):
+        rendered(name).pieces(with_tools)
 
 
 def test_the_tags_of_a_template_say_what_is_learned():
@@ -91,12 +112,13 @@ def test_a_message_of_weight_zero_is_seen_and_not_learned(name, field):
 
 
 def test_templates_of_a_list_are_chosen_by_whether_there_are_tools(tmp_path):
-    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t{{ tools }}"}]
+    texts = {"default": "d{{ messages[0].content }}", "tool_use": "t{{ tools }}"}
+    named = [{"name": name, "template": text} for name, text in texts.items()]
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps({"chat_template": named}))
     template = find_template(str(path), None)
     assert template.tool_source == "t{{ tools }}"
-    assert text_of(template.pieces(Conversation([ASK], [False]))) == "d"
+    assert text_of(template.pieces(Conversation([ASK], [False]))) == "d2 + 2?"
 
 
 REFUSED = {
@@ -133,16 +155,55 @@ REFUSED = {
     "half a weight": ("chatml", {"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "0.5 as weight of"),
     "a user's": ("chatml", {"messages": [{**ASK, "train": 1}, ANSWER]}, "only what an assistant"),
     "no weight": ("chatml", {"messages": [ASK, {**ANSWER, "weight": 0}]}, "weights leave none"),
+    "documents by name": (
+        "plain",
+        {"messages": [ASK, ANSWER], "documents": [{"text": "d"}]},
+        "documents, which the template",
+    ),
+    "documents": ("bars", CHATS["documents"], "documents, which the template"),
+    "bad documents": (
+        "chatml, documents",
+        {"messages": [ASK, ANSWER], "documents": ["d"]},
+        "as documents, which must be a list of objects",
+    ),
+    "functions": (
+        "chatml, calls",
+        {"messages": [ASK, ANSWER], "functions": [TOOL["function"]]},
+        "as functions, which no template reads",
+    ),
+    "the second call": (
+        "first call only",
+        {"messages": [ASK, {**CALLING, "tool_calls": CALLING["tool_calls"] * 2}]},
+        "the function 'look_up' of a tool or a call, which the template",
+    ),
+    "images of a message": (
+        "bars",
+        {"messages": [{**ASK, "images": ["a.png"]}, ANSWER]},
+        "images, which the template",
+    ),
+    "a message too many": (
+        "loop controls",
+        {"messages": [ASK, ANSWER, *MORE, {"role": "user", "content": "And now?"}, THINKING]},
+        "message [56], which the template|reasoning_content, which the template",
+    ),
+    "the fifth message": (
+        "loop controls",
+        {"messages": [ASK, ANSWER, *MORE, {"role": "user", "content": "And now?"}]},
+        "message 5, which the template",
+    ),
     "bad tools": ("chatml", {"messages": [ASK, ANSWER], "tools": "x"}, "'x' as tools, which must"),
 }
 
 
 @pytest.mark.parametrize("row", REFUSED)
-def test_what_a_template_does_not_write_is_refused_by_file_and_line(tmp_path, row):
+def test_a_message_that_a_template_drops_is_refused_by_file_and_line(tmp_path, row):
     name, chat, message = REFUSED[row]
     template = name
     if name in TEMPLATES and name != "chatml":
         (tmp_path / "t.jinja").write_text(TEMPLATES[name])
+        template = str(tmp_path / "t.jinja")
+    elif name in TEMPLATES_OF_RECORDS:
+        (tmp_path / "t.jinja").write_text(TEMPLATES_OF_RECORDS[name])
         template = str(tmp_path / "t.jinja")
     elif name == "bars and parts":
         source = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content }}\n{% endfor %}"
@@ -188,6 +249,76 @@ def test_tools_of_a_table_are_read(tmp_path):
     texts = [samples.show(row["tokens"][0]) for row in rows]
     with_tools = [json.dumps(TOOL, ensure_ascii=False) in text for text in texts]
     assert sorted(with_tools) == [False, True]
+
+
+def marked(name):
+    """A chat in which each text occurs once, by the fields that it has."""
+    call = {"type": "function", "function": {"name": "m-name", "arguments": {"m-key": "m-value"}}}
+    system = {"role": "system", "content": "m-system"}
+    ask = {"role": "user", "content": "m-ask"}
+    answer = {"role": "assistant", "content": "m-answer"}
+    tool = {"type": "function", "function": {"name": "m-tool", "parameters": {}}}
+    parts = [{"type": "text", "text": "m-part-1"}, {"type": "text", "text": "m-part-2"}]
+    chats = {
+        "system": {"messages": [system, ask, answer]},
+        "developer": {"messages": [{**system, "role": "developer"}, ask, answer]},
+        "calls": {"messages": [ask, {**answer, "tool_calls": [call]}]},
+        "two calls": {"messages": [ask, {**answer, "tool_calls": [call, call]}]},
+        "calls, null": {"messages": [ask, {**answer, "content": None, "tool_calls": [call]}]},
+        "calls, no content": {"messages": [ask, {"role": "assistant", "tool_calls": [call]}]},
+        "result": {"messages": [ask, {**answer, "tool_calls": [call]},
+                                {"role": "tool", "content": "m-result"}, answer]},
+        "tools": {"messages": [ask, answer], "tools": [tool]},
+        "reasoning": {"messages": [ask, {**answer, "reasoning_content": "m-reasoning"}]},
+        "thinking": {"messages": [ask, {**answer, "thinking": "m-thinking"}]},
+        "parts": {"messages": [{"role": "user", "content": parts}, answer]},
+        "parts of an answer": {"messages": [ask, {"role": "assistant", "content": parts}]},
+        "weight": {"messages": [ask, {**answer, "weight": 0}, {**ask, "content": "m-more"},
+                                {**answer, "content": "m-last", "weight": 1}]},
+        "documents": {"messages": [ask, answer], "documents": [{"title": "m-t", "text": "m-d"}]},
+        "name": {"messages": [{**ask, "name": "m-name-of-user"}, answer]},
+        "late system": {"messages": [ask, answer, {**system}, {**ask, "content": "m-more"},
+                                     {**answer, "content": "m-last"}]},
+        "long": {"messages": [{"role": ("user", "assistant")[n % 2], "content": f"m-{n}."}
+                              for n in range(10)]},
+    }  # fmt: skip
+    return chats[name]
+
+
+MARKED = (
+    *("system", "developer", "calls", "two calls", "calls, null", "calls, no content", "result"),
+    *("tools", "reasoning", "thinking", "parts", "parts of an answer", "weight", "documents"),
+    *("name", "late system", "long"),
+)
+
+NOT_SHOWN = {"m-name-of-user"}
+"""The name of a user is no text; templates of hubs do not write it."""
+
+
+def texts_in(x):
+    if isinstance(x, str):
+        return {x} if x.startswith("m-") else set()
+    if isinstance(x, dict):
+        return set().union(*map(texts_in, [*x.keys(), *x.values()]))
+    return set().union(*map(texts_in, x)) if isinstance(x, list) else set()
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES, *TEMPLATES_OF_RECORDS, "plain", "llama3"])
+def test_every_text_of_a_record_is_in_the_result_or_the_record_is_refused(template):
+    source = {**TEMPLATES, **TEMPLATES_OF_RECORDS}.get(template)
+    found = find_template(template, None) if source is None else Rendered(template, source, TOKENS)
+    for name in MARKED:
+        chat = marked(name)
+        try:
+            pieces = found.pieces(parsed(chat))
+        except ValueError:
+            continue
+        text = text_of(pieces)
+        if template == "replaces":
+            text = text.lower()
+        missing = {x for x in texts_in(chat) if x not in text} - NOT_SHOWN
+        assert not missing, (name, text)
+        assert learned_of(pieces) or template == "items", name
 
 
 TEXTS = [
@@ -270,7 +401,7 @@ def loaded(tmp_path_factory):
         max_size=3,
     )
 )
-def test_what_is_learned_is_what_the_assistant_says(loaded, name, turns):
+def test_only_tokens_of_the_assistant_are_learned(loaded, name, turns):
     """The learned tokens alone give its text; those before and after give none of it."""
     tokenizer = loaded[name]
     messages = [

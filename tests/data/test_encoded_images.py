@@ -353,7 +353,7 @@ def test_an_image_is_upright_as_a_viewer_shows_it(orientation, size):
     assert found.shape == (16, 16, 3)
 
 
-def test_what_is_transparent_lies_on_white():
+def test_transparent_pixels_become_white():
     clear = Image.new("RGBA", (SIZE, SIZE), (0, 0, 0, 0))
     half = Image.new("RGBA", (SIZE, SIZE), (0, 0, 0, 128))
     for channels in (1, 3):

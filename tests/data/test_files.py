@@ -119,7 +119,7 @@ def test_globs_in_a_bucket(bucket, pattern, found):
     assert all(file.read().startswith(b"text of ") for file in files)
 
 
-def test_what_matches_nothing_in_a_bucket(bucket):
+def test_a_pattern_without_a_match_in_a_bucket_raises(bucket):
     with pytest.raises(ConfigError, match=r"data.files: '.*/x/\*' matches no object \(looked in "):
         find_files([f"{bucket}/x/*"])
 

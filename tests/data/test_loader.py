@@ -100,7 +100,7 @@ def test_resuming_repeats_none_and_skips_none(num_batches, before, after):
     assert first + rest == ORDER[: 4 * num_batches + 18]
 
 
-def test_what_is_loaded_ahead_is_not_counted():
+def test_prefetched_batches_are_not_counted():
     for num_ahead in (0, 1, 5):
         one = loader(num_ahead=num_ahead)
         assert run(one, 3) == ORDER[:12]
@@ -109,6 +109,7 @@ def test_what_is_loaded_ahead_is_not_counted():
         assert run(one, 2) == ORDER[2:10]
 
 
+@pytest.mark.full
 def test_a_script_that_ends_within_its_data_prints_nothing():
     program = """
 from axon_dist.data import Loader, Sequences

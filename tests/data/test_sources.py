@@ -451,7 +451,7 @@ def learned(batch):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_of_chats_every_answer_is_learned_and_nothing_else(tmp_path, packed):
+def test_every_answer_of_a_chat_is_learned_and_nothing_else(tmp_path, packed):
     path = lines(tmp_path / "a.jsonl", [{"messages": TALK}, {"messages": TALK[1:4]}] * 6)
     source = JsonlSource((path,), messages="messages", packed=packed, validation_fraction=0.5)
     batch = everything(source.open(200))

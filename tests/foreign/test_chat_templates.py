@@ -3,7 +3,7 @@
 import pytest
 
 from axon_dist.data.chat import Conversation, Rendered
-from tests.data.chat_templates import CHATS, TEMPLATES, TOKENS
+from tests.data.chat_templates import CHATS, TEMPLATES, TEMPLATES_OF_RECORDS, TOKENS
 
 utils = pytest.importorskip("transformers.utils.chat_template_utils")
 
@@ -24,11 +24,14 @@ def theirs(template, chat, mask=False):
     return texts[0], [tuple(span) for span in spans[0]] if mask else []
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+ALL = {**TEMPLATES, **TEMPLATES_OF_RECORDS}
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_texts_and_masks_are_those_of_transformers(name):
-    template = Rendered(name, TEMPLATES[name], TOKENS)
+    template = Rendered(name, ALL[name], TOKENS)
     for kind, chat in CHATS.items():
-        wanted = theirs(TEMPLATES[name], chat, mask="generation %}" in TEMPLATES[name])
+        wanted = theirs(ALL[name], chat, mask="generation %}" in ALL[name])
         conversation = Conversation(**{"learned": [False] * len(chat["messages"]), **chat})
         try:
             written = template.process.write(conversation)

@@ -196,7 +196,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_had_is_refused_by_name(name, tmp_path):
+def test_unsupported_adapter_settings_are_refused_by_name(name, tmp_path):
     options, key = REFUSED[name]
     made(LLAMA, {"target_modules": QV, **options}, tmp_path)
     with pytest.raises(AxonDistError, match=rf"{key}.*merge_and_unload"):

@@ -47,7 +47,7 @@ def test_what_is_wrong_is_seen_and_written_out(tmp_path, monkeypatch, capsys):
     assert "wrong" in capsys.readouterr().out
 
 
-def test_exceptions_are_told_apart(monkeypatch):
+def test_exceptions_are_distinguished(monkeypatch):
     cell = Cell(LAYOUTS[0], "blocks", "mean", "sgd", 1, (), False)
     error = "from axon_dist.core.errors import ConfigError\n"
     sources = {

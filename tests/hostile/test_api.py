@@ -123,7 +123,7 @@ CALLS = {
     "costs": lambda odd: axon_dist.pipelined(2, 2, costs=odd or (-1.0,)),
     "pipeline schedule": lambda odd: axon_dist.Pipeline(NET, 2, 2, odd),
     "stages of modules": lambda odd: axon_dist.Pipeline.from_modules(odd),
-    "stage id": lambda odd: axon_dist.parallel.PipelineStage(NET, odd),
+    "stage id": lambda odd: axon_dist.PipelineStage(NET, odd),
     "rings": lambda odd: axon_dist.tensor_parallel({"up": "column"}, rings=odd),
     "context axis of several": lambda odd: axon_dist.context_parallel(axis=("cp", odd)),
     "experts": lambda odd: axon_dist.expert_parallel(experts=odd),
@@ -188,7 +188,7 @@ def error_of(call):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_odd_arguments_are_told(call):
+def test_wrong_arguments_raise_clear_errors(call):
     odd = {name: value for name, value in ODD.items() if (call, name) not in RIGHT}
     told = {name: error_of(lambda value=value: CALLS[call](value)) for name, value in odd.items()}
     assert [row for row in told.items() if not 15 < len(row[1]) < 1500] == []
@@ -321,7 +321,7 @@ def test_an_error_of_python_stays_as_it_is():
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_what_was_got_and_what_to_do(call, words):
+def test_errors_say_what_was_got_and_what_to_do(call, words):
     with pytest.raises(AxonDistError, match=words):
         call()
 
@@ -359,7 +359,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize(("batch", "words"), BATCHES.values(), ids=BATCHES)
-def test_odd_batches(step, batch, words):
+def test_wrong_batches_raise_clear_errors(step, batch, words):
     with pytest.raises(AxonDistError, match=words):
         step.place(batch)
     with pytest.raises(AxonDistError):
@@ -376,7 +376,7 @@ def abstract(step, **changes):
     return TrainState(**{**made, **changes})
 
 
-def test_odd_states(step):
+def test_wrong_states_raise_clear_errors(step):
     other = build(model=Net(16))
     momentum = build(optimizer=optax.adam(0.1))
     narrow = abstract(step)
@@ -422,7 +422,7 @@ TRAINERS = {
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_odd_trainers(step, name):
+def test_wrong_trainer_arguments_raise_clear_errors(step, name):
     changes, words = TRAINERS[name]
     given = {"step": step, "batches": [BATCH], "options": LoopOptions(num_steps=1), **changes}
     with pytest.raises(AxonDistError, match=words):
@@ -498,6 +498,6 @@ ONE_BY_ONE = {
 
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)
-def test_odd_arguments_one_by_one(name, tmp_path):
+def test_each_wrong_argument_raises_a_clear_error(name, tmp_path):
     with pytest.raises(AxonDistError):
         ONE_BY_ONE[name](tmp_path)

@@ -599,14 +599,14 @@ def config(tmp_path, texts, monkeypatch):
 
 
 @pytest.mark.parametrize("text", YAML.values(), ids=YAML)
-def test_odd_yaml(capsys, tmp_path, text):
+def test_wrong_yaml_is_one_line(capsys, tmp_path, text):
     path = tmp_path / "odd.yaml"
     path.write_text(text)
     refused(capsys, ["train", str(path)])
 
 
 @pytest.mark.parametrize("content", BYTES.values(), ids=BYTES)
-def test_odd_bytes(capsys, tmp_path, content):
+def test_wrong_bytes_in_a_config_are_one_line(capsys, tmp_path, content):
     path = tmp_path / "odd.yaml"
     path.write_bytes(content)
     refused(capsys, ["train", str(path)])
@@ -649,7 +649,7 @@ def odd(tmp_path, name, kind):
     ],
     ids=lambda words: " ".join(words[:3]),
 )
-def test_what_is_no_file(capsys, config, tmp_path, words, kind):
+def test_paths_that_are_not_files_raise(capsys, config, tmp_path, words, kind):
     name = "x.csv" if words[0] == "schedule" else "x"
     path = str(odd(tmp_path, name, kind))
     refused(capsys, [w.replace("PATH", path).replace("CONFIG", str(config)) for w in words])
@@ -669,17 +669,17 @@ def test_a_run_folder_in_which_something_else_stands(capsys, config, tmp_path, n
 
 
 @pytest.mark.parametrize("override", OVERRIDES, ids=lambda text: ascii(text)[:50])
-def test_odd_overrides(capsys, config, override):
+def test_wrong_overrides_are_one_line(capsys, config, override):
     refused(capsys, ["train", str(config), override])
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda words: ascii(" ".join(words))[:70])
-def test_odd_arguments(capsys, config, arguments):
+def test_wrong_arguments_of_the_command(capsys, config, arguments):
     refused(capsys, [str(config) if word == "CONFIG" else word for word in arguments])
 
 
 @pytest.mark.parametrize("variables", VARIABLES, ids=lambda row: ascii(row)[:60])
-def test_odd_environments(capsys, config, monkeypatch, variables):
+def test_wrong_environment_variables_are_one_line(capsys, config, monkeypatch, variables):
     # A backend that runs already would not look at what it is to make up.
     monkeypatch.setattr("axon_dist.launch.distributed.backend_started", lambda: False)
     for name, value in variables.items():
@@ -929,7 +929,7 @@ OF_A_RUN = [
 
 
 @pytest.mark.full
-def test_odd_arguments_beside_a_run(capsys, trained):
+def test_wrong_arguments_next_to_a_running_job(capsys, trained):
     for arguments in OF_A_RUN:
         capsys.readouterr()
         code = main(arguments)

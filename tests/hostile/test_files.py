@@ -127,7 +127,7 @@ def test_a_late_token_that_is_none(tmp_path, token):
         samples.train(np.array([70_000 // 16]))
 
 
-def test_half_a_letter(tmp_path):
+def test_unpaired_surrogates_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "aa"}\n' * 20 + '{"text": "\\ud800"}\n')
     with pytest.raises(ConfigError, match=r"a.jsonl:21 holds '\\ud800', half a letter"):
         JsonlSource(files=(str(tmp_path / "a.jsonl"),)).open(16)
@@ -226,7 +226,7 @@ def test_an_address_is_no_folder(address):
         (7, "a int, which must be a path"),
     ],
 )
-def test_odd_addresses(text, said):
+def test_wrong_addresses_raise_clear_errors(text, said):
     with pytest.raises(ConfigError, match=f"run_dir: got .*{said}"):
         as_place(text, "run_dir")
 

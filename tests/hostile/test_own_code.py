@@ -116,7 +116,7 @@ def config(tmp_path, texts, monkeypatch):
 
 
 @pytest.mark.parametrize("override", REFUSED)
-def test_what_is_returned_is_told(capsys, config, override):
+def test_returned_values_are_described(capsys, config, override):
     assert main(["train", str(config), "--dry-run", override]) == 2
     err = capsys.readouterr().err
     assert err.startswith("axon: error: ")
@@ -124,7 +124,7 @@ def test_what_is_returned_is_told(capsys, config, override):
 
 
 @pytest.mark.parametrize("override", RAISED)
-def test_what_is_raised_names_who_raised_it(capsys, config, override):
+def test_errors_name_the_function_that_raised_them(capsys, config, override):
     assert main(["train", str(config), "--dry-run", override]) == 1
     err = capsys.readouterr().err
     assert RAISED[override] in err

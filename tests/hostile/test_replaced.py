@@ -1,5 +1,6 @@
 """Methods that the library computes in another way: the user's own are what trains, or refused."""
 
+import contextlib
 import functools
 
 import jax
@@ -7,16 +8,29 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 from axon_dist import World, build_train_step
-from axon_dist.core.errors import UnsupportedError
+from axon_dist.core.errors import ConfigError, UnsupportedError
+from axon_dist.core.same_function import compare as compare_functions
 from axon_dist.core.same_function import is_from
 from axon_dist.models import Transformer, TransformerConfig
+from axon_dist.models.attention import einsum_attention
 from axon_dist.models.experts import ExpertConfig, Experts
+from axon_dist.models.generate import generate
 from axon_dist.models.layers import SelfAttention
 from axon_dist.models.loss import cross_entropy, next_token_loss
-from axon_dist.parallel import context_parallel, ddp, expert_parallel
+from axon_dist.parallel import (
+    compose,
+    context_parallel,
+    ddp,
+    expert_parallel,
+    pipelined,
+    suggest_plan,
+    tensor_parallel,
+)
+from axon_dist.parallel.plan import Plan, Rule
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 17)).astype(np.int32)
 BATCH = {"tokens": TOKENS}
@@ -76,7 +90,10 @@ class OwnProduct(Transformer):
 @pytest.mark.parametrize("kind", [Halved, OwnHead, BiasedHead, OwnProduct])
 def test_a_chunked_loss_is_that_of_the_logits(kind):
     model = kind(config(logits="chunked", tied_head=False), rngs=nnx.Rngs(0))
-    loss = nnx.jit(next_token_loss)(model, BATCH)
+    is_told = kind in (Halved, OwnHead)
+    told = pytest.warns(UserWarning, match=rf"makes all logits of {kind.__name__} at once")
+    with told if is_told else contextlib.nullcontext():
+        loss = nnx.jit(next_token_loss)(model, BATCH)
     np.testing.assert_allclose(loss.mean, whole(model, BATCH), rtol=1e-5)
 
 
@@ -130,6 +147,7 @@ ORDERED = {
 }
 
 
+@pytest.mark.sample("shift")
 @pytest.mark.parametrize("kind", ORDERED)
 def test_a_ring_leaves_the_order_to_models_that_read_it(kind):
     compare(ORDERED[kind], context_parallel("ring"), "cp=2")
@@ -206,3 +224,329 @@ def test_split_experts_are_the_users_or_refused(kind):
     else:
         with pytest.raises(UnsupportedError, match=rf"{kind.__name__}.mix_experts .* other"):
             run()
+
+
+class HiddenFeed(Experts):
+    """Normalises the hidden features of each row."""
+
+    def feed(self, product, rows, kernels):
+        hidden = product(rows, kernels["up"])
+        return product(hidden / (1 + jnp.abs(hidden).mean(-1, keepdims=True)), kernels["down"])
+
+
+class Reporting(Experts):
+    """Returns something of its own as the share of dropped tokens."""
+
+    def mix_experts(self, *arrays):
+        mixed, _ = super().mix_experts(*arrays)
+        return mixed, jnp.mean(mixed.astype(jnp.float32) ** 2)
+
+    def _learn(self, logits, scores, expert_ids, dropped):
+        super()._learn(logits, scores, expert_ids, dropped)
+        self.report.set_value(self.report[...].at[0].set(dropped))
+
+
+def test_hidden_features_of_experts_are_split_only_if_their_results_add_up():
+    compare(lambda: mixture(HiddenFeed), tensor_parallel("transformer"), "tp=2")
+
+
+def test_what_experts_return_besides_their_sum_is_not_lost():
+    with pytest.raises(UnsupportedError, match=r"Reporting.mix_experts .*differs"):
+        compare(lambda: mixture(Reporting), expert_parallel(), "ep=2")
+
+
+class Joint(nnx.Linear):
+    """A layer whose outputs depend on each other."""
+
+    def __call__(self, x):
+        y = super().__call__(x)
+        return y / (1 + jnp.abs(y).mean(-1, keepdims=True))
+
+
+class Rectified(nnx.Linear):
+    def __call__(self, x):
+        return jax.nn.relu(super().__call__(x))
+
+
+def by_size(x, kernel, *args, **kwargs):
+    return jax.lax.dot_general(x, kernel, *args, **kwargs) / (1 + jnp.abs(kernel).mean())
+
+
+class Fused(nnx.Module):
+    def __init__(self, kind, **options):
+        rngs = nnx.Rngs(0)
+        self.embed, self.qkv = nnx.Embed(64, 16, rngs=rngs), kind(16, 48, rngs=rngs, **options)
+        self.out, self.head = nnx.Linear(48, 16, rngs=rngs), nnx.Linear(16, 64, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.out(self.qkv(self.embed(tokens))))
+
+
+FUSED = {
+    "joint": lambda: Fused(Joint),
+    "rectified": lambda: Fused(Rectified),
+    "product": lambda: Fused(nnx.Linear, dot_general=by_size),
+}
+
+
+@pytest.mark.sample("joint")
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_fused_layer_is_cut_only_where_its_blocks_are_independent(kind):
+    plan = Plan((Rule("qkv$", "column", parts=3), Rule("out$", "row")))
+    compare(FUSED[kind], tensor_parallel(plan), "tp=2")
+
+
+class MixedHeads(SelfAttention):
+    def attend(self, query, key, value, segments=None):
+        y = einsum_attention(query, key, value, segments=segments)
+        return y - y.mean(2, keepdims=True)
+
+
+class MixedSamples(SelfAttention):
+    def attend(self, query, key, value, segments=None):
+        y = einsum_attention(query, key, value, segments=segments)
+        return y - y.mean(0, keepdims=True)
+
+
+def attending(kind, form):
+    model = Transformer(config(attention=form), rngs=nnx.Rngs(0))
+    for number, block in enumerate(model.blocks):
+        block.attention = kind(model.config, None, rngs=nnx.Rngs(number))
+    return model
+
+
+KERNELS = {
+    "heads-tp": (MixedHeads, lambda: tensor_parallel("transformer"), "tp=2"),
+    "heads-dp": (MixedHeads, ddp, "dp=2"),
+    "samples-tp": (MixedSamples, lambda: tensor_parallel("transformer"), "tp=2"),
+    "samples-dp": (MixedSamples, ddp, "dp=2"),
+    "heads-pp": (
+        MixedHeads,
+        lambda: compose(tensor_parallel("transformer"), pipelined(2, 2)),
+        "pp=2,tp=2",
+    ),
+}
+WRONG_AS_KERNEL = ("heads-tp", "samples-dp")
+
+
+@pytest.mark.sample("heads-tp-flash", "heads-dp-flash")
+@pytest.mark.parametrize("form", ["auto", "flash"])
+@pytest.mark.parametrize("row", KERNELS)
+def test_attention_of_ones_own_runs_as_a_kernel_only_if_nothing_is_mixed(row, form):
+    kind, make, axes = KERNELS[row]
+    run = functools.partial(compare, lambda: attending(kind, form), make(), axes)
+    if form == "flash" and row in WRONG_AS_KERNEL:
+        with pytest.raises(UnsupportedError, match=rf"{kind.__name__}\.attend .*form='einsum'"):
+            run()
+    else:
+        run()
+
+
+def twice(*arrays, dtype=None, **options):
+    return tuple(2 * x for x in arrays)
+
+
+class Bridged(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        return nn.Dense(64)(nn.Embed(64, 16, name="embed", promote_dtype=twice)(tokens))
+
+
+def test_a_linen_lookup_with_its_own_promotion_is_called_as_it_is():
+    def make():
+        return nnx.bridge.ToNNX(Bridged(), rngs=nnx.Rngs(0)).lazy_init(TOKENS[:, :-1])
+
+    compare(make, tensor_parallel({"embed$": "vocab"}), "tp=2")
+
+
+class Offset(nnx.Embed):
+    def __call__(self, ids):
+        return 2 * super().__call__((ids + 3) % 64)
+
+    def attend(self, x):
+        return 0.5 * super().attend(x)
+
+
+class Tied(nnx.Module):
+    def __init__(self):
+        self.embed = Offset(64, 16, rngs=nnx.Rngs(0))
+
+    def __call__(self, tokens):
+        return self.embed.attend(self.embed(tokens))
+
+
+def test_a_lookup_that_changes_its_ids_is_not_split():
+    compare(Tied, tensor_parallel({"embed$": "vocab"}), "tp=2")
+
+
+class RaisingBeforeHead(OwnBeforeHead):
+    def before_head(self, tokens):
+        if tokens.shape[0] == 1:
+            raise ValueError("at least two samples")
+        return super().before_head(tokens)
+
+
+def test_a_before_head_that_cannot_be_compared_is_not_used_and_a_warning_says_why():
+    with pytest.warns(UserWarning, match=r"before_head .* raises ValueError \(at least two samp"):
+        compare(lambda: RaisingBeforeHead(0.5), ddp(), "dp=2", loss=next_token_loss)
+
+
+class OwnAuxiliary(OwnBeforeHead):
+    def auxiliary(self):
+        return 1.0
+
+
+class OtherBeforeHead(OwnBeforeHead):
+    def before_head(self, tokens):
+        return self.hidden(tokens)
+
+
+def test_methods_of_other_meaning_are_told_what_the_loss_reads():
+    with pytest.raises(ConfigError, match=r"OwnAuxiliary.auxiliary returned a float; .*pair of a"):
+        next_token_loss(OwnAuxiliary(), BATCH)
+    with pytest.raises(ConfigError, match=r"before_head returned a \w+; the loss reads 'hidden'"):
+        next_token_loss(OtherBeforeHead(), BATCH)
+
+
+class DroppingBeforeHead(OwnBeforeHead):
+    def __init__(self, factor=1.0):
+        super().__init__(factor)
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+    def hidden(self, tokens):
+        return self.dropout(super().hidden(tokens))
+
+
+def test_a_before_head_with_dropout_is_compared():
+    for factor in (1.0, 0.5):
+        model = DroppingBeforeHead(factor)
+
+        def loss(model):
+            return next_token_loss(model, BATCH).mean
+
+        if factor == 1:
+            assert jnp.isfinite(nnx.jit(loss)(model))
+        else:
+            with pytest.raises(UnsupportedError, match="differs from this by"):
+                nnx.jit(loss)(model)
+
+
+def generated(model, prompts, count):
+    rows = []
+    for prompt in prompts:
+        row = list(prompt)
+        for _ in range(count):
+            row.append(int(jnp.argmax(model(jnp.array([row]))[0, -1])))
+        rows.append(row[len(prompt) :])
+    return rows
+
+
+class Negated(Transformer):
+    def __call__(self, tokens, segments=None):
+        return -super().__call__(tokens, segments)
+
+
+class Windowed(SelfAttention):
+    def attend(self, query, key, value, segments=None):
+        return einsum_attention(query, key, value, segments=segments, window=2)
+
+
+class Renamed(SelfAttention):
+    def attend(self, query, key, value, segments=None):
+        return einsum_attention(query, key, value, segments=segments)
+
+
+GENERATED = {
+    "call": lambda: Negated(config(), rngs=nnx.Rngs(0)),
+    "attend": lambda: attending(Windowed, "einsum"),
+    "same": lambda: attending(Renamed, "einsum"),
+}
+
+
+@pytest.mark.sample("attend")
+@pytest.mark.parametrize("kind", GENERATED)
+def test_generating_gives_the_tokens_of_the_models_call(kind, recwarn):
+    model = GENERATED[kind]()
+    prompts = [[1, 2, 3], [4]]
+    got = generate(model, prompts, 4, temperature=0).rows
+    assert got == generated(model, prompts, 4)
+    warned = [str(each.message) for each in recwarn]
+    assert any("inherits decode" in text for text in warned) == (kind != "same")
+
+
+def test_a_comparison_says_why_it_could_not_run():
+    weight = jnp.ones((8, 8))
+
+    def deep(x):
+        for _ in range(8):
+            x = jnp.tanh(x @ weight)
+        return x
+
+    def raises(x):
+        raise KeyError("speed")
+
+    shape = [jax.ShapeDtypeStruct((2, 8), jnp.float32)]
+    assert compare_functions(deep, deep, shape).is_equal
+    assert compare_functions(lambda x: deep(x) + deep(x), lambda x: 2 * deep(x), shape).is_equal
+    differs = compare_functions(lambda x: 1.01 * deep(x), deep, shape)
+    assert not differs.is_equal
+    assert "differs from this by" in differs.why
+    low = compare_functions(
+        lambda x: x.astype("bfloat16") + 1, lambda x: x.astype("bfloat16"), shape
+    )
+    assert low.was_run
+    key = jax.random.key(0)
+    for one, why in (
+        (raises, r"it raises KeyError ('speed') on arrays of float32[2, 8]"),
+        (lambda x: x + jax.random.normal(key), "random numbers are drawn"),
+        (lambda x: x.astype("complex64"), "no real numbers"),
+    ):
+        found = compare_functions(one, deep, shape)
+        assert (found.is_equal, found.was_run) == (False, False)
+        assert why in found.why
+    assert "the latter raises" in compare_functions(deep, raises, shape).why
+
+
+class OwnNorm(nnx.BatchNorm):
+    def __call__(self, x, *args, **kwargs):
+        mean, var = x.mean((0, 1)), x.var((0, 1))
+        return (x - mean) * jax.lax.rsqrt(var + 0.1) * self.scale[...]
+
+
+class Normed(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed, self.norm = nnx.Embed(64, 16, rngs=rngs), OwnNorm(16, rngs=rngs)
+        self.head = nnx.Linear(16, 64, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.norm(self.embed(tokens)))
+
+
+def test_a_batch_norm_of_ones_own_sees_the_whole_batch():
+    compare(Normed, ddp(), "dp=2")
+
+
+class Masked(nnx.Module):
+    """Attention that takes its mask as an argument, and gives its heads in one dim."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed, self.qkv = nnx.Embed(64, 16, rngs=rngs), nnx.Linear(16, 48, rngs=rngs)
+        self.out, self.head = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 64, rngs=rngs)
+
+    def attend(self, query, key, value, mask=None):
+        mixed = nnx.dot_product_attention(query, key, value, mask=mask)
+        return mixed.reshape(*mixed.shape[:2], -1)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        heads = (y.reshape(*y.shape[:2], 2, 8) for y in jnp.split(self.qkv(x), 3, axis=-1))
+        mask = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
+        return self.head(x + self.out(self.attend(*heads, mask=mask)))
+
+
+def test_a_plan_is_suggested_for_attention_of_another_form():
+    tokens = TOKENS[:, :-1]
+    plan = suggest_plan(Masked, tokens)
+    compare(Masked, tensor_parallel(plan), "tp=2")

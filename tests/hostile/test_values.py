@@ -162,7 +162,7 @@ def test_what_a_loss_returns(name):
     refused(lambda: build(loss_fn=LOSSES[name], batch=SHAPES), "loss")
 
 
-def test_what_a_loss_raises_is_its_own_and_says_for_which_batch():
+def test_an_error_of_a_loss_is_kept_and_names_the_batch():
     with pytest.raises(TypeError) as caught:
         build(loss_fn=lambda m, b: m(b["x"]).reshape(3).mean(), batch=SHAPES)
     (note,) = (x for x in caught.value.__notes__ if x.startswith("raised by"))
@@ -172,11 +172,48 @@ def test_what_a_loss_raises_is_its_own_and_says_for_which_batch():
     )
 
 
-def test_what_the_library_raises_within_a_loss_is_not_called_the_loss():
+def test_library_errors_inside_a_loss_do_not_blame_the_loss():
     with pytest.raises(TypeError) as caught:
         build(loss_fn=lambda m, b: axon_dist.precision.all_finite("x"), batch=SHAPES)
     (note,) = (x for x in caught.value.__notes__ if "loss_fn" in x)
     assert note.startswith("while axon_dist traced loss_fn(model, batch) for a batch of x: float32")
+
+
+class Raises(nnx.Linear):
+    def __call__(self, x):
+        raise RuntimeError("not today")
+
+
+class Layers(nnx.Module):
+    def __init__(self):
+        self.up = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+        self.down = Raises(8, 1, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.down(self.up(x))
+
+
+def test_a_method_of_the_users_that_the_library_calls_is_named():
+    plan = axon_dist.tensor_parallel({"up$": "column", "down$": "row"})
+    with pytest.raises(RuntimeError) as caught:
+        build(model=Layers, strategy=plan, world=World.emulate(2, "tp=2"), batch=SHAPES)
+    (note,) = (x for x in caught.value.__notes__ if "loss_fn" in x)
+    assert note.startswith(
+        "raised by Raises.__call__, which axon_dist.parallel.tensor calls, within loss_fn(model"
+    )
+
+
+TABLE = {"rate": 1.0}
+
+
+def rate_of(name):
+    return TABLE[name]
+
+
+def test_a_key_of_another_table_is_not_said_to_be_of_the_batch():
+    with pytest.raises(KeyError, match="decay"):
+        build(loss_fn=lambda m, b: mean_square(m, b) * rate_of("decay"), batch=SHAPES)
+    refused(lambda: build(loss_fn=lambda m, b: b["z"].mean(), batch=SHAPES), "looks up 'z'")
 
 
 def updates(change):

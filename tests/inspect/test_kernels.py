@@ -67,7 +67,7 @@ def test_the_products_of_splash_attention_are_counted():
     assert found.opaque == ()
 
 
-def test_what_xla_rematerialises_is_counted_with_its_work():
+def test_rematerialized_work_of_xla_is_counted():
     found = recomputed(HLO)
     assert (found.count, found.bytes, found.flops) == (3, 3 * 8 * 8 * 4, 3 * 2 * 8 * 8 * 4)
     assert "3 instructions" in str(found)

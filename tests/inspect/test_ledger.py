@@ -45,7 +45,7 @@ def ledger():
     )
 
 
-def test_totals(ledger):
+def test_totals_add_up(ledger):
     assert ledger.total_wire_bytes() == 352
     assert ledger.by_kind() == {"all-reduce": 100, "all-gather": 245, "reduce-scatter": 7}
     assert ledger.by_axis() == {"dp": 100, "fsdp": 240, "dp,fsdp": 5, "?": 7}

@@ -96,5 +96,26 @@ def test_products_take_the_time_of_their_shape(line, shape):
     assert found.utilization(shape.flops) == pytest.approx(expected)
 
 
-def test_of_an_unknown_chip_there_is_no_time():
+def test_an_unknown_chip_gives_no_time():
     assert model_time(LOOP) is None
+
+
+HIDDEN = """HloModule step, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: bf16[8192,8192], w: bf16[8192,8192], s: bf16[1024,8192]) -> (bf16[8192,8192], bf16[8192,8192]) {
+  %x = bf16[8192,8192]{1,0} parameter(0)
+  %w = bf16[8192,8192]{1,0} parameter(1)
+  %s = bf16[1024,8192]{1,0} parameter(2)
+  %start = (bf16[1024,8192]{1,0}, bf16[8192,8192]{1,0}) all-gather-start(%s), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+  %y = bf16[8192,8192]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %all = bf16[8192,8192]{1,0} all-gather-done(%start)
+  ROOT %out = (bf16[8192,8192]{1,0}, bf16[8192,8192]{1,0}) tuple(%y, %all)
+}
+"""  # noqa: E501
+
+
+def test_a_hidden_transfer_slows_compute_down():
+    found = model_time(HIDDEN, machine=H100)
+    wire = 7 / 8 * 2 * 8192**2 / H100.link
+    assert found.seconds["wire"] == pytest.approx(RATES.slowdown(wire))
+    assert found.seconds["products"] > wire

@@ -74,7 +74,7 @@ def test_waiting_for_one_transfer_gives_time_to_the_next():
     assert judged(*lines) == ["light", "hidden"]
 
 
-def test_what_is_covered_is_told_in_seconds():
+def test_hidden_time_is_reported_in_seconds():
     ledger = collectives(schedule(start(1), product(1), done(1)), machine=MACHINE)
     (row,) = ledger
     assert row.seconds == pytest.approx(0.7)
@@ -85,7 +85,7 @@ def test_what_is_covered_is_told_in_seconds():
     assert (ledger.exposed_bytes(), ledger.seconds("hidden")) == (0, 0)
 
 
-def test_what_covers_next_to_nothing_hides_nothing():
+def test_a_transfer_with_little_compute_is_not_hidden():
     lines = (start(1), product(1), done(1))
     for flops, expected in ((1e8, "exposed"), (5e7, "light")):
         fast = dataclasses.replace(MACHINE, flops=flops)

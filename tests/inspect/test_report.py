@@ -48,7 +48,7 @@ def test_it_prints_as_tables(compiled, mesh):
         assert words in text
 
 
-def test_of_cpus_no_exposure_is_told_and_units_fit_the_size(compiled, mesh):
+def test_cpu_reports_have_no_exposure_and_fitting_units(compiled, mesh):
     console = Console(file=io.StringIO(), width=120)
     with console.capture() as capture:
         console.print(report(compiled, mesh))
@@ -58,7 +58,7 @@ def test_of_cpus_no_exposure_is_told_and_units_fit_the_size(compiled, mesh):
     assert "3.58 kB" in text
 
 
-def test_of_cpus_it_says_that_nothing_is_scattered(compiled, mesh):
+def test_cpu_reports_say_that_nothing_is_scattered(compiled, mesh):
     split = NamedSharding(mesh, P("dp"))
     x, w = (jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=split) for _ in range(2))
     grad = jax.grad(lambda w, x: jnp.sum((x @ w) ** 2))

@@ -106,7 +106,7 @@ def test_each_loss_has_its_line():
     assert lines["kernels"] == lines["gaps"] == "model.py:7"
 
 
-def test_what_a_loop_runs_is_not_counted_twice():
+def test_a_loop_body_is_not_counted_twice():
     program = PROGRAM.replace(
         "ROOT %all-reduce.1",
         "%w = f32[64,64]{1,0} while(%a), body=%moved, condition=%moved, "

@@ -39,7 +39,7 @@ def accumulate(total, xs, flags):
     return jax.lax.scan(turn, (total, xs[0]), (xs, flags))[0]
 
 
-def test_what_a_branch_adds_to_stays_in_its_place():
+def test_sums_inside_a_branch_stay_in_place():
     xs, flags = jnp.ones((4, 64, 64)), jnp.ones(4, bool)
     found = read(lambda xs, flags: accumulate(jnp.zeros((64, 64)), xs, flags), xs, flags)
     (loop,) = [node for node in found.nodes if node.name == "scan"]
@@ -52,7 +52,7 @@ def test_what_a_branch_adds_to_stays_in_its_place():
     assert compiled(run, xs, flags) == pytest.approx(peak_of(found), rel=0.35)
 
 
-def test_what_a_conditional_gives_takes_the_place_of_what_it_is_given():
+def test_results_of_a_conditional_reuse_its_operands_memory():
     def run(x, w, flag):
         return jax.lax.cond(flag, lambda total: total + w @ x, lambda total: total, x @ w)
 
@@ -73,7 +73,7 @@ def test_what_a_conditional_gives_takes_the_place_of_what_it_is_given():
         ),
     ],
 )
-def test_what_may_be_written_over_what(function, expected):
+def test_only_outputs_of_the_same_kind_may_be_overwritten(function, expected):
     assert [set(one) for one in overwrites(read(function, X, W))] == expected
 
 
@@ -158,7 +158,7 @@ def kinds_of(found):
     return {one.kind for one, _ in found.sends()}
 
 
-def test_what_a_loop_begins_with_lies_as_what_it_hands_on():
+def test_a_loop_carry_keeps_its_sharding():
     """Zeros that shards are added to are shards."""
     mesh = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec("fsdp"))

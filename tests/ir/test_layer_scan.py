@@ -99,7 +99,7 @@ def test_groups_compute_the_same(group, lengths):
 @pytest.mark.full
 @pytest.mark.sample("False-expected1")
 @pytest.mark.parametrize(("prefetch", "expected"), [(True, [False, True]), (False, [True, True])])
-def test_what_runs_once_keeps_its_barrier(prefetch, expected):
+def test_programs_that_run_once_keep_their_barrier(prefetch, expected):
     barriers = []
 
     def look(jaxpr):
@@ -204,7 +204,7 @@ def unequal(remat=None, group=1):
 
 
 @pytest.mark.full
-def test_what_lies_between_two_units_is_not_a_chain():
+def test_code_between_two_units_breaks_the_chain():
     """A unit must feed the next one directly: here a tanh lies between."""
     run, rolled, params = unequal()
     assert find_chains(jax.make_jaxpr(run)(params, X).jaxpr) == []
@@ -357,7 +357,7 @@ def test_stacks_are_what_the_loop_has_on_them():
         assert f"the {byte_size(stacks)} of a loop's stacks" in str(choice)
 
 
-def test_what_another_platform_keeps_is_on_no_stack():
+def test_residuals_of_other_platforms_are_not_stacked():
     """A branch that is not taken leaves nothing for the backward pass."""
 
     def block(x):

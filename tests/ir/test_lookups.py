@@ -53,7 +53,7 @@ def test_lookups_are_found_with_their_ids(function, casts, mode):
     np.testing.assert_array_equal(table[ids], function(TABLE, IDS))
 
 
-def test_what_is_no_lookup():
+def test_gathers_that_are_not_lookups_are_not_found():
     for function in (
         lambda table, ids: jax.nn.one_hot(ids, 8) @ table,
         lambda table, ids: table[:, ids],

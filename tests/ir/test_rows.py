@@ -43,7 +43,7 @@ def test_rows_give_what_the_array_gives(name, length):
 
 
 @pytest.mark.parametrize("name", ["max within", "reshape within", "transpose within", "norm"])
-def test_what_keeps_rows_apart_stacks_nothing(name):
+def test_per_row_operations_stack_nothing(name):
     run = lambda *rows: by_rows(PROGRAMS[name])(Stacked(rows)).rows
     program = jax.make_jaxpr(run)(*np.ones((3, 4, 3), np.float32))
     names = [equation.primitive.name for equation in program.eqns]

@@ -20,7 +20,7 @@ def where(env):
     return spec.coordinator_address, spec.num_processes, spec.process_id, spec.local_device_ids
 
 
-def test_nothing_said_is_one_process():
+def test_no_settings_mean_one_process():
     spec = from_env({})
     assert where({}) == ("localhost:29500", 1, 0, None)
     assert (spec.local_rank, spec.is_distributed) == (0, False)

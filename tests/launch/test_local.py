@@ -373,6 +373,6 @@ For simplicity, JAX has removed its internal frames from the traceback.
     ],
     ids=["traceback", "ours behind it", "ours", "plain", "cut off", "nothing"],
 )
-def test_last_words(tmp_path, text, words):
+def test_the_last_lines_of_a_log_are_kept(tmp_path, text, words):
     (tmp_path / "log").write_text(text)
     assert last_words(tmp_path / "log") == words

@@ -45,7 +45,7 @@ def run(tmp_path, program=PROGRAM, **options):
     return code, told, [path.read_text().splitlines() for path in sorted(starts.iterdir())]
 
 
-def test_a_lost_rank_starts_again_beside_the_same_memory(tmp_path):
+def test_a_lost_rank_restarts_with_the_same_memory(tmp_path):
     code, told, starts = run(tmp_path, grace=0.0)
     assert code == 0
     assert [len(lines) for lines in starts] == [2, 2, 2]
@@ -100,7 +100,7 @@ def test_rejoining_needs_a_run_that_can_shrink():
             LaunchPlan(command=("true",), elastic=elastic, rejoin_after=seconds)
 
 
-def test_what_a_killed_launcher_left_is_removed_and_nothing_else():
+def test_only_leftovers_of_a_killed_launcher_are_removed():
     with tempfile.TemporaryDirectory() as root:
         left = Path(root, f"axon-{os.getuid()}-left")
         left.mkdir()

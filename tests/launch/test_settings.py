@@ -37,7 +37,7 @@ def differing(one, other):
         ),
     ],
 )  # fmt: skip
-def test_what_of_the_environment_must_be_alike(one, other, names):
+def test_environment_variables_that_must_agree_between_hosts(one, other, names):
     assert list(differing(one, other)) == names
     assert sorted(differing(other, one)) == sorted(names)
     assert differing(one, one) == ()

@@ -15,7 +15,7 @@ def test_alone_by_default():
     assert spec.is_complete
 
 
-def test_what_a_cluster_still_has_to_say():
+def test_a_cluster_with_missing_settings_is_incomplete():
     spec = LaunchSpec(coordinator_address=None, num_processes=None, process_id=None, source="slurm")
     assert spec.is_distributed
     assert not spec.is_complete

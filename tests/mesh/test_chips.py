@@ -133,7 +133,7 @@ def test_chips_are_known_by_what_they_are(kind, name):
         ("TPU v3", None, "without options of their own"),
     ],
 )
-def test_of_a_chip_without_a_row_a_sentence_says_what_is_not_known(kind, capability, options):
+def test_an_unknown_chip_is_reported(kind, capability, options):
     mesh = mesh_of(kind, capability)
     assert unknown_chip(mesh) == (
         f"the table of chips has no row for {kind!r}: steps are compiled {options}, and neither "

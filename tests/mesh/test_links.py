@@ -62,7 +62,7 @@ def test_meshes_without_slow_axes_keep_the_order():
         ("nodes=2,fsdp=2", [0, 0, 0, 1], "2 slices of 1 or 3 devices"),
     ],
 )
-def test_what_would_cross_slow_links_is_refused(axes, nodes, message):
+def test_traffic_over_slow_links_is_refused(axes, nodes, message):
     with pytest.raises(MeshError, match=message):
         by_links(MeshSpec(axes), devices(nodes))
 

@@ -65,3 +65,9 @@ def test_attention_lies_between_the_rows_of_its_table():
 def test_a_chip_that_was_not_measured_says_so():
     assert rates_of(hardware("b200")).source.startswith("not measured")
     assert rates_of(hardware("h100")) is H100
+
+
+def test_a_hidden_transfer_takes_processors_of_a_gpu():
+    assert H100.slowdown(132.0) == 24.0
+    assert rates_of(hardware("a100-80")).slowdown(108.0) == 24.0
+    assert rates_of(hardware("v5p")).slowdown(1.0) == 0.0

@@ -95,3 +95,36 @@ def test_the_environment_may_ask_for_more_devices_than_the_first_world():
     run = [sys.executable, "-c", program]
     done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=120)
     assert done.stdout == "4\n", done.stderr
+
+
+LARGER = """
+import jax, jax.numpy as jnp, numpy as np, optax
+from flax import nnx
+from axon_dist import World, build_train_step, ddp
+
+def trained(world, state=None):
+    make = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    step = build_train_step(make, optax.sgd(0.1), loss, ddp(), world, batch=batch)
+    state = step.init() if state is None else state
+    return step, *step(state, batch)
+
+loss = lambda model, batch: jnp.mean((model(batch["x"]) - 1) ** 2)
+batch = {"x": np.ones((8, 8), np.float32)}
+one = World.emulate(1)
+before = jnp.arange(8.0)
+small, state, metrics = trained(one)
+four = World.emulate(4)
+assert (four.size, jax.device_count(), World.emulate(2).size) == (4, 4, 2)
+_, _, again = trained(four)
+np.testing.assert_allclose(again["loss"], metrics["loss"], rtol=1e-6)
+state, later = small(state, batch)
+assert later["loss"] < metrics["loss"]
+assert (before + jnp.ones(8)).sum() == 36
+print("done")
+"""
+
+
+def test_a_later_world_may_be_larger():
+    run = [sys.executable, "-c", LARGER]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "done\n", done.stderr

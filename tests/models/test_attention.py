@@ -141,7 +141,7 @@ def test_every_form_has_a_name():
     assert sorted(ATTENTION_FORMS) == ["auto", "cudnn", "einsum", "flash"]
 
 
-def test_what_runs_is_told_with_what_would_fuse_it(monkeypatch):
+def test_the_attention_that_runs_is_reported_with_advice(monkeypatch):
     shape = 1024, 4, 64
     assert describe_attention("auto", "cpu", "float32", shape) == (
         "einsum, which stores the scores of all pairs: there is no fused kernel for CPUs"

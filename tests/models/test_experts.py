@@ -84,7 +84,7 @@ def test_the_bias_chooses_and_does_not_weigh():
     assert float(model.report[...][3]) == 2.0
 
 
-def test_what_is_only_looked_at_leaves_no_trace():
+def test_evaluation_changes_no_state():
     model = layer(count=4, bias_rate=0.5)
     model.eval()
     called(model, inputs())

@@ -146,7 +146,7 @@ def total(x):
     return x.sum(axis=1)
 
 
-def test_what_cannot_be_generated_with_is_refused():
+def test_models_and_options_unfit_for_generation_are_refused():
     with pytest.raises(
         UnsupportedError, match=r"Plain has no cache .* depend on the tokens behind"
     ):

@@ -75,7 +75,7 @@ def test_classification_loss_is_the_mean():
     assert float(metrics["accuracy"]) == pytest.approx(np.mean(likeliest == batch["y"]))
 
 
-def test_of_equal_logits_the_first_is_the_likeliest():
+def test_the_first_of_equal_logits_is_the_likeliest():
     logits = np.array([[1, 2, 2, 0]] * 4, np.float32)
     assert jax.jit(is_likeliest)(logits, np.arange(4)).tolist() == [0, 1, 0, 0]
 

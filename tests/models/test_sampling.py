@@ -46,6 +46,7 @@ def test_the_distribution_is_that_of_numpy(options):
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+@pytest.mark.full
 def test_draws_have_the_frequencies_of_the_distribution():
     sampling, count = Sampling(temperature=1.5, top_k=4, top_p=0.9), 20_000
     logits = jnp.broadcast_to(jnp.asarray(LOGITS[0]), (count, 6))

@@ -38,7 +38,7 @@ def test_a_difference_is_refused_by_all_in_one_line(start):
 
 @pytest.mark.full
 @pytest.mark.multiprocess
-def test_what_is_of_one_process_may_differ(start, tmp_path):
+def test_settings_of_one_process_may_differ(start, tmp_path):
     processes = start(2, "-c", PROGRAM, "own", str(tmp_path))
     assert processes.wait((0, 1), timeout=60) == [0, 0]
     assert all("met 2" in processes.text(rank) for rank in (0, 1))

@@ -95,7 +95,7 @@ def test_pairs_without_a_common_document_are_left_out(monkeypatch):
 
 @pytest.mark.sample("1e-25", "0.0")
 @pytest.mark.parametrize("scale", [1.0, 1e-25, 0.0])
-def test_what_stands_for_the_result_has_its_delta(scale):
+def test_stand_ins_of_a_result_have_its_delta(scale):
     queries, _ = arrays()
     cotangent = queries.cotangent * scale
     delta = jnp.sum(queries.out * cotangent, -1)

@@ -108,6 +108,7 @@ def test_gradients_come_in_the_dtype_of_what_they_are_of(dtype):
         np.testing.assert_allclose(mine.astype("float32"), want, rtol=0.02, atol=2e-3)
 
 
+@pytest.mark.full
 def test_positions_may_have_any_dims_and_vmap_goes_through():
     want = linear_cross_entropy(HIDDEN, KERNEL, LABELS, WEIGHTS).total
     flat = linear_cross_entropy(HIDDEN.reshape(-1, 8), KERNEL, LABELS.ravel(), WEIGHTS.ravel())
@@ -184,6 +185,7 @@ def test_one_pass_gives_what_two_give():
     np.testing.assert_allclose(one[1], two[1], rtol=1e-6)
 
 
+@pytest.mark.sample("0.0-0.001-1.2-50257")
 @pytest.mark.parametrize("classes", [50_257, 128_256])
 @pytest.mark.parametrize(("lean", "nats", "times"), [(0.0, 1e-3, 1.2), (10.0, 2e-3, 4.0)])
 def test_bfloat16_logits_beside_products_in_bfloat16(classes, lean, nats, times):
@@ -235,6 +237,7 @@ def test_chunks_grow_with_the_head_and_the_memory_of_the_chip(memory_bytes, chun
     assert len(products) == 3
 
 
+@pytest.mark.full
 def test_the_number_of_chunks_changes_no_number():
     operands = Operands(HIDDEN, KERNEL, LABELS, WEIGHTS)
     results = [

@@ -71,7 +71,7 @@ def test_a_merged_kernel_keeps_its_dtype():
     assert merge_lora(moved(model)).kernel[...].dtype == jnp.bfloat16
 
 
-def test_what_cannot_be_adapted_is_refused():
+def test_layers_without_lora_support_are_refused():
     with pytest.raises(ConfigError, match=r"rank=0, an int; give a whole number, at least 1"):
         lora(Net(nnx.Rngs(0)), 0, rngs=nnx.Rngs(1))
     with pytest.raises(ConfigError, match=r"the path 'mlp', which finds none .*attention/key, att"):
@@ -81,7 +81,7 @@ def test_what_cannot_be_adapted_is_refused():
         lora(stacked, 2, rngs=nnx.Rngs(1))
 
 
-def test_what_cannot_be_merged_is_refused():
+def test_adapters_that_cannot_be_merged_are_refused():
     with pytest.raises(ConfigError, match=r"merge_lora found no adapters in the model"):
         merge_lora(Net(nnx.Rngs(0)))
     alone = nnx.List([nnx.LoRA(4, 2, 4, rngs=nnx.Rngs(0))])

@@ -130,7 +130,7 @@ def once_and_again(x, dtype):
     power=st.integers(-40, 40),
     dtype=st.sampled_from([FORWARD, BACKWARD]),
 )
-def test_what_is_rounded_rounds_to_itself(values, power, dtype):
+def test_rounding_is_idempotent(values, power, dtype):
     """Though its scale may be half as large, where the largest was rounded down."""
     once, again = once_and_again(np.array(values, np.float32) * np.float32(2.0**power), dtype)
     np.testing.assert_array_equal(again, once)
@@ -146,7 +146,7 @@ def test_small_values_in_float16_stay_finite():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_stays_so(bad):
+def test_non_finite_values_stay_non_finite(bad):
     found = rounded(jnp.array([bad, 1.0]), FORWARD)
     assert np.isnan(float(found.values[0]))
 
@@ -253,7 +253,7 @@ def split_by_features():
     [(lambda: fsdp(min_elements=8), "fsdp=8", 1), (split_by_features, "fsdp=4,tp=2", 2)],
     ids=["fsdp", "tp"],
 )
-def test_what_computes_in_fp8_travels_as_a_byte(make, mesh, tp):
+def test_fp8_weights_are_gathered_as_bytes(make, mesh, tp):
     """Twice, forward and backward, and all else as it computes; gradients as before."""
     step = built(make(), mesh)
     batch = {"x": jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)}

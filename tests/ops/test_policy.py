@@ -34,7 +34,7 @@ def test_presets():
         (MixedPrecision(compute=jnp.float16), MixedPrecision(compute="float16")),
     ],
 )
-def test_of_reads_every_spelling(choice, expected):
+def test_precision_of_reads_every_spelling(choice, expected):
     assert MixedPrecision.of(choice) == expected
 
 

@@ -74,7 +74,7 @@ def test_equals_optax_and_has_its_state(name):
         ({"preconditioning": "frobenus"}, "unknown preconditioning 'frobenus'. Did you mean"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, text):
+def test_unsupported_settings_are_refused(arguments, text):
     with pytest.raises(ConfigError, match=text):
         muon(0.02, **arguments)
 

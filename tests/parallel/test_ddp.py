@@ -43,7 +43,7 @@ def test_a_group_by_ranks_is_refused(world):
         DDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), world.new_group([0, 1]))
 
 
-def test_manners_of_the_wrapper(world):
+def test_a_wrapper_calls_trains_and_evaluates_its_module(world):
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
     wrapped = DDP(model, world.group("dp"))
     x = jnp.ones((4, 2))
@@ -174,3 +174,11 @@ def test_the_reduce_dtype_is_that_of_the_wire(world):
     text = compiled(world, 1, reduce_dtype="float16").as_text()
     reductions = [line for line in text.splitlines() if " all-reduce(" in line]
     assert any("f16[" in line for line in reductions)
+
+
+def test_a_function_that_makes_the_module_is_taken_as_fsdp_takes_it(world):
+    wrapped = DDP(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)), world.group("dp"))
+    assert wrapped.strategy.name == "ddp"
+    assert wrapped.parameters()["kernel"].shape == (2, 3)
+    with pytest.raises(ConfigError, match=r"sync_parameters.* needs a module, and got a function"):
+        wrapped.sync_parameters()

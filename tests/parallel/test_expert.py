@@ -16,14 +16,8 @@ from axon_dist.core.errors import (
 )
 from axon_dist.inspect import collectives
 from axon_dist.models import ExpertConfig, Transformer, TransformerConfig, next_token_loss
-from axon_dist.parallel import (
-    StageChain,
-    expert_parallel,
-    fsdp,
-    local_sgd,
-    pipelined,
-    suggest_plan,
-)
+from axon_dist.parallel import expert_parallel, fsdp, local_sgd, pipelined, suggest_plan
+from axon_dist.wrappers import StageChain
 from tests.contracts.models import Case
 from tests.contracts.reference import METRICS, assert_close, assert_metrics, train
 

@@ -29,6 +29,15 @@ def test_full_shard_is_the_default_and_every_name_a_stage(world):
     assert layout(fsdp("hybrid_shard", ("dp", "fsdp"))) == (("fsdp",), "microbatch", ("fsdp",))
 
 
+def test_axes_come_first_and_the_old_order_gives_the_same_strategy():
+    hybrid = fsdp(("dp", "fsdp"), "hybrid_shard")
+    assert hybrid == fsdp("hybrid_shard", ("dp", "fsdp"))
+    assert hybrid == fsdp(sharding_strategy="hybrid_shard", axes=("dp", "fsdp"))
+    assert fsdp("dp") == fsdp("full_shard", "dp") == fsdp(axes=("dp",))
+    assert fsdp("shard_grad_op", axes=("dp",)) == zero(2, "dp")
+    assert fsdp(axes="dp", cpu_offload="full") == zero(3, "dp", cpu_offload="full", name="fsdp")
+
+
 def test_options_reach_the_strategy():
     made = fsdp(
         cpu_offload="full",
@@ -48,14 +57,14 @@ def test_refusals(world):
         ConfigError,
         match=r"ShardingStrategy got 'full', and has no such member\. Did you mean 'full_shard'",
     ):
-        fsdp("full")
+        fsdp(sharding_strategy="full")
     with pytest.raises(ConfigError, match=r"hybrid_shard got the axes \('fsdp',\); it needs one"):
         fsdp("hybrid_shard")
     with pytest.raises(GroupError, match=r"FSDP got the .*world\.group"):
         FSDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), world.new_group([0, 1]))
 
 
-def test_manners_of_the_wrapper(world):
+def test_a_wrapper_calls_trains_and_evaluates_its_module(world):
     module = nnx.Sequential(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
     model = FSDP(module, world.group("dp"))
     assert model.eval().is_training is False
@@ -134,7 +143,7 @@ def test_estimates_of_a_layer_of_5050_parameters(make_world, num_ranks):
     world = make_world(f"dp={num_ranks}")
     model = FSDP(nnx.Linear(100, 50, rngs=nnx.Rngs(0)), world.group("dp"))
     rows = model.compare_strategies()
-    assert [row.strategy for row in rows] == ["no_shard", "shard_grad_op", "full_shard"]
+    assert [row.strategy for row in rows] == ["no_shard", "zero2", "fsdp"]
     whole, part = 16 * 5050, 16 * (5000 // num_ranks + 50)
     # Of shard_grad_op the parameters are whole; gradients and both moments are split.
     assert [row.total_memory_bytes for row in rows] == [whole, whole // 4 + part * 3 // 4, part]

@@ -6,7 +6,7 @@ import jax
 import optax
 import pytest
 
-from axon_dist import CPUOffload, build_train_step, fsdp
+from axon_dist import CPUOffload, build_train_step, fsdp, zero
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.parallel.plans import check_offload
 
@@ -37,10 +37,11 @@ def test_memory_kinds_of_the_state(world, offload, params, moments):
 
 
 @pytest.mark.full
-def test_a_step_computes_the_same_and_leaves_the_state_on_the_host(world):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_computes_the_same_and_leaves_the_state_on_the_host(world, stage):
     states = {}
     for offload in ("none", "full"):
-        strategy = fsdp(axes=("dp",), cpu_offload=offload, min_elements=8)
+        strategy = zero(stage, "dp", cpu_offload=offload, min_elements=8)
         step = build_train_step(tower.make(1), optax.sgd(0.1), tower.loss_fn, strategy, world)
         states[offload], _ = step(step.init(), tower.batch())
     assert kinds(states["full"].params) == {"pinned_host"}

@@ -16,7 +16,8 @@ def test_rows_are_over_the_data_axes_of_the_mesh(make_world):
         2, ("dp", "fsdp"), min_elements=3
     )
     assert STRATEGIES["hybrid_shard"](None, world) == fsdp("hybrid_shard", ("dp", "fsdp"))
-    names = {"ddp", "zero1", "zero2", "zero3", "no_shard", "shard_grad_op", "full_shard"}
+    assert STRATEGIES["full_shard"](None, world) == fsdp(axes=("dp", "fsdp"))
+    names = {"ddp", "zero1", "zero2", "fsdp", "hybrid", "tensor", "context", "expert", "pipeline"}
     assert names < set(STRATEGIES)
 
 
@@ -36,7 +37,7 @@ def test_a_mesh_without_data_axes(make_world):
 
 
 def test_signatures_show_what_is_left_to_say():
-    options = lambda name: set(inspect.signature(STRATEGIES[name]).parameters)
+    options = lambda name: set(inspect.signature(STRATEGIES[name].make).parameters)
     assert "bucket_capacity" in options("ddp")
     assert "cpu_offload" in options("full_shard")
     assert "min_elements" in options("zero1")

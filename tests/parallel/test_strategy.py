@@ -69,7 +69,7 @@ def test_impossible_reductions(options, message):
         ({"sync_buffers": False}, 1, True),
     ],
 )
-def test_what_needs_a_manual_region(options, microbatches, local):
+def test_settings_that_need_a_manual_region_get_one(options, microbatches, local):
     assert Reduction(**options).is_local(microbatches, jnp.dtype("float32")) is local
 
 
@@ -116,7 +116,7 @@ def test_one_axis_may_stand_alone():
     assert zero(1, "x", shard_axes="x") == zero(1, ("x",))
 
 
-def test_what_is_no_strategy():
+def test_values_that_are_not_strategies_raise():
     with pytest.raises(ConfigError, match=r"got 'ddp' for a strategy; give one such as ddp\(\)"):
         compose("ddp", ddp())
     with pytest.raises(ConfigError, match=r"unknown ZeRO stage '1'; it must be a number from 0 to"):
@@ -126,7 +126,7 @@ def test_what_is_no_strategy():
 def test_a_conflict_names_only_what_differs():
     with pytest.raises(StrategyConflictError) as caught:
         compose(ddp(per="step"), fsdp(reduction=Reduction(per="microbatch")))
-    assert "is per='step' in 'ddp' and per='microbatch' in 'full_shard'; set" in str(caught.value)
+    assert "is per='step' in 'ddp' and per='microbatch' in 'fsdp'; set" in str(caught.value)
     with pytest.raises(StrategyConflictError) as caught:
         compose(pipelined(2, 4), pipelined(2, 8))
     assert "schedule='eager_1f1b' of 2 stages and 4 microbatches in 'pipeline'" in str(caught.value)

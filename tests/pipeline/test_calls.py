@@ -87,7 +87,7 @@ def test_a_block_lies_on_the_rank_that_calls_it(order, schedule, own, shared):
 
 
 @pytest.mark.parametrize("shared", [(), BLOCKS[:1], BLOCKS, (("blocks", 1, "bias"),)])
-def test_what_all_ranks_have_is_stored_as_it_is(shared):
+def test_replicated_values_are_stored_once(shared):
     kept = tuple(block for block in BLOCKS if block not in shared)
     boundaries = (0, len(kept) // 2, len(kept))
     stages = Stages(kept, boundaries, (0, 1), 2, shared=shared)

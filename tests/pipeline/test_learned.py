@@ -105,7 +105,7 @@ def test_a_buffer_that_two_stages_read_is_no_stages_own():
         buffers_over_time(trace, buffers, 2, learned)
 
 
-def test_what_is_read_needs_the_order_of_the_microbatches():
+def test_buffers_that_are_read_need_the_order_of_microbatches():
     trace, _ = traced(telling_loss, params_of(), rank_buffers(), microbatch(0))
     turned = Schedule.from_csv("0F1,0F0,,0B1,0B0\n,1F1+1B1,1F0+1B0,,\n", "turned")
     check_order(trace, rank_buffers(), build_schedule("1f1b", 2, 2), {0: 0, 1: 1})
@@ -126,5 +126,5 @@ def test_buffers_of_stacked_blocks_are_taken_apart_but_for_streams():
     assert jax.tree.map(jnp.shape, together) == jax.tree.map(jnp.shape, whole)
 
 
-def test_what_stays_in_a_stage_is_not_sent():
+def test_values_within_a_stage_are_not_sent():
     assert Wire([1], [2], [3]).sent == Wire([1], [2])

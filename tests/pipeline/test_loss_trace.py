@@ -38,7 +38,7 @@ def test_calls_are_those_of_the_blocks():
         assert trace.params[*block, "kernel"] in trace.jaxpr.eqns[call].invars
 
 
-def test_what_is_made_of_the_batch_alone_is_held_whole():
+def test_values_of_the_batch_alone_are_replicated():
     def forward(params, buffers, batch):
         shifted = batch["x"][:, 1:]
         x = layer_of(params["blocks"][0], batch["x"] * params["embed"][0, 0])
@@ -51,7 +51,7 @@ def test_what_is_made_of_the_batch_alone_is_held_whole():
     assert [tuple(v.aval.shape) for v in pinned] == [(3, 1)]
 
 
-def test_what_a_unit_hands_through_is_read_from_where_it_came():
+def test_values_passed_through_a_unit_are_read_from_their_source():
     keyed = unit(lambda block, x, key: (x + jax.random.normal(key, x.shape) * block["bias"], key))
 
     def forward(params, buffers, batch):

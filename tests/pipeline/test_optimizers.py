@@ -14,6 +14,7 @@ from axon_dist import build_train_step, compose, zero
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.core.tree import is_key, leaves_with_paths
 from axon_dist.inspect import collectives
+from axon_dist.optim import adamw_8bit
 from axon_dist.parallel import ddp, pipelined
 from axon_dist.sharding import optimizer_shardings, shardings
 from axon_dist.step.parts import split_model
@@ -113,6 +114,7 @@ RECIPES: dict[str, Callable[[], Any]] = {
     "sgd momentum": lambda: optax.sgd(0.1, momentum=0.9),
     "adamw": lambda: optax.adamw(1e-2),
     "adamw bf16 mu": lambda: optax.adamw(1e-2, mu_dtype=jnp.bfloat16),
+    "adamw 8 bits": lambda: adamw_8bit(1e-2, weight_decay=0.5, mask=matrices, min_size=64),
     "adamw ndim mask": lambda: optax.adamw(1e-2, weight_decay=0.5, mask=matrices),
     "clip adamw": lambda: optax.chain(CLIP, optax.adamw(optax.cosine_decay_schedule(1e-2, 10))),
     "lamb": lambda: optax.lamb(1e-2),
@@ -157,6 +159,7 @@ RECIPES: dict[str, Callable[[], Any]] = {
 DEFAULT = {
     "rows": (
         "clip adamw",
+        "adamw 8 bits",
         "adamw ndim mask",
         "clip lamb",
         "adafactor",
@@ -221,7 +224,7 @@ OVER_LAYERS = ("clip agc", "prodigy", "by place")
 
 @pytest.mark.sample("by place")
 @pytest.mark.parametrize("name", OVER_LAYERS)
-def test_what_works_along_the_stacked_layers_is_refused(name, make_world):
+def test_optimizers_across_stacked_layers_are_refused(name, make_world):
     with pytest.raises(UnsupportedError, match=r"'grads/blocks/0/\w+/kernel', and the operation"):
         check_on(name, "stack", pipelined(2, 2), make_world("pp=2"))
 
@@ -358,7 +361,7 @@ def test_a_mask_of_another_model_is_refused(strategy, make_world):
 
 
 @pytest.mark.parametrize("model", ["rows", "vectors"])
-def test_what_needs_whole_blocks_of_several_stages_is_refused(model, make_world):
+def test_optimizers_that_need_blocks_of_several_stages_are_refused(model, make_world):
     with pytest.raises(UnsupportedError, match=r"of 'grads/blocks/0/down/kernel', and the oper.*'"):
         build_train_step(
             Net(MODELS[model]),

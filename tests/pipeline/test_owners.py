@@ -66,7 +66,7 @@ def test_a_choice_for_several_owners_selects_for_each():
     ]
 
 
-def test_what_one_owner_alone_reads_is_made_there():
+def test_values_of_one_owner_are_computed_there():
     fill = lambda a, b: (a + jnp.ones(SIZE), b + 1)
     program = program_of(fill, ["a", "b"], ["a", "b"])
     assert ("broadcast_in_dim", "a", 0) in work(program)
@@ -88,7 +88,7 @@ def test_results_of_another_owner_are_refused():
         program_of(lambda a, b: (b, a), ["a", "b"], ["a", "b"])
 
 
-def test_what_nobody_needs_is_not_run():
+def test_unused_results_are_not_computed():
     drop = lambda a, b: (jnp.concatenate([a, b]), a)[1:]
     program = program_of(drop, ["a", "b"], ["a"])
     assert program.operations == ()

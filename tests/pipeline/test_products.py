@@ -91,7 +91,7 @@ def test_gradients_of_weights_sum_over_one_dim(function):
     assert len(plain) == len(joined)
 
 
-def test_what_is_recomputed_stays_so():
+def test_recomputed_blocks_stay_recomputed():
     x, w = normal(0, 2, 3, 8), normal(1, 8, 6)
     remat = jax.checkpoint(matmul)
     counts = [
@@ -114,7 +114,7 @@ def test_trees_go_in_and_out():
     assert result["n"] == 2
 
 
-def test_what_products_share_is_joined_once():
+def test_shared_products_are_computed_once():
     shared = lambda x, w: x @ w + jnp.sin(x @ w) + x @ jnp.cos(w)
     x, w = normal(0, 2, 3, 8), normal(1, 8, 6)
     found = list(equations(jax.make_jaxpr(with_combined_rows(shared))(x, w).jaxpr))

@@ -115,7 +115,7 @@ def with_a_borrowed_weight(params, buffers, batch):
 @pytest.mark.parametrize(
     "forward", [with_tap, with_change_between, with_a_turned_block, with_a_borrowed_weight]
 )
-def test_what_is_no_chain_of_equals_is_not_taken_for_one(forward):
+def test_unequal_blocks_are_not_treated_as_a_chain(forward):
     params = params_of()
     trace, _ = traced(forward, params, buffers_of(), microbatch(0))
     assert UniformStages.find(trace, stored(params, *PLACED["v"])) is None

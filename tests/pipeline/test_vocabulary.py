@@ -162,7 +162,7 @@ def test_a_bias_is_split_with_its_kernel():
         ),
     ],
 )
-def test_what_cannot_be_split_is_refused(make, loss_fn, error, said):
+def test_vocabularies_that_cannot_be_split_are_refused(make, loss_fn, error, said):
     with pytest.raises(error, match=said) as found:
         compiled(make, loss_fn)
     assert "or leave split_vocabulary out" in str(found.value)
@@ -224,7 +224,7 @@ def test_ids_that_the_table_has_no_row_for_are_what_they_are_on_one_device():
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_what_was_looked_up_is_kept_only_where_the_way_back_reads_it(norm):
+def test_lookups_are_kept_only_if_the_backward_pass_reads_them(norm):
     row = lambda data: data.rows[0] * (data.rows[0] if norm else 3.0)
     start = Start(lambda rest, data: Wire([row(data)], []), {}, {}, Data([], []))
     assert start.reads_rows([jnp.ones((2, 3))], [jnp.ones((2, 3))]) is norm

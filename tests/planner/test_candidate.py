@@ -12,8 +12,8 @@ from axon_dist.train.config import RunConfig, build_strategy
         ({"tp": 4}, "tp", "dp=1,tp=4"),
         ({"pp": 2, "tp": 4}, "pp + tp", "pp=2,dp=1,tp=4"),
         ({"strategy": "shard_grad_op", "dp": 8}, "zero2", "dp=8"),
-        ({"strategy": "fsdp", "pp": 2, "fsdp": 2, "tp": 2}, "pp + tp + full_shard", None),
-        ({"strategy": "hybrid_shard", "dp": 2, "fsdp": 4}, "hybrid_shard", "dp=2,fsdp=4"),
+        ({"strategy": "fsdp", "pp": 2, "fsdp": 2, "tp": 2}, "pp + tp + fsdp", None),
+        ({"strategy": "hybrid_shard", "dp": 2, "fsdp": 4}, "hybrid", "dp=2,fsdp=4"),
         ({"dp": 2, "ep": 4}, "ep + ddp", "dp=2,ep=4"),
         ({"ep": 8}, "ep", "dp=1,ep=8"),
         ({"replicas": 2, "slow_replicas": SlowReplicas(), "dp": 4}, "diloco + ddp", "nodes=2,dp=4"),
@@ -24,7 +24,7 @@ from axon_dist.train.config import RunConfig, build_strategy
                 "strategy": "fsdp",
                 "fsdp": 2,
             },
-            "local_sgd + full_shard",
+            "local_sgd + fsdp",
             "pods=2,fsdp=2",
         ),
     ],
@@ -77,7 +77,7 @@ def test_the_lines_of_a_config_are_read_by_the_config(candidate, make_world):
             {"replicas": 2},
             "got replicas=2 and slow_replicas=None; several replicas need a SlowReplicas",
         ),
-        ({"strategy": "hybrid_shard", "fsdp": 8}, "dp=1 and fsdp=8; .* or take full_shard"),
+        ({"strategy": "hybrid_shard", "fsdp": 8}, "dp=1 and fsdp=8; .* or take fsdp"),
     ],
 )
 def test_impossible_candidates(fields, message):

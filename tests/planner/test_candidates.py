@@ -40,7 +40,7 @@ def test_tensor_parallelism_stays_inside_a_node():
 
 
 def test_hybrid_sharding_is_tried_between_nodes():
-    tried = [a for a in candidates(WORK, 16, H100) if a.strategy == "hybrid_shard"]
+    tried = [a for a in candidates(WORK, 16, H100) if a.strategy == "hybrid"]
     assert {(a.dp, a.fsdp) for a in tried} == {(2, 8)}
 
 

@@ -34,7 +34,7 @@ def test_elementwise_chains_are_written_out_once():
     assert peak_of(read(run, X, W)) == MATRIX + 4
 
 
-def test_what_the_backward_pass_reads_stays():
+def test_values_that_the_backward_pass_reads_are_kept():
     def run(w, x):
         for _ in range(4):
             x = jnp.cos(x @ w)
@@ -184,7 +184,7 @@ def placing(shape, spec):
         (True, {"dp": 4, "fsdp": 2}, [("all-reduce", MATRIX, 1)]),
     ],
 )
-def test_what_is_whole_behind_a_loop_is_scattered_once(is_pinned, axes, expected):
+def test_values_gathered_after_a_loop_are_scattered_once(is_pinned, axes, expected):
     pinned, owner = placing(axes, PartitionSpec()), placing(axes, PartitionSpec("dp"))
 
     def run(w, xs):
@@ -375,7 +375,7 @@ def test_a_turn_gathers_for_the_next_what_does_not_depend_on_it(waits):
 
 
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
-def test_what_is_added_up_and_sliced_is_scattered(platform):
+def test_sums_that_are_sliced_become_reduce_scatters(platform):
     """A sum that the program says, of which every rank keeps its shard."""
     owner = placing({"dp": 4}, PartitionSpec("dp"))
     summed = jax.shard_map(

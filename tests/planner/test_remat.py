@@ -63,7 +63,7 @@ def test_the_first_row_that_fits_is_taken(row):
     assert chosen(reading_of(remat).peak) == remat
 
 
-def test_what_the_compiled_step_needs_is_asked_last():
+def test_the_compiled_step_is_consulted_last():
     first, second, *_ = LADDER.values()
     needed, peak = reading_of(first).peak, lambda step: 2**60 if step.strategy.remat == first else 1
     assert chosen(needed, peak) == second

@@ -416,7 +416,7 @@ def test_what_the_parts_of_a_batch_give(name):
 
 
 @pytest.mark.parametrize("name", COUPLED)
-def test_what_couples_the_samples_and_where(name):
+def test_the_operation_and_line_that_couple_samples_are_named(name):
     loss_fn, why = COUPLED[name]
     use = find(loss_fn)
     assert use.loss.kind is Use.COUPLED, str(use)
@@ -540,7 +540,7 @@ CARRIES = {
 
 
 @pytest.mark.parametrize("name", CARRIES)
-def test_what_a_loop_over_samples_adds_to_stays_at_its_places(name):
+def test_sums_in_a_loop_over_samples_stay_in_place(name):
     step, is_sum = CARRIES[name]
     weights = np.arange(1.0, 5.0, dtype=np.float32).reshape(2, 2)
 

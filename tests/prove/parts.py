@@ -1,5 +1,6 @@
 """Data, and small models, of the programs that are proven here."""
 
+import functools
 import types
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 __all__ = [
-    "BATCH", "BIAS", "DATA", "KEY", "LABELS", "MASK", "SEQUENCE", "TARGETS", "TOKENS",
+    "BATCH", "BIAS", "DATA", "KEY", "LABELS", "MASK", "SEQUENCE", "SQUARE", "TARGETS", "TOKENS",
     "TOKEN_MASK", "WEIGHTS", "Net", "net", "normal", "placed", "sharded", "squared",
 ]  # fmt: skip
 
@@ -30,6 +31,7 @@ TOKEN_MASK = (_RNG.random((8, 12)) < 0.7).astype(np.float32)
 SEQUENCE = normal(2, 16, 8)
 WEIGHTS = {"up": 0.3 * normal(8, 8), "down": 0.3 * normal(8, 4)}
 BIAS = normal(4)
+SQUARE = 0.3 * np.random.default_rng(1).normal(size=(8, 8)).astype(np.float32)
 KEY = jax.random.key(3)
 DATA = P("dp")
 
@@ -63,6 +65,9 @@ class Net(nnx.Module):
 
 def lines_of(program):
     """The lines of a program that are marked, and the file."""
+    if isinstance(program, functools.partial):
+        # A program of a table of pairs is bound to its name and to whether it is wrong.
+        program = program.args[0]
     code = program.__code__
     with open(code.co_filename) as file:
         lines = file.read().splitlines()

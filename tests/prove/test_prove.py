@@ -1,5 +1,6 @@
 """Mistakes are found at their line, and nothing is found in right programs."""
 
+import dataclasses
 import json
 import pathlib
 import textwrap
@@ -14,7 +15,16 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from axon_dist.core.errors import ConfigError, MeshError
-from axon_dist.parallel import compose, ddp, fsdp, suggest_plan, tensor_parallel, zero
+from axon_dist.parallel import (
+    Reduction,
+    Strategy,
+    compose,
+    ddp,
+    fsdp,
+    suggest_plan,
+    tensor_parallel,
+    zero,
+)
 from axon_dist.prove import (
     Kind,
     MeshVariant,
@@ -23,9 +33,10 @@ from axon_dist.prove import (
     prove,
     prove_strategy,
 )
+from axon_dist.sharding import Decision, Policy
 from axon_dist.train.cli.main import main
 
-from . import planted
+from . import further, planted
 from .historic import HISTORIC
 from .parts import BATCH, DATA, TARGETS, Net, lines_of, sharded
 from .right import RIGHT
@@ -73,6 +84,24 @@ def test_a_mistake_of_history_is_found(name):
     # Of a derivative that is written by hand the line is that of the call of jax.grad.
     places = [place.line for place in report.mistakes[0].places]
     assert places[0] in lines or name == "MaxText PR 4959", report
+
+
+@pytest.mark.sample("running_sum_of_a_part", "dropout_of_copies_folded_with_their_rank")
+@pytest.mark.parametrize("name", further.WRONG)
+def test_a_further_mistake_is_found_at_its_line(name):
+    kind, make = further.WRONG[name]
+    report = prove(make, meshes=REAL)
+    assert report.mistakes, report
+    first = report.mistakes[0]
+    assert first.place.line in lines_of(make)[1], report
+    assert first.kind is kind, report
+
+
+@pytest.mark.sample("state_of_a_recurrence_that_starts_anew", "labels_shifted_within_a_part")
+@pytest.mark.parametrize("name", further.RIGHT)
+def test_nothing_is_found_in_a_further_right_program(name):
+    report = prove(further.RIGHT[name], meshes=REAL)
+    assert report.ok, report
 
 
 def test_a_mesh_that_a_function_closes_over_is_replaced(make_world):
@@ -251,7 +280,25 @@ def loss_fn(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
+@dataclasses.dataclass(frozen=True)
+class LastDim(Policy):
+    """A user's policy: splits the last dim of every matrix that divides."""
+
+    axis: str
+    label = "last dim"
+
+    def decide(self, path, shape, mesh, taken=P()):
+        divides = len(shape) == 2 and shape[1] % mesh.shape[self.axis] == 0
+        return Decision(P(None, self.axis) if divides else P(), self.label, "by its last dim")
+
+
+def own_strategy():
+    split = LastDim("dp")
+    return Strategy("last dim", ("dp",), params=split, opt_state=split, reduction=Reduction())
+
+
 STRATEGIES = {
+    "own": (own_strategy, "dp=4"),
     "ddp": (ddp, "dp=4"),
     "fsdp": (fsdp, "fsdp=4"),
     "zero1": (lambda: zero(1), "dp=4"),
@@ -263,7 +310,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.sample("fsdp")
+@pytest.mark.sample("own")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_step_of_a_strategy_is_proven(name):
     strategy, meshes = STRATEGIES[name]

@@ -84,7 +84,8 @@ def test_the_root_holds_what_it_should():
     if git.returncode:
         pytest.skip("no checkout of git")
     assert {path.partition("/")[0] for path in git.stdout.split()} == {
-        ".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md",
-        "SECURITY.md", "axon_dist", "benchmarks", "configs", "conftest.py", "docs", "examples",
+        ".ci", ".dockerignore", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "Dockerfile",
+        "LICENSE", "README.md", "SECURITY.md", "axon_dist", "benchmarks", "configs",
+        "conftest.py", "docs", "examples",
         "mkdocs.yml", "pyproject.toml", "tests",
     }  # fmt: skip

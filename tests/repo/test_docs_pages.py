@@ -8,6 +8,7 @@ import tomllib
 
 import pytest
 
+from axon_dist.parallel import STRATEGIES
 from axon_dist.train.cli.main import VERBS, _parse
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -15,6 +16,10 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 SETTINGS = (ROOT / "mkdocs.yml").read_text()
 EXTRAS = {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]}
+
+
+WRITTEN = {"sbatch": "slurm", "kubectl": "jobset"}
+"""Commands whose last argument is a file that `axon launch` writes, and the option that does."""
 
 
 def blocks(language, text):
@@ -40,13 +45,23 @@ def test_commands_can_be_typed_and_files_are_there(page):
     lines += re.findall(r"^(?:Printed|Drawn) by `(.*)`\.$", text, re.MULTILINE)
     for line in lines:
         program, *arguments = shlex.split(line)
+        if program == "srun":
+            program, *arguments = arguments
         program = pathlib.Path(program).name
         if program == "axon":
             assert _parse(arguments).verb in VERBS, line
         elif program == "pip":
             assert set(re.findall(r"\w+", arguments[-1])) <= EXTRAS, line
+        elif program in WRITTEN:
+            assert any(
+                f"axon launch --{WRITTEN[program]} configs/{pathlib.Path(arguments[-1]).stem}." in x
+                for x in lines
+            ), line
+        elif program == "docker":
+            assert arguments[::3] == ["build", "."], line
         elif line not in ("python3 -m venv .venv", "source .venv/bin/activate"):
-            assert (program, (ROOT / arguments[0]).is_file()) == ("python", True), line
+            assert program in ("python", "bash"), line
+            assert (ROOT / arguments[0]).is_file(), line
         for name in re.findall(r"configs/[\w/]+\.yaml", line):
             assert (ROOT / name).is_file(), line
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
@@ -57,8 +72,11 @@ def test_commands_can_be_typed_and_files_are_there(page):
 
 
 def test_every_page_is_in_the_menu():
-    for page in PAGES:
+    others = [page for page in PAGES if page.parent.name != "strategies"]
+    for page in others:
         assert str(page.relative_to(DOCS)) in SETTINGS
+    of_strategies = {row.page for row in STRATEGIES.values()}
+    assert of_strategies == {page.stem for page in PAGES if page not in others}
     for name in re.findall(r"\S+\.md", SETTINGS):
         assert (DOCS / name).is_file()
 

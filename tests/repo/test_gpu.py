@@ -26,7 +26,7 @@ def test_flops_are_counted_as_is_said():
     )
 
 
-def test_what_is_known_is_not_run_again(monkeypatch, tmp_path):
+def test_finished_rows_are_not_run_again(monkeypatch, tmp_path):
     out, asked = tmp_path / "gpu.json", []
 
     def apart(name, args):

@@ -10,7 +10,7 @@ from benchmarks.mutations import MUTATIONS, Mutation, copy_of, main
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_there_are_forty_in_most_rooms():
+def test_there_are_forty_mutations_over_most_subpackages():
     assert len({(m.file, m.text) for m in MUTATIONS}) == len(MUTATIONS) >= 40
     assert len({m.file.split("/")[0] for m in MUTATIONS}) >= 12
 

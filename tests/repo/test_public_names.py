@@ -15,14 +15,20 @@ NAMES = [
     for line in pathlib.Path(__file__).with_name("public_names.txt").read_text().splitlines()
 ]
 PLACES = sorted({place for place, _ in NAMES})
-MOVED = {
-    "axon_dist.app": ("train", "axon_dist.train.app"),
-    "axon_dist.cli.main": ("main", "axon_dist.train.cli.main"),
-    "axon_dist.config": ("load_config", "axon_dist.train.config"),
-    "axon_dist.loop": ("Trainer", "axon_dist.train.loop"),
-    "axon_dist.parallel": ("LocalGather", "axon_dist.step.gather"),
-}
-"""Old places that still have their names, one name each, and the places that have them now."""
+MOVED = [
+    ("axon_dist.app", "train", "axon_dist.train.app"),
+    ("axon_dist.cli.main", "main", "axon_dist.train.cli.main"),
+    ("axon_dist.config", "load_config", "axon_dist.train.config"),
+    ("axon_dist.loop", "Trainer", "axon_dist.train.loop"),
+    ("axon_dist.parallel", "LocalGather", "axon_dist.step.gather"),
+    *(
+        ("axon_dist.parallel", name, "axon_dist.wrappers")
+        for name in ("DDP", "FSDP", "Pipeline", "PipelineStage", "StageChain", "ZeROOptimizer")
+    ),
+    ("axon_dist.parallel.wrappers", "DDP", "axon_dist.wrappers"),
+    ("axon_dist.parallel.wrappers", "estimate", "axon_dist.parallel.memory"),
+]
+"""Old places that still have their names, a name each, and the places that have them now."""
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -33,9 +39,8 @@ def test_every_public_name_is_found(place):
     assert [name for name in names if not hasattr(module, name)] == []
 
 
-@pytest.mark.parametrize("old", MOVED)
-def test_an_old_place_forwards_its_names_and_warns(old):
-    name, new = MOVED[old]
+@pytest.mark.parametrize(("old", "name", "new"), MOVED)
+def test_an_old_place_forwards_its_names_and_warns(old, name, new):
     with pytest.warns(DeprecationWarning, match=f"{old}.{name} is found in {new} now"):
         value = getattr(importlib.import_module(old), name)
     assert value is getattr(importlib.import_module(new), name)

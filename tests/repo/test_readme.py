@@ -104,7 +104,7 @@ PROMISES = {
         "inspect/test_aot.py::test_every_chip_that_can_be_planned_can_be_compiled_for",
     ],
     "It also compiles for GPUs": [
-        "step/test_compiling.py::test_what_runs_is_what_lower_compiles",
+        "step/test_compiling.py::test_the_running_program_is_the_lowered_one",
         "step/test_compiling.py::test_a_chip_brings_its_own_and_the_user_comes_last",
     ],
     "is named by the others": [
@@ -123,9 +123,9 @@ PROMISES = {
         "multiprocess/test_restart.py::test_a_killed_rank_restarts_the_run"
     ],
     "one line that says what was got": [
-        "hostile/test_command.py::test_odd_overrides",
-        "hostile/test_command.py::test_odd_arguments",
-        "hostile/test_api.py::test_odd_batches",
+        "hostile/test_command.py::test_wrong_overrides_are_one_line",
+        "hostile/test_command.py::test_wrong_arguments_of_the_command",
+        "hostile/test_api.py::test_wrong_batches_raise_clear_errors",
     ],
 }
 """What a sentence of the README promises, and the tests that fail where it does not hold."""
@@ -163,7 +163,7 @@ ROWS = {
     "the links between nodes, on every step": (
         "nodes=2,fsdp=4",
         "step/test_slow.py::"
-        "test_no_byte_of_a_step_crosses_the_axis_and_a_meeting_sends_the_formula",
+        "test_inner_steps_send_nothing_over_the_axis_and_outer_steps_the_formula",
     ),
     "activations": (
         "dp=8",

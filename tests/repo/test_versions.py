@@ -50,11 +50,11 @@ def unstable(program):
         "if sys.version_info >= (3, 12): pass",
     ],
 )
-def test_what_is_unstable_is_seen(line):
+def test_unstable_names_are_found(line):
     assert list(unstable(line))
 
 
-def test_what_versions_differ_in_stands_in_compat_alone():
+def test_only_compat_depends_on_versions():
     lines = {str(path): list(unstable(path.read_text())) for path in OTHERS}
     assert not {path: found for path, found in lines.items() if found}
 

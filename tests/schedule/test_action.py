@@ -10,12 +10,12 @@ def test_an_action_prints_as_it_parses(text):
     assert Action.parse(f" {text} ") == Action.parse(text)
 
 
-def test_fields():
+def test_fields_of_an_action():
     assert Action.parse("12W3") == Action(stage=12, phase=Phase.W, microbatch=3)
 
 
 @pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2f0", "-1F0", "2F0B", "2F0+2B0", "²F0"])
-def test_what_is_not_an_action(text):
+def test_texts_that_are_not_actions_raise(text):
     with pytest.raises(ScheduleError, match=r"got .*not an action.*such as 2F0"):
         Action.parse(text)
 

@@ -20,7 +20,7 @@ def plain(text):
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def test_ticks():
+def test_a_drawing_by_ticks():
     assert draw(eager_1f1b(2, 2)).splitlines() == [
         "eager_1f1b: 2 stages on 2 devices, 2 microbatches, 4 ticks",
         "         0     1     2     3",

@@ -13,7 +13,7 @@ def sizes(boundaries):
     return [len(layers) for layers in stage_ranges(boundaries)]
 
 
-def test_even():
+def test_stages_are_as_even_as_possible():
     assert sizes(partition(24, 4)) == [6, 6, 6, 6]
     assert sizes(partition(10, 4)) == [3, 3, 2, 2]
     assert partition(24, 4) == (0, 6, 12, 18, 24)

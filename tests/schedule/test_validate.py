@@ -168,7 +168,7 @@ def rejected(text, max_live=None, placement=None):
         ),
     ],
 )
-def test_what_is_wrong_is_said_and_marked(text, what, remedy, marked):
+def test_mistakes_are_reported_and_marked(text, what, remedy, marked):
     message = rejected(text)
     assert what in message
     assert remedy in message

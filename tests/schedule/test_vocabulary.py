@@ -136,7 +136,7 @@ def test_it_is_drawn():
     assert "<title>0G1</title>" in to_svg(table)
 
 
-def test_what_takes_no_time_has_no_place_on_an_axis_of_time():
+def test_instant_actions_are_not_drawn_on_a_time_axis():
     table = with_vocabulary(one_f_one_b(2, 2))
     for costs, is_drawn in ((Costs(), False), (Costs(e=0.5), True)):
         timeline = simulate(table, costs, lockstep=True)
@@ -213,7 +213,7 @@ def test_lookups_cost_what_is_said_of_them_and_the_transfers():
         ),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said(text, what, remedy):
+def test_mistakes_are_reported(text, what, remedy):
     table = Schedule.from_csv(text)
     if not what:
         validate(table)

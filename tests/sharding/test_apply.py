@@ -12,6 +12,7 @@ from axon_dist.sharding import (
     Merge,
     optimizer_decisions,
     optimizer_shardings,
+    put,
     shardings,
     specs,
 )
@@ -71,3 +72,14 @@ def test_moments_like_no_parameter_are_split_by_what_looks_at_no_path(world):
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True)
     by_shape = {leaf.shape: decision.spec for leaf, decision in pairs}
     assert by_shape == {(): P(), (1,): P(), (256,): P("dp"), (128,): P("dp")}
+
+
+def test_arrays_move_to_other_devices_and_host_memory_at_once(make_world):
+    everywhere = jax.sharding.NamedSharding(make_world("dp=8").mesh, P())
+    weight = jax.device_put(jnp.arange(9.0), everywhere)
+    mesh = make_world("fsdp=3").mesh
+    policy = LargestDim(("fsdp",), 1)
+    moved = put({"w": weight}, shardings(policy, {"w": weight}, mesh, "pinned_host"))["w"]
+    assert moved.sharding.memory_kind == "pinned_host"
+    assert moved.sharding.device_set == set(mesh.devices.flat)
+    assert (jax.device_get(moved) == jax.device_get(weight)).all()

@@ -23,7 +23,7 @@ from axon_dist.sharding import ShardSpec
         (24, 2, 12, 0, (12, 12)),
     ],
 )
-def test_cuts(numel, ranks, size, padding, real):
+def test_shards_of_a_flat_array(numel, ranks, size, padding, real):
     spec = ShardSpec((numel,), ranks)
     assert (spec.numel, spec.shard_size, spec.padding) == (numel, size, padding)
     assert spec.real_sizes == real

@@ -63,7 +63,7 @@ def test_shards_that_divide_the_shape_of_the_model(mesh, spec, shape):
     assert again.sharding == place
 
 
-def test_what_divides_has_no_padding():
+def test_arrays_that_divide_are_not_padded():
     place = placed("fsdp=4", P("fsdp"))
     assert padding_of({"w": jnp.ones((8, 3))}, {"w": place}) is None
     assert cut(values := jnp.ones(3), (3,)) is values

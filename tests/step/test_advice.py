@@ -99,7 +99,7 @@ ROWS = {
 )
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"bucket_capacity": 4}], ids=str)
 @pytest.mark.parametrize("row", ROWS)
-def test_what_is_advised_works(row, options):
+def test_advised_settings_work(row, options):
     refused, words, followed = ROWS[row]
     accumulate = options.get("accumulate", 1)
     strategy = ddp(bucket_capacity=options.get("bucket_capacity"))

@@ -120,9 +120,7 @@ def test_weights_that_are_whole_have_options_of_their_own(chip, strategy, whole,
     assert last == {NAME: "cse" if strategy.sends_only_sums else "dce" if whole else "algsimp"}
 
 
-def test_what_the_compiler_does_not_know_of_a_chip_is_left_out_with_a_word(
-    world, chip, monkeypatch
-):
+def test_options_unknown_to_the_compiler_are_dropped_with_a_warning(world, chip, monkeypatch):
     """An option that the user asks for is refused, also where the chip has it."""
     bogus = (("xla_bogus", True), ("xla_gone", 4))
     row = dataclasses.replace(chip, options=chip.options + bogus)
@@ -149,7 +147,7 @@ def test_every_program_of_the_step_is_compiled_with_them(world, chip):
     assert all(one != other for one, other in zip(found["chip"], found["bare"], strict=True))
 
 
-def test_what_runs_is_what_lower_compiles(world, chip):
+def test_the_running_program_is_the_lowered_one(world, chip):
     """The executable that a call has made, asked of the runtime itself."""
     client = world.mesh.devices.flat[0].client
     step = build(world)

@@ -138,7 +138,7 @@ def test_deterministic_adds_to_the_options_of_the_chip():
     assert build(deterministic=True, compiler_options=agreed).compiler_options == tuned | fixed
 
 
-def test_what_the_gpu_compiler_refuses_is_refused_when_the_step_is_built():
+def test_programs_that_the_gpu_compiler_refuses_raise_at_build():
     with pytest.raises(ConfigError, match=r"these nccl devices refuses.*'xla_gpu_bogus'"):
         build(compiler_options={"xla_gpu_bogus": True})
 

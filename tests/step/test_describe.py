@@ -29,7 +29,7 @@ def test_a_step_says_what_is_split_and_what_stays_whole():
     strategy = fsdp(min_elements=1024)
     step = build_train_step(Net, optax.sgd(0.1), loss_fn, strategy, world, batch=BATCH)
     text = str(step)
-    assert "full_shard on mesh fsdp=4 of 4 emulated devices" in text
+    assert "fsdp on mesh fsdp=4 of 4 emulated devices" in text
     assert "batch: split over fsdp=4, 1 microbatch" in text
     kernels, biases = 2 * 64 * 64 * 4, 2 * 64 * 4
     assert f"{kernels / 1000:.3g}kB; whole: 2 arrays of {biases}B (blocks/0/bias 256B" in text
@@ -50,7 +50,7 @@ def test_a_pipeline_names_its_table():
 
 def test_a_strategy_and_a_world_print_in_a_few_lines():
     text = str(fsdp(min_elements=1024))
-    assert text.startswith("Strategy full_shard\n")
+    assert text.startswith("Strategy fsdp\n")
     assert "min_elements=1024" in text
     assert len(text.splitlines()) <= 16
     text = str(World.emulate(4, "dp=2,tp=2"))

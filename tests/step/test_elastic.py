@@ -276,7 +276,7 @@ def test_other_devices_are_refused():
         (Net, coupled, 'as deterministic="elastic" asks for'),
     ],
 )
-def test_what_couples_samples_is_refused(model, loss, words):
+def test_losses_that_couple_samples_are_refused(model, loss, words):
     with pytest.raises(UnsupportedError) as caught:
         build("dp=2", ddp(), model=model, loss_fn=loss, batch=batch_of(0))
     assert words in str(caught.value)

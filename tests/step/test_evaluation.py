@@ -117,7 +117,7 @@ def test_layers_that_were_told_otherwise_rest():
 
 
 @pytest.mark.full
-def test_a_name_of_ones_own_is_told():
+def test_eval_kwargs_reach_the_model():
     make = bridged(Own())
     silent, step, state = evaluated(build(make, eval_kwargs={"noisy": False}))
     assert silent == pytest.approx(

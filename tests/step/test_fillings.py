@@ -134,7 +134,7 @@ def build(loss_fn, model=make, **options):
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_leaves_fillings_out_is_as_without(name):
+def test_a_loss_that_masks_padding_is_unchanged_by_it(name):
     step = build(RIGHT[name])
     _, metrics = step(step.init(), BATCH)
     found = RIGHT[name](make(), BATCH)
@@ -145,7 +145,7 @@ def test_what_leaves_fillings_out_is_as_without(name):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_counts_fillings_is_refused_at_build(name):
+def test_a_loss_that_counts_padding_is_refused_at_build(name):
     kind = "metric" if name.startswith("metric") else "loss"
     with pytest.raises(ConfigError, match=rf"the {kind}.* of loss_fn .*pad='w'.*Weighted\("):
         build(WRONG[name])

@@ -120,7 +120,7 @@ def test_the_policy_keeps_all_but_gathered_weights(world):
     assert products(save_all_but_gathers_policy) == products(everything)
 
 
-def test_what_is_made_element_by_element_is_made_again(world):
+def test_elementwise_results_are_recomputed(world):
     """What is kept: an array per product and reduction, and a byte per number compared."""
     gather = GlobalGather(world.mesh, P("dp"), P("dp"), P(), 2)
     x, w, key = jnp.ones((4, 8)), jnp.ones((8, 8)), jax.random.key(0)

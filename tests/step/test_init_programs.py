@@ -157,6 +157,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.sample("transformer-fsdp", "stacked-ddp", "linen-fsdp")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_bits_are_those_of_one_program(model, strategy):
@@ -164,6 +165,7 @@ def test_the_bits_are_those_of_one_program(model, strategy):
     check_bits(step_of(MODELS[model], World.emulate(8, mesh), way))
 
 
+@pytest.mark.sample("pp=2,dp=4-strategy0-<lambda>-options0", "fsdp=8-strategy5-<lambda>-options5")
 @pytest.mark.parametrize(
     ("mesh", "strategy", "make", "options"),
     [
@@ -208,6 +210,7 @@ def test_devices_that_hold_the_same_share_in_drawing_it(recorded, mesh, strategy
     assert share in text
 
 
+@pytest.mark.full
 def test_twelve_layers_share_their_programs(recorded):
     """Of a block four kernels of attention and three of its feed-forward, two scales; two norms."""
     step = step_of(transformer(num_layers=12), World.emulate(8, "fsdp=8"), fsdp(min_elements=1))

@@ -263,7 +263,7 @@ def test_a_column_of_zeros_stays_one_and_others_are_off_by_half_a_scale(dtype):
     assert not found[:, 3].any()
 
 
-def test_what_has_no_eight_bits_is_refused(make_world):
+def test_arrays_without_an_8_bit_form_are_refused(make_world):
     with pytest.raises(UnsupportedError, match=r"frozen_dtype='int8' and a pipeline over 'pp'"):
         build(pipelined(3, 3), make_world("pp=3"))
     with pytest.raises(ConfigError, match=r"no frozen parameter is a matrix .*: norm/scale; leave"):

@@ -71,7 +71,7 @@ def test_on_one_gpu_no_residual_is_on_a_stack():
     assert ours.collectives.step_seconds <= plain.collectives.step_seconds
 
 
-def test_what_fits_is_not_recomputed():
+def test_steps_that_fit_recompute_nothing():
     config = RunConfig.from_dict(
         {
             "model": LARGE,

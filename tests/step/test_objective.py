@@ -62,7 +62,7 @@ def test_a_shard_that_is_all_padding_has_loss_zero():
         (lambda m, b: (jnp.ones(()), [1]), r"metrics of type list; they must be a dict"),
     ],
 )
-def test_what_a_loss_function_may_not_return(returned, message):
+def test_invalid_results_of_a_loss_are_refused(returned, message):
     with pytest.raises(ConfigError, match=message):
         run(returned)
 

@@ -84,6 +84,7 @@ def assert_same_rows(x, y):
     assert np.abs(x).sum() == pytest.approx(np.abs(x[common]).sum(), rel=1e-6)
 
 
+@pytest.mark.sample("sharded")
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_a_checkpoint_of_five_devices_is_read_on_any_number(tmp_path, kind):
     five = step_of(5)
@@ -113,7 +114,7 @@ def test_a_checkpoint_of_five_devices_is_read_on_any_number(tmp_path, kind):
         step.init_from({"layers": [{"kernel": want}]})
 
 
-def test_what_stays_whole_is_said():
+def test_replicated_leaves_are_reported():
     step = step_of(5, min_elements=100)
     assert {row.path for row in step.whole} == {"layers/0/bias", "layers/1/bias"}
     assert sum(row.bytes for row in step.whole) == 2 * 4 * WIDTH

@@ -14,12 +14,23 @@ from axon_dist.step import Nonfinite, StepOptions
 from axon_dist.step.options import StepKeywords, options_of
 
 
-def test_every_field_is_a_keyword():
+def test_every_keyword_is_a_field():
     fields = [field.name for field in dataclasses.fields(StepOptions)]
     assert fields == list(StepKeywords.__annotations__)
+    assert (StepOptions().accumulate, StepOptions().metrics) == (1, ("loss",))
+    assert StepOptions().ema is None
 
 
-def test_keywords_stand_over_the_value():
+def test_a_value_is_frozen_and_checks_its_types():
+    options = StepOptions(accumulate=2)
+    assert options == dataclasses.replace(StepOptions(), accumulate=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.accumulate = 3
+    with pytest.raises(ConfigError, match="build_train_step got accumulate='two', a str"):
+        StepOptions(accumulate="two")
+
+
+def test_keywords_override_the_value():
     given = StepOptions(accumulate=4, ema=0.9)
     found = options_of(given, {"ema": 0.5, "nonfinite": "skip"}, scales=False)
     assert found == StepOptions(accumulate=4, ema=0.5, nonfinite=Nonfinite.SKIP)
@@ -38,7 +49,7 @@ def test_keywords_stand_over_the_value():
         ),
     ],
 )
-def test_what_is_no_option_is_named(options, keywords, error):
+def test_unknown_options_are_named(options, keywords, error):
     with pytest.raises(ConfigError, match=error):
         options_of(options, keywords, scales=False)
 

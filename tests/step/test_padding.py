@@ -128,7 +128,7 @@ def test_tokens_count_by_the_weight_of_their_sample():
     np.testing.assert_allclose(got.total, want.total, rtol=1e-6)
 
 
-def test_what_would_count_the_fillings_raises():
+def test_a_loss_that_would_count_padding_raises():
     def counts(model, batch):
         return Weighted(
             jnp.sum(squares(model, batch)), jnp.float32(len(batch["x"])) + 0 * batch["x"].sum()

@@ -63,7 +63,7 @@ def test_changing_a_merged_model_leaves_the_arrays():
     assert float(jnp.abs(params["inner"]["kernel"]).sum()) > 0
 
 
-def test_what_is_no_model_or_has_nothing_to_train():
+def test_values_that_are_not_models_raise():
     with pytest.raises(ConfigError, match=r"model is a int; give an nnx\.Module.*nnx\.bridge"):
         split_model(3)
     with pytest.raises(ConfigError, match=r"no nnx\.Param.*lazy_init"):

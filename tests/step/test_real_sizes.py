@@ -160,7 +160,7 @@ REFUSED = {
         for count in (4, 16)
     ],
 )
-def test_is_the_loss_of_one_device_or_refused(name, how, count):
+def test_the_loss_equals_one_device_or_is_refused(name, how, count):
     loss_fn, (strategy, axes, accumulate) = LOSSES[name], STRATEGIES[how]
     batch, model = batch_of(count), Net(nnx.Rngs(0))
 

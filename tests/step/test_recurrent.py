@@ -101,7 +101,7 @@ def named(function, weights, *rest):
 W = {name: jnp.asarray(np.ones((4, 4), np.float32)) for name in "ab"}
 
 
-def test_what_loops_read():
+def test_values_that_loops_read_are_listed():
     x = jnp.ones((4, 4))
 
     def scanned(w, x):
@@ -115,7 +115,7 @@ def test_what_loops_read():
     assert named(jax.jit(until), W, x) == {"a", "b"}
 
 
-def test_what_loops_take_rows_of_or_hand_to_units_is_not_read_by_them():
+def test_scanned_rows_and_unit_arguments_are_not_read_by_loops():
     stack = {"a": jnp.ones((3, 4, 4)), "b": jnp.ones((4, 4))}
     layer = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
     mark_units(layer, lambda path, module: not path)

@@ -338,7 +338,7 @@ MADE = {
 
 
 @pytest.mark.parametrize("what", MADE)
-def test_what_cannot_be_made_says_so(what):
+def test_stages_and_optimizers_that_cannot_be_built_raise(what):
     run, said = MADE[what]
     with pytest.raises(AxonDistError, match=said):
         run()
@@ -381,7 +381,7 @@ def test_what_cannot_be_made_says_so(what):
         (lambda: build(fsdp(), "fsdp=8", scan_layers="yes"), "scan_layers.*'yes'"),
     ],
 )
-def test_what_cannot_be_unrolled(run, said):
+def test_blocks_that_cannot_be_unrolled_raise(run, said):
     with pytest.raises(AxonDistError, match=said):
         run()
 
@@ -509,7 +509,7 @@ def composition(seed):
 
 @pytest.mark.sample("1", "5", "9", "13", "21", "29", "33", "37")
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_built_for_a_batch_can_be_lowered_for_it(seed):
+def test_a_step_built_for_a_batch_can_be_lowered_for_it(seed):
     parts, mesh, options, batch = composition(seed)
     try:
         step = build(compose(*parts), mesh, batch=batch, **options)
@@ -546,7 +546,7 @@ def test_a_batch_has_the_step_refused_at_build():
         build(ddp(), batch=batch_of(12))
 
 
-def test_what_was_checked_is_not_traced_again(world):
+def test_checked_batches_are_not_traced_again(world):
     traces = []
 
     def counted(model, batch):

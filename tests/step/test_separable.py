@@ -188,7 +188,7 @@ def test_the_weight_of_a_batch_is_that_of_its_parts(weight, divided, strategy):
         assert float(metrics["loss"]) == pytest.approx(want, rel=1e-5)
 
 
-def test_what_the_microbatches_find_is_averaged_where_that_is_said():
+def test_separable_false_averages_the_metrics_of_microbatches():
     case = CASES["mlp"]
     spread = lambda m, b: jnp.std(m(b["x"]) - b["y"])
     with pytest.raises(UnsupportedError, match=r"2 microbatches of 16 samples do not .*=False\)"):

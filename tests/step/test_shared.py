@@ -70,7 +70,7 @@ def on_one_device(count=16):
     ],
     ids=["global", "microbatches", "own statistics", "pipeline", "padded"],
 )
-def test_what_samples_share_is_whole_on_every_rank(axes, strategy, options, count, make_world):
+def test_shared_leaves_are_replicated(axes, strategy, options, count, make_world):
     step = build_train_step(
         Net, optax.sgd(0.1), loss_fn, strategy, make_world(axes), batch=batch_of(), **options
     )
@@ -91,6 +91,6 @@ def test_the_loss_is_still_seen_to_be_one_of_its_samples(make_world):
     assert separation(step, batch_of()).is_per_rank
 
 
-def test_what_has_no_name_is_refused():
+def test_shared_leaves_without_a_name_are_refused():
     with pytest.raises(ConfigError, match=r"the batch is a list that has Shared\(...\) at '1'"):
         split_shared([ROWS["x"], Shared(WEIGHTS)])

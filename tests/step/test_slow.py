@@ -62,7 +62,7 @@ def bits(tree):
 
 
 @pytest.mark.full
-def test_no_byte_of_a_step_crosses_the_axis_and_a_meeting_sends_the_formula():
+def test_inner_steps_send_nothing_over_the_axis_and_outer_steps_the_formula():
     for slow in ({}, {"compress": "int8"}, {"compress": "top_k", "fragments": 2}, {"fragments": 3}):
         step = step_of(4, **slow)
         inner = collectives(step.lower(batch()).compile(), step.world.mesh)
@@ -141,7 +141,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_steps(tmp_path):
 @pytest.mark.full
 @pytest.mark.sample("int8")
 @pytest.mark.parametrize("compress", ["int8", "fp8", "top_k"])
-def test_what_is_left_unsaid_is_what_the_meeting_missed(compress):
+def test_error_feedback_keeps_what_compression_lost(compress):
     plain = step_of(2, outer=OUTER)
     step = step_of(2, outer=OUTER, compress=compress)
     want, state = (trained(s, s.init(), range(2)) for s in (plain, step))
@@ -204,7 +204,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_when_the_step_is_built(name):
+def test_unsupported_settings_are_refused_when_the_step_is_built(name):
     strategy, options, message = REFUSED[name]
     world = World.emulate(4, "nodes=2,fsdp=2")
     with pytest.raises(AxonDistError, match=re.compile(message, re.DOTALL)):
@@ -212,7 +212,7 @@ def test_what_cannot_be_is_refused_when_the_step_is_built(name):
 
 
 @pytest.mark.full
-def test_what_the_refusal_of_a_pipeline_advises_works():
+def test_advice_of_a_refused_pipeline_works():
     world = World.emulate(4, "nodes=2,fsdp=2")
     strategy = compose(diloco("nodes", every=2), fsdp())
     step = build_train_step(

@@ -61,7 +61,7 @@ def test_a_step_sends_nothing_between_nodes(within):
 
 
 @pytest.mark.parametrize("compress", [None, "int8", "fp8"])
-def test_a_meeting_sends_the_formula_over_the_slow_axis_alone(compress):
+def test_an_outer_step_sends_the_formula_over_the_slow_axis_only(compress):
     step = build("fsdp", compress=compress, fragments=2)
     ledgers = [
         collectives(lowered.compile(), step.world.mesh) for lowered in lower_outer_steps(step)

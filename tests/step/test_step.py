@@ -162,9 +162,9 @@ def test_impossible_options(world, options, message):
         build(world, **options)
 
 
-def test_what_strategy_and_step_say_must_agree(world):
+def test_settings_of_strategy_and_step_must_agree(world):
     strategy = fsdp(axes=("dp",), mixed_precision="bf16")
-    with pytest.raises(StrategyConflictError, match=r"precision is .* in 'full_shard' and"):
+    with pytest.raises(StrategyConflictError, match=r"precision is .* in 'fsdp' and"):
         build(world, strategy=strategy, precision="fp16")
     with pytest.raises(MeshError, match="over axis 'fsdp', which mesh dp=8 lacks"):
         build(world, strategy=fsdp())
@@ -269,7 +269,7 @@ def test_merge_gives_the_model_of_a_state(trained):
 
 
 @pytest.mark.full
-def test_what_a_module_sows_is_not_carried(world):
+def test_sown_values_are_not_carried(world):
     class Sowing(nnx.Module):
         def __init__(self):
             self.inner = nnx.Linear(WIDTH, 4, rngs=nnx.Rngs(0))
@@ -326,7 +326,7 @@ def test_arrays_are_born_with_the_same_bits_on_every_mesh(make_world, axes):
 
 
 @pytest.mark.full
-def test_a_birth_takes_a_share_and_no_more_than_one_block(world):
+def test_init_needs_a_share_and_at_most_one_block(world):
     """Eight blocks of a quarter megabyte: nothing ever holds more than a share and a block.
 
     First the parameters are drawn, then the moments are added in a program that keeps them.
@@ -350,7 +350,7 @@ def test_a_birth_takes_a_share_and_no_more_than_one_block(world):
     assert bytes_per_device(step.init().params) <= drawn.outputs
 
 
-def test_a_module_is_initialized_already(world):
+def test_a_given_module_is_not_initialized_again(world):
     with pytest.raises(ConfigError, match=r"given a module, whose arrays exist; give .* function"):
         lower_init(build(world, make_mlp()))
 

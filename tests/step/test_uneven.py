@@ -85,6 +85,7 @@ def test_a_loss_that_reads_the_number_of_samples_is_that_of_one_device():
         assert found == pytest.approx(on_one_device(capped, rows)["loss"], rel=1e-6), count
 
 
+@pytest.mark.sample("masked")
 @pytest.mark.parametrize("loss_fn", [mean, masked, plainly_masked, compared])
 def test_one_batch_of_any_size_is_that_of_one_device(loss_fn):
     for ranks, counts in ((1, (1, 7)), (6, (1, 5, 13)), (8, (3, 13, 16))):

@@ -103,7 +103,7 @@ def test_a_finite_step_stays(policy):
     assert undo(policy, 1.0, YES, was_nonfinite=NO) == (NEW, False)
 
 
-def test_what_is_held_stays_held():
+def test_once_not_finite_the_old_state_stays():
     assert undo(Nonfinite.STOP, 1.0, YES, was_nonfinite=YES) == (OLD, True)
     assert undo(Nonfinite.ROLLBACK, 1.0, YES, was_nonfinite=YES) == (OLD, True)
     assert undo(Nonfinite.STOP, np.nan, YES, was_nonfinite=NO) == (OLD, True)

@@ -48,7 +48,7 @@ JOINED = WeightRules(
 )
 
 
-def test_what_is_joined_is_cut_again_and_statistics_travel_too(tmp_path):
+def test_joined_parameters_are_split_again_with_their_statistics(tmp_path):
     rng = np.random.default_rng(0)
     tensors = {"a.w": rng.normal(size=(3, 3)), "b.w": rng.normal(size=(5, 3))}
     tensors |= {f"norm.{name}": rng.normal(size=8) for name in ("mean", "var", "scale", "bias")}
@@ -100,7 +100,7 @@ NARROW = {name: x.astype(jnp.bfloat16) for name, x in hub.llama_tensors().items(
     ],
     ids=range(11),
 )  # fmt: skip
-def test_what_does_not_fit_is_named_before_an_array_is_made(changed, fields, text, tmp_path):
+def test_mismatches_are_named_before_an_array_is_made(changed, fields, text, tmp_path):
     with (
         mock.patch("axon_dist.weights.load.place", side_effect=AssertionError),
         pytest.raises(CheckpointError, match=re.escape(text)),
@@ -192,7 +192,7 @@ def test_a_rule_that_means_nothing(rule, text):
     ],
     ids=range(7),
 )
-def test_what_cannot_be_written(rules, text, tmp_path):
+def test_outputs_that_cannot_be_written_raise(rules, text, tmp_path):
     layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     with pytest.raises(ConfigError, match=re.escape(text)):
         save_weights(layer, tmp_path / "w.safetensors", WeightRules(rules))

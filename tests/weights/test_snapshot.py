@@ -81,7 +81,7 @@ def test_a_step_is_compared_too_and_what_is_to_differ_may(folder, make_world):
         load_weights(step, folder, "hf-llama", differ="rope_thetas")
 
 
-def test_what_changes_no_function_may_differ(folder):
+def test_differences_without_effect_are_allowed(folder):
     config = hub_config(
         folder, max_length=8, logits="chunked", scan_layers=True, attention="einsum"
     )
@@ -201,7 +201,7 @@ def test_a_window_beyond_the_longest_sequence_is_none(tmp_path):
     ],
     ids=range(6),
 )  # fmt: skip
-def test_what_a_transformer_cannot_be(name, data, text, tmp_path):
+def test_unsupported_hub_configs_are_refused(name, data, text, tmp_path):
     save_weights(drawn(factory(of_family(name))), tmp_path, name)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | data))
@@ -209,7 +209,7 @@ def test_what_a_transformer_cannot_be(name, data, text, tmp_path):
         hub_config(tmp_path)
 
 
-def test_of_two_sets_of_weights_in_a_folder_none_is_taken(tmp_path):
+def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     one, other = ({"w": np.full(2, x, np.float32)} for x in (1, 2))
     safetensors.save_file(one, tmp_path / "model.safetensors")

@@ -25,6 +25,9 @@ from .measure import Variant as Variant
 from .measure import check_data as check_data
 from .measure import tune as tune
 from .measure import variants as variants
+from .network import AxisSpeed as AxisSpeed
+from .network import NetworkCheck as NetworkCheck
+from .network import check_network as check_network
 from .numerics import Finding as Finding
 from .numerics import check_numerics as check_numerics
 from .page import report_page as report_page

@@ -12,14 +12,13 @@ from axon_dist.core.checks import checked
 from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.inspect import Report, trace_outer_steps
 from axon_dist.ir.loop_rule import LoopChoice
-from axon_dist.mesh import World, abstract_world
+from axon_dist.mesh import SLOW_AXES, World, abstract_world
 from axon_dist.mesh.chips import MOST_DEVICES, Hardware, hardware, machine_of
 from axon_dist.mesh.targets import compute_capability
 from axon_dist.ops.precision import MixedPrecision
-from axon_dist.parallel.plans import OUTER_LOOPS
+from axon_dist.parallel import STRATEGIES
 from axon_dist.planner import (
     AXES,
-    DATA_PARALLEL,
     Candidate,
     Reading,
     SlowReplicas,
@@ -53,11 +52,6 @@ TRIES = 5
 
 _BEFORE_REMAT = 2
 """How many of these tries shrink the microbatch before blocks are recomputed."""
-
-SIMPLICITY = ("ddp", "zero2", "zero1", "full_shard", "hybrid_shard")
-"""Data-parallel strategies, simplest first; the others follow. ZeRO-1 stores more than ZeRO-2. It
-pays off when a step has so many microbatches that reducing the gradients of each one is slow."""
-
 
 Tell: TypeAlias = Callable[[str, str], None]
 """Takes the name of a candidate and a clause about it."""
@@ -297,7 +291,8 @@ class _Search:
 
 def _outer_loop_of(config: RunConfig, nodes: int) -> tuple[SlowReplicas | None, int]:
     """Returns how a config's replicas synchronize in outer steps, and how many there are."""
-    named = next((name for name in OUTER_LOOPS if name in (config.parallel or {})), None)
+    known = STRATEGIES.over(*SLOW_AXES)
+    named = next((name for name in known if name in (config.parallel or {})), None)
     if named is None:
         return None, 1
     options = config.parallel[named]
@@ -334,8 +329,9 @@ def _complexity(one: Candidate) -> int:
     """
     axes = dict.fromkeys(("tp", "cp", "pp", "ep", *AXES))
     model = [n for n, a in enumerate(axes) if a not in ("dp", "fsdp") and getattr(one, a) > 1]
-    order = [*dict.fromkeys((*SIMPLICITY, *DATA_PARALLEL))]
-    return len(order) * sum(2**place for place in model) + order.index(one.strategy)
+    plans = STRATEGIES.of_data()
+    most = max(plan.complexity for plan in plans.values())
+    return (most + 1) * sum(2**place for place in model) + plans[one.strategy].complexity
 
 
 def _build(search: _Search, candidate: Candidate) -> tuple[RunConfig, TrainStep]:

@@ -296,7 +296,7 @@ class RunDirectory:
         replace_text(path, text)
 
 
-_WRITTEN_INTO = ("checkpoints", "profile", "tensorboard", "wandb", "mlflow.db")
+_WRITTEN_INTO = ("checkpoints", "profile", "tensorboard", "wandb", "mlflow.db", "metrics.prom")
 """Entries of a run's folder that checkpoints, traces and loggers write to."""
 
 

@@ -15,10 +15,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.checkpoint import step_of
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, reworded
 from axon_dist.core.files import Place
 from axon_dist.core.tree import map_with_path
 from axon_dist.data import Loader, Tokenizer
+from axon_dist.data.chat import ask, find_template
 from axon_dist.mesh import World
 from axon_dist.models import generate, next_token_loss, next_token_scores
 from axon_dist.ops.precision import autocast, without_gathers
@@ -224,10 +225,14 @@ def generate_text(
     step: int | str | None = None,
     overrides: Sequence[str] = (),
     one_device: bool = False,
+    chat: bool = False,
+    system: str | None = None,
     tell: Callable[[str], None] = lambda text: None,
     trust: bool = False,
 ) -> list[Completion]:
     """Continues texts with the model of a run; each prompt begins a document.
+
+    With `chat`, each prompt is the message of a user, and the text is the answer to it.
 
     The parameters are split by the strategy of the run, or by its override; a pipeline splits them
     over all devices. The texts equal those of one device in the precision of the run; to change
@@ -246,6 +251,9 @@ def generate_text(
         step: which checkpoint: the number of its step, `"best"`, or None for the newest.
         overrides: changes to the run's config, such as `"mesh=tp=4"` and `"parallel=tensor"`.
         one_device: use one device, whatever the config says.
+        chat: write each prompt as a user's message, by the chat template that the run was trained
+            with, and end the text where an answer ends.
+        system: the system message of a chat; None for none.
         tell: takes a sentence about each newer checkpoint that is damaged and skipped.
         trust: whether functions that the run's config names may be imported and called.
 
@@ -259,10 +267,19 @@ def generate_text(
     """
     config = run_config(run, overrides, trust=trust)
     tokenizer = tokenizer_of(run, config)
-    encoded = [tokenizer.prompt(prompt) for prompt in prompts]
+    end = tokenizer.end
+    if chat:
+        encoded, end = _chats(run, config, tokenizer, prompts, system)
+    elif system is not None:
+        raise ConfigError(
+            "got a system message without chat; add --chat (chat=True), or leave it out",
+            code="system-without-chat",
+        )
+    else:
+        encoded = [tokenizer.prompt(prompt) for prompt in prompts]
     config, world = world_of(config, one_device)
     model = _placed_model(find_checkpoint(run, config, step, tell), config, world)
-    end = tokenizer.end if stops else None
+    end = end if stops else None
     rows = generate(
         model,
         encoded,
@@ -274,6 +291,41 @@ def generate_text(
         end=end,
     ).rows
     return [_completion(tokenizer, *row, end) for row in zip(prompts, encoded, rows, strict=True)]
+
+
+def _chats(
+    run: str | Path,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    system: str | None,
+) -> tuple[list[np.ndarray], int | None]:
+    """Encodes users' messages as in training; returns the ids, and the id that ends an answer."""
+    data = config.data
+    if getattr(data, "messages", None) is None:
+        raise ConfigError(
+            f"the run {str(run)!r} was not trained on chats: its data names no messages; leave out "
+            "--chat (chat=True)",
+            code="not-chats",
+        )
+    template = find_template(getattr(data, "template", None), getattr(data, "tokenizer", None))
+    first = [] if system is None else [{"role": "system", "content": system}]
+    encoded: list[np.ndarray] = []
+    ending = ""
+    for prompt in prompts:
+        with reworded("the run's chat template got", "change the prompt", of=ValueError):
+            text, ending = ask(template, [*first, {"role": "user", "content": prompt}])
+        encoded.append(_ids_of(tokenizer, text))
+    # A special token that ends an answer, such as <|im_end|>, ends the text.
+    last = _ids_of(tokenizer, ending)[:1] if ending.strip() else np.array([], np.int64)
+    is_special = len(last) and tokenizer.decode(last).strip() == ending.strip()
+    return encoded, int(last[0]) if is_special else tokenizer.end
+
+
+def _ids_of(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Encodes a text of a chat without the end of the document."""
+    ids, _ = tokenizer.chat([(text, False)])
+    return ids[:-1] if tokenizer.end is not None and ids[-1:] == [tokenizer.end] else ids
 
 
 def _placed_model(checkpoint: Place, config: RunConfig, world: World) -> nnx.Module:

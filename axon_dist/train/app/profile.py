@@ -204,7 +204,7 @@ def _recompute_less(config: RunConfig, step: TrainStep) -> str:
         return "memory: remat: auto recomputes no more than it has to"
     if config.remat is not None:
         return "remat: auto recomputes only as much as memory requires"
-    return "leave out full_shard's activation_checkpointing"
+    return "leave out the activation_checkpointing of fsdp"
 
 
 def _narrower_logits(config: RunConfig, line: str) -> str:

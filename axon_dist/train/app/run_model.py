@@ -312,7 +312,7 @@ def export_run(
     tensors = find_tensors(file)
     if dtype is None:
         kinds = " and ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
-        narrower = "; --dtype bfloat16 (dtype='bfloat16') rounds them" if "32" in kinds else ""
+        narrower = "; for half the size give --dtype bfloat16" if "float32" in kinds else ""
         tell(f"the tensors are {kinds}{narrower}")
     return len(tensors)
 
@@ -342,9 +342,10 @@ def _copy_tokenizer(config: RunConfig, folder: Path, tell: Callable[[str], None]
     if named is None:
         return tell(f"no {_TOKENIZER} is written, because the run names no data.tokenizer")
     source = as_path(named, "data.tokenizer")
+    is_sentencepiece = source.suffix == ".model"
     others = (source.with_name(name) for name in _OTHER_FILES)
     try:
-        shutil.copyfile(source, folder / _TOKENIZER)
+        shutil.copyfile(source, folder / ("tokenizer.model" if is_sentencepiece else _TOKENIZER))
         for file in filter(Path.is_file, others):
             shutil.copyfile(file, folder / file.name)
     except OSError as error:

@@ -15,6 +15,7 @@ import jax
 
 from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.data import Loader, standard_library_files
+from axon_dist.data.buckets import Buckets
 from axon_dist.inspect import coupling
 from axon_dist.launch import ELASTIC, PLANNED
 from axon_dist.launch.environment import parse_count
@@ -140,8 +141,11 @@ class Run:
 
     @property
     def items_per_step(self) -> int:
-        """The number of items in a global batch."""
+        """The number of items in a global batch; with buckets of several lengths, the mean."""
         config = self.config
+        buckets: Buckets | None = getattr(self.loader.samples, "buckets", None)
+        if buckets is not None:
+            return round(config.train.global_batch * buckets.mean_length)
         return config.train.global_batch * config.kind.task.items_per_sample(config.data)
 
     @property
@@ -265,7 +269,8 @@ def build_run(config: RunConfig) -> Run:
     check_memory(config, step)
     parts = step.batch_layout.num_microbatches
     loader = build_loader(config, world, step.strategy.batch_axes, parts)
-    step.check(abstract_batch(config))
+    for batch in _batches(config, loader):
+        step.check(batch)
     sets = {}
     for name, files in config.validation.items():
         other = measured_on(config, files, f"validation.{name}")
@@ -393,6 +398,18 @@ def _mesh_shrinks(config: RunConfig) -> bool:
 
 
 _CACHE = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+
+
+def _batches(config: RunConfig, loader: Loader) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
+    """Yields the shapes of a run's batches: one for each length of its rows."""
+    batch = abstract_batch(config)
+    yield batch
+    buckets: Buckets | None = getattr(loader.samples, "buckets", None)
+    for length in () if buckets is None else buckets.lengths[:-1]:
+        yield {
+            name: jax.ShapeDtypeStruct((x.shape[0], length + 1), x.dtype)
+            for name, x in batch.items()
+        }
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from axon_dist.train.loop import (
     MetricWriter,
     MlflowWriter,
     Progress,
+    PrometheusWriter,
     TensorBoardWriter,
     TrackioWriter,
     Trainer,
@@ -47,7 +48,7 @@ from axon_dist.train.loop import (
 )
 
 from ...core.own_context import in_own_context
-from ..config import CONFIG, Mlflow, RunConfig, TensorBoard, Trackio, Wandb
+from ..config import CONFIG, Mlflow, Prometheus, RunConfig, TensorBoard, Trackio, Wandb
 from .config_plans import plan_here
 from .directory import RunDirectory, create_directory, directory_at, take_folders
 from .examine import read_program
@@ -327,6 +328,8 @@ def _open_writer(logger: object, config: RunConfig, folder: Path) -> MetricWrite
         case Mlflow(experiment=experiment, uri=uri):
             uri = uri or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
             return MlflowWriter(uri, experiment=experiment, name=name, config=plain)
+        case Prometheus(file=file, port=port):
+            return PrometheusWriter(file or folder / "metrics.prom", run=name, port=port)
     raise TypeError(f"no writer for the logger {logger}; add one here")
 
 
@@ -404,7 +407,7 @@ def advice(run: Run) -> list[str]:
     if share * 2 > total and mesh.size > 1:
         clauses.append(
             f"a device holds {byte_size(share)} of {byte_size(total)} of the train state: split "
-            "it, parallel=full_shard"
+            "it, parallel=fsdp"
         )
     rows = config.train.global_batch // run.step.batch_layout.divisor
     if rows > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -17,17 +18,19 @@ from typing import Any
 from rich.console import Console
 
 from axon_dist.core.errors import AxonDistError, LaunchError, install_command
-from axon_dist.core.words import plural
+from axon_dist.core.words import byte_size, duration, first_few, plural
 from axon_dist.launch import (
     LaunchPlan,
     attach,
+    from_env,
     launch,
     launch_hosts,
     read_hosts,
 )
-from axon_dist.mesh import World
+from axon_dist.launch.distributed import prepare_emulation
+from axon_dist.mesh import MeshSpec, World, process_index
 from axon_dist.mesh.chips import machine_of, unknown_chip
-from axon_dist.train.app import attention_rows, check_numerics
+from axon_dist.train.app import AxisSpeed, attention_rows, check_network, check_numerics
 from axon_dist.train.config import load_config
 from axon_dist.train.jobs import SCHEDULERS, Job, check_job, submit_job
 
@@ -40,21 +43,67 @@ EMULATED = 4
 def doctor(arguments: argparse.Namespace) -> int:
     """Prints versions, devices, meshes and extras.
 
-    The exit code is 1 if no backend starts, or a gradient is wrong.
+    The exit code is 1 if no backend starts, a gradient is wrong, or a host is slow.
     """
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    if arguments.numerics:
-        # Emulate before anything starts the backend, which fixes the number of devices.
-        World.emulate(EMULATED)
+    if arguments.numerics or arguments.network:
+        _add_devices(arguments.network)
     info = devices()
+    starts = "devices" in info
+    console = Console(
+        highlight=False,
+        soft_wrap=not sys.stdout.isatty(),
+        quiet=starts and process_index() != 0,
+    )
     _section(console, "Versions", versions())
     _section(console, "Devices", info)
     _section(console, "Meshes", _meshes(info))
-    if "devices" in info:
+    if starts:
         _section(console, "Attention", attention_rows(World.init()))
     _section(console, "Extras", _extras())
     are_right = not arguments.numerics or _numerics(console, arguments.numerics == "full")
-    return 0 if "devices" in info and are_right else 1
+    is_fast = not (arguments.network and starts) or _network(console, arguments.network)
+    return 0 if starts and are_right and is_fast else 1
+
+
+def _add_devices(axes: str | None) -> None:
+    """Adds emulated CPU devices for the checks; GPUs and TPUs stay the default devices.
+
+    It must come before anything starts the backend, which fixes the number of devices.
+    """
+    if from_env(os.environ).is_distributed:
+        return
+    spec = MeshSpec("dp=-1" if axes is None else axes)
+    known = math.prod(size for _, size in spec.axes if size != -1)
+    has_rest = any(size == -1 for _, size in spec.axes)
+    count = known * -(-EMULATED // known) if has_rest else known
+    prepare_emulation(count, only_cpu=False)
+
+
+def _network(console: Console, axes: str) -> bool:
+    """Prints the measured network; returns whether no host is slow."""
+    world = World.init(axes)
+    found = check_network(world)
+    rows: dict[str, object] = {speed.axis: _speed(speed) for speed in found.axes}
+    if not rows:
+        rows["links"] = "none: the mesh has one device"
+    elif all(speed.planned_bandwidth is None for speed in found.axes):
+        rows["planned"] = "unknown: the planner has no rates of these devices"
+    if found.hosts:
+        rows["hosts"] = f"{len(found.hosts)} compared, {len(found.slow) or 'none'} slow"
+    for number, sentence in enumerate(found.slow, 1):
+        rows[f"slow {number}"] = sentence
+    _section(console, f"Network (all-reduces of {byte_size(found.num_bytes)} per device)", rows)
+    return not found.slow
+
+
+def _speed(speed: AxisSpeed) -> str:
+    bandwidth = f"{byte_size(speed.bandwidth)}/s"
+    latency = duration(speed.latency)
+    if speed.planned_bandwidth is not None and speed.planned_latency is not None:
+        bandwidth += f" (planned {byte_size(speed.planned_bandwidth)}/s)"
+        latency += f" (planned {duration(speed.planned_latency)})"
+    slow = f", slow in the groups of {first_few(speed.slow)}" if speed.slow else ""
+    return f"{speed.ranks} ranks, {bandwidth}, latency {latency}{slow}"
 
 
 def _numerics(console: Console, full: bool) -> bool:
@@ -83,11 +132,14 @@ def _meshes(info: Mapping[str, object]) -> dict[str, str]:
 
 
 def _extras() -> dict[str, str]:
-    rows = {
-        name: f"lacks {', '.join(missing)}: {install_command(name)}" if missing else "installed"
-        for name, missing in extras().items()
-    }
-    return rows or {"none": "unknown, because axon_dist is not installed: pip install ."}
+    found = extras()
+    if not found:
+        return {"none": "unknown, because axon_dist is not installed: pip install ."}
+    rows = {name: f"lacks {', '.join(missing)}" for name, missing in found.items() if missing}
+    present = ", ".join(name for name, missing in found.items() if not missing)
+    if rows:
+        rows["to add one"] = install_command(next(iter(rows)))
+    return {**({"installed": present} if present else {}), **rows}
 
 
 def _section(console: Console, title: str, rows: Mapping[str, object]) -> None:

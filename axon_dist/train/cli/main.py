@@ -10,11 +10,14 @@ import argparse
 import contextlib
 import importlib
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
@@ -57,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # If this is the command of the process, count the time since the process started.
     began = process_began() if arguments is None else time.perf_counter()
+    if arguments is None:
+        warnings.showwarning = _show_warning
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if set(os.environ.get("COLUMNS", "1")) == {"0"}:
         # Some terminals report a width of 0, with which nothing would be printed.
@@ -69,16 +74,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"error: {one_line(error)}")
         return _USER_ERROR
     parsed.began = began
+    with _noting_interrupts() as interrupts:
+        try:
+            code = parsed.verb.run(parsed)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            # The reader is gone; do not let the flush at the interpreter's exit fail again.
+            _silence(sys.stdout)
+            return 0
+        except (Exception, KeyboardInterrupt) as error:
+            return _leave(KeyboardInterrupt() if interrupts else error)
+
+
+@contextlib.contextmanager
+def _noting_interrupts() -> Iterator[list[int]]:
+    """Yields a list that gets each SIGINT which raises `KeyboardInterrupt`.
+
+    Modules written in C, such as those of NumPy and jaxlib, raise an `ImportError` in its place
+    when it interrupts their import.
+    """
+    interrupts: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, note)
     try:
-        code = parsed.verb.run(parsed)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        # The reader is gone; do not let the flush at the interpreter's exit fail again.
-        _silence(sys.stdout)
-        return 0
-    except (Exception, KeyboardInterrupt) as error:
-        return _leave(error)
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave(error: BaseException) -> int:
@@ -131,6 +161,23 @@ def _say(text: str) -> None:
         print(fitted(f"axon: {text}", sys.stderr), file=sys.stderr, flush=True)
 
 
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Shows a warning like an error, if its place would be the script of this command."""
+    if file is None and os.path.abspath(filename) == os.path.abspath(sys.argv[0]):
+        _say(f"warning: {one_line(message)}")
+    else:
+        stream = sys.stderr if file is None else file
+        with contextlib.suppress(OSError):
+            stream.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+
 def _silence(stream: TextIO) -> None:
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -163,13 +210,25 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(f"got no verb.{did_you_mean('', names)} See axon --help")
     if not arguments[0].startswith("-") and arguments[0] not in names:
         raise ConfigError(f"there is no verb {arguments[0]!r}.{did_you_mean(arguments[0], names)}")
-    parser, _ = _parser(arguments[0])
+    parser, by_name = _parser(arguments[0])
     parsed, extra = parser.parse_known_args(arguments)
     if extra and (not hasattr(parsed, "overrides") or any(a.startswith("-") for a in extra)):
-        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+        parser.error(f"unrecognized arguments: {' '.join(extra)}{_hint(by_name, parsed, extra)}")
     if extra:
         parsed.overrides = [*parsed.overrides, *extra]
     return parsed
+
+
+def _hint(
+    by_name: Mapping[str, argparse.ArgumentParser], parsed: argparse.Namespace, extra: Sequence[str]
+) -> str:
+    """Suggests an option of the verb for the first unknown one; "" if none is similar."""
+    unknown = next((word.partition("=")[0] for word in extra if word.startswith("-")), None)
+    if unknown is None:
+        return ""
+    options = [name for a in by_name[parsed.verb.name]._actions for name in a.option_strings]
+    hint = did_you_mean(unknown, options)
+    return hint.partition(" Valid:")[0] if hint.startswith(" Did") else ""
 
 
 def _parser(
@@ -250,6 +309,13 @@ def _check_keys(arguments: argparse.Namespace) -> None:
             # strategies, which have several names.
             continue
         for key, value in section.items():
+            if value is None and ":" in key:
+                name, _, text = key.partition(":")
+                raise ConfigError(
+                    f"got the key {key!r:.80} without a value; YAML needs a blank after the colon: "
+                    f"write {{{name}: {text}}}",
+                    code="blank-after-colon",
+                )
             is_known = key in names or any(other.endswith(f".{key}") for other in keys)
             if not is_known and (hint := did_you_mean(key, names)).startswith(" Did"):
                 raise ConfigError(f"{path}{key}: there is no such key.{hint}")

@@ -19,6 +19,7 @@ from axon_dist.core.plain_yaml import to_yaml
 from axon_dist.core.words import byte_size, duration, plural, si
 from axon_dist.mesh.chips import EMULATED, Hardware, hardware, parse_cluster
 from axon_dist.mesh.targets import parse_target, prepare_environment
+from axon_dist.parallel import STRATEGIES
 from axon_dist.planner import parse_count, parse_memory
 from axon_dist.train.app import ConfigPlans, ReadPlan, plan_config
 from axon_dist.train.app.config_plans import Tell
@@ -184,17 +185,9 @@ def _of_config(arguments: argparse.Namespace) -> tuple[RunConfig, Hardware, int]
 _ONLY_WITH_PARAMS = ("batch", "sequence", "optimizer", "precision")
 
 
-_NAMES = {
-    "tp": "tensor",
-    "pp": "pipeline",
-    "cp": "context",
-    "ep": "expert",
-}
-
-
 def called(name: str) -> str:
     """Returns a plan's strategies by the names that README and configs use."""
-    return " + ".join(_NAMES.get(part, part) for part in name.split(" + "))
+    return " + ".join(next(iter(STRATEGIES.over(part)), part) for part in name.split(" + "))
 
 
 def digits(value: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import TextIO
 
+from ...core.arguments import NUMBER, spelled_number
 from ...core.errors import ConfigError, reworded
 from ...core.files import as_path, kind_at, replace_text
 from ...core.words import printable
@@ -26,10 +26,10 @@ def as_int(text: str) -> int:
 
 def as_number(text: str) -> float:
     """Reads a finite number of an option, as in 0.5 or 1e-3."""
-    match = re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text)
-    if match is None or not math.isfinite(float(text)):
+    number = spelled_number(text)
+    if number is None or not NUMBER.holds(number):
         raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number, or too large for one")
-    return float(text)
+    return number
 
 
 def as_file(text: str) -> Path:

@@ -132,7 +132,7 @@ VERBS: tuple[Verb, ...] = (
         _flag("--dry-run", "compile, and print what would be trained and written; do neither"),
         examples=(
             "axon train configs/quickstart.yaml",
-            "axon train configs/quickstart.yaml train.steps=500 parallel=full_shard",
+            "axon train configs/quickstart.yaml train.steps=500 parallel=fsdp",
             "axon train configs/quickstart.yaml --resume auto",
             "axon train configs/quickstart.yaml --dry-run",
         ),
@@ -188,6 +188,8 @@ VERBS: tuple[Verb, ...] = (
         _int("--top-k", "sample among the K likeliest tokens", metavar="K"),
         _number("--top-p", "sample among the likeliest tokens that add up to P", metavar="P"),
         _int("--seed", "the seed of the sampling (0)", default=0),
+        _flag("--chat", "answer each prompt as a user's message, by the run's chat template"),
+        _argument("--system", "with --chat: the system message", metavar="TEXT"),
         _argument(
             "--past-end",
             "continue where the model ends the document",
@@ -198,6 +200,7 @@ VERBS: tuple[Verb, ...] = (
         examples=(
             'axon generate runs/a --prompt "def main("',
             'axon generate runs/a --prompt "To be" --tokens 50 --temperature 0 --one-device',
+            'axon generate runs/chat --chat --prompt "What is JAX?" --system "Answer briefly."',
         ),
     ),
     _verb(
@@ -489,8 +492,13 @@ VERBS: tuple[Verb, ...] = (
         "bisect",
         "Find the first operation where two programs differ.",
         "proofs:bisect",
-        _argument("one", "a function of a file, as in `axon prove`", metavar="A"),
-        _argument("other", "another, or the same file with --other-mesh", metavar="B"),
+        _argument("one", "a function of a file, as in `axon prove`, or a config", metavar="A"),
+        _argument(
+            "other",
+            "another, or the same with --other-mesh, or fingerprints that --record wrote",
+            nargs="?",
+            metavar="B",
+        ),
         _argument("--mesh", "the mesh of A, as dp=4; that of its file by default"),
         _argument("--other-mesh", "the mesh of B; that of A by default"),
         _argument(
@@ -505,9 +513,16 @@ VERBS: tuple[Verb, ...] = (
             "--arguments", "a function of the file of A that returns the arguments", metavar="NAME"
         ),
         _int("--steps", "steps to compare: outputs become the first arguments (1)", default=1),
+        _file(
+            "--record",
+            "write fingerprints of all values of A, to compare with in another environment",
+        ),
         _file("--json", "write the findings to this file too"),
         examples=(
             "axon bisect old.py:step new.py:step --arguments batch",
+            "axon bisect ddp.yaml fsdp.yaml --steps 3",
+            "axon bisect step.py:step --record old.npz",
+            "axon bisect step.py:step old.npz",
             "axon bisect step.py:make step.py:make --mesh dp=1 --other-mesh dp=8",
         ),
     ),
@@ -522,7 +537,18 @@ VERBS: tuple[Verb, ...] = (
             const="core",
             choices=("core", "full"),
         ),
-        examples=("axon doctor", "axon doctor --numerics"),
+        _argument(
+            "--network",
+            "measure bandwidth and latency along each axis of this mesh, and name slow hosts",
+            nargs="?",
+            const="dp=-1",
+            metavar="MESH",
+        ),
+        examples=(
+            "axon doctor",
+            "axon doctor --numerics",
+            "axon doctor --network nodes=2,fsdp=8",
+        ),
     ),
     _verb(
         "completion",

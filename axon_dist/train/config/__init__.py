@@ -36,6 +36,7 @@ from .sections import MixtureData as MixtureData
 from .sections import Mlflow as Mlflow
 from .sections import OwnData as OwnData
 from .sections import ParquetData as ParquetData
+from .sections import Prometheus as Prometheus
 from .sections import SyntheticImageData as SyntheticImageData
 from .sections import TensorBoard as TensorBoard
 from .sections import TextData as TextData

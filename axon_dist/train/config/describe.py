@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import inspect
-import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Union
 
+from axon_dist.core.arguments import ArgumentKind
 from axon_dist.core.errors import ConfigError, did_you_mean
 from axon_dist.core.plain_yaml import to_yaml
-from axon_dist.parallel import STRATEGIES
+from axon_dist.parallel import STRATEGIES, resolve_name
 
-from .read import HUB, Bound, OneOf, Option, Parsed, extra, options_of, write
+from .read import (
+    HUB,
+    SCALARS,
+    OneOf,
+    Option,
+    Parsed,
+    extra,
+    first_sentence,
+    meanings_of,
+    options_of,
+    words_of,
+    write,
+)
 from .schema import RunConfig
 from .user_code import PATH
-
-_WORDS = {
-    int: "integer",
-    float: "number",
-    str: "text",
-    bool: "true or false",
-    Any: "name of a dtype",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +93,13 @@ def describe(section: str | None = None, parts: bool = True) -> list[Section]:
     Example:
         >>> key = describe("train")[0].keys[0]
         >>> key.path, key.type, key.default, key.meaning
-        ('train.steps', 'integer, at least 1', '1000', 'optimizer steps.')
+        ('train.steps', 'whole number, at least 1', '1000', 'optimizer steps.')
     """
-    roots = {"": RunConfig, **{f"parallel.{name}": make for name, make in STRATEGIES.items()}}
+    strategies = {f"parallel.{name}": row.make for name, row in STRATEGIES.items()}
+    roots = {"": RunConfig, **strategies}
     rows = (row for path, cls in roots.items() for row in _sections(cls, path))
     sections = list(dict.fromkeys(rows))
+    section = _canonical(section)
     if section is None:
         return sections if parts else sections[:1]
     varied = (row for row in sections if row.variant)
@@ -113,6 +118,14 @@ def describe(section: str | None = None, parts: bool = True) -> list[Section]:
     paths = {*kinds, *(row.path for row in sections if row.path), *(r.keys[0].path for r in keys)}
     hint = did_you_mean(section, paths).partition(" Valid")[0]
     raise ConfigError(f"there is no section or key {section!r:.80}.{hint} axon config lists them")
+
+
+def _canonical(section: str | None) -> str | None:
+    """Replaces another name of a strategy in a path, as in `parallel.full_shard`, by its name."""
+    parts = section.split(".") if section else []
+    if len(parts) > 1 and parts[0] == "parallel":
+        parts[1] = resolve_name(parts[1])[0]
+    return ".".join(parts) if parts else section
 
 
 def _sections(
@@ -159,47 +172,12 @@ def _inside(hint: object, path: str) -> Iterator[Section]:
         yield from _sections(hint, path)
 
 
-def meanings_of(thing: Callable[..., object]) -> dict[str, str]:
-    """Returns the documentation of each argument, from the docstrings of a function or class.
-
-    For a class, the docstrings of its bases count, too.
-
-    Example:
-        >>> meanings_of(Key)["default"]
-        'as YAML writes it; empty for a section, and for a key that has none.'
-    """
-    meanings: dict[str, str] = {}
-    for one in reversed(getattr(thing, "__mro__", (thing,))):
-        meanings.update(_documented(one))
-    return meanings
-
-
-def _documented(thing: Callable[..., object]) -> dict[str, str]:
-    """Returns the entries of a docstring's `Args`, by name."""
-    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", _docstring(thing), re.MULTILINE)
-    entries = re.findall(
-        r"^    (\w+): (.*(?:\n        .*)*)", section[1] if section else "", re.MULTILINE
-    )
-    # None in Python is null in YAML.
-    plain = {name: " ".join(words.split()) for name, words in entries}
-    return {name: re.sub(r"\bNone\b", "null", words) for name, words in plain.items()}
-
-
-def first_sentence(thing: Callable[..., object]) -> str:
-    """Returns the first paragraph of a docstring, on one line."""
-    return " ".join(_docstring(thing).split("\n\n")[0].split())
-
-
-def _docstring(thing: Callable[..., object]) -> str:
-    return inspect.cleandoc(inspect.unwrap(thing).__doc__ or "")
-
-
 def type_in_words(hint: object) -> str:
     """Describes the values of a type in a config.
 
     Example:
         >>> type_in_words(int | None), type_in_words(tuple[str, ...])
-        ('integer, or null', 'list of text')
+        ('whole number, or null', 'list of text')
     """
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
@@ -216,13 +194,15 @@ def type_in_words(hint: object) -> str:
         return _one_of([member.name.lower() for member in hint])
     if dataclasses.is_dataclass(hint) or origin in (Mapping, dict):
         return "section"
-    return _WORDS.get(hint, "any value")
+    if hint is Any:
+        return "name of a dtype"
+    return words_of(hint).removeprefix("a ") if hint in SCALARS else "any value"  # type: ignore
 
 
 def _annotated(hint: object, inner: object) -> str:
-    if bound := extra(hint, Bound):
+    if kind := extra(hint, ArgumentKind):
         # Upper bounds are general limits, not facts about the key; leave them out.
-        return f"{type_in_words(inner)}, {bound.text.partition(' and at most ')[0]}"
+        return kind.advice.partition(" and at most ")[0].removeprefix("a ")
     if parsed := extra(hint, Parsed):
         return parsed.form
     if choice := extra(hint, OneOf):

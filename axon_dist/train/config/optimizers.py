@@ -20,7 +20,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import leaves_with_paths
 from axon_dist.core.typing import PyTree
 from axon_dist.core.words import pattern_error
-from axon_dist.optim import by_path, hidden_matrices, matrices, muon
+from axon_dist.optim import adamw_8bit, by_path, hidden_matrices, matrices, muon
 
 from .rates import RATES, Cosine, RateSchedule
 from .read import Fraction, Natural, NonNegative, OneOf, Positive
@@ -206,14 +206,29 @@ class AdamW(Decaying):
         b1: decay of the mean of the gradients.
         b2: decay of the mean of their squares.
         eps: added to the square root of the latter.
+        eight_bit: keep the moments of large parameters in 8 bits, a quarter of their memory in
+            float32.
     """
 
     b1: Fraction = 0.9
     b2: Fraction = 0.95
     eps: Positive = 1e-8
+    eight_bit: bool = False
+
+    def validate(self) -> None:
+        """Raises `ConfigError` if moments of 8 bits are given another dtype, too."""
+        super().validate()
+        if self.eight_bit and self.momentum_dtype is not None:
+            raise ConfigError(
+                f"got eight_bit=true and momentum_dtype={self.momentum_dtype}, which both say how "
+                "the mean of gradients is stored; leave one of them out",
+                code="eight-bit-momentum",
+            )
 
     def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:
-        """Returns `optax.adamw`."""
+        """Returns `optax.adamw`, or `adamw_8bit`."""
+        if self.eight_bit:
+            return adamw_8bit(rate, self.b1, self.b2, self.eps, self.weight_decay, self.mask)
         return optax.adamw(
             rate,
             b1=self.b1,

@@ -1,6 +1,6 @@
 """Reads plain data into typed dataclasses and writes it back, naming the key of every mistake.
 
-A type is one of Python, or one that `Annotated` gives a bound, a choice or a parser.
+A type is one of Python, or one that `Annotated` gives an `ArgumentKind`, a choice or a parser.
 """
 
 from __future__ import annotations
@@ -18,27 +18,10 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union
 
 import numpy as np
 
+from axon_dist.core.arguments import SEED, ArgumentKind, kind_of, number, spelled_number, whole
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
 
 from .user_code import PATH, UserCode
-
-
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """A condition on a number, given with its type in `Annotated`.
-
-    Args:
-        text: the condition in words, to follow "must be".
-        holds: whether a value meets it.
-
-    Example:
-        >>> Bound("at least 1", lambda value: value >= 1).holds(0)
-        False
-    """
-
-    text: str
-    holds: Callable[[Any], bool]
-
 
 # To evaluate the types of a section takes longer than to read all of its keys.
 _type_hints = functools.lru_cache(maxsize=256)(typing.get_type_hints)
@@ -110,8 +93,8 @@ MOST = 2**31 - 1
 """Steps and samples are counted in 32 bits on the devices."""
 
 
-def _from(least: int, most: int) -> Bound:
-    return Bound(f"at least {least} and at most {most}", lambda value: least <= value <= most)
+def _from(least: int, most: int) -> ArgumentKind:
+    return whole(f", at least {least} and at most {most}", least, most)
 
 
 Count: TypeAlias = Annotated[int, _from(1, MOST)]
@@ -130,25 +113,25 @@ Devices: TypeAlias = Annotated[int, _from(1, 1024)]
 """Emulated CPU devices, each with its own threads."""
 
 Positive: TypeAlias = Annotated[
-    float, Bound("above 0 and at most 3e38, in float32", lambda value: 1e-37 <= value <= 3e38)
+    float, number(", above 0 and at most 3e38, in float32", lambda value: 1e-37 <= value <= 3e38)
 ]
 """A rate or a size; a smaller one would be 0 on the devices."""
 
 NonNegative: TypeAlias = Annotated[
-    float, Bound("at least 0 and at most 3e38", lambda value: 0 <= value <= 3e38)
+    float, number(", at least 0 and at most 3e38", lambda value: 0 <= value <= 3e38)
 ]
 """A rate that 0 turns off."""
 
-Fraction: TypeAlias = Annotated[float, Bound("in [0, 1)", lambda value: 0 <= value < 1)]
+Fraction: TypeAlias = Annotated[float, number(" in [0, 1)", lambda value: 0 <= value < 1)]
 """A part of a whole."""
 
-Seed: TypeAlias = Annotated[int, Bound("in [0, 2^32)", lambda value: 0 <= value < 2**32)]
+Seed: TypeAlias = Annotated[int, SEED]
 """Where random numbers start."""
 
 
 _T = TypeVar("_T")
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
-_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+SCALARS = (int, float, str, bool)
+"""The classes of values that are neither lists nor sections."""
 
 
 def read(hint: object, value: object, path: str = "") -> Any:
@@ -157,7 +140,7 @@ def read(hint: object, value: object, path: str = "") -> Any:
     Args:
         hint: a dataclass, a scalar type, `X | None`, `tuple[X, ...]`, `Mapping[str, X]`, `Literal`,
             an enum (written as its member's name in small letters), or any type `Annotated` with a
-            `Bound`, a `OneOf` or a `Parsed`.
+            `ArgumentKind`, a `OneOf` or a `Parsed`.
         value: dicts, lists and scalars.
         path: the dotted key of the value, with which every message begins.
 
@@ -174,7 +157,7 @@ def read(hint: object, value: object, path: str = "") -> Any:
         0.001
         >>> read(int, "many", "train.steps")
         Traceback (most recent call last):
-        axon_dist.core.errors.ConfigError: train.steps: got 'many', which must be an integer
+        axon_dist.core.errors.ConfigError: train.steps: got 'many', which must be a whole number
     """
     origin = typing.get_origin(hint)
     if (reader := _READERS.get(origin)) is not None:
@@ -256,6 +239,41 @@ def options_of(thing: Callable[..., object]) -> dict[str, Option]:
         defaults = {p.name: MISSING if p.default is p.empty else p.default for p in parameters}
         excluded = ("model", "world")
     return {n: Option(hints[n], default) for n, default in defaults.items() if n not in excluded}
+
+
+def meanings_of(thing: Callable[..., object]) -> dict[str, str]:
+    """Returns the documentation of each argument, from the docstrings of a function or class.
+
+    For a class, the docstrings of its bases count, too.
+
+    Example:
+        >>> meanings_of(Option)["hint"]
+        'its type, with what `Annotated` adds to it.'
+    """
+    meanings: dict[str, str] = {}
+    for one in reversed(getattr(thing, "__mro__", (thing,))):
+        meanings.update(_documented(one))
+    return meanings
+
+
+def _documented(thing: Callable[..., object]) -> dict[str, str]:
+    """Returns the entries of a docstring's `Args`, by name."""
+    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", _docstring(thing), re.MULTILINE)
+    entries = re.findall(
+        r"^    (\w+): (.*(?:\n        .*)*)", section[1] if section else "", re.MULTILINE
+    )
+    # None in Python is null in YAML.
+    plain = {name: " ".join(words.split()) for name, words in entries}
+    return {name: re.sub(r"\bNone\b", "null", words) for name, words in plain.items()}
+
+
+def first_sentence(thing: Callable[..., object]) -> str:
+    """Returns the first paragraph of a docstring, on one line."""
+    return " ".join(_docstring(thing).split("\n\n")[0].split())
+
+
+def _docstring(thing: Callable[..., object]) -> str:
+    return inspect.cleandoc(inspect.unwrap(thing).__doc__ or "")
 
 
 def _says_missing(path: str, name: str) -> str:
@@ -359,9 +377,9 @@ def _read_annotated(hint: object, value: object, path: str) -> Any:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path}: {error}") from error
     result = read(typing.get_args(hint)[0], value, path)
-    bound = extra(hint, Bound)
-    if bound is not None and not bound.holds(result):
-        raise ConfigError(f"{path}: got {result!r:.80}, which must be {bound.text}")
+    kind = extra(hint, ArgumentKind)
+    if kind is not None and not kind.holds(result):
+        raise ConfigError(f"{path}: got {result!r:.80}, which must be {kind.advice}")
     return result
 
 
@@ -464,13 +482,26 @@ def _read_literal(hint: object, value: object, path: str) -> Any:
     return _pick({option: option for option in typing.get_args(hint)}, value, path)
 
 
+def words_of(cls: type) -> str:
+    """What a value of one of `SCALARS` must be, in the words of YAML.
+
+    Example:
+        >>> words_of(int), words_of(bool)
+        ('a whole number', 'true or false')
+    """
+    kind = kind_of(cls)
+    assert kind is not None
+    return kind.advice.lower()
+
+
 def _read_scalar(hint: Any, value: object, path: str) -> Any:
-    if hint not in _WORDS:
+    kind = kind_of(hint) if hint in SCALARS else None
+    if kind is None:
         raise ConfigError(f"{path}: got {value!r:.80}, but only Python can set this; leave it out")
     if hint is float:
         value = _as_float(value)
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{path}: got {value!r:.80}, which must be {_WORDS[hint]}")
+    if not kind.holds(value):
+        raise ConfigError(f"{path}: got {value!r:.80}, which must be {words_of(hint)}")
     return value
 
 
@@ -478,8 +509,9 @@ def _as_float(value: object) -> Any:
     """Takes integers, and the spelling `1e-3`, which YAML 1.1 does not count as a number."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         return value
-    if isinstance(value, str) and _NUMBER.fullmatch(value) is None:
-        return value
+    if isinstance(value, str):
+        read_as = spelled_number(value)
+        return value if read_as is None else read_as
     try:
         return float(value)
     except OverflowError:

@@ -16,7 +16,6 @@ from axon_dist.core.files import as_place
 from axon_dist.mesh import MeshSpec, World
 from axon_dist.ops.precision import GradScaler, MixedPrecision
 from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose, resolve_name
-from axon_dist.parallel.plans import DEFAULT_SYNC_EVERY
 from axon_dist.planner.reading import Remat
 
 from ...core.typing import JsonDict
@@ -31,7 +30,7 @@ from .models import (
     with_hub_weights,
 )
 from .optimizers import OPTIMIZERS, AdamW, Optimizer, OwnOptimizer
-from .read import OneOf, Parsed, Seed, options_of, read, read_options, write
+from .read import OneOf, Parsed, Seed, meanings_of, options_of, read, read_options, write
 from .sections import (
     DATA,
     LOGGERS,
@@ -48,22 +47,11 @@ from .sections import (
 StrategyOptions: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Options by strategy name."""
 
-_REQUIRED: MappingProxyType[str, tuple[str, object]] = MappingProxyType(
-    {
-        "num_microbatches": ("the number of parts that a batch is cut into", 8),
-        "every": (
-            "the steps that replicas take on their own before they synchronize",
-            DEFAULT_SYNC_EVERY,
-        ),
-    }
-)
-"""Options without a default: what they are, and a value to show."""
-
 
 def strategy_options(value: object) -> StrategyOptions:
     """Reads `ddp`, `[fsdp, tensor]` or `{ddp: {bucket_capacity: 1000000}}`.
 
-    Names of `parallel.OTHER_NAMES` become those of `parallel.STRATEGIES`.
+    Other names of strategies become those of `parallel.STRATEGIES`.
 
     Raises:
         ValueError: for anything else, none, or a strategy that is named twice.
@@ -151,7 +139,7 @@ def read_strategies(parallel: Mapping[str, Mapping[str, object]]) -> dict[str, J
             raise ConfigError(f"parallel.{name:.80}: there is no such strategy.{hint}")
     return {
         name: read_options(
-            options_of(STRATEGIES[name]), options, f"parallel.{name}", "option", _says_missing
+            options_of(STRATEGIES[name].make), options, f"parallel.{name}", "option", _says_missing
         )
         for name, options in parallel.items()
     }
@@ -159,9 +147,11 @@ def read_strategies(parallel: Mapping[str, Mapping[str, object]]) -> dict[str, J
 
 def _says_missing(path: str, option: str) -> str:
     strategy = path.removeprefix("parallel.")
-    meaning, value = _REQUIRED.get(option, ("which has no default", "..."))
+    row = STRATEGIES[strategy]
+    meaning = meanings_of(row.make)[option].rstrip(".")
+    value = row.needed.get(option, "...")
     return (
-        f"parallel.{strategy} needs {option}, {meaning}; write "
+        f"parallel.{strategy} needs {option}: {meaning}; write "
         f"parallel: {{{strategy}: {{{option}: {value}}}}}"
     )
 

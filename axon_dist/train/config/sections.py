@@ -219,8 +219,30 @@ class Mlflow(Logger):
     uri: str | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prometheus(Logger):
+    """The last values of the metrics, as Prometheus reads them.
+
+    Args:
+        file: the file, which ends in `.prom`, such as one in the folder of node_exporter's textfile
+            collector; null for `metrics.prom` in the folder of the run.
+        port: also serve `/metrics` on this port of the main process; null serves none.
+    """
+
+    module: ClassVar[str] = "prometheus_client"
+
+    file: str | None = None
+    port: Port | None = None
+
+
 LOGGERS: MappingProxyType[str, type[Logger]] = MappingProxyType(
-    {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+    {
+        "tensorboard": TensorBoard,
+        "wandb": Wandb,
+        "trackio": Trackio,
+        "mlflow": Mlflow,
+        "prometheus": Prometheus,
+    }
 )
 
 

@@ -24,6 +24,7 @@ from .metrics import JsonlWriter as JsonlWriter
 from .metrics import LastingWriter as LastingWriter
 from .metrics import MetricWriter as MetricWriter
 from .metrics import MlflowWriter as MlflowWriter
+from .metrics import PrometheusWriter as PrometheusWriter
 from .metrics import TensorBoardWriter as TensorBoardWriter
 from .metrics import TrackioWriter as TrackioWriter
 from .metrics import WandbWriter as WandbWriter

@@ -7,13 +7,14 @@ import importlib.util
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from flax.traverse_util import flatten_dict
 
-from axon_dist.core.errors import ConfigError, require, warn
+from axon_dist.core.errors import ConfigError, require, reworded, warn
 from axon_dist.core.files import as_path, kind_at, open_regular, replacing
 from axon_dist.core.words import plural
 
@@ -289,6 +290,64 @@ class MlflowWriter:
     def close(self) -> None:
         """Ends the run."""
         self._client.set_terminated(self._run)
+
+
+class PrometheusWriter:
+    """The last values of all metrics for Prometheus: in a file, and on a port if one is given.
+
+    The file is in the text format that the textfile collector of node_exporter reads. It is
+    replaced after every line of metrics. The metric `train/loss` is the gauge `axon_train_loss`,
+    with the label `run`. Further parts of a name are the label `part`: `train/grad_norm/blocks/0`
+    is `axon_train_grad_norm{part="blocks/0"}`. The step is `axon_step`.
+
+    Args:
+        path: the file; its name must end in `.prom`.
+        run: the name of the run.
+        port: the port on which `/metrics` is served; None serves none.
+
+    Raises:
+        ConfigError: when prometheus_client is not installed, or the port cannot be opened.
+    """
+
+    def __init__(self, path: str | Path, *, run: str, port: int | None = None):
+        client = require("prometheus_client", "loggers", "the logger 'prometheus'")
+        self._client = client
+        self._path = as_path(path, "the file of the logger 'prometheus'")
+        if self._path.suffix != ".prom":
+            raise ConfigError(
+                f"the logger 'prometheus' got the file {str(path)!r}, and collectors read files "
+                "whose names end in .prom; name such a file",
+                code="not-prom",
+            )
+        self._run = run
+        self._registry = client.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        self._server: Any = None
+        if port is not None:
+            advice = "choose another port, or leave it out to write the file alone"
+            with reworded(f"the logger 'prometheus' cannot serve port {port}", advice, of=OSError):
+                self._server, self._thread = client.start_http_server(port, registry=self._registry)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sets the gauges, and replaces the file."""
+        for name, value in {"step": step, **metrics}.items():
+            first, _, rest = name.partition("/")
+            second, _, part = rest.partition("/")
+            gauge = re.sub(r"[^a-zA-Z0-9_]", "_", "_".join(filter(None, ("axon", first, second))))
+            if gauge not in self._gauges:
+                help_text = f"the last value of {'/'.join(filter(None, (first, second)))}"
+                self._gauges[gauge] = self._client.Gauge(
+                    gauge, help_text, ("run", "part"), registry=self._registry
+                )
+            self._gauges[gauge].labels(run=self._run, part=part).set(value)
+        self._client.write_to_textfile(str(self._path), self._registry)
+
+    def close(self) -> None:
+        """Stops serving; the file keeps the last values."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
 
 
 Curve: TypeAlias = Sequence[tuple[int, float]]

@@ -48,6 +48,7 @@ def drop_after(store, step):
     store.objects["bucket/run/metrics.jsonl"] = 1, b"".join(renewing)
 
 
+@pytest.mark.full
 def test_what_a_run_leaves_in_a_bucket(config, store, tiny):
     options = {**tiny["train"], "steps": 2, "eval_every": 0, "log_every": 1}
     done = train(config("s3://bucket/run", train=options, **OWN))
@@ -92,7 +93,7 @@ def test_a_run_in_a_bucket_goes_on_as_one_on_a_disk_and_is_read(
     assert "final validation loss" in (tmp_path / "report.html").read_text()
 
 
-def test_what_cannot_be_is_refused_before_anything_runs(config, tmp_path):
+def test_unsupported_settings_are_refused_before_anything_runs(config, tmp_path):
     with pytest.raises(
         ConfigError, match=r"checkpoint.type: full is not.*Use sharded, or a folder"
     ):
@@ -147,7 +148,7 @@ def test_the_lease_of_a_process_that_is_gone_from_this_machine_is_none(folder, s
     Lease(folder, "run_dir", print).check()
 
 
-def test_of_two_that_take_it_at_once_one_has_it(folder, store):
+def test_only_one_of_two_processes_takes_the_lock(folder, store):
     taken, refused = [], []
 
     def take():

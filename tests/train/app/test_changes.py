@@ -13,7 +13,7 @@ def test_no_change_passes_without_a_word(tmp_path):
 
 
 @pytest.mark.full
-def test_of_two_changes_each_is_named(tmp_path):
+def test_each_of_two_changes_is_named(tmp_path):
     cells = [("dropout", "version of jax"), ("template", "tokenizer"), ("cache, half", "dropout")]
     for row, count, good in measure_changes(tmp_path, cells):
         assert (row, good) == (row, count)

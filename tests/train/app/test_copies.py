@@ -103,7 +103,7 @@ def test_nothing_is_compiled_ahead_where_nothing_can_be_lost(config, monkeypatch
     )
 
 
-def test_what_is_compiled_ahead_is_for_the_most_processes_that_can_go_on(monkeypatch):
+def test_programs_compiled_ahead_are_for_the_largest_possible_restart(monkeypatch):
     def step_for(can, config, count):
         if count not in can:
             raise ConfigError(f"{count} do not divide")

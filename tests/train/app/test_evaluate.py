@@ -210,3 +210,36 @@ def test_bits_per_byte_count_the_bytes_behind_tokens(tmp_path):
     text = load_text(TextSource(*files, tokenizer=str(tmp_path / "words.json")))
     found = of_text(2.0, TextLoader(text, length=1, global_batch=1))
     assert found["bits_per_byte"] == pytest.approx(2.0 / np.log(2) * 3 / 14)
+
+
+@pytest.mark.full
+def test_a_user_is_answered_as_in_training(tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(chat) + "\n" for chat in [{"messages": turns}] * 64))
+    plain = {
+        "model": {
+            "kind": "transformer",
+            "preset": "quickstart",
+            "num_layers": 1,
+            "width": 32,
+            "num_heads": 2,
+            "num_kv_heads": 2,
+        },
+        "devices": {"emulate": 8},
+        "data": {
+            "kind": "jsonl",
+            "files": [str(file)],
+            "messages": "messages",
+            "template": "llama3",
+            "sequence_length": 128,
+        },
+        "optimizer": {"name": "adamw", "learning_rate": 0.02, "weight_decay": 0.0},
+        "train": {"steps": 60, "global_batch": 8, "eval_every": 0},
+        "run_dir": str(tmp_path / "run"),
+    }
+    train(RunConfig.from_dict(plain))
+    (answer,) = generate_text(tmp_path / "run", ["a"], 20, temperature=0, chat=True)
+    assert answer.text.startswith("b<|eot_id|>")
+    with pytest.raises(ConfigError, match="got a system message without chat"):
+        generate_text(tmp_path / "run", ["a"], 2, system="b")

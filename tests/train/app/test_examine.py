@@ -46,7 +46,7 @@ def read(monkeypatch):
 
 
 @pytest.mark.full
-def test_what_trains_is_what_is_examined(tiny, chip, ran, read, monkeypatch):
+def test_the_examined_step_is_the_trained_one(tiny, chip, ran, read, monkeypatch):
     config = RunConfig.from_dict(tiny)
     train(config, Console(file=io.StringIO()))
     (trained,) = (text for text in ran if "train_step" in text.splitlines()[0])

@@ -139,7 +139,7 @@ def test_texts_are_drawn_in_the_precision_of_the_run(tiny):
         ({"model": {"width": 32, "num_heads": 2}}, CheckpointError, r"do not fit the model"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_is_trained(tiny, tmp_path, changes, error, message):
+def test_unsupported_settings_are_refused_before_training(tiny, tmp_path, changes, error, message):
     plain, _ = tuned(tiny, tmp_path, **changes)
     with pytest.raises(error, match=message):
         train(RunConfig.from_dict(plain))

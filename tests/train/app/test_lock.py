@@ -89,7 +89,7 @@ def test_a_lock_that_was_given_back_meanwhile_is_taken_anew(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL, errno.EBADF])
-def test_what_is_no_other_run_is_not_called_one(tmp_path, monkeypatch, number):
+def test_a_lock_without_support_is_not_reported_as_another_run(tmp_path, monkeypatch, number):
     def fail(*_):
         raise OSError(number, "broken")
 
@@ -104,7 +104,7 @@ def test_what_is_no_other_run_is_not_called_one(tmp_path, monkeypatch, number):
 @pytest.mark.parametrize(
     "make", [lambda path: path.mkdir(), lambda path: path.symlink_to("/etc/passwd")]
 )
-def test_what_lies_in_place_of_the_lock_stays(tmp_path, make):
+def test_a_folder_at_the_place_of_the_lock_stays(tmp_path, make):
     make(tmp_path / "run.lock")
     with (
         pytest.raises(ConfigError, match=r"run_dir: cannot open the lock file .*run.lock'"),

@@ -41,7 +41,7 @@ def test_the_whole_table(world):
     assert [finding for finding in found if not finding.is_right] == []
 
 
-def test_what_the_compiler_alone_gets_wrong_is_found(world, monkeypatch):
+def test_compiler_mistakes_are_found(world, monkeypatch):
     """Without our spelling of convolutions; a compiler that has learnt it may drop the spelling."""
     monkeypatch.setattr(ByRank, "__call__", lambda by_rank, equation, operands: None)
     found = check_numerics(devices(world), ["dot", "conv_depthwise"])

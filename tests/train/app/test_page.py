@@ -137,7 +137,7 @@ def test_all_parts_are_drawn_and_nothing_is_asked_for(folder):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "program.json", "summary.json", "config.yaml"])
 @pytest.mark.parametrize("damage", [None, "", "{", "[1, 2]", '{"memory": 3, "step": {}}\n', "\0ÿ"])
-def test_what_is_missing_or_broken_is_said_and_the_rest_is_drawn(folder, name, damage):
+def test_missing_records_are_named_and_the_rest_is_drawn(folder, name, damage):
     if damage is None:
         (folder / name).unlink()
     else:
@@ -151,7 +151,7 @@ def test_what_is_missing_or_broken_is_said_and_the_rest_is_drawn(folder, name, d
         assert "training" in page.texts["loss"]
 
 
-def test_of_a_file_without_end_so_much_is_read(folder, monkeypatch):
+def test_an_endless_file_is_read_to_a_limit(folder, monkeypatch):
     monkeypatch.setattr("axon_dist.train.app.run_records._MOST_READ", 2**14)
     monkeypatch.setattr("axon_dist.train.app.run_records._BLOCK", 2**11)
     with open(folder / "metrics.jsonl", "w") as file:

@@ -118,6 +118,7 @@ def test_a_program_is_loaded_where_all_is_equal_alone(tmp_path):
     assert run()
 
 
+@pytest.mark.full
 def test_a_loaded_step_gives_the_bits_of_the_compiled_one(tmp_path, world):
     store, loaded = ProgramStore(tmp_path / "axon_dist" / "host"), []
 
@@ -148,7 +149,7 @@ def test_a_loaded_step_gives_the_bits_of_the_compiled_one(tmp_path, world):
     assert ("jit_train_step", False) not in loaded
 
 
-def test_what_was_killed_while_it_wrote_is_not_there(tmp_path, monkeypatch):
+def test_files_of_a_killed_writer_are_absent(tmp_path, monkeypatch):
     store = ProgramStore(tmp_path / "axon_dist" / "host")
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(KeyboardInterrupt))

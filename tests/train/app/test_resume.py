@@ -195,7 +195,7 @@ def test_auto_finds_the_newest_folder_of_a_run_without_one_of_its_own(
 
 
 @pytest.mark.full
-def test_what_cannot_be_resumed(config, tmp_path):
+def test_runs_that_cannot_be_resumed_raise(config, tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint in '.*none'; name a checkpoint"):
         train(config("run"), resume=str(tmp_path / "none"))
     whole = train(config("whole", train__steps=2))
@@ -269,7 +269,7 @@ def test_a_run_goes_on_when_it_cannot_save_and_says_so_at_the_end(config, monkey
 
 
 @pytest.mark.full
-def test_what_refuses_to_go_on_changes_nothing(config, tmp_path):
+def test_a_refused_resume_changes_nothing(config, tmp_path):
     done = train(config("run", train__steps=2))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError, match=r"params/.* restore it into"):
@@ -280,6 +280,7 @@ def test_what_refuses_to_go_on_changes_nothing(config, tmp_path):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.full
 def test_two_runs_do_not_save_into_one_folder(config, tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
@@ -348,6 +349,7 @@ def saved_by_others(folder):
     (folder / MARKER).write_bytes(marker_of(text))
 
 
+@pytest.mark.full
 def test_a_resumed_run_says_what_it_changes(config, tiny):
     cosine = {"optimizer": tiny["optimizer"] | {"schedule": {"name": "cosine"}}}
     first = train(config("first", train__steps=4, checkpoint__every=2, **cosine))

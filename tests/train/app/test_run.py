@@ -263,12 +263,13 @@ def test_every_field_is_used_by_a_run(tiny, pictures, tmp_path, monkeypatch):
 
     tensorboard = types.SimpleNamespace(SummaryWriter=mock.MagicMock())
     monkeypatch.setitem(sys.modules, "tensorboardX", tensorboard)
-    for name in ("wandb", "trackio", "mlflow"):
+    for name in ("wandb", "trackio", "mlflow", "prometheus_client"):
         monkeypatch.setitem(sys.modules, name, mock.MagicMock())
     for cls in schema:
         monkeypatch.setattr(cls, "__getattribute__", record)
     tiny["model"] |= {"logits": "chunked"}
-    train(read(RunConfig, tiny | {"loggers": ["tensorboard", "wandb", "trackio", "mlflow"]}))
+    loggers = ["tensorboard", "wandb", "trackio", "mlflow", "prometheus"]
+    train(read(RunConfig, tiny | {"loggers": loggers}))
     build_loader(read(RunConfig, {"data": {"max_bytes": 10**5}}), World.emulate(8))
     for picture in pictures:
         config = read(RunConfig, picture)
@@ -306,7 +307,7 @@ def test_a_device_without_memory_says_what_to_change(tiny, tmp_path):
         train(RunConfig.from_dict(tiny))
     message = str(caught.value)
     assert message.startswith("a device has no memory left (RESOURCE_EXHAUSTED: Out of memory all")
-    assert "parallel=full_shard; take less at a time, train.accumulate=2; recompute" in message
+    assert "parallel=fsdp; take less at a time, train.accumulate=2; recompute" in message
     assert "'remat={interval: 1}'" in message
     assert (tmp_path / "run" / "memory.prof").stat().st_size > 0
     assert f"in '{tmp_path / 'run' / 'memory.prof'}'" in message
@@ -330,6 +331,7 @@ def test_on_a_known_chip_the_planner_is_asked_too(tiny, chip, monkeypatch):
     assert re.match(r"axon plan would take ddp on mesh dp=2, .* GB on a emulated", plans[0])
 
 
+@pytest.mark.full
 def test_an_axis_that_nothing_is_split_over_is_told(tiny):
     line = "no strategy uses axis tp of the mesh: its 2 ranks compute the same"
     found = opening_lines(build_run(RunConfig.from_dict(tiny | {"mesh": "dp=4,tp=2"})))

@@ -58,7 +58,7 @@ def test_a_process_knows_when_it_began():
     assert 0.5 < float(told.stdout) <= time.perf_counter() - begin + 0.02
 
 
-def test_what_a_shell_did_in_the_process_before_is_no_part_of_it(monkeypatch):
+def test_time_before_exec_is_not_part_of_the_start(monkeypatch):
     monkeypatch.setattr(clock, "_age", lambda: 7200.0 + time.perf_counter() - clock._IMPORTED)
     assert clock.process_began() == clock._IMPORTED - clock._USED
     monkeypatch.setattr(clock, "_age", lambda: 1.0 + time.perf_counter() - clock._IMPORTED)

@@ -72,7 +72,7 @@ def test_a_run_goes_on_with_another_number_of_steps(result, folder):
 
 
 @pytest.mark.full
-def test_what_is_read_tells_meetings_from_steps(folder):
+def test_outer_steps_are_reported_separately_from_steps(folder):
     found = examine(RunConfig.from_dict(config_of(folder)))
     assert found.report.collectives.by_link().keys() == {"fast"}
     (outer_step,) = found.outer_steps

@@ -34,7 +34,7 @@ def test_differences_are_relative_to_the_largest_element():
         ([math.inf, 1.0], [math.inf, 1.0]),
     ],
 )
-def test_what_is_not_finite_is_never_equal(got, want):
+def test_non_finite_values_are_never_equal(got, want):
     assert differences([got], [want]) == [math.inf]
 
 

@@ -23,7 +23,7 @@ def sft(tiny, tmp_path):
 
 
 @pytest.mark.full
-def test_what_is_shown_and_measured(sft):
+def test_the_summary_shows_measured_values(sft):
     found = check_data(RunConfig.from_dict(sft), num_samples=2, seconds=0.05)
     # Two documents of 8 tokens in a row of 17, of each the last 4 are targets.
     shown = "[ask?] yes\0\n[ask?] yes\0\n(1 of 17 tokens are padding)"

@@ -28,7 +28,7 @@ def test_what_can_be_written(tmp_path):
     assert (tmp_path / "old.json").read_text() == "{}"
 
 
-def test_what_cannot_be_written(tmp_path, monkeypatch):
+def test_outputs_that_cannot_be_written_raise(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"^--svg .*: this is a folder; name a file in it"):
         check_output("--svg", tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: False)

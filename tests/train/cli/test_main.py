@@ -1,5 +1,6 @@
 import pathlib
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 from axon_dist import __version__
 from axon_dist.core.errors import ConfigError
+from axon_dist.train.cli import main as command
 from axon_dist.train.cli.main import CONFIG_KEYS, VERBS, _parse, main
 from axon_dist.train.config import completion_words
 
@@ -44,11 +46,19 @@ def test_mistakes_of_arguments_too(capsys, arguments):
     assert err.count("\n") == 1
 
 
+def test_an_unknown_option_is_suggested_one(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "runs/a", "--prompt", "a", "--max-tokens", "3"])
+    assert "--max-tokens 3 Did you mean '--tokens'?; see" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("train.stepz=3", "train.stepz: there is no such key. Did you mean 'steps'?"),
-        ("train.steps=ten", "train.steps: got 'ten', which must be an integer"),
+        ("optimizer.lr=abc", "optimizer.lr: there is no such key. Did you mean 'learning_rate'?"),
+        ("train={steps:3}", "got the key 'steps:3' without a value; YAML needs a blank after the"),
+        ("train.steps=ten", "train.steps: got 'ten', which must be a whole number"),
         ("mesh=dp=3", "mesh dp=3 needs 3 devices and got 8"),
         ("data.files=[/none/*]", "data.files: '/none/*' matches no file"),
         ("nonsense", "cannot read 'nonsense'; write key.path=value"),
@@ -68,6 +78,14 @@ def test_overrides_stand_before_or_behind_options(capsys, tmp_path, arguments):
     path = tmp_path / "run.yaml"
     path.write_text("devices: {emulate: 8}")
     assert "train.steps: got 'ten'" in error_of(capsys, "train", str(path), *arguments)
+
+
+def test_a_warning_of_the_command_has_no_place_in_its_script(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/axon", "train"])
+    command._show_warning("mind the gap", UserWarning, "/usr/bin/axon", 8)
+    assert capsys.readouterr().err == "axon: warning: mind the gap\n"
+    command._show_warning("mind the gap", UserWarning, "/home/me/loss.py", 3)
+    assert "loss.py:3: UserWarning: mind the gap" in capsys.readouterr().err
 
 
 def test_help_names_every_verb(capsys):
@@ -93,6 +111,21 @@ def test_an_interruption_is_no_traceback(capsys, monkeypatch):
     monkeypatch.setattr("axon_dist.train.cli.runs.load_config", interrupted)
     assert main(["train", str(QUICKSTART)]) == 130
     assert capsys.readouterr().err == "axon: interrupted\n"
+
+
+def test_an_interruption_may_come_as_another_error(capsys, monkeypatch):
+    """An import of C code that SIGINT interrupts raises `ImportError`."""
+
+    def interrupted(*_):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("numpy._core.multiarray failed to import") from None
+
+    monkeypatch.setattr("axon_dist.train.cli.runs.load_config", interrupted)
+    assert main(["train", str(QUICKSTART)]) == 130
+    assert capsys.readouterr().err == "axon: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_bug_is_one_line_that_names_the_file_with_the_traceback(monkeypatch, capsys, tmp_path):
@@ -185,7 +218,7 @@ def test_the_words_of_a_config_are_those_of_its_code():
         (["verify", str(QUICKSTART), "checkpoint.evry=3"], 2),
     ],
 )
-def test_what_needs_no_jax_imports_none(arguments, code):
+def test_verbs_without_arrays_do_not_import_jax(arguments, code):
     program = (
         "import sys, axon_dist.train.cli.main as main\n"
         "try: code = main.main(sys.argv[1:])\n"

@@ -1,11 +1,11 @@
+import dataclasses
 import pathlib
-import sys
 
 import pytest
 import yaml
 
 from axon_dist.models import num_params
-from axon_dist.parallel import ZeROStage
+from axon_dist.parallel import STRATEGIES
 from axon_dist.planner import Candidate
 from axon_dist.train.app import config_plans
 from axon_dist.train.cli.main import main
@@ -31,11 +31,11 @@ def test_a_size_on_some_devices(capsys, monkeypatch):
     text = out_of(capsys, "--params", "10e9", "--devices", "8", "--memory", "80GB")
     assert text.startswith("10e9 parameters: a decoder of 32 blocks, width 5120, 40 heads")
     assert "1024 samples per step, 8 devices of 80" in " ".join(text.split())
-    assert "full_shard: " in text
+    assert "fsdp: " in text
     assert "…" not in text
     lines = yaml.safe_load(text.split("Lines of a config:\n")[1])
     assert lines["mesh"] == {"fsdp": 8}
-    assert lines["parallel"] == {"full_shard": {}}
+    assert lines["parallel"] == {"fsdp": {}}
 
 
 TINY = ["model.num_layers=2", "train.global_batch=16"]
@@ -48,18 +48,20 @@ def few(monkeypatch):
 
 
 def test_a_config_on_a_target(capsys, few, monkeypatch):
-    monkeypatch.setattr(config_plans, "SIMPLICITY", ("full_shard",))
+    row = STRATEGIES["fsdp"]
+    first = dataclasses.replace(row.plan, complexity=-1)
+    monkeypatch.setitem(STRATEGIES.rows, "fsdp", dataclasses.replace(row, plan=first))
     config = str(CONFIGS / "fsdp8.yaml")
     text = " ".join(out_of(capsys, config, *TINY, "--target", "h100:8").split())
     assert "16 samples per step, 8 devices" in text
     assert "rates of h100" in text
     assert "then the shortest predicted step" in text
     assert "a step is" in text
-    assert "full_shard: 2 blocks are unrolled: of up to 4 each is compiled by itself" in text
+    assert "fsdp: 2 blocks are unrolled: of up to 4 each is compiled by itself" in text
 
 
 @pytest.mark.full
-def test_what_trains_to_other_numbers_is_apart(capsys, few, monkeypatch):
+def test_plans_with_other_numerics_are_listed_separately(capsys, few, monkeypatch):
     monkeypatch.setattr(config_plans, "FEW", 1)
     large = ["model.width=512", "train.global_batch=1024"]
     given = [*large, "model.num_layers=2", "precision=float32"]
@@ -107,7 +109,7 @@ def test_a_convolutional_model_is_planned(capsys, few):
 
 
 @pytest.mark.full
-def test_what_does_not_fit_is_exit_code_1(capsys, few):
+def test_a_step_that_does_not_fit_gives_exit_code_1(capsys, few):
     text = out_of(capsys, "--params", "350M", "--devices", "2", "--memory", "1GB", code=1)
     assert "comes nearest" in " ".join(text.split())
     assert "are the train state" in " ".join(text.split())
@@ -154,14 +156,10 @@ def test_names_are_those_of_configs_and_the_order_is_said(capsys, monkeypatch):
     assert "shard_grad_op" not in text
 
 
-def test_a_strategy_without_a_place_in_the_order_comes_last_of_its_kind(monkeypatch):
-    table = {"mine": ZeROStage.STAGE1, **config_plans.DATA_PARALLEL}
-    for module in ("axon_dist.planner.candidates", "axon_dist.train.app.config_plans"):
-        monkeypatch.setattr(sys.modules[module], "DATA_PARALLEL", table)
-    given = {"tp": {"tp": 2}, "mine": {"strategy": "mine"}, "hybrid": {"dp": 2, "fsdp": 2}}
-    given["hybrid"]["strategy"] = "hybrid_shard"
-    place = {name: config_plans._complexity(Candidate(**sizes)) for name, sizes in given.items()}
-    assert place["hybrid"] < place["mine"] < place["tp"]
+def test_model_parallelism_is_more_complex_than_any_data_parallelism():
+    given = [{}, {"strategy": "zero1"}, {"strategy": "hybrid", "dp": 2, "fsdp": 2}, {"tp": 2}]
+    places = [config_plans._complexity(Candidate(**sizes)) for sizes in given]
+    assert places == sorted(places)
 
 
 @pytest.mark.parametrize("size", [1e4, 1e6, 125e6, 350e6, 1.3e9, 7e9, 13e9, 70e9, 175e9])

@@ -88,7 +88,7 @@ def test_the_world_takes_what_there_is_without_emulation():
         ),
     ],
 )
-def test_what_cannot_be_built(tiny, changes, error, message):
+def test_configs_that_cannot_be_built_raise(tiny, changes, error, message):
     for section, values in changes.items():
         merged = {**tiny[section], **values} if isinstance(values, dict) else values
         tiny[section] = merged
@@ -138,7 +138,7 @@ def test_a_logger_that_is_not_installed(tiny, tmp_path, monkeypatch, logger):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_trained_is_a_key(tiny):
+def test_trainable_is_a_config_key(tiny):
     tiny |= {"trainable": "attention/", "frozen_dtype": "bfloat16"}
     tiny["train"] |= {"ema": 0.5}
     config = RunConfig.from_dict(tiny)

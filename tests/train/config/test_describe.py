@@ -14,7 +14,7 @@ def test_every_key_has_a_meaning_and_a_type():
     assert len(KEYS) > 200
 
 
-def test_what_is_called_a_dtype_is_one():
+def test_keys_typed_as_dtypes_are_dtypes():
     dtypes = {key.path.rpartition(".")[2] for key in KEYS if key.type == "name of a dtype"}
     assert dtypes == {"param", "compute", "reduce", "buffer", "output", "dtype", "reduce_dtype"}
 
@@ -29,7 +29,7 @@ def test_every_strategy_and_variant_is_there():
 @pytest.mark.parametrize(
     ("path", "type", "default"),
     [
-        ("train.steps", "integer, at least 1", "1000"),
+        ("train.steps", "whole number, at least 1", "1000"),
         ("train.clip_norm", "number, above 0, or null", "1.0"),
         ("train.nonfinite", "stop, skip or rollback", "stop"),
         (
@@ -37,7 +37,7 @@ def test_every_strategy_and_variant_is_there():
             "section with name: cosine, linear, constant, wsd or inverse_sqrt",
             "cosine",
         ),
-        ("parallel.pipeline.num_microbatches", "integer", ""),
+        ("parallel.pipeline.num_microbatches", "whole number", ""),
         ("mesh", "dp=4,tp=2 or {dp: 4, tp: 2}", "{dp: -1}"),
         ("trainable", "list of text", "[]"),
     ],
@@ -60,14 +60,15 @@ def test_a_section_a_key_and_a_mistake(capsys):
     with pytest.raises(ConfigError, match=r"no section or key 'trian'. Did you mean 'train'\?"):
         describe("trian")
     assert main(["config", "train"]) == 0
-    assert "  train.steps = 1000  (integer, at least 1)\n" in capsys.readouterr().out
+    assert "  train.steps = 1000  (whole number, at least 1)\n" in capsys.readouterr().out
 
 
 def test_as_text_and_as_tables():
     found = describe("train")
     assert to_text(found).count("train.steps") == 1
-    assert "| `train.steps` | integer, at least 1 | `1000` | optimizer steps. |" in to_markdown(
-        found
+    assert (
+        "| `train.steps` | whole number, at least 1 | `1000` | optimizer steps. |"
+        in to_markdown(found)
     )
 
 

@@ -73,7 +73,7 @@ class Normed(nnx.Module):
         (nnx.BatchNorm, lambda y: jnp.mean(y**2), "norm/mean"),
     ],
 )
-def test_what_couples_samples_is_named(norm, loss, words):
+def test_operations_that_couple_samples_are_named(norm, loss, words):
     world, shape = World.emulate(4), jax.ShapeDtypeStruct((24, 4), jnp.float32)
     model = Normed(nnx.Rngs(0), norm)
     loss_fn = lambda model, batch: loss(model(batch["x"]))

@@ -45,7 +45,7 @@ def test_sizes_and_weights_are_those_of_the_snapshot(snapshot):
 SHORT = {"data": {"sequence_length": 16}}
 
 
-def test_what_is_no_snapshot_is_said_at_its_key(snapshot, tmp_path):
+def test_a_hub_value_that_is_no_snapshot_names_its_key(snapshot, tmp_path):
     for model, text in (
         ({"hub": str(tmp_path)}, "cannot open|no such|cannot read"),
         ({"hub": str(snapshot), "preset": "tiny"}, "got preset and hub, which both give sizes"),
@@ -74,7 +74,7 @@ def test_an_export_has_the_tokens_of_the_run(snapshot, tmp_path, monkeypatch):
     copied = {path.name for path in (tmp_path / "out").iterdir()} - {"model.safetensors"}
     assert copied == {path.name for path in snapshot.iterdir()} - {"model.safetensors"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
-    assert said == ["the tensors are float32; --dtype bfloat16 (dtype='bfloat16') rounds them"]
+    assert said == ["the tensors are float32; for half the size give --dtype bfloat16"]
 
     (snapshot / "tokenizer.json").unlink()
     config, said = RunConfig.from_dict(plain), []

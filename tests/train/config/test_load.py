@@ -105,5 +105,5 @@ def test_values_are_those_of_yaml_1_2(tmp_path):
         max_leaves=12,
     )
 )  # fmt: skip
-def test_what_is_written_is_read(value):
+def test_written_values_are_read_back(value):
     assert sections_of(to_yaml({"value": value}), "the text") == {"value": value}

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from axon_dist.core.arguments import ArgumentKind
 from axon_dist.core.errors import ConfigError
 from axon_dist.train.config import RunConfig
 from axon_dist.train.config.read import (
-    Bound,
     Count,
     Fraction,
     NonNegative,
@@ -104,7 +104,7 @@ def test_a_key_that_stands_a_level_too_high():
         RunConfig.from_dict({"steps": 3})
 
 
-def test_what_only_python_can_say():
+def test_options_that_only_python_can_set_are_refused():
     with pytest.raises(ConfigError, match=r"^x: got 3, but only Python can set this; leave"):
         read(object, 3, "x")
 
@@ -126,10 +126,10 @@ def test_enums_and_mappings():
     ("data", "message"),
     [
         ({}, r"^rooms: missing, and it has no default; set it"),
-        ({"rooms": 0}, r"^rooms: got 0, which must be at least 1"),
-        ({"rooms": "3"}, r"^rooms: got '3', which must be an integer"),
-        ({"rooms": True}, r"^rooms: got True, which must be an integer"),
-        ({"rooms": 2.0}, r"^rooms: got 2.0, which must be an integer"),
+        ({"rooms": 0}, r"^rooms: got 0, which must be a whole number, at least 1"),
+        ({"rooms": "3"}, r"^rooms: got '3', which must be a whole number"),
+        ({"rooms": True}, r"^rooms: got True, which must be a whole number"),
+        ({"rooms": 2.0}, r"^rooms: got 2.0, which must be a whole number"),
         ({"rooms": 1, "roms": 2}, r"^roms: there is no such key. Did you mean 'rooms'\? Valid: "),
         ({"rooms": 1, "garden": 1}, r"^garden: got 1, which must be true or false"),
         ({"rooms": 1, "warmth": "hot"}, r"^warmth: got 'hot', which must be a number"),
@@ -145,7 +145,7 @@ def test_enums_and_mappings():
         ({"rooms": 1, "pet": 3}, r"^pet: got 3, which must be a section"),
         (
             {"rooms": 1, "pets": [{"lives": 0}]},
-            r"^pets\[0\].lives: got 0, which must be at least 1",
+            r"^pets\[0\].lives: got 0, which must be a whole number, at least 1",
         ),
         ({"rooms": 1, "pets": 3}, r"^pets: got 3, which must be a list"),
         (
@@ -182,7 +182,7 @@ def test_a_room_that_names_the_key_itself_is_not_prefixed_twice():
         (NonNegative, -1.0),
         (Fraction, 1.0),
         (Fraction, -0.1),
-        (Annotated[int, Bound("odd", lambda v: v % 2)], 2),
+        (Annotated[int, ArgumentKind("odd", lambda v: v % 2)], 2),
     ],
 )
 def test_bounds(hint, value):

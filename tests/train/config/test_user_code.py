@@ -231,7 +231,7 @@ def test_a_plan_of_patterns_keeps_its_order(make_world):
         ),
         (
             {"data": {"factory": "own_things:numbers", "num_ahead": -1}},
-            r"^data.num_ahead: got -1, which must be at least 0",
+            r"^data.num_ahead: got -1, which must be a whole number, at least 0",
         ),
         (
             {"parallel": {"tensor": {"plan": {"up$": "colum"}}}},
@@ -239,7 +239,7 @@ def test_a_plan_of_patterns_keeps_its_order(make_world):
         ),
     ],
 )
-def test_what_is_wrong_is_said_when_it_is_read(folder, changes, message):
+def test_mistakes_are_reported_when_read(folder, changes, message):
     with pytest.raises(ConfigError, match=message):
         RunConfig.from_dict(plain(**changes))
 
@@ -270,7 +270,7 @@ def test_plans_that_are_none(make_world, parallel, message):
         ("data", "nothing", r"returns a NoneType, which must be two sequences of samples"),
     ],
 )
-def test_what_a_factory_returns_is_checked(folder, section, name, message):
+def test_the_result_of_a_factory_is_checked(folder, section, name, message):
     config = RunConfig.from_dict(plain(**{section: {"factory": f"own_things:{name}"}}))
     with pytest.raises(ConfigError, match=rf"^{section}.factory: own_things:{name} {message}"):
         config.model.make(rngs=None) if section == "model" else config.data.samples

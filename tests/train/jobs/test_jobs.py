@@ -1,10 +1,13 @@
 """Job files of every scheduler and config; write them: python -m tests.train.jobs.test_jobs."""
 
+import concurrent.futures
+import importlib.util
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 import yaml
@@ -112,6 +115,17 @@ def test_the_schema_of_kubernetes_takes_the_job_within_a_jobset():
     validate.validate(whole, "1.34", strict=True)
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_skypilot_takes_the_task(path):
+    pytest.importorskip("jsonschema")
+    pytest.importorskip("sky.utils.schemas", reason="needs SkyPilot")
+    check = SCHEDULERS["skypilot"].check
+    text = golden("skypilot", path).read_text()
+    assert check(text) == "the schemas of SkyPilot"
+    with pytest.raises(LaunchError, match="'node' was unexpected"):
+        check(text.replace("num_nodes:", "node:"))
+
+
 def test_sbatch_checks_and_takes_the_file(tmp_path, monkeypatch):
     (tmp_path / "sbatch").write_text('#!/bin/sh\n[ "$1" = bad ] && exit 3; echo job 7 "$@"\n')
     (tmp_path / "sbatch").chmod(0o755)
@@ -140,6 +154,59 @@ def test_sbatch_checks_and_takes_the_file(tmp_path, monkeypatch):
 def test_jobs_that_cannot_be(fields, words):
     with pytest.raises(LaunchError, match=words):
         Job(**{"config": "c.yaml", **fields})
+
+
+class FakeRay:
+    """Runs what Ray would run on other nodes in threads."""
+
+    def __init__(self):
+        self.pool = concurrent.futures.ThreadPoolExecutor()
+
+    def init(self, address):
+        assert address == "auto"
+
+    def get(self, one):
+        return [self.get(x) for x in one] if isinstance(one, list) else one.result()
+
+    def remote(self, function):
+        def run(*arguments):
+            return self.pool.submit(function, *arguments)
+
+        task = types.SimpleNamespace(remote=run)
+        return types.SimpleNamespace(options=lambda **options: task)
+
+
+def test_ray_starts_a_process_on_each_node_again_after_a_loss(tmp_path, monkeypatch):
+    fake = FakeRay()
+    group = types.SimpleNamespace(ready=lambda: fake.pool.submit(bool))
+    modules = {
+        "ray": fake,
+        "ray.util": types.ModuleType("ray.util"),
+        "ray.util.placement_group": types.SimpleNamespace(
+            placement_group=lambda bundles, strategy: group
+        ),
+        "ray.util.scheduling_strategies": types.SimpleNamespace(
+            PlacementGroupSchedulingStrategy=lambda group, placement_group_bundle_index: None
+        ),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    path = ROOT / "configs" / "launch" / "ray_train.py"
+    spec = importlib.util.spec_from_file_location("ray_train", path)
+    ray_train = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ray_train)
+    assert ray_train.COMMAND[:2] == ["axon", "train"]
+    monkeypatch.setattr(ray_train, "address", lambda: "10.0.0.1")
+    # The first start loses a process; each start notes the variables that it got.
+    script = f"""
+echo $MASTER_ADDR $MASTER_PORT $WORLD_SIZE $RANK >> {tmp_path}/$RANK
+[ $(wc -l < {tmp_path}/$RANK) -gt 1 ] || exit 76
+"""
+    monkeypatch.setattr(ray_train, "COMMAND", ["sh", "-c", script])
+    assert ray_train.main(2, 8) == 0
+    for rank in (0, 1):
+        lines = (tmp_path / str(rank)).read_text().splitlines()
+        assert lines == [f"10.0.0.1 29500 2 {rank}"] * 2
 
 
 FAKE_SSH = """#!/bin/sh

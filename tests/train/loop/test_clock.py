@@ -68,7 +68,7 @@ def test_the_first_batch_that_is_validated_is_compiled_for(world):
     assert 0 < result.seconds["validation"] < 0.2
 
 
-def test_what_is_known_of_a_step_is_in_its_record(world):
+def test_facts_of_a_step_are_in_its_record(world):
     writer = ListWriter()
     Trainer(
         step=FakeStep(world), batches=itertools.count(), writers=[writer],

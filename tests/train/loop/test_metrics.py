@@ -1,6 +1,8 @@
 import json
+import socket
 import sys
 import types
+import urllib.request
 
 import pytest
 
@@ -8,6 +10,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.train.loop import (
     JsonlWriter,
     MlflowWriter,
+    PrometheusWriter,
     TensorBoardWriter,
     TrackioWriter,
     WandbWriter,
@@ -144,9 +147,43 @@ def test_mlflow_gets_run_parameters_and_metrics(monkeypatch, is_known):
     ]  # fmt: skip
 
 
+def test_prometheus_reads_the_last_values(tmp_path):
+    pytest.importorskip("prometheus_client")
+    path = tmp_path / "m.prom"
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    writer = PrometheusWriter(path, run='a "b"', port=port)
+    writer.write(1, {"train/loss": 5.5})
+    writer.write(2, {"train/loss": float("nan"), "train/grad_norm/blocks/0": 1e-7})
+    text = path.read_text()
+    assert text == (
+        "# HELP axon_step the last value of step\n"
+        "# TYPE axon_step gauge\n"
+        'axon_step{part="",run="a \\"b\\""} 2.0\n'
+        "# HELP axon_train_loss the last value of train/loss\n"
+        "# TYPE axon_train_loss gauge\n"
+        'axon_train_loss{part="",run="a \\"b\\""} NaN\n'
+        "# HELP axon_train_grad_norm the last value of train/grad_norm\n"
+        "# TYPE axon_train_grad_norm gauge\n"
+        'axon_train_grad_norm{part="blocks/0",run="a \\"b\\""} 1e-07\n'
+    )
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as served:
+        assert served.read().decode() == text
+    with pytest.raises(ConfigError, match=f"cannot serve port {port}"):
+        PrometheusWriter(path, run="n", port=port)
+    writer.close()
+    assert list(tmp_path.iterdir()) == [path]
+    PrometheusWriter(path, run="n", port=port).close()
+    with pytest.raises(ConfigError) as error:
+        PrometheusWriter(tmp_path / "m.txt", run="n")
+    assert error.value.code == "not-prom"
+
+
 @pytest.mark.parametrize(
     ("module", "make"),
     [
+        ("prometheus_client", lambda: PrometheusWriter("a.prom", run="n")),
         ("trackio", lambda: TrackioWriter(project="p", name="n")),
         ("mlflow", lambda: MlflowWriter("x", experiment="e", name="n")),
     ],

@@ -192,7 +192,7 @@ def test_a_save_gets_the_validation_loss_of_its_own_state(world):
     assert saved == [(1, None), (2, 201.0), (3, None), (4, 401.0), (5, 501.0)]
 
 
-def test_what_the_data_has_handed_out_at_a_save_went_into_the_state(world):
+def test_batches_drawn_before_a_save_are_in_the_state(world):
     handed, step = [], FakeStep(world)
 
     def batches():
@@ -328,7 +328,7 @@ def test_impossible_options(options, message):
         ("eval_every", "validation", lambda: [0]),
     ],
 )
-def test_a_rhythm_of_nothing(world, option, name, function):
+def test_a_period_needs_its_function(world, option, name, function):
     message = rf"{option}=2 and the trainer has no {name} function; give it one, or leave {option}"
     with pytest.raises(ConfigError, match=message):
         fit(FakeStep(world), 3, **{option: 2})
@@ -336,7 +336,7 @@ def test_a_rhythm_of_nothing(world, option, name, function):
     assert fit(FakeStep(world), 3).is_finished
 
 
-def test_what_should_stop_reads(world):
+def test_values_read_by_should_stop(world):
     records, writer = [], ListWriter()
     options = LoopOptions(num_steps=9, log_every=2, items_per_step=50, peak_flops=1e6)
     Trainer(

@@ -1,0 +1,141 @@
+"""Batches of rows of similar length: less padding, where documents are not packed.
+
+A row of each document is padded to the next of a few lengths, and a batch has rows of one length.
+Every length is a program of its own for the compiler, so there are few.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from axon_dist.core.errors import ConfigError
+
+from .samples import random_of
+
+_MOST_LENGTHS = 64
+"""Among how many lengths, at even distances, those of the buckets are chosen."""
+
+_ORDER = 3
+"""The purpose of these random numbers; see `random_of`."""
+
+
+def bucket_lengths(needed: np.ndarray, longest: int, count: int) -> tuple[int, ...]:
+    """Chooses the lengths that leave the least padding.
+
+    Args:
+        needed: the tokens that a model sees of each row, from 1 to `longest`, `[N]`.
+        longest: the largest length.
+        count: how many lengths at most.
+
+    Returns:
+        The lengths in ascending order; the last one is `longest`.
+
+    Example:
+        >>> bucket_lengths(np.array([10, 10, 12, 100, 128]), longest=128, count=2)
+        (12, 128)
+    """
+    pieces = max(n for n in range(1, _MOST_LENGTHS + 1) if longest % n == 0)
+    width = longest // pieces
+    rows = np.bincount(-(-np.maximum(needed, 1) // width), minlength=pieces + 1)[: pieces + 1]
+    up_to = np.cumsum(rows)
+    # total[k][j]: the least sum of lengths of the rows in the first j pieces, with k lengths.
+    total = np.full((count + 1, pieces + 1), np.inf)
+    total[:, 0] = 0
+    last = np.zeros((count + 1, pieces + 1), int)
+    for k in range(1, count + 1):
+        for j in range(1, pieces + 1):
+            sums = total[k - 1, :j] + j * (up_to[j] - up_to[:j])
+            last[k, j] = int(sums.argmin())
+            total[k, j] = sums[last[k, j]]
+    lengths = []
+    place = pieces
+    for k in range(count, 0, -1):
+        if place:
+            lengths.append(place * width)
+            place = int(last[k, place])
+    return tuple(reversed(lengths))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Buckets:
+    """The lengths to which rows are padded.
+
+    Args:
+        lengths: in ascending order.
+        needed: the tokens that a model sees of each row, `[N]`; at most the last length.
+    """
+
+    lengths: tuple[int, ...]
+    needed: np.ndarray
+
+    @functools.cached_property
+    def which(self) -> np.ndarray:
+        """The number of the bucket of each row, `[N]`."""
+        return np.searchsorted(self.lengths, self.needed).astype(np.int16)
+
+    @property
+    def mean_length(self) -> float:
+        """The mean length of a padded row."""
+        return float(np.array(self.lengths)[self.which].mean())
+
+    def length_of(self, numbers: np.ndarray) -> int:
+        """Returns the length of a batch of some rows: that of the longest of them."""
+        return self.lengths[int(self.which[numbers].max())]
+
+    def order(self, seed: int, batch: int) -> BucketOrder:
+        """Returns an endless order in which a batch has rows of one bucket.
+
+        Args:
+            seed: the seed of the order.
+            batch: the rows of a global batch.
+
+        Raises:
+            ConfigError: when there are fewer rows than a batch has.
+        """
+        if len(self.needed) < batch:
+            raise ConfigError(
+                f"data.buckets: {len(self.needed)} rows do not fill a batch of {batch}; leave "
+                "buckets out, or take a smaller train.global_batch",
+                code="buckets-rows",
+            )
+        return BucketOrder(self, seed, batch)
+
+
+class BucketOrder:
+    """The rows of an endless run: item `g` is row `g mod n` of epoch `g div n`.
+
+    In each epoch all rows are shuffled. Those that do not fill a batch, other ones in each epoch,
+    are left out. The rest are sorted by bucket and cut into batches, and the batches are shuffled.
+    A batch at the border of two buckets has rows of both, and the length of the larger.
+
+    Args:
+        buckets: the bucket of each row.
+        seed: the seed of the order.
+        batch: the rows of a batch.
+    """
+
+    def __init__(self, buckets: Buckets, seed: int, batch: int):
+        self._which = buckets.which
+        self._seed = seed
+        self._batch = batch
+        self._num_batches = len(buckets.which) // batch
+        self._known: tuple[int, np.ndarray] | None = None
+
+    def __getitem__(self, sample: int) -> int:
+        epoch, place = divmod(sample, self._num_batches * self._batch)
+        return int(self._rows(epoch)[place])
+
+    def _rows(self, epoch: int) -> np.ndarray:
+        if self._known is None or self._known[0] != epoch:
+            self._known = epoch, self._shuffled(epoch)
+        return self._known[1]
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        random = random_of(_ORDER, self._seed + (epoch << 32))
+        rows = random.permutation(len(self._which))[: self._num_batches * self._batch]
+        by_bucket = rows[np.argsort(self._which[rows], kind="stable")]
+        batches = by_bucket.reshape(self._num_batches, self._batch)
+        return batches[random.permutation(self._num_batches)].reshape(-1)

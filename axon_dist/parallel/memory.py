@@ -1,0 +1,163 @@
+"""Bytes per device of parameters, gradients and optimizer state under a strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import optax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from ..core.checks import check_fields
+from ..core.own_context import in_own_context
+from ..core.tree import bytes_per_device, num_bytes, num_params
+from ..core.typing import ArrayTree, PyTree
+from ..ops.precision import cast_floating
+from ..sharding import Policy, Replicate, explain_optimizer
+from .strategy import Strategy, with_masters
+
+
+@dataclasses.dataclass(frozen=True)
+class FSDPMemoryStats:
+    """Bytes of the training state on the fullest device.
+
+    Args:
+        total_params: parameters of the whole model.
+        param_memory_bytes: bytes of parameters on a device.
+        grad_memory_bytes: bytes of gradients on a device; see `estimate` for when.
+        optim_memory_bytes: bytes of optimizer state on a device.
+        world_size: the number of devices.
+        strategy: the name of the strategy.
+        replicated_bytes: bytes of the three together on one device if nothing were split.
+
+    Example:
+        >>> stats = FSDPMemoryStats(5050, 5050, 5050, 10100, 4, "full_shard", 80800)
+        >>> stats.total_memory_bytes, stats.memory_savings
+        (20200, 0.75)
+        >>> print(stats)
+        full_shard total: 19.7 KiB (savings 75.0%)
+    """
+
+    total_params: int
+    param_memory_bytes: int
+    grad_memory_bytes: int
+    optim_memory_bytes: int
+    world_size: int
+    strategy: str
+    replicated_bytes: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def total_memory_bytes(self) -> int:
+        """Parameters, gradients and optimizer state together."""
+        return self.param_memory_bytes + self.grad_memory_bytes + self.optim_memory_bytes
+
+    @property
+    def total_memory_mib(self) -> float:
+        """The total in MiB, 2**20 bytes."""
+        return self.total_memory_bytes / 2**20
+
+    @property
+    def total_memory_mb(self) -> float:
+        """The same as `total_memory_mib`."""
+        return self.total_memory_mib
+
+    @property
+    def memory_savings(self) -> float:
+        """The share of the replicated bytes that the strategy saves, 0 to 1."""
+        return 1 - self.total_memory_bytes / max(self.replicated_bytes, 1)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.strategy} total: {format_bytes(self.total_memory_bytes)} "
+            f"(savings {self.memory_savings:.1%})"
+        )
+
+
+def format_bytes(count: float) -> str:
+    """Writes bytes in the largest binary unit that leaves at least one.
+
+    Example:
+        >>> format_bytes(20200), format_bytes(3 * 2**30)
+        ('19.7 KiB', '3.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+@in_own_context
+def estimate(
+    strategy: Strategy,
+    params: ArrayTree,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation | None = None,
+    grad_dtype: DTypeLike | None = None,
+    accumulate: int = 2,
+) -> FSDPMemoryStats:
+    """Estimates bytes per device before any array exists, leaf by leaf, from the policies.
+
+    A leaf that stays whole, because none of its dims divides or because it is small, counts whole.
+    If a step would shard its master weights, as ZeRO-1 and 2 do when compute is in a narrower
+    dtype, parameters are counted as sharded. `measure` counts arrays that exist.
+
+    Args:
+        strategy: its policies decide what is split, and how many ways.
+        params: arrays or `ShapeDtypeStruct`s.
+        mesh: a mesh with named axes; no device is needed.
+        optimizer: the optimizer whose state is counted; Adam by default.
+        grad_dtype: the dtype in which gradients are kept; the parameters' by default.
+        accumulate: microbatches per step. Above 1, as papers count, the gradients are those
+            accumulated between microbatches (whole on every rank if reduced once per step). With 1,
+            they are those given to the optimizer, sharded like its moments.
+
+    Returns:
+        The bytes.
+    """
+    if strategy.precision is not None:
+        stored = strategy.precision.param
+        params = jax.eval_shape(lambda tree: cast_floating(tree, stored), params)
+        strategy = with_masters(strategy, frozenset(), stored)
+    state = jax.eval_shape((optimizer or optax.adam(1e-3)).init, params)
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, grad_dtype or x.dtype), params)
+    grad_policy = Replicate() if strategy.holds_whole_gradients(accumulate) else strategy.opt_state
+    trees = ((strategy.params, params), (grad_policy, grads), (strategy.opt_state, state))
+    # Step counts and other scalars of the optimizer are replicated and negligible.
+    sizes = [num_bytes([leaf for leaf in jax.tree.leaves(tree) if leaf.shape]) for _, tree in trees]
+    of_params, of_grads, moments = (_bytes_on(policy, params, tree, mesh) for policy, tree in trees)
+    total, name = num_params(params), strategy.name
+    return FSDPMemoryStats(total, of_params, of_grads, moments, mesh.size, name, sum(sizes))
+
+
+@in_own_context
+def measure(
+    strategy: Strategy, params: ArrayTree, grads: ArrayTree, opt_state: ArrayTree
+) -> FSDPMemoryStats:
+    """Measures bytes per device: the shards that the fullest device holds.
+
+    Args:
+        strategy: for its name.
+        params: arrays on the devices.
+        grads: arrays on the devices, such as from `TrainStep.gradients`.
+        opt_state: arrays on the devices.
+
+    Returns:
+        The bytes, host memory not counted.
+    """
+    trees = (params, grads, opt_state)
+    of_params, of_grads, moments = map(bytes_per_device, trees)
+    total_bytes = num_bytes(trees)
+    devices = jax.tree.leaves(params)[0].sharding.device_set
+    total, name = num_params(params), strategy.name
+    return FSDPMemoryStats(total, of_params, of_grads, moments, len(devices), name, total_bytes)
+
+
+def _bytes_on(policy: Policy, params: PyTree, tree: PyTree, mesh: Mesh) -> int:
+    """Returns the bytes of a tree on one device."""
+    rows = explain_optimizer(policy, params, tree, mesh).rows
+    return sum(row.bytes_per_device for row in rows if row.shape)
