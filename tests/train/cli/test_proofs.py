@@ -13,7 +13,9 @@ def written(tiny, tmp_path):
     def write(name, **changes):
         file = tmp_path / f"{name}.yaml"
         train = tiny["train"] | {"global_batch": 8} | changes.pop("train", {})
-        file.write_text(yaml.safe_dump(tiny | {"train": train, "devices": {"emulate": 2}} | changes))
+        file.write_text(
+            yaml.safe_dump(tiny | {"train": train, "devices": {"emulate": 2}} | changes)
+        )
         return str(file)
 
     return write
