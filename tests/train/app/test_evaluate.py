@@ -232,7 +232,7 @@ def test_a_user_is_answered_as_in_training(tmp_path):
             "files": [str(file)],
             "messages": "messages",
             "template": "llama3",
-            "sequence_length": 128,
+            "sequence_length": 192,
         },
         "optimizer": {"name": "adamw", "learning_rate": 0.02, "weight_decay": 0.0},
         "train": {"steps": 60, "global_batch": 8, "eval_every": 0},
