@@ -93,7 +93,7 @@ def check_network(world: World) -> NetworkCheck:
         The speed of each axis, and the slow hosts; the same in every process.
     """
     num_bytes = CPU_BYTES if world.is_cpu else ACCELERATOR_BYTES
-    names = _host_names(world)
+    names = _host_names()
     axes = tuple(
         _axis_speed(world, axis, num_bytes, names)
         for axis, size in world.mesh.shape.items()
@@ -219,14 +219,14 @@ def _seconds(world: World, run: Run, num_words: int) -> float:
     return best
 
 
-def _host_names(world: World) -> list[str]:
+def _host_names() -> list[str]:
     """The host of each process; with its process if all processes are on one host.
 
     Names are ASCII and short, because another host may have any name.
     """
     here = ascii(socket.gethostname())[1:-1][:60]
     names = [str(name) for name in _from_all(here)]
-    if world.num_processes > 1 and len(set(names)) == 1:
+    if len(names) > 1 and len(set(names)) == 1:
         return [f"process {process} (host {name})" for process, name in enumerate(names)]
     return names
 
