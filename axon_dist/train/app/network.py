@@ -25,8 +25,6 @@ from axon_dist.core.typing import Array
 from axon_dist.mesh import World
 from axon_dist.mesh.chips import Hardware, machine_of
 
-from ...core.own_context import in_own_context
-
 ACCELERATOR_BYTES, CPU_BYTES = 64 * 2**20, 2 * 2**20
 """Bytes per device of the large all-reduce, on accelerators and on CPUs."""
 
@@ -82,7 +80,6 @@ class NetworkCheck:
     num_bytes: int
 
 
-@in_own_context
 def check_network(world: World) -> NetworkCheck:
     """Measures the network of a world; every process must call it.
 
