@@ -229,27 +229,7 @@ class Search:
         found = [one for one in found if one is not None]
         firsts = [o for o in found if o.kind in (Kind.POSITION, Kind.ONE_KEY)]
         known = [o for o in found if o.kind is not Kind.DIFFERS]
-        first = next(iter(firsts or known or found), None)
-        return self._of_microbatches(first, visited) or first
-
-    def _of_microbatches(self, first: Found | None, visited: set[Operation]) -> Found | None:
-        """Judges a loop over microbatches, which each rank cuts from its own samples.
-
-        No value in it corresponds to one on one device, so the cut looks like the mistake. If the
-        loop divides by a sum over samples, that is.
-        """
-        cut = first.operation if first is not None else None
-        if cut is None or first is None or cut.name != "reshape":
-            return None
-        if not any(user.name == "scan" for user in self._users.get(cut.results[0], ())):
-            return None
-        for operation in sorted(visited, key=lambda o: o.number):
-            divisor = operation.reads[-1] if operation.name == "div" else None
-            if not isinstance(divisor, Value) or self._comes_from(divisor, "exp"):
-                continue
-            if self._comes_from(divisor, "reduce_sum"):
-                return self._found(Kind.MEAN_OF_MEANS, operation, first.axes)
-        return None
+        return next(iter(firsts or known or found), None)
 
     def start(self, output: Any) -> Operation | None:
         """Returns the first operation with differing results on the way to an output, or None."""
@@ -520,7 +500,7 @@ class Search:
             if maker.name == name:
                 return True
             reads = reads_of(maker.reads)
-            if not reads or maker.name not in _PLAIN | {"reduce_sum", "add", "mul", "max"}:
+            if not reads or maker.name not in _PLAIN | {"reduce_sum", "add", "mul"}:
                 return False
             value = reads[0]
         return False
