@@ -235,8 +235,7 @@ class Search:
         """Returns the first operation with differing results on the way to an output, or None."""
         if not isinstance(output, Value):
             return None
-        # Both programs may be on this mesh, so a loop over a split dim is not wrong by itself.
-        frontier, _, exits = self._back(output, enters_all=True)
+        frontier, _, exits = self._back(output)
         found = [*frontier, *(operation for operation, _ in exits)]
         return min(found, key=lambda o: o.number, default=None)
 
@@ -251,7 +250,7 @@ class Search:
         return self._found(kind, operation, axes)
 
     def _back(
-        self, output: Value, enters_all: bool = False
+        self, output: Value
     ) -> tuple[list[Operation], set[Operation], list[tuple[Operation, Value]]]:
         """Walks back from a wrong value.
 
@@ -276,10 +275,7 @@ class Search:
                 continue
             operation = value.maker
             visited.add(operation)
-            is_local = operation.name == "scan" and self._along_a_split(operation) is not None
-            inside = None
-            if enters_all or not is_local:
-                inside = self._inside(operation, value, exits)
+            inside = self._inside(operation, value, exits)
             if inside is not None:
                 waiting.append(inside)
                 continue
@@ -306,6 +302,8 @@ class Search:
             return None
         turn = operation.turn
         if turn is None or at >= len(turn.outputs):
+            return None
+        if operation.name == "scan" and self._along_a_split(operation) is not None:
             return None
         # A row that is right in this turn may be wrong in the next if the carry is wrong.
         for inner in (turn.outputs[at], *turn.outputs):
