@@ -19,7 +19,6 @@ from .parts import (
     LABELS,
     MASK,
     SEQUENCE,
-    SQUARE,
     TARGETS,
     TOKEN_MASK,
     TOKENS,
@@ -33,6 +32,7 @@ from .parts import (
 WRONG = {}
 RIGHT = {}
 SPLIT = P(None, "dp")
+SQUARE = 0.3 * normal(8, 8)
 HEADS = normal(2, 16, 16, 4)
 UP, DOWN = WEIGHTS["up"], WEIGHTS["down"]
 
