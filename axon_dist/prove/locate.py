@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from ..core.compat import Frame, scan_counts, source_frames
-from ..ir.factors import COMPARES, Role, factors
+from ..ir.factors import Role, factors
 from . import relations
 from .program import DRAWS, Operation, Program, Value, reads_of
 from .relations import MAX, MEAN, MIN, SUM, RankValues, Relation
@@ -25,16 +25,7 @@ from .report import Kind
 
 _SUMS = frozenset({"psum", "psum_invariant", "psum2", "reduce_scatter", "psum_scatter"})
 _PICKS = frozenset({"argmax", "argmin", "top_k", "approx_top_k", "sort"})
-_SCANS = frozenset(
-    {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "scan", "slice", "rev"}
-)
-"""Operations along a dim by which a part depends on the parts before or after it."""
-
-_SENDS = frozenset({"ppermute", "all_to_all", "all_gather", "all_gather_invariant"})
-"""Collectives that move numbers and compute none."""
-
-_BOUNDS = COMPARES | {"clamp", "max", "min", "rem"}
-"""Operations that compare an index with a size."""
+_SCANS = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "scan"})
 _ROOTS = frozenset({"sqrt", "rsqrt", "pow", "integer_pow", "cbrt"})
 _SQUARES = frozenset({"square", "integer_pow", "pow", "abs"})
 _TAKES = frozenset({"slice", "dynamic_slice", "gather", "squeeze", "dynamic_index_in_dim"})
@@ -528,17 +519,9 @@ class Search:
                 axes = operation.equation.params.get("axis_name", ())
                 axes = (axes,) if isinstance(axes, str) else tuple(axes)
                 return self._found(Kind.GATHER_ORDER, operation, axes)
-        if operation.name in _SENDS:
-            axes = relations.names_of(operation.equation.params["axis_name"])
-            return self._found(Kind.GATHER_ORDER, operation, axes)
-        if coordinates or (operation.name in _BOUNDS and self._has_other_numbers(operation)):
+        if coordinates:
             return self._found(Kind.POSITION, operation, ())
         return self._found(Kind.DIFFERS, operation, ())
-
-    def _has_other_numbers(self, operation: Operation) -> bool:
-        """Whether a number in the program, such as the size of a part, is another on one device."""
-        other = self._aligned.get(operation)
-        return other is not None and _numbers_in(operation) != _numbers_in(other)
 
     def _found(
         self,
@@ -577,8 +560,8 @@ def _needs_all(operation: Operation, number: int, dim: int | None) -> bool:
         return dim == 0 and number >= sum(scan_counts(operation.equation))
     known = factors(operation.equation) if operation.name in _SCANS | _PICKS else None
     if known is None or dim is None:
-        return known is not None and operation.name in _PICKS
-    return known.role(number, dim) in (Role.ALONG, Role.REDUCED, Role.PART)
+        return known is not None
+    return known.role(number, dim) in (Role.ALONG, Role.REDUCED)
 
 
 def _origin_of(value: Value) -> Value:
