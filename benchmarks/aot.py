@@ -108,7 +108,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="h100:8")
     parser.add_argument("--model", default="1b", choices=sorted(MODELS))
-    parser.add_argument("--strategy", default="full_shard", choices=sorted(STRATEGIES))
+    parser.add_argument(
+        "--strategy", default="full_shard", choices=sorted({*STRATEGIES, *STRATEGIES.other_names})
+    )
     parser.add_argument("--tensor", choices=TENSOR, default="plain", help="over tp")
     parser.add_argument("--schedule", choices=sorted(PipelineSchedule), default="eager_1f1b")
     parser.add_argument("--mesh", help="axes, such as dp=2,fsdp=4")

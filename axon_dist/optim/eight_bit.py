@@ -11,7 +11,7 @@ Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:211
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -263,11 +263,9 @@ def scale_by_adam_8bit(
             nu_scales=jax.tree.map(jnp.copy, scales),
         )
 
-    def update(
-        updates: PyTree, state: Adam8bitState, params: PyTree = None
-    ) -> tuple[PyTree, Adam8bitState]:
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Adam8bitState]:
         del params
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         structure = jax.tree.structure(updates)
 
         def one(gradient: Array, *parts: Array) -> tuple[Array, Quantized, Quantized]:
@@ -344,7 +342,7 @@ def adamw_8bit(
     def labels(params: PyTree) -> PyTree:
         return jax.tree.map(lambda p: "8bit" if p.ndim and p.size >= min_size else "full", params)
 
-    by_size = {
+    by_size: dict[Hashable, optax.GradientTransformation] = {
         "8bit": scale_by_adam_8bit(b1, b2, eps),
         "full": optax.scale_by_adam(b1, b2, eps),
     }

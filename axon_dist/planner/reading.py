@@ -333,15 +333,15 @@ SURE = 0.75
 """The share of the usable memory up to which a traced step certainly fits: compiled steps have
 needed 0.63 to 1.18 times the traced estimate."""
 
-Step = TypeVar("Step")
+AnyStep = TypeVar("AnyStep")
 
 
 def recompute_least(
-    build: Callable[[ActivationCheckpointing | None], Step],
-    read: Callable[[Step], Reading],
-    peak: Callable[[Step], int],
+    build: Callable[[ActivationCheckpointing | None], AnyStep],
+    read: Callable[[AnyStep], Reading],
+    peak: Callable[[AnyStep], int],
     usable: float,
-) -> Step:
+) -> AnyStep:
     """Returns the step of the first row of `LADDER` that fits; no row changes results.
 
     Args:

@@ -488,9 +488,6 @@ class _Comparison:
         _, values = run(self._inputs[0])
         differing: set[str] = set()
         for value, spec in outputs:
-            if value not in values:
-                # It is computed in a branch, whose values are not recorded.
-                continue
             by_rank = RankValues(values[value], value.axes)
             split = {axis for part in spec for axis in relations.names_of(part)}
             differing |= set(by_rank.axes) - self._same_along(by_rank) - split

@@ -184,8 +184,8 @@ class _Proof:
         for value, found, spec in zip(on_mesh.results, outputs, params["out_specs"], strict=True):
             whole = Description(((),) * len(value.shape))
             splits = self._splits(spec, len(value.shape))
-            is_right = found is not None and found.is_exact
-            results.append(whole if is_right and _agree(found.splits, splits) else None)
+            is_proven = found is not None and found.is_exact and _agree(found.splits, splits)
+            results.append(whole if is_proven else None)
         shapes = [[value.shape for value in one.results] for one in (on_mesh, on_one)]
         return results if shapes[0] == shapes[1] else [None] * len(results)
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from ..core.compat import Frame, scan_counts, source_frames
-from ..ir.factors import COMPARES, Role, factors
+from ..ir.factors import Role, factors
 from . import relations
 from .program import DRAWS, Operation, Program, Value, reads_of
 from .relations import MAX, MEAN, MIN, SUM, RankValues, Relation
@@ -25,16 +25,7 @@ from .report import Kind
 
 _SUMS = frozenset({"psum", "psum_invariant", "psum2", "reduce_scatter", "psum_scatter"})
 _PICKS = frozenset({"argmax", "argmin", "top_k", "approx_top_k", "sort"})
-_SCANS = frozenset(
-    {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "scan", "slice", "rev"}
-)
-"""Operations along a dim by which a part depends on the parts before or after it."""
-
-_SENDS = frozenset({"ppermute", "all_to_all", "all_gather", "all_gather_invariant"})
-"""Collectives that move numbers and compute none."""
-
-_BOUNDS = COMPARES | {"clamp", "max", "min", "rem"}
-"""Operations that compare an index with a size."""
+_SCANS = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "scan"})
 _ROOTS = frozenset({"sqrt", "rsqrt", "pow", "integer_pow", "cbrt"})
 _SQUARES = frozenset({"square", "integer_pow", "pow", "abs"})
 _TAKES = frozenset({"slice", "dynamic_slice", "gather", "squeeze", "dynamic_index_in_dim"})
@@ -229,34 +220,13 @@ class Search:
         found = [one for one in found if one is not None]
         firsts = [o for o in found if o.kind in (Kind.POSITION, Kind.ONE_KEY)]
         known = [o for o in found if o.kind is not Kind.DIFFERS]
-        first = next(iter(firsts or known or found), None)
-        return self._of_microbatches(first, visited) or first
-
-    def _of_microbatches(self, first: Found | None, visited: set[Operation]) -> Found | None:
-        """Judges a loop over microbatches, which each rank cuts from its own samples.
-
-        No value in it corresponds to one on one device, so the cut looks like the mistake. If the
-        loop divides by a sum over samples, that is.
-        """
-        cut = first.operation if first is not None else None
-        if cut is None or first is None or cut.name != "reshape":
-            return None
-        if not any(user.name == "scan" for user in self._users.get(cut.results[0], ())):
-            return None
-        for operation in sorted(visited, key=lambda o: o.number):
-            divisor = operation.reads[-1] if operation.name == "div" else None
-            if not isinstance(divisor, Value) or self._comes_from(divisor, "exp"):
-                continue
-            if self._comes_from(divisor, "reduce_sum"):
-                return self._found(Kind.MEAN_OF_MEANS, operation, first.axes)
-        return None
+        return next(iter(firsts or known or found), None)
 
     def start(self, output: Any) -> Operation | None:
         """Returns the first operation with differing results on the way to an output, or None."""
         if not isinstance(output, Value):
             return None
-        # Both programs may be on this mesh, so a loop over a split dim is not wrong by itself.
-        frontier, _, exits = self._back(output, enters_all=True)
+        frontier, _, exits = self._back(output)
         found = [*frontier, *(operation for operation, _ in exits)]
         return min(found, key=lambda o: o.number, default=None)
 
@@ -271,7 +241,7 @@ class Search:
         return self._found(kind, operation, axes)
 
     def _back(
-        self, output: Value, enters_all: bool = False
+        self, output: Value
     ) -> tuple[list[Operation], set[Operation], list[tuple[Operation, Value]]]:
         """Walks back from a wrong value.
 
@@ -296,10 +266,7 @@ class Search:
                 continue
             operation = value.maker
             visited.add(operation)
-            is_local = operation.name == "scan" and self._along_a_split(operation) is not None
-            inside = None
-            if enters_all or not is_local:
-                inside = self._inside(operation, value, exits)
+            inside = self._inside(operation, value, exits)
             if inside is not None:
                 waiting.append(inside)
                 continue
@@ -326,6 +293,8 @@ class Search:
             return None
         turn = operation.turn
         if turn is None or at >= len(turn.outputs):
+            return None
+        if operation.name == "scan" and self._along_a_split(operation) is not None:
             return None
         # A row that is right in this turn may be wrong in the next if the carry is wrong.
         for inner in (turn.outputs[at], *turn.outputs):
@@ -520,7 +489,7 @@ class Search:
             if maker.name == name:
                 return True
             reads = reads_of(maker.reads)
-            if not reads or maker.name not in _PLAIN | {"reduce_sum", "add", "mul", "max"}:
+            if not reads or maker.name not in _PLAIN | {"reduce_sum", "add", "mul"}:
                 return False
             value = reads[0]
         return False
@@ -550,17 +519,9 @@ class Search:
                 axes = operation.equation.params.get("axis_name", ())
                 axes = (axes,) if isinstance(axes, str) else tuple(axes)
                 return self._found(Kind.GATHER_ORDER, operation, axes)
-        if operation.name in _SENDS:
-            axes = relations.names_of(operation.equation.params["axis_name"])
-            return self._found(Kind.GATHER_ORDER, operation, axes)
-        if coordinates or (operation.name in _BOUNDS and self._has_other_numbers(operation)):
+        if coordinates:
             return self._found(Kind.POSITION, operation, ())
         return self._found(Kind.DIFFERS, operation, ())
-
-    def _has_other_numbers(self, operation: Operation) -> bool:
-        """Whether a number in the program, such as the size of a part, is another on one device."""
-        other = self._aligned.get(operation)
-        return other is not None and _numbers_in(operation) != _numbers_in(other)
 
     def _found(
         self,
@@ -599,8 +560,8 @@ def _needs_all(operation: Operation, number: int, dim: int | None) -> bool:
         return dim == 0 and number >= sum(scan_counts(operation.equation))
     known = factors(operation.equation) if operation.name in _SCANS | _PICKS else None
     if known is None or dim is None:
-        return known is not None and operation.name in _PICKS
-    return known.role(number, dim) in (Role.ALONG, Role.REDUCED, Role.PART)
+        return known is not None
+    return known.role(number, dim) in (Role.ALONG, Role.REDUCED)
 
 
 def _origin_of(value: Value) -> Value:

@@ -31,7 +31,7 @@ class Kind(enum.StrEnum):
     LOCAL_SOFTMAX = "local softmax"
     DIFFERS = "differs"
     KEYS_OF_COPIES = "other keys for copies"
-    LOCAL_SCAN = "part starts anew"
+    LOCAL_SCAN = "local scan"
     LOCAL_ORDER = "local order"
 
     @property
@@ -114,9 +114,8 @@ _WORDS = {
         "leave jax.lax.axis_index({axes}) out of the key where the values do not vary over it",
     ),
     Kind.LOCAL_SCAN: (
-        "each rank of {axes} works on its part alone, although the parts follow one another",
-        "take what the neighbors have by jax.lax.ppermute, gather the totals of the ranks before, "
-        "or gather the dim over {axes} first",
+        "each rank of {axes} starts anew, although its part follows that of the rank before",
+        "add what the ranks before have: gather their totals over {axes}, or gather the dim first",
     ),
     Kind.LOCAL_ORDER: (
         "only one rank's part along {axes} is sorted",

@@ -27,7 +27,7 @@ from ..core.errors import ClaimError, ConfigError
 from ..core.tree import is_key, leaves_with_paths, map_with_path, path_str, shard_bytes
 from ..core.typing import Array, ArrayTree, Leaf, Path, PyTree, Shape
 from .padding import stored_shape
-from .policy import Decision, HasShape, Policy, Wrapped, axes_of, shard_count, spec_of
+from .policy import Decision, HasShape, Policy, Wrapped, axes_of, shard_count, spec_axes, spec_of
 
 
 def specs(policy: Policy, tree: ArrayTree, mesh: Mesh) -> PyTree:
@@ -108,16 +108,24 @@ def on_devices_of(leaf: Array | np.ndarray, place: NamedSharding) -> Array | np.
     """
     if not isinstance(leaf, jax.Array) or leaf.sharding.device_set == place.device_set:
         return leaf
-    if place.memory_kind in (None, leaf.sharding.memory_kind):
+    memory_kind = leaf.sharding.memory_kind
+    if memory_kind is None or place.memory_kind in (None, memory_kind):
         return leaf
-    return jax.device_put(leaf, place.with_memory_kind(leaf.sharding.memory_kind))
+    return jax.device_put(leaf, place.with_memory_kind(memory_kind))
 
 
 def _on_host(leaf: Array, place: NamedSharding) -> Array | np.ndarray:
-    """Converts an array on one CPU device of this process to numpy; returns others unchanged."""
+    """Converts an array on one CPU device of this process to numpy; returns most others unchanged.
+
+    JAX cannot move an array to other devices and to another kind of memory at once (0.10 to 0.12),
+    so such an array is first moved to the devices.
+    """
     if not isinstance(leaf, jax.Array) or is_key(leaf) or not place.is_fully_addressable:
         return leaf
     devices = leaf.sharding.device_set
+    kind = leaf.sharding.memory_kind
+    if len(devices) > 1 and devices != place.device_set and kind != place.memory_kind:
+        return jax.device_put(leaf, place.with_memory_kind(kind or "device"))
     is_on_host = len(devices) == 1 and next(iter(devices)).platform == "cpu"
     return np.asarray(leaf) if is_on_host else leaf
 
@@ -154,10 +162,10 @@ def optimizer_decisions(
 
     A leaf belongs to a parameter if its path ends with the parameter's path and the shapes are
     equal; it is then split like the parameter. If some dims are shorter, as for the scales of
-    blocks, it is split like the parameter along the others, unless the policy without paths splits
-    it more. Matching by path also works for masked and partitioned transformations, where
-    `optax.tree_map_params` fails. Other leaves, such as factored or flattened moments, are split by
-    the part of the policy that does not depend on paths.
+    blocks, it is split like the parameter along the others. Matching by path also works for masked
+    and partitioned transformations, where `optax.tree_map_params` fails. Other leaves, such as
+    factored or flattened moments, are split by the part of the policy that does not depend on
+    paths.
 
     Args:
         policy: the policy of the optimizer state.
@@ -173,22 +181,20 @@ def optimizer_decisions(
     }
     paths = dict(zip(keys, (path for path, _ in leaves_with_paths(params)), strict=True))
 
-    def flexible(key_path: tuple[Any, ...], leaf: Leaf) -> Decision:
-        return policy.flexible_part.decide(path_str(key_path), tuple(leaf.shape), mesh)
-
     def of_leaf(key_path: tuple[Any, ...], leaf: Leaf) -> Decision:
+        shape = tuple(leaf.shape)
+        like = Decision(PartitionSpec(), policy.name, "")
         suffixes = (tuple(map(str, key_path[start:])) for start in range(len(key_path)))
         for suffix in suffixes:
             parameter = keys.get(suffix)
             if parameter is not None and parameter.shape == leaf.shape:
-                return policy.decide(paths[suffix], tuple(leaf.shape), mesh)
-            if parameter is not None and _is_shortened(leaf.shape, parameter.shape):
+                return policy.decide(paths[suffix], shape, mesh)
+            if parameter is not None and _is_shortened(shape, parameter.shape):
                 of_parameter = policy.decide(paths[suffix], tuple(parameter.shape), mesh)
-                like = _shortened(of_parameter, leaf.shape, parameter.shape)
-                other = flexible(key_path, leaf)
-                is_split_more = shard_count(other.spec, mesh) > shard_count(like.spec, mesh)
-                return other if is_split_more else like
-        return flexible(key_path, leaf)
+                like = _shortened(of_parameter, shape, parameter.shape)
+                break
+        other = policy.flexible_part.decide(path_str(key_path), shape, mesh, like.spec)
+        return _joined(like, other) if like.reason else other
 
     return jax.tree_util.tree_map_with_path(of_leaf, opt_state)
 
@@ -208,6 +214,15 @@ def _shortened(decision: Decision, shape: Shape, of: Shape) -> Decision:
     ]
     reason = f"{shape} like its parameter {of}: {decision.reason}"
     return Decision(spec_of(kept), decision.rule, reason)
+
+
+def _joined(first: Decision, more: Decision) -> Decision:
+    """Adds the axes of a decision along the dims that another one leaves free."""
+    used = spec_axes(first.spec)
+    dims = range(max(len(first.spec), len(more.spec)))
+    added = [tuple(axis for axis in axes_of(more.spec, d) if axis not in used) for d in dims]
+    spec = spec_of(axes_of(first.spec, d) or added[d] for d in dims)
+    return dataclasses.replace(first, spec=spec)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -331,8 +331,10 @@ def adds_up(plan: StepPlan, batch: Batch) -> bool:
 
     Reads it from the program of the loss in eval mode, traced for as many samples as there are
     ranks, for twice as many, and for as many as the largest piece of the batch has: a loss may
-    depend on the number of its samples, such as `jnp.sum(each) / min(len(each), 8)`. The result is
-    False for a loss that compares samples, and for one that is itself a sum.
+    depend on the number of its samples, such as `jnp.sum(each) / min(len(each), 8)`. It is also
+    traced for one sample more than there are ranks: a loss of pairs of neighbors adds up over
+    parts of an even size alone. The result is False for a loss that compares samples, and for one
+    that is itself a sum.
 
     Args:
         plan: the plan of the step.
@@ -344,11 +346,12 @@ def adds_up(plan: StepPlan, batch: Batch) -> bool:
     adapt = plan.changes.prepare(None, in_eval_mode(spec))
     sums: Any = _EvaluationSums(spec.loss_fn)
     traces = Traces(spec.parts, sums, adapt, over_all=False)
-    return all(
-        _adds_up_between(traces, batch, least, whole)
-        for whole in dict.fromkeys((2 * least, largest))
-        if whole > least
-    )
+    sizes = [(least, whole) for whole in dict.fromkeys((2 * least, largest)) if whole > least]
+    # Only groups of one sample fit into parts of both sizes, which have no common divisor. The ranks
+    # divide neither number of this pair, so a constraint on the samples is the same for both.
+    other = least + 1
+    sizes.append((other, other * (3 if least == 2 else 2)))
+    return all(_adds_up_between(traces, batch, part, whole) for part, whole in sizes)
 
 
 def _adds_up_between(traces: Traces, batch: Batch, part: int, whole: int) -> bool:

@@ -236,7 +236,7 @@ def test_an_error_of_python_stays_as_it_is():
         (lambda: WORLD.new_group([0, 0]), "name a rank twice"),
         (lambda: WORLD.new_group([8]), r"ranks \[8\] do not exist in a world of 8"),
         (lambda: axon_dist.DDP(NET, "dp"), "DDP got group='dp', a str; give a ProcessGroup"),
-        (lambda: axon_dist.DDP(Net, GROUP), "DDP got module=the class Net; give an nnx.Module"),
+        (lambda: axon_dist.DDP(3, GROUP), "DDP got module=3, an int; give an nnx.Module"),
         (lambda: axon_dist.DDP(axon_dist.DDP(NET, GROUP), GROUP), "module=a DistributedDataPara"),
         (lambda: axon_dist.FSDP(axon_dist.FSDP(NET, GROUP), GROUP), "not a wrapper of one"),
         (lambda: build(metrics="loss"), "got metrics='loss', a str; give a list of texts"),

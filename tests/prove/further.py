@@ -19,7 +19,6 @@ from .parts import (
     LABELS,
     MASK,
     SEQUENCE,
-    SQUARE,
     TARGETS,
     TOKEN_MASK,
     TOKENS,
@@ -33,6 +32,7 @@ from .parts import (
 WRONG = {}
 RIGHT = {}
 SPLIT = P(None, "dp")
+SQUARE = 0.3 * normal(8, 8)
 HEADS = normal(2, 16, 16, 4)
 UP, DOWN = WEIGHTS["up"], WEIGHTS["down"]
 
@@ -133,7 +133,7 @@ def expert_results_not_transposed(mesh, is_wrong):
         sent = lax.all_to_all(x, "dp", split_axis=1, concat_axis=0, tiled=True)
         out = jnp.einsum("tec,ecd->ted", sent, experts)
         if is_wrong:
-            out = lax.all_to_all(out, "dp", split_axis=0, concat_axis=0, tiled=True)  # wrong
+            out = lax.all_to_all(out, "dp", split_axis=0, concat_axis=0, tiled=True)
             return out.reshape(x.shape)  # wrong
         return lax.all_to_all(out, "dp", split_axis=0, concat_axis=1, tiled=True)
 
@@ -295,7 +295,7 @@ def state_of_a_recurrence_that_starts_anew(mesh, is_wrong):
             return state, state
 
         def run(start):
-            return lax.scan(turn, start, x.swapaxes(0, 1))  # wrong
+            return lax.scan(turn, start, x.swapaxes(0, 1))
 
         start = jnp.zeros(x[:, 0].shape, x.dtype)
         for hop in range(0 if is_wrong else size - 1):
@@ -303,7 +303,7 @@ def state_of_a_recurrence_that_starts_anew(mesh, is_wrong):
             pairs = [(rank, rank + 1) for rank in range(size - 1)]
             received = lax.ppermute(last, "dp", pairs)
             start = jnp.where(lax.axis_index("dp") > hop, received, start)
-        return run(start)[1].swapaxes(0, 1)
+        return run(start)[1].swapaxes(0, 1)  # wrong
 
     return sharded(mesh, body, (SPLIT,), SPLIT, check=False), (SEQUENCE,)
 
@@ -321,16 +321,16 @@ def median_of_a_part(mesh, is_wrong):
 @pair(Kind.POSITION)
 def rows_scattered_into_a_part(mesh, is_wrong):
     def body(table, tokens, updates):
-        at = tokens if is_wrong else tokens - lax.axis_index("tp") * table.shape[0]  # wrong
-        inside = (at >= 0) & (at < table.shape[0])  # wrong
-        return table.at[jnp.where(inside, at, table.shape[0])].add(updates, mode="drop")
+        at = tokens if is_wrong else tokens - lax.axis_index("tp") * table.shape[0]
+        at = jnp.where((at >= 0) & (at < table.shape[0]), at, table.shape[0])
+        return table.at[at].add(updates, mode="drop")  # wrong
 
     ins = (P("tp"), P(), P())
     tokens = (np.arange(16) * 5 % 16).astype(np.int32)
     return sharded(mesh, body, ins, P("tp"), check=False), (normal(16, 8), tokens, BATCH)
 
 
-@pair(Kind.LOCAL_SCAN)
+@pair(Kind.POSITION)
 def labels_shifted_within_a_part(mesh, is_wrong):
     size = mesh.shape["dp"]
 
@@ -348,7 +348,7 @@ def labels_shifted_within_a_part(mesh, is_wrong):
     return run, (SEQUENCE, (np.arange(32).reshape(2, 16) * 3 % 8).astype(np.int32))
 
 
-@pair(Kind.NOT_REDUCED)
+@pair(Kind.LOCAL_STATISTICS)
 def moving_average_of_a_rank(mesh, is_wrong):
     def body(average, x):
         mean = x.mean(0)  # wrong

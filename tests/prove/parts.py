@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 __all__ = [
-    "BATCH", "BIAS", "DATA", "KEY", "LABELS", "MASK", "SEQUENCE", "SQUARE", "TARGETS", "TOKENS",
+    "BATCH", "BIAS", "DATA", "KEY", "LABELS", "MASK", "SEQUENCE", "TARGETS", "TOKENS",
     "TOKEN_MASK", "WEIGHTS", "Net", "net", "normal", "placed", "sharded", "squared",
 ]  # fmt: skip
 
@@ -31,7 +31,6 @@ TOKEN_MASK = (_RNG.random((8, 12)) < 0.7).astype(np.float32)
 SEQUENCE = normal(2, 16, 8)
 WEIGHTS = {"up": 0.3 * normal(8, 8), "down": 0.3 * normal(8, 4)}
 BIAS = normal(4)
-SQUARE = 0.3 * np.random.default_rng(1).normal(size=(8, 8)).astype(np.float32)
 KEY = jax.random.key(3)
 DATA = P("dp")
 

@@ -15,7 +15,7 @@ import yaml
 from flax import nnx
 
 import axon_dist
-from axon_dist import World, build_train_step, parallel
+from axon_dist import World, build_train_step, parallel, wrappers
 from axon_dist.core.tree import leaves_with_paths
 from axon_dist.train.cli.main import VERBS, _parse
 from axon_dist.train.config import RunConfig
@@ -222,7 +222,7 @@ def test_a_row_of_the_table_of_strategies(what):
         return
     axis = "fsdp" if "fsdp" in mesh else "dp"
     world = World.emulate(8, mesh)
-    names = vars(parallel) | vars(axon_dist)
+    names = vars(parallel) | vars(wrappers) | vars(axon_dist)
     names |= {"model": nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))}
     names |= {"group": world.group(axis)}
     said = eval(f"({memory.removesuffix(' P')})", {"N": 8, "S": world.mesh.shape[axis]})

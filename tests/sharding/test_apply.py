@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axon_dist.sharding import (
@@ -30,6 +32,15 @@ def test_specs_and_shardings_of_a_tree(world):
     placed = shardings(SPLIT, PARAMS, world.mesh, memory_kind="pinned_host")
     kernel = placed["blocks"][0]["kernel"]
     assert (kernel.spec, kernel.memory_kind) == (P("dp"), "pinned_host")
+
+
+def test_an_array_of_another_mesh_is_put_into_the_memory_of_the_host(world, make_world):
+    x = jax.device_put(np.ones((6, 4), np.float32), NamedSharding(world.mesh, P()))
+    for spec in (P("fsdp"), P()):
+        place = NamedSharding(make_world("fsdp=3").mesh, spec, memory_kind="pinned_host")
+        moved = put(x, place)
+        assert moved.sharding == place
+        np.testing.assert_array_equal(moved, x)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_a_step_says_what_is_split_and_what_stays_whole():
     assert f"{(kernels / 4 + biases) / 1000:.3g}kB on each device" in text
     assert "view: global view" in text
     assert len(text.splitlines()) <= 24
-    assert repr(step) == "TrainStep(full_shard on mesh fsdp=4 of 4 emulated devices)"
+    assert repr(step) == "TrainStep(fsdp on mesh fsdp=4 of 4 emulated devices)"
 
 
 def test_a_pipeline_names_its_table():

@@ -6,6 +6,7 @@ import optax
 from flax import nnx
 
 from axon_dist import build_train_step
+from axon_dist.inspect import trace_step
 from axon_dist.mesh import abstract_world
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import compose, diloco, zero
@@ -21,5 +22,5 @@ def test_a_head_in_chunks_is_traced_for_replicas_on_gpus():
     strategy = compose(diloco("nodes", every=2), zero(2))
     model = lambda: Transformer(CONFIG, rngs=nnx.Rngs(0))
     step = build_train_step(model, optax.sgd(1e-3), next_token_loss, strategy, world, batch=batch)
-    program, _ = step.program(batch)
+    program, _ = trace_step(step, batch)
     assert program.jaxpr.eqns

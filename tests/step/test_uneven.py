@@ -52,6 +52,12 @@ def capped(model, batch):
     return jnp.sum(losses) / min(len(losses), 8)
 
 
+def paired(model, batch):
+    """Compares each sample with its neighbor: sums over parts of an even size add up."""
+    y = model(batch["x"])
+    return jnp.mean(jax.nn.softplus(y[1::2] - y[:-1:2]))
+
+
 def rows_of(count):
     rng = np.random.default_rng(count)
     x, mask = rng.normal(size=(count, WIDTH)).astype(np.float32), np.ones(count, np.float32)
@@ -74,15 +80,18 @@ def on_one_device(loss_fn, rows):
     return {"loss": float(loss), **{name: float(x) for name, x in metrics.items()}}
 
 
-def test_a_loss_that_reads_the_number_of_samples_is_that_of_one_device():
+@pytest.mark.parametrize(
+    ("loss_fn", "ranks", "counts"), [(capped, 3, (7, 16)), (paired, 2, (3, 7))]
+)
+def test_a_loss_of_the_number_or_the_order_of_samples_is_that_of_one_device(loss_fn, ranks, counts):
     step = build_train_step(
-        lambda: _training(Model()), optax.sgd(0.1), capped, ddp(), World.emulate(3)
+        lambda: _training(Model()), optax.sgd(0.1), loss_fn, ddp(), World.emulate(ranks)
     )
     state = step.init()
-    for count in (7, 16):
+    for count in counts:
         rows = rows_of(count)
         found = float(step.evaluate(state, rows)["loss"])
-        assert found == pytest.approx(on_one_device(capped, rows)["loss"], rel=1e-6), count
+        assert found == pytest.approx(on_one_device(loss_fn, rows)["loss"], rel=1e-6), count
 
 
 @pytest.mark.sample("masked")

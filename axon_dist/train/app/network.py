@@ -25,8 +25,6 @@ from axon_dist.core.typing import Array
 from axon_dist.mesh import World
 from axon_dist.mesh.chips import Hardware, machine_of
 
-from ...core.own_context import in_own_context
-
 ACCELERATOR_BYTES, CPU_BYTES = 64 * 2**20, 2 * 2**20
 """Bytes per device of the large all-reduce, on accelerators and on CPUs."""
 
@@ -82,7 +80,6 @@ class NetworkCheck:
     num_bytes: int
 
 
-@in_own_context
 def check_network(world: World) -> NetworkCheck:
     """Measures the network of a world; every process must call it.
 
@@ -93,7 +90,7 @@ def check_network(world: World) -> NetworkCheck:
         The speed of each axis, and the slow hosts; the same in every process.
     """
     num_bytes = CPU_BYTES if world.is_cpu else ACCELERATOR_BYTES
-    names = _host_names(world)
+    names = _host_names()
     axes = tuple(
         _axis_speed(world, axis, num_bytes, names)
         for axis, size in world.mesh.shape.items()
@@ -219,14 +216,14 @@ def _seconds(world: World, run: Run, num_words: int) -> float:
     return best
 
 
-def _host_names(world: World) -> list[str]:
+def _host_names() -> list[str]:
     """The host of each process; with its process if all processes are on one host.
 
     Names are ASCII and short, because another host may have any name.
     """
     here = ascii(socket.gethostname())[1:-1][:60]
     names = [str(name) for name in _from_all(here)]
-    if world.num_processes > 1 and len(set(names)) == 1:
+    if len(names) > 1 and len(set(names)) == 1:
         return [f"process {process} (host {name})" for process, name in enumerate(names)]
     return names
 

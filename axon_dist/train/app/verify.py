@@ -260,7 +260,7 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
     train_alone = _train if step.strategy.slow is None else functools.partial(train_replicas, step)
     # By default, accelerators multiply float32 with fewer bits.
     with jax.default_matmul_precision("highest"):
-        batches = list(random_batches(config, world, steps))
+        batches = list(_batches(config, world, steps))
         seen = _train(step, batches)
         reference = train_alone(alone, batches)
         rounded = config.precision not in (None, "float32")
@@ -322,7 +322,7 @@ def _train(
     return compared, params_of(step.merge(state))
 
 
-def random_batches(config: RunConfig, world: World, steps: int) -> Iterator[LocalBatch]:
+def _batches(config: RunConfig, world: World, steps: int) -> Iterator[LocalBatch]:
     """Yields random batches shaped like the data, or the data if random values are not valid."""
     fields = config.kind.task.fields(config.model, config.data)
     rows = config.train.global_batch

@@ -492,13 +492,8 @@ VERBS: tuple[Verb, ...] = (
         "bisect",
         "Find the first operation where two programs differ.",
         "proofs:bisect",
-        _argument("one", "a function of a file, as in `axon prove`, or a config", metavar="A"),
-        _argument(
-            "other",
-            "another, or the same with --other-mesh, or fingerprints that --record wrote",
-            nargs="?",
-            metavar="B",
-        ),
+        _argument("one", "a function of a file, as in `axon prove`", metavar="A"),
+        _argument("other", "another, or the same file with --other-mesh", metavar="B"),
         _argument("--mesh", "the mesh of A, as dp=4; that of its file by default"),
         _argument("--other-mesh", "the mesh of B; that of A by default"),
         _argument(
@@ -513,16 +508,9 @@ VERBS: tuple[Verb, ...] = (
             "--arguments", "a function of the file of A that returns the arguments", metavar="NAME"
         ),
         _int("--steps", "steps to compare: outputs become the first arguments (1)", default=1),
-        _file(
-            "--record",
-            "write fingerprints of all values of A, to compare with in another environment",
-        ),
         _file("--json", "write the findings to this file too"),
         examples=(
             "axon bisect old.py:step new.py:step --arguments batch",
-            "axon bisect ddp.yaml fsdp.yaml --steps 3",
-            "axon bisect step.py:step --record old.npz",
-            "axon bisect step.py:step old.npz",
             "axon bisect step.py:make step.py:make --mesh dp=1 --other-mesh dp=8",
         ),
     ),

@@ -239,7 +239,7 @@ def test_a_user_is_answered_as_in_training(tmp_path):
         "run_dir": str(tmp_path / "run"),
     }
     train(RunConfig.from_dict(plain))
-    (answer,) = generate_text(tmp_path / "run", ["a"], 20, temperature=0, chat=True)
+    (answer,) = generate_text(tmp_path / "run", ["a"], 11, temperature=0, chat=True)
     assert answer.text.startswith("b<|eot_id|>")
     with pytest.raises(ConfigError, match="got a system message without chat"):
         generate_text(tmp_path / "run", ["a"], 2, system="b")

@@ -106,7 +106,7 @@ def test_shorthands():
         ),
         (
             {"parallel": ["ddp", "pipeline"]},
-            r"^parallel.pipeline needs num_microbatches, the number of parts that a batch is cut "
+            r"^parallel.pipeline needs num_microbatches: the parts that a batch is cut "
             r"into; write parallel: \{pipeline: \{num_microbatches: 8\}\}$",
         ),
         (
