@@ -347,8 +347,8 @@ def adds_up(plan: StepPlan, batch: Batch) -> bool:
     sums: Any = _EvaluationSums(spec.loss_fn)
     traces = Traces(spec.parts, sums, adapt, over_all=False)
     sizes = [(least, whole) for whole in dict.fromkeys((2 * least, largest)) if whole > least]
-    # Only groups of one sample fit into parts of both sizes, which have no common divisor. The ranks
-    # divide neither number of this pair, so a constraint on the samples is the same for both.
+    # Only groups of one sample fit into parts of both sizes, which have no common divisor. The
+    # ranks divide neither number of this pair, so a constraint on the samples is the same for both.
     other = least + 1
     sizes.append((other, other * (3 if least == 2 else 2)))
     return all(_adds_up_between(traces, batch, part, whole) for part, whole in sizes)
