@@ -53,7 +53,7 @@ STRATEGIES = {
     "ddp": ddp("dp"),
     "zero1": zero(1, min_elements=8, reduction=once),
     "zero2": zero(2, min_elements=8, reduction=each),
-    "full_shard": fsdp(axes="dp", min_elements=8, reduction=each),
+    "fsdp": fsdp(axes="dp", min_elements=8, reduction=each),
 }
 
 

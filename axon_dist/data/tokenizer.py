@@ -157,7 +157,7 @@ def _load_sentencepiece(path: str, end_token: str | None) -> Tokenizer:
     controls = {model.id_to_piece(i): i for i in range(vocab_size) if model.is_control(i)}
     names = sorted(controls, key=len, reverse=True)
     symbol = re.compile("|".join(["(?!)", *map(re.escape, names)]))
-    added = () if end_token is None else (model.piece_to_id(end_token),)
+    added: tuple[int, ...] = () if end_token is None else (model.piece_to_id(end_token),)
     if end_token is not None and model.id_to_piece(added[0]) != end_token:
         raise ConfigError(
             f"data.end_token={end_token!r} is not in the vocabulary of {path}: name a token that "

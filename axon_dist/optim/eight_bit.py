@@ -224,7 +224,7 @@ class Adam8bitState(NamedTuple):
         nu_scales: their scales.
     """
 
-    count: Array
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: PyTree
     mu_scales: PyTree
     nu: PyTree

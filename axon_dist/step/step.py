@@ -210,7 +210,7 @@ def _warn_of_replicated(step: TrainStep) -> None:
         f"{step.strategy.name} on mesh {step.world.spec} leaves {len(rows)} "
         f"array{'s' * (len(rows) > 1)} of {byte_size(size)} whole on every device, because "
         f"each of their dims is shorter than the number of shards: {first_few(listed)}. Split them "
-        "over fewer devices, as hybrid_shard does, or see step.whole for all of them"
+        "over fewer devices, as hybrid does, or see step.whole for all of them"
     )
 
 
