@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -215,12 +216,43 @@ class Search:
         if not isinstance(output, Value) or is_whole:
             return None
         frontier, visited, exits = self._back(output)
-        found = [self._judge(operation, visited) for operation in frontier]
-        found += [self._at_exit(at, inner, visited) for at, inner in exits]
-        found = [one for one in found if one is not None]
+        # A rank's own indices, such as `labels - axis_index * size`, have no counterpart on one
+        # device, and are right all the same. So they are blamed only if nothing else can be.
+        doubtful = [operation for operation in frontier if self._is_index(operation)]
+        certain = [operation for operation in frontier if operation not in doubtful]
+        found = self._judged(certain, exits, visited) or self._judged(doubtful, [], visited)
         firsts = [o for o in found if o.kind in (Kind.POSITION, Kind.ONE_KEY)]
         known = [o for o in found if o.kind is not Kind.DIFFERS]
         return next(iter(firsts or known or found), None)
+
+    def _judged(
+        self,
+        frontier: Sequence[Operation],
+        exits: Sequence[tuple[Operation, Value]],
+        visited: set[Operation],
+    ) -> list[Found]:
+        found = [self._judge(operation, visited) for operation in frontier]
+        found += [self._at_exit(at, inner, visited) for at, inner in exits]
+        return [one for one in found if one is not None]
+
+    def _is_index(self, operation: Operation) -> bool:
+        """Whether an operation only computes integers or booleans from the rank's index."""
+        dtypes = [getattr(result.aval, "dtype", np.float32) for result in operation.results]
+        if any(jnp.issubdtype(dtype, np.inexact) for dtype in dtypes):
+            return False
+        return any(self._depends_on_rank(read) for read in reads_of(operation.reads))
+
+    @functools.cache  # noqa: B019
+    def _depends_on_rank(self, value: Value) -> bool:
+        """Whether the rank's index is among the values that a value is computed from."""
+        if value.maker is None:
+            outer = self._outer.get(value)
+            return isinstance(outer, Value) and self._depends_on_rank(outer)
+        if value.maker.name == "axis_index":
+            return True
+        if value.maker.regions:
+            return False
+        return any(map(self._depends_on_rank, reads_of(value.maker.reads)))
 
     def start(self, output: Any) -> Operation | None:
         """Returns the first operation with differing results on the way to an output, or None."""
@@ -404,6 +436,8 @@ class Search:
         sums = operation.name in _SUMS or (operation.name == "reduce_sum" and parts)
         kind = Kind.SUM_FOR_MEAN if factor > 1 else Kind.MEAN_FOR_SUM
         blamed = operation
+        if sums and factor > 1 and self._is_transposed_sum(operation):
+            return self._found(Kind.SUMMED_BY_GRAD, operation, axes)
         if sums and factor > 1:
             again = self._reduced_again(operation, visited)
             if again is not None:
@@ -413,6 +447,18 @@ class Search:
         if written is not None:
             return dataclasses.replace(self._found(kind, written, axes), hard_coded=size)
         return self._found(kind, blamed, axes, gradient=True)
+
+    def _is_transposed_sum(self, operation: Operation) -> bool:
+        """Whether `jax.grad` made an operation from a sum of the user's own."""
+        frames, asked = source_frames(operation.equation, operation.callers)
+        if asked is None or not frames:
+            return False
+        for other in self._real.program.operations:
+            if other.number < operation.number and other.name in _SUMS:
+                own, differentiated = source_frames(other.equation, other.callers)
+                if differentiated is None and own[:1] == frames[:1]:
+                    return True
+        return False
 
     def _reduced_again(self, operation: Operation, visited: set[Operation]) -> Operation | None:
         axes = operation.equation.params.get("axes")

@@ -33,6 +33,7 @@ class Kind(enum.StrEnum):
     KEYS_OF_COPIES = "other keys for copies"
     LOCAL_SCAN = "local scan"
     LOCAL_ORDER = "local order"
+    SUMMED_BY_GRAD = "summed again by grad"
 
     @property
     def code(self) -> str:
@@ -116,6 +117,12 @@ _WORDS = {
     Kind.LOCAL_SCAN: (
         "each rank of {axes} starts anew, although its part follows that of the rank before",
         "add what the ranks before have: gather their totals over {axes}, or gather the dim first",
+    ),
+    Kind.SUMMED_BY_GRAD: (
+        "jax.grad transposes this sum over {axes} to a second sum, of gradients that every rank has "
+        "whole already",
+        "under check_vma=False give the sum a jax.custom_vjp that hands its gradient back as it is, "
+        "or use check_vma=True",
     ),
     Kind.LOCAL_ORDER: (
         "only one rank's part along {axes} is sorted",
