@@ -62,7 +62,8 @@ class Parting:
 
     def __str__(self) -> str:
         """Describes the divergence in a sentence, with its source line."""
-        ran = f"({self.runs} runs of {self.operations} operations)"
+        runs = f"{self.runs} run{'s' * (self.runs != 1)}"
+        ran = f"({self.operations} operations compared, in {runs})"
         if self.ok:
             return f"equal but for rounding {ran}"
         where = f"{self.place}: " if self.place else ""
@@ -74,7 +75,7 @@ class Parting:
         text += f"explains {self.bound:.1g} {ran}\n"
         text += self.place.text() if self.place else ""
         layer = f"    {self.layer}, " if self.layer else "    "
-        return f"{text}{layer}in the {_ordinal(self.time)} call of the line that repeats"
+        return f"{text}{layer}the {_ordinal(self.time)} time that this line runs"
 
     def as_json(self) -> dict[str, Any]:
         """Returns the result as plain data."""

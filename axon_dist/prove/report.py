@@ -214,7 +214,11 @@ class Finding:
     def repair(self) -> str:
         """What to do."""
         if self.kind is None:
-            return "take the size from the mesh, as jax.lax.axis_size does, or give make(mesh)"
+            return (
+                "run the function by itself first: it may fail without `prove`, too, as with the "
+                "explicit axes that jax.make_mesh gives by default; if it runs, take sizes from the "
+                "mesh, as jax.lax.axis_size does, or give make(mesh)"
+            )
         return self.kind.repair.format(axes=_axes(self.axes))
 
     def __str__(self) -> str:
@@ -311,7 +315,8 @@ class Report:
         unjudged = [output.name for output in self.outputs if output.status == "unjudged"]
         text = (
             f"{self.function}: the same on {meshes} as on one device: of {len(self.outputs)} "
-            f"outputs {proven} for every input, the others for {draws}"
+            f"outputs {proven} proven for every input, {len(self.outputs) - proven} equal for the "
+            f"{draws} that were tried"
         )
         return f"{text}; not compared: {', '.join(unjudged)}" if unjudged else text
 
