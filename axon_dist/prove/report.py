@@ -119,10 +119,10 @@ _WORDS = {
         "add what the ranks before have: gather their totals over {axes}, or gather the dim first",
     ),
     Kind.SUMMED_BY_GRAD: (
-        "jax.grad transposes this sum over {axes} to a second sum, of gradients that every rank has "
-        "whole already",
-        "under check_vma=False give the sum a jax.custom_vjp that hands its gradient back as it is, "
-        "or use check_vma=True",
+        "jax.grad transposes this sum over {axes} to a second sum, of gradients that every rank "
+        "has whole already",
+        "under check_vma=False give the sum a jax.custom_vjp that hands its gradient back as it "
+        "is, or use check_vma=True",
     ),
     Kind.LOCAL_ORDER: (
         "only one rank's part along {axes} is sorted",
@@ -216,8 +216,8 @@ class Finding:
         if self.kind is None:
             return (
                 "run the function by itself first: it may fail without `prove`, too, as with the "
-                "explicit axes that jax.make_mesh gives by default; if it runs, take sizes from the "
-                "mesh, as jax.lax.axis_size does, or give make(mesh)"
+                "explicit axes that jax.make_mesh gives by default; if it runs, take sizes from "
+                "the mesh, as jax.lax.axis_size does, or give make(mesh)"
             )
         return self.kind.repair.format(axes=_axes(self.axes))
 
