@@ -302,7 +302,7 @@ MUTATIONS = (
         "parallel/test_lookups.py",
     ),
     row(
-        "parallel/tensor.py", "not in LOOKUPS:", "is None:",
+        "parallel/tensor.py", "not in LOOKUPS or", "is None or",
         "parallel/test_lookups.py",
     ),
 )  # fmt: skip

@@ -236,13 +236,6 @@ RULES: tuple[Requirement[StepSpec], ...] = (
             and check_eval_kwargs(spec.parts.abstract, spec.options.eval_kwargs)
         ),
     ),
-    Requirement(
-        "the model's call takes what evaluations give it",
-        lambda spec: (
-            spec.options.eval_kwargs
-            and check_eval_kwargs(spec.parts.abstract, spec.options.eval_kwargs)
-        ),
-    ),
     Requirement.row(
         "expert parameters are reduced by the compiler",
         UnsupportedError,

@@ -515,7 +515,7 @@ def test_the_template_of_a_tokenizer_is_its_own(tmp_path):
     [
         (
             "{{ messages[0]['content'] }}{{ messages[-1]['content'] }}",
-            r"a.jsonl:1 has message 3, which the template 'tokenizer_",
+            r"a.jsonl:1 has message 2, which the template 'tokenizer_",
         ),
         ("{{ raise_exception('no system') }}", r"a.jsonl:1 has messages that its .*: no system"),
         ("{% if %}", r"chat template in .*tokenizer_config.json' cannot be used"),

@@ -64,7 +64,7 @@ def rows():
 
 @pytest.mark.full
 @pytest.mark.sample("tensor-sgd")
-@pytest.mark.parametrize(("name", "optimizer"), rows())
+@pytest.mark.parametrize(("name", "optimizer"), tuple(rows()))
 def test_equals_one_device(name, optimizer, make_world):
     mesh, strategy, options = WAYS[name]
     tx = optax.sgd(0.3) if optimizer == "sgd" else optax.adam(1e-2)
