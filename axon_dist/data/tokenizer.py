@@ -157,12 +157,13 @@ def _load_sentencepiece(path: str, end_token: str | None) -> Tokenizer:
     controls = {model.id_to_piece(i): i for i in range(vocab_size) if model.is_control(i)}
     names = sorted(controls, key=len, reverse=True)
     symbol = re.compile("|".join(["(?!)", *map(re.escape, names)]))
-    added: tuple[int, ...] = () if end_token is None else (model.piece_to_id(end_token),)
-    if end_token is not None and model.id_to_piece(added[0]) != end_token:
+    end = None if end_token is None else model.piece_to_id(end_token)
+    if end is not None and model.id_to_piece(end) != end_token:
         raise ConfigError(
             f"data.end_token={end_token!r} is not in the vocabulary of {path}: name a token that "
             f"is, such as {', '.join(names[:3]) or 'one of its pieces'}, or leave it out."
         )
+    added = () if end is None else (end,)
 
     def spans(text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Encodes a text; returns ids, and where in the text each begins and ends."""
