@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import optax
@@ -100,8 +99,8 @@ class StrategyRow:
     page: str
     example: str
     other_names: tuple[str, ...] = ()
-    implied: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
-    needed: Mapping[str, object] = MappingProxyType({})
+    implied: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    needed: Mapping[str, object] = dataclasses.field(default_factory=dict)
     plan: DataPlan | ModelPlan | None = None
 
     def __call__(self, model: Any, world: World, **options: Any) -> Strategy:
