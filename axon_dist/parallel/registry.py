@@ -1,8 +1,8 @@
 """The table of strategies: what configs, the command line, the planner and the docs know of each.
 
 To add a strategy, write a function that returns a `Strategy`, in a file of this folder, and a row
-of `STRATEGIES` here. The keys of a config and their help, the candidates of `axon plan`, the index
-of the docs and the comparison with one device in `tests/contracts` follow from the row.
+of `STRATEGIES` here. The keys of a config and their help, the candidates of `axon plan` and the
+index of the docs follow from the row; one of `tests/contracts` compares it with one device.
 """
 
 from __future__ import annotations

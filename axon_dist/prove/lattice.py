@@ -113,7 +113,7 @@ class _Step:
         return tuple(name for name in names if name in self.sizes)
 
     def times(self, axes: Iterable[str], read: Description) -> float:
-        """Returns how often a sum over axes counts what is no term along them."""
+        """Returns how often a sum over axes counts a value that is the same along some of them."""
         return math.prod(self.sizes[axis] for axis in axes if axis not in read.over)
 
 

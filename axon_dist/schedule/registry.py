@@ -65,7 +65,7 @@ class PipelineSchedule(NamedChoice):
     EAGER_1F1B = "eager_1f1b", Builder(eager_1f1b)
     """1F1B for devices in step: a forward and a backward share a tick."""
     INTERLEAVED_1F1B = "interleaved_1f1b", Builder(interleaved_1f1b, chunks=2, any_chunks=True)
-    """1F1B with several stages per device, `P` apart on `P` devices."""
+    """1F1B with several stages per device: every `P`-th stage, on `P` devices."""
     LOOPED_BFS = "looped_bfs", Builder(looped_bfs, chunks=2, any_chunks=True)
     """All microbatches go through chunk 0, then chunk 1, ..., and back in reverse."""
     ZERO_BUBBLE_H1 = "zero_bubble_h1", Builder(zero_bubble_h1)

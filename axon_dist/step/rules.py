@@ -428,8 +428,8 @@ PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
         "fp8 gather needs weights sharded per block",
         UnsupportedError,
         "gather='fp8' is for weights that each block gathers where it uses them, and under "
-        "strategy {name!r} {why}; leave gather out, or split parameters by full_shard or "
-        "hybrid_shard, and leave the reduction of their gradients at its default",
+        "strategy {name!r} {why}; leave gather out, or split parameters by fsdp or "
+        "hybrid, and leave the reduction of their gradients at its default",
         lambda plan: None if plan.changes.fp8 is None else _fp8_gather(plan, plan.changes.fp8),
     ),
     Requirement.row(
