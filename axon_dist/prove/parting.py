@@ -11,15 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.errors import ConfigError, MeshError
 from . import relations
 from .check import places_of
 from .inputs import draws_of
 from .locate import Recorded, Search, align
 from .meshes import find_mesh, sizes_of
 from .program import Operation, Value
-from .recording import Recording, Run, fingerprints_of, noisy_run, prints_of, value_prints
 from .report import Place, finite
+from .runs import Run, noisy_run
 from .trace import Subject, Traced, subject_of
 
 
@@ -134,66 +133,22 @@ def bisect_subjects(
 ) -> Parting:
     """Does the work of `bisect` for two functions with their arguments, each on its mesh."""
     first, second = _traced(subject, mesh), _traced(other_subject, other_mesh)
-    return _Bisection(_Live(first), second, draws_of(first.leaves, 1)[0], steps).run()
-
-
-def bisect_recording(recording: Recording, subject: Subject, mesh: Any = None) -> Parting:
-    """Finds where a function diverges from the fingerprints of another run.
-
-    Args:
-        recording: the fingerprints; its inputs are used.
-        subject: the function, as `subject_of` returns it.
-        mesh: its mesh, whose sizes must be those of the recording; by default these.
-
-    Raises:
-        MeshError: when the sizes differ.
-        ConfigError: when the function takes other inputs.
-    """
-    traced = _traced(subject, mesh or recording.sizes)
-    if traced.sizes != recording.sizes:
-        raise MeshError(
-            f"[PROVE011] the fingerprints are of the mesh {dict(recording.sizes)}, and the mesh "
-            f"here is {traced.sizes}; ranks can only be compared on equal meshes"
-        )
-    given = [(np.shape(x), str(x.dtype)) for x in traced.leaves]
-    recorded = [(np.shape(x), str(x.dtype)) for x in recording.inputs[0]]
-    if given != recorded:
-        raise ConfigError(
-            f"[PROVE012] {subject.name} takes {len(given)} arrays, and the fingerprints are of "
-            f"{len(recorded)}, or their shapes differ; record and compare with equal arguments"
-        )
-    steps = len(recording.runs)
-    return _Bisection(_Recorded(recording), traced, list(recording.inputs[0]), steps).run()
-
-
-def record(subject: Subject, mesh: Any, steps: int = 1) -> Recording:
-    """Runs some steps of a function and returns the fingerprints of all values."""
-    traced = _traced(subject, mesh)
-    run = traced.compiled(frozenset(traced.program.values()), True)
-    inputs: list[Any] = draws_of(traced.leaves, 1)[0]
-    several, runs = [], []
-    for _ in range(steps):
-        several.append(inputs)
-        runs.append(noisy_run(run, inputs, 1.0, with_prints=True))
-        inputs = _next(inputs, run(inputs)[0])
-    return fingerprints_of(traced, several, runs)
+    return _Bisection(_First(first), second, draws_of(first.leaves, 1)[0], steps).run()
 
 
 def _traced(subject: Subject, mesh: Any) -> Traced:
     return subject.on(sizes_of(mesh), mesh if isinstance(mesh, jax.sharding.Mesh) else None)
 
 
-class _Live:
-    """The first program, which runs here."""
-
-    is_recorded = False
+class _First:
+    """The first program, compiled once for each choice of turns."""
 
     def __init__(self, traced: Traced) -> None:
         self.program = traced.program
         self._traced = traced
         self._compiled: dict[Any, Any] = {}
 
-    def run(self, step: int, inputs: list[Any], turns: Mapping[int, int], scale: float) -> Run:
+    def run(self, inputs: list[Any], turns: Mapping[int, int], scale: float) -> Run:
         """Returns all values in a step, those in loops at the given turns."""
         # Compilation takes most of the time, so the program that compares steps is used again
         # within the first step that differs.
@@ -203,35 +158,11 @@ class _Live:
             self._compiled[key] = self._traced.compiled(values, True, turns)
         return noisy_run(self._compiled[key], inputs, scale)
 
-    def next(self, step: int, inputs: list[Any], run: Run) -> list[Any]:
-        """Returns the inputs of the step after this one."""
-        return _next(inputs, run.outputs)
-
-
-class _Recorded:
-    """The first program, of which there is a recording."""
-
-    is_recorded = True
-
-    def __init__(self, recording: Recording) -> None:
-        self.program = recording.program
-        self._recording = recording
-
-    def run(self, step: int, inputs: list[Any], turns: Mapping[int, int], scale: float) -> Run:
-        """Returns the fingerprints of all values in a step."""
-        return self._recording.runs[step - 1].times(scale)
-
-    def next(self, step: int, inputs: list[Any], run: Run) -> list[Any]:
-        """Returns the inputs of the step after this one."""
-        return list(self._recording.inputs[min(step, len(self._recording.inputs) - 1)])
-
 
 class _Bisection:
     """Two programs, their inputs, and the number of runs made."""
 
-    def __init__(
-        self, one: _Live | _Recorded, other: Traced, inputs: list[Any], steps: int
-    ) -> None:
+    def __init__(self, one: _First, other: Traced, inputs: list[Any], steps: int) -> None:
         self._one = one
         self._other = other
         self._inputs = inputs
@@ -257,16 +188,15 @@ class _Bisection:
         count = len(self._other.program.operations)
         inputs = list(self._inputs)
         for step in range(1, self._steps + 1):
-            truth, outputs, search = self._record(step, inputs, {})
+            truth, outputs, search = self._record(inputs, {})
             wrong = self._wrong(outputs, truth)
             if wrong:
                 return self._within(step, inputs, wrong, count, search)
             # Rounding errors accumulate over steps, so each step is compared from the same state.
-            inputs = self._one.next(step, inputs, truth)
+            inputs = _next(inputs, truth.outputs)
         return Parting(True, runs=self._runs, operations=count)
 
     def _wrong(self, got: Sequence[np.ndarray], truth: Run) -> list[int]:
-        got = prints_of(got) if self._one.is_recorded else got
         wanted = truth.outputs
         pairs = enumerate(zip(got, wanted, truth.output_bounds, strict=False))
         wrong = [number for number, (a, b, bound) in pairs if relations.differs(a, b, bound)]
@@ -279,12 +209,10 @@ class _Bisection:
         names = tuple(self._other.names[number] for number in wrong)
         blamed = self._blamed(search, wrong)
         turns: dict[Operation, int] = {}
-        # A recording has the first turn of each loop only.
-        can_turn = not self._one.is_recorded
-        while blamed is not None and blamed.name == "scan" and blamed not in turns and can_turn:
+        while blamed is not None and blamed.name == "scan" and blamed not in turns:
             # All of the recorded first turn is right, so a later turn must be wrong.
-            turns[blamed] = self._turn(blamed, step, inputs)
-            deeper = self._record(step, inputs, turns)[2]
+            turns[blamed] = self._turn(blamed, inputs)
+            deeper = self._record(inputs, turns)[2]
             inner = self._blamed(deeper, wrong)
             if inner is None or inner is blamed:
                 break
@@ -324,13 +252,13 @@ class _Bisection:
                 return max(1, sum(o.number <= blamed.number for o in same))
         return 1
 
-    def _turn(self, loop: Operation, step: int, inputs: list[Any]) -> int:
+    def _turn(self, loop: Operation, inputs: list[Any]) -> int:
         """Returns the first turn of a loop after which the values differ, by bisection."""
         low = 0
         high = int(loop.equation.params["length"]) - 1
         while low < high:
             middle = (low + high) // 2
-            _, _, search = self._record(step, inputs, {loop: middle})
+            _, _, search = self._record(inputs, {loop: middle})
             turn = loop.turn
             outputs = [v for v in (turn.outputs if turn else []) if isinstance(v, Value)]
             if any(search.relation(value) is None for value in outputs):
@@ -345,21 +273,19 @@ class _Bisection:
         return min(starts, key=lambda o: o.number, default=None)
 
     def _record(
-        self, step: int, inputs: list[Any], turns: Mapping[Operation, int]
+        self, inputs: list[Any], turns: Mapping[Operation, int]
     ) -> tuple[Run, list[np.ndarray], Search]:
         """Runs both programs and records all values, loops at the given turns."""
         self._runs += 1
         aligned, other = self._aligned, self._other
         turns_of_one = {aligned[o].number: turn for o, turn in turns.items() if o in aligned}
-        truth = self._one.run(step, inputs, turns_of_one, self._scale)
+        truth = self._one.run(inputs, turns_of_one, self._scale)
         key = frozenset(turns.items())
         if key not in self._compiled:
             numbered = {operation.number: turn for operation, turn in turns.items()}
             all_values = frozenset(other.program.values())
             self._compiled[key] = other.compiled(all_values, False, numbered)
         outputs, values = self._compiled[key](inputs)
-        if self._one.is_recorded:
-            values = value_prints(values)
         search = Search(
             Recorded(other.program, values),
             Recorded(self._one.program, truth.values),
