@@ -80,10 +80,10 @@ class Rates:
         source: the source of the numbers.
 
     Example:
-        >>> rates = Rates(products=891e12, memory=3.07e12, cores=132, start=1e-6)
+        >>> rates = Rates(products=835e12, memory=3.07e12, cores=132, start=1e-6)
         >>> square = ProductShape(8192, 8192, 8192)
         >>> round(square.flops / rates.product_seconds(square) / 1e13)
-        80
+        76
     """
 
     products: float
@@ -101,7 +101,7 @@ class Rates:
             hidden: seconds of transfers that run while the device computes.
 
         Example:
-            >>> rates = Rates(products=891e12, memory=3.07e12, cores=132, transfer_cores=24)
+            >>> rates = Rates(products=835e12, memory=3.07e12, cores=132, transfer_cores=24)
             >>> round(rates.slowdown(0.1), 4)
             0.0182
         """
@@ -152,7 +152,7 @@ class Rates:
         """The time of fused attention, from published rates for its length and head size.
 
         Example:
-            >>> rates = Rates(products=891e12, memory=3.07e12)
+            >>> rates = Rates(products=835e12, memory=3.07e12)
             >>> shape = AttentionShape(4e12, length=2048, head_dim=128, is_backward=False)
             >>> round(2e12 / rates.attention_seconds(shape) / 1e12)  # half of the pairs are masked
             484
@@ -223,15 +223,18 @@ _TRANSFER_CORES = 24
 RATES: MappingProxyType[str, Rates] = MappingProxyType(
     {
         "h100": Rates(
-            products=891e12,
+            products=835e12,
             memory=3.07e12,
             cores=132,
             start=1e-6,
             gap=0.9e-6,
             transfer_cores=_TRANSFER_CORES,
-            source="products: 805 TFLOP/s of bfloat16 8192 x 8192 x 8192, one H100 80GB HBM3, JAX "
-            "0.11.2, 2026-11-28, `python -m benchmarks.gpu`; memory: STREAM triad of an H100 80GB "
-            "HBM3, published, 2026; gap: kernels launched ahead, NVIDIA, 'Getting started with "
+            # A burst of 27 ms reached 805 TFLOP/s in 8192 x 8192 x 8192, where this rate gives 757:
+            # after some seconds the power limit lowers the clock, and steps run for hours.
+            source="products: 780 TFLOP/s of bfloat16 4224 x 8192 x 2048, repeated for 10 s, H100, "
+            "gist.github.com/Chillee/2ec89696db8b7ed1c24461159e325405, 2024; memory: STREAM triad "
+            "of an H100 80GB HBM3, published, 2026; gap: kernels launched ahead, NVIDIA, 'Getting "
+            "started with "
             "CUDA graphs', 2019; attention: arXiv:2407.08608, 2024; transfers: 24 blocks of NCCL's "
             "all-gather, forums.developer.nvidia.com 337991, 2025",
         )
