@@ -27,6 +27,7 @@ from axon_dist.core.clock import process_began
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
 from axon_dist.core.words import printable
 
+from .heaps import limit_heaps
 from .values import fitted
 from .verbs import VERBS
 
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # If this is the command of the process, count the time since the process started.
     began = process_began() if arguments is None else time.perf_counter()
     if arguments is None:
+        limit_heaps()
         warnings.showwarning = _show_warning
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if set(os.environ.get("COLUMNS", "1")) == {"0"}:
