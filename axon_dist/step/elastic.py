@@ -78,9 +78,9 @@ class ElasticProgram(RankProgram):
         spec = self.spec
         changes = self.plan.changes
         shards = spec.num_ranks
-        gathered = self._unsharded(params, self.param_specs, spec.parts.params)
-        whole_frozen = self._unsharded(frozen, self.frozen_specs, spec.parts.stored_frozen)
-        forward = forward_of(spec.parts, spec.loss_fn, changes.prepare(None))
+        gathered = self._unsharded(params, self.param_specs, spec.model_spec.params)
+        whole_frozen = self._unsharded(frozen, self.frozen_specs, spec.model_spec.stored_frozen)
+        forward = forward_of(spec.model_spec, spec.loss_fn, changes.prepare(None))
         forward = with_frozen(changes.with_layer_scan(forward), whole_frozen)
         sums_of = gradient_sums(forward, scale, parts=shards)
         count = shards // spec.mesh.size
@@ -149,7 +149,7 @@ class ElasticProgram(RankProgram):
         """Raises if a buffer depends on the samples of a shard."""
         paths = [path for path, _ in leaves_with_paths(buffers)]
         once = frozenset() if self.drawing is None else self.drawing.once
-        weights = len(jax.tree.leaves(self.spec.parts.params))
+        weights = len(jax.tree.leaves(self.spec.model_spec.params))
         for number in changed_results(program, weights, len(paths)):
             if (path := paths[number]) not in once:
                 raise UnsupportedError(

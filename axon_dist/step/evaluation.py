@@ -345,7 +345,7 @@ def adds_up(plan: StepPlan, batch: Batch) -> bool:
     largest = samples_of(batch) // least * least
     adapt = plan.changes.prepare(None, in_eval_mode(spec))
     sums: Any = _EvaluationSums(spec.loss_fn)
-    traces = Traces(spec.parts, sums, adapt, over_all=False)
+    traces = Traces(spec.model_spec, sums, adapt, over_all=False)
     sizes = [(least, whole) for whole in dict.fromkeys((2 * least, largest)) if whole > least]
     # Only groups of one sample fit into parts of both sizes, which have no common divisor. The
     # ranks divide neither number of this pair, so a constraint on the samples is the same for both.

@@ -22,8 +22,8 @@ from ..core.tree import combine, is_key, leaves_with_paths, map_with_path, wide
 from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
 from ..core.weighted import Weighted, WithTerm
 from ..ir.units import is_inside
+from .model_spec import MEAN_WEIGHT, SHARED, STEP, ModelSpec, split_inputs
 from .options import FLAG, LOSS_SCALE, METRICS
-from .parts import MEAN_WEIGHT, SHARED, STEP, ModelSpec, split_inputs
 
 
 @jax.tree_util.register_dataclass
@@ -67,7 +67,7 @@ class PartLoss(abc.ABC):
 
 
 def evaluate(
-    parts: ModelSpec,
+    model_spec: ModelSpec,
     loss_fn: LossFn,
     params: PyTree,
     buffers: PyTree,
@@ -77,7 +77,7 @@ def evaluate(
     """Runs the user's loss function on a model merged from arrays.
 
     Args:
-        parts: the structure of the model.
+        model_spec: the structure of the model.
         loss_fn: `loss_fn(model, batch)`, or `loss_fn(model, batch, step=...)`.
         params: nested dict of arrays, trained and frozen.
         buffers: nested dict of arrays.
@@ -92,9 +92,9 @@ def evaluate(
             metric has a name that the step uses itself.
     """
     if isinstance(loss_fn, PartLoss):
-        inner = forward_of(parts, loss_fn.loss_fn, prepare)
+        inner = forward_of(model_spec, loss_fn.loss_fn, prepare)
         return loss_fn.outcome(inner, params, buffers, batch)[0]
-    model = parts.merge(params, buffers)
+    model = model_spec.merge(params, buffers)
     if prepare is not None:
         prepare(model)
     before = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
@@ -376,9 +376,11 @@ class Sums:
         return grads, {"loss": mean_loss(self.loss), **metrics}
 
 
-def forward_of(parts: ModelSpec, loss_fn: LossFn, prepare: Prepare | None = None) -> Forward:
+def forward_of(model_spec: ModelSpec, loss_fn: LossFn, prepare: Prepare | None = None) -> Forward:
     """Returns the forward pass of a model as a function of its arrays."""
-    return lambda params, buffers, batch: evaluate(parts, loss_fn, params, buffers, batch, prepare)
+    return lambda params, buffers, batch: evaluate(
+        model_spec, loss_fn, params, buffers, batch, prepare
+    )
 
 
 def with_frozen(forward: Forward, frozen: PyTree) -> Forward:

@@ -216,7 +216,7 @@ class PipelineRegion:
             rows=rows,
             axes=axes,
             is_whole_mesh=all(a in axes or size == 1 for a, size in spec.mesh.shape.items()),
-            changes=ModelChanges(strategy, spec.parts, blocks, looped=looped),
+            changes=ModelChanges(strategy, spec.model_spec, blocks, looped=looped),
             rank_shapes=nest(rank_shapes),
             row_specs=row_specs[0],
             frozen_specs=row_specs[1] if rows.frozen else [],
@@ -355,7 +355,7 @@ class PipelineRegion:
         shapes = self.rank_shapes if in_region else self.rows.shapes
         params = jax.eval_shape(self.changes.cast, shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-        run = functools.partial(evaluate, spec.parts, spec.loss_fn, prepare=prepare)
+        run = functools.partial(evaluate, spec.model_spec, spec.loss_fn, prepare=prepare)
         # The rewriting is for one rank: outside of the region the trace covers the whole mesh.
         rewrite = functools.partial(
             rewritten, strategy=strategy, mesh=spec.mesh, memory_bytes=spec.memory_bytes

@@ -59,7 +59,7 @@ class PortableForm:
         if self._is_same:
             return
         optimizer: Any = layout.plan.stored.update.traced.optimizer
-        paths = layout.spec.parts.frozen_paths
+        paths = layout.spec.model_spec.frozen_paths
 
         def model_weights(params: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
             return partition(storage.weights(params, frozen), paths)
@@ -107,7 +107,7 @@ class PortableForm:
         if is_same:
             stored = layout.plan.stored.storage.store(weights)
         else:
-            stored = partition(weights, layout.spec.parts.frozen_paths)
+            stored = partition(weights, layout.spec.model_spec.frozen_paths)
         state = layout.state_from(stored, buffers, self.target.opt_state)
         if is_same and layout.padding is not None:
             return jax.jit(layout.padded, out_shardings=places)(state)

@@ -20,9 +20,9 @@ from ..sharding import Copies, optimizer_shardings, shardings, specs
 from ..sharding.padding import for_region, like, stored_shape
 from .batch import Placed, batch_spec
 from .layout import RunGradients, RunStep, StateLayout
+from .model_spec import Source
 from .objective import GradientResult
 from .options import FLAG
-from .parts import Source
 from .plan import StepPlan, plan_step
 from .separation import Separation
 from .state import TrainState, wide_copy

@@ -39,7 +39,7 @@ def _microbatches(spec: StepSpec) -> Found:
 def _layers(spec: StepSpec) -> None:
     strategy = spec.strategy
     for layers in strategy.layers:
-        layers.check(spec.parts.abstract, strategy.layout(spec.world.mesh))
+        layers.check(spec.model_spec.abstract, strategy.layout(spec.world.mesh))
 
 
 def _residents(spec: StepSpec) -> Found:
@@ -61,7 +61,7 @@ def _statistics(spec: StepSpec) -> Found:
     _, asked = wants_ranks(spec)
     if spec.options.separable:
         asked = [*asked, "separable=True"]
-    statistics = own_statistics(spec.parts.abstract)
+    statistics = own_statistics(spec.model_spec.abstract)
     # If nothing asks for per-rank computation, such a model runs in global view.
     return {"path": statistics[0], "asked": " and ".join(asked)} if statistics and asked else None
 
@@ -83,7 +83,7 @@ def _loops(spec: StepSpec) -> Found:
         return {**facts, "why": f"recomputes groups of interval={interval!r}, which are a loop"}
     if is_unroll:
         return None
-    stacks = sorted(spec.parts.stacks)
+    stacks = sorted(spec.model_spec.stacks)
     model = {**facts, "strategy": "the model"}
     if unrolls and stacks:
         return {**model, "why": f"keeps the blocks of {stacks[0]!r} stacked, and loops over them"}
@@ -226,14 +226,14 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     ),
     Requirement(
         "remat policy 'sums' needs sums to keep",
-        lambda spec: spec.strategy.remat and check_sums(spec.strategy, spec.parts.abstract),
+        lambda spec: spec.strategy.remat and check_sums(spec.strategy, spec.model_spec.abstract),
     ),
     Requirement("layers can be changed", lambda spec: spec.strategy.layers and _layers(spec)),
     Requirement(
         "the model's call takes what evaluations give it",
         lambda spec: (
             spec.options.eval_kwargs
-            and check_eval_kwargs(spec.parts.abstract, spec.options.eval_kwargs)
+            and check_eval_kwargs(spec.model_spec.abstract, spec.options.eval_kwargs)
         ),
     ),
     Requirement.row(
@@ -317,7 +317,7 @@ def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
     splits = axes.intersection(strategy.params.split_axes)
     if splits and all(mesh.shape[axis] == 1 for axis in splits):
         return True
-    shardings = (strategy.params(path, spec.parts.shapes[path], mesh) for path in paths)
+    shardings = (strategy.params(path, spec.model_spec.shapes[path], mesh) for path in paths)
     return any(not axes.isdisjoint(spec_axes(sharding)) for sharding in shardings)
 
 
@@ -363,9 +363,9 @@ def _stage_experts(plan: StepPlan) -> Found:
 
         return [path for path, leaf in leaves_with_paths(tree) if is_split(path, leaf)]
 
-    offending = split_along_axis(strategy.params, spec.parts.weights)
+    offending = split_along_axis(strategy.params, spec.model_spec.weights)
     place = "in blocks that differ"
-    modules = nnx.iter_modules(spec.parts.abstract)
+    modules = nnx.iter_modules(spec.model_spec.abstract)
     experts = {"/".join(map(str, keys)) for keys, module in modules if has_experts(module)}
     if others := [path for path in offending if path.rpartition("/")[0] not in experts]:
         offending = others
@@ -389,7 +389,7 @@ def _stage_classes(plan: StepPlan) -> Found:
         return None
     assert rows is not None
     modules = {plan.stored.storage.stacks.in_model(block) for block in rows.stages.called}
-    model = spec.parts.abstract
+    model = spec.model_spec.abstract
     named = [(keys, type(module).__name__) for keys, module in nnx.iter_modules(model)]
     named += [(keys, name.rpartition("/")[2]) for keys, name in linen_modules(model)]
     blocks = sorted({name for keys, name in named if keys in modules})
@@ -502,7 +502,7 @@ def check_rules(spec: StepSpec) -> None:
     if spec.strategy.pipeline is not None:
         check_all(PIPELINE_RULES, spec)
     if spec.num_microbatches > 1:
-        warn_of_statistics(spec.parts.abstract, spec.num_microbatches)
+        warn_of_statistics(spec.model_spec.abstract, spec.num_microbatches)
 
 
 def check_plan(plan: StepPlan) -> None:

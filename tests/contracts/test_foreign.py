@@ -138,7 +138,7 @@ def test_a_bridged_stack_needs_one_block_at_a_time():
     square = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
     world = World.emulate(4, "fsdp=4")
     step = build_train_step(make, optax.sgd(0.1), square, fsdp(), world)
-    block = 4 * sum(x.size for x in jax.tree.leaves(step.parts.params["Block_0"]))
+    block = 4 * sum(x.size for x in jax.tree.leaves(step.model_spec.params["Block_0"]))
     temporaries = step.lower(batch).compile().memory_analysis().temp_size_in_bytes
     assert temporaries < (depth - 1) * block
 

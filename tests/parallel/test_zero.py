@@ -102,7 +102,7 @@ def test_gradients_held_between_microbatches_are_as_estimated(world, stage):
     # The last of the microbatches may stand apart, and a loop of one turn is none.
     step = build_train_step(tower.make(), sgd, tower.loss_fn, strategy, world, accumulate=4)
     held = carried_bytes(step.lower(tower.batch(samples=32)).compile())
-    expected = estimate(strategy, step.parts.params, world.mesh, sgd, accumulate=4)
+    expected = estimate(strategy, step.model_spec.params, world.mesh, sgd, accumulate=4)
     assert held == pytest.approx(expected.grad_memory_bytes, rel=0.03)
 
 

@@ -25,7 +25,7 @@ from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.inspect import collectives
 from axon_dist.ops.int8 import Int8Form, int8_form
 from axon_dist.step import PortableForm
-from axon_dist.step.parts import trainable_filter
+from axon_dist.step.model_spec import trainable_filter
 from axon_dist.weights import load_weights, save_weights
 from tests.one_device import trained
 

@@ -26,7 +26,7 @@ from axon_dist.models import (
 )
 from axon_dist.parallel import mark_experts_per_sample
 from axon_dist.proof.lattice import Use
-from axon_dist.step.parts import split_model
+from axon_dist.step.model_spec import split_model
 from axon_dist.step.separation import Traces
 
 from ..contracts.models import CASES, token_batch, transformer

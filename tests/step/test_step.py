@@ -25,7 +25,7 @@ from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import TransformerAutoWrapPolicy
 from axon_dist.step import idle_axes
 from axon_dist.step.layout import StateLayout
-from axon_dist.step.parts import split_model
+from axon_dist.step.model_spec import split_model
 
 WIDTH = 16
 

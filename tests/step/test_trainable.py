@@ -26,7 +26,7 @@ from axon_dist import (
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.inspect import collectives
 from axon_dist.step import PortableForm
-from axon_dist.step.parts import trainable_filter
+from axon_dist.step.model_spec import trainable_filter
 from tests.one_device import trained
 
 WIDTH, DEPTH, RANK = 32, 4, 2
