@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from ..collectives import GradSyncStrategy
 from ..core.checks import TEXTS, check_fields
 from ..core.errors import ConfigError, StrategyConflictError, did_you_mean
+from ..core.renamed import renamed_fields
 from ..core.tree import floating_dtype
 from ..core.typing import Path
 from ..ir.units import block_paths, check_some
@@ -29,6 +30,7 @@ from .plans import (
 )
 
 
+@renamed_fields(by_hand="manual")
 @dataclasses.dataclass(frozen=True)
 class Reduction:
     """How the gradients of the data-parallel ranks become one gradient.
@@ -41,8 +43,9 @@ class Reduction:
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA.
         dtype: the dtype in which gradients are sent; None keeps their own.
         sync_buffers: whether statistics such as BatchNorm's are those of the global batch.
-        by_hand: runs per rank with explicit collectives, even where the compiler could insert them;
-            the program then has true reduce-scatters on every platform.
+        manual: runs per rank with explicit collectives (mesh axes of type Manual in JAX), even
+            where the compiler could insert them; the program then has true reduce-scatters on
+            every platform.
 
     Raises:
         ConfigError: for an unknown `per` or `sync`, a capacity below one, or a dtype that is not
@@ -54,7 +57,7 @@ class Reduction:
     bucket_capacity: int | None = None
     dtype: Any = None
     sync_buffers: bool = True
-    by_hand: bool = False
+    manual: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync", GradSyncStrategy(self.sync))
@@ -95,7 +98,7 @@ class Reduction:
         """
         reduces_late = self.per != "microbatch" and num_microbatches > 1
         recast = None not in (self.dtype, compute) and self.dtype != compute
-        return self.by_hand or reduces_late or self.is_grouped or recast or not self.sync_buffers
+        return self.manual or reduces_late or self.is_grouped or recast or not self.sync_buffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +138,7 @@ class AdaptLayers(abc.ABC):
         """Changes a model merged inside a trace."""
 
 
+@renamed_fields(resident="ungathered_axes")
 @dataclasses.dataclass(frozen=True)
 class Strategy:
     """A parallelism as a record of policies; `compose` combines several.
@@ -161,8 +165,8 @@ class Strategy:
         layers: the changes to the calls of a merged model's layers, in order.
         gathers_once: whether sharded parameters are gathered once per step, in the compute dtype,
             instead of once per unit and use; `with_masters` sets it.
-        resident: the batch axes along which sharded parameters are never gathered: each rank
-            computes with its shard for the samples of all ranks, as with experts.
+        ungathered_axes: the batch axes along which sharded parameters are never gathered: each
+            rank computes with its shard for the samples of all ranks, as with experts.
         slow: the axis of replicas that train independently, and when they synchronize; None where
             all ranks take every step together.
 
@@ -183,7 +187,7 @@ class Strategy:
     pipeline: PipelinePlan | None = None
     layers: tuple[AdaptLayers, ...] = ()
     gathers_once: bool = False
-    resident: tuple[str, ...] = ()
+    ungathered_axes: tuple[str, ...] = ()
     slow: OuterLoop | None = None
 
     def __post_init__(self) -> None:
@@ -372,7 +376,7 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
         opt_state=_merged([part.opt_state for part in parts]),
         reduction=_combined_reduction(parts),
         layers=tuple(layers for part in parts for layers in part.layers),
-        resident=tuple(axis for part in parts for axis in part.resident),
+        ungathered_axes=tuple(axis for part in parts for axis in part.ungathered_axes),
         **settings,
     )
 
@@ -461,8 +465,8 @@ def _combined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
                 )
             axes[axis] = part.name
     # Resident axes come last, so that ranks that exchange samples are next to each other.
-    resident = {axis for part in parts for axis in part.resident}
-    return tuple(sorted(axes, key=lambda axis: axis in resident))
+    ungathered_axes = {axis for part in parts for axis in part.ungathered_axes}
+    return tuple(sorted(axes, key=lambda axis: axis in ungathered_axes))
 
 
 def _combined_reduction(parts: Sequence[Strategy]) -> Reduction | None:

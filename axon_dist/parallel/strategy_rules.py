@@ -217,7 +217,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "own, and parameters along axis {strategy.resident[0]!r} whose gradients the compiler "
         "reduces; leave expert_parallel out and split the parameters by fsdp(), or leave out "
         "diloco() or local_sgd()",
-        lambda strategy, _: strategy.slow and strategy.resident,
+        lambda strategy, _: strategy.slow and strategy.ungathered_axes,
     ),
     _rule(
         "a vocabulary is split over stages alone",

@@ -82,7 +82,7 @@ class ElasticProgram(RankProgram):
         whole_frozen = self._unsharded(frozen, self.frozen_specs, spec.model_spec.stored_frozen)
         forward = forward_of(spec.model_spec, spec.loss_fn, changes.prepare(None))
         forward = with_frozen(changes.with_layer_scan(forward), whole_frozen)
-        sums_of = gradient_sums(forward, scale, parts=shards)
+        sums_of = gradient_sums(forward, scale, num_shards=shards)
         count = shards // spec.mesh.size
         sums, buffers = self._subtree_sums(sums_of, gathered, buffers, batch, count)
 

@@ -7,7 +7,7 @@ it inside the unit. The backward pass gathers again, because `LayerScan.protect`
 runs.
 
 `GlobalGather` is the default. `LocalGather` runs where `StepSpec.is_local` is true, for example
-with `Reduction(by_hand=True)`.
+with `Reduction(manual=True)`.
 """
 
 from __future__ import annotations

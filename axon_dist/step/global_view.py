@@ -59,7 +59,7 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
         grads = jax.lax.with_sharding_constraint(means.grads, owners)
         return means._replace(grads=grads)
     sums, buffers = accumulate(
-        gradient_sums(forward, scale=scale, parts=count),
+        gradient_sums(forward, scale=scale, num_shards=count),
         params,
         buffers,
         batch,
@@ -111,7 +111,7 @@ def global_gather(
     strategy = spec.strategy
     mesh = spec.mesh
     shape = spec.model_spec.shapes[path]
-    gathered_over = {*strategy.data_axes} - {*strategy.resident}
+    gathered_over = {*strategy.data_axes} - {*strategy.ungathered_axes}
     sharded = strategy.params(path, shape, mesh)
     full = only_axes(sharded, tuple(axis for axis in mesh.axis_names if axis not in gathered_over))
     if path in spec.model_spec.frozen_paths:

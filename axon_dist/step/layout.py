@@ -38,7 +38,7 @@ from ..sharding.padding import (
     stored_tree,
 )
 from .batch import Placed
-from .init_programs import IN_FLIGHT, InParts
+from .init_programs import IN_FLIGHT, InSlices
 from .model_spec import ModelSpec, Source
 from .objective import GradientResult
 from .plan import StepPlan
@@ -404,7 +404,7 @@ class StateLayout:
             stored, buffers = self._drawn(weights)
         # A given module keeps its arrays: `put` does not copy one that is on its device already, so
         # the next program must not donate it.
-        complete = self._in_parts(self._first, self.places, owns=not is_placed)
+        complete = self._in_slices(self._first, self.places, owns=not is_placed)
         state = complete(stored, buffers)
         if world.num_processes > 1:
             first = (state.params, state.frozen)
@@ -486,10 +486,10 @@ class StateLayout:
         donated = 0 if self._stores_model_arrays else ()
         return jax.jit(self._first_stored, out_shardings=places, donate_argnums=donated)
 
-    def _in_parts(self, function: Function, places: PyTree, owns: bool) -> InParts:
+    def _in_slices(self, function: Function, places: PyTree, owns: bool) -> InSlices:
         world = self.spec.world
         is_cpu = world.is_cpu
-        return InParts(
+        return InSlices(
             function,
             places,
             owns=owns,
@@ -526,7 +526,7 @@ class StateLayout:
             agree(self.spec.world, "factory of the model", program)
         buffers = jax.tree.map(lambda _: self.replicated, self.spec.model_spec.buffers)
         places = (self._stored, buffers)
-        return self._in_parts(self._first_stored, places, owns=self._stores_model_arrays)(arrays)
+        return self._in_slices(self._first_stored, places, owns=self._stores_model_arrays)(arrays)
 
 
 def _offloaded(places: TrainState, offload: CPUOffload) -> TrainState:

@@ -225,7 +225,7 @@ class RankProgram:
         drawing = self.drawing if count == 1 else None
         first = local if drawing is None else drawing.before(local, local, 0)
         accumulated = functools.partial(accumulate, num_microbatches=count, drawing=self.drawing)
-        parts = count * self.spec.num_ranks
+        num_shards = count * self.spec.num_ranks
         mean_weight = functools.partial(all_mean, axes=self.axes)
         if not gathers_by_units(self.spec):
             # Cast before the gather, to send half the bytes in half precision. The gradient then
@@ -241,7 +241,7 @@ class RankProgram:
             )
             forward = with_frozen(self._with_scans(self._plain(None)), whole_frozen)
             sums_of = gradient_sums(
-                forward, scale, mean_weight if shares_statistics else None, parts
+                forward, scale, mean_weight if shares_statistics else None, num_shards
             )
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
@@ -257,7 +257,7 @@ class RankProgram:
             # weight before it begins.
             gather = functools.partial(local_gather, self.spec)
             forward = with_frozen(self._with_scans(self._plain(gather)), frozen)
-            sums_of = gradient_sums(forward, scale, mean_weight, parts)
+            sums_of = gradient_sums(forward, scale, mean_weight, num_shards)
             sums, changed = accumulated(sums_of, params, first, batch)
         changed = without_rank(changed, local)
         # Sum totals and weights. A mean of means would overweight ranks with few real samples.
@@ -433,7 +433,7 @@ def check_reads(plan: StepPlan, batch: Batch) -> None:
         if unit is not None and spec_axes(only_axes(sharded, spec.strategy.batch_axes)):
             raise UnsupportedError(
                 f"the loss reads {path!r} outside {unit!r}, which gathers its weights for itself "
-                "alone; outside, a rank only holds a shard of it. Leave by_hand=True out, or "
+                "alone; outside, a rank only holds a shard of it. Leave manual=True out, or "
                 'reduce once per step: Reduction(per="step")',
                 code="weight-read-outside-unit",
             )

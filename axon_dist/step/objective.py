@@ -397,7 +397,7 @@ def gradient_sums(
     forward: Forward,
     scale: Array | None = None,
     common: Callable[[Array], Array | int] | None = None,
-    parts: int = 1,
+    num_shards: int = 1,
 ) -> Callable[[PyTree, PyTree, Batch], tuple[Sums, PyTree]]:
     """Makes the function that differentiates the loss and returns weighted sums.
 
@@ -411,9 +411,10 @@ def gradient_sums(
             pass itself adds the gradients of different ranks: they cannot be multiplied by each
             rank's own weight afterwards. If it returns 1, the total is differentiated and not the
             mean.
-        parts: how many parts, of about this size, a batch is cut into. A sample weighs that many
-            times more in the mean of a part. The loss scale is therefore divided by it, or half
-            precision would overflow in parts where it does not for the whole batch.
+        num_shards: how many shards of about this size a batch is cut into: ranks times
+            microbatches. A sample weighs that many times more in the mean of a shard. The loss
+            scale is therefore divided by it; half precision would otherwise overflow in a shard
+            where it does not for the whole batch.
 
     Returns:
         A function of (params, buffers, batch) giving the sums and the new buffers.
@@ -423,13 +424,13 @@ def gradient_sums(
         weight = loss.weight
         return weight if common is None or is_one(weight) else common(weight)
 
-    per_part = None if scale is None else scale / parts
-    differentiate = _differentiated(forward, weight_of, per_part, _per_weight)
+    per_shard = None if scale is None else scale / num_shards
+    differentiate = _differentiated(forward, weight_of, per_shard, _per_weight)
 
     def sums(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
         (_, outcome), grads = differentiate(params, buffers, batch)
         if scale is not None:
-            grads = jax.tree.map(lambda g: wide(g) * parts, grads)
+            grads = jax.tree.map(lambda g: wide(g) * num_shards, grads)
         weight = weight_of(outcome.loss)
         factor = None if is_one(weight) else _nonzero(weight)
 

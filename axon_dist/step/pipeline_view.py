@@ -95,18 +95,18 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
         out_specs=(*region.grad_specs(split_dims), replicated, replicated, replicated),
         check_vma=False,
     )
-    parts = spec.num_microbatches * spec.num_ranks
+    num_shards = spec.num_microbatches * spec.num_ranks
     # As in `gradient_sums`: gradients are scaled like those of the mean of the whole batch.
-    scale = None if scale is None else scale / parts
-    rows, rest, unit, loss, buffers = mapped(stored[0], stored[1], buffers, batch, scale)
+    scale = None if scale is None else scale / num_shards
+    rows, rest, grad_factor, loss, buffers = mapped(stored[0], stored[1], buffers, batch, scale)
     if not region.is_whole_mesh:
         rows, rest = region.reduced_outside(rows, rest)
     # `shard_map` needs equal shards: cut the padding off again.
     reduced = like(region.rows.assemble(rows, rest), plan.stored.params)
     reduced = jax.lax.with_sharding_constraint(reduced, plan.stored.owners)
     total, weight, metrics = loss
-    unit = unit if scale is None else unit * parts
-    sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
+    grad_factor = grad_factor if scale is None else grad_factor * num_shards
+    sums = Sums(jax.tree.map(lambda g: g * grad_factor, reduced), Weighted(total, weight), metrics)
     return GradientResult(*sums.means(), buffers)
 
 
@@ -199,7 +199,7 @@ class PipelineRegion:
         blocks, looped = unit_paths(called, plan.stored.storage.stacks)
         rank_shapes = dict(rows.flat_shapes)
         row_specs = []
-        manual = (axis, *strategy.resident)
+        manual = (axis, *strategy.ungathered_axes)
         for part in filter(None, (rows.trained, rows.untrained)):
             stored = jax.eval_shape(part.from_model, part.shapes)
             layout = specs(plan.stored.storage.strategy.params, stored, spec.mesh)
@@ -333,12 +333,17 @@ class PipelineRegion:
         leaves, structure = jax.tree.flatten(changed)
         after = structure.unflatten(sums.mutable_buffers.get(i, x) for i, x in enumerate(leaves))
         changed = buffers_together(after) if stacks.depths else after
-        unit = jnp.ones(()) if weight is None else weight
+        grad_factor = jnp.ones(()) if weight is None else weight
         reduced = self._reduce(sums, split_dims)
         names = cast(Any, trace.metrics)
         total, loss_weight, metrics = all_sum(sums.loss, self.axes)
         loss = (total, loss_weight, nested_metrics(dict(zip(names, metrics, strict=True))))
-        return *reduced, unit, loss, changed if draws is None else without_rank(changed, buffers)
+        return (
+            *reduced,
+            grad_factor,
+            loss,
+            changed if draws is None else without_rank(changed, buffers),
+        )
 
     def trace(self, buffers: PyTree, batch: Batch, in_region: bool = True) -> LossTrace:
         """Traces the loss of one microbatch: of this rank in the region, of all ranks outside."""

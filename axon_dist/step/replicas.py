@@ -99,7 +99,7 @@ class Outer:
     def fragments(self) -> tuple[frozenset[Path], ...]:
         """The paths of the parameters that synchronize together."""
         sizes = {path: num_params(x) for path, x in leaves_with_paths(self.plan.stored.params)}
-        return self.loop.parts(sizes)
+        return self.loop.fragment_paths(sizes)
 
     def first(self, params: PyTree) -> tuple[PyTree, Metrics]:
         """Makes the first outer parameters and the first state of the outer optimizer.

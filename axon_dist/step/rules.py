@@ -47,12 +47,12 @@ def _residents(spec: StepSpec) -> Found:
     reduction = spec.reduction
     if strategy.pipeline is not None:
         return None
-    without_experts = dataclasses.replace(strategy, resident=())
+    without_experts = dataclasses.replace(strategy, ungathered_axes=())
     is_local, asked = wants_ranks(dataclasses.replace(spec, strategy=without_experts))
     if not is_local:
         return None
     per = f"a reduction per {reduction.per!r} of {spec.num_microbatches} microbatches"
-    return {"axis": strategy.resident[0], "asked": " and ".join(asked) or per}
+    return {"axis": strategy.ungathered_axes[0], "asked": " and ".join(asked) or per}
 
 
 def _statistics(spec: StepSpec) -> Found:
@@ -135,7 +135,7 @@ def _of_strategy(spec: StepSpec) -> Obstacle:
             "schedule",
             f"use {supported}",
         )
-    if strategy.layers or strategy.resident:
+    if strategy.layers or strategy.ungathered_axes:
         return (
             f"strategy {strategy.name!r} splits sums within a sample over ranks, as tensor, "
             "context and expert parallelism do, and the order of these sums depends on the number "
@@ -242,7 +242,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "parameters are split along {axis!r} and the samples of all its ranks are sent to them, so "
         "no rank holds gradients of its own samples alone, which {asked} needs. Remove it; "
         "gradients are then reduced after every microbatch, in the compute dtype",
-        lambda spec: _residents(spec) if spec.strategy.resident else None,
+        lambda spec: _residents(spec) if spec.strategy.ungathered_axes else None,
     ),
     Requirement.row(
         "statistics are of the whole batch",
@@ -313,7 +313,7 @@ def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
     """Whether units gather any of the weights, or would on more devices."""
     strategy = spec.strategy
     mesh = spec.mesh
-    axes = {*strategy.data_axes} - {*strategy.resident}
+    axes = {*strategy.data_axes} - {*strategy.ungathered_axes}
     splits = axes.intersection(strategy.params.split_axes)
     if splits and all(mesh.shape[axis] == 1 for axis in splits):
         return True
@@ -355,7 +355,7 @@ def _stage_experts(plan: StepPlan) -> Found:
     strategy = spec.strategy
     storage = plan.stored.storage
     assert storage.rows is not None
-    axis = strategy.resident[0]
+    axis = strategy.ungathered_axes[0]
 
     def split_along_axis(policy: Policy, tree: PyTree) -> list[Path]:
         def is_split(path, leaf):
@@ -453,7 +453,7 @@ PIPELINE_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
         "must be those of modules with these methods, as models.Experts, in blocks with parameters "
         "of equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp in "
         "addition to the pipeline; or leave the pipeline out",
-        lambda plan: _stage_experts(plan) if plan.spec.strategy.resident else None,
+        lambda plan: _stage_experts(plan) if plan.spec.strategy.ungathered_axes else None,
     ),
     Requirement.row(
         "stages recompute their blocks",

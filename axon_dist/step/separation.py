@@ -899,7 +899,7 @@ def wants_ranks(spec: StepSpec) -> tuple[bool, list[str]]:
         # Overlapped reductions have buckets of a default size.
         f"bucket_capacity={capacity}": capacity is not None and not overlaps,
         f"sync={reduction.sync.name}": overlaps,
-        "by_hand=True": reduction.by_hand,
+        "manual=True": reduction.manual,
         "broadcast_buffers=False": not reduction.sync_buffers,
         f"a reduction in {reduction.dtype} with compute in {compute}": recast,
     }

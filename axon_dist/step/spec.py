@@ -99,7 +99,7 @@ class StepSpec:
         strategy = self.strategy
         # Without batch axes no rank has gradients of its own to sum first. Resident parameters,
         # such as experts, get the samples of other ranks too.
-        if strategy.pipeline is not None or strategy.resident or not strategy.batch_axes:
+        if strategy.pipeline is not None or strategy.ungathered_axes or not strategy.batch_axes:
             return False
         is_local = self.reduction.is_local(self.num_microbatches, self.compute_dtype)
         return self.options.is_elastic or is_local

@@ -21,7 +21,7 @@ from ..models.formats import rules_for
 from ..models.snapshot import Files, check_snapshot
 from ..models.weight_rules import WeightRules
 from ..step import ModelLike, TrainState, TrainStep, split_model, weight_shapes
-from ..step.init_programs import InParts
+from ..step.init_programs import InSlices
 from .adapters import adapter_rules, fitted
 from .files import find_tensors
 from .match import ParameterSource, match_weights
@@ -154,7 +154,7 @@ def load_weights(
         absent = {path for path, _ in both} - set(arrays)
         make = source.make
         # Arrays that the files replace are never computed.
-        drawn = InParts(lambda: _only(make(), absent), dict.fromkeys(absent, here))
+        drawn = InSlices(lambda: _only(make(), absent), dict.fromkeys(absent, here))
         arrays |= drawn() if absent else {}
         first = model_spec.weights, model_spec.buffers
     return model_spec.merge(*map(replaced, first))

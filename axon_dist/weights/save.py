@@ -149,12 +149,13 @@ def _cuts(rule: WeightRule, shape: list[int]) -> list[tuple[int, int] | None]:
     if count == 1:
         return [None]
     length = shape[rule.dim]
-    parts = rule.parts or (length // count,) * count
-    if sum(parts) != length:
+    sizes = rule.split_sizes or (length // count,) * count
+    if sum(sizes) != length:
         raise ConfigError(
-            f"{rule}: parts {list(parts)} are not the length {length} of dim {rule.dim}"
+            f"{rule}: split_sizes {list(sizes)} do not add up to the length {length} of dim "
+            f"{rule.dim}"
         )
-    return [*itertools.pairwise(itertools.accumulate(parts, initial=0))]
+    return [*itertools.pairwise(itertools.accumulate(sizes, initial=0))]
 
 
 def _check_read_back(tensor: Outgoing, rules: WeightRules) -> None:

@@ -116,13 +116,13 @@ ROWS = {
     "shared by hand": (
         "shared",
         "fsdp=2",
-        lambda: fsdp(min_elements=8, reduction=Reduction(by_hand=True)),
+        lambda: fsdp(min_elements=8, reduction=Reduction(manual=True)),
         {},
     ),
     "stacked by hand": (
         "stacked",
         "fsdp=2",
-        lambda: fsdp(min_elements=8, reduction=Reduction(by_hand=True)),
+        lambda: fsdp(min_elements=8, reduction=Reduction(manual=True)),
         {"remat": ActivationCheckpointing(2)},
     ),
     "stacked pipeline": ("stacked", "pp=2", lambda: pipelined(2, 1, classes="Block"), {}),

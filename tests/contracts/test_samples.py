@@ -125,7 +125,7 @@ OPTIONS = {
     ),
     "by_hand": (
         lambda: fsdp(
-            axes="dp", min_elements=8, reduction=Reduction(per="microbatch", by_hand=True)
+            axes="dp", min_elements=8, reduction=Reduction(per="microbatch", manual=True)
         ),
         "dp=2", 2,
     ),

@@ -61,7 +61,7 @@ STRATEGIES: dict[str, Callable] = {
     "full_shard_by_hand": lambda model, world: fsdp(
         axes=data_axes(world),
         min_elements=8,
-        reduction=Reduction(per="microbatch", by_hand=True),
+        reduction=Reduction(per="microbatch", manual=True),
     ),
     "full_shard_remat": lambda model, world: fsdp(
         axes=data_axes(world), min_elements=8, activation_checkpointing=REMAT

@@ -292,7 +292,7 @@ FUSED = {
 @pytest.mark.sample("joint")
 @pytest.mark.parametrize("kind", FUSED)
 def test_a_fused_layer_is_cut_only_where_its_blocks_are_independent(kind):
-    plan = Plan((Rule("qkv$", "column", parts=3), Rule("out$", "row")))
+    plan = Plan((Rule("qkv$", "column", num_fused=3), Rule("out$", "row")))
     compare(FUSED[kind], tensor_parallel(plan), "tp=2")
 
 

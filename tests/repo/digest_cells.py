@@ -229,7 +229,7 @@ def world_of(mesh: str, platform: str) -> World:
     return World(Mesh(devices.reshape(spec.sizes), spec.names, axis_types=types), backend)
 
 
-BY_HAND = Reduction(by_hand=True)
+BY_HAND = Reduction(manual=True)
 REMAT = ActivationCheckpointing()
 UP_DOWN = {"up$": "column", "down$": "row"}
 

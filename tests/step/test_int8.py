@@ -182,7 +182,7 @@ ROWS = {
 }
 MORE = {
     "linen": ("fsdp=4", lambda: fsdp(**SMALL), linen, {}),
-    "by hand": ("fsdp=4", lambda: fsdp(**SMALL, reduction=Reduction(by_hand=True)), Net, {}),
+    "by hand": ("fsdp=4", lambda: fsdp(**SMALL, reduction=Reduction(manual=True)), Net, {}),
     "per step": ("fsdp=4", lambda: fsdp(**SMALL, reduction=Reduction(per="step")), Net, {}),
     "stacked": ("fsdp=4", lambda: fsdp(**SMALL), Stacked, {}),
     "tp": ("tp=4", lambda: tensor_parallel({"up": "column", "down": "row"}), Net, {}),

@@ -471,7 +471,7 @@ DATA = (
     zero(1, min_elements=8),
     zero(2, min_elements=8),
     zero(3, min_elements=8),
-    zero(3, min_elements=8, reduction=Reduction(by_hand=True)),
+    zero(3, min_elements=8, reduction=Reduction(manual=True)),
     fsdp("hybrid_shard", ("dp", "fsdp"), min_elements=8),
 )
 OPTIMIZERS = (optax.sgd(0.1), optax.adam(1e-3), optax.lamb(1e-3), optax.adafactor(1e-3))

@@ -552,5 +552,7 @@ def test_old_names_of_a_step_warn_and_do_the_same(world):
         step.check_rows(batch)
     with pytest.warns(DeprecationWarning, match=r"use print\(step\)"):
         assert step.whole_summary == ""
+    with pytest.warns(DeprecationWarning, match=r"TrainStep.parts .*use TrainStep.model_spec"):
+        assert step.parts is step.model_spec
     with pytest.raises(AttributeError, match="a TrainStep has no attribute 'lowers'"):
         getattr(step, "low" + "ers")

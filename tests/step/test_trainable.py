@@ -123,7 +123,7 @@ def assert_same(got, want, **bounds):
 SMALL = {"min_elements": 8}
 ROWS = {
     "fsdp": ("fsdp=8", lambda: fsdp(**SMALL), nnx.LoRAParam, {}),
-    "by hand": ("fsdp=4", lambda: fsdp(**SMALL, reduction=Reduction(by_hand=True)), SOME, {}),
+    "by hand": ("fsdp=4", lambda: fsdp(**SMALL, reduction=Reduction(manual=True)), SOME, {}),
     "buckets": ("dp=4", lambda: ddp(bucket_capacity=1000), SOME, {"accumulate": 2}),
     "pp": ("pp=2,dp=2", lambda: compose(pipelined(2, 4), ddp()), nnx.LoRAParam, {}),
     "tp": ("tp=4", lambda: tensor_parallel({"up": "column", "down": "row"}), nnx.LoRAParam, {}),

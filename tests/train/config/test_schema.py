@@ -200,6 +200,16 @@ def test_a_strategy_is_known_by_its_names(written, read):
     assert strategy_options(written) == read
 
 
+def test_a_config_key_works_by_its_old_name():
+    def config(**reduction):
+        return RunConfig.from_dict({"parallel": {"fsdp": {"reduction": reduction}}})
+
+    with pytest.warns(DeprecationWarning, match="Reduction.by_hand is deprecated; use manual"):
+        old = config(by_hand=True)
+    assert old == config(manual=True)
+    assert old != config()
+
+
 def test_every_other_name_means_one_strategy():
     names = [name for row in STRATEGIES.values() for name in row.other_names]
     assert len(set(names)) == len(names)
