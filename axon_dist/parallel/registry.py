@@ -26,12 +26,9 @@ from .expert import ExpertForm, expert_parallel
 from .pipelining import pipelined
 from .plan import PRESETS
 from .plans import DEFAULT_SYNC_EVERY
-from .strategy import Strategy
+from .strategy import DATA_AXES, Strategy
 from .suggest import suggest_plan
 from .tensor import tensor_parallel
-
-DATA_AXES = ("dp", "fsdp")
-"""The axes that split samples."""
 
 POSITION_AXIS = "cp"
 """The axis that splits positions."""

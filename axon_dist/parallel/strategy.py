@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from ..collectives import GradSyncStrategy
 from ..core.checks import TEXTS, check_fields
-from ..core.errors import ConfigError, StrategyConflictError, did_you_mean
+from ..core.errors import ConfigError, StrategyConflictError, did_you_mean, warn
 from ..core.renamed import renamed_fields
 from ..core.tree import floating_dtype
 from ..core.typing import Path
@@ -20,7 +20,7 @@ from ..ir.units import block_paths, check_some
 from ..nn import ActivationCheckpointing, Layout
 from ..ops.precision import MixedPrecision
 from ..schedule import Schedule
-from ..sharding import Merge, Policy, Replicate, WithMoments, same_for_rows
+from ..sharding import LargestDim, Merge, Policy, Replicate, WithMoments, same_for_rows
 from .plans import (
     AutoWrapPolicy,
     CPUOffload,
@@ -28,6 +28,9 @@ from .plans import (
     PipelinePlan,
     TransformerAutoWrapPolicy,
 )
+
+DATA_AXES = ("dp", "fsdp")
+"""The mesh axes that split samples, if a mesh has them: a data-parallel strategy's defaults."""
 
 
 @renamed_fields(by_hand="manual")
@@ -169,6 +172,7 @@ class Strategy:
             rank computes with its shard for the samples of all ranks, as with experts.
         slow: the axis of replicas that train independently, and when they synchronize; None where
             all ranks take every step together.
+        default_axes: those of its axes that nobody chose; `on_mesh` may replace them.
 
     Example:
         >>> Strategy("dp", batch_axes=("dp",), reduction=Reduction()).name
@@ -189,6 +193,7 @@ class Strategy:
     gathers_once: bool = False
     ungathered_axes: tuple[str, ...] = ()
     slow: OuterLoop | None = None
+    default_axes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -198,7 +203,7 @@ class Strategy:
         given = [
             f"  {field.name}: {' '.join(str(value).split()):.160}"
             for field in dataclasses.fields(self)
-            if field.name != "name"
+            if field.name not in ("name", "default_axes")
             and (value := getattr(self, field.name)) not in (None, (), False)
         ]
         return "\n".join([f"Strategy {self.name}", *given])
@@ -337,6 +342,74 @@ def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
     return named
 
 
+def axes_or(
+    axes: str | Sequence[str] | None, default: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the axes of a data-parallel strategy, and those of them that nobody chose.
+
+    Args:
+        axes: the axes that were given; None for the default.
+        default: the axis that has the name of this kind of strategy.
+    """
+    return ((default,), (default,)) if axes is None else (axes_of(axes), ())
+
+
+def on_mesh(strategy: Strategy, mesh: Mesh) -> Strategy:
+    """Replaces a default axis that the mesh lacks by the data axis that it has.
+
+    So `ddp()`, `zero(1)` and `fsdp()` each run on a mesh `dp=8` and on a mesh `fsdp=8`. Axes that
+    were given stay; a rule refuses those that the mesh lacks.
+
+    Args:
+        strategy: any strategy.
+        mesh: the mesh of the step.
+
+    Returns:
+        The strategy over axes of the mesh. If a default leaves a data axis of the mesh without
+        work, it warns: every device along that axis computes the same.
+
+    Example:
+        >>> from axon_dist import World, ddp
+        >>> on_mesh(ddp(), World.emulate(8, "fsdp=8").mesh).batch_axes
+        ('fsdp',)
+    """
+    free = [axis for axis in DATA_AXES if axis in mesh.shape and axis not in strategy.axes]
+    for default in strategy.default_axes:
+        if default not in mesh.shape and len(free) == 1:
+            strategy = _over_instead(strategy, default, free.pop())
+    if strategy.default_axes and (idle := [axis for axis in free if mesh.shape[axis] > 1]):
+        both = tuple(axis for axis in mesh.shape if axis in DATA_AXES)
+        warn(
+            f"{strategy.name} got no axes and uses {', '.join(strategy.batch_axes)}; the devices "
+            f"along axis {idle[0]!r} of mesh {dict(mesh.shape)} repeat the same work. Give it "
+            f"axes={both}, or compose it with a strategy over {idle[0]!r}",
+            code="idle-data-axis",
+        )
+    return strategy
+
+
+def _over_instead(strategy: Strategy, old: str, new: str) -> Strategy:
+    """Returns the strategy over another data axis; it names that axis in samples and arrays."""
+
+    def renamed(axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(new if axis == old else axis for axis in axes)
+
+    def moved(policy: Policy) -> Policy:
+        if isinstance(policy, LargestDim):
+            return dataclasses.replace(policy, axes=renamed(policy.axes))
+        if isinstance(policy, Merge):
+            return Merge(tuple(moved(part) for part in policy.policies))
+        return policy
+
+    return dataclasses.replace(
+        strategy,
+        batch_axes=renamed(strategy.batch_axes),
+        params=moved(strategy.params),
+        opt_state=moved(strategy.opt_state),
+        default_axes=(),
+    )
+
+
 def compose(*strategies: Strategy | HasStrategy) -> Strategy:
     """Combines several strategies into one: batch axes are concatenated, policies are merged.
 
@@ -377,6 +450,7 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
         reduction=_combined_reduction(parts),
         layers=tuple(layers for part in parts for layers in part.layers),
         ungathered_axes=tuple(axis for part in parts for axis in part.ungathered_axes),
+        default_axes=tuple(axis for part in parts for axis in part.default_axes),
         **settings,
     )
 

@@ -40,6 +40,7 @@ from ..ir.loop_rule import LoopChoice
 from ..mesh import World, agree, digest, is_abstract
 from ..ops.precision import MixedPrecision
 from ..parallel import HasStrategy, Strategy, as_strategy
+from ..parallel.strategy import on_mesh
 from ..planner import AUTO, knows_memory, read_step, recompute_least, usable_bytes
 from ..planner.reading import Remat
 from ..sharding import LeafDecision
@@ -171,7 +172,8 @@ def build_train_step(
     names = AxisNames.of(world.mesh, options_of(options, keywords, False).axis_names)
     with own_context(names):
         model_spec, source = split_model(model, trainable)
-        resolved = strategy_for(model_spec, as_strategy(strategy), precision, remat, names)
+        chosen = on_mesh(as_strategy(strategy), world.mesh)
+        resolved = strategy_for(model_spec, chosen, precision, remat, names)
         scales = resolved.precision is not None and resolved.precision.needs_scaling
         resolved_options = options_of(options, keywords, scales)
         model_spec = dataclasses.replace(model_spec, reads_step=takes_step(loss_fn))

@@ -167,7 +167,7 @@ def test_settings_of_strategy_and_step_must_agree(world):
     with pytest.raises(StrategyConflictError, match=r"precision is .* in 'fsdp' and"):
         build(world, strategy=strategy, precision="fp16")
     with pytest.raises(MeshError, match="over axis 'fsdp', which mesh dp=8 lacks"):
-        build(world, strategy=fsdp())
+        build(world, strategy=fsdp("fsdp"))
 
 
 def test_units_are_said_once(world):
