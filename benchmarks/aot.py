@@ -1,6 +1,6 @@
 """Our own train step compiled for machines that are not here, beside a hand-written yardstick.
 
-    python -m benchmarks.aot --target h100:8 --model 1b --strategy full_shard
+    python -m benchmarks.aot --target h100:8 --model 1b --strategy fsdp
         [--layers list|scan] [--accumulate K] [--per step|microbatch] [--json FILE] [--hlo FILE]
     python -m benchmarks.aot --mesh fsdp=8,tp=8 --target h100:8x8 --model 8b --tensor sequence
     python -m benchmarks.aot --mesh fsdp=1,cp=8 --model 1b --length 131072
@@ -39,7 +39,7 @@ from axon_dist import ActivationCheckpointing, Reduction, World, build_train_ste
 from axon_dist.inspect import Ledger, report, target_devices
 from axon_dist.mesh.targets import prepare_environment
 from axon_dist.models import ExpertConfig, Transformer, TransformerConfig, next_token_loss
-from axon_dist.parallel import STRATEGIES, compose
+from axon_dist.parallel import STRATEGIES, compose, resolve_name
 from axon_dist.planner import read_step
 from axon_dist.schedule import Costs, PipelineSchedule, Schedule, summarize
 
@@ -54,13 +54,13 @@ MODELS = {"1b": "1b", "7b": "7b", "8b": "8b", "70b": "llama-70b"}
 # options): peak GiB, wire MB. Compiled with jax 0.10.2, read from the optimised program. The peaks
 # of v5p are by XLA's size of temporaries, which is more than `inspect` counts there.
 YARDSTICK = {
-    ("h100:8", "1b", "full_shard"): (3.81, 6634),
-    ("h100:8", "7b", "full_shard"): (15.64, 34518),
-    ("h100:8", "8b", "full_shard"): (19.12, 38540),
+    ("h100:8", "1b", "fsdp"): (3.81, 6634),
+    ("h100:8", "7b", "fsdp"): (15.64, 34518),
+    ("h100:8", "8b", "fsdp"): (19.12, 38540),
     ("h100:8", "1b", "ddp"): (20.73, 4709),
-    ("h100:8x8", "7b", "full_shard"): (4.32, 38833),
-    ("v5p:2x2x2", "1b", "full_shard"): (4.92, 6734),
-    ("v5p:2x2x2", "7b", "full_shard"): (19.13, 34718),
+    ("h100:8x8", "7b", "fsdp"): (4.32, 38833),
+    ("v5p:2x2x2", "1b", "fsdp"): (4.92, 6734),
+    ("v5p:2x2x2", "7b", "fsdp"): (19.13, 34718),
 }
 
 
@@ -109,7 +109,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--target", default="h100:8")
     parser.add_argument("--model", default="1b", choices=sorted(MODELS))
     parser.add_argument(
-        "--strategy", default="full_shard", choices=sorted({*STRATEGIES, *STRATEGIES.other_names})
+        "--strategy", default="fsdp", choices=sorted({*STRATEGIES, *STRATEGIES.other_names})
     )
     parser.add_argument("--tensor", choices=TENSOR, default="plain", help="over tp")
     parser.add_argument("--schedule", choices=sorted(PipelineSchedule), default="eager_1f1b")
@@ -129,7 +129,11 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--json")
     parser.add_argument("--hlo")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    name, implied = resolve_name(arguments.strategy)
+    if not implied:
+        arguments.strategy = name
+    return arguments
 
 
 def experts_of(text: str) -> ExpertConfig:
@@ -140,7 +144,7 @@ def experts_of(text: str) -> ExpertConfig:
 
 def default_mesh(strategy: str, num_devices: int) -> str:
     """One data axis, or two for hybrid sharding."""
-    return f"dp=2,fsdp={num_devices // 2}" if strategy == "hybrid_shard" else f"fsdp={num_devices}"
+    return f"dp=2,fsdp={num_devices // 2}" if strategy == "hybrid" else f"fsdp={num_devices}"
 
 
 def samples(args: argparse.Namespace, world: World) -> int:

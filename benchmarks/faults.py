@@ -54,7 +54,7 @@ CONFIG = """
 name: faults
 devices: {{emulate: 4}}
 mesh: {{fsdp: 4}}
-parallel: full_shard
+parallel: fsdp
 model: {{width: 64, num_layers: 2, num_heads: 2, ffn_width: 128, max_length: 32, dropout: 0.1}}
 data: {{files: [{texts}/a.txt], validation_files: [{texts}/b.txt], sequence_length: 32}}
 optimizer: {{name: adamw, learning_rate: 0.003}}

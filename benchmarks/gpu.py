@@ -113,8 +113,8 @@ SIZES = sizes(IS_TINY)
 PRECISIONS = ("bf16", "fp8")
 VERIFIED = {
     "ddp": {"mesh": "dp=-1", "parallel": "ddp"},
-    "full_shard": {"mesh": "fsdp=-1", "parallel": "full_shard"},
-    "muon": {"mesh": "fsdp=-1", "parallel": "full_shard", "optimizer": {"name": "muon"}},
+    "fsdp": {"mesh": "fsdp=-1", "parallel": "fsdp"},
+    "muon": {"mesh": "fsdp=-1", "parallel": "fsdp", "optimizer": {"name": "muon"}},
     "accumulated": {"mesh": "dp=-1", "parallel": "zero1", "train": {"accumulate": 2}},
     "bf16": {"mesh": "dp=-1", "parallel": "ddp", "precision": "bf16"},
     "fp8": {"mesh": "dp=-1", "parallel": "ddp", "precision": "fp8"},
@@ -313,7 +313,7 @@ def tuned(size: Size) -> Mapping[str, Any]:
     model = dataclasses.asdict(size.config())
     plain = {
         "mesh": "fsdp=-1",
-        "parallel": "full_shard",
+        "parallel": "fsdp",
         "precision": "bf16",
         "model": {name: value for name, value in model.items() if value is not None},
         "data": {"sequence_length": size.length},

@@ -12,7 +12,7 @@ Each start may be in another layout: `--layouts` takes overrides for one start a
 from the first when all are through. The undisturbed run has those of the first. For elastic bits:
 
     python -m benchmarks.restart deterministic=elastic logical_shards=8 --layouts mesh=dp=8 \\
-        "devices.emulate=2 mesh=dp=2" "devices.emulate=4 mesh=fsdp=4 parallel=full_shard"
+        "devices.emulate=2 mesh=dp=2" "devices.emulate=4 mesh=fsdp=4 parallel=fsdp"
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Our steps against the same steps written by hand with `jax.jit` and `NamedSharding`.
 
-    python -m benchmarks.step [--rows ddp shard_grad_op full_shard "full_shard remat"] [--rounds 5]
+    python -m benchmarks.step [--rows ddp zero2 fsdp "fsdp remat"] [--rounds 5]
 
-By hand weights are gathered once and stay whole until the backward pass has used them, as
-shard_grad_op does. full_shard frees them and gathers them again there, so it stands beside a second
-program by hand that does so too: each block under a `jax.checkpoint` that keeps everything but
-gathered weights. The rows named elastic stand beside our step without `deterministic="elastic"`.
-Prints CPU-seconds per step (the least of the rounds, the figure to trust on a
-shared machine), the median wall time, what they are to each program by hand, and the collectives.
+The programs written by hand gather weights once and keep them whole until the backward pass has
+used them, as zero2 does. fsdp frees them and gathers them again, so it is compared with a second
+program that does the same: each block is under a `jax.checkpoint` that keeps all but gathered
+weights. The rows named elastic are compared with our step without `deterministic="elastic"`. Prints
+CPU-seconds per step (the least of the rounds, the figure to trust on a shared machine), the median
+wall time, both relative to each program written by hand, and the collectives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
-from axon_dist import ActivationCheckpointing, World, build_train_step, ddp, fsdp
+from axon_dist import ActivationCheckpointing, World, build_train_step, ddp, fsdp, zero
 from axon_dist.inspect import Ledger, collectives
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 
@@ -123,7 +123,7 @@ class Row:
 
 
 ELASTIC = MappingProxyType({"deterministic": "elastic", "logical_shards": 8})
-FULL_SHARD = Row(
+FSDP = Row(
     "fsdp",
     lambda: fsdp(min_elements=SMALL),
     split,
@@ -132,17 +132,15 @@ FULL_SHARD = Row(
 ROWS = MappingProxyType(
     {
         "ddp": Row("dp", ddp, whole),
-        "shard_grad_op": Row("fsdp", lambda: fsdp("shard_grad_op", min_elements=SMALL), split),
-        "full_shard": FULL_SHARD,
-        "full_shard remat": dataclasses.replace(
-            FULL_SHARD,
+        "zero2": Row("fsdp", lambda: zero(2, "fsdp", min_elements=SMALL), split),
+        "fsdp": FSDP,
+        "fsdp remat": dataclasses.replace(
+            FSDP,
             by_hand=MappingProxyType({HAND: Recomputed}),
             options=MappingProxyType({"remat": ActivationCheckpointing()}),
         ),
         "ddp elastic": Row("dp", ddp, whole, MappingProxyType({}), ELASTIC),
-        "full_shard elastic": dataclasses.replace(
-            FULL_SHARD, by_hand=MappingProxyType({}), options=ELASTIC
-        ),
+        "fsdp elastic": dataclasses.replace(FSDP, by_hand=MappingProxyType({}), options=ELASTIC),
     }
 )
 """What is measured, by name."""

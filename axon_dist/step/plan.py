@@ -46,6 +46,19 @@ class Stored:
     owners: PyTree
     update: DistributedUpdate
 
+    def on(self, spec: StepSpec) -> Stored:
+        """Returns the same parameters and optimizer for a step that is a part of this one.
+
+        Args:
+            spec: the part, such as the step of one replica; its mesh may have manual axes.
+        """
+        if self.storage.rows is not None:
+            # The optimizer of stages is made for a mesh.
+            return stored_form(spec)
+        owners = shardings(self.storage.strategy.opt_state, self.params, spec.mesh)
+        update = dataclasses.replace(self.update, mesh=spec.mesh)
+        return dataclasses.replace(self, owners=owners, update=update)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepPlan:
@@ -92,8 +105,9 @@ def plan_step(spec: StepSpec, whole: StepPlan | None = None) -> StepPlan:
 
     Args:
         spec: what the step was given.
-        whole: the plan of the step that this one is a part of, as one of several replicas is; it
-            has the same compiler options, and records the same choices of loops.
+        whole: the plan of the step that this one is a part of, as one of several replicas is. This
+            one has its compiler options and its traced optimizer, and records the same choices of
+            loops.
 
     Returns:
         The plan.
@@ -109,10 +123,11 @@ def plan_step(spec: StepSpec, whole: StepPlan | None = None) -> StepPlan:
         deterministic = spec.options.deterministic
         options = compiler_options(spec.world, given, deterministic, spec.strategy)
         choices: dict[LoopChoice, None] = {}
+        stored = stored_form(spec)
     else:
         options = whole.compiler_options
         choices = whole.loop_choices
-    stored = stored_form(spec)
+        stored = whole.stored.on(spec)
     changes = changes_of_model(spec, choices)
     separator = Separator(spec, changes.prepare)
     return StepPlan(spec, options, stored, changes, separator, choices)

@@ -7,6 +7,7 @@ import pytest
 from axon_dist.core.errors import AxonDistWarning, MeshError
 from axon_dist.parallel import STRATEGIES, compose, data_axes, ddp, fsdp, zero
 from axon_dist.parallel.strategy import on_mesh
+from axon_dist.train.config.schema import build_strategy
 
 
 def test_rows_are_over_the_data_axes_of_the_mesh(make_world):
@@ -49,6 +50,8 @@ def test_strategies_without_axes_share_the_data_axes_of_a_mesh(make_world):
     mesh = make_world("dp=2,fsdp=2").mesh
     both = on_mesh(compose(ddp(), fsdp()), mesh)
     assert (both.batch_axes, both.params.axes) == (("dp", "fsdp"), ("fsdp",))
+    in_yaml = build_strategy({"ddp": {}, "fsdp": {}}, None, make_world("dp=2,fsdp=2"))
+    assert on_mesh(in_yaml, mesh) == both
     hybrid = on_mesh(fsdp(sharding_strategy="hybrid_shard"), mesh)
     assert hybrid == STRATEGIES["hybrid"](None, make_world("dp=2,fsdp=2"))
     assert on_mesh(fsdp(("dp", "fsdp")), mesh).batch_axes == ("dp", "fsdp")

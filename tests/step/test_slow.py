@@ -16,7 +16,7 @@ from axon_dist.core.errors import AxonDistError
 from axon_dist.inspect import collectives, lower_outer_steps
 from axon_dist.parallel import Strategy, diloco, fsdp, pipelined
 from axon_dist.sharding import LargestDim
-from axon_dist.step import PortableForm
+from axon_dist.step import PortableForm, plan
 from axon_dist.step.replicas import Outer
 
 OUTER = optax.sgd(1.0)
@@ -222,6 +222,19 @@ def test_advice_of_a_refused_pipeline_works():
 
 
 @pytest.mark.full
+def test_the_optimizer_of_replicas_is_traced_once(monkeypatch):
+    traced = []
+    trace_update = plan.trace_update
+
+    def counted(*args):
+        traced.append(args)
+        return trace_update(*args)
+
+    monkeypatch.setattr(plan, "trace_update", counted)
+    step_of.__wrapped__(every=3)
+    assert len(traced) == 1
+
+
 def test_gradients_are_those_of_each_replica():
     step = step_of(2)
     state = step.init()
