@@ -1,4 +1,4 @@
-"""Our own train step compiled for machines that are not here, beside a hand-written yardstick.
+"""Our train step compiled for machines that are not here, compared with a hand-written one.
 
     python -m benchmarks.aot --target h100:8 --model 1b --strategy fsdp
         [--layers list|scan] [--accumulate K] [--per step|microbatch] [--json FILE] [--hlo FILE]
@@ -11,7 +11,7 @@
 The step is the whole one: the library's transformer, the strategy, AdamW, clipping by global norm,
 bfloat16 compute over float32 parameters and moments, every block rematerialised, one sequence of
 4096 tokens for each rank that has samples of its own and each microbatch. The axes of the mesh say
-what is composed: `tp`, `cp` and `pp` bring tensor, context and pipeline parallelism, beside which
+what is composed: `tp`, `cp` and `pp` bring tensor, context and pipeline parallelism, with which
 `--strategy` is about the axes of samples. "theory" is what `benchmarks.aot_theory` counts.
 `python -m benchmarks.aot_table` runs the rows that the documentation quotes.
 Needs the extra `cuda` for GPUs and `aot` for TPUs.
@@ -116,7 +116,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mesh", help="axes, such as dp=2,fsdp=4")
     parser.add_argument("--layers", default="list", choices=["list", "scan"])
     parser.add_argument("--experts", type=experts_of, help="E,k,width: none left out")
-    parser.add_argument("--documents", action="store_true", help="several in a row, kept apart")
+    parser.add_argument(
+        "--documents",
+        action="store_true",
+        help="several in a row, which do not attend to each other",
+    )
     parser.add_argument("--num-layers", type=int, help="fewer than the model has")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--attention", default="auto")
@@ -257,7 +261,7 @@ def _in_lock_step(table: Schedule, ledger: Ledger) -> dict[str, float]:
     The timeline of the program takes the longest branch of every conditional, so that each tick
     counts one action of every kind. The table says which of them are run together.
     """
-    # Stages recompute: a backward pass for inputs is two, for weights one, beside a forward.
+    # Stages recompute: a backward pass for inputs counts two, for weights one, a forward pass one.
     costs = Costs(f=1, i=2, w=1)
     summary = summarize(table, costs)
     kinds = {action.phase for row in table.rows for cell in row for action in cell}

@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def run(name: str, folder: pathlib.Path, limit: float) -> None:
-    """One row; its log lies beside its figures, and is all there is of a row that failed."""
+    """One row; its log is in the folder of its figures. A row that failed has only the log."""
     command = [sys.executable, "-m", "benchmarks.aot", *ROWS[name].split()]
     start = time.perf_counter()
     try:

@@ -167,7 +167,7 @@ def end_launcher(number: int, code: int, words: str = "") -> Fault:
 
 
 def fill_disk(run: Launched, chance: random.Random) -> bool:
-    """The run says so, and goes on, or starts again, once there is room."""
+    """The run reports it, and continues or starts again once there is space."""
     since = len(run.log.read_text(errors="replace"))
     filler = run.disk / "filler"
     with contextlib.suppress(OSError), open(filler, "wb") as file:

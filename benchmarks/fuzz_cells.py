@@ -18,7 +18,7 @@ from axon_dist.core.errors import AxonDistError
 
 STEPS, SAMPLES = 3, 16
 _TOLERANCE, _LOW = 1e-4, 5e-2
-"""How far a number may be off, relative to the largest beside it; with bfloat16."""
+"""The largest allowed error, relative to the largest number of its array; with bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -645,7 +645,7 @@ class Cell:
 
     @property
     def is_low(self) -> bool:
-        """Whether something is computed or sent in bfloat16, so that only losses can be alike."""
+        """Whether something is computed or sent in bfloat16, so only losses can be compared."""
         return any("bf" in text for text in (*self.options, self.layout.strategy))
 
     @property

@@ -1,4 +1,4 @@
-"""The planner beside the compiler: what was predicted of a step, and what its program needs.
+"""The planner compared with the compiler: predictions for a step, and its program's needs.
 
     python -m benchmarks.planner [--cells REGEX] [--measured FILE] [--only-known] [--json FILE]
 

@@ -5,7 +5,7 @@
 Trains a config once undisturbed, and once more in a process that SIGKILL ends a step after a
 checkpoint, to go on with `--resume auto`. Both have to end with the same bits. Seconds are those of
 the clock, and of the CPU on all cores, until the first step after the start has ended. Programs are
-kept in a folder of this benchmark, empty at first, and modules are compiled beside it, as
+kept in a folder of this benchmark, empty at first, and modules are compiled next to it, as
 installing them does. `--without-cache` keeps no programs. Exits with 1 if the bits differ.
 
 Each start may be in another layout: `--layouts` takes overrides for one start after another, again

@@ -38,7 +38,7 @@ class Row:
     Args:
         part: one of `PARTS`.
         target: the machine.
-        mesh: its axes; `tp` and `ep` bring their strategies beside `fsdp`.
+        mesh: its axes; `tp` and `ep` add their strategies to `fsdp`.
         config: the model.
         length: tokens of a sequence.
         samples: sequences of a step on each rank that has samples of its own.

@@ -97,7 +97,7 @@ def split(leaf: jax.Array, size: int) -> PartitionSpec:
 
 
 Change: TypeAlias = Callable[[nnx.Module, jax.sharding.Mesh], nnx.Module]
-"""What stands in place of a block."""
+"""Replaces a block of the model."""
 
 AS_IT_IS: MappingProxyType[str, Change] = MappingProxyType({HAND: lambda block, mesh: block})
 """The model unchanged: the compiler gathers a weight once."""
@@ -111,14 +111,14 @@ class Row:
         axis: of the mesh, over all devices.
         strategy: ours.
         spec: a leaf and the number of devices -> where it lies, by hand.
-        by_hand: the programs beside ours, and what each has in place of a block.
+        plain_jax: the programs written in plain JAX, and how each changes a block.
         options: of `build_train_step`.
     """
 
     axis: str
     strategy: Callable[[], Any]
     spec: Callable[[jax.Array, int], PartitionSpec]
-    by_hand: MappingProxyType[str, Change] = AS_IT_IS
+    plain_jax: MappingProxyType[str, Change] = AS_IT_IS
     options: MappingProxyType[str, Any] = MappingProxyType({})
 
 
@@ -136,17 +136,17 @@ ROWS = MappingProxyType(
         "fsdp": FSDP,
         "fsdp remat": dataclasses.replace(
             FSDP,
-            by_hand=MappingProxyType({HAND: Recomputed}),
+            plain_jax=MappingProxyType({HAND: Recomputed}),
             options=MappingProxyType({"remat": ActivationCheckpointing()}),
         ),
         "ddp elastic": Row("dp", ddp, whole, MappingProxyType({}), ELASTIC),
-        "fsdp elastic": dataclasses.replace(FSDP, by_hand=MappingProxyType({}), options=ELASTIC),
+        "fsdp elastic": dataclasses.replace(FSDP, plain_jax=MappingProxyType({}), options=ELASTIC),
     }
 )
 """What is measured, by name."""
 
 
-def by_hand(
+def plain_step(
     model: Transformer,
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
@@ -183,10 +183,10 @@ class Program:
 
     Args:
         step: (state, batch) -> (state, loss).
-        state: where it stands; each call moves it on.
+        state: the current state; each call advances it.
         batch: placed.
         ledger: the collectives of the compiled program.
-        temporaries: bytes of a device beside the state and the batch.
+        temporaries: bytes of a device in addition to the state and the batch.
     """
 
     step: Callable[[Any, Any], tuple[Any, jax.Array]]
@@ -224,10 +224,10 @@ def programs_of(row: Row, devices: int) -> dict[str, Program]:
 
     programs = {OURS: ours(**dict(row.options))}
     arrays = programs[OURS].batch.arrays
-    for name, change in row.by_hand.items():
-        jitted, state = by_hand(model(), optimizer, world.mesh, row, change)
+    for name, change in row.plain_jax.items():
+        jitted, state = plain_step(model(), optimizer, world.mesh, row, change)
         programs[name] = program(jitted, state, arrays, jitted.lower(state, arrays))
-    return programs if row.by_hand else programs | {ANY_BITS: ours()}
+    return programs if row.plain_jax else programs | {ANY_BITS: ours()}
 
 
 def measure(name: str, devices: int, rounds: int, calls: int) -> tuple[Table, list[str]]:

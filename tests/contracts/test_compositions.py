@@ -82,7 +82,7 @@ BF16 = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", part(BF16, ["buckets x tp"]))
-def test_bf16_in_manual_regions_beside_automatic_axes(name):
+def test_bf16_in_manual_regions_with_automatic_axes(name):
     """XLA:CPU ends the process over a bfloat16 reduction that is not widened."""
     make, mesh, accumulate = BF16[name]
     case, strategy = decoder(), make()
@@ -134,7 +134,7 @@ OVER_POSITIONS = {
         1,
     ),
     "no samples are split": (lambda axes: fsdp(axes=axes, min_elements=8), "cp=4", "ring", 1),
-    "beside tensor": (
+    "with tensor": (
         lambda axes: fsdp(axes=axes[:2], min_elements=8),
         "fsdp=2,cp=2,tp=2",
         "ring",
@@ -177,7 +177,7 @@ def test_too_few_heads_advise_what_works():
 
 
 class FusedBlock(nnx.Module):
-    """Attention whose queries, keys and values are one kernel's, told apart in three ways."""
+    """Attention with one kernel for queries, keys and values, separated in three ways."""
 
     def __init__(self, how, rngs):
         self.norm, self.how = nnx.LayerNorm(16, rngs=rngs), how

@@ -1,4 +1,4 @@
-"""Modules as others write them, under strategies that take models apart."""
+"""Modules as others write them, under strategies that split models."""
 
 import dataclasses
 
@@ -131,7 +131,7 @@ ROWS = {
 
 @pytest.mark.full
 def test_a_bridged_stack_needs_one_block_at_a_time():
-    """Bytes beside arguments: two gathered blocks and their gradients, not all eight."""
+    """Bytes without arguments: two gathered blocks and their gradients, not all eight."""
     width, depth = 128, 8
     make = lambda: stacked(width, depth)
     batch = {"x": jax.ShapeDtypeStruct((8, width), "float32")}

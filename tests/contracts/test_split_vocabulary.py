@@ -72,7 +72,7 @@ class Words(nnx.Module):
 
 
 def words_loss(model, batch):
-    """What stands behind the last block is the loss alone."""
+    """Only the loss follows the last block."""
     tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     hidden = model(tokens)
     if model.kind == "factors":

@@ -133,7 +133,7 @@ def test_unpaired_surrogates_are_refused(tmp_path):
         JsonlSource(files=(str(tmp_path / "a.jsonl"),)).open(16)
 
 
-def test_a_list_beside_a_template(tmp_path):
+def test_a_list_in_the_folder_of_a_template(tmp_path):
     (tmp_path / "t.jinja").write_text("{{ 1 }}")
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="is a list and must be an object"):

@@ -289,7 +289,7 @@ OPTIONS = {
     "remat true": ({"remat": True}, "."),
     "scaler class": ({"scaler": axon_dist.GradScaler}, "."),
     "metrics None": ({"metrics": None}, "."),
-    "metric of nobody": ({"metrics": ("nonsense",)}, "."),
+    "unknown metric": ({"metrics": ("nonsense",)}, "."),
     "nonfinite": ({"nonfinite": "explode"}, "."),
     "ema of one": ({"ema": 1.0}, "."),
     "ema NaN": ({"ema": float("nan")}, "."),

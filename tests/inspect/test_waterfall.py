@@ -56,7 +56,7 @@ STEP = (
     ("dot.1", 0, 40),
     ("again.1", 40, 60),
     ("scores.1", 60, 90),
-    # The sum begins beside a kernel, and 25 ns of it lie bare.
+    # The sum begins during a kernel, and 25 ns of it are exposed.
     ("add_fusion.3", 95, 105),
     ("all-reduce.1", 100, 130),
     ("transpose_fusion", 130, 140),

@@ -308,8 +308,8 @@ def test_no_rank_outlives_the_launcher(tmp_path, number, code, text):
     program = (
         "import subprocess; "
         "signal.signal(1, lambda *a: (print('saved', flush=True), sys.exit(75))); "
-        "beside = subprocess.Popen(['sleep', '100'], stdout=subprocess.DEVNULL); "
-        "print(os.getpid(), beside.pid, os.environ['AXON_MEMORY'], flush=True); time.sleep(100)"
+        "other = subprocess.Popen(['sleep', '100'], stdout=subprocess.DEVNULL); "
+        "print(os.getpid(), other.pid, os.environ['AXON_MEMORY'], flush=True); time.sleep(100)"
     )
     starter = (
         # Whoever runs the tests may ignore these.

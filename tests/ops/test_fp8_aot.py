@@ -78,7 +78,7 @@ def test_bytes_are_four_in_place_of_six():
     layers = fp8_layers(step.model_spec.abstract)
     count = sum(math.prod(step.model_spec.shapes[f"{layer}/kernel"]) for layer in layers)
     wide, narrow = sent(step, module, "all-gather"), sent(narrow_step, narrow_module, "all-gather")
-    # What travels beside, tokens and vectors, is the same in both.
+    # Everything else that is sent, tokens and vectors, is the same in both.
     rest = wide["bf16"] - 2 * 2 * count * RING
     assert wide["u8"] == 0
     assert 0 <= rest < 0.1 * count

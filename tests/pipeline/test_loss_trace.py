@@ -13,7 +13,7 @@ from .chains import BLOCKS, buffers_of, chain_loss, microbatch, params_of, trace
 
 
 @pytest.mark.full
-def test_inputs_and_outputs_are_told_apart():
+def test_inputs_and_outputs_are_distinguished():
     params, buffers, batch = params_of(), buffers_of(), microbatch(0)
     trace, data = traced(chain_loss, params, buffers, batch)
     flat = jax.tree_util.tree_leaves_with_path(params)

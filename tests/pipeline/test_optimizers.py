@@ -71,7 +71,7 @@ def make(model):
 
 
 MODELS = {"rows": (WIDTH,) * 4, "holes": (WIDTH,) * 3, "vectors": (WIDTH, 24, 48)}
-MODELS["alike stages"] = (WIDTH, 24, WIDTH, 24)
+MODELS["equal stages"] = (WIDTH, 24, WIDTH, 24)
 CLIP = optax.clip_by_global_norm(0.5)
 
 
@@ -168,7 +168,7 @@ DEFAULT = {
     ),
     "holes": (),
     "vectors": ("clip adamw",),
-    "alike stages": ("adamw ndim mask",),
+    "equal stages": ("adamw ndim mask",),
     "stack": ("clip lamb",),
 }
 """The recipes that are tried on a form of storage in every run; a full one tries all."""

@@ -76,7 +76,7 @@ def test_each_rank_keeps_its_part_of_tables_and_moments():
 
 
 class Twice(nnx.Module):
-    """A head that the loss reads beside its linear cross-entropy."""
+    """A head that the loss reads outside of its linear cross-entropy too."""
 
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(SIZE)])
@@ -89,14 +89,14 @@ class Twice(nnx.Module):
         return x
 
 
-def with_bias(model, batch, beside=0.0, scale=1.0):
+def with_bias(model, batch, penalty=0.0, scale=1.0):
     head, tokens = model.head, batch["tokens"]
     kernel = head.kernel[...] if scale == 1 else head.kernel[...] * scale
     loss = linear_cross_entropy(model.hidden(tokens), kernel, tokens[:, 1:], bias=head.bias[...])
-    return loss.mean + beside * jnp.sum(head.kernel[...] ** 2) if beside else loss
+    return loss.mean + penalty * jnp.sum(head.kernel[...] ** 2) if penalty else loss
 
 
-def beside_table(model, batch):
+def with_table(model, batch):
     """A penalty on the embedding."""
     return next_token_loss(model, batch).mean + jnp.sum(model.token_embedding.embedding[...])
 
@@ -126,7 +126,7 @@ def test_a_bias_is_split_with_its_kernel():
         ),
         (
             lambda: Twice(nnx.Rngs(0)),
-            functools.partial(with_bias, beside=0.1),
+            functools.partial(with_bias, penalty=0.1),
             UnsupportedError,
             "its kernel 'head/kernel' is read by 'integer_pow', too; only linear_cross_entropy",
         ),
@@ -138,13 +138,13 @@ def test_a_bias_is_split_with_its_kernel():
         ),
         (
             functools.partial(model, tied_head=True),
-            beside_table,
+            with_table,
             UnsupportedError,
             "its kernel 'token_embedding/embedding' is read by 'reduce_sum', too",
         ),
         (
             model,
-            beside_table,
+            with_table,
             UnsupportedError,
             "splits the embedding 'token_embedding/embedding' over 'pp', and it is read by 'reduce",
         ),

@@ -1,4 +1,4 @@
-"""The planner beside compiled programs, `python -m benchmarks.planner`."""
+"""The planner compared with compiled programs, `python -m benchmarks.planner`."""
 
 import json
 import statistics

@@ -54,7 +54,7 @@ def test_experts_are_separable_where_they_count_the_tokens_of_all_ranks():
     assert apart.coupled == ""
     assert apart.loss.kind is Use.WEIGHTED
     assert {use.kind for use in apart.metrics.values()} == {Use.CONSTANT}
-    # Nobody has promised that sorting tokens by experts leaves samples apart.
+    # Sorting tokens by experts is not promised to keep samples separate.
     assert "routing.py" in found(make, next_token_loss, token_batch(0)).coupled
 
 
@@ -123,7 +123,7 @@ def test_batch_norm_of_a_bridged_model_runs_in_global_view():
 
 
 def test_arrays_from_outside_may_lie_anywhere():
-    """A constant of the loss that lies on a mesh, beside statistics that are averaged."""
+    """A constant of the loss on a mesh, and statistics that are averaged."""
     world = World.emulate(2, "dp=2")
     spread = jax.device_put(
         jnp.ones(4), jax.NamedSharding(world.mesh, jax.sharding.PartitionSpec("dp"))
@@ -259,7 +259,7 @@ def test_metrics_are_numbers(value):
 @pytest.mark.parametrize(
     "strategy", [ddp(), ddp(bucket_capacity=64), ddp(sync="overlapped")], ids=lambda s: s.name
 )
-def test_unequal_weights_beside_statistics_of_all_ranks(strategy):
+def test_unequal_weights_with_statistics_of_all_ranks(strategy):
     """Gradients that come back through the statistics are of the losses of other ranks."""
     case = CASES["batchnorm"]
     error = lambda m, b: jnp.sum((m(b["x"]) - b["y"]) ** 2, -1)

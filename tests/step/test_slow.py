@@ -81,7 +81,7 @@ def test_inner_steps_send_nothing_over_the_axis_and_outer_steps_the_formula():
 
 
 @pytest.mark.full
-def test_replicas_differ_between_meetings_and_agree_after_them():
+def test_replicas_differ_between_outer_steps_and_agree_after_them():
     step = step_of(2)
     state = trained(step, step.init(), [0])
     kernel = np.asarray(state.params["layers"][0]["kernel"])
@@ -97,7 +97,7 @@ def test_replicas_differ_between_meetings_and_agree_after_them():
 
 
 @pytest.mark.full
-def test_the_model_of_a_state_is_the_one_of_the_last_meeting():
+def test_the_model_of_a_state_is_that_of_the_last_outer_step():
     step = step_of(2)
     state = trained(step, step.init(), [0, 1, 2])
     one = nnx.to_pure_dict(nnx.state(step.merge(state), nnx.Param))
@@ -150,7 +150,7 @@ def test_error_feedback_keeps_what_compression_lost(compress):
             np.asarray(x["layers"][1][name]) for x in (state.outer, state.outer_state["missing"])
         )
         first = np.asarray(step.init().outer["layers"][1][name])
-        # The outer step is plain: what was left out is all that tells the two apart.
+        # The outer step is plain, so the two differ only by the omitted part.
         np.testing.assert_allclose(
             met - missing.mean(0), np.asarray(want.outer["layers"][1][name]), atol=1e-6
         )

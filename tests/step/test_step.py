@@ -305,12 +305,12 @@ def test_wrappers_and_strategies_are_the_same(world):
     assert named.strategy.name == "ddp + nothing"
 
 
-# Birth
+# Initial states
 
 
 @pytest.mark.sample("dp=2,fsdp=4")
 @pytest.mark.parametrize("axes", ["dp=1", "dp=2", "dp=4", "dp=8", "dp=2,fsdp=4", "dp=4,fsdp=2"])
-def test_arrays_are_born_with_the_same_bits_on_every_mesh(make_world, axes):
+def test_arrays_are_created_with_the_same_bits_on_every_mesh(make_world, axes):
     world = make_world(axes)
     strategy = zero(3, world.mesh.axis_names, min_elements=8)
     state = build(world, make, strategy).init()

@@ -1,4 +1,4 @@
-"""What is trained is a choice: the rest is laid out alike, and has no gradient and no moments."""
+"""The user chooses what is trained; the rest has the same layout, without gradients or moments."""
 
 import functools
 
@@ -199,7 +199,7 @@ def test_norms_clipping_and_checks_know_trained_parameters_alone(make_world):
 
 
 def wide():
-    """Adapters of rank 2 beside kernels so large that all else is little."""
+    """Adapters of rank 2, and kernels so large that all else is small."""
     return lora(Net(nnx.Rngs(0), (4 * WIDTH,) * 4), RANK, "blocks", rngs=nnx.Rngs(1))
 
 

@@ -66,7 +66,7 @@ def strategy_options(value: object) -> StrategyOptions:
         twice = next((name for name in value if value.count(name) > 1), None)
         if twice is not None:
             raise ValueError(
-                f"got {list(value)}, in which {twice} stands twice; a strategy applies once, so "
+                f"got {list(value)}, in which {twice} appears twice; a strategy applies once, so "
                 "name it once"
             )
         value = {name: {} for name in value}

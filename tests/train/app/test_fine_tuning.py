@@ -1,4 +1,4 @@
-"""Adapters beside weights of files: from a config to the weights that are exported."""
+"""Adapters on weights of files: from a config to the exported weights."""
 
 import io
 import types

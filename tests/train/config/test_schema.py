@@ -102,7 +102,7 @@ def test_shorthands():
         ({"parallel": {"sp": {"sequence": False}}}, r"sequence: False under sp, .* write tensor"),
         (
             {"parallel": ["ddp", "tensor", "ddp"]},
-            r"^parallel: got \['ddp', 'tensor', 'ddp'\], in which ddp stands twice; .* it once",
+            r"^parallel: got \['ddp', 'tensor', 'ddp'\], in which ddp appears twice; .* it once",
         ),
         (
             {"parallel": ["ddp", "pipeline"]},
