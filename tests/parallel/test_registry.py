@@ -33,7 +33,7 @@ def test_state_is_split_over_the_ranks_of_positions_too(make_world):
     assert STRATEGIES["zero1"](None, staged) == zero(1, ("dp",))
 
 
-@pytest.mark.parametrize("mesh", ["dp=4", "fsdp=4", "tp=2,fsdp=2", "cp=2,dp=2"])
+@pytest.mark.parametrize("mesh", ["dp=4", "fsdp=4", "tp=2,fsdp=2"])
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "fsdp"])
 def test_a_strategy_without_axes_uses_the_only_data_axis(name, mesh, make_world):
     makers = {"ddp": ddp, "zero1": lambda: zero(1), "zero2": lambda: zero(2), "fsdp": fsdp}
@@ -41,9 +41,7 @@ def test_a_strategy_without_axes_uses_the_only_data_axis(name, mesh, make_world)
     found = on_mesh(makers[name](), world.mesh)
     in_yaml = STRATEGIES[name](None, world)
     assert found.batch_axes == in_yaml.batch_axes
-    if "cp" not in mesh:
-        # Only YAML splits arrays over the axis of positions, too.
-        assert (found.params, found.opt_state) == (in_yaml.params, in_yaml.opt_state)
+    assert (found.params, found.opt_state) == (in_yaml.params, in_yaml.opt_state)
 
 
 def test_strategies_without_axes_share_the_data_axes_of_a_mesh(make_world):
