@@ -538,7 +538,7 @@ def _combined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
                     f"{part.name!r}; give each its own mesh axis"
                 )
             axes[axis] = part.name
-    # Resident axes come last, so that ranks that exchange samples are next to each other.
+    # Ungathered axes come last, so that ranks that exchange samples are next to each other.
     ungathered_axes = {axis for part in parts for axis in part.ungathered_axes}
     return tuple(sorted(axes, key=lambda axis: axis in ungathered_axes))
 

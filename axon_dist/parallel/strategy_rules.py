@@ -214,9 +214,9 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "replicas over slow links hold their experts whole",
         StrategyConflictError,
         "the strategy has replicas over axis {strategy.slow.axis!r}, each with gradients of its "
-        "own, and parameters along axis {strategy.resident[0]!r} whose gradients the compiler "
-        "reduces; leave expert_parallel out and split the parameters by fsdp(), or leave out "
-        "diloco() or local_sgd()",
+        "own, and parameters along axis {strategy.ungathered_axes[0]!r} whose gradients the "
+        "compiler reduces; leave expert_parallel out and split the parameters by fsdp(), or "
+        "leave out diloco() or local_sgd()",
         lambda strategy, _: strategy.slow and strategy.ungathered_axes,
     ),
     _rule(

@@ -287,7 +287,7 @@ class BatchLayout:
     def _place_leaf(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ConfigError(
-                f"the batch has a shape in it, {leaf.dtype}{list(leaf.shape)}, and no array; "
+                f"the batch contains a shape, {leaf.dtype}{list(leaf.shape)}, instead of an array; "
                 "a step can be built, compiled and lowered with shapes, but only runs on arrays: "
                 "give arrays",
                 code="batch-has-shapes",

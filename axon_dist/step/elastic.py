@@ -212,8 +212,8 @@ def _isolated(
     """Maps a function over each rank's shards, compiled independently of the code around it."""
 
     def run(*args: Any) -> T:
-        # XLA would inline a loop of one iteration. This bound might be 2 for all it knows, and a
-        # second iteration would compute the same again.
+        # XLA would inline a loop that it knows to have one iteration. It cannot know this bound,
+        # which is 2 if a number is infinite; a second iteration computes the same again.
         iterations = 1 + jnp.isinf(jax.tree.leaves(args)[0].ravel()[0]).astype(jnp.int32)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *args))
         return jax.lax.while_loop(

@@ -304,8 +304,8 @@ class RankProgram:
     def _reduces_within(self, scale: Any) -> bool:
         """Whether the backward pass of the last microbatch reduces the gradients of all of them.
 
-        Not with buckets, which need an order of their own. Nor under a loss scale: the scale fits
-        gradients of means, and here gradients of sums are reduced.
+        Buckets are reduced in their own order instead. A loss scale fits gradients of means, but
+        this backward pass reduces gradients of sums, so the scale also rules it out.
         """
         reduction = self.spec.reduction
         accumulates = reduction.per == "step" and self.spec.num_microbatches > 1
@@ -432,8 +432,8 @@ def check_reads(plan: StepPlan, batch: Batch) -> None:
         unit = next((unit for unit in plan.changes.units if is_inside(path, unit)), None)
         if unit is not None and spec_axes(only_axes(sharded, spec.strategy.batch_axes)):
             raise UnsupportedError(
-                f"the loss reads {path!r} outside {unit!r}, which gathers its weights for itself "
-                "alone; outside, a rank only holds a shard of it. Leave manual=True out, or "
+                f"the loss reads {path!r} outside {unit!r}, which gathers its own weights; "
+                "outside of it, a rank has only a shard of them. Leave manual=True out, or "
                 'reduce once per step: Reduction(per="step")',
                 code="weight-read-outside-unit",
             )

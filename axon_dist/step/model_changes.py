@@ -153,8 +153,8 @@ class ModelChanges:
     def _gathers_in_fp8(self, gather: Any) -> bool:
         """Whether the product that reads a weight gathers it in fp8.
 
-        Not an int8 weight, nor one that a loop reads in every iteration: that one is gathered
-        before the loop.
+        It does not gather int8 weights, or weights that a loop reads in every iteration: these are
+        gathered before the loop.
         """
         has_fp8_gathers = self.fp8 is not None and self.fp8.gathers
         return has_fp8_gathers and isinstance(gather, GlobalGather) and not gather.in_loop

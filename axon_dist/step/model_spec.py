@@ -69,8 +69,8 @@ def trainable_filter(trainable: Trainable) -> Callable[[Any, Any], bool]:
     if isinstance(trainable, str):
         if why := pattern_error(trainable):
             raise ConfigError(
-                f"trainable={trainable!r} {why}; give one that is found in the paths of what is "
-                "trained, such as 'blocks/.*/kernel'"
+                f"trainable={trainable!r} {why}; give one that matches the paths of the trained "
+                "parameters, such as 'blocks/.*/kernel'"
             )
         pattern = re.compile(trainable)
         return lambda keys, variable: (
@@ -348,9 +348,9 @@ def split_model(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mod
             name = path.partition("/")[2]
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise ConfigError(
-                    f"{name!r} of the model is a shape and no array, as nnx.eval_shape leaves it; "
-                    "give the function that makes the model, and the step creates every array with "
-                    "its sharding",
+                    f"{name!r} of the model is a shape and not an array, as nnx.eval_shape returns "
+                    "it; give the function that makes the model, and the step creates every array "
+                    "with its sharding",
                     code="model-of-shapes",
                 )
             if isinstance(leaf, jax.Array) and (problem := problem_of(leaf)) is not None:

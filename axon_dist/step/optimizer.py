@@ -118,7 +118,7 @@ def trace_update(optimizer: optax.GradientTransformationExtraArgs, model_spec: M
         raise ConfigError(
             f"the optimizer calls the loss itself: {_first_line(error)} "
             f"({type(error).__name__}). An update is given gradients, state, parameters and "
-            "value=, the loss; take one that needs no more, such as optax.adamw"
+            "value=, the loss; use one that needs only these, such as optax.adamw"
         ) from error
     raise ConfigError(
         f"the optimizer cannot work on the parameters of the model: {_first_line(error)} "

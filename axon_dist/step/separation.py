@@ -235,7 +235,7 @@ class FunctionOfSums(PartLoss):
     Args:
         loss_fn: the user's loss, with its other outputs as the parts of a batch return them.
         names: of the metrics that are replaced; `LOSS` for the loss.
-        leads: if the loss is replaced, what a part differentiates in its place: a linear
+        differentiated: if the loss is replaced, what a part differentiates in its place: a linear
             combination of the sums that depend on the parameters, as (index, coefficient).
         factors: multiplied with the mean of each sum over the parts, they give the sum of the
             whole.
@@ -243,7 +243,7 @@ class FunctionOfSums(PartLoss):
 
     loss_fn: LossFn
     names: frozenset[str]
-    leads: tuple[tuple[int, float], ...] = ()
+    differentiated: tuple[tuple[int, float], ...] = ()
     factors: tuple[float, ...] | None = None
 
     def outcome(
@@ -290,7 +290,7 @@ class FunctionOfSums(PartLoss):
         for number, (value, factor) in enumerate(pairs):
             weighted = value if self.factors is None else Weighted(value, 1 / factor)
             metrics[sum_name(number)] = weighted
-        lead = [values[n] * (slope * factors[n]) for n, slope in self.leads]
+        lead = [values[n] * (slope * factors[n]) for n, slope in self.differentiated]
         loss = metrics.pop(LOSS, None) or Weighted(sum(lead, jnp.zeros(())), 1.0)
         return Outcome(loss, metrics, changed), ending
 
@@ -327,8 +327,8 @@ class Finalize:
 
         return jax.grad(loss)([jnp.asarray(x, jnp.float32) for x in sums])
 
-    def leads(self, moving: Callable[[int], bool]) -> tuple[tuple[int, float], ...] | None:
-        """Finds what a part differentiates in place of the loss; see `FunctionOfSums.leads`.
+    def differentiated(self, moving: Callable[[int], bool]) -> tuple[tuple[int, float], ...] | None:
+        """Finds what a part differentiates in place of the loss, as `FunctionOfSums` needs it.
 
         Args:
             moving: whether the sum of this index depends on the parameters.
@@ -339,15 +339,15 @@ class Finalize:
         """
         ones = [np.float32(1)] * len(self.ending.sums)
         by_sum = jax.make_jaxpr(lambda *sums: self.numbers(sums)[LOSS])(*ones)
-        leads = [number for number in moves_with(by_sum, 0, len(ones)) if moving(number)]
-        if len(leads) < 2:
-            return tuple((number, 1.0) for number in leads)
+        differentiated = [number for number in moves_with(by_sum, 0, len(ones)) if moving(number)]
+        if len(differentiated) < 2:
+            return tuple((number, 1.0) for number in differentiated)
         slopes = sources_of(jax.make_jaxpr(self.slopes)(ones).jaxpr)
-        if any(slopes[number] for number in leads):
+        if any(slopes[number] for number in differentiated):
             return None
         with jax.ensure_compile_time_eval():
             values = self.slopes(ones)
-        return tuple((number, float(values[number])) for number in leads)
+        return tuple((number, float(values[number])) for number in differentiated)
 
     def __call__(self, result: GradientResult) -> GradientResult:
         """Replaces the sums among the metrics by the outputs, and applies the chain rule."""
@@ -357,14 +357,14 @@ class Finalize:
         numbers = self.numbers(sums)
         numbers = {"loss" if name == LOSS else name: x for name, x in numbers.items()}
         grads = result.grads
-        if len(self.loss_fn.leads) == 1:
-            ((lead, _),) = self.loss_fn.leads
+        if len(self.loss_fn.differentiated) == 1:
+            ((lead, _),) = self.loss_fn.differentiated
             slope = self.slopes(sums)[lead]
             grads = jax.tree.map(lambda g: g * slope.astype(g.dtype), grads)
         return result._replace(grads=grads, metrics=metrics | numbers)
 
 
-def in_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
+def rescale_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
     """Rescales a loss so that the sums of totals and weights over parts equal those of the batch.
 
     Results must not depend on the number of microbatches or ranks. A sum, or a `Weighted` whose
@@ -602,7 +602,7 @@ class Separator:
             self._check_follows(use, samples, total, ranks)
         is_averaged = self._promise is False and self._microbatches > 1
         averaged = use.coupled if is_averaged else ""
-        loss_fn = in_parts(self._loss_fn, use)
+        loss_fn = rescale_parts(self._loss_fn, use)
         return Separation(loss_fn, per_rank and not why, why, averaged, means=means)
 
     def _use_or_sums(
@@ -635,7 +635,7 @@ class Separator:
             names.add(LOSS)
         if not names:
             return None
-        loss_fn: Any = FunctionOfSums(in_parts(self._loss_fn, use), frozenset(names))
+        loss_fn: Any = FunctionOfSums(rescale_parts(self._loss_fn, use), frozenset(names))
         traces = Traces(self.model_spec, loss_fn, self._traces(ranks).adapt)
         use_of_sums = traces.use(batch, sizes)
         traced = traces.of(batch, sizes[1])
@@ -650,11 +650,11 @@ class Separator:
         if any(outputs[name].kind is Use.WEIGHTED for name in sums):
             return None
         is_trained = functools.partial(self._depends_on_trained, traced)
-        leads = completion.leads(is_trained) if LOSS in names else ()
-        if leads is None:
+        differentiated = completion.differentiated(is_trained) if LOSS in names else ()
+        if differentiated is None:
             return None
         factors = tuple(outputs[name].factor for name in sums)
-        loss_fn: Any = dataclasses.replace(loss_fn, leads=leads, factors=factors)
+        loss_fn: Any = dataclasses.replace(loss_fn, differentiated=differentiated, factors=factors)
         return Separation(loss_fn, True, complete=dataclasses.replace(completion, loss_fn=loss_fn))
 
     def _depends_on_trained(self, traced: Traced, number: int) -> bool:
@@ -744,11 +744,11 @@ class Separator:
             if not output.is_separable:
                 parts = f"{count} microbatches" + (f" on {ranks} ranks" if ranks > 1 else "")
                 raise UnsupportedError(
-                    f"the metric {name!r} {output.why}{output.place}, and the mean of those of "
-                    f"{parts} is not that of the whole batch. Return what adds up: Weighted(total, "
-                    "weight) for a quotient, sums such as counts of hits and misses, or a function "
-                    "of such numbers; or use one microbatch; or build_train_step(separable=True) "
-                    "for the mean over the parts"
+                    f"the metric {name!r} {output.why}{output.place}, and its mean over "
+                    f"{parts} is not its value for the whole batch. Return what adds up: "
+                    "Weighted(total, weight) for a quotient, sums such as counts of hits and "
+                    "misses, or a function of such numbers; or use one microbatch; or "
+                    "build_train_step(separable=True) for the mean over the parts"
                 )
 
     def _is_statistic(self, path: Path, use: OutputUse) -> bool:
@@ -811,7 +811,7 @@ class Separator:
             readers = [at for at, read in enumerate(sources) if before + number in read]
             if readers != [after + number]:
                 what = "and is read by something else" if readers else "whatever it was before"
-                raise self._changes_in_turn(path, f"follows the samples, {what}")
+                raise self._changes_in_turn(path, f"depends on the samples, {what}")
             counts[before + number] = path
         if not counts:
             return
@@ -821,7 +821,7 @@ class Separator:
             if not (is_sum and is_added_to(program, number, after + number - before)):
                 what = f" ({added[path].why}{added[path].place})" if not is_sum else ""
                 raise self._changes_in_turn(
-                    path, f"follows the samples, and is no sum over them{what}"
+                    path, f"depends on the samples, and is not a sum over them{what}"
                 )
 
     def _check_buffers(self, program: ClosedJaxpr) -> None:

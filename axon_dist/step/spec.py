@@ -97,8 +97,8 @@ class StepSpec:
     def is_local(self) -> bool:
         """Whether each rank differentiates its own samples, or the compiler partitions the work."""
         strategy = self.strategy
-        # Without batch axes no rank has gradients of its own to sum first. Resident parameters,
-        # such as experts, get the samples of other ranks too.
+        # Without batch axes no rank has gradients of its own to sum first. Parameters that
+        # are never gathered, such as experts, get the samples of other ranks too.
         if strategy.pipeline is not None or strategy.ungathered_axes or not strategy.batch_axes:
             return False
         is_local = self.reduction.is_local(self.num_microbatches, self.compute_dtype)

@@ -9,7 +9,7 @@ import pytest
 
 from axon_dist.core.errors import LaunchError
 from axon_dist.launch import child, local
-from axon_dist.launch.child import last_words
+from axon_dist.launch.child import last_message
 from axon_dist.launch.local import INTERRUPTED, LaunchPlan, launch, rank_environments
 from axon_dist.launch.watchdog import EXIT_PEER_LOST
 
@@ -375,4 +375,4 @@ For simplicity, JAX has removed its internal frames from the traceback.
 )
 def test_the_last_lines_of_a_log_are_kept(tmp_path, text, words):
     (tmp_path / "log").write_text(text)
-    assert last_words(tmp_path / "log") == words
+    assert last_message(tmp_path / "log") == words

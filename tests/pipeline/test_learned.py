@@ -100,7 +100,7 @@ def test_a_buffer_that_two_stages_read_is_no_stages_own():
     }
     assert learned == {1, 2, 3, 4}
     with pytest.raises(
-        UnsupportedError, match=r"'own0' follows from the batch.*not one stage's alone.*LayerNorm"
+        UnsupportedError, match=r"'own0' depends on the batch.*several stages.*LayerNorm"
     ):
         buffers_over_time(trace, buffers, 2, learned)
 

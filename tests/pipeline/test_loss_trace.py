@@ -103,5 +103,5 @@ def test_a_buffer_that_depends_on_more_than_buffers_raises(source):
 
     buffers = buffers_of()
     trace, _ = traced(forward, params_of(), buffers, microbatch(0))
-    with pytest.raises(UnsupportedError, match=r"the buffer 'still' follows from .*nnx\.LayerNorm"):
+    with pytest.raises(UnsupportedError, match=r"the buffer 'still' depends on .*nnx\.LayerNorm"):
         buffers_over_time(trace, buffers, 2)

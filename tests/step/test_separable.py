@@ -177,7 +177,7 @@ def split_in(num_microbatches, loss_fn, axes="dp=2", strategy=None, **options):
 )  # fmt: skip
 @pytest.mark.parametrize("strategy", [ddp(), ddp(bucket_capacity=64)], ids=["ddp", "buckets"])
 def test_the_weight_of_a_batch_is_that_of_its_parts(weight, divided, strategy):
-    """Also one that is no sum over the samples."""
+    """Also one that is not a sum over the samples."""
     case = CASES["mlp"]
     error = lambda m, b: jnp.sum((m(b["x"]) - b["y"]) ** 2)
     loss_fn = lambda m, b: Weighted(error(m, b), weight(b["x"]))
@@ -332,16 +332,20 @@ def counted(read, change):
         (
             True,
             lambda seen, new: seen + new,
-            "buffer 'seen' follows the samples, and is read by some",
+            "buffer 'seen' depends on the samples, and is read by some",
         ),
         (
             False,
             lambda seen, new: new,
-            "follows the samples, whatever it was before. 2 microbatches",
+            "depends on the samples, whatever it was before. 2 microbatches",
         ),
-        (False, lambda seen, new: 2 * seen + new, "follows the samples, and is no sum over them"),
-        (False, lambda seen, new: seen + new // 2, "and is no sum over them .takes `"),
-        (False, jnp.maximum, "follows the samples, and is no sum over them"),
+        (
+            False,
+            lambda seen, new: 2 * seen + new,
+            "depends on the samples, and is not a sum over them",
+        ),
+        (False, lambda seen, new: seen + new // 2, "and is not a sum over them .takes `"),
+        (False, jnp.maximum, "depends on the samples, and is not a sum over them"),
         (False, lambda seen, new: jax.jit(jnp.add)(new.astype(seen.dtype), seen), ""),
         (False, lambda seen, new: seen - new, ""),
         (True, lambda seen, new: seen + 1, ""),

@@ -116,8 +116,8 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     whole = trained(step, step.init(), range(7))
     state = trained(step, step.init(), range(4))
     form = PortableForm(step)
-    save_checkpoint(tmp_path / "c", form.of(state))
-    restored = form.take_up(load_checkpoint(tmp_path / "c", form.target))
+    save_checkpoint(tmp_path / "c", form.to_canonical(state))
+    restored = form.from_canonical(load_checkpoint(tmp_path / "c", form.target))
     assert bits(restored) == bits(state)
     assert bits(trained(step, restored, range(4, 7))) == bits(whole)
 

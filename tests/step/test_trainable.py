@@ -264,11 +264,11 @@ def test_a_run_goes_on_in_another_strategy(make_world, tmp_path):
     )
     first = build(compose(pipelined(2, 4), ddp()), "pp=2,dp=2")
     state, _ = first(first.init(), BATCHES[0])
-    save_checkpoint(tmp_path, PortableForm(first).of(state))
+    save_checkpoint(tmp_path, PortableForm(first).to_canonical(state))
     second = build(fsdp(**SMALL), "fsdp=4")
     form = PortableForm(second)
     # What is loaded replaces what the factory has made, in every array.
-    state = form.take_up(load_checkpoint(tmp_path, form.target))
+    state = form.from_canonical(load_checkpoint(tmp_path, form.target))
     for batch in BATCHES[1:]:
         state, _ = second(state, batch)
     assert_same(second.merge(state), model)
