@@ -348,7 +348,7 @@ def _is_by_rows(equation: JaxprEqn) -> bool:
 
 
 Names: TypeAlias = Sequence[str | None]
-"""The names of inputs, or of an equation's operands; None for an operand that is no named input."""
+"""The names of inputs, or of operands; None for an operand that is not a named input."""
 
 
 def _readers(

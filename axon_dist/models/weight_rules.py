@@ -343,7 +343,7 @@ NATIVE = WeightRules((WeightRule(r"(?P<path>.+)", "{path}"),))
 
 
 def _compiled(pattern: str, owner: object) -> re.Pattern[str]:
-    with reworded(f"{owner}: {pattern!r} is no regular expression", "correct it", of=re.error):
+    with reworded(f"{owner}: {pattern!r} is not a regular expression", "correct it", of=re.error):
         return re.compile(pattern)
 
 

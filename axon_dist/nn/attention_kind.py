@@ -297,7 +297,7 @@ class _Trial:
             return Unread("lets every position see one key alone")
         fitted = self._fit(row, seen)
         if fitted is None:
-            return Unread("has scores that are no multiple of q k^T by a number of its program")
+            return Unread("has scores that are not q k^T times a number of its program")
         return AttentionKind(bool(causal), fitted[0], window, fitted[1])
 
     def _inputs(self) -> list[np.ndarray]:

@@ -189,7 +189,7 @@ def zero(
     if not set(over) <= set(axes):
         raise ConfigError(
             f"shard axes {over} must be one or more of the batch axes {axes}; the ranks that split "
-            "an array must have samples of their own"
+            "an array must have different samples"
         )
     label = name or f"zero{int(stage)}"
     split = LargestDim(over, min_elements, label)
@@ -418,7 +418,7 @@ def _slow(
     if fragments > every:
         raise ConfigError(
             f"{name} got fragments={fragments} and every={every}; each fragment synchronizes at a "
-            f"step of its own, so give at most {every} fragments, or more steps"
+            f"different step, so give at most {every} fragments, or more steps"
         )
     optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     plan = OuterLoop(

@@ -84,7 +84,7 @@ class Reduction:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether gradients are reduced in groups, in an order of their own."""
+        """Whether gradients are reduced in groups, in their own order."""
         return self.bucket_capacity is not None or self.sync is GradSyncStrategy.OVERLAPPED
 
     def is_local(self, num_microbatches: int, compute: Any = None) -> bool:
@@ -146,7 +146,7 @@ class AdaptLayers(abc.ABC):
 class Strategy:
     """A parallelism as a record of policies; `compose` combines several.
 
-    Gradients have no policy of their own: they are reduced to the sharding of their optimizer
+    There is no policy for gradients: they are reduced to the sharding of their optimizer
     moments. The reduction determines what a rank holds before that, while it accumulates
     microbatches.
 

@@ -191,8 +191,8 @@ def partition_by_tokens(
         if operand is None or operand.source not in named:
             raise UnsupportedError(
                 f"split_vocabulary splits the head over {axis!r}, but its {what} is not a "
-                "parameter outside the blocks, at most cast or transposed. Give the model a head "
-                f"of its own, such as a Transformer's tied_head=False; {LEFT_OUT}",
+                "parameter outside the blocks, at most cast or transposed. Give the model its "
+                f"own head, such as a Transformer's tied_head=False; {LEFT_OUT}",
                 code="head-not-a-parameter",
             )
         path = "/".join(map(str, named[operand.source]))
@@ -214,7 +214,7 @@ def partition_by_tokens(
                 f"split_vocabulary splits the head over {axis!r}, and its {what} {path!r} is also "
                 f"read by {other}; only linear_cross_entropy may read it, cast or transposed, and, "
                 "if it is also the embedding, lookups by ids that depend on the batch alone. "
-                "Give the model a head of its own, such as a Transformer's tied_head=False; "
+                "Give the model its own head, such as a Transformer's tied_head=False; "
                 f"{LEFT_OUT}"
             )
         count = operand.source.aval.shape[operand.dim]

@@ -124,7 +124,7 @@ def evaluate(
 
 
 def _check_outputs(loss: Weighted, metrics: Any) -> None:
-    """Raises if the user's loss returned anything but scalars with names of their own."""
+    """Raises if the user's loss returned anything but scalars with their own names."""
     if not jnp.issubdtype(getattr(loss.total, "dtype", type(loss.total)), jnp.floating):
         raise ConfigError(
             f"loss_fn returned a loss of {_kind(loss.total)}; it must be a floating-point "
@@ -216,7 +216,7 @@ _LIBRARIES = frozenset({"jax", "jaxlib", "flax", "numpy", "optax", "opt_einsum",
 """Libraries that both user code and this package call."""
 
 _CALLERS = ("axon_dist.parallel.", "axon_dist.pipeline.", "axon_dist.step.", "axon_dist.ir.")
-"""The modules of this package that call methods of a model with arguments of their own."""
+"""The modules of this package that call methods of a model with their own arguments."""
 
 
 def _origin(error: Exception) -> str:
@@ -355,7 +355,7 @@ class Sums:
     Args:
         grads: sum of weight x gradient of the mean loss, a tree like the parameters.
         loss: sum of the losses, and sum of the weights.
-        metrics: sum of weight x metric; `Weighted` if the metric has a weight of its own.
+        metrics: sum of weight x metric; `Weighted` if the metric has its own weight.
     """
 
     grads: PyTree
@@ -515,7 +515,7 @@ def _check_scalar(what: str, value: Any) -> None:
     if isinstance(value, (dict, list, tuple, str)) or value is None:
         raise ConfigError(
             f"loss_fn returned a {what} that is a {type(value).__name__}; it must be a scalar. "
-            "Give each number a name of its own, as in {'accuracy/top1': ..., 'accuracy/top5': ...}"
+            "Give each number its own name, as in {'accuracy/top1': ..., 'accuracy/top5': ...}"
         )
     shape = jnp.shape(value)
     if shape != ():

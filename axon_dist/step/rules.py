@@ -328,7 +328,7 @@ def _fp8_gather(plan: StepPlan, fp8: Fp8Layers) -> Found:
 
 def _matrices(plan: StepPlan) -> Found:
     spec = plan.spec
-    # Stages that differ run in branches of their own, each with its own matrices.
+    # Stages that differ run in separate branches, each with its own matrices.
     if spec.mesh.size == 1 or plan.stored.storage.is_by_vectors:
         return None
     kind = plan.stored.update.hidden

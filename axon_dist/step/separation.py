@@ -71,7 +71,7 @@ class Traced:
         program: (params, buffers, batch) -> total and weight of the loss, total and weight of each
             metric, buffers.
         names: of the metrics.
-        is_plain: whether the loss has no weight of its own.
+        is_plain: whether the loss is a number without a weight.
         ending: completes the outputs of a `PartLoss`.
     """
 

@@ -285,7 +285,7 @@ def block_keys(
     outermost: list[Keys] = []
     stacks = {**_stacked(model), **loops}
     for keys, module in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
-        # A list inside a list is no block itself. Lists inside a block are visited after it, and
+        # A list inside a list is not a block itself. Lists inside a block are visited after it, and
         # so are not outermost.
         is_listed = bool(keys) and isinstance(keys[-1], int) and not isinstance(module, CONTAINERS)
         has_params = is_listed and jax.tree.leaves(nnx.state(module, nnx.Param))

@@ -499,7 +499,7 @@ def test_a_comparison_says_why_it_could_not_run():
     for one, why in (
         (raises, r"it raises KeyError ('speed') on arrays of float32[2, 8]"),
         (lambda x: x + jax.random.normal(key), "random numbers are drawn"),
-        (lambda x: x.astype("complex64"), "no real numbers"),
+        (lambda x: x.astype("complex64"), "not real numbers"),
     ):
         found = compare_functions(one, deep, shape)
         assert (found.is_equal, found.was_run) == (False, False)

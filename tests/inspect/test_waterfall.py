@@ -172,9 +172,9 @@ def test_rows_that_do_not_add_up_are_refused():
         dataclasses.replace(found, step_seconds=3e-7)
     with pytest.raises(ConfigError, match="must have"):
         dataclasses.replace(found, losses=found.losses[1:])
-    with pytest.raises(ConfigError, match="this is no waterfall"):
+    with pytest.raises(ConfigError, match="this is not a waterfall"):
         Waterfall.from_dict({"losses": [{}]})
-    with pytest.raises(ConfigError, match="this is no waterfall"):
+    with pytest.raises(ConfigError, match="this is not a waterfall"):
         Waterfall.from_dict({**found.to_dict(), "losses": None})
 
 

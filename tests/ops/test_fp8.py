@@ -193,7 +193,7 @@ def test_why_layers_take_no_part():
     split = ColumnParallelLinear(16, 32, rngs=nnx.Rngs(0))
     narrow = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     assert fp8_reasons(nnx.Sequential(own, first, split, narrow)) == {
-        "layers/0": "has a dot_general of its own",
+        "layers/0": "has its own dot_general",
         "layers/1": "multiplies other dims than the last",
         "layers/2": "",
         "layers/3": "is 16×8, no multiples of 16",

@@ -177,7 +177,7 @@ EXAMPLES = {
         lambda: build(compose(ddp(), local_sgd(every=2), over_nodes()), "nodes=2,dp=4"),
         "splits arrays over it",
     ),
-    "replicas are no pipelines": (
+    "replicas are not pipelines": (
         lambda: build(compose(local_sgd(every=2), pipelined(2, 4)), "nodes=2,pp=4"),
         "replicas over axis 'nodes', and cuts each into stages",
     ),

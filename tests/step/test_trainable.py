@@ -365,7 +365,7 @@ def test_other_variables_are_divided_as_parameters_are(make_world):
         ("tail", r"trainable='tail' finds nothing in the model, which has Variables of the types "),
         (("head", "tail"), r"trainable='tail' finds nothing .* at the paths blocks/0/down/bias"),
         (nnx.Cache, r"trainable=nnx.Cache finds nothing in the model"),
-        ("(", r"trainable='\(' is no regular expression: .* such as 'blocks/\.\*/kernel'"),
+        ("(", r"trainable='\(' is not a regular expression: .* such as 'blocks/\.\*/kernel'"),
         (3, r"trainable=3; give a type of Variable such as nnx.LoRAParam, a regular expression"),
         (nnx.Linear, r"trainable=<class .*Linear'>; give a type of Variable"),
         (nnx.PathContains("drop"), r"takes in 'drop/rngs/count', an nnx.RngCount that the forward"),

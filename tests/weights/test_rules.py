@@ -147,7 +147,7 @@ def test_names_in_few_words():
             "the path 'b' has the places [], the name 'a(?P<i>\\\\d+)' the",
         ),
         (WeightRule("a", "b", stack="i"), "the name 'a' has no group 'i' to stack"),
-        (WeightRule("a(", "b"), "'a(' is no regular expression"),
+        (WeightRule("a(", "b"), "'a(' is not a regular expression"),
         (WeightRule("a", "b", "x -> y"), "must name every dim once on either side"),
         (WeightRule("a", "b", dim=-1), "has dim=-1; count dims from 0"),
         (

@@ -373,7 +373,7 @@ def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) 
             "leave it at 0"
         )
     if not Path(folder).is_dir():
-        raise ConfigError(f"{MEMORY} names {folder!r}, which is no folder; make it, or unset it")
+        raise ConfigError(f"{MEMORY} names {folder!r}, which is not a folder; make it, or unset it")
     if resume != AUTO or config.run_dir is None:
         missing = "--resume auto" if resume != AUTO else "a run_dir"
         raise ConfigError(
