@@ -1,1 +1,1 @@
-"""Measurements, each printed beside what it is measured against in the same run."""
+"""Measurements; each prints its reference from the same run next to it."""

@@ -1,6 +1,6 @@
-"""Our own train step compiled for machines that are not here, beside a hand-written yardstick.
+"""Our train step compiled for machines that are not here, compared with a hand-written one.
 
-    python -m benchmarks.aot --target h100:8 --model 1b --strategy full_shard
+    python -m benchmarks.aot --target h100:8 --model 1b --strategy fsdp
         [--layers list|scan] [--accumulate K] [--per step|microbatch] [--json FILE] [--hlo FILE]
     python -m benchmarks.aot --mesh fsdp=8,tp=8 --target h100:8x8 --model 8b --tensor sequence
     python -m benchmarks.aot --mesh fsdp=1,cp=8 --model 1b --length 131072
@@ -11,7 +11,7 @@
 The step is the whole one: the library's transformer, the strategy, AdamW, clipping by global norm,
 bfloat16 compute over float32 parameters and moments, every block rematerialised, one sequence of
 4096 tokens for each rank that has samples of its own and each microbatch. The axes of the mesh say
-what is composed: `tp`, `cp` and `pp` bring tensor, context and pipeline parallelism, beside which
+what is composed: `tp`, `cp` and `pp` bring tensor, context and pipeline parallelism, with which
 `--strategy` is about the axes of samples. "theory" is what `benchmarks.aot_theory` counts.
 `python -m benchmarks.aot_table` runs the rows that the documentation quotes.
 Needs the extra `cuda` for GPUs and `aot` for TPUs.
@@ -39,7 +39,7 @@ from axon_dist import ActivationCheckpointing, Reduction, World, build_train_ste
 from axon_dist.inspect import Ledger, report, target_devices
 from axon_dist.mesh.targets import prepare_environment
 from axon_dist.models import ExpertConfig, Transformer, TransformerConfig, next_token_loss
-from axon_dist.parallel import STRATEGIES, compose
+from axon_dist.parallel import STRATEGIES, compose, resolve_name
 from axon_dist.planner import read_step
 from axon_dist.schedule import Costs, PipelineSchedule, Schedule, summarize
 
@@ -54,13 +54,13 @@ MODELS = {"1b": "1b", "7b": "7b", "8b": "8b", "70b": "llama-70b"}
 # options): peak GiB, wire MB. Compiled with jax 0.10.2, read from the optimised program. The peaks
 # of v5p are by XLA's size of temporaries, which is more than `inspect` counts there.
 YARDSTICK = {
-    ("h100:8", "1b", "full_shard"): (3.81, 6634),
-    ("h100:8", "7b", "full_shard"): (15.64, 34518),
-    ("h100:8", "8b", "full_shard"): (19.12, 38540),
+    ("h100:8", "1b", "fsdp"): (3.81, 6634),
+    ("h100:8", "7b", "fsdp"): (15.64, 34518),
+    ("h100:8", "8b", "fsdp"): (19.12, 38540),
     ("h100:8", "1b", "ddp"): (20.73, 4709),
-    ("h100:8x8", "7b", "full_shard"): (4.32, 38833),
-    ("v5p:2x2x2", "1b", "full_shard"): (4.92, 6734),
-    ("v5p:2x2x2", "7b", "full_shard"): (19.13, 34718),
+    ("h100:8x8", "7b", "fsdp"): (4.32, 38833),
+    ("v5p:2x2x2", "1b", "fsdp"): (4.92, 6734),
+    ("v5p:2x2x2", "7b", "fsdp"): (19.13, 34718),
 }
 
 
@@ -109,14 +109,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--target", default="h100:8")
     parser.add_argument("--model", default="1b", choices=sorted(MODELS))
     parser.add_argument(
-        "--strategy", default="full_shard", choices=sorted({*STRATEGIES, *STRATEGIES.other_names})
+        "--strategy", default="fsdp", choices=sorted({*STRATEGIES, *STRATEGIES.other_names})
     )
     parser.add_argument("--tensor", choices=TENSOR, default="plain", help="over tp")
     parser.add_argument("--schedule", choices=sorted(PipelineSchedule), default="eager_1f1b")
     parser.add_argument("--mesh", help="axes, such as dp=2,fsdp=4")
     parser.add_argument("--layers", default="list", choices=["list", "scan"])
     parser.add_argument("--experts", type=experts_of, help="E,k,width: none left out")
-    parser.add_argument("--documents", action="store_true", help="several in a row, kept apart")
+    parser.add_argument(
+        "--documents",
+        action="store_true",
+        help="several in a row, which do not attend to each other",
+    )
     parser.add_argument("--num-layers", type=int, help="fewer than the model has")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--attention", default="auto")
@@ -129,7 +133,11 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--json")
     parser.add_argument("--hlo")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    name, implied = resolve_name(arguments.strategy)
+    if not implied:
+        arguments.strategy = name
+    return arguments
 
 
 def experts_of(text: str) -> ExpertConfig:
@@ -140,7 +148,7 @@ def experts_of(text: str) -> ExpertConfig:
 
 def default_mesh(strategy: str, num_devices: int) -> str:
     """One data axis, or two for hybrid sharding."""
-    return f"dp=2,fsdp={num_devices // 2}" if strategy == "hybrid_shard" else f"fsdp={num_devices}"
+    return f"dp=2,fsdp={num_devices // 2}" if strategy == "hybrid" else f"fsdp={num_devices}"
 
 
 def samples(args: argparse.Namespace, world: World) -> int:
@@ -253,7 +261,7 @@ def _in_lock_step(table: Schedule, ledger: Ledger) -> dict[str, float]:
     The timeline of the program takes the longest branch of every conditional, so that each tick
     counts one action of every kind. The table says which of them are run together.
     """
-    # Stages recompute: a backward pass for inputs is two, for weights one, beside a forward.
+    # Stages recompute: a backward pass for inputs counts two, for weights one, a forward pass one.
     costs = Costs(f=1, i=2, w=1)
     summary = summarize(table, costs)
     kinds = {action.phase for row in table.rows for cell in row for action in cell}

@@ -32,15 +32,15 @@ def _rows() -> dict[str, str]:
     """The arguments of every row, the cheapest first."""
     small = "--target h100:8 --model 1b --strategy"
     rows = {
-        "1b-scan": f"{small} full_shard --layers scan",
-        "1b-list": f"{small} full_shard",
+        "1b-scan": f"{small} fsdp --layers scan",
+        "1b-list": f"{small} fsdp",
         "7b-scan": "--target h100:8 --model 7b --layers scan",
         "8b-scan": "--target h100:8 --model 8b --layers scan",
-        "1b-hybrid": f"{small} hybrid_shard --layers scan",
+        "1b-hybrid": f"{small} hybrid --layers scan",
         "1b-ddp": f"{small} ddp --layers scan",
         **{
             f"1b-{strategy}-k8": f"{small} {strategy} --layers scan --accumulate 8"
-            for strategy in ("ddp", "zero1", "full_shard")
+            for strategy in ("ddp", "zero1", "fsdp")
         },
         "7b-64": "--target h100:8x8 --model 7b --layers scan",
         "8b-64": "--target h100:8x8 --model 8b --layers scan",
@@ -69,7 +69,7 @@ def _rows() -> dict[str, str]:
                 ("h100:8x8", "fsdp=8,ep=8"),
             )
         },
-        "packed-32k": f"{small} full_shard --layers scan --length 32768 --documents",
+        "packed-32k": f"{small} fsdp --layers scan --length 32768 --documents",
         **{
             f"{chip}-{model}": f"--target {target} --model {model} --layers scan"
             for chip, target in (("a100", "a100-80:8"), ("v4", "v4:2x2x2"))
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def run(name: str, folder: pathlib.Path, limit: float) -> None:
-    """One row; its log lies beside its figures, and is all there is of a row that failed."""
+    """One row; its log is in the folder of its figures. A row that failed has only the log."""
     command = [sys.executable, "-m", "benchmarks.aot", *ROWS[name].split()]
     start = time.perf_counter()
     try:

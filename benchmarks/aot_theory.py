@@ -114,9 +114,9 @@ def _data(work: Work) -> float:
         return 2 * ring * params * times
     if strategy == "zero1":
         return ring * 2 * params
-    if strategy in ("zero2", "shard_grad_op"):
+    if strategy == "zero2":
         return ring * (params * times + params)
-    if strategy == "hybrid_shard":
+    if strategy == "hybrid":
         shards, copies = work.size("fsdp"), work.size("dp")
         inner, across = (shards - 1) / shards, 2 * (copies - 1) / copies
         return times * (inner * (3 * params - root) + across * params / shards)

@@ -159,7 +159,7 @@ def write_config(scratch: Path) -> Path:
         "model": {"width": 8, "num_layers": 1, "num_heads": 2, "ffn_width": 16, "max_length": 16},
         "devices": {"emulate": 2},
         "mesh": {"fsdp": 2},
-        "parallel": "full_shard",
+        "parallel": "fsdp",
         "data": {
             "files": [str(scratch / "a.txt")],
             "validation_files": [str(scratch / "b.txt")],

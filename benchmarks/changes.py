@@ -241,7 +241,7 @@ CHANGES: dict[str, Change] = {
         _config(devices={"emulate": 4}, mesh={"dp": 4}), ("mesh dp=2 -> dp=4", "mesh")
     ),
     "strategy": Change(
-        _config(parallel="full_shard", mesh={"fsdp": 2}), ("mesh dp=2 -> fsdp=2",)
+        _config(parallel="fsdp", mesh={"fsdp": 2}), ("mesh dp=2 -> fsdp=2",)
     ),
     "flag of JAX": Change(
         _nothing, ("jax_softmax_custom_jvp", "jax_default_matmul_precision"),

@@ -62,7 +62,7 @@ def main() -> None:
     Console().print(
         f"one {args.type} save of {size / 1e6:.1f} MB per {args.steps} steps of "
         f"{1e3 * timings['none'].median_wall / args.steps:.0f} ms: CPU {cpu:+.1%}, "
-        f"wall {wall:+.1%}; the loop stands still for {1e3 * statistics.median(blocked):.0f} ms",
+        f"wall {wall:+.1%}; the loop waits for {1e3 * statistics.median(blocked):.0f} ms",
         soft_wrap=True,
     )
 

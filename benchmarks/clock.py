@@ -1,4 +1,4 @@
-"""The modelled time of a step beside the clock of a GPU, and beside what others have published.
+"""The modelled time of a step compared with a GPU's clock and with published figures.
 
     python -m benchmarks.clock [NAME ...] [--hlo NAME=FILE ...] [--list]
 

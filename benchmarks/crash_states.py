@@ -125,7 +125,7 @@ REMADE = 9
 
 
 def _cached() -> Kind:
-    """Tokens beside data: what is there is right, or is made anew."""
+    """Cached tokens of data: they are right, or are made again."""
 
     def tokens(folder: Path, number: int) -> np.ndarray:
         source = [Indexed(folder / "a.txt", f"digest {number}", [(0, 8, 1, 0)])]
@@ -252,7 +252,7 @@ KINDS: dict[str, Kind] = {
 
 
 class _Fixed:
-    """Stands in for chance: how far the disk got with what was not synced."""
+    """Replaces chance: how much of the unsynced data reached the disk."""
 
     def __init__(self, value: float):
         self.value = value

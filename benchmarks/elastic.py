@@ -24,14 +24,14 @@ from .faults import CONFIG, final_bits, start
 from .soak import last_step
 
 STEPS = 48
-FSDP = "parallel={full_shard: {min_elements: 8}}"
-BOTH = "parallel={ddp: {}, full_shard: {min_elements: 8}}"
+FSDP = "parallel={fsdp: {min_elements: 8}}"
+BOTH = "parallel={ddp: {}, fsdp: {min_elements: 8}}"
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "dp=2": ("mesh={dp: 2}", "parallel=ddp"),
     "fsdp=4": ("mesh={fsdp: 4}", FSDP),
     "dp=8": ("mesh={dp: 8}", "parallel=ddp"),
     "fsdp=2": ("mesh={fsdp: 2}", FSDP),
-    "dp=2,fsdp=2": ("mesh={dp: 2, fsdp: 2}", "parallel={hybrid_shard: {min_elements: 8}}"),
+    "dp=2,fsdp=2": ("mesh={dp: 2, fsdp: 2}", "parallel={hybrid: {min_elements: 8}}"),
     "dp=1": ("mesh={dp: 1}", "parallel=ddp"),
     "dp=2 accumulate": ("mesh={dp: 2}", "parallel=ddp", "train.accumulate=4"),
     "fsdp=8": ("mesh={fsdp: 8}", FSDP),

@@ -1,4 +1,4 @@
-"""Families of decoders beside transformers: loading, logits, training, export and adapters.
+"""Families of decoders compared with transformers: loading, logits, training, export, adapters.
 
     pip install -e '.[foreign]'
     python -m benchmarks.families             # the table, a row for each family
@@ -87,7 +87,7 @@ class Row:
         model = getattr(transformers, name)(config).eval()
         with torch.no_grad():
             for parameter in model.parameters():
-                # Fresh norms and biases are all alike, and fresh kernels small.
+                # Fresh norms and biases are all equal, and fresh kernels small.
                 parameter.add_(0.1 * torch.randn(parameter.shape))
         model.save_pretrained(folder)
         return model

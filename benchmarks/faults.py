@@ -54,7 +54,7 @@ CONFIG = """
 name: faults
 devices: {{emulate: 4}}
 mesh: {{fsdp: 4}}
-parallel: full_shard
+parallel: fsdp
 model: {{width: 64, num_layers: 2, num_heads: 2, ffn_width: 128, max_length: 32, dropout: 0.1}}
 data: {{files: [{texts}/a.txt], validation_files: [{texts}/b.txt], sequence_length: 32}}
 optimizer: {{name: adamw, learning_rate: 0.003}}
@@ -255,7 +255,7 @@ def measure_two(
 def measure_full_disk(
     folder: Path, config: Path, runs: int, expected: dict[str, bytes]
 ) -> tuple[str, int, int]:
-    """Fills the disk under a run and makes room again: what was saved is there to go on from."""
+    """Fills the disk under a run and frees it again: the run continues from its last checkpoint."""
     good = 0
     for number in range(runs):
         disk = folder / f"disk-{number}"
@@ -289,7 +289,7 @@ def outlives_a_full_disk(
 
 @dataclasses.dataclass(frozen=True)
 class Ground:
-    """What the parts stand on; runs that nobody disturbs are made when a part asks for one.
+    """What the parts share; an undisturbed run is made when a part asks for one.
 
     Args:
         folder: an empty one, in which all runs lie.

@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
     "DiLoCo": (
         "mesh={nodes: 2, fsdp: 2}",
-        "parallel={diloco: {every: 5}, full_shard: {}}",
+        "parallel={diloco: {every: 5}, fsdp: {}}",
         "train.nonfinite=skip",
     ),
     "zero1, accumulate": ("mesh={dp: 4}", "parallel=zero1", "train.accumulate=2"),
@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         "parallel={expert: {capacity: null}}",
         "model.experts={count: 4, per_token: 2, balance: 0.01}",
     ),
-    "full_shard": (),
+    "fsdp": (),
 }
 """What each kind of run changes in the config of `benchmarks.faults`; a new kind is a row."""
 SMALL = (
@@ -167,7 +167,7 @@ def end_launcher(number: int, code: int, words: str = "") -> Fault:
 
 
 def fill_disk(run: Launched, chance: random.Random) -> bool:
-    """The run says so, and goes on, or starts again, once there is room."""
+    """The run reports it, and continues or starts again once there is space."""
     since = len(run.log.read_text(errors="replace"))
     filler = run.disk / "filler"
     with contextlib.suppress(OSError), open(filler, "wb") as file:

@@ -49,7 +49,7 @@ TOLERANCE, LOW = 5e-5, 5e-2
 
 
 NUDGES = 4
-"""How often one device is tried again from parameters that rounding cannot tell apart."""
+"""How often one device is tried again from parameters that differ by a rounding."""
 
 
 @dataclasses.dataclass(frozen=True)

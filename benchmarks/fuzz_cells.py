@@ -18,7 +18,7 @@ from axon_dist.core.errors import AxonDistError
 
 STEPS, SAMPLES = 3, 16
 _TOLERANCE, _LOW = 1e-4, 5e-2
-"""How far a number may be off, relative to the largest beside it; with bfloat16."""
+"""The largest allowed error, relative to the largest number of its array; with bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("dp=2", "zero(2, min_elements=8)"),
     Layout("dp=4", "zero(3, min_elements=8)"),
     Layout("fsdp=4", "fsdp(min_elements=8)"),
-    Layout("fsdp=2", "fsdp(min_elements=8, reduction=Reduction(by_hand=True))"),
+    Layout("fsdp=2", "fsdp(min_elements=8, reduction=Reduction(manual=True))"),
     Layout("fsdp=4", "fsdp(min_elements=8, reduction=Reduction(per='step'))"),
     Layout("fsdp=2", "fsdp(min_elements=8, cpu_offload='params')"),
     Layout("dp=2,fsdp=2", "fsdp('hybrid_shard', ('dp', 'fsdp'), min_elements=8)"),
@@ -123,7 +123,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("fsdp=5", "fsdp(min_elements=8)"),
     Layout("fsdp=7", "fsdp(min_elements=8)"),
     Layout("fsdp=8", "fsdp(min_elements=8)"),
-    Layout("fsdp=6", "fsdp(min_elements=8, reduction=Reduction(by_hand=True))"),
+    Layout("fsdp=6", "fsdp(min_elements=8, reduction=Reduction(manual=True))"),
     Layout("fsdp=5", "fsdp(min_elements=8, reduction=Reduction(per='step'))"),
     Layout("fsdp=3", "fsdp(min_elements=8, cpu_offload='params')"),
     Layout("fsdp=5", "fsdp(min_elements=8, cpu_offload='full')"),
@@ -645,7 +645,7 @@ class Cell:
 
     @property
     def is_low(self) -> bool:
-        """Whether something is computed or sent in bfloat16, so that only losses can be alike."""
+        """Whether something is computed or sent in bfloat16, so only losses can be compared."""
         return any("bf" in text for text in (*self.options, self.layout.strategy))
 
     @property

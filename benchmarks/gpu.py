@@ -5,7 +5,7 @@
 Every chunk runs in a process of its own, within eight minutes, and appends its figures to the JSON
 file; one that is there already is not run again. Nothing in the file was not measured: a chunk that
 fails or takes too long leaves its reason. Without a GPU it runs on what there is, which `--tiny`
-makes a matter of seconds; the device stands in every row. `AXON_GPU_TINY=1` in the environment
+makes a matter of seconds; every row names the device. `AXON_GPU_TINY=1` in the environment
 makes the sizes of this module tiny, too, for programs that import them.
 
 MFU counts the matrix products of forward and backward pass, 6 FLOPs per weight of a product and
@@ -90,7 +90,7 @@ _SIZES = {
     "124m": Size(768, 12, 12, 1024, (64, 32, 16)),
     "350m": Size(1024, 24, 16, 1024, (64, 32, 16)),
     "1.3b": Size(2048, 24, 16, 2048, (16, 8, 4), remat=True),
-    # Slabs of an 8B: what one and three layers of it take beside a small vocabulary differ by two.
+    # Slabs of an 8B: one and three layers with a small vocabulary differ by two layers.
     "8b-slab-1": Size(4096, 1, 32, 4096, (4, 2, 1), vocab=1024, remat=True),
     "8b-slab-3": Size(4096, 3, 32, 4096, (4, 2, 1), vocab=1024, remat=True),
 }
@@ -113,8 +113,8 @@ SIZES = sizes(IS_TINY)
 PRECISIONS = ("bf16", "fp8")
 VERIFIED = {
     "ddp": {"mesh": "dp=-1", "parallel": "ddp"},
-    "full_shard": {"mesh": "fsdp=-1", "parallel": "full_shard"},
-    "muon": {"mesh": "fsdp=-1", "parallel": "full_shard", "optimizer": {"name": "muon"}},
+    "fsdp": {"mesh": "fsdp=-1", "parallel": "fsdp"},
+    "muon": {"mesh": "fsdp=-1", "parallel": "fsdp", "optimizer": {"name": "muon"}},
     "accumulated": {"mesh": "dp=-1", "parallel": "zero1", "train": {"accumulate": 2}},
     "bf16": {"mesh": "dp=-1", "parallel": "ddp", "precision": "bf16"},
     "fp8": {"mesh": "dp=-1", "parallel": "ddp", "precision": "fp8"},
@@ -195,7 +195,7 @@ def built(size: Size, precision: str, samples: int, **options: Any) -> tuple[Any
 
 
 def speed(size: Size, precision: str) -> Mapping[str, Any]:
-    """Tokens per second, MFU, and the peak of memory beside the one that the compiler counts."""
+    """Tokens per second, MFU, and the peak of memory, measured and as the compiler counts it."""
     samples, step, compiled, batch = fitting(size, precision)
     placed, held = step.place(batch), [step.init()]
 
@@ -313,7 +313,7 @@ def tuned(size: Size) -> Mapping[str, Any]:
     model = dataclasses.asdict(size.config())
     plain = {
         "mesh": "fsdp=-1",
-        "parallel": "full_shard",
+        "parallel": "fsdp",
         "precision": "bf16",
         "model": {name: value for name, value in model.items() if value is not None},
         "data": {"sequence_length": size.length},
@@ -344,7 +344,7 @@ def run_here(name: str, small: bool) -> dict[str, Any]:
     return {"name": name, "tiny": small, **versions(), "seconds": seconds, "figures": figures}
 
 
-def run_apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def run_in_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Runs one chunk in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--here", name]
     command += ["--tiny"] if args.tiny else []
@@ -398,7 +398,7 @@ def main() -> None:
         old = [r for r in rows if r["name"] == name and r["tiny"] == args.tiny]
         if any("figures" in row for row in old) and not args.again:
             continue
-        row = run_apart(name, args)
+        row = run_in_process(name, args)
         rows = [other for other in rows if other not in old] + [row]
         # Written aside first: a process that ends here leaves the rows of before.
         aside = args.json.with_suffix(".new")

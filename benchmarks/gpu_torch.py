@@ -1,4 +1,4 @@
-"""A GPT-2 in `torch.compile`, to be measured beside ours where torch is installed with a GPU."""
+"""A GPT-2 in `torch.compile`, to compare with ours where torch is installed with a GPU."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ MUTATIONS = (
         "launch/environment.py", "return sorted(hosts)", "return hosts",
         "launch/test_environment.py",
     ),
-    # What the witness reads off a program, and what the planner says of one.
+    # What `inspect` reads from a program, and what the planner predicts for one.
     row(
         "inspect/computations.py", "return iteration\n", "return iteration + 1\n",
         "inspect/test_loops.py",

@@ -1,4 +1,4 @@
-"""The planner beside the compiler: what was predicted of a step, and what its program needs.
+"""The planner compared with the compiler: predictions for a step, and its program's needs.
 
     python -m benchmarks.planner [--cells REGEX] [--measured FILE] [--only-known] [--json FILE]
 
@@ -73,8 +73,8 @@ H100, NODES, V5P, CPU = "h100:8", "h100:2x8", "v5p:2x2x2", "cpu:8"
 _DATA = (
     ("dp=8", "ddp"),
     ("dp=8", "zero1"),
-    ("fsdp=8", "full_shard"),
-    ("dp=2,fsdp=4", "hybrid_shard"),
+    ("fsdp=8", "fsdp"),
+    ("dp=2,fsdp=4", "hybrid"),
 )
 
 
@@ -83,35 +83,35 @@ def cells() -> Iterator[Cell]:
     for model, (mesh, name) in itertools.product(SUBJECTS, _DATA):
         yield Cell(model, H100, mesh, name)
     for model in ("gpt", "llama", "vit", "mixer", "tower", "resnet"):
-        yield Cell(model, H100, "fsdp=8", "full_shard", remat=True)
+        yield Cell(model, H100, "fsdp=8", "fsdp", remat=True)
     for model in ("gpt", "llama", "mixer", "tower"):
-        yield Cell(model, H100, "fsdp=8", "full_shard", "float32")
-        yield Cell(model, V5P, "fsdp=8", "full_shard", remat=model != "tower")
+        yield Cell(model, H100, "fsdp=8", "fsdp", "float32")
+        yield Cell(model, V5P, "fsdp=8", "fsdp", remat=model != "tower")
         yield Cell(model, CPU, "dp=8", "ddp", "float32")
-        yield Cell(model, CPU, "fsdp=8", "full_shard", "float32", remat=model == "gpt")
+        yield Cell(model, CPU, "fsdp=8", "fsdp", "float32", remat=model == "gpt")
     for model in ("gpt", "llama", "vit"):
-        yield Cell(model, H100, "fsdp=4,tp=2", "full_shard+tensor")
+        yield Cell(model, H100, "fsdp=4,tp=2", "fsdp+tensor")
         yield Cell(model, H100, "dp=2,tp=4", "ddp+sequence", remat=True)
         yield Cell(model, H100, "pp=2,dp=4", "ddp+pipeline", count=4)
-        yield Cell(model, H100, "pp=4,fsdp=2", "full_shard+pipeline", count=8)
+        yield Cell(model, H100, "pp=4,fsdp=2", "fsdp+pipeline", count=8)
         yield Cell(model, H100, "dp=8", "ddp", count=4, remat=True)
     for model in ("gpt", "llama"):
-        yield Cell(model, H100, "fsdp=4,cp=2", "full_shard+context", remat=True)
+        yield Cell(model, H100, "fsdp=4,cp=2", "fsdp+context", remat=True)
         yield Cell(model, H100, "fsdp=8", "zero2", count=2)
-        yield Cell(model, NODES, "fsdp=16", "full_shard", remat=True)
-        yield Cell(model, NODES, "dp=2,fsdp=8", "hybrid_shard")
+        yield Cell(model, NODES, "fsdp=16", "fsdp", remat=True)
+        yield Cell(model, NODES, "dp=2,fsdp=8", "hybrid")
         yield Cell(model, V5P, "dp=8", "zero1")
-        yield Cell(model, V5P, "fsdp=4,tp=2", "full_shard+tensor")
+        yield Cell(model, V5P, "fsdp=4,tp=2", "fsdp+tensor")
     for model in ("tower", "recurrent", "unet"):
-        yield Cell(model, NODES, "fsdp=16", "full_shard")
-        yield Cell(model, NODES, "dp=2,fsdp=8", "hybrid_shard")
+        yield Cell(model, NODES, "fsdp=16", "fsdp")
+        yield Cell(model, NODES, "dp=2,fsdp=8", "hybrid")
     for model in ("recurrent", "unet", "vit"):
-        yield Cell(model, CPU, "fsdp=8", "full_shard", "float32")
+        yield Cell(model, CPU, "fsdp=8", "fsdp", "float32")
     # XLA:CPU widens what is computed in bfloat16.
     for target, precision in ((H100, "bf16"), (CPU, "float32")):
         yield Cell("gpt", target, "pp=4,dp=2", "ddp+pipeline", precision, count=8)
-        yield Cell("experts", target, "fsdp=2,ep=4", "full_shard+expert", precision)
-    yield Cell("experts", H100, "fsdp=2,ep=4", "full_shard+expert", remat=True)
+        yield Cell("experts", target, "fsdp=2,ep=4", "fsdp+expert", precision)
+    yield Cell("experts", H100, "fsdp=2,ep=4", "fsdp+expert", remat=True)
     yield Cell("experts", H100, "ep=8", "expert")
 
 

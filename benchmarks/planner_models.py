@@ -114,7 +114,7 @@ class Recurrent(nnx.Module):
 
 
 class UNet(nnx.Module):
-    """Convolutions down and up again, with the results of the way down beside those up."""
+    """Convolutions down and up again; the way up concatenates the results of the way down."""
 
     def __init__(self, rngs: nnx.Rngs, width: int = 32, depth: int = 4):
         conv = lambda a, b: nnx.Conv(a, b, (3, 3), rngs=rngs)
@@ -134,9 +134,9 @@ class UNet(nnx.Module):
             kept.append(x)
             x = nnx.avg_pool(x, (2, 2), (2, 2))
         x = nnx.avg_pool(kept.pop(), (1, 1), (1, 1))
-        for layer, beside in zip(self.up, reversed(kept), strict=True):
-            x = jax.image.resize(x, (*beside.shape[:-1], x.shape[-1]), "nearest")
-            x = nnx.silu(layer(jnp.concatenate([x, beside], -1)))
+        for layer, skip in zip(self.up, reversed(kept), strict=True):
+            x = jax.image.resize(x, (*skip.shape[:-1], x.shape[-1]), "nearest")
+            x = nnx.silu(layer(jnp.concatenate([x, skip], -1)))
         return self.head(x)
 
 

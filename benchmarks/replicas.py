@@ -8,7 +8,7 @@ the runs then go on with three processes (`--elastic`), which keep the global ba
 microbatches; they have to end with the very bits of a run of three that begins with a checkpoint of
 the step that the copy had. The other half goes on with all four, and has to end with the bits of a
 run that nobody disturbed. Then four launchers, each with a process and a memory of its own, stand
-for four hosts that the state is split over (`full_shard`). One of them is lost: its launcher gets
+for four hosts that the state is split over (`fsdp`). One of them is lost: its launcher gets
 SIGKILL, what it had in memory is removed, and another takes its place; five times in each run,
 which has to end with the bits of one that nobody disturbed. No run may read a checkpoint. Exits
 with 1 if one did, or ended with other bits.
@@ -52,8 +52,8 @@ train: {{steps: {steps}, global_batch: 12, eval_every: 0, eval_batches: 1, log_e
 checkpoint: {{every: {every}, keep: 100, memory_every: {every}}}
 """
 FEWER, WHOLE = "three go on", "four go on"
-HOST = "its host was lost, under full_shard"
-SHARDED = ("mesh={fsdp: -1}", "parallel=full_shard")
+HOST = "its host was lost, under fsdp"
+SHARDED = ("mesh={fsdp: -1}", "parallel=fsdp")
 SILENCE_SECONDS = 10
 LOSSES = 5
 """In each run that loses hosts."""

@@ -5,14 +5,14 @@
 Trains a config once undisturbed, and once more in a process that SIGKILL ends a step after a
 checkpoint, to go on with `--resume auto`. Both have to end with the same bits. Seconds are those of
 the clock, and of the CPU on all cores, until the first step after the start has ended. Programs are
-kept in a folder of this benchmark, empty at first, and modules are compiled beside it, as
+kept in a folder of this benchmark, empty at first, and modules are compiled next to it, as
 installing them does. `--without-cache` keeps no programs. Exits with 1 if the bits differ.
 
 Each start may be in another layout: `--layouts` takes overrides for one start after another, again
 from the first when all are through. The undisturbed run has those of the first. For elastic bits:
 
     python -m benchmarks.restart deterministic=elastic logical_shards=8 --layouts mesh=dp=8 \\
-        "devices.emulate=2 mesh=dp=2" "devices.emulate=4 mesh=fsdp=4 parallel=full_shard"
+        "devices.emulate=2 mesh=dp=2" "devices.emulate=4 mesh=fsdp=4 parallel=fsdp"
 """
 
 from __future__ import annotations

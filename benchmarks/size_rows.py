@@ -38,7 +38,7 @@ class Row:
     Args:
         part: one of `PARTS`.
         target: the machine.
-        mesh: its axes; `tp` and `ep` bring their strategies beside `full_shard`.
+        mesh: its axes; `tp` and `ep` add their strategies to `fsdp`.
         config: the model.
         length: tokens of a sequence.
         samples: sequences of a step on each rank that has samples of its own.
@@ -59,7 +59,7 @@ class Row:
             config = load_config(RECIPE, [f"mesh={{{_spelled(self.mesh)}}}", *self.recipe])
             return build_step(config, world), abstract_batch(config)
         factory = lambda: Transformer(self.config, rngs=nnx.Rngs(0))
-        parts = [STRATEGIES["full_shard"](factory, world)]
+        parts = [STRATEGIES["fsdp"](factory, world)]
         if "tp" in world.spec.shape:
             parts.append(STRATEGIES["tensor"](factory, world, sequence=True))
         if "ep" in world.spec.shape:

@@ -3,7 +3,7 @@
     python benchmarks/start.py [--models mlp vit …] [--devices 1 8] [--repeat 3]
                                [--source FOLDER …] [--json FILE] [--no-step]
 
-Beside it stands the same start in plain JAX on one device: the module is made eagerly, and its step
+It is compared with the same in plain JAX on one device: the module is made eagerly, and its step
 is one `jax.jit`. Each start runs in a process of its own. CPU-seconds are those of all threads, so
 that other programs on the machine disturb them little. The share of `init` in making the module
 eagerly is the figure to watch. Several `--source` measure several checkouts of the library in turn,

@@ -1,13 +1,13 @@
 """Our steps against the same steps written by hand with `jax.jit` and `NamedSharding`.
 
-    python -m benchmarks.step [--rows ddp shard_grad_op full_shard "full_shard remat"] [--rounds 5]
+    python -m benchmarks.step [--rows ddp zero2 fsdp "fsdp remat"] [--rounds 5]
 
-By hand weights are gathered once and stay whole until the backward pass has used them, as
-shard_grad_op does. full_shard frees them and gathers them again there, so it stands beside a second
-program by hand that does so too: each block under a `jax.checkpoint` that keeps everything but
-gathered weights. The rows named elastic stand beside our step without `deterministic="elastic"`.
-Prints CPU-seconds per step (the least of the rounds, the figure to trust on a
-shared machine), the median wall time, what they are to each program by hand, and the collectives.
+The programs written by hand gather weights once and keep them whole until the backward pass has
+used them, as zero2 does. fsdp frees them and gathers them again, so it is compared with a second
+program that does the same: each block is under a `jax.checkpoint` that keeps all but gathered
+weights. The rows named elastic are compared with our step without `deterministic="elastic"`. Prints
+CPU-seconds per step (the least of the rounds, the figure to trust on a shared machine), the median
+wall time, both relative to each program written by hand, and the collectives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
-from axon_dist import ActivationCheckpointing, World, build_train_step, ddp, fsdp
+from axon_dist import ActivationCheckpointing, World, build_train_step, ddp, fsdp, zero
 from axon_dist.inspect import Ledger, collectives
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 
@@ -97,7 +97,7 @@ def split(leaf: jax.Array, size: int) -> PartitionSpec:
 
 
 Change: TypeAlias = Callable[[nnx.Module, jax.sharding.Mesh], nnx.Module]
-"""What stands in place of a block."""
+"""Replaces a block of the model."""
 
 AS_IT_IS: MappingProxyType[str, Change] = MappingProxyType({HAND: lambda block, mesh: block})
 """The model unchanged: the compiler gathers a weight once."""
@@ -111,19 +111,19 @@ class Row:
         axis: of the mesh, over all devices.
         strategy: ours.
         spec: a leaf and the number of devices -> where it lies, by hand.
-        by_hand: the programs beside ours, and what each has in place of a block.
+        plain_jax: the programs written in plain JAX, and how each changes a block.
         options: of `build_train_step`.
     """
 
     axis: str
     strategy: Callable[[], Any]
     spec: Callable[[jax.Array, int], PartitionSpec]
-    by_hand: MappingProxyType[str, Change] = AS_IT_IS
+    plain_jax: MappingProxyType[str, Change] = AS_IT_IS
     options: MappingProxyType[str, Any] = MappingProxyType({})
 
 
 ELASTIC = MappingProxyType({"deterministic": "elastic", "logical_shards": 8})
-FULL_SHARD = Row(
+FSDP = Row(
     "fsdp",
     lambda: fsdp(min_elements=SMALL),
     split,
@@ -132,23 +132,21 @@ FULL_SHARD = Row(
 ROWS = MappingProxyType(
     {
         "ddp": Row("dp", ddp, whole),
-        "shard_grad_op": Row("fsdp", lambda: fsdp("shard_grad_op", min_elements=SMALL), split),
-        "full_shard": FULL_SHARD,
-        "full_shard remat": dataclasses.replace(
-            FULL_SHARD,
-            by_hand=MappingProxyType({HAND: Recomputed}),
+        "zero2": Row("fsdp", lambda: zero(2, "fsdp", min_elements=SMALL), split),
+        "fsdp": FSDP,
+        "fsdp remat": dataclasses.replace(
+            FSDP,
+            plain_jax=MappingProxyType({HAND: Recomputed}),
             options=MappingProxyType({"remat": ActivationCheckpointing()}),
         ),
         "ddp elastic": Row("dp", ddp, whole, MappingProxyType({}), ELASTIC),
-        "full_shard elastic": dataclasses.replace(
-            FULL_SHARD, by_hand=MappingProxyType({}), options=ELASTIC
-        ),
+        "fsdp elastic": dataclasses.replace(FSDP, plain_jax=MappingProxyType({}), options=ELASTIC),
     }
 )
 """What is measured, by name."""
 
 
-def by_hand(
+def plain_step(
     model: Transformer,
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
@@ -185,10 +183,10 @@ class Program:
 
     Args:
         step: (state, batch) -> (state, loss).
-        state: where it stands; each call moves it on.
+        state: the current state; each call advances it.
         batch: placed.
         ledger: the collectives of the compiled program.
-        temporaries: bytes of a device beside the state and the batch.
+        temporaries: bytes of a device in addition to the state and the batch.
     """
 
     step: Callable[[Any, Any], tuple[Any, jax.Array]]
@@ -226,10 +224,10 @@ def programs_of(row: Row, devices: int) -> dict[str, Program]:
 
     programs = {OURS: ours(**dict(row.options))}
     arrays = programs[OURS].batch.arrays
-    for name, change in row.by_hand.items():
-        jitted, state = by_hand(model(), optimizer, world.mesh, row, change)
+    for name, change in row.plain_jax.items():
+        jitted, state = plain_step(model(), optimizer, world.mesh, row, change)
         programs[name] = program(jitted, state, arrays, jitted.lower(state, arrays))
-    return programs if row.by_hand else programs | {ANY_BITS: ours()}
+    return programs if row.plain_jax else programs | {ANY_BITS: ours()}
 
 
 def measure(name: str, devices: int, rounds: int, calls: int) -> tuple[Table, list[str]]:

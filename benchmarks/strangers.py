@@ -2,7 +2,7 @@
 
     python -m benchmarks.strangers
 
-Process 0 of two waits; strangers connect and say nothing, half a line, too much, what is no JSON,
+Process 0 of two waits; strangers connect and say nothing, half a line, too much, invalid JSON,
 what a process would say with another token, or what one has said before with the right token. They
 say it at once or byte by byte, hang up with a reset, and hundreds of them stay connected. Then
 process 1 comes, and both have to meet within seconds. At last both meet in a network of their own,

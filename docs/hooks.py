@@ -16,7 +16,7 @@ from axon_dist.train.cli.main import main
 
 ROOT = pathlib.Path(__file__).parents[1]
 WIDTH = 80
-"""Letters that a page has room for."""
+"""The number of letters that fit on a page."""
 COMMAND = re.compile(r"^(Printed|Drawn) by `(.*)`\.$", re.MULTILINE)
 HEADING = re.compile(r'<text [^>]*font-weight="bold">(.*)</text>')
 
@@ -44,7 +44,7 @@ def drawn(command):
             path = pathlib.Path(folder, "picture.svg")
             run(f"{command} --svg {path}")
             picture = path.read_text()
-    # The heading of a wide picture is read beside it, where it does not shrink. Markdown takes an
+    # The heading of a wide picture is text next to it, where it does not shrink. Markdown takes an
     # empty line for the end of HTML.
     heading = HEADING.search(picture)
     lines = [line for line in HEADING.sub("", picture).splitlines() if line.strip()]

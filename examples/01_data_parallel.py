@@ -25,7 +25,7 @@ class Classifier(nnx.Module):
 
 
 def loss_fn(model, batch):
-    """The loss of a single-device program: a mean over samples, and a metric beside it."""
+    """The loss of a single-device program: a mean over samples, and a metric."""
     logits = model(batch["x"])
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
     return loss, {"accuracy": jnp.mean(jnp.argmax(logits, -1) == batch["y"])}

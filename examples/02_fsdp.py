@@ -48,7 +48,7 @@ def loss_fn(model, batch):
 
 
 # Collectives written out, so that emulated devices too run the reduce-scatters of a GPU.
-once, each = (Reduction(per=per, by_hand=True) for per in ("step", "microbatch"))
+once, each = (Reduction(per=per, manual=True) for per in ("step", "microbatch"))
 STRATEGIES = {
     "ddp": ddp("dp"),
     "zero1": zero(1, min_elements=8, reduction=once),

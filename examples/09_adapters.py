@@ -43,7 +43,7 @@ def batch_of(number: int) -> dict:
 
 
 def adapted(config: TransformerConfig) -> nnx.Module:
-    """The model, with low-rank adapters beside its queries and values."""
+    """The model, with low-rank adapters on its queries and values."""
     return lora(Transformer(config, rngs=nnx.Rngs(1)), 8, "attention/[qv]", rngs=nnx.Rngs(2))
 
 

@@ -22,7 +22,7 @@ CONFIG = TransformerConfig(vocab_size=64, width=32, num_layers=2, num_heads=4, m
 
 
 def adapted() -> nnx.Module:
-    """A model, whose weights stand for pretrained ones, with adapters beside its attention."""
+    """A model with adapters on its attention; its weights represent pretrained ones."""
     return lora(Transformer(CONFIG, rngs=nnx.Rngs(0)), 4, "attention", rngs=nnx.Rngs(1))
 
 

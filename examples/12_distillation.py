@@ -29,7 +29,7 @@ def transformer(width: int, num_layers: int, seed: int) -> Transformer:
 
 
 class Lesson(nnx.Module):
-    """A teacher, whose random weights stand for trained ones, and a student."""
+    """A teacher, whose random weights represent trained ones, and a student."""
 
     def __init__(self):
         self.teacher = transformer(64, 4, seed=0)

@@ -8,7 +8,7 @@ from flax import nnx
 def drawn(make, seed=0):
     """The model that a factory makes, with other weights; no program is compiled for the draws.
 
-    Its biases are not zero and its norms are not one, so that none can stand for another.
+    Its biases are not zero and its norms are not one, so that none can replace another.
     """
     model, rng = nnx.eval_shape(make), np.random.default_rng(seed)
     draw = lambda x: jax.device_put(rng.normal(0.0, 0.2, x.shape).astype(x.dtype))

@@ -174,7 +174,7 @@ def commit(folder: Address, slot: int, manifest: Manifest, processes: frozenset[
     if lost := sorted(files.keys() - set(folder.names())):
         raise CheckpointError(
             f"could not save checkpoint {str(folder)!r}: {first_few(lost)} was removed while it "
-            "was being saved; see to it that nothing else writes there"
+            "was being saved; make sure that nothing else writes there"
         )
     named = {name: FileRecord(*files[name]) for name in sorted(files)}
     text = dataclasses.replace(manifest, files=named).to_json().encode()

@@ -449,7 +449,7 @@ def _check_parts(data: Mapping[str, Any]) -> None:
     if data["score"] is not None and not is_number(data["score"]):
         raise TypeError(f"its score is {data['score']!r:.60}")
     if not all(isinstance(data[name], dict) for name in ("meta", "mesh", "versions", "checksums")):
-        raise TypeError("a part of it is no section")
+        raise TypeError("a part of it is not a section")
     if data["checksums"].keys() != data["leaves"].keys():
         raise TypeError("leaves and checksums are not of the same arrays")
     outside = [name for name in data["files"] if name.startswith("/") or ".." in name.split("/")]

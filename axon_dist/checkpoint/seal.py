@@ -291,7 +291,7 @@ def _files_of(folder: Path) -> tuple[bytes, bytes]:
         raise CheckpointError(f"there is no checkpoint {str(folder)!r}; name a folder of one")
     if not is_sealed(folder):
         raise DamagedCheckpointError(
-            f"checkpoint {str(folder)!r} has no {MARKER} file: it was never finished, or is no "
+            f"checkpoint {str(folder)!r} has no {MARKER} file: it was never finished, or is not a "
             "checkpoint; use another one"
         )
     try:
@@ -329,7 +329,7 @@ def _objects_of(folder: Address) -> tuple[bytes, bytes]:
         raise CheckpointError(f"there is no checkpoint {str(folder)!r}; name a folder of one")
     raise DamagedCheckpointError(
         f"checkpoint {str(folder)!r} has no {MARKER if marker is None else MANIFEST}: it was never "
-        "finished, or is no checkpoint; use another one"
+        "finished, or is not a checkpoint; use another one"
     )
 
 

@@ -196,7 +196,7 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
         header = json.loads(text, object_pairs_hook=_with_names_once)
         metadata = header.pop(_METADATA, None) or {}
         if odd := [name for name, value in metadata.items() if not isinstance(value, str)]:
-            raise ValueError(f"its {_METADATA} has {odd[0]!r:.80}, which is no text")
+            raise ValueError(f"its {_METADATA} has {odd[0]!r:.80}, which is not a text")
         entries = {name: _entry(path, 8 + length, **row) for name, row in header.items()}
         _check_filled(entries, 8 + length, size)
         return entries
@@ -207,9 +207,11 @@ def _entry(
 ) -> TensorEntry:
     begin, end = data_offsets
     if not isinstance(shape, list) or any(type(n) is not int for n in (*shape, begin, end)):
-        raise ValueError(f"shape {shape!r:.80} and bytes {data_offsets!r:.80} are no whole numbers")
+        raise ValueError(
+            f"shape {shape!r:.80} and bytes {data_offsets!r:.80} are not whole numbers"
+        )
     if dtype not in _DTYPES:
-        raise ValueError(f"its dtype {dtype!r:.80} is none of {', '.join(_DTYPES)}")
+        raise ValueError(f"its dtype {dtype!r:.80} is not one of {', '.join(_DTYPES)}")
     entry = TensorEntry(path, np.dtype(_DTYPES[dtype]), tuple(shape), first + begin)
     # Raises for a shape that no numpy array can have.
     np.broadcast_to(np.zeros((), entry.dtype), [max(n, 0) for n in shape])

@@ -36,7 +36,7 @@ def read_yaml(path: str | Path, *, links: bool = True) -> JsonDict:
         links: whether a link at the path is followed.
 
     Raises:
-        ConfigError: when the file cannot be read, is no YAML, holds something else, or has
+        ConfigError: when the file cannot be read, is not YAML, holds something else, or has
             a key twice.
     """
     what = f"the config {str(path)!r}"
@@ -70,7 +70,7 @@ def apply_override(data: Mapping[str, object], override: str) -> JsonDict:
         override: `key.path=value`.
 
     Raises:
-        ConfigError: when there is no `=`, the value is no YAML, or an outer key has a value.
+        ConfigError: when there is no `=`, the value is not YAML, or an outer key has a value.
 
     Example:
         >>> apply_override({"train": {"steps": 10}}, "train.steps=20")

@@ -171,7 +171,9 @@ def _compared(
 ) -> Comparison:
     for one, other in zip(one_results, other_results, strict=True):
         if not (_is_real(one) and _is_real(other)):
-            return _not_run(f"results are {one.dtype} and {other.dtype}, which are no real numbers")
+            return _not_run(
+                f"results are {one.dtype} and {other.dtype}, which are not real numbers"
+            )
         one = one.astype(np.float64)
         other = other.astype(np.float64)
         finite = np.isfinite(one) & np.isfinite(other)

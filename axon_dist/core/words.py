@@ -42,7 +42,7 @@ def pattern_error(pattern: str) -> str | None:
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        return f"is no regular expression: {error}"
+        return f"is not a regular expression: {error}"
     # Drop escapes and character classes; a group without alternatives cannot backtrack.
     plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern)
     plain = re.sub(r"\((\?:)?[^()*+{|?]*\)", "x", plain)

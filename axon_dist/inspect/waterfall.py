@@ -191,7 +191,7 @@ class Waterfall:
             fields = {field.name: plain[field.name] for field in dataclasses.fields(Waterfall)}
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"this is no waterfall ({type(error).__name__}: {error}); write one with "
+                f"this is not a waterfall ({type(error).__name__}: {error}); write one with "
                 "axon profile"
             ) from error
         return Waterfall(**{**fields, "losses": losses, "notes": tuple(fields["notes"])})

@@ -272,7 +272,7 @@ def _scan_of_model(equation: JaxprEqn, operands: Sequence[Array], how: LayerScan
     params = equation.params
     closed = params["jaxpr"]
     values = [_as_array(x, v.aval) for x, v in zip(operands, equation.invars, strict=True)]
-    consts, carry, stacked = loop.parts(values)
+    consts, carry, stacked = loop.split_operands(values)
     is_one = _runs_one_unit(closed.jaxpr)
     # The checkpoint wraps the iteration. The model's own checkpoint is dropped: with both, the unit
     # would be recomputed twice.

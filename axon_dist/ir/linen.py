@@ -205,7 +205,8 @@ def looped_inputs(closed: ClosedJaxpr) -> dict[int, int]:
         numbers[read]: equation.params["length"]
         for equation in program.eqns
         if equation.primitive.name == "scan"
-        for read in variables(inners(equation)[0].parts(equation.invars)[2]) & numbers.keys()
+        for read in variables(inners(equation)[0].split_operands(equation.invars)[2])
+        & numbers.keys()
     }
 
 

@@ -348,7 +348,7 @@ def _is_by_rows(equation: JaxprEqn) -> bool:
 
 
 Names: TypeAlias = Sequence[str | None]
-"""The names of inputs, or of an equation's operands; None for an operand that is no named input."""
+"""The names of inputs, or of operands; None for an operand that is not a named input."""
 
 
 def _readers(
@@ -416,7 +416,7 @@ def _counts(jaxpr: Jaxpr, names: Names) -> Counter[str]:
             counts.update(filter(None, labels))
         elif kind == "scan" and has_units(equation):
             (loop,) = inners(equation)
-            shared, carry, rows = loop.parts(labels)
+            shared, carry, rows = loop.split_operands(labels)
             counts.update({name: _MANY for name in (*shared, *carry) if name})
             blank = [None] * len((*shared, *carry))
             counts.update(_counts(loop.program.jaxpr, [*blank, *rows]))

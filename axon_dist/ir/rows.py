@@ -132,7 +132,7 @@ def _scan(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue]:
     """Unrolls a loop over layers into its iterations."""
     (loop,) = inners(equation)
     closed = equation.params["jaxpr"]
-    consts, carry, stacked = loop.parts(operands)
+    consts, carry, stacked = loop.split_operands(operands)
     order = range(equation.params["length"])
     columns = [_rows_of(x, len(order)) for x in stacked]
     made: dict[int, list[Array]] = {}

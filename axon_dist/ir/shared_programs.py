@@ -1,4 +1,4 @@
-"""Cuts a program that makes many arrays into parts; equal parts share one compiled program.
+"""Cuts a program that makes many arrays into slices; equal slices share one compiled program.
 
 The initialization of a model draws hundreds of arrays, and most of them run the same operations on
 the same shapes with another key. Within one program, XLA would compile each of them separately.
@@ -6,7 +6,7 @@ Here each array has its own program, a slice of the whole that takes keys as arg
 one shape and initializer share one compiled program.
 
 Only keys and integers are passed as arguments, because they are exact on any device. Every
-floating-point number stays a constant of the part that reads it: the compiler folds constants, and
+floating-point number stays a constant of the slice that reads it: the compiler folds constants, and
 might round differently if they were arguments.
 """
 
@@ -38,10 +38,10 @@ from .walk import (
 )
 
 SMALL = 1024
-"""The most elements of an array that several parts may each compute again."""
+"""The most elements of an array that several slices may each compute again."""
 
 DRAWN = frozenset({"random_bits", "random_gamma"})
-"""Primitives that draw numbers; only the parts run them."""
+"""Primitives that draw numbers; only the slices run them."""
 
 
 class Constant(NamedTuple):
@@ -59,7 +59,7 @@ class Constant(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class ProgramSlice:
     """The slice of a program that some of its results need.
 
     Args:
@@ -74,7 +74,7 @@ class Part:
 
     @property
     def signature(self) -> Hashable:
-        """A hashable value that equal parts share; parts with the same value may still differ."""
+        """A hashable value that equal slices share; slices with the same value may still differ."""
         jaxpr = self.program.jaxpr
         avals = [(shape_of(v), str(dtype_of(v))) for v in (*jaxpr.invars, *jaxpr.outvars)]
         return *avals, *(equation.primitive.name for equation in jaxpr.eqns)
@@ -92,7 +92,7 @@ class Part:
 
     @property
     def constant(self) -> Constant | None:
-        """The result of a part that only repeats one number; None for any other part."""
+        """The result of a slice that only repeats one number; None for any other slice."""
         jaxpr = self.program.jaxpr
         result = jaxpr.outvars[0]
         atom = result
@@ -104,41 +104,41 @@ class Part:
             return None
         return Constant(atom.val, shape_of(result), dtype_of(result))
 
-    def is_like(self, other: Part) -> bool:
+    def is_like(self, other: ProgramSlice) -> bool:
         """Whether both compute the same from their operands."""
         return same_program(self.program, other.program)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Parts:
-    """A program cut into parts.
+class SlicedProgram:
+    """A program cut into slices.
 
     Args:
         whole: the program, with its calls of several results inlined.
-        first: the equations that the host computes before the parts run.
-        parts: the parts; each result of the program comes from one of them.
+        first: the equations that the host computes before the slices run.
+        slices: the slices; each result of the program comes from one of them.
     """
 
     whole: ClosedJaxpr
     first: tuple[JaxprEqn, ...]
-    parts: tuple[Part, ...]
+    slices: tuple[ProgramSlice, ...]
 
     @classmethod
-    def of(cls, closed: ClosedJaxpr) -> Parts | None:
-        """Cuts a program into the smallest parts that share no large value.
+    def of(cls, closed: ClosedJaxpr) -> SlicedProgram | None:
+        """Cuts a program into the smallest slices that share no large value.
 
         Args:
             closed: a program.
 
         Returns:
-            The parts; None if the program has side effects.
+            The slices; None if the program has side effects.
 
         Example:
             >>> import jax.numpy as jnp
             >>> def two():
             ...     keys = jax.random.split(jax.random.key(0))
             ...     return [jax.random.normal(key, (64, 64)) for key in keys]
-            >>> one, other = Parts.of(jax.make_jaxpr(two)()).parts
+            >>> one, other = SlicedProgram.of(jax.make_jaxpr(two)()).slices
             >>> one.is_like(other)
             True
         """
@@ -156,12 +156,12 @@ class Parts:
         return list(self.whole.jaxpr.invars)
 
     def values(self) -> dict[Var, Value]:
-        """Computes the arguments of the parts on the host."""
+        """Computes the arguments of the slices on the host."""
         return _computed(self.whole, self.first)
 
 
 def _is_inlined(equation: JaxprEqn) -> bool:
-    """Whether an equation is a call whose results may belong to several parts."""
+    """Whether an equation is a call whose results may belong to several slices."""
     return equation.primitive.name in CALLS and len(equation.outvars) > 1
 
 
@@ -201,8 +201,8 @@ def _is_hashable(params: Mapping[str, Any]) -> bool:
     return True
 
 
-def _cut(closed: ClosedJaxpr, first: Iterable[JaxprEqn]) -> list[Part]:
-    """Cuts a program into parts; their operands are its inputs and the results of `first`."""
+def _cut(closed: ClosedJaxpr, first: Iterable[JaxprEqn]) -> list[ProgramSlice]:
+    """Cuts a program into slices; their operands are its inputs and the results of `first`."""
     jaxpr = closed.jaxpr
     arguments = {*jaxpr.invars, *(v for equation in first for v in equation.outvars)}
     maker = {
@@ -214,7 +214,7 @@ def _cut(closed: ClosedJaxpr, first: Iterable[JaxprEqn]) -> list[Part]:
     slices = [_slice(jaxpr, maker, atom) for atom in jaxpr.outvars]
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     groups = _grouped(slices, {n for n in {*maker.values()} if _is_large(jaxpr.eqns[n])})
-    parts = []
+    made = []
     for results in groups:
         numbers = sorted(set().union(*(slices[n] for n in results)))
         outvars = [jaxpr.outvars[n] for n in results]
@@ -230,8 +230,8 @@ def _cut(closed: ClosedJaxpr, first: Iterable[JaxprEqn]) -> list[Part]:
             constvars=constvars, invars=list(operands), outvars=outvars, eqns=eqns
         )
         closed_part = ClosedJaxpr(program, [consts[v] for v in constvars])
-        parts.append(Part(closed_part, operands, tuple(results)))
-    return parts
+        made.append(ProgramSlice(closed_part, operands, tuple(results)))
+    return made
 
 
 def _slice(jaxpr: Jaxpr, maker: Mapping[Var, int], result: Atom) -> set[int]:
@@ -247,7 +247,7 @@ def _slice(jaxpr: Jaxpr, maker: Mapping[Var, int], result: Atom) -> set[int]:
 
 
 def _is_large(equation: JaxprEqn) -> bool:
-    """Whether an equation has a large array, so that only one part should compute it."""
+    """Whether an equation has a large array, so that only one slice should compute it."""
     atoms = (*equation.invars, *equation.outvars)
     inside = (v for e in _inside(equation) for v in e.outvars)
     return any(math.prod(shape_of(atom)) > SMALL for atom in (*atoms, *inside))
@@ -258,7 +258,7 @@ def _inside(equation: JaxprEqn) -> list[JaxprEqn]:
 
 
 def _grouped(slices: Sequence[set[int]], large: set[int]) -> list[list[int]]:
-    """Groups the results that need the same large equation; each group becomes one part."""
+    """Groups the results that need the same large equation; each group becomes one slice."""
     owner: dict[int, int] = {}
     group = list(range(len(slices)))
 
@@ -330,13 +330,15 @@ def wrapped(data: Array, impl: Hashable | None) -> Array:
     return data if impl is None else jax.random.wrap_key_data(data, impl=impl)  # type: ignore[arg-type]
 
 
-def run_part(part: Part, impls: Sequence[Hashable | None], values: Sequence[Array]) -> list[Array]:
-    """Runs a part, within a `jit`.
+def run_slice(
+    program_slice: ProgramSlice, impls: Sequence[Hashable | None], values: Sequence[Array]
+) -> list[Array]:
+    """Runs a slice, within a `jit`.
 
     Args:
-        part: the part.
+        program_slice: the slice.
         impls: for each operand, the generator if its value is the data of keys, else None.
         values: the values of the operands.
     """
     operands = [wrapped(x, impl) for x, impl in zip(values, impls, strict=True)]
-    return eval_jaxpr(part.program, operands)
+    return eval_jaxpr(program_slice.program, operands)

@@ -113,7 +113,7 @@ def _run(equation: JaxprEqn, operands: Sequence[UniformValue]) -> list[UniformVa
 
 def _scan(equation: JaxprEqn, operands: Sequence[UniformValue]) -> list[UniformValue]:
     (inner,) = inners(equation)
-    shared, carry, rows = inner.parts(operands)
+    shared, carry, rows = inner.split_operands(operands)
 
     def iteration(carry: list[UniformValue]) -> list[UniformValue]:
         return uniform_values(inner.program.jaxpr, inner.program.consts, [*shared, *carry, *rows])

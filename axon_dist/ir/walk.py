@@ -86,7 +86,7 @@ class Inner:
         """Returns the value of each input, from the values of the equation's operands."""
         return [values[number] for number in self.operands]
 
-    def parts(self, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+    def split_operands(self, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """Splits the operands' values into those shared, carried, and read row by row."""
         inputs = self.inputs(values)
         first_row = self.num_shared + self.num_carried
@@ -195,7 +195,7 @@ def inners(equation: JaxprEqn) -> list[Inner]:
     Example:
         >>> run = lambda x, ys: jax.lax.scan(lambda x, y: (x * y, x), x, ys)
         >>> (body,) = inners(jax.make_jaxpr(run)(1.0, jnp.ones(3)).jaxpr.eqns[0])
-        >>> body.parts(["x", "ys"]), body.times
+        >>> body.split_operands(["x", "ys"]), body.times
         (([], ['x'], ['ys']), 3)
     """
     name = equation.primitive.name

@@ -95,7 +95,7 @@ class Child:
         if self.pump is not None:
             # The rank's last output may not be in the log yet.
             self.pump.join(_PUMP_SECONDS)
-        words = last_words(self.log)
+        words = last_message(self.log)
         return f"rank {self.rank} exited with code {code}{f': {words}' if words else ''}"
 
 
@@ -196,12 +196,12 @@ class Reaper:
     this up takes a fork, which JAX warns about.
 
     Args:
-        doomed: a folder to remove when the launcher dies; "" for none.
+        remove_folder: a folder to remove when the launcher dies; "" for none.
     """
 
-    def __init__(self, doomed: str = "") -> None:
+    def __init__(self, remove_folder: str = "") -> None:
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _GUARD, doomed],
+            ["/bin/sh", "-c", _GUARD, remove_folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -234,7 +234,7 @@ def lasting(tell: Callable[[str], None]) -> Callable[[str], None]:
     return tell_or_not
 
 
-def last_words(log: Path) -> str:
+def last_message(log: Path) -> str:
     """The last line of this library in a log, else the last error, else the last line.
 
     The error below a traceback need not be the last line: its message may have several lines, and

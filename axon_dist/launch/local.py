@@ -432,9 +432,9 @@ class _Attempt:
 
     def run(self) -> int:
         """Starts the ranks, waits for their end, and leaves none running."""
-        doomed = "" if MEMORY in os.environ else self.base.get(MEMORY, "")
+        remove_folder = "" if MEMORY in os.environ else self.base.get(MEMORY, "")
         self.notice.children = self.children
-        with contextlib.closing(Reaper(doomed)) as guard:
+        with contextlib.closing(Reaper(remove_folder)) as guard:
             try:
                 self._start(guard)
                 if self.notice:

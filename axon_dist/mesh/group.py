@@ -63,7 +63,7 @@ class ProcessGroup(metaclass=_Group):
         members: the global ranks of a group by rank list, or None for a group by axes.
 
     Raises:
-        GroupError: for unknown axes, and for ranks that are none, repeated or out of range.
+        GroupError: for unknown axes, and for ranks that do not exist, are repeated or out of range.
 
     Example:
         >>> from axon_dist.mesh import World

@@ -56,7 +56,7 @@ _DEFAULTS = {
     "tie_word_embeddings": False,
     "rope_theta": 10_000.0,
 }
-_PARTS: Mapping[str, Any] = {
+_FIXED: Mapping[str, Any] = {
     "norm": "rms",
     "norms": "before",
     "qk_norm": "none",
@@ -153,7 +153,7 @@ class Family:
         name: the name for people.
         model_type: the `model_type` in `config.json`.
         architecture: the class of its models in `transformers`.
-        parts: fields of `TransformerConfig` that are fixed in this family; override `_PARTS`.
+        fixed: fields of `TransformerConfig` that are fixed in this family; override `_FIXED`.
         keys: fields of a `TransformerConfig` -> keys of `config.json`, in addition to `sizes`.
         defaults: values of keys that a config may leave out, None for no value; the family has an
             optional key only if it is listed here.
@@ -173,7 +173,7 @@ class Family:
     name: str
     model_type: str
     architecture: str
-    parts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
@@ -248,7 +248,7 @@ class Family:
         fields = {
             own_name: data[hub_name] for own_name, hub_name in {**self.sizes, **self.keys}.items()
         }
-        fields |= {**self.parts, **self._rotation(data, bool(windows))}
+        fields |= {**self.fixed, **self._rotation(data, bool(windows))}
         if biases:
             fields["bias"] = any(biases.values())
         if self.scales_embeddings:
@@ -264,17 +264,17 @@ class Family:
 
     def to_hub(self, config: TransformerConfig) -> dict[str, Any]:
         """Converts the config of a `Transformer` of this family to a `config.json`."""
-        parts = {**_PARTS, **self.parts}
+        fixed = {**_FIXED, **self.fixed}
         if self._has("rope_local_base_freq") and config.windows:
-            del parts["local_rope_theta"]
+            del fixed["local_rope_theta"]
         if self._bias_keys:
-            del parts["bias"]
-        parts["embedding_scale"] = config.width**0.5 if self.scales_embeddings else 1.0
+            del fixed["bias"]
+        fixed["embedding_scale"] = config.width**0.5 if self.scales_embeddings else 1.0
         if not self._has("query_pre_attn_scalar"):
-            parts["score_scale"] = config.key_size**-0.5
+            fixed["score_scale"] = config.key_size**-0.5
         if "num_kv_heads" not in self.sizes:
-            parts |= {"kv_heads": config.num_heads, "key_size": config.width // config.num_heads}
-        require(config, self.name, {k: v for k, v in parts.items() if k not in self.keys})
+            fixed |= {"kv_heads": config.num_heads, "key_size": config.width // config.num_heads}
+        require(config, self.name, {k: v for k, v in fixed.items() if k not in self.keys})
         names = {own_name: hub_name for hub_name, own_name in reversed([*ACTIVATIONS.items()])}
         entries = {
             "architectures": [self.architecture],
@@ -313,7 +313,7 @@ class Family:
 
     @property
     def _is_rotary(self) -> bool:
-        return self.parts.get("positions", "rotary") == "rotary"
+        return self.fixed.get("positions", "rotary") == "rotary"
 
     def _rotation(self, data: Mapping[str, Any], has_windows: bool) -> dict[str, Any]:
         if not self._is_rotary:

@@ -20,7 +20,7 @@ _FUSED: Mapping[str, str | tuple[str, ...]] = {
     "mlp.down_proj": "mlp/down",
 }
 _QWEN_WINDOWS = {"sliding_window": 4096, "use_sliding_window": False}
-_GEMMA_PARTS = {"norm": "rms_plus_one", "norms": "both"}
+_GEMMA_FIXED = {"norm": "rms_plus_one", "norms": "both"}
 _GEMMA = {
     "head_dim": 256,
     "tie_word_embeddings": True,
@@ -49,7 +49,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
             "GPT-2",
             "gpt2",
             "GPT2LMHeadModel",
-            parts={"norm": "layer", "positions": "learned", "gated": False, "bias": True},
+            fixed={"norm": "layer", "positions": "learned", "gated": False, "bias": True},
             defaults={
                 "vocab_size": 50_257,
                 "n_embd": 768,
@@ -108,7 +108,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
             "Qwen2",
             "qwen2",
             "Qwen2ForCausalLM",
-            parts={"qkv_bias": True},
+            fixed={"qkv_bias": True},
             defaults={**_QWEN_WINDOWS, "max_window_layers": 28, "max_position_embeddings": 32_768},
             windows="listed",
         ),
@@ -116,7 +116,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
             "Qwen3",
             "qwen3",
             "Qwen3ForCausalLM",
-            parts={"qk_norm": "head"},
+            fixed={"qk_norm": "head"},
             defaults={
                 **_QWEN_WINDOWS,
                 "max_window_layers": 28,
@@ -130,7 +130,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
             "Gemma 2",
             "gemma2",
             "Gemma2ForCausalLM",
-            parts=_GEMMA_PARTS,
+            fixed=_GEMMA_FIXED,
             keys=_CAPS,
             defaults={
                 **_GEMMA,
@@ -148,7 +148,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
             "Gemma 3 (text)",
             "gemma3_text",
             "Gemma3ForCausalLM",
-            parts={**_GEMMA_PARTS, "qk_norm": "head"},
+            fixed={**_GEMMA_FIXED, "qk_norm": "head"},
             keys=_CAPS,
             defaults={
                 **_GEMMA,
@@ -182,7 +182,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
             "OLMo 2",
             "olmo2",
             "Olmo2ForCausalLM",
-            parts={"norms": "after", "qk_norm": "all"},
+            fixed={"norms": "after", "qk_norm": "all"},
             defaults={"rms_norm_eps": 1e-5},
             only=_NO_BIAS,
         ),
@@ -211,7 +211,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
             "Qwen3-MoE",
             "qwen3_moe",
             "Qwen3MoeForCausalLM",
-            parts={"qk_norm": "head"},
+            fixed={"qk_norm": "head"},
             defaults={
                 **_QWEN_WINDOWS,
                 "num_key_value_heads": 4,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from ..core.errors import ConfigError, reworded
+from ..core.renamed import renamed_fields
 from ..core.typing import Path, Shape
 from ..core.words import first_few, ranges
 
@@ -163,6 +164,7 @@ _IS_PATTERN = re.compile(r"(?<!\\)[.^$*+?{}\[\]|()]|\\[a-zA-Z0-9]")
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
+@renamed_fields(parts="split_sizes")
 @dataclasses.dataclass(frozen=True)
 class WeightRule:
     r"""One row of the table: names of tensors, paths of parameters, and how to convert them.
@@ -181,8 +183,8 @@ class WeightRule:
             `form`, along which a tensor is split.
         stack: a group that no path has; its values index dim 0 of the parameter. Several groups
             index its first dims.
-        parts: the lengths of the concatenated tensors along `dim`, for splitting the parameter
-            when it is written; None for equal lengths.
+        split_sizes: the lengths of the concatenated tensors along `dim`, for splitting the
+            parameter when it is written; None for equal lengths.
 
     Example:
         >>> rule = WeightRule(
@@ -202,7 +204,7 @@ class WeightRule:
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
     dim: int = 0
     stack: str | tuple[str, ...] | None = None
-    parts: tuple[int, ...] | None = None
+    split_sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for field in ("names", "paths"):
@@ -233,8 +235,10 @@ class WeightRule:
         _ = self.as_form
         if self.dim < 0:
             raise ConfigError(f"{self} has dim={self.dim}; count dims from 0")
-        if self.parts is not None and len(self.parts) != len(self.names):
-            raise ConfigError(f"{self} has parts={self.parts}; give a length for each name")
+        if self.split_sizes is not None and len(self.split_sizes) != len(self.names):
+            raise ConfigError(
+                f"{self} has split_sizes={self.split_sizes}; give a length for each name"
+            )
         for name in self.names:
             self._check_groups(name)
 
@@ -339,7 +343,7 @@ NATIVE = WeightRules((WeightRule(r"(?P<path>.+)", "{path}"),))
 
 
 def _compiled(pattern: str, owner: object) -> re.Pattern[str]:
-    with reworded(f"{owner}: {pattern!r} is no regular expression", "correct it", of=re.error):
+    with reworded(f"{owner}: {pattern!r} is not a regular expression", "correct it", of=re.error):
         return re.compile(pattern)
 
 

@@ -141,7 +141,7 @@ def kind_of(
 def differs_by_heads(
     attend: Callable[..., Array],
     heads_of: tuple[Any, Any, Any],
-    parts: int,
+    num_groups: int,
     has_segments: bool = False,
 ) -> str:
     """Says why calling a function per group of heads changes its result; "" if it does not.
@@ -149,7 +149,7 @@ def differs_by_heads(
     Args:
         attend: as for `kind_of`; it may compute with values of a module.
         heads_of: queries `[B, T, H, K]`, keys and values `[B, T, N, K]`, arrays or shapes.
-        parts: the number of groups of heads.
+        num_groups: the number of groups of heads.
         has_segments: whether `attend` takes segments, integers `[B, T]`.
     """
     shapes = [tuple(x.shape[1:]) for x in heads_of]
@@ -179,7 +179,7 @@ def differs_by_heads(
         sizes = [(1, lengths[i > 0], *shape[1:]) for i, shape in enumerate(shapes)]
         arrays = [rng.normal(size=size).astype(np.float32) for size in sizes]
         whole = run(length, arrays)
-        cuts = zip(*(np.split(x, parts, axis=2) for x in arrays), strict=True)
+        cuts = zip(*(np.split(x, num_groups, axis=2) for x in arrays), strict=True)
         pieces = np.concatenate([run(length, list(cut)) for cut in cuts], axis=2)
         worst = float(np.abs(whole - pieces).max())
         return "" if worst < 1e-3 else f"gives heads other results by {worst:.2g} where others are"
@@ -297,7 +297,7 @@ class _Trial:
             return Unread("lets every position see one key alone")
         fitted = self._fit(row, seen)
         if fitted is None:
-            return Unread("has scores that are no multiple of q k^T by a number of its program")
+            return Unread("has scores that are not q k^T times a number of its program")
         return AttentionKind(bool(causal), fitted[0], window, fitted[1])
 
     def _inputs(self) -> list[np.ndarray]:

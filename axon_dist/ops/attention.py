@@ -111,7 +111,7 @@ def splash_obstacle(query: Array) -> str | None:
 def no_blocks(length: int) -> str | None:
     """Returns why a sequence cannot be cut into the kernel's blocks, or None if it can."""
     if length % _BLOCKS[-1]:
-        return f"the length of {length} is no multiple of {_BLOCKS[-1]}."
+        return f"the length of {length} is not a multiple of {_BLOCKS[-1]}."
     return None
 
 

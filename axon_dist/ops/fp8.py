@@ -345,7 +345,7 @@ def _reason(path: Path, layer: DenseLayer, stacks: Sequence[Path], skip: Sequenc
         return "is in no block"
     is_custom = layer.dot_general not in (None, jax.lax.dot_general)
     if is_custom or getattr(layer, "dot_general_cls", None) is not None:
-        return "has a dot_general of its own"
+        return "has its own dot_general"
     rows, columns = _sizes(layer)
     if getattr(layer, "batch_axis", None) or rows is None:
         return "multiplies other dims than the last"

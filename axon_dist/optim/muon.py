@@ -408,7 +408,7 @@ def _axes(x: Any, dims: Dims | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         raise ConfigError(
             f"muon_weight_dimension_numbers has {dims!r:.60} for an array of shape "
             f"{tuple(x.shape)}; give an optax.contrib.MuonDimensionNumbers, or None where an array "
-            "is no matrix"
+            "is not a matrix"
         )
 
     def read(axes):

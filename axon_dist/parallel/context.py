@@ -259,13 +259,14 @@ class SplitAttention:
             return attend(module, query=query, key=key, value=value, **more)
 
         if not is_ring:
-            parts = self.check_heads(query.shape[2])
-            key, value = (self._shared(x, query.shape[2], parts) for x in (key, value))
-            why = differs_by_heads(called, (query, key, value), parts, has_segments)
-            if parts > 1 and why:
+            num_heads = query.shape[2]
+            num_groups = self.check_heads(num_heads)
+            key, value = (self._shared(x, num_heads, num_groups) for x in (key, value))
+            why = differs_by_heads(called, (query, key, value), num_groups, has_segments)
+            if num_groups > 1 and why:
                 raise UnsupportedError(
-                    f"{name} {why}; the ranks of Ulysses call it with {query.shape[2] // parts} of "
-                    f"{query.shape[2]} heads each. Make its result for a head independent of the "
+                    f"{name} {why}; the ranks of Ulysses call it with {num_heads // num_groups} of "
+                    f"{num_heads} heads each. Make its result for a head independent of the "
                     "other heads, or use another strategy, such as fsdp()",
                     code="heads-not-independent",
                 )
@@ -286,7 +287,7 @@ class SplitAttention:
         return self.layout.mesh.shape[self.axis]
 
     def check_heads(self, total: int) -> int:
-        """Returns the number of parts that the heads are divided into.
+        """Returns the number of groups that the heads are divided into.
 
         Raises:
             DivisibilityError: when `total` heads do not divide by it.
@@ -304,9 +305,9 @@ class SplitAttention:
         return split * exchanged
 
     @staticmethod
-    def _shared(heads: Array, num_queries: int, parts: int) -> Array:
+    def _shared(heads: Array, num_queries: int, num_groups: int) -> Array:
         """Repeats key heads once per query head where they are too few to divide."""
-        repeat = 1 if heads.shape[2] % parts == 0 else num_queries // heads.shape[2]
+        repeat = 1 if heads.shape[2] % num_groups == 0 else num_queries // heads.shape[2]
         return jnp.repeat(heads, repeat, axis=2) if repeat > 1 else heads
 
     def _check_positions(self, length: int, causal: bool) -> None:

@@ -18,14 +18,14 @@ from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision
 from ..sharding import LargestDim, Replicate
 from .plans import AutoWrapPolicy, CPUOffload, OuterLoop
-from .strategy import Reduction, Strategy, axes_of
+from .strategy import Reduction, Strategy, axes_of, axes_or
 
 _P = ParamSpec("_P")
 
 
 @checked()
 def ddp(
-    axes: str | tuple[str, ...] = ("dp",),
+    axes: str | tuple[str, ...] | None = None,
     *,
     sync: GradSyncStrategy = GradSyncStrategy.SYNCHRONOUS,
     bucket_capacity: int | None = None,
@@ -36,7 +36,7 @@ def ddp(
     """Data parallelism as a strategy: the batch is split over `axes`, everything else replicated.
 
     Args:
-        axes: the mesh axes that split the batch.
+        axes: the mesh axes that split the batch; None for `dp`, or `fsdp` on a mesh without it.
         sync: SYNCHRONOUS, or OVERLAPPED to let reductions run concurrently.
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA, except that
             OVERLAPPED then uses 25 million (100 MB in float32).
@@ -67,7 +67,8 @@ def ddp(
     if bucket_capacity is None and sync is GradSyncStrategy.OVERLAPPED:
         bucket_capacity = 25_000_000
     reduction = Reduction(per, sync, bucket_capacity, reduce_dtype, broadcast_buffers)
-    return Strategy("ddp", batch_axes=axes_of(axes), reduction=reduction)
+    over, defaults = axes_or(axes, "dp")
+    return Strategy("ddp", batch_axes=over, reduction=reduction, default_axes=defaults)
 
 
 MIN_ELEMENTS = 1024
@@ -130,7 +131,7 @@ _REMAT = ArgumentKind(
 @checked(min_elements=SIZE, auto_wrap_policy=_WRAP, activation_checkpointing=_REMAT)
 def zero(
     stage: int | ZeROStage,
-    axes: str | tuple[str, ...] = ("dp",),
+    axes: str | tuple[str, ...] | None = None,
     *,
     shard_axes: str | tuple[str, ...] | None = None,
     cpu_offload: CPUOffload | str = CPUOffload.NONE,
@@ -150,8 +151,8 @@ def zero(
 
     Args:
         stage: 0 to 3.
-        axes: the mesh axes that split the batch. An axis that a composed `context_parallel` also
-            uses splits the arrays but no samples.
+        axes: the mesh axes that split the batch; None for `dp`, or `fsdp` on a mesh without it. An
+            axis that a composed `context_parallel` also uses splits the arrays but no samples.
         shard_axes: the axes that split the arrays; all of `axes` by default. A subset makes hybrid
             sharding: split over the subset, replicated over the others.
         cpu_offload: which arrays live in host memory between steps.
@@ -183,12 +184,12 @@ def zero(
             f"unknown ZeRO stage {stage!r}; it must be a number from 0 to 3, such as zero(1)"
         )
     row = ZERO[ZeROStage(stage)]
-    axes = axes_of(axes)
+    axes, defaults = axes_or(axes, "dp")
     over = axes if shard_axes is None else axes_of(shard_axes)
     if not set(over) <= set(axes):
         raise ConfigError(
             f"shard axes {over} must be one or more of the batch axes {axes}; the ranks that split "
-            "an array must have samples of their own"
+            "an array must have different samples"
         )
     label = name or f"zero{int(stage)}"
     split = LargestDim(over, min_elements, label)
@@ -206,6 +207,7 @@ def zero(
         precision=None if mixed_precision is None else MixedPrecision.of(mixed_precision),
         remat=activation_checkpointing,
         offload=CPUOffload(cpu_offload),
+        default_axes=defaults,
     )
 
 
@@ -262,7 +264,7 @@ def _sharding_strategy_first(make: Callable[_P, Strategy]) -> Callable[_P, Strat
 @_sharding_strategy_first
 @checked(min_elements=SIZE, auto_wrap_policy=_WRAP, activation_checkpointing=_REMAT)
 def fsdp(
-    axes: str | tuple[str, ...] = ("fsdp",),
+    axes: str | tuple[str, ...] | None = None,
     sharding_strategy: ShardingStrategy | str | tuple[str, ...] = ShardingStrategy.FULL_SHARD,
     *,
     cpu_offload: CPUOffload | str = CPUOffload.NONE,
@@ -278,7 +280,8 @@ def fsdp(
     says. With full sharding, each block's parameters are gathered when it runs.
 
     Args:
-        axes: the mesh axes that split the batch; HYBRID_SHARD splits arrays over the last. An axis
+        axes: the mesh axes that split the batch; HYBRID_SHARD splits arrays over the last. None
+            for `fsdp`, or `dp` on a mesh without it; HYBRID_SHARD for `("dp", "fsdp")`. An axis
             that a composed `context_parallel` also uses splits the arrays but no samples.
         sharding_strategy: which arrays are split. The two may also come in the other order, as in
             `fsdp("hybrid_shard", ("dp", "fsdp"))`.
@@ -304,13 +307,13 @@ def fsdp(
     """
     kind = ShardingStrategy(sharding_strategy)
     hybrid = kind is ShardingStrategy.HYBRID_SHARD
-    axes = axes_of(axes)
+    axes, defaults = (("dp", "fsdp"), ()) if axes is None and hybrid else axes_or(axes, "fsdp")
     if hybrid and len(axes) < 2:
         raise ConfigError(
             f"hybrid_shard got the axes {axes}; it needs one to replicate over and a last one to "
             'split over, such as ("dp", "fsdp")'
         )
-    return zero(
+    made = zero(
         STAGES[kind],
         axes,
         shard_axes=axes[-1:] if hybrid else axes,
@@ -322,6 +325,7 @@ def fsdp(
         reduction=reduction,
         name=_NAMES[kind],
     )
+    return dataclasses.replace(made, default_axes=defaults)
 
 
 @checked(every=COUNT, fragments=COUNT, outer=OPTIMIZER.or_none())
@@ -414,7 +418,7 @@ def _slow(
     if fragments > every:
         raise ConfigError(
             f"{name} got fragments={fragments} and every={every}; each fragment synchronizes at a "
-            f"step of its own, so give at most {every} fragments, or more steps"
+            f"different step, so give at most {every} fragments, or more steps"
         )
     optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     plan = OuterLoop(

@@ -25,13 +25,13 @@ Dims: TypeAlias = list[int]
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A dim made of parts: `size = parts * inner`, or the factors of a reshape.
+    """A dim cut into blocks, `size = num_fused * inner`, or into the factors of a reshape.
 
     Args:
         dim: node of the dim.
         piece: node of the part or factor.
-        parts: how many equal blocks the dim holds one after another, each in the piece's order; 1
-            for the major factor.
+        num_fused: how many equal blocks the dim holds one after another, each in the piece's
+            order; 1 for the major factor.
         by_reshape: whether a reshape separates the blocks, rather than slices.
         repeats: whether the dim repeats every element of the piece, such as key heads that several
             query heads share.
@@ -39,7 +39,7 @@ class Cut:
 
     dim: int
     piece: int
-    parts: int
+    num_fused: int
     by_reshape: bool
     repeats: bool = False
 
@@ -173,7 +173,7 @@ def _follow_inner(
 
     Of a conditional the last branch is followed, which is the one for any platform.
     """
-    shared, carry, stacked = inner.parts(operands)
+    shared, carry, stacked = inner.split_operands(operands)
     rows = [dataclasses.replace(value, dims=value.dims[1:]) for value in stacked]
     outputs = follow(flow, inner.program.jaxpr, [*shared, *carry, *rows])
     if equation.primitive.name not in ("scan", "cond"):
@@ -357,9 +357,9 @@ class _Step:
             at = numbers.index(factor)
             # Only the first two factors can be split; the others need no `Cut`.
             if at < _CUT:
-                parts = 1 if at == 0 else self.flow.sizes[self._piece(numbers[0])]
+                num_fused = 1 if at == 0 else self.flow.sizes[self._piece(numbers[0])]
                 repeats = at == 0 and self._piece(numbers[1]) in self.flow.repeated
-                self.flow.cuts.append(Cut(wholes[0], pieces[0], parts, True, repeats))
+                self.flow.cuts.append(Cut(wholes[0], pieces[0], num_fused, True, repeats))
             return True
         return False
 
@@ -380,8 +380,8 @@ class _Step:
             if self.name == "pad":
                 self._spoil([source, node], "goes through pad")
             elif sizes[node] > 1 and sizes[source] % sizes[node] == 0:
-                parts = sizes[source] // sizes[node]
-                self.flow.cuts.append(Cut(source, node, parts, False))
+                num_fused = sizes[source] // sizes[node]
+                self.flow.cuts.append(Cut(source, node, num_fused, False))
             else:
                 self.flow.spoil(source, f"is indexed by {self.name}")
         if not outs:

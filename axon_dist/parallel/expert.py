@@ -101,7 +101,7 @@ def expert_parallel(
         >>> strategy = expert_parallel()
         >>> strategy.params("blocks/0/mlp/up", (8, 64, 256), MeshSpec(ep=4))
         P('ep', None, None)
-        >>> strategy.batch_axes, strategy.resident
+        >>> strategy.batch_axes, strategy.ungathered_axes
         (('ep',), ('ep',))
 
     Source: Lepikhin et al., GShard, arXiv:2006.16668; Fedus et al., Switch Transformers,
@@ -118,7 +118,7 @@ def expert_parallel(
         params=policy,
         opt_state=policy,
         layers=(ExpertLayers(ExpertForm(form), capacity, policy),),
-        resident=(axis,),
+        ungathered_axes=(axis,),
     )
 
 
@@ -366,8 +366,8 @@ class SplitExperts:
         # Tensor parallelism splits the hidden features, where all kernels divide.
         sizes = [kernel.shape[module.hidden_dims[name]] for name, kernel in kernels.items()]
         features = self.layout.heads
-        num_parts = self.layout.size(features)
-        if any(n % num_parts for n in sizes) or not _adds_up(module, tokens, kernels, num_parts):
+        num_shards = self.layout.size(features)
+        if any(n % num_shards for n in sizes) or not _adds_up(module, tokens, kernels, num_shards):
             features = ()
         places = {
             name: _place(kernel.ndim, self.axis, module.hidden_dims[name], features)
@@ -535,9 +535,9 @@ def compare_with_tokens(
     return found if found.was_run else compare(mixed, by_token, shapes(2**31))
 
 
-def _adds_up(module: Any, tokens: Array, kernels: PyTree, num_parts: int) -> bool:
+def _adds_up(module: Any, tokens: Array, kernels: PyTree, num_shards: int) -> bool:
     """Whether a module's `feed` is the sum of its results for parts of the hidden features."""
-    if num_parts == 1 or is_from(type(module).feed, _OURS):
+    if num_shards == 1 or is_from(type(module).feed, _OURS):
         return True
     rows = jax.ShapeDtypeStruct((2, tokens.shape[-1]), tokens.dtype)
     of_one = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in kernels.items()}
@@ -546,8 +546,8 @@ def _adds_up(module: Any, tokens: Array, kernels: PyTree, num_parts: int) -> boo
         return module.feed(jnp.matmul, rows, kernels)
 
     def fed_in_parts(rows: Array, kernels: PyTree) -> Array:
-        cut = {n: jnp.split(x, num_parts, module.hidden_dims[n]) for n, x in kernels.items()}
-        parts = ({name: x[i] for name, x in cut.items()} for i in range(num_parts))
+        cut = {n: jnp.split(x, num_shards, module.hidden_dims[n]) for n, x in kernels.items()}
+        parts = ({name: x[i] for name, x in cut.items()} for i in range(num_shards))
         return jnp.sum(jnp.stack([fed(rows, part) for part in parts]), axis=0)
 
     name = f"{type(module).__name__}.feed"

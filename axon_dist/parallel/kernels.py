@@ -111,17 +111,17 @@ class OverMesh:
         if is_partitioned or not (not_manual if self.is_opaque else batch or heads):
             return call(query, key, value, *more)
         if not is_from(attend, "axon_dist.models.", "axon_dist.nn."):
-            parts = _compare_parts(call, (query, key, value, *more), bool(batch), ways(heads))
+            comparison = _compare_parts(call, (query, key, value, *more), bool(batch), ways(heads))
             name = f"{type(module).__name__}.attend"
-            if self.is_opaque and not parts.is_equal:
+            if self.is_opaque and not comparison.is_equal:
                 raise UnsupportedError(
-                    f"{name} {parts.why}, and attention={module.form!r} "
+                    f"{name} {comparison.why}, and attention={module.form!r} "
                     "runs it as one kernel on the samples and heads of each rank. Make its result "
                     "for a sample and a head independent of the others, or set form='einsum', "
                     "which the compiler partitions",
                     code="kernel-mixes-samples-or-heads",
                 )
-            if not parts.holds(name, "is left to the compiler"):
+            if not comparison.holds(name, "is left to the compiler"):
                 return call(query, key, value, *more)
         spec = PartitionSpec(batch or None, None, heads or None, None)
         run = jax.shard_map(
@@ -136,7 +136,7 @@ class OverMesh:
 
 
 def _compare_parts(
-    call: Function, arrays: Sequence[Array], divides_samples: bool, num_parts: int
+    call: Function, arrays: Sequence[Array], divides_samples: bool, num_groups: int
 ) -> Comparison:
     """Compares attention of parts of the samples and heads with attention of all of them.
 
@@ -144,11 +144,11 @@ def _compare_parts(
         call: `(query, key, value[, segments])` -> results.
         arrays: the arguments of a call.
         divides_samples: whether the samples are divided.
-        num_parts: into how many parts the heads are divided.
+        num_groups: into how many groups the heads are divided.
     """
     query, key, value, *segments = arrays
-    if num_parts > 1 and (
-        why := differs_by_heads(call, (query, key, value), num_parts, bool(segments))
+    if num_groups > 1 and (
+        why := differs_by_heads(call, (query, key, value), num_groups, bool(segments))
     ):
         return Comparison(False, why)
     if not divides_samples:
@@ -294,24 +294,24 @@ class Spread:
             return grad[None] if is_stacked else all_sum(grad, ranks)
 
         def local(*operands: Array) -> PyTree:
-            parts = evaluate(how, Operands(*operands), wants, axis, memory_bytes)
-            total, hits = (all_sum(x, ranks) if ranks else x for x in (parts.total, parts.hits))
-            of_hidden, *of_head = parts.grads
+            result = evaluate(how, Operands(*operands), wants, axis, memory_bytes)
+            total, hits = (all_sum(x, ranks) if ranks else x for x in (result.total, result.hits))
+            of_hidden, *of_head = result.grads
             of_kernel, of_bias = map(summed, of_head, (operands[1], operands[4]))
-            return total, hits, parts.losses, (of_hidden, of_kernel, of_bias)
+            return total, hits, result.losses, (of_hidden, of_kernel, of_bias)
 
         lead = (ranks,) if is_stacked else ()
         of_head = PartitionSpec(*lead, None, columns), PartitionSpec(*lead, columns)
         specs = positions, kernel, positions, positions, bias
         results = (full, full, positions, (positions, *of_head))
-        parts = LossParts(*layout.mapped(local, specs, results, check_vma=False)(*operands))
+        result = LossParts(*layout.mapped(local, specs, results, check_vma=False)(*operands))
         if not is_stacked:
-            return parts
+            return result
 
         def add(x):
             return None if x is None else jax.lax.reduce_sum(x, (0,))
 
-        return parts._replace(grads=(parts.grads[0], *map(add, parts.grads[1:])))
+        return result._replace(grads=(result.grads[0], *map(add, result.grads[1:])))
 
 
 COLUMNS, ROWS = "into_columns", "into_rows"

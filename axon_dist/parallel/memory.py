@@ -32,11 +32,11 @@ class FSDPMemoryStats:
         replicated_bytes: bytes of the three together on one device if nothing were split.
 
     Example:
-        >>> stats = FSDPMemoryStats(5050, 5050, 5050, 10100, 4, "full_shard", 80800)
+        >>> stats = FSDPMemoryStats(5050, 5050, 5050, 10100, 4, "fsdp", 80800)
         >>> stats.total_memory_bytes, stats.memory_savings
         (20200, 0.75)
         >>> print(stats)
-        full_shard total: 19.7 KiB (savings 75.0%)
+        fsdp total: 19.7 KiB (savings 75.0%)
     """
 
     total_params: int

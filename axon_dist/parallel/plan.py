@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.checks import TEXT
 from ..core.errors import ConfigError, DivisibilityError, did_you_mean
+from ..core.renamed import renamed_fields
 from ..core.typing import Path, Shape
 from ..core.words import pattern_error
 from ..nn import ParallelMode
@@ -28,6 +29,7 @@ TABLES = ("embedding",)
 """Leaves of these names hold one row per token."""
 
 
+@renamed_fields(unit="multiple_of", parts="num_fused")
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """How the layers whose path matches a pattern are split.
@@ -38,10 +40,9 @@ class Rule:
         mode: how they are split.
         dim: the dim of the kernel that is split, counted from the end; None is the last for
             columns, and the last but one for rows and token tables.
-        unit: how many features must stay together, such as the size of a head.
-        optional: whether the layer stays whole, instead of raising, where the units do not divide.
-        parts: how many blocks of units are concatenated in the kernel, such as 3 for queries, keys
-            and values.
+        multiple_of: each rank gets a multiple of this many features, such as the size of a head.
+        optional: whether the layer stays whole, instead of raising, where the dim does not divide.
+        num_fused: how many layers are fused in the kernel, such as 3 for queries, keys and values.
         stacked: whether the model separates the blocks by a reshape, rather than by slices.
         reason: a clause that explains the rule, for tables.
 
@@ -53,9 +54,9 @@ class Rule:
     pattern: str
     mode: ParallelMode
     dim: int | None = None
-    unit: int = 1
+    multiple_of: int = 1
     optional: bool = False
-    parts: int = 1
+    num_fused: int = 1
     stacked: bool = False
     reason: str = "by the plan"
 
@@ -193,9 +194,11 @@ class ByPlan(Policy):
             return Decision(PartitionSpec(), self.name, f"{rule.mode}: every rank holds it whole")
         dim = len(shape) + back
         size = mesh.shape[self.axis]
-        if (shape[dim] // rule.unit) % size or shape[dim] % rule.unit:
+        if (shape[dim] // rule.multiple_of) % size or shape[dim] % rule.multiple_of:
             if rule.optional:
-                why = f"{shape[dim] // rule.unit} units do not divide over {self.axis}={size}"
+                why = (
+                    f"{shape[dim] // rule.multiple_of} units do not divide over {self.axis}={size}"
+                )
                 return Decision(PartitionSpec(), self.name, f"stays whole: {why}")
             raise indivisible(path, shape, dim, rule, self.axis, size)
         spec = PartitionSpec(*(None,) * dim, self.axis)
@@ -233,8 +236,12 @@ def indivisible(
     path: Path, shape: Shape, dim: int, rule: Rule, axis: str, size: int
 ) -> DivisibilityError:
     """Returns the error for a dim that does not divide over an axis; names the sizes that do."""
-    units = shape[dim] // rule.unit
-    what = f"features of dim {dim}" if rule.unit == 1 else f"heads of {rule.unit} features"
+    units = shape[dim] // rule.multiple_of
+    what = (
+        f"features of dim {dim}"
+        if rule.multiple_of == 1
+        else f"heads of {rule.multiple_of} features"
+    )
     valid = [n for n in range(1, units + 1) if units % n == 0][:12]
     return DivisibilityError(
         f"{path} of shape {shape}: {units} {what} do not divide over {axis}={size}; choose a size "

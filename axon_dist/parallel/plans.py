@@ -1,4 +1,4 @@
-"""Parts of a strategy as values: units to wrap, offload, a pipeline, slow links."""
+"""Values that a strategy holds: units to wrap, offload, a pipeline, an outer loop."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class OuterLoop:
         every: H, the steps between two outer steps.
         outer: the transformation whose gradient is Δ.
         compression: how Δ is compressed to be sent; None sends float32.
-        fragments: P, into how many parts the parameters are cut. Part p synchronizes after
+        fragments: P, into how many fragments the parameters are cut. Fragment p synchronizes after
             H·(p+1)/P of every H steps, so that the link carries one part at a time.
     """
 
@@ -83,7 +83,7 @@ class OuterLoop:
 
         return tuple(part for part in range(self.fragments) if step % self.every == at(part))
 
-    def parts(self, sizes: Mapping[Path, int]) -> tuple[frozenset[Path], ...]:
+    def fragment_paths(self, sizes: Mapping[Path, int]) -> tuple[frozenset[Path], ...]:
         """Cuts the parameters, in their order, into fragments of about equal size.
 
         Args:
@@ -94,7 +94,7 @@ class OuterLoop:
 
         Example:
             >>> plan = OuterLoop("nodes", 4, optax.with_extra_args_support(optax.sgd(1.0)), None, 2)
-            >>> [sorted(part) for part in plan.parts({"a": 4, "b": 4, "c": 8})]
+            >>> [sorted(paths) for paths in plan.fragment_paths({"a": 4, "b": 4, "c": 8})]
             [['a', 'b'], ['c']]
         """
         groups: list[set[Path]] = [set() for _ in range(self.fragments)]
@@ -119,8 +119,10 @@ class OuterLoop:
         """
         if self.compression is None:
             return math.floor(2 * (ranks - 1) * 4 * sum(sizes.values()) / ranks)
-        parts = [[sizes[path] for path in sizes if path in part] for part in self.parts(sizes)]
-        return sum(self.compression.wire_bytes(part, ranks) for part in parts)
+        fragments = [
+            [sizes[path] for path in sizes if path in paths] for paths in self.fragment_paths(sizes)
+        ]
+        return sum(self.compression.wire_bytes(fragment, ranks) for fragment in fragments)
 
 
 HOST = "pinned_host"

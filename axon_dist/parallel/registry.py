@@ -26,12 +26,9 @@ from .expert import ExpertForm, expert_parallel
 from .pipelining import pipelined
 from .plan import PRESETS
 from .plans import DEFAULT_SYNC_EVERY
-from .strategy import Strategy
+from .strategy import DATA_AXES, Strategy
 from .suggest import suggest_plan
 from .tensor import tensor_parallel
-
-DATA_AXES = ("dp", "fsdp")
-"""The axes that split samples."""
 
 POSITION_AXIS = "cp"
 """The axis that splits positions."""
@@ -102,6 +99,11 @@ class StrategyRow:
     implied: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     needed: Mapping[str, object] = dataclasses.field(default_factory=dict)
     plan: DataPlan | ModelPlan | None = None
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether it is over the data axes of a mesh, which several such strategies share."""
+        return getattr(self.make, "is_data_parallel", False)
 
     def __call__(self, model: Any, world: World, **options: Any) -> Strategy:
         """Makes the strategy.
@@ -223,20 +225,24 @@ def over_data_axes(
 ) -> MakeStrategy:
     """Returns `make` for a row: over the data axes of a mesh, some of its options fixed.
 
+    With `shares=True`, which a config cannot set, the strategy takes the axis of its own name and
+    leaves the other to the strategies that it is composed with.
+
     Args:
-        make: makes a strategy over `axes`, a keyword argument.
+        make: makes a strategy over `axes`, a keyword argument; None for the axis of its name.
         axes: which axes of a world these are.
         **fixed: options that a config cannot set.
     """
 
-    def strategy(model: nnx.Module, world: World, **options: Any) -> Strategy:
-        return make(axes=axes(world), **fixed, **options)
+    def strategy(model: nnx.Module, world: World, shares: bool = False, **options: Any) -> Strategy:
+        return make(axes=None if shares else axes(world), **fixed, **options)
 
     left = [
         parameter
         for name, parameter in inspect.signature(make).parameters.items()
         if name not in {"axes", "name", "shard_axes", *fixed}
     ]
+    strategy.is_data_parallel = True  # type: ignore[attr-defined]
     strategy.__wrapped__ = make  # type: ignore[attr-defined]
     strategy.__signature__ = inspect.Signature(left)  # type: ignore[attr-defined]
     return strategy

@@ -12,14 +12,15 @@ from jax.sharding import Mesh
 
 from ..collectives import GradSyncStrategy
 from ..core.checks import TEXTS, check_fields
-from ..core.errors import ConfigError, StrategyConflictError, did_you_mean
+from ..core.errors import ConfigError, StrategyConflictError, did_you_mean, warn
+from ..core.renamed import renamed_fields
 from ..core.tree import floating_dtype
 from ..core.typing import Path
 from ..ir.units import block_paths, check_some
 from ..nn import ActivationCheckpointing, Layout
 from ..ops.precision import MixedPrecision
 from ..schedule import Schedule
-from ..sharding import Merge, Policy, Replicate, WithMoments, same_for_rows
+from ..sharding import LargestDim, Merge, Policy, Replicate, WithMoments, same_for_rows
 from .plans import (
     AutoWrapPolicy,
     CPUOffload,
@@ -28,7 +29,11 @@ from .plans import (
     TransformerAutoWrapPolicy,
 )
 
+DATA_AXES = ("dp", "fsdp")
+"""The mesh axes that split samples, if a mesh has them: a data-parallel strategy's defaults."""
 
+
+@renamed_fields(by_hand="manual")
 @dataclasses.dataclass(frozen=True)
 class Reduction:
     """How the gradients of the data-parallel ranks become one gradient.
@@ -41,8 +46,9 @@ class Reduction:
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA.
         dtype: the dtype in which gradients are sent; None keeps their own.
         sync_buffers: whether statistics such as BatchNorm's are those of the global batch.
-        by_hand: runs per rank with explicit collectives, even where the compiler could insert them;
-            the program then has true reduce-scatters on every platform.
+        manual: runs per rank with explicit collectives (mesh axes of type Manual in JAX), even
+            where the compiler could insert them; the program then has true reduce-scatters on
+            every platform.
 
     Raises:
         ConfigError: for an unknown `per` or `sync`, a capacity below one, or a dtype that is not
@@ -54,7 +60,7 @@ class Reduction:
     bucket_capacity: int | None = None
     dtype: Any = None
     sync_buffers: bool = True
-    by_hand: bool = False
+    manual: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync", GradSyncStrategy(self.sync))
@@ -78,7 +84,7 @@ class Reduction:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether gradients are reduced in groups, in an order of their own."""
+        """Whether gradients are reduced in groups, in their own order."""
         return self.bucket_capacity is not None or self.sync is GradSyncStrategy.OVERLAPPED
 
     def is_local(self, num_microbatches: int, compute: Any = None) -> bool:
@@ -95,7 +101,7 @@ class Reduction:
         """
         reduces_late = self.per != "microbatch" and num_microbatches > 1
         recast = None not in (self.dtype, compute) and self.dtype != compute
-        return self.by_hand or reduces_late or self.is_grouped or recast or not self.sync_buffers
+        return self.manual or reduces_late or self.is_grouped or recast or not self.sync_buffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +141,12 @@ class AdaptLayers(abc.ABC):
         """Changes a model merged inside a trace."""
 
 
+@renamed_fields(resident="ungathered_axes")
 @dataclasses.dataclass(frozen=True)
 class Strategy:
     """A parallelism as a record of policies; `compose` combines several.
 
-    Gradients have no policy of their own: they are reduced to the sharding of their optimizer
+    There is no policy for gradients: they are reduced to the sharding of their optimizer
     moments. The reduction determines what a rank holds before that, while it accumulates
     microbatches.
 
@@ -161,10 +168,11 @@ class Strategy:
         layers: the changes to the calls of a merged model's layers, in order.
         gathers_once: whether sharded parameters are gathered once per step, in the compute dtype,
             instead of once per unit and use; `with_masters` sets it.
-        resident: the batch axes along which sharded parameters are never gathered: each rank
-            computes with its shard for the samples of all ranks, as with experts.
+        ungathered_axes: the batch axes along which sharded parameters are never gathered: each
+            rank computes with its shard for the samples of all ranks, as with experts.
         slow: the axis of replicas that train independently, and when they synchronize; None where
             all ranks take every step together.
+        default_axes: those of its axes that nobody chose; `on_mesh` may replace them.
 
     Example:
         >>> Strategy("dp", batch_axes=("dp",), reduction=Reduction()).name
@@ -183,8 +191,9 @@ class Strategy:
     pipeline: PipelinePlan | None = None
     layers: tuple[AdaptLayers, ...] = ()
     gathers_once: bool = False
-    resident: tuple[str, ...] = ()
+    ungathered_axes: tuple[str, ...] = ()
     slow: OuterLoop | None = None
+    default_axes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -194,7 +203,7 @@ class Strategy:
         given = [
             f"  {field.name}: {' '.join(str(value).split()):.160}"
             for field in dataclasses.fields(self)
-            if field.name != "name"
+            if field.name not in ("name", "default_axes")
             and (value := getattr(self, field.name)) not in (None, (), False)
         ]
         return "\n".join([f"Strategy {self.name}", *given])
@@ -333,6 +342,74 @@ def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
     return named
 
 
+def axes_or(
+    axes: str | Sequence[str] | None, default: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the axes of a data-parallel strategy, and those of them that nobody chose.
+
+    Args:
+        axes: the axes that were given; None for the default.
+        default: the axis that has the name of this kind of strategy.
+    """
+    return ((default,), (default,)) if axes is None else (axes_of(axes), ())
+
+
+def on_mesh(strategy: Strategy, mesh: Mesh) -> Strategy:
+    """Replaces a default axis that the mesh lacks by the data axis that it has.
+
+    So `ddp()`, `zero(1)` and `fsdp()` each run on a mesh `dp=8` and on a mesh `fsdp=8`. Axes that
+    were given stay; a rule refuses those that the mesh lacks.
+
+    Args:
+        strategy: any strategy.
+        mesh: the mesh of the step.
+
+    Returns:
+        The strategy over axes of the mesh. If a default leaves a data axis of the mesh without
+        work, it warns: every device along that axis computes the same.
+
+    Example:
+        >>> from axon_dist import World, ddp
+        >>> on_mesh(ddp(), World.emulate(8, "fsdp=8").mesh).batch_axes
+        ('fsdp',)
+    """
+    free = [axis for axis in DATA_AXES if axis in mesh.shape and axis not in strategy.axes]
+    for default in strategy.default_axes:
+        if default not in mesh.shape and len(free) == 1:
+            strategy = _over_instead(strategy, default, free.pop())
+    if strategy.default_axes and (idle := [axis for axis in free if mesh.shape[axis] > 1]):
+        both = tuple(axis for axis in mesh.shape if axis in DATA_AXES)
+        warn(
+            f"{strategy.name} got no axes and uses {', '.join(strategy.batch_axes)}; the devices "
+            f"along axis {idle[0]!r} of mesh {dict(mesh.shape)} repeat the same work. Give it "
+            f"axes={both}, or compose it with a strategy over {idle[0]!r}",
+            code="idle-data-axis",
+        )
+    return strategy
+
+
+def _over_instead(strategy: Strategy, old: str, new: str) -> Strategy:
+    """Returns the strategy over another data axis; it names that axis in samples and arrays."""
+
+    def renamed(axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(new if axis == old else axis for axis in axes)
+
+    def moved(policy: Policy) -> Policy:
+        if isinstance(policy, LargestDim):
+            return dataclasses.replace(policy, axes=renamed(policy.axes))
+        if isinstance(policy, Merge):
+            return Merge(tuple(moved(part) for part in policy.policies))
+        return policy
+
+    return dataclasses.replace(
+        strategy,
+        batch_axes=renamed(strategy.batch_axes),
+        params=moved(strategy.params),
+        opt_state=moved(strategy.opt_state),
+        default_axes=(),
+    )
+
+
 def compose(*strategies: Strategy | HasStrategy) -> Strategy:
     """Combines several strategies into one: batch axes are concatenated, policies are merged.
 
@@ -372,7 +449,8 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
         opt_state=_merged([part.opt_state for part in parts]),
         reduction=_combined_reduction(parts),
         layers=tuple(layers for part in parts for layers in part.layers),
-        resident=tuple(axis for part in parts for axis in part.resident),
+        ungathered_axes=tuple(axis for part in parts for axis in part.ungathered_axes),
+        default_axes=tuple(axis for part in parts for axis in part.default_axes),
         **settings,
     )
 
@@ -460,9 +538,9 @@ def _combined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
                     f"{part.name!r}; give each its own mesh axis"
                 )
             axes[axis] = part.name
-    # Resident axes come last, so that ranks that exchange samples are next to each other.
-    resident = {axis for part in parts for axis in part.resident}
-    return tuple(sorted(axes, key=lambda axis: axis in resident))
+    # Ungathered axes come last, so that ranks that exchange samples are next to each other.
+    ungathered_axes = {axis for part in parts for axis in part.ungathered_axes}
+    return tuple(sorted(axes, key=lambda axis: axis in ungathered_axes))
 
 
 def _combined_reduction(parts: Sequence[Strategy]) -> Reduction | None:

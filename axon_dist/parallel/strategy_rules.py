@@ -114,7 +114,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         ),
     ),
     _rule(
-        "replicas are no pipelines",
+        "replicas are not pipelines",
         StrategyConflictError,
         "strategy {strategy.name!r} has replicas over axis {strategy.slow.axis!r}, and cuts each "
         "into stages over {strategy.pipeline.axis!r}; stages of a pipeline train together on "
@@ -133,7 +133,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
     _rule(
         "replicas have statistics of their own already",
         StrategyConflictError,
-        "replicas over axis {strategy.slow.axis!r} keep statistics of their own, and the "
+        "replicas over axis {strategy.slow.axis!r} keep their own statistics, and the "
         "strategy asks for those of each rank: broadcast_buffers=False; leave it at True, which "
         "is about the ranks within a replica",
         lambda strategy, _: (
@@ -213,11 +213,11 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
     _rule(
         "replicas over slow links hold their experts whole",
         StrategyConflictError,
-        "the strategy has replicas over axis {strategy.slow.axis!r}, each with gradients of its "
-        "own, and parameters along axis {strategy.resident[0]!r} whose gradients the compiler "
-        "reduces; leave expert_parallel out and split the parameters by fsdp(), or leave out "
-        "diloco() or local_sgd()",
-        lambda strategy, _: strategy.slow and strategy.resident,
+        "the strategy has replicas over axis {strategy.slow.axis!r}, each with its own "
+        "gradients, and parameters along axis {strategy.ungathered_axes[0]!r} whose gradients the "
+        "compiler reduces; leave expert_parallel out and split the parameters by fsdp(), or "
+        "leave out diloco() or local_sgd()",
+        lambda strategy, _: strategy.slow and strategy.ungathered_axes,
     ),
     _rule(
         "a vocabulary is split over stages alone",

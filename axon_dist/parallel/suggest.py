@@ -293,7 +293,7 @@ class _Placement:
             if piece in self.reasons or dim in self.reasons or cut.dim in used:
                 continue
             # Split by its major factor, a dim stays in order; the next one would interleave it.
-            if cut.parts == 1:
+            if cut.num_fused == 1:
                 used.add(cut.dim)
             parent[find(piece)] = find(dim)
         return {segment: find(segment) for segment in list(parent)}
@@ -388,16 +388,16 @@ class _Placement:
         units = self._units(node)
         cut = self._blocks(node)
         if cut is not None:
-            why += f"; {cut.parts} blocks are side by side"
+            why += f"; {cut.num_fused} blocks are side by side"
         size = self.flow.sizes[node]
         self.rules[path] = Rule(
             path,
             mode,
             dim=position - len(dims),
-            unit=1 if units in (size, 0) else size // units,
+            multiple_of=1 if units in (size, 0) else size // units,
             # Tables rarely divide: GPT-2's has 50257 rows. Such a table stays whole.
             optional=0 < units < most or mode is ParallelMode.VOCAB,
-            parts=1 if cut is None else cut.parts,
+            num_fused=1 if cut is None else cut.num_fused,
             stacked=cut is not None and cut.by_reshape,
             reason=why,
         )
@@ -412,8 +412,8 @@ class _Placement:
             and self._of(cut.piece) == self._of(node)
             and not cut.repeats
         ]
-        majors = [self.flow.sizes[cut.piece] for cut in used if cut.parts == 1]
-        inner = [self._units(cut.piece) * cut.parts for cut in used if cut.parts > 1]
+        majors = [self.flow.sizes[cut.piece] for cut in used if cut.num_fused == 1]
+        inner = [self._units(cut.piece) * cut.num_fused for cut in used if cut.num_fused > 1]
         return min([size, *majors, *inner])
 
     def _blocks(self, node: int) -> Cut | None:
@@ -426,8 +426,8 @@ class _Placement:
             and self._of(cut.piece) == self._of(node)
             and self._segment(cut.piece) not in self.reasons
         ]
-        first = min(used, key=lambda cut: cut.parts, default=None)
-        return None if first is None or first.parts == 1 else first
+        first = min(used, key=lambda cut: cut.num_fused, default=None)
+        return None if first is None or first.num_fused == 1 else first
 
     def _unplaced(self) -> Iterator[Unplaced]:
         used = {product.path: product for product in self.flow.products}

@@ -272,18 +272,18 @@ class Pin:
     ) -> Array:
         """Takes whole features and returns split features."""
         x = self._constrained(self._ring(COLUMNS, x))
-        parts = self.rule.parts
+        num_fused = self.rule.num_fused
         features = (self.axis,) if self.is_split else ()
         dim = self.rule.dim or -1
 
         def run(layer):
             return self.layout.constrain(call(layer, x, *args, **kwargs), features, dim)
 
-        if parts == 1 or not self.is_split or not isinstance(module, nnx.Module):
+        if num_fused == 1 or not self.is_split or not isinstance(module, nnx.Module):
             return run(module)
 
         def run_blocks(run: Callable[[nnx.Module], Array]) -> Array:
-            blocks = [run(layer) for layer in cut_outputs(module, parts, dim)]
+            blocks = [run(layer) for layer in cut_outputs(module, num_fused, dim)]
             if not self.rule.stacked:
                 return jnp.concatenate(blocks, dim)
             lead, size, rest = (
@@ -291,7 +291,7 @@ class Pin:
                 blocks[0].shape[dim],
                 blocks[0].shape[dim:][1:],
             )
-            return jnp.stack(blocks, dim - 1).reshape((*lead, parts * size, *rest))
+            return jnp.stack(blocks, dim - 1).reshape((*lead, num_fused * size, *rest))
 
         if is_plain_layer(module):
             return run_blocks(run)
@@ -470,7 +470,7 @@ def _few_rows(module: nnx.Module, x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*few, *x.shape[num_free:]), x.dtype)
 
 
-def cut_outputs(module: nnx.Module, parts: int, dim: int) -> list[nnx.Module]:
+def cut_outputs(module: nnx.Module, num_fused: int, dim: int) -> list[nnx.Module]:
     """Cuts a layer into several layers with equal, consecutive shares of its outputs.
 
     A rank with a slice of the columns of `[q | k | v]` does not hold q, k and v of the same head.
@@ -479,21 +479,21 @@ def cut_outputs(module: nnx.Module, parts: int, dim: int) -> list[nnx.Module]:
     """
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
     flat = nnx.to_flat_state(params)
-    pieces = [_pieces(keys, variable[...], parts, dim) for keys, variable in flat]
+    pieces = [_pieces(keys, variable[...], num_fused, dim) for keys, variable in flat]
 
     def block(index):
         return nnx.from_flat_state(
             [(k, v.replace(piece[index])) for (k, v), piece in zip(flat, pieces, strict=True)]
         )
 
-    return [nnx.merge(graphdef, block(index), rest, copy=True) for index in range(parts)]
+    return [nnx.merge(graphdef, block(index), rest, copy=True) for index in range(num_fused)]
 
 
-def _pieces(keys: KeyPath, leaf: Array, parts: int, dim: int) -> list[Array]:
+def _pieces(keys: KeyPath, leaf: Array, num_fused: int, dim: int) -> list[Array]:
     """Returns a parameter's share of each block; all blocks share an adapter's `lora_a`."""
     if keys[-2:] == ("lora", "lora_a"):
-        return [leaf] * parts
-    return jnp.split(leaf, parts, -1 if keys[-2:-1] == ("lora",) else dim)
+        return [leaf] * num_fused
+    return jnp.split(leaf, num_fused, -1 if keys[-2:-1] == ("lora",) else dim)
 
 
 def is_param(value: Array) -> bool:

@@ -107,7 +107,7 @@ class Executor:
         all_rest: all parameters outside the blocks, by number.
         embedding: the lookups as actions.
         wire: the shapes of the values that stages send.
-        parts: forward, input gradient and weight gradient of each program, if they are split.
+        backwards: forward, input gradient and weight gradient of each program, if they are split.
         stash: the packed form of the values that a forward pass saves: the stage's output and its
             residuals.
         held: the packed form of the intermediates that an input gradient saves for the weight
@@ -174,20 +174,22 @@ class Executor:
             bound = next(bound for bound in self.bound if 0 in bound.program.stages)
             start = Start(bound.program.first, *bound.first, example)
             keeps_lookups = start.reads_rows(rows, zeros(self.wire.floats))
-        self.parts: list[DividedBackward] = []
+        self.backwards: list[DividedBackward] = []
         if self.saves_residuals or self.schedule.splits_backward:
             shapes = jax.eval_shape(lambda: (example, jnp.int32(0), zeros(self.wire)))
             for bound in self.bound:
                 at = StageOperands(bound.weights, bound.rest, *shapes, frozen=bound.frozen)
-                self.parts.append(
+                self.backwards.append(
                     DividedBackward.of(bound.program, at, self.wire.floats, self.saves_residuals)
                 )
         output = jax.tree.leaves(self.wire)
         residuals = [
-            [*output, *part.shapes(part.residuals)] for part in self.parts if self.saves_residuals
+            [*output, *part.shapes(part.residuals)]
+            for part in self.backwards
+            if self.saves_residuals
         ]
         self.stash: Packing = Packing(residuals or [()])
-        self.held: Packing = Packing([p.shapes(p.intermediates) for p in self.parts] or [()])
+        self.held: Packing = Packing([p.shapes(p.intermediates) for p in self.backwards] or [()])
         self.slots: dict[str, Slots] = buffers_of(
             assign_slots(self.schedule), self.saves_residuals, keeps_lookups
         )
@@ -333,7 +335,7 @@ class Executor:
                     return x, x, stash, mutable_buffers
                 y = at.run(program)
                 return x, y.sent, stash, self._updated_buffers(program, tick, y, mutable_buffers)
-            y, residuals = self.parts[i].forward(at)
+            y, residuals = self.backwards[i].forward(at)
             values = self.stash.pack([*jax.tree.leaves(y.sent), *residuals])
             mutable_buffers = self._updated_buffers(program, tick, y, mutable_buffers)
             return x, y.sent, put(stash, tick["stash"], values), mutable_buffers
@@ -377,8 +379,8 @@ class Executor:
             if self.saves_residuals:
                 y, residuals = self._stashed(i, tick, state)
                 seed, sums = self._seed(bound, tick, y, state, sums)
-                inputs, intermediates = self.parts[i].input_gradient(at, residuals, seed)
-                weights, rest = self.parts[i].weight_gradient(at, intermediates)
+                inputs, intermediates = self.backwards[i].input_gradient(at, residuals, seed)
+                weights, rest = self.backwards[i].weight_gradient(at, intermediates)
             else:
                 y, pull = pull_back(bound.program, at)
                 seed, sums = self._seed(bound, tick, y, state, sums)
@@ -407,12 +409,12 @@ class Executor:
             if self.saves_residuals:
                 y, residuals = self._stashed(i, tick, state)
             else:
-                y, residuals = self.parts[i].forward(at)
+                y, residuals = self.backwards[i].forward(at)
                 mutable_buffers = self._updated_buffers(
                     bound.program, tick, y, mutable_buffers, in_backward=True
                 )
             seed, sums = self._seed(bound, tick, y, state, sums)
-            result, intermediates = self.parts[i].input_gradient(at, residuals, seed)
+            result, intermediates = self.backwards[i].input_gradient(at, residuals, seed)
             buffers = put(buffers, tick["held"], self.held.pack(intermediates))
             back = self._before(bound, tick, result, state, (sums, scatters))
             return result, buffers, *back, mutable_buffers
@@ -432,7 +434,7 @@ class Executor:
             state, sums = operand
             intermediates = self.held.unpack(i, get(state.held, tick["held"]))
             at = self._operands(bound, tick, state, state.mutable_buffers)
-            grads = self.parts[i].weight_gradient(at, intermediates)
+            grads = self.backwards[i].weight_gradient(at, intermediates)
             return (sums.add_rows(bound.program.rows, grads[0]).add_rest(grads[1]),)
 
         operand = (state._replace(sums=None), state.sums)

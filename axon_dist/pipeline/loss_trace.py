@@ -274,8 +274,8 @@ def _advance(
         if not trace.known_ahead.issuperset(needed):
             what = "the batch" if set(trace.batch) & set(needed) else "the parameters of blocks"
             raise UnsupportedError(
-                f"the buffer {paths[index]!r} follows from {what}, and is not one stage's alone: "
-                "several stages read or update it, and they run microbatches at different times. "
+                f"the buffer {paths[index]!r} depends on {what}, and several stages read or update "
+                "it, which run a microbatch at different times. "
                 "Give each block its own buffer; or use a normalisation without statistics, such "
                 "as nnx.LayerNorm or nnx.RMSNorm, or freeze them with use_running_average=True",
                 code="shared-buffer",

@@ -370,9 +370,8 @@ def _buffer_stages(
             piece = trace.cut([trace.new_buffers[i]], known=crossing[made[i]])
             readers.append((made[i], piece.needs))
         else:
-            # Computed ahead of the microbatches by a part of the program that may be within a
-            # block, such as the counts of its random streams. It reads only part of what the block
-            # reads.
+            # This buffer, such as the count of a random stream, is computed before the microbatches
+            # run, even if a block updates it. That computation reads fewer buffers than the block.
             readers.append((-1, frozenset(trace.made_of(i)[1])))
     return {
         i: home
@@ -408,9 +407,9 @@ def _homes(trace: LossTrace, stages: Stages, block_of: Mapping[Var, int]) -> dic
     if late := calls.late(homes):
         call, at = late
         raise UnsupportedError(
-            f"the model calls {paths[min(calls.owners[call])]!r}, a block of stage {homes[call]} "
-            f"in the order in which the model holds them, behind blocks of stage {at}. {BATCH}; "
-            "where other modules are taken for blocks, name the class of the blocks: "
+            f"the model calls {paths[min(calls.owners[call])]!r}, a block of stage {homes[call]}, "
+            f"after blocks of stage {at}: stages have the blocks in the order in which the model "
+            f"holds them. {BATCH}; if these are not the blocks that you mean, name their class: "
             'classes=("Block",)'
         )
     return dict(zip(trace.calls, homes, strict=True))
@@ -428,7 +427,7 @@ def _foreign(stages: Stages, stage: int, block: int) -> UnsupportedError:
         "such as optax.add_decayed_weights"
     )
     return UnsupportedError(
-        f"{reader} reads a parameter of {path!r}, which is stage {stages.stage_of(block)}'s alone. "
+        f"{reader} reads a parameter of {path!r}, which only stage {stages.stage_of(block)} has. "
         f"{advice}"
     )
 

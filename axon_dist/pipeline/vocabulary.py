@@ -191,8 +191,8 @@ def partition_by_tokens(
         if operand is None or operand.source not in named:
             raise UnsupportedError(
                 f"split_vocabulary splits the head over {axis!r}, but its {what} is not a "
-                "parameter outside the blocks, at most cast or transposed. Give the model a head "
-                f"of its own, such as a Transformer's tied_head=False; {LEFT_OUT}",
+                "parameter outside the blocks, at most cast or transposed. Give the model its "
+                f"own head, such as a Transformer's tied_head=False; {LEFT_OUT}",
                 code="head-not-a-parameter",
             )
         path = "/".join(map(str, named[operand.source]))
@@ -204,17 +204,17 @@ def partition_by_tokens(
         if reads.rows and not embedding:
             raise UnsupportedError(
                 f"split_vocabulary splits the head over {axis!r}, but its {what} {path!r} is the "
-                "embedding too, which this table leaves whole: it has V, and no E and G. Give "
-                "split_vocabulary=True, which adds them, or give the model a head of its own, such "
+                "embedding too, which this schedule does not split: it has V, but not E and G. "
+                "Give split_vocabulary=True, which adds them, or give the model its own head, such "
                 "as a Transformer's tied_head=False",
                 code="tied-head",
             )
         if other := operand.other_reader(trace.jaxpr, reads):
             raise UnsupportedError(
-                f"split_vocabulary splits the head over {axis!r}, and its {what} {path!r} is read "
-                f"by {other}, too; only linear_cross_entropy may read it, cast or transposed, and "
-                "lookups by ids that follow from the batch, where it is the embedding as well. "
-                "Give the model a head of its own, such as a Transformer's tied_head=False; "
+                f"split_vocabulary splits the head over {axis!r}, and its {what} {path!r} is also "
+                f"read by {other}; only linear_cross_entropy may read it, cast or transposed, and, "
+                "if it is also the embedding, lookups by ids that depend on the batch alone. "
+                "Give the model its own head, such as a Transformer's tied_head=False; "
                 f"{LEFT_OUT}"
             )
         count = operand.source.aval.shape[operand.dim]
@@ -277,9 +277,9 @@ def _is_embedding(trace: LossTrace, keys: Keys, count: int, axis: str) -> bool:
     if reads.rows and reads.others:
         path = "/".join(map(str, keys))
         raise UnsupportedError(
-            f"split_vocabulary splits the embedding {path!r} over {axis!r}, and it is read by "
-            f"{_name(reads.others[0])}, too; only lookups by ids that follow from the batch may "
-            f"read it, as those of an nnx.Embed do. Give what else reads it its own; {LEFT_OUT}"
+            f"split_vocabulary splits the embedding {path!r} over {axis!r}, and it is also read by "
+            f"{_name(reads.others[0])}; only lookups by ids that depend on the batch alone may "
+            f"read it, as those of an nnx.Embed do. Give the other reader its own; {LEFT_OUT}"
         )
     return bool(reads.rows)
 

@@ -458,7 +458,7 @@ class _Reader:
         """Reads a loop; its carry has the layout that another iteration leaves unchanged."""
         loop = inners(equation)[-1]
         operands = [self.resolved(one) for one in operands]
-        shared, carried, rows = ([x.splits for x in part] for part in loop.parts(operands))
+        shared, carried, rows = ([x.splits for x in part] for part in loop.split_operands(operands))
         counts = loop.num_shared, loop.num_carried
         while True:
             inside = [*shared, *carried, *(splits[1:] for splits in rows)]
@@ -470,7 +470,7 @@ class _Reader:
             carried = settled
         # An initial carry that is a broadcast number takes the layout of the later carries.
         repeated = {n.writes[0] for n in self.nodes if n.name == "broadcast_in_dim"}
-        begins = loop.parts(equation.invars)[1], loop.parts(operands)[1], carried
+        begins = loop.split_operands(equation.invars)[1], loop.split_operands(operands)[1], carried
         for atom, value, splits in zip(*begins, strict=True):
             if value.buffer in repeated:
                 self.sizes[value.buffer] = self.local_bytes(atom, splits)

@@ -328,7 +328,7 @@ class Walk:
         loop, other = (inners(equation)[0] for equation in pair)
         if pair[0].params["reverse"] != pair[1].params["reverse"] or loop.form != other.form:
             return [coupled(Why.DIFFERS, at)] * len(pair[0].outvars)
-        consts, carry, stacked = loop.parts(operands)
+        consts, carry, stacked = loop.split_operands(operands)
         bodies = loop.program, other.program
         if loop.times != other.times:
             return self._scan_samples((loop, other), operands, at)
@@ -358,7 +358,7 @@ class Walk:
         self, loops: tuple[Inner, Inner], operands: list[Value], at: str
     ) -> list[Value]:
         """The rule for a scan over the samples: it may only sum over them, or keep a carry."""
-        consts, carry, stacked = loops[0].parts(operands)
+        consts, carry, stacked = loops[0].split_operands(operands)
         bodies = loops[0].program, loops[1].program
         count = len(bodies[0].jaxpr.outvars)
         bad = coupled(Why.LOOPED, at)
@@ -403,10 +403,10 @@ class Walk:
     def loop(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
         """The rule for `while`: the number of iterations must not depend on the samples."""
         (test, body), (other_test, other_body) = map(inners, pair)
-        shared, carry, _ = body.parts(operands)
+        shared, carry, _ = body.split_operands(operands)
         bodies = body.program, other_body.program
         carry, _ = _settled(body, lambda carry: self._body(bodies, [*shared, *carry]), carry, at)
-        consts, _, _ = test.parts(operands)
+        consts, _, _ = test.split_operands(operands)
         (runs,) = self._body((test.program, other_test.program), [*consts, *carry])
         if runs.is_constant and not runs.is_scaled:
             return carry
@@ -443,7 +443,7 @@ class Walk:
 
 
 _ANY = 0.37
-"""The scale given to cotangents; it is no power of a small integer, so that no scale equals it."""
+"""The scale given to cotangents: not a power of a small integer, so that no scale equals it."""
 
 _KEEPS_NUMBER = RESHAPES | {
     "convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient",

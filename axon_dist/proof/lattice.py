@@ -433,7 +433,7 @@ def use_of(
     metrics: Mapping[str, tuple[Value, Value]],
     buffers: Mapping[Path, Value],
     is_plain: bool = True,
-    parts: float = 1,
+    num_shards: float = 1,
 ) -> SampleUse:
     """Summarises the abstract values of the outputs of a loss function.
 
@@ -443,14 +443,14 @@ def use_of(
         metrics: the value and the divisor of each metric, by name.
         buffers: the new values, by path.
         is_plain: whether the loss is a number without its own weight.
-        parts: the number of parts of the batch.
+        num_shards: the number of equal shards of the batch.
 
     Returns:
         The uses.
     """
     return SampleUse(
-        _loss(loss, weight, parts),
-        {name: _metric(v, divisor, weight, parts) for name, (v, divisor) in metrics.items()},
+        _loss(loss, weight, num_shards),
+        {name: _metric(v, divisor, weight, num_shards) for name, (v, divisor) in metrics.items()},
         {path: _buffer(value) for path, value in buffers.items()},
         is_plain,
     )
@@ -460,7 +460,7 @@ OF_WEIGHT = "has a weight that "
 """The beginning of a reason that concerns the loss's weight."""
 
 
-def _loss(loss: Value, weight: Value, parts: float) -> OutputUse:
+def _loss(loss: Value, weight: Value, num_shards: float) -> OutputUse:
     for value, whose in ((loss, ""), (weight, OF_WEIGHT)):
         # The parts' values of a total can be summed; a constant is the mean of equal values.
         if value.kind not in (Kind.CONSTANT, Kind.TOTAL):
@@ -468,7 +468,7 @@ def _loss(loss: Value, weight: Value, parts: float) -> OutputUse:
             why = whose + (value.why or "is not a sum over the samples")
             return OutputUse(kind, 1.0, why, value.line)
     factor = loss.scale / weight.scale
-    if same_scale(factor, parts):
+    if same_scale(factor, num_shards):
         return OutputUse(Use.SUM, factor)
     if not same_scale(factor, 1.0):
         return OutputUse(Use.SCALED, factor)
@@ -476,12 +476,12 @@ def _loss(loss: Value, weight: Value, parts: float) -> OutputUse:
     return OutputUse(Use.MEAN if is_plain else Use.WEIGHTED)
 
 
-def _metric(value: Value, divisor: Value, weight: Value, parts: float) -> OutputUse:
+def _metric(value: Value, divisor: Value, weight: Value, num_shards: float) -> OutputUse:
     if value.kind is Kind.RATIO and not value.is_scaled and value.over == weight.number:
         return OutputUse(Use.WEIGHTED)
     if value.is_constant and divisor.is_constant and not (value.is_scaled or divisor.is_scaled):
         return OutputUse(Use.CONSTANT)
-    return _loss(value, divisor, parts)
+    return _loss(value, divisor, num_shards)
 
 
 def _buffer(value: Value) -> OutputUse:

@@ -51,7 +51,7 @@ def prove_strategy(
 
         def run(batch: Any) -> tuple[Any, Any]:
             after, metrics = step.programs.step(state, step.batch_layout.place(batch), None)
-            return metrics["loss"], form.of(after).params
+            return metrics["loss"], form.to_canonical(after).params
 
         return run, (batch,)
 

@@ -15,12 +15,12 @@ from .compiler import deterministic_options as deterministic_options
 from .describe import idle_axes as idle_axes
 from .layout import Claims as Claims
 from .layout import weight_shapes as weight_shapes
+from .model_spec import ModelLike as ModelLike
+from .model_spec import ModelSpec as ModelSpec
+from .model_spec import split_model as split_model
+from .model_spec import trainable_filter as trainable_filter
 from .options import Nonfinite as Nonfinite
 from .options import StepOptions as StepOptions
-from .parts import ModelLike as ModelLike
-from .parts import ModelSpec as ModelSpec
-from .parts import split_model as split_model
-from .parts import trainable_filter as trainable_filter
 from .plan import StepPlan as StepPlan
 from .portable import PortableForm as PortableForm
 from .rules import RULES as RULES

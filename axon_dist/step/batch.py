@@ -32,8 +32,8 @@ from ..core.weighted import Shared, Weighted
 from ..ir.uniform import UNKNOWN, ZERO, UniformValue, uniform_values
 from ..mesh import World
 from ..proof.lattice import OutputUse, Use
+from .model_spec import ModelSpec
 from .objective import evaluate
-from .parts import ModelSpec
 from .separation import Traces, scalars
 from .spec import StepSpec
 
@@ -104,8 +104,8 @@ class Padding:
     def _check(self, batch: dict, shared: PyTree) -> None:
         key = shape_key((batch, shared))
         if key not in self._checked:
-            parts = dataclasses.replace(self._spec.parts, shared=shapes_of(shared))
-            check_padding(parts, self._spec.loss_fn, shapes_of(batch), self._weight)
+            model_spec = dataclasses.replace(self._spec.model_spec, shared=shapes_of(shared))
+            check_padding(model_spec, self._spec.loss_fn, shapes_of(batch), self._weight)
             self._checked.add(key)
 
 
@@ -287,7 +287,7 @@ class BatchLayout:
     def _place_leaf(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ConfigError(
-                f"the batch has a shape in it, {leaf.dtype}{list(leaf.shape)}, and no array; "
+                f"the batch contains a shape, {leaf.dtype}{list(leaf.shape)}, instead of an array; "
                 "a step can be built, compiled and lowered with shapes, but only runs on arrays: "
                 "give arrays",
                 code="batch-has-shapes",
@@ -430,11 +430,11 @@ _HOW = (
 )
 
 
-def check_padding(parts: ModelSpec, loss_fn: LossFn, batch: Batch, weight: str) -> None:
+def check_padding(model_spec: ModelSpec, loss_fn: LossFn, batch: Batch, weight: str) -> None:
     """Raises unless samples of weight 0 change nothing.
 
     Args:
-        parts: the model's structure, and the shapes of its parameters and buffers.
+        model_spec: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
         batch: a dict of the shapes of a padded batch.
         weight: the name of the leaf of weights.
@@ -443,9 +443,9 @@ def check_padding(parts: ModelSpec, loss_fn: LossFn, batch: Batch, weight: str) 
         ConfigError: naming the output that counts padded samples, how it does, and the remedy.
         UnsupportedError: when a buffer of the model depends on the batch.
     """
-    unweighted = _without_weights(parts, loss_fn, batch, weight)
+    unweighted = _without_weights(model_spec, loss_fn, batch, weight)
     rows = max(jax.tree.leaves(batch)[0].shape[0], 2)
-    use = Traces(parts, loss_fn, over_all=False).use(batch, (rows, 2 * rows))
+    use = Traces(model_spec, loss_fn, over_all=False).use(batch, (rows, 2 * rows))
     if use.failure:
         raise ConfigError(f"the loss, for pad={weight!r}, {use.loss.why}")
     for path, buffer in use.buffers.items():
@@ -484,13 +484,13 @@ def _problem(use: OutputUse, total: UniformValue, weight: UniformValue, is_plain
 
 
 def _without_weights(
-    parts: ModelSpec, loss_fn: LossFn, batch: Batch, weight: str
+    model_spec: ModelSpec, loss_fn: LossFn, batch: Batch, weight: str
 ) -> dict[str, tuple[UniformValue, UniformValue, bool]]:
     """Evaluates each output with all weights 0: (total, weight, whether it is a plain number)."""
     names: list[tuple[str, bool]] = []
 
     def run(params: Any, buffers: Any, batch: Any) -> Any:
-        outcome = evaluate(parts, loss_fn, params, buffers, batch)
+        outcome = evaluate(model_spec, loss_fn, params, buffers, batch)
         if isinstance(outcome.loss.weight, (int, float)):
             raise ConfigError(
                 f"loss_fn returned a number without its weight, from which the samples that "
@@ -503,8 +503,8 @@ def _without_weights(
         names[:] = [(name, not isinstance(value, Weighted)) for name, value in pairs.items()]
         return scalars(pairs.values(), 0.0)
 
-    closed = jax.make_jaxpr(run)(*parts.arguments, batch)
-    inputs = [UNKNOWN] * len(jax.tree.leaves(parts.arguments))
+    closed = jax.make_jaxpr(run)(*model_spec.arguments, batch)
+    inputs = [UNKNOWN] * len(jax.tree.leaves(model_spec.arguments))
     top_names = [path.split("/")[0] for path, _ in leaves_with_paths(batch)]
     inputs += [ZERO if name == weight else UNKNOWN for name in top_names]
     values = iter(uniform_values(closed.jaxpr, closed.consts, inputs))

@@ -55,16 +55,16 @@ def deterministic_options(world: World, deterministic: bool | str = True) -> dic
     """
     if world.backend not in _OPTIONS:
         raise UnsupportedError(
-            f"deterministic=True on {world.backend} devices: the options with which they give the "
-            f"same bits twice are not known; use {', '.join(_OPTIONS)} devices, or leave it out",
+            f"deterministic=True on {world.backend} devices: no options are known with which "
+            f"they give the same bits twice; use {', '.join(_OPTIONS)} devices, or leave it out",
             code="deterministic-devices",
         )
     if deterministic != ELASTIC:
         return dict(_OPTIONS[world.backend])
     if not world.is_cpu:
         raise UnsupportedError(
-            f"deterministic={ELASTIC!r} on {world.backend} devices: that bits are equal on any "
-            "number of ranks has been shown on CPUs alone; use emulated devices or processes on "
+            f"deterministic={ELASTIC!r} on {world.backend} devices: equal bits on any "
+            "number of ranks have been shown only on CPUs; use emulated devices or processes on "
             "CPUs, or deterministic=True",
             code="elastic-devices",
         )
@@ -146,8 +146,7 @@ def _check_values(options: Mapping[str, OptionValue | None]) -> None:
             )
         if value is None and name not in known:
             raise ConfigError(
-                f"compiler_options takes {name!r} away, which is set for no chip."
-                f"{did_you_mean(name, known)}"
+                f"compiler_options removes {name!r}, which no chip sets.{did_you_mean(name, known)}"
             )
 
 

@@ -142,7 +142,7 @@ def _options(plan: StepPlan) -> Sequence[str]:
     blocks = "; ".join(map(str, plan.loop_choices)) or "known once the step has seen a batch"
     compiler = ", ".join(f"{name}={value}" for name, value in plan.compiler_options.items())
     return [
-        f"precision: {strategy.precision or plan.spec.parts.dtype}",
+        f"precision: {strategy.precision or plan.spec.model_spec.dtype}",
         f"recomputed: {strategy.remat or 'nothing'}",
         f"blocks: {blocks}",
         f"compiler: {compiler or 'its own defaults'}",

@@ -78,11 +78,11 @@ class ElasticProgram(RankProgram):
         spec = self.spec
         changes = self.plan.changes
         shards = spec.num_ranks
-        gathered = self._unsharded(params, self.param_specs, spec.parts.params)
-        whole_frozen = self._unsharded(frozen, self.frozen_specs, spec.parts.stored_frozen)
-        forward = forward_of(spec.parts, spec.loss_fn, changes.prepare(None))
+        gathered = self._unsharded(params, self.param_specs, spec.model_spec.params)
+        whole_frozen = self._unsharded(frozen, self.frozen_specs, spec.model_spec.stored_frozen)
+        forward = forward_of(spec.model_spec, spec.loss_fn, changes.prepare(None))
         forward = with_frozen(changes.with_layer_scan(forward), whole_frozen)
-        sums_of = gradient_sums(forward, scale, parts=shards)
+        sums_of = gradient_sums(forward, scale, num_shards=shards)
         count = shards // spec.mesh.size
         sums, buffers = self._subtree_sums(sums_of, gathered, buffers, batch, count)
 
@@ -149,7 +149,7 @@ class ElasticProgram(RankProgram):
         """Raises if a buffer depends on the samples of a shard."""
         paths = [path for path, _ in leaves_with_paths(buffers)]
         once = frozenset() if self.drawing is None else self.drawing.once
-        weights = len(jax.tree.leaves(self.spec.parts.params))
+        weights = len(jax.tree.leaves(self.spec.model_spec.params))
         for number in changed_results(program, weights, len(paths)):
             if (path := paths[number]) not in once:
                 raise UnsupportedError(
@@ -212,8 +212,8 @@ def _isolated(
     """Maps a function over each rank's shards, compiled independently of the code around it."""
 
     def run(*args: Any) -> T:
-        # XLA would inline a loop of one iteration. This bound might be 2 for all it knows, and a
-        # second iteration would compute the same again.
+        # XLA would inline a loop that it knows to have one iteration. It cannot know this bound,
+        # which is 2 if a number is infinite; a second iteration computes the same again.
         iterations = 1 + jnp.isinf(jax.tree.leaves(args)[0].ravel()[0]).astype(jnp.int32)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *args))
         return jax.lax.while_loop(

@@ -332,8 +332,8 @@ def adds_up(plan: StepPlan, batch: Batch) -> bool:
     Reads it from the program of the loss in eval mode, traced for as many samples as there are
     ranks, for twice as many, and for as many as the largest piece of the batch has: a loss may
     depend on the number of its samples, such as `jnp.sum(each) / min(len(each), 8)`. It is also
-    traced for one sample more than there are ranks: a loss of pairs of neighbors adds up over
-    parts of an even size alone. The result is False for a loss that compares samples, and for one
+    traced for one sample more than there are ranks: a loss of pairs of neighbors adds up only
+    over parts of an even size. The result is False for a loss that compares samples, and for one
     that is itself a sum.
 
     Args:
@@ -345,10 +345,11 @@ def adds_up(plan: StepPlan, batch: Batch) -> bool:
     largest = samples_of(batch) // least * least
     adapt = plan.changes.prepare(None, in_eval_mode(spec))
     sums: Any = _EvaluationSums(spec.loss_fn)
-    traces = Traces(spec.parts, sums, adapt, over_all=False)
+    traces = Traces(spec.model_spec, sums, adapt, over_all=False)
     sizes = [(least, whole) for whole in dict.fromkeys((2 * least, largest)) if whole > least]
-    # Only groups of one sample fit into parts of both sizes, which have no common divisor. The
-    # ranks divide neither number of this pair, so a constraint on the samples is the same for both.
+    # `least` and `least + 1` have no common divisor, so a loss of groups of samples adds up over
+    # parts of one of these sizes at most. The number of ranks divides neither size of this pair, so
+    # a sharding constraint on the samples has the same effect in both.
     other = least + 1
     sizes.append((other, other * (3 if least == 2 else 2)))
     return all(_adds_up_between(traces, batch, part, whole) for part, whole in sizes)

@@ -7,7 +7,7 @@ it inside the unit. The backward pass gathers again, because `LayerScan.protect`
 runs.
 
 `GlobalGather` is the default. `LocalGather` runs where `StepSpec.is_local` is true, for example
-with `Reduction(by_hand=True)`.
+with `Reduction(manual=True)`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class LocalGather:
     """Gathers a weight inside `shard_map`, and reduces its gradient to its owner.
 
     The forward all-gathers the sharded dim. The backward reduce-scatters it, and sums over the
-    ranks that hold copies. The gradient crosses the wire in a dtype of its own.
+    ranks that hold copies. The gradient crosses the wire in its own dtype.
 
     Args:
         spec: the sharding of the weight over batch axes only.

@@ -44,7 +44,7 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
         # Recurrent layers read their weights in every iteration of a loop.
         samples, shapes = spec.microbatch(batch)
         jaxpr = plan.separator.program(shapes, samples).jaxpr
-        looped = read_in_loops(jaxpr, [p for p, _ in leaves_with_paths(spec.parts.weights)])
+        looped = read_in_loops(jaxpr, [p for p, _ in leaves_with_paths(spec.model_spec.weights)])
     also = functools.partial(change_layers, spec.strategy, spec.world.mesh)
     forward = global_forward(plan, also, gathers_once, looped)
     if frozen:
@@ -59,7 +59,7 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
         grads = jax.lax.with_sharding_constraint(means.grads, owners)
         return means._replace(grads=grads)
     sums, buffers = accumulate(
-        gradient_sums(forward, scale=scale, parts=count),
+        gradient_sums(forward, scale=scale, num_shards=count),
         params,
         buffers,
         batch,
@@ -91,7 +91,7 @@ def global_forward(
     spec = plan.spec
     gather = functools.partial(global_gather, spec, is_whole=is_whole, looped=looped)
     prepare = plan.changes.prepare(gather if spec.strategy.splits else None, also)
-    forward = forward_of(spec.parts, spec.loss_fn, prepare)
+    forward = forward_of(spec.model_spec, spec.loss_fn, prepare)
     return plan.changes.with_layer_scan(
         rewritten(forward, spec.strategy, spec.mesh, spec.memory_bytes)
     )
@@ -110,11 +110,11 @@ def global_gather(
     """
     strategy = spec.strategy
     mesh = spec.mesh
-    shape = spec.parts.shapes[path]
-    gathered_over = {*strategy.data_axes} - {*strategy.resident}
+    shape = spec.model_spec.shapes[path]
+    gathered_over = {*strategy.data_axes} - {*strategy.ungathered_axes}
     sharded = strategy.params(path, shape, mesh)
     full = only_axes(sharded, tuple(axis for axis in mesh.axis_names if axis not in gathered_over))
-    if path in spec.parts.frozen_paths:
+    if path in spec.model_spec.frozen_paths:
         return GlobalGather(mesh, sharded, None, full, len(shape), path in looped)
     owner = strategy.opt_state(path, shape, mesh)
     stored = full if is_whole else sharded

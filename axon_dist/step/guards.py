@@ -68,7 +68,7 @@ class DeadlockGuard:
 
 ESCAPED = (
     "a value that a block computes is kept outside of the model, as in a list to which each call "
-    "appends, and the loss reads it there: a block is a program of its own, and only its results "
+    "appends, and the loss reads it there: a block is a separate program, and only its results "
     "can be used outside. Return the value together with the block's result, or keep it in an "
     "attribute of the block made by nnx.data, which the loss reads"
 )

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from ..core.typing import Array, PyTree
 from ..ir.host_keys import Key
-from ..ir.shared_programs import Constant, Part, Parts, run_part
+from ..ir.shared_programs import Constant, ProgramSlice, SlicedProgram, run_slice
 
 IN_FLIGHT = 16
 """How many programs may be queued on emulated devices."""
@@ -28,19 +28,19 @@ class Program:
     """One compiled program, which makes all arrays of a kind.
 
     Args:
-        part: the first part of the kind.
+        program_slice: the first slice of the kind.
         places: the shardings of its results.
         run: (values of the operands) -> results.
         count: how often it has run.
     """
 
-    part: Part
+    program_slice: ProgramSlice
     places: tuple[Sharding, ...]
     run: Any
     count: int = 0
 
 
-class InParts:
+class InSlices:
     """Runs a function by small programs, each shared by all results of one kind.
 
     The results are bitwise equal to those of `jax.jit(function, out_shardings=places)(*arguments)`,
@@ -81,43 +81,45 @@ class InParts:
     def __call__(self, *arguments: PyTree) -> PyTree:
         """Returns the results for the arguments."""
         closed, shapes = jax.make_jaxpr(self._function, return_shape=True)(*arguments)
-        parts = Parts.of(closed)
-        if parts is None:
+        sliced = SlicedProgram.of(closed)
+        if sliced is None:
             donated = tuple(range(len(arguments))) if self._owns else ()
             whole = jax.jit(self._function, out_shardings=self._places, donate_argnums=donated)
             return whole(*arguments)
         places = jax.tree.leaves(self._places)
-        inputs = dict(zip(parts.inputs, jax.tree.leaves(arguments), strict=True))
-        known: dict[Any, Any] = {**parts.values(), **inputs}
+        inputs = dict(zip(sliced.inputs, jax.tree.leaves(arguments), strict=True))
+        known: dict[Any, Any] = {**sliced.values(), **inputs}
         results: list[Any] = [None] * len(places)
         kept: set[int] = set()
-        for number, part in enumerate(parts.parts):
-            own_places = tuple(places[at] for at in part.results)
-            operands = [known[v] for v in part.operands]
-            if self._owns and _is_kept(part, operands, own_places, kept):
+        for number, program_slice in enumerate(sliced.slices):
+            own_places = tuple(places[at] for at in program_slice.results)
+            operands = [known[v] for v in program_slice.operands]
+            if self._owns and _is_kept(program_slice, operands, own_places, kept):
                 made = operands
                 kept.add(id(operands[0]))
-            elif self._on_host and (constant := part.constant) is not None:
+            elif self._on_host and (constant := program_slice.constant) is not None:
                 made = [_filled(constant, own_places[0])]
             else:
-                made = self._run(part, own_places, operands)
-            for at, array in zip(part.results, made, strict=True):
+                made = self._run(program_slice, own_places, operands)
+            for at, array in zip(program_slice.results, made, strict=True):
                 results[at] = array
             if self._in_flight is not None and (number + 1) % self._in_flight == 0:
                 jax.block_until_ready(made)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     def _run(
-        self, part: Part, places: tuple[Sharding, ...], operands: Sequence[Any]
+        self, program_slice: ProgramSlice, places: tuple[Sharding, ...], operands: Sequence[Any]
     ) -> list[Array]:
-        """Runs a part with the program of its kind, compiling it on first use."""
-        candidates = self._by_signature.setdefault((part.signature, places), [])
-        program = next((one for one in candidates if one.part.is_like(part)), None)
+        """Runs a slice with the program of its kind, compiling it on first use."""
+        candidates = self._by_signature.setdefault((program_slice.signature, places), [])
+        program = next(
+            (one for one in candidates if one.program_slice.is_like(program_slice)), None
+        )
         impls = tuple(x.impl if isinstance(x, Key) else None for x in operands)
         if program is None:
-            shares = _shares(part, places) if self._spreads else None
-            run = jax.jit(_named(part, impls, shares), out_shardings=list(places))
-            program = Program(part, places, run)
+            shares = _shares(program_slice, places) if self._spreads else None
+            run = jax.jit(_named(program_slice, impls, shares), out_shardings=list(places))
+            program = Program(program_slice, places, run)
             candidates.append(program)
             self.programs.append(program)
         program.count += 1
@@ -125,11 +127,11 @@ class InParts:
 
 
 def _named(
-    part: Part, impls: Sequence[Hashable | None], shares: NamedSharding | None
+    program_slice: ProgramSlice, impls: Sequence[Hashable | None], shares: NamedSharding | None
 ) -> Callable[..., list[Array]]:
     # Profilers show a compiled program by the name of its function.
     def first_values(*values: Array) -> list[Array]:
-        results = run_part(part, impls, values)
+        results = run_slice(program_slice, impls, values)
         if shares is None:
             return results
         return [jax.lax.with_sharding_constraint(x, shares) for x in results]
@@ -137,11 +139,11 @@ def _named(
     return first_values
 
 
-def _shares(part: Part, places: Sequence[Sharding]) -> NamedSharding | None:
+def _shares(program_slice: ProgramSlice, places: Sequence[Sharding]) -> NamedSharding | None:
     """Returns the sharding in which replicas draw a large array; None if each draws it whole."""
     place = places[0]
-    shape = part.shape
-    if len(places) > 1 or part.is_operand or not isinstance(place, NamedSharding):
+    shape = program_slice.shape
+    if len(places) > 1 or program_slice.is_operand or not isinstance(place, NamedSharding):
         return None
     if math.prod(place.shard_shape(shape)) < LARGE:
         return None
@@ -177,10 +179,10 @@ def _filled(constant: Constant, place: Sharding) -> Array:
 
 
 def _is_kept(
-    part: Part, operands: Sequence[Any], places: Sequence[Sharding], kept: set[int]
+    program_slice: ProgramSlice, operands: Sequence[Any], places: Sequence[Sharding], kept: set[int]
 ) -> bool:
-    """Whether a part returns its operand, already placed and not yet used by another result."""
-    if not part.is_operand:
+    """Whether a slice returns its operand, already placed and not yet used by another result."""
+    if not program_slice.is_operand:
         return False
     (array,) = operands
     if not isinstance(array, jax.Array) or id(array) in kept:

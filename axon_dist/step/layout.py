@@ -38,9 +38,9 @@ from ..sharding.padding import (
     stored_tree,
 )
 from .batch import Placed
-from .init_programs import IN_FLIGHT, InParts
+from .init_programs import IN_FLIGHT, InSlices
+from .model_spec import ModelSpec, Source
 from .objective import GradientResult
-from .parts import ModelSpec, Source
 from .plan import StepPlan
 from .separation import Separation
 from .spec import StepSpec
@@ -128,30 +128,30 @@ def placed_shape(x: Leaf, sharding: Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def weight_shapes(parts: ModelSpec) -> dict[Path, jax.ShapeDtypeStruct]:
+def weight_shapes(model_spec: ModelSpec) -> dict[Path, jax.ShapeDtypeStruct]:
     """Returns the shape of every array of a model by path, except those of random streams.
 
     Args:
-        parts: the model's structure, and the shapes of its arrays.
+        model_spec: the model's structure, and the shapes of its arrays.
     """
-    rng_state, _ = nnx.split_state(nnx.state(parts.abstract), nnx.RngState, ...)
+    rng_state, _ = nnx.split_state(nnx.state(model_spec.abstract), nnx.RngState, ...)
     streams = {path for path, _ in leaves_with_paths(nnx.to_pure_dict(rng_state))}
-    leaves = [*leaves_with_paths(parts.weights), *leaves_with_paths(parts.buffers)]
+    leaves = [*leaves_with_paths(model_spec.weights), *leaves_with_paths(model_spec.buffers)]
     return {path: leaf for path, leaf in leaves if path not in streams}
 
 
 def _buffer_specs(spec: StepSpec) -> PyTree:
     """Returns the partition of every buffer."""
-    parts = spec.parts
-    buffers = buffer_partition(parts.buffers, spec.reduction, spec.strategy.batch_axes)
-    if not parts.others or not spec.reduction.sync_buffers:
+    model_spec = spec.model_spec
+    buffers = buffer_partition(model_spec.buffers, spec.reduction, spec.strategy.batch_axes)
+    if not model_spec.others or not spec.reduction.sync_buffers:
         return buffers
     # Buffers that are not statistics are sharded as parameters would be, but only by the part of
     # the policy that splits any leaf: rules about paths are for parameters.
     policy = spec.strategy.params.flexible_part
     return map_with_path(
-        lambda path, x, own: policy(path, x.shape, spec.mesh) if path in parts.others else own,
-        parts.buffers,
+        lambda path, x, own: policy(path, x.shape, spec.mesh) if path in model_spec.others else own,
+        model_spec.buffers,
         buffers,
     )
 
@@ -185,7 +185,7 @@ class StateLayout:
         self.plan = plan
         self.spec = spec
         self.source = source
-        parts = spec.parts
+        model_spec = spec.model_spec
         stored = plan.stored
         mesh = spec.mesh
         self.replicated = self.reported = NamedSharding(mesh, PartitionSpec())
@@ -193,7 +193,7 @@ class StateLayout:
         store = stored.storage.store
         of_replica = stored.storage.strategy
         state = jax.eval_shape(
-            lambda w, b: self.state_from(store(w), b), parts.weights, parts.buffers
+            lambda w, b: self.state_from(store(w), b), model_spec.weights, model_spec.buffers
         )
         # The shardings of one replica's parameters, trained and frozen.
         self._stored: tuple[Any, Any] = (
@@ -201,7 +201,7 @@ class StateLayout:
             shardings(of_replica.params, stored.frozen, mesh),
         )
         buffers = _buffer_specs(spec)
-        self._split_buffers = parts.others & {
+        self._split_buffers = model_spec.others & {
             path for path, spec in leaves_with_paths(buffers) if spec != PartitionSpec()
         }
         strategy = strategy or of_replica
@@ -337,7 +337,7 @@ class StateLayout:
     def _placed_values(self) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
         """`values` as one jitted function, with the shardings of `weight_targets`."""
         targets = self.weight_targets
-        places = map_with_path(lambda path, _: targets[path].sharding, self.spec.parts.weights)
+        places = map_with_path(lambda path, _: targets[path].sharding, self.spec.model_spec.weights)
         return jax.jit(
             lambda s: self.values(self.on_device(s)), out_shardings=(places, self.replicated)
         )
@@ -346,7 +346,7 @@ class StateLayout:
         """Returns the weights and buffers that a forward pass takes, from a state and a batch."""
         params, buffers = self.model_of(state)
         weights = self.plan.stored.storage.forward(params, state.frozen)
-        return weights, self.spec.parts.with_inputs(buffers, state.step, shared)
+        return weights, self.spec.model_spec.with_inputs(buffers, state.step, shared)
 
     @cached_property
     def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:
@@ -356,15 +356,15 @@ class StateLayout:
         arrays, these are split over all axes of the mesh instead. A dim that the state pads is
         split over as many axes as divide it.
         """
-        parts = self.spec.parts
+        model_spec = self.spec.model_spec
         mesh = self.spec.mesh
         if self.plan.stored.storage.rows is None:
             places = combine(*self._stored)
         else:
-            places = shardings(LargestDim(tuple(mesh.axis_names)), parts.weights, mesh)
+            places = shardings(LargestDim(tuple(mesh.axis_names)), model_spec.weights, mesh)
         by_path: dict[Path, Any] = dict(leaves_with_paths(places))
-        by_path |= {path: by_path[f"{path}/{NUMBERS}"] for path in parts.int8}
-        shapes = weight_shapes(parts)
+        by_path |= {path: by_path[f"{path}/{NUMBERS}"] for path in model_spec.int8}
+        shapes = weight_shapes(model_spec)
         places = {path: by_path.get(path, self.replicated) for path in shapes}
         return jax.tree.map(placed_shape, shapes, even_places(shapes, places))
 
@@ -404,7 +404,7 @@ class StateLayout:
             stored, buffers = self._drawn(weights)
         # A given module keeps its arrays: `put` does not copy one that is on its device already, so
         # the next program must not donate it.
-        complete = self._in_parts(self._first, self.places, owns=not is_placed)
+        complete = self._in_slices(self._first, self.places, owns=not is_placed)
         state = complete(stored, buffers)
         if world.num_processes > 1:
             first = (state.params, state.frozen)
@@ -467,7 +467,7 @@ class StateLayout:
 
         Rows of a pipeline, int8 weights and padded arrays are not.
         """
-        is_unchanged = self.plan.stored.storage.rows is None and not self.spec.parts.int8
+        is_unchanged = self.plan.stored.storage.rows is None and not self.spec.model_spec.int8
         return is_unchanged and self.padding is None
 
     def _first_stored(self, replacing: dict[Path, Array]) -> tuple[Any, PyTree]:
@@ -486,10 +486,10 @@ class StateLayout:
         donated = 0 if self._stores_model_arrays else ()
         return jax.jit(self._first_stored, out_shardings=places, donate_argnums=donated)
 
-    def _in_parts(self, function: Function, places: PyTree, owns: bool) -> InParts:
+    def _in_slices(self, function: Function, places: PyTree, owns: bool) -> InSlices:
         world = self.spec.world
         is_cpu = world.is_cpu
-        return InParts(
+        return InSlices(
             function,
             places,
             owns=owns,
@@ -524,9 +524,9 @@ class StateLayout:
             # Processes that hold different shards have no parameters to compare.
             program = {"program": digest(self.lower_factory())}
             agree(self.spec.world, "factory of the model", program)
-        buffers = jax.tree.map(lambda _: self.replicated, self.spec.parts.buffers)
+        buffers = jax.tree.map(lambda _: self.replicated, self.spec.model_spec.buffers)
         places = (self._stored, buffers)
-        return self._in_parts(self._first_stored, places, owns=self._stores_model_arrays)(arrays)
+        return self._in_slices(self._first_stored, places, owns=self._stores_model_arrays)(arrays)
 
 
 def _offloaded(places: TrainState, offload: CPUOffload) -> TrainState:

@@ -169,7 +169,7 @@ def local_gradients(
     params = for_region(arguments.params, program.param_specs, spec.mesh)
     frozen = for_region(arguments.frozen, program.frozen_specs, spec.mesh)
     grads, (loss, metrics), buffers = mapped(params, frozen, *arguments[2:])
-    grads = like(grads, spec.parts.params)
+    grads = like(grads, spec.model_spec.params)
     return GradientResult(*Sums(grads, loss, metrics).means(), buffers)
 
 
@@ -201,14 +201,14 @@ class RankProgram:
         return self.plan.spec
 
     def __post_init__(self) -> None:
-        parts = self.spec.parts
+        model_spec = self.spec.model_spec
         strategy = self.spec.strategy
         axes = strategy.batch_axes
         object.__setattr__(self, "axes", axes)
         policies = {
-            "param_specs": (strategy.params, parts.params),
-            "frozen_specs": (self.plan.stored.storage.strategy.params, parts.stored_frozen),
-            "owner_specs": (strategy.opt_state, parts.params),
+            "param_specs": (strategy.params, model_spec.params),
+            "frozen_specs": (self.plan.stored.storage.strategy.params, model_spec.stored_frozen),
+            "owner_specs": (strategy.opt_state, model_spec.params),
         }
         for name, (policy, shapes) in policies.items():
             by_leaf = specs(policy, shapes, self.spec.mesh)
@@ -225,19 +225,23 @@ class RankProgram:
         drawing = self.drawing if count == 1 else None
         first = local if drawing is None else drawing.before(local, local, 0)
         accumulated = functools.partial(accumulate, num_microbatches=count, drawing=self.drawing)
-        parts = count * self.spec.num_ranks
+        num_shards = count * self.spec.num_ranks
         mean_weight = functools.partial(all_mean, axes=self.axes)
         if not gathers_by_units(self.spec):
             # Cast before the gather, to send half the bytes in half precision. The gradient then
             # has the compute dtype.
-            gathered = self._unsharded(params, self.param_specs, self.spec.parts.params)
-            whole_frozen = self._unsharded(frozen, self.frozen_specs, self.spec.parts.stored_frozen)
+            gathered = self._unsharded(params, self.param_specs, self.spec.model_spec.params)
+            whole_frozen = self._unsharded(
+                frozen, self.frozen_specs, self.spec.model_spec.stored_frozen
+            )
             # The mean of statistics over ranks also averages the gradients through them. These must
             # be of losses that were divided by the same weight.
-            shares_statistics = reduction.sync_buffers and has_statistics(self.spec.parts.abstract)
+            shares_statistics = reduction.sync_buffers and has_statistics(
+                self.spec.model_spec.abstract
+            )
             forward = with_frozen(self._with_scans(self._plain(None)), whole_frozen)
             sums_of = gradient_sums(
-                forward, scale, mean_weight if shares_statistics else None, parts
+                forward, scale, mean_weight if shares_statistics else None, num_shards
             )
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
@@ -253,7 +257,7 @@ class RankProgram:
             # weight before it begins.
             gather = functools.partial(local_gather, self.spec)
             forward = with_frozen(self._with_scans(self._plain(gather)), frozen)
-            sums_of = gradient_sums(forward, scale, mean_weight, parts)
+            sums_of = gradient_sums(forward, scale, mean_weight, num_shards)
             sums, changed = accumulated(sums_of, params, first, batch)
         changed = without_rank(changed, local)
         # Sum totals and weights. A mean of means would overweight ranks with few real samples.
@@ -300,8 +304,8 @@ class RankProgram:
     def _reduces_within(self, scale: Any) -> bool:
         """Whether the backward pass of the last microbatch reduces the gradients of all of them.
 
-        Not with buckets, which need an order of their own. Nor under a loss scale: the scale fits
-        gradients of means, and here gradients of sums are reduced.
+        Buckets are reduced in their own order instead. A loss scale fits gradients of means, but
+        this backward pass reduces gradients of sums, so the scale also rules it out.
         """
         reduction = self.spec.reduction
         accumulates = reduction.per == "step" and self.spec.num_microbatches > 1
@@ -361,13 +365,13 @@ class RankProgram:
         spec = self.spec
         samples = jax.tree.leaves(batch)[0].shape[0]
         jaxpr = self.plan.separator.program(batch, samples).jaxpr
-        paths = read_once(jaxpr, [path for path, _ in leaves_with_paths(spec.parts.weights)])
-        bridges = spec.parts.bridges
+        paths = read_once(jaxpr, [path for path, _ in leaves_with_paths(spec.model_spec.weights)])
+        bridges = spec.model_spec.bridges
         return frozenset(p for p in paths if not any(is_inside(p, bridge) for bridge in bridges))
 
     def _unsharded(self, shards: PyTree, places: PyTree, shapes: PyTree) -> PyTree:
         changes = self.plan.changes
-        int8 = self.spec.parts.int8
+        int8 = self.spec.model_spec.int8
 
         def cast(path: Path, x: Array) -> Array:
             # Numbers and scales of an int8 weight are gathered as they are.
@@ -396,7 +400,7 @@ class RankProgram:
                 synchronise_statistics(model, self.axes)
 
         prepare = self.plan.changes.prepare(make_gather, also, **gathering)
-        return forward_of(spec.parts, spec.loss_fn, prepare)
+        return forward_of(spec.model_spec, spec.loss_fn, prepare)
 
     def _reduced(self, sums_of: SumsFn) -> SumsFn:
         def reduced(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
@@ -422,14 +426,14 @@ def check_reads(plan: StepPlan, batch: Batch) -> None:
     spec = plan.spec
     samples, shapes = spec.microbatch(batch)
     jaxpr = plan.separator.program(shapes, samples // spec.num_ranks).jaxpr
-    paths = [path for path, _ in leaves_with_paths(spec.parts.weights)]
+    paths = [path for path, _ in leaves_with_paths(spec.model_spec.weights)]
     for path in read_outside_units(jaxpr, paths):
-        sharded = spec.strategy.params(path, spec.parts.shapes[path], spec.mesh)
+        sharded = spec.strategy.params(path, spec.model_spec.shapes[path], spec.mesh)
         unit = next((unit for unit in plan.changes.units if is_inside(path, unit)), None)
         if unit is not None and spec_axes(only_axes(sharded, spec.strategy.batch_axes)):
             raise UnsupportedError(
-                f"the loss reads {path!r} outside {unit!r}, which gathers its weights for itself "
-                "alone; outside, a rank only holds a shard of it. Leave by_hand=True out, or "
+                f"the loss reads {path!r} outside {unit!r}, which gathers its own weights; "
+                "outside of it, a rank has only a shard of them. Leave manual=True out, or "
                 'reduce once per step: Reduction(per="step")',
                 code="weight-read-outside-unit",
             )
@@ -451,20 +455,20 @@ def local_gather(spec: StepSpec, path: Path) -> LocalGather:
         spec=_over_batch(spec, spec.strategy.params, path),
         axes=spec.strategy.batch_axes,
         wire=spec.reduction.dtype,
-        shape=tuple(spec.parts.shapes[path]),
-        has_grad=path not in spec.parts.frozen_paths,
+        shape=tuple(spec.model_spec.shapes[path]),
+        has_grad=path not in spec.model_spec.frozen_paths,
     )
 
 
 def reduce_accumulated(spec: StepSpec, path: Path) -> ReduceAccumulated | None:
     """Returns the reduction of a weight's accumulated gradients; None for a frozen weight."""
-    if path in spec.parts.frozen_paths:
+    if path in spec.model_spec.frozen_paths:
         return None
     owner = _over_batch(spec, spec.strategy.opt_state, path)
-    ndim = len(spec.parts.shapes[path])
+    ndim = len(spec.model_spec.shapes[path])
     return ReduceAccumulated(owner, spec.strategy.batch_axes, spec.reduction.dtype, ndim)
 
 
 def _over_batch(spec: StepSpec, policy: Policy, path: Path) -> PartitionSpec:
-    sharded = policy(path, spec.parts.shapes[path], spec.mesh)
+    sharded = policy(path, spec.model_spec.shapes[path], spec.mesh)
     return only_axes(sharded, spec.strategy.batch_axes)

@@ -123,9 +123,9 @@ def draws_of(
         counts = frozenset[Path]()
     else:
         # Bridged Linen modules count their calls, even if they draw nothing.
-        counts = spec.parts.counts
-    paths = [path for path, _ in leaves_with_paths(spec.parts.arguments[1])]
-    has_others = not spec.parts.counts.issuperset(paths)
+        counts = spec.model_spec.counts
+    paths = [path for path, _ in leaves_with_paths(spec.model_spec.arguments[1])]
+    has_others = not spec.model_spec.counts.issuperset(paths)
     once = counts
     if has_others:
         once = counts | _independent_of_samples(spec, separator, batch, ranks, paths)
@@ -151,7 +151,7 @@ def _independent_of_samples(
         return frozenset()
     num_samples = len(jax.tree.leaves(shapes))
     once = results_of_no_sample(part, full, num_samples, len(paths))
-    return frozenset(paths[number] for number in once) - spec.parts.counts
+    return frozenset(paths[number] for number in once) - spec.model_spec.counts
 
 
 def accumulate(

@@ -29,8 +29,8 @@ from ..parallel import (
     sends_pieces,
 )
 from .gather import GlobalGather, Int8Gather, save_all_but_gathers_policy, save_products_policy
+from .model_spec import ModelSpec
 from .objective import Forward, Prepare
-from .parts import ModelSpec
 
 MakeGather: TypeAlias = Callable[[Path], Any]
 """Path of a parameter -> the function that gathers it; None if it is whole."""
@@ -45,7 +45,7 @@ class ModelChanges:
 
     Args:
         strategy: its precision, activation checkpointing, layers and policies.
-        parts: the model's structure, and the shapes of its parameters and buffers.
+        model_spec: the model's structure, and the shapes of its parameters and buffers.
         units: the paths of the modules that are gathered, freed and recomputed as one.
         loops: which chains of consecutive units run as a loop.
         looped: the paths of units whose parameters are stacked over the layers of a loop.
@@ -59,7 +59,7 @@ class ModelChanges:
     """
 
     strategy: Strategy
-    parts: ModelSpec
+    model_spec: ModelSpec
     units: frozenset[Path]
     loops: LoopRule = LoopRule()
     looped: frozenset[Path] = frozenset()
@@ -70,7 +70,7 @@ class ModelChanges:
         precision = self.strategy.precision
         fp8 = None
         if precision is not None and precision.products is not None:
-            paths = fp8_layers(self.parts.abstract, precision.skip)
+            paths = fp8_layers(self.model_spec.abstract, precision.skip)
             dot = Fp8Dot(self.strategy.batch_axes)
             fp8 = Fp8Layers(dot, paths, gathers=precision.gather is not None)
         object.__setattr__(self, "fp8", fp8)
@@ -106,7 +106,7 @@ class ModelChanges:
         def adapt(model: nnx.Module) -> None:
             if before is not None:
                 before(model)
-            shapes = self.parts.shapes
+            shapes = self.model_spec.shapes
             variables = {
                 "/".join(map(str, keys)): variable
                 for keys, variable in nnx.iter_graph(model)
@@ -124,11 +124,11 @@ class ModelChanges:
                 value = variable.get_value()
                 if not isinstance(value, Int8):
                     variable.set_value(bundle(path, self.cast(value)))
-                elif any(is_inside(path, bridge) for bridge in self.parts.bridges):
-                    wider = self.parts.int8[path].widen(value.numbers, value.scale, self.dtype)
+                elif any(is_inside(path, bridge) for bridge in self.model_spec.bridges):
+                    wider = self.model_spec.int8[path].widen(value.numbers, value.scale, self.dtype)
                     variable.set_value(bundle(path, wider))
                 else:
-                    gather = Int8Gather(gather, self.parts.int8[path], self.dtype)
+                    gather = Int8Gather(gather, self.model_spec.int8[path], self.dtype)
                 if gather is None:
                     continue
                 if id(variable) in fp8_gathers and self._gathers_in_fp8(gather):
@@ -153,8 +153,8 @@ class ModelChanges:
     def _gathers_in_fp8(self, gather: Any) -> bool:
         """Whether the product that reads a weight gathers it in fp8.
 
-        Not an int8 weight, nor one that a loop reads in every iteration: that one is gathered
-        before the loop.
+        It does not gather int8 weights, or weights that a loop reads in every iteration: these are
+        gathered before the loop.
         """
         has_fp8_gathers = self.fp8 is not None and self.fp8.gathers
         return has_fp8_gathers and isinstance(gather, GlobalGather) and not gather.in_loop
@@ -170,7 +170,7 @@ class ModelChanges:
         if strategy.layers:
             # The residual stream must be saved after a sum over tensor ranks is added, not before.
             gathers = strategy.params.split_axes and not strategy.gathers_once
-            remat = save_all_but_gathers_policy if gathers or self.parts.int8 else None
+            remat = save_all_but_gathers_policy if gathers or self.model_spec.int8 else None
         group = 1
         if strategy.remat is not None:
             remat = strategy.remat.remat

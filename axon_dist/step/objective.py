@@ -22,8 +22,8 @@ from ..core.tree import combine, is_key, leaves_with_paths, map_with_path, wide
 from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
 from ..core.weighted import Weighted, WithTerm
 from ..ir.units import is_inside
+from .model_spec import MEAN_WEIGHT, SHARED, STEP, ModelSpec, split_inputs
 from .options import FLAG, LOSS_SCALE, METRICS
-from .parts import MEAN_WEIGHT, SHARED, STEP, ModelSpec, split_inputs
 
 
 @jax.tree_util.register_dataclass
@@ -67,7 +67,7 @@ class PartLoss(abc.ABC):
 
 
 def evaluate(
-    parts: ModelSpec,
+    model_spec: ModelSpec,
     loss_fn: LossFn,
     params: PyTree,
     buffers: PyTree,
@@ -77,7 +77,7 @@ def evaluate(
     """Runs the user's loss function on a model merged from arrays.
 
     Args:
-        parts: the structure of the model.
+        model_spec: the structure of the model.
         loss_fn: `loss_fn(model, batch)`, or `loss_fn(model, batch, step=...)`.
         params: nested dict of arrays, trained and frozen.
         buffers: nested dict of arrays.
@@ -92,9 +92,9 @@ def evaluate(
             metric has a name that the step uses itself.
     """
     if isinstance(loss_fn, PartLoss):
-        inner = forward_of(parts, loss_fn.loss_fn, prepare)
+        inner = forward_of(model_spec, loss_fn.loss_fn, prepare)
         return loss_fn.outcome(inner, params, buffers, batch)[0]
-    model = parts.merge(params, buffers)
+    model = model_spec.merge(params, buffers)
     if prepare is not None:
         prepare(model)
     before = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
@@ -124,7 +124,7 @@ def evaluate(
 
 
 def _check_outputs(loss: Weighted, metrics: Any) -> None:
-    """Raises if the user's loss returned anything but scalars with names of their own."""
+    """Raises if the user's loss returned anything but scalars with their own names."""
     if not jnp.issubdtype(getattr(loss.total, "dtype", type(loss.total)), jnp.floating):
         raise ConfigError(
             f"loss_fn returned a loss of {_kind(loss.total)}; it must be a floating-point "
@@ -216,7 +216,7 @@ _LIBRARIES = frozenset({"jax", "jaxlib", "flax", "numpy", "optax", "opt_einsum",
 """Libraries that both user code and this package call."""
 
 _CALLERS = ("axon_dist.parallel.", "axon_dist.pipeline.", "axon_dist.step.", "axon_dist.ir.")
-"""The modules of this package that call methods of a model with arguments of their own."""
+"""The modules of this package that call methods of a model with their own arguments."""
 
 
 def _origin(error: Exception) -> str:
@@ -355,7 +355,7 @@ class Sums:
     Args:
         grads: sum of weight x gradient of the mean loss, a tree like the parameters.
         loss: sum of the losses, and sum of the weights.
-        metrics: sum of weight x metric; `Weighted` if the metric has a weight of its own.
+        metrics: sum of weight x metric; `Weighted` if the metric has its own weight.
     """
 
     grads: PyTree
@@ -376,9 +376,11 @@ class Sums:
         return grads, {"loss": mean_loss(self.loss), **metrics}
 
 
-def forward_of(parts: ModelSpec, loss_fn: LossFn, prepare: Prepare | None = None) -> Forward:
+def forward_of(model_spec: ModelSpec, loss_fn: LossFn, prepare: Prepare | None = None) -> Forward:
     """Returns the forward pass of a model as a function of its arrays."""
-    return lambda params, buffers, batch: evaluate(parts, loss_fn, params, buffers, batch, prepare)
+    return lambda params, buffers, batch: evaluate(
+        model_spec, loss_fn, params, buffers, batch, prepare
+    )
 
 
 def with_frozen(forward: Forward, frozen: PyTree) -> Forward:
@@ -395,7 +397,7 @@ def gradient_sums(
     forward: Forward,
     scale: Array | None = None,
     common: Callable[[Array], Array | int] | None = None,
-    parts: int = 1,
+    num_shards: int = 1,
 ) -> Callable[[PyTree, PyTree, Batch], tuple[Sums, PyTree]]:
     """Makes the function that differentiates the loss and returns weighted sums.
 
@@ -409,9 +411,10 @@ def gradient_sums(
             pass itself adds the gradients of different ranks: they cannot be multiplied by each
             rank's own weight afterwards. If it returns 1, the total is differentiated and not the
             mean.
-        parts: how many parts, of about this size, a batch is cut into. A sample weighs that many
-            times more in the mean of a part. The loss scale is therefore divided by it, or half
-            precision would overflow in parts where it does not for the whole batch.
+        num_shards: how many shards of about this size a batch is cut into: ranks times
+            microbatches. A sample weighs that many times more in the mean of a shard. The loss
+            scale is therefore divided by it; half precision would otherwise overflow in a shard
+            where it does not for the whole batch.
 
     Returns:
         A function of (params, buffers, batch) giving the sums and the new buffers.
@@ -421,13 +424,13 @@ def gradient_sums(
         weight = loss.weight
         return weight if common is None or is_one(weight) else common(weight)
 
-    per_part = None if scale is None else scale / parts
-    differentiate = _differentiated(forward, weight_of, per_part, _per_weight)
+    per_shard = None if scale is None else scale / num_shards
+    differentiate = _differentiated(forward, weight_of, per_shard, _per_weight)
 
     def sums(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
         (_, outcome), grads = differentiate(params, buffers, batch)
         if scale is not None:
-            grads = jax.tree.map(lambda g: wide(g) * parts, grads)
+            grads = jax.tree.map(lambda g: wide(g) * num_shards, grads)
         weight = weight_of(outcome.loss)
         factor = None if is_one(weight) else _nonzero(weight)
 
@@ -512,7 +515,7 @@ def _check_scalar(what: str, value: Any) -> None:
     if isinstance(value, (dict, list, tuple, str)) or value is None:
         raise ConfigError(
             f"loss_fn returned a {what} that is a {type(value).__name__}; it must be a scalar. "
-            "Give each number a name of its own, as in {'accuracy/top1': ..., 'accuracy/top5': ...}"
+            "Give each number its own name, as in {'accuracy/top1': ..., 'accuracy/top5': ...}"
         )
     shape = jnp.shape(value)
     if shape != ():

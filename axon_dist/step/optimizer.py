@@ -37,7 +37,7 @@ from ..ir.rows import MATRIXWISE, RowCall, hidden_in, input_shapes, run_with_cal
 from ..ir.walk import called, equations, interpret
 from ..sharding import Policy, axes_of, optimizer_shardings, shardings, spec_axes
 from ..sharding.padding import cut, for_region, like, padded
-from .parts import ModelSpec
+from .model_spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,14 +86,14 @@ class Update:
         return cls(optimizer, params, state, *trace(params, state, params, loss))
 
 
-def trace_update(optimizer: optax.GradientTransformationExtraArgs, parts: ModelSpec) -> Update:
+def trace_update(optimizer: optax.GradientTransformationExtraArgs, model_spec: ModelSpec) -> Update:
     """Traces the optimizer on nested dicts, or on an `nnx.State` if it does not take dicts.
 
     Masks and labels may be trees instead of functions. They then have the structure of
     `nnx.state(model, nnx.Param)`, or of the nested dict that it is made of; with another
     `trainable`, that of `nnx.state(model, trainable)`.
     """
-    result = _try_update(optimizer, parts.params)
+    result = _try_update(optimizer, model_spec.params)
     if isinstance(result, Update):
         return result
     if isinstance(result, TypeError) and "'value'" in str(result):
@@ -106,10 +106,10 @@ def trace_update(optimizer: optax.GradientTransformationExtraArgs, parts: ModelS
             return inner.update(updates, state, params, **extra)
 
         optimizer = optax.GradientTransformationExtraArgs(inner.init, update)
-        result = _try_update(optimizer, parts.params)
+        result = _try_update(optimizer, model_spec.params)
         if isinstance(result, Update):
             return result
-    on_state = _try_update(_on_nnx_state(optimizer, parts), parts.params)
+    on_state = _try_update(_on_nnx_state(optimizer, model_spec), model_spec.params)
     if isinstance(on_state, Update):
         return on_state
     # The error on nested dicts is the one to report.
@@ -118,7 +118,7 @@ def trace_update(optimizer: optax.GradientTransformationExtraArgs, parts: ModelS
         raise ConfigError(
             f"the optimizer calls the loss itself: {_first_line(error)} "
             f"({type(error).__name__}). An update is given gradients, state, parameters and "
-            "value=, the loss; take one that needs no more, such as optax.adamw"
+            "value=, the loss; use one that needs only these, such as optax.adamw"
         ) from error
     raise ConfigError(
         f"the optimizer cannot work on the parameters of the model: {_first_line(error)} "
@@ -173,11 +173,11 @@ def updated(
 
 
 def _on_nnx_state(
-    optimizer: optax.GradientTransformationExtraArgs, parts: ModelSpec
+    optimizer: optax.GradientTransformationExtraArgs, model_spec: ModelSpec
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer that works on an `nnx.State` so that it works on nested dicts."""
-    trained = {path for path, _ in leaves_with_paths(parts.params)}
-    nnx_state = nnx.state(parts.abstract, lambda keys, _: "/".join(map(str, keys)) in trained)
+    trained = {path for path, _ in leaves_with_paths(model_spec.params)}
+    nnx_state = nnx.state(model_spec.abstract, lambda keys, _: "/".join(map(str, keys)) in trained)
     structure = jax.tree.structure(nnx_state)
     # The leaves of the two forms may be ordered differently, where some keys are numbers.
     numbered = nnx.to_pure_dict(structure.unflatten(range(structure.num_leaves)))
@@ -195,7 +195,7 @@ def _on_nnx_state(
 
     def inner_state(state: PyTree) -> PyTree:
         """Returns the state in the form that the wrapped optimizer has."""
-        shapes = jax.eval_shape(lambda params: optimizer.init(to_nnx(params)), parts.params)
+        shapes = jax.eval_shape(lambda params: optimizer.init(to_nnx(params)), model_spec.params)
         inner = jax.tree.structure(shapes)
         positions = jax.tree.leaves(to_dicts(inner.unflatten(range(inner.num_leaves))))
         return inner.unflatten(_sorted(positions, state))

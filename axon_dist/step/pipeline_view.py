@@ -95,18 +95,18 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
         out_specs=(*region.grad_specs(split_dims), replicated, replicated, replicated),
         check_vma=False,
     )
-    parts = spec.num_microbatches * spec.num_ranks
+    num_shards = spec.num_microbatches * spec.num_ranks
     # As in `gradient_sums`: gradients are scaled like those of the mean of the whole batch.
-    scale = None if scale is None else scale / parts
-    rows, rest, unit, loss, buffers = mapped(stored[0], stored[1], buffers, batch, scale)
+    scale = None if scale is None else scale / num_shards
+    rows, rest, grad_factor, loss, buffers = mapped(stored[0], stored[1], buffers, batch, scale)
     if not region.is_whole_mesh:
         rows, rest = region.reduced_outside(rows, rest)
     # `shard_map` needs equal shards: cut the padding off again.
     reduced = like(region.rows.assemble(rows, rest), plan.stored.params)
     reduced = jax.lax.with_sharding_constraint(reduced, plan.stored.owners)
     total, weight, metrics = loss
-    unit = unit if scale is None else unit * parts
-    sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
+    grad_factor = grad_factor if scale is None else grad_factor * num_shards
+    sums = Sums(jax.tree.map(lambda g: g * grad_factor, reduced), Weighted(total, weight), metrics)
     return GradientResult(*sums.means(), buffers)
 
 
@@ -128,7 +128,7 @@ def _parts_draw(plan: StepPlan, batch: Batch) -> bool:
 def _kinds_of_buffers(
     mutable: Collection[int], buffers: PyTree, draws: Draws | None
 ) -> tuple[set[int], set[int]]:
-    """The buffers that become the mean over microbatches, and those that all of them read first."""
+    """Returns the buffers averaged over microbatches, and those whose first value all read."""
     if draws is None:
         return set(), set()
     paths = [path for path, _ in leaves_with_paths(buffers)]
@@ -199,7 +199,7 @@ class PipelineRegion:
         blocks, looped = unit_paths(called, plan.stored.storage.stacks)
         rank_shapes = dict(rows.flat_shapes)
         row_specs = []
-        manual = (axis, *strategy.resident)
+        manual = (axis, *strategy.ungathered_axes)
         for part in filter(None, (rows.trained, rows.untrained)):
             stored = jax.eval_shape(part.from_model, part.shapes)
             layout = specs(plan.stored.storage.strategy.params, stored, spec.mesh)
@@ -216,7 +216,7 @@ class PipelineRegion:
             rows=rows,
             axes=axes,
             is_whole_mesh=all(a in axes or size == 1 for a, size in spec.mesh.shape.items()),
-            changes=ModelChanges(strategy, spec.parts, blocks, looped=looped),
+            changes=ModelChanges(strategy, spec.model_spec, blocks, looped=looped),
             rank_shapes=nest(rank_shapes),
             row_specs=row_specs[0],
             frozen_specs=row_specs[1] if rows.frozen else [],
@@ -333,12 +333,17 @@ class PipelineRegion:
         leaves, structure = jax.tree.flatten(changed)
         after = structure.unflatten(sums.mutable_buffers.get(i, x) for i, x in enumerate(leaves))
         changed = buffers_together(after) if stacks.depths else after
-        unit = jnp.ones(()) if weight is None else weight
+        grad_factor = jnp.ones(()) if weight is None else weight
         reduced = self._reduce(sums, split_dims)
         names = cast(Any, trace.metrics)
         total, loss_weight, metrics = all_sum(sums.loss, self.axes)
         loss = (total, loss_weight, nested_metrics(dict(zip(names, metrics, strict=True))))
-        return *reduced, unit, loss, changed if draws is None else without_rank(changed, buffers)
+        return (
+            *reduced,
+            grad_factor,
+            loss,
+            changed if draws is None else without_rank(changed, buffers),
+        )
 
     def trace(self, buffers: PyTree, batch: Batch, in_region: bool = True) -> LossTrace:
         """Traces the loss of one microbatch: of this rank in the region, of all ranks outside."""
@@ -355,7 +360,7 @@ class PipelineRegion:
         shapes = self.rank_shapes if in_region else self.rows.shapes
         params = jax.eval_shape(self.changes.cast, shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-        run = functools.partial(evaluate, spec.parts, spec.loss_fn, prepare=prepare)
+        run = functools.partial(evaluate, spec.model_spec, spec.loss_fn, prepare=prepare)
         # The rewriting is for one rank: outside of the region the trace covers the whole mesh.
         rewrite = functools.partial(
             rewritten, strategy=strategy, mesh=spec.mesh, memory_bytes=spec.memory_bytes

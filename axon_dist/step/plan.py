@@ -20,9 +20,9 @@ from ..pipeline.optimizer import StagedOptimizer
 from ..sharding import Replicate, shardings
 from .compiler import compiler_options
 from .model_changes import ModelChanges
+from .model_spec import ModelSpec
 from .optimizer import DistributedUpdate, Update, trace_update
 from .options import AUTO
-from .parts import ModelSpec
 from .separation import Separator
 from .spec import StepSpec
 from .storage import Storage, storage_of
@@ -45,6 +45,19 @@ class Stored:
     frozen: PyTree
     owners: PyTree
     update: DistributedUpdate
+
+    def on(self, spec: StepSpec) -> Stored:
+        """Returns the same parameters and optimizer for a step that is a part of this one.
+
+        Args:
+            spec: the part, such as the step of one replica; its mesh may have manual axes.
+        """
+        if self.storage.rows is not None:
+            # The optimizer of stages is made for a mesh.
+            return stored_form(spec)
+        owners = shardings(self.storage.strategy.opt_state, self.params, spec.mesh)
+        update = dataclasses.replace(self.update, mesh=spec.mesh)
+        return dataclasses.replace(self, owners=owners, update=update)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,7 +96,7 @@ class StepPlan:
         if not shared:
             return self
         separator = self.separator.with_shared(shared)
-        spec = dataclasses.replace(self.spec, parts=separator.parts)
+        spec = dataclasses.replace(self.spec, model_spec=separator.model_spec)
         return dataclasses.replace(self, spec=spec, separator=separator)
 
 
@@ -92,8 +105,9 @@ def plan_step(spec: StepSpec, whole: StepPlan | None = None) -> StepPlan:
 
     Args:
         spec: what the step was given.
-        whole: the plan of the step that this one is a part of, as one of several replicas is; it
-            has the same compiler options, and records the same choices of loops.
+        whole: the plan of the step that this one is a part of, as one of several replicas is. This
+            one has its compiler options and its traced optimizer, and records the same choices of
+            loops.
 
     Returns:
         The plan.
@@ -109,10 +123,11 @@ def plan_step(spec: StepSpec, whole: StepPlan | None = None) -> StepPlan:
         deterministic = spec.options.deterministic
         options = compiler_options(spec.world, given, deterministic, spec.strategy)
         choices: dict[LoopChoice, None] = {}
+        stored = stored_form(spec)
     else:
         options = whole.compiler_options
         choices = whole.loop_choices
-    stored = stored_form(spec)
+        stored = whole.stored.on(spec)
     changes = changes_of_model(spec, choices)
     separator = Separator(spec, changes.prepare)
     return StepPlan(spec, options, stored, changes, separator, choices)
@@ -120,10 +135,10 @@ def plan_step(spec: StepSpec, whole: StepPlan | None = None) -> StepPlan:
 
 def stored_form(spec: StepSpec) -> Stored:
     """Finds the parameters and the optimizer of a step in the form that the state has."""
-    parts = spec.parts
-    storage = storage_of(parts, spec.strategy, spec.loss_fn, spec.batch)
-    optimizer, storage, update = optimizer_for(spec.optimizer, parts, storage, spec.mesh)
-    params, frozen = jax.eval_shape(storage.store, parts.weights)
+    model_spec = spec.model_spec
+    storage = storage_of(model_spec, spec.strategy, spec.loss_fn, spec.batch)
+    optimizer, storage, update = optimizer_for(spec.optimizer, model_spec, storage, spec.mesh)
+    params, frozen = jax.eval_shape(storage.store, model_spec.weights)
     # Stages whose blocks are partly trained have trained and frozen rows at the same paths.
     shapes = combine(params, frozen) if storage.rows is None else params
     storage = dataclasses.replace(storage, shapes=shapes)
@@ -139,13 +154,13 @@ def stored_form(spec: StepSpec) -> Stored:
 
 
 def optimizer_for(
-    optimizer: optax.GradientTransformation, parts: ModelSpec, storage: Storage, mesh: Mesh
+    optimizer: optax.GradientTransformation, model_spec: ModelSpec, storage: Storage, mesh: Mesh
 ) -> tuple[Any, Storage, Update | None]:
     """Returns the optimizer for the stored form of a model's parameters.
 
     Args:
         optimizer: the user's optimizer.
-        parts: the model's structure, and the shapes of its parameters and buffers.
+        model_spec: the model's structure, and the shapes of its parameters and buffers.
         storage: the stored form of its parameters.
         mesh: names and sizes of the axes, over all devices.
 
@@ -157,13 +172,13 @@ def optimizer_for(
         ConfigError: when the optimizer cannot work on the parameters; it gives the reason.
         UnsupportedError: when a pipeline cannot run it; it names the leaf and the operation.
     """
-    update = trace_update(optax.with_extra_args_support(optimizer), parts)
+    update = trace_update(optax.with_extra_args_support(optimizer), model_spec)
     fitting = update.optimizer
     pipeline = storage.strategy.pipeline
     if storage.rows is None or pipeline is None:
         return fitting, storage, update
     if storage.stacks.depths:
-        fitting = UnstackedOptimizer(fitting, storage.stacks, parts.params)
+        fitting = UnstackedOptimizer(fitting, storage.stacks, model_spec.params)
     staged = StagedOptimizer(fitting, storage.rows.trained, mesh, pipeline.axis)
     # Which leaves of the optimizer's state are rows.
     policy: Any = storage.strategy.opt_state
@@ -175,9 +190,9 @@ def optimizer_for(
 def units_of(spec: StepSpec) -> frozenset[Path]:
     """Returns the paths of the modules that are gathered, freed, recomputed or looped as one."""
     strategy = _strategy_of_whole_model(spec)
-    is_split = strategy.splits or bool(spec.parts.int8)
+    is_split = strategy.splits or bool(spec.model_spec.int8)
     if is_split or strategy.remat is not None or spec.options.scan_layers is True:
-        return strategy.units(spec.parts.abstract)
+        return strategy.units(spec.model_spec.abstract)
     return frozenset()
 
 
@@ -189,7 +204,7 @@ def changes_of_model(spec: StepSpec, choices: dict[LoopChoice, None]) -> ModelCh
         choices: records which blocks run as a loop.
     """
     strategy = _strategy_of_whole_model(spec)
-    return ModelChanges(strategy, spec.parts, units_of(spec), loop_rule(spec, choices))
+    return ModelChanges(strategy, spec.model_spec, units_of(spec), loop_rule(spec, choices))
 
 
 def _strategy_of_whole_model(spec: StepSpec) -> Any:

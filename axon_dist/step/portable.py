@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -59,7 +60,7 @@ class PortableForm:
         if self._is_same:
             return
         optimizer: Any = layout.plan.stored.update.traced.optimizer
-        paths = layout.spec.parts.frozen_paths
+        paths = layout.spec.model_spec.frozen_paths
 
         def model_weights(params: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
             return partition(storage.weights(params, frozen), paths)
@@ -89,8 +90,8 @@ class PortableForm:
         self._to_rows = jax.jit(into_rows, out_shardings=layout.places)
 
     @in_own_context
-    def of(self, state: TrainState) -> TrainState:
-        """Returns the portable form of a state, which stays usable."""
+    def to_canonical(self, state: TrainState) -> TrainState:
+        """Returns the canonical form of a state, which stays usable."""
         return state if self._is_same else self._to_model(state)
 
     @in_own_context
@@ -107,18 +108,33 @@ class PortableForm:
         if is_same:
             stored = layout.plan.stored.storage.store(weights)
         else:
-            stored = partition(weights, layout.spec.parts.frozen_paths)
+            stored = partition(weights, layout.spec.model_spec.frozen_paths)
         state = layout.state_from(stored, buffers, self.target.opt_state)
         if is_same and layout.padding is not None:
             return jax.jit(layout.padded, out_shardings=places)(state)
         names = ("frozen", "buffers") if is_same else ("buffers",)
         placed = {n: jax.device_put(getattr(state, n), getattr(places, n)) for n in names}
-        return self.take_up(dataclasses.replace(state, **placed))
+        return self.from_canonical(dataclasses.replace(state, **placed))
 
     @in_own_context
+    def from_canonical(self, canonical: TrainState) -> TrainState:
+        """Converts a canonical state to the step's form; the exact inverse of `to_canonical`."""
+        return canonical if self._is_same else self._to_rows(canonical)
+
+    def of(self, state: TrainState) -> TrainState:
+        """The deprecated name of `to_canonical`."""
+        _warn_of("of", "to_canonical")
+        return self.to_canonical(state)
+
     def take_up(self, portable: TrainState) -> TrainState:
-        """Converts a portable state to the step's form; the exact inverse of `of`."""
-        return portable if self._is_same else self._to_rows(portable)
+        """The deprecated name of `from_canonical`."""
+        _warn_of("take_up", "from_canonical")
+        return self.from_canonical(portable)
+
+
+def _warn_of(old: str, new: str) -> None:
+    text = f"PortableForm.{old} is deprecated; use {new}"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def _convert(

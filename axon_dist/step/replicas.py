@@ -20,9 +20,9 @@ from ..sharding import Copies, optimizer_shardings, shardings, specs
 from ..sharding.padding import for_region, like, stored_shape
 from .batch import Placed, batch_spec
 from .layout import RunGradients, RunStep, StateLayout
+from .model_spec import Source
 from .objective import GradientResult
 from .options import FLAG
-from .parts import Source
 from .plan import StepPlan, plan_step
 from .separation import Separation
 from .state import TrainState, wide_copy
@@ -99,7 +99,7 @@ class Outer:
     def fragments(self) -> tuple[frozenset[Path], ...]:
         """The paths of the parameters that synchronize together."""
         sizes = {path: num_params(x) for path, x in leaves_with_paths(self.plan.stored.params)}
-        return self.loop.parts(sizes)
+        return self.loop.fragment_paths(sizes)
 
     def first(self, params: PyTree) -> tuple[PyTree, Metrics]:
         """Makes the first outer parameters and the first state of the outer optimizer.

@@ -39,7 +39,7 @@ def _microbatches(spec: StepSpec) -> Found:
 def _layers(spec: StepSpec) -> None:
     strategy = spec.strategy
     for layers in strategy.layers:
-        layers.check(spec.parts.abstract, strategy.layout(spec.world.mesh))
+        layers.check(spec.model_spec.abstract, strategy.layout(spec.world.mesh))
 
 
 def _residents(spec: StepSpec) -> Found:
@@ -47,12 +47,12 @@ def _residents(spec: StepSpec) -> Found:
     reduction = spec.reduction
     if strategy.pipeline is not None:
         return None
-    without_experts = dataclasses.replace(strategy, resident=())
+    without_experts = dataclasses.replace(strategy, ungathered_axes=())
     is_local, asked = wants_ranks(dataclasses.replace(spec, strategy=without_experts))
     if not is_local:
         return None
     per = f"a reduction per {reduction.per!r} of {spec.num_microbatches} microbatches"
-    return {"axis": strategy.resident[0], "asked": " and ".join(asked) or per}
+    return {"axis": strategy.ungathered_axes[0], "asked": " and ".join(asked) or per}
 
 
 def _statistics(spec: StepSpec) -> Found:
@@ -61,7 +61,7 @@ def _statistics(spec: StepSpec) -> Found:
     _, asked = wants_ranks(spec)
     if spec.options.separable:
         asked = [*asked, "separable=True"]
-    statistics = own_statistics(spec.parts.abstract)
+    statistics = own_statistics(spec.model_spec.abstract)
     # If nothing asks for per-rank computation, such a model runs in global view.
     return {"path": statistics[0], "asked": " and ".join(asked)} if statistics and asked else None
 
@@ -83,7 +83,7 @@ def _loops(spec: StepSpec) -> Found:
         return {**facts, "why": f"recomputes groups of interval={interval!r}, which are a loop"}
     if is_unroll:
         return None
-    stacks = sorted(spec.parts.stacks)
+    stacks = sorted(spec.model_spec.stacks)
     model = {**facts, "strategy": "the model"}
     if unrolls and stacks:
         return {**model, "why": f"keeps the blocks of {stacks[0]!r} stacked, and loops over them"}
@@ -135,7 +135,7 @@ def _of_strategy(spec: StepSpec) -> Obstacle:
             "schedule",
             f"use {supported}",
         )
-    if strategy.layers or strategy.resident:
+    if strategy.layers or strategy.ungathered_axes:
         return (
             f"strategy {strategy.name!r} splits sums within a sample over ranks, as tensor, "
             "context and expert parallelism do, and the order of these sums depends on the number "
@@ -226,14 +226,14 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     ),
     Requirement(
         "remat policy 'sums' needs sums to keep",
-        lambda spec: spec.strategy.remat and check_sums(spec.strategy, spec.parts.abstract),
+        lambda spec: spec.strategy.remat and check_sums(spec.strategy, spec.model_spec.abstract),
     ),
     Requirement("layers can be changed", lambda spec: spec.strategy.layers and _layers(spec)),
     Requirement(
         "the model's call takes what evaluations give it",
         lambda spec: (
             spec.options.eval_kwargs
-            and check_eval_kwargs(spec.parts.abstract, spec.options.eval_kwargs)
+            and check_eval_kwargs(spec.model_spec.abstract, spec.options.eval_kwargs)
         ),
     ),
     Requirement.row(
@@ -242,7 +242,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "parameters are split along {axis!r} and the samples of all its ranks are sent to them, so "
         "no rank holds gradients of its own samples alone, which {asked} needs. Remove it; "
         "gradients are then reduced after every microbatch, in the compute dtype",
-        lambda spec: _residents(spec) if spec.strategy.resident else None,
+        lambda spec: _residents(spec) if spec.strategy.ungathered_axes else None,
     ),
     Requirement.row(
         "statistics are of the whole batch",
@@ -313,11 +313,11 @@ def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
     """Whether units gather any of the weights, or would on more devices."""
     strategy = spec.strategy
     mesh = spec.mesh
-    axes = {*strategy.data_axes} - {*strategy.resident}
+    axes = {*strategy.data_axes} - {*strategy.ungathered_axes}
     splits = axes.intersection(strategy.params.split_axes)
     if splits and all(mesh.shape[axis] == 1 for axis in splits):
         return True
-    shardings = (strategy.params(path, spec.parts.shapes[path], mesh) for path in paths)
+    shardings = (strategy.params(path, spec.model_spec.shapes[path], mesh) for path in paths)
     return any(not axes.isdisjoint(spec_axes(sharding)) for sharding in shardings)
 
 
@@ -328,7 +328,7 @@ def _fp8_gather(plan: StepPlan, fp8: Fp8Layers) -> Found:
 
 def _matrices(plan: StepPlan) -> Found:
     spec = plan.spec
-    # Stages that differ run in branches of their own, each with its own matrices.
+    # Stages that differ run in separate branches, each with its own matrices.
     if spec.mesh.size == 1 or plan.stored.storage.is_by_vectors:
         return None
     kind = plan.stored.update.hidden
@@ -355,7 +355,7 @@ def _stage_experts(plan: StepPlan) -> Found:
     strategy = spec.strategy
     storage = plan.stored.storage
     assert storage.rows is not None
-    axis = strategy.resident[0]
+    axis = strategy.ungathered_axes[0]
 
     def split_along_axis(policy: Policy, tree: PyTree) -> list[Path]:
         def is_split(path, leaf):
@@ -363,9 +363,9 @@ def _stage_experts(plan: StepPlan) -> Found:
 
         return [path for path, leaf in leaves_with_paths(tree) if is_split(path, leaf)]
 
-    offending = split_along_axis(strategy.params, spec.parts.weights)
+    offending = split_along_axis(strategy.params, spec.model_spec.weights)
     place = "in blocks that differ"
-    modules = nnx.iter_modules(spec.parts.abstract)
+    modules = nnx.iter_modules(spec.model_spec.abstract)
     experts = {"/".join(map(str, keys)) for keys, module in modules if has_experts(module)}
     if others := [path for path in offending if path.rpartition("/")[0] not in experts]:
         offending = others
@@ -389,7 +389,7 @@ def _stage_classes(plan: StepPlan) -> Found:
         return None
     assert rows is not None
     modules = {plan.stored.storage.stacks.in_model(block) for block in rows.stages.called}
-    model = spec.parts.abstract
+    model = spec.model_spec.abstract
     named = [(keys, type(module).__name__) for keys, module in nnx.iter_modules(model)]
     named += [(keys, name.rpartition("/")[2]) for keys, name in linen_modules(model)]
     blocks = sorted({name for keys, name in named if keys in modules})
@@ -453,7 +453,7 @@ PIPELINE_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
         "must be those of modules with these methods, as models.Experts, in blocks with parameters "
         "of equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp in "
         "addition to the pipeline; or leave the pipeline out",
-        lambda plan: _stage_experts(plan) if plan.spec.strategy.resident else None,
+        lambda plan: _stage_experts(plan) if plan.spec.strategy.ungathered_axes else None,
     ),
     Requirement.row(
         "stages recompute their blocks",
@@ -502,7 +502,7 @@ def check_rules(spec: StepSpec) -> None:
     if spec.strategy.pipeline is not None:
         check_all(PIPELINE_RULES, spec)
     if spec.num_microbatches > 1:
-        warn_of_statistics(spec.parts.abstract, spec.num_microbatches)
+        warn_of_statistics(spec.model_spec.abstract, spec.num_microbatches)
 
 
 def check_plan(plan: StepPlan) -> None:

@@ -47,6 +47,7 @@ from ..parallel import SUM_SAMPLES, mark_experts_per_sample
 from ..proof.interpret import RANKS, follow_samples
 from ..proof.lattice import OF_WEIGHT, OutputUse, SampleUse, Use, Why, same_scale, use_of
 from ..proof.operation import RESIZED
+from .model_spec import ModelSpec
 from .objective import (
     Forward,
     GradientResult,
@@ -58,7 +59,6 @@ from .objective import (
     is_one,
     mean_loss,
 )
-from .parts import ModelSpec
 from .spec import StepSpec
 from .statistics import has_statistics, synchronise_statistics, warn_of_parts
 
@@ -71,7 +71,7 @@ class Traced:
         program: (params, buffers, batch) -> total and weight of the loss, total and weight of each
             metric, buffers.
         names: of the metrics.
-        is_plain: whether the loss has no weight of its own.
+        is_plain: whether the loss is a number without a weight.
         ending: completes the outputs of a `PartLoss`.
     """
 
@@ -92,7 +92,7 @@ class Traces:
     parts counted, as in the views that split the batch.
 
     Args:
-        parts: the model's structure, and the shapes of its parameters and buffers.
+        model_spec: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
         adapt: changes the merged model first.
         over_all: whether statistics are averaged over all parts, rather than each part having its
@@ -104,15 +104,15 @@ class Traces:
 
     def __init__(
         self,
-        parts: ModelSpec,
+        model_spec: ModelSpec,
         loss_fn: LossFn,
         adapt: Prepare | None = None,
         over_all: bool = True,
     ):
-        self._parts = parts
+        self._model_spec = model_spec
         self._loss_fn = loss_fn
         self.adapt = adapt
-        self._over_all = over_all and has_statistics(parts.abstract)
+        self._over_all = over_all and has_statistics(model_spec.abstract)
         self._traced: dict[Hashable, Traced] = {}
 
     def of(self, batch: Batch, samples: int, others: Iterable[Traces] = ()) -> Traced:
@@ -150,10 +150,10 @@ class Traces:
             loss_fn = self._loss_fn
             ending = None
             if isinstance(loss_fn, PartLoss):
-                forward = forward_of(self._parts, loss_fn.loss_fn, prepare)
+                forward = forward_of(self._model_spec, loss_fn.loss_fn, prepare)
                 outcome, ending = loss_fn.outcome(forward, *inputs)
             else:
-                outcome = evaluate(self._parts, loss_fn, *inputs, prepare)
+                outcome = evaluate(self._model_spec, loss_fn, *inputs, prepare)
             names = tuple(sorted(outcome.metrics))
             is_plain = is_one(outcome.loss.weight)
             details.update(names=names, is_plain=is_plain, ending=ending)
@@ -165,7 +165,7 @@ class Traces:
             mesh = AbstractMesh((2,), (RANKS,), axis_types=(AxisType.Auto,))
             run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         with outside_meshes() if self._over_all else nullcontext():
-            program = jax.make_jaxpr(run)(*self._parts.arguments, batch)
+            program = jax.make_jaxpr(run)(*self._model_spec.arguments, batch)
         return Traced(program, **details)
 
     def use(self, batch: Batch, sizes: tuple[int, int], zeros: Container[int] = ()) -> SampleUse:
@@ -183,11 +183,11 @@ class Traces:
         Raises:
             UnsupportedError: when the weight of the loss depends on a trained parameter.
         """
-        parts = self._parts
+        model_spec = self._model_spec
         full = self.of(batch, sizes[1])
-        paths = [path for path, _ in leaves_with_paths(parts.weights)]
+        paths = [path for path, _ in leaves_with_paths(model_spec.weights)]
         moving = () if full.is_plain else moves_with(full.program, 1, len(paths))
-        if trained := [paths[at] for at in moving if paths[at] not in parts.frozen_paths]:
+        if trained := [paths[at] for at in moving if paths[at] not in model_spec.frozen_paths]:
             # The weights of all parts are summed before anything is divided, so the gradient treats
             # them as constants. They may read parameters where no gradient flows.
             raise UnsupportedError(
@@ -210,7 +210,7 @@ class Traces:
         values = follow_samples(programs.__getitem__, sizes, len(jax.tree.leaves(batch)), zeros)
         total, weight, *rest = values
         metrics = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(part.names)}
-        buffers = [path for path, _ in leaves_with_paths(parts.arguments[1])]
+        buffers = [path for path, _ in leaves_with_paths(model_spec.arguments[1])]
         changed = dict(zip(buffers, rest[2 * len(part.names) :], strict=True))
         return use_of(total, weight, metrics, changed, part.is_plain, sizes[1] / sizes[0])
 
@@ -235,7 +235,7 @@ class FunctionOfSums(PartLoss):
     Args:
         loss_fn: the user's loss, with its other outputs as the parts of a batch return them.
         names: of the metrics that are replaced; `LOSS` for the loss.
-        leads: if the loss is replaced, what a part differentiates in its place: a linear
+        differentiated: if the loss is replaced, what a part differentiates in its place: a linear
             combination of the sums that depend on the parameters, as (index, coefficient).
         factors: multiplied with the mean of each sum over the parts, they give the sum of the
             whole.
@@ -243,7 +243,7 @@ class FunctionOfSums(PartLoss):
 
     loss_fn: LossFn
     names: frozenset[str]
-    leads: tuple[tuple[int, float], ...] = ()
+    differentiated: tuple[tuple[int, float], ...] = ()
     factors: tuple[float, ...] | None = None
 
     def outcome(
@@ -290,7 +290,7 @@ class FunctionOfSums(PartLoss):
         for number, (value, factor) in enumerate(pairs):
             weighted = value if self.factors is None else Weighted(value, 1 / factor)
             metrics[sum_name(number)] = weighted
-        lead = [values[n] * (slope * factors[n]) for n, slope in self.leads]
+        lead = [values[n] * (slope * factors[n]) for n, slope in self.differentiated]
         loss = metrics.pop(LOSS, None) or Weighted(sum(lead, jnp.zeros(())), 1.0)
         return Outcome(loss, metrics, changed), ending
 
@@ -327,8 +327,8 @@ class Finalize:
 
         return jax.grad(loss)([jnp.asarray(x, jnp.float32) for x in sums])
 
-    def leads(self, moving: Callable[[int], bool]) -> tuple[tuple[int, float], ...] | None:
-        """Finds what a part differentiates in place of the loss; see `FunctionOfSums.leads`.
+    def differentiated(self, moving: Callable[[int], bool]) -> tuple[tuple[int, float], ...] | None:
+        """Finds what a part differentiates in place of the loss, as `FunctionOfSums` needs it.
 
         Args:
             moving: whether the sum of this index depends on the parameters.
@@ -339,15 +339,15 @@ class Finalize:
         """
         ones = [np.float32(1)] * len(self.ending.sums)
         by_sum = jax.make_jaxpr(lambda *sums: self.numbers(sums)[LOSS])(*ones)
-        leads = [number for number in moves_with(by_sum, 0, len(ones)) if moving(number)]
-        if len(leads) < 2:
-            return tuple((number, 1.0) for number in leads)
+        differentiated = [number for number in moves_with(by_sum, 0, len(ones)) if moving(number)]
+        if len(differentiated) < 2:
+            return tuple((number, 1.0) for number in differentiated)
         slopes = sources_of(jax.make_jaxpr(self.slopes)(ones).jaxpr)
-        if any(slopes[number] for number in leads):
+        if any(slopes[number] for number in differentiated):
             return None
         with jax.ensure_compile_time_eval():
             values = self.slopes(ones)
-        return tuple((number, float(values[number])) for number in leads)
+        return tuple((number, float(values[number])) for number in differentiated)
 
     def __call__(self, result: GradientResult) -> GradientResult:
         """Replaces the sums among the metrics by the outputs, and applies the chain rule."""
@@ -357,14 +357,14 @@ class Finalize:
         numbers = self.numbers(sums)
         numbers = {"loss" if name == LOSS else name: x for name, x in numbers.items()}
         grads = result.grads
-        if len(self.loss_fn.leads) == 1:
-            ((lead, _),) = self.loss_fn.leads
+        if len(self.loss_fn.differentiated) == 1:
+            ((lead, _),) = self.loss_fn.differentiated
             slope = self.slopes(sums)[lead]
             grads = jax.tree.map(lambda g: g * slope.astype(g.dtype), grads)
         return result._replace(grads=grads, metrics=metrics | numbers)
 
 
-def in_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
+def rescale_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
     """Rescales a loss so that the sums of totals and weights over parts equal those of the batch.
 
     Results must not depend on the number of microbatches or ranks. A sum, or a `Weighted` whose
@@ -485,16 +485,16 @@ class Separator:
         prepare: (gather, first change) -> the function that adapts a merged model to the step.
 
     Attributes:
-        parts: the model, with what a batch has in addition to its samples.
+        model_spec: the model, with what a batch has in addition to its samples.
     """
 
     def __init__(self, spec: StepSpec, prepare: MakePrepare):
         self._spec = spec
         self._prepare = prepare
-        self.parts: ModelSpec = spec.parts
+        self.model_spec: ModelSpec = spec.model_spec
         self._for_shared: dict[Hashable, Separator] = {}
         self._loss_fn = spec.loss_fn
-        self._buffers = leaves_with_paths(spec.parts.arguments[1])
+        self._buffers = leaves_with_paths(spec.model_spec.arguments[1])
         self._microbatches = spec.num_microbatches
         self._promise = spec.options.separable
         self._separations: dict[Any, Separation] = {}
@@ -508,8 +508,8 @@ class Separator:
         """
         key = shape_key(shared)
         if key not in self._for_shared:
-            parts = dataclasses.replace(self._spec.parts, shared=shapes_of(shared))
-            spec = dataclasses.replace(self._spec, parts=parts)
+            model_spec = dataclasses.replace(self._spec.model_spec, shared=shapes_of(shared))
+            spec = dataclasses.replace(self._spec, model_spec=model_spec)
             self._for_shared[key] = Separator(spec, self._prepare)
         return self._for_shared[key]
 
@@ -602,7 +602,7 @@ class Separator:
             self._check_follows(use, samples, total, ranks)
         is_averaged = self._promise is False and self._microbatches > 1
         averaged = use.coupled if is_averaged else ""
-        loss_fn = in_parts(self._loss_fn, use)
+        loss_fn = rescale_parts(self._loss_fn, use)
         return Separation(loss_fn, per_rank and not why, why, averaged, means=means)
 
     def _use_or_sums(
@@ -635,8 +635,8 @@ class Separator:
             names.add(LOSS)
         if not names:
             return None
-        loss_fn: Any = FunctionOfSums(in_parts(self._loss_fn, use), frozenset(names))
-        traces = Traces(self.parts, loss_fn, self._traces(ranks).adapt)
+        loss_fn: Any = FunctionOfSums(rescale_parts(self._loss_fn, use), frozenset(names))
+        traces = Traces(self.model_spec, loss_fn, self._traces(ranks).adapt)
         use_of_sums = traces.use(batch, sizes)
         traced = traces.of(batch, sizes[1])
         sums = [sum_name(number) for number in range(len(traced.ending.sums))]
@@ -650,19 +650,19 @@ class Separator:
         if any(outputs[name].kind is Use.WEIGHTED for name in sums):
             return None
         is_trained = functools.partial(self._depends_on_trained, traced)
-        leads = completion.leads(is_trained) if LOSS in names else ()
-        if leads is None:
+        differentiated = completion.differentiated(is_trained) if LOSS in names else ()
+        if differentiated is None:
             return None
         factors = tuple(outputs[name].factor for name in sums)
-        loss_fn: Any = dataclasses.replace(loss_fn, leads=leads, factors=factors)
+        loss_fn: Any = dataclasses.replace(loss_fn, differentiated=differentiated, factors=factors)
         return Separation(loss_fn, True, complete=dataclasses.replace(completion, loss_fn=loss_fn))
 
     def _depends_on_trained(self, traced: Traced, number: int) -> bool:
         """Whether a sum depends on a trained parameter."""
-        paths = [path for path, _ in leaves_with_paths(self.parts.weights)]
+        paths = [path for path, _ in leaves_with_paths(self.model_spec.weights)]
         output = traced.total_of(sum_name(number))
         moving = moves_with(traced.program, output, len(paths))
-        return any(paths[at] not in self.parts.frozen_paths for at in moving)
+        return any(paths[at] not in self.model_spec.frozen_paths for at in moving)
 
     def program(self, batch: Batch, samples: int) -> ClosedJaxpr:
         """Returns the program of the loss, traced once for a number of samples.
@@ -680,7 +680,7 @@ class Separator:
     @cached_property
     def _of_one_rank(self) -> Traces:
         adapt = self._prepare(None)
-        return Traces(self.parts, self._loss_fn, adapt, over_all=False)
+        return Traces(self.model_spec, self._loss_fn, adapt, over_all=False)
 
     def _traces(self, ranks: int) -> Traces:
         """Returns the programs for `ranks` ranks, each of which computes the loss on its own."""
@@ -688,11 +688,11 @@ class Separator:
         runs_experts = ranks == 1 or self._spec.strategy.pipeline is not None
         if runs_experts not in self._traced:
             # Here experts promise not to mix samples.
-            modules = nnx.iter_modules(self.parts.abstract)
+            modules = nnx.iter_modules(self.model_spec.abstract)
             has_experts = any(hasattr(module, SUM_SAMPLES) for _, module in modules)
             change = mark_experts_per_sample if runs_experts and has_experts else None
             adapt = self._prepare(None, change)
-            self._traced[runs_experts] = Traces(self.parts, self._loss_fn, adapt)
+            self._traced[runs_experts] = Traces(self.model_spec, self._loss_fn, adapt)
         return self._traced[runs_experts]
 
     def _use(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> SampleUse:
@@ -744,11 +744,11 @@ class Separator:
             if not output.is_separable:
                 parts = f"{count} microbatches" + (f" on {ranks} ranks" if ranks > 1 else "")
                 raise UnsupportedError(
-                    f"the metric {name!r} {output.why}{output.place}, and the mean of those of "
-                    f"{parts} is not that of the whole batch. Return what adds up: Weighted(total, "
-                    "weight) for a quotient, sums such as counts of hits and misses, or a function "
-                    "of such numbers; or use one microbatch; or build_train_step(separable=True) "
-                    "for the mean over the parts"
+                    f"the metric {name!r} {output.why}{output.place}, and its mean over "
+                    f"{parts} is not its value for the whole batch. Return what adds up: "
+                    "Weighted(total, weight) for a quotient, sums such as counts of hits and "
+                    "misses, or a function of such numbers; or use one microbatch; or "
+                    "build_train_step(separable=True) for the mean over the parts"
                 )
 
     def _is_statistic(self, path: Path, use: OutputUse) -> bool:
@@ -799,7 +799,7 @@ class Separator:
         shapes = self._buffers
         sources = sources_of(program.jaxpr)
         # The positions of the first buffer among the inputs, and among the results.
-        before = len(leaves_with_paths(self.parts.weights))
+        before = len(leaves_with_paths(self.model_spec.weights))
         after = len(sources) - len(shapes)
         samples = range(before + len(shapes), len(program.in_avals))
         counts: dict[int, Path] = {}
@@ -811,7 +811,7 @@ class Separator:
             readers = [at for at, read in enumerate(sources) if before + number in read]
             if readers != [after + number]:
                 what = "and is read by something else" if readers else "whatever it was before"
-                raise self._changes_in_turn(path, f"follows the samples, {what}")
+                raise self._changes_in_turn(path, f"depends on the samples, {what}")
             counts[before + number] = path
         if not counts:
             return
@@ -821,7 +821,7 @@ class Separator:
             if not (is_sum and is_added_to(program, number, after + number - before)):
                 what = f" ({added[path].why}{added[path].place})" if not is_sum else ""
                 raise self._changes_in_turn(
-                    path, f"follows the samples, and is no sum over them{what}"
+                    path, f"depends on the samples, and is not a sum over them{what}"
                 )
 
     def _check_buffers(self, program: ClosedJaxpr) -> None:
@@ -899,7 +899,7 @@ def wants_ranks(spec: StepSpec) -> tuple[bool, list[str]]:
         # Overlapped reductions have buckets of a default size.
         f"bucket_capacity={capacity}": capacity is not None and not overlaps,
         f"sync={reduction.sync.name}": overlaps,
-        "by_hand=True": reduction.by_hand,
+        "manual=True": reduction.manual,
         "broadcast_buffers=False": not reduction.sync_buffers,
         f"a reduction in {reduction.dtype} with compute in {compute}": recast,
     }

@@ -26,8 +26,8 @@ from ..parallel import (
     with_masters,
 )
 from ..sharding import FromMetadata, annotations_of
+from .model_spec import ModelSpec
 from .options import StepOptions
-from .parts import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class StepSpec:
     What follows from them by a trace, or by a look at the model, is in `StepPlan`.
 
     Args:
-        parts: the model's structure, and the shapes of its parameters and buffers.
+        model_spec: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
         optimizer: an optax transformation of the model's parameters.
         strategy: the strategy for the model's own leaves.
@@ -49,7 +49,7 @@ class StepSpec:
             None if no batch is known.
     """
 
-    parts: ModelSpec
+    model_spec: ModelSpec
     loss_fn: LossFn
     optimizer: optax.GradientTransformationExtraArgs
     strategy: Strategy
@@ -91,15 +91,15 @@ class StepSpec:
     def compute_dtype(self) -> Any:
         """The dtype in which the model computes."""
         precision = self.strategy.precision
-        return self.parts.dtype if precision is None else precision.compute
+        return self.model_spec.dtype if precision is None else precision.compute
 
     @property
     def is_local(self) -> bool:
         """Whether each rank differentiates its own samples, or the compiler partitions the work."""
         strategy = self.strategy
-        # Without batch axes no rank has gradients of its own to sum first. Resident parameters,
-        # such as experts, get the samples of other ranks too.
-        if strategy.pipeline is not None or strategy.resident or not strategy.batch_axes:
+        # Without batch axes no rank has gradients of its own to sum first. Parameters that
+        # are never gathered, such as experts, get the samples of other ranks too.
+        if strategy.pipeline is not None or strategy.ungathered_axes or not strategy.batch_axes:
             return False
         is_local = self.reduction.is_local(self.num_microbatches, self.compute_dtype)
         return self.options.is_elastic or is_local
@@ -144,7 +144,7 @@ class StepSpec:
 
 
 def strategy_for(
-    parts: ModelSpec,
+    model_spec: ModelSpec,
     strategy: Strategy,
     precision: MixedPrecision | str | bool | None,
     remat: ActivationCheckpointing | None,
@@ -155,8 +155,8 @@ def strategy_for(
     Without a precision, gradients are computed and sent in the dtype of the parameters.
 
     Args:
-        parts: the model, whose variables may carry sharding annotations, and whose layers may be
-            stacked.
+        model_spec: the model, whose variables may carry sharding annotations, and whose layers
+            may be stacked.
         strategy: the user's strategy.
         precision: the step's `precision` argument, or None.
         remat: the step's `remat` argument, or None.
@@ -176,17 +176,17 @@ def strategy_for(
         remat=resolve_setting([strategy, asked], "remat"),
     )
     reduction = merged.reduction or Reduction()
-    default = parts.dtype if merged.precision is None else merged.precision.reduce_dtype
+    default = model_spec.dtype if merged.precision is None else merged.precision.reduce_dtype
     dtype = reduction.dtype or default
     reduction = dataclasses.replace(reduction, per=merged.reduces_per, dtype=dtype)
     resolved = dataclasses.replace(merged, reduction=reduction)
-    annotations = annotations_of(parts.abstract)
+    annotations = annotations_of(model_spec.abstract)
     if names is not None:
         annotations = tuple((path, names.of_annotation(spec)) for path, spec in annotations)
     if any(any(spec) for _, spec in annotations):
         resolved = overlay(resolved, FromMetadata(annotations))
-    if parts.stacks:
-        resolved = per_layer(resolved, frozenset(parts.stacks))
+    if model_spec.stacks:
+        resolved = per_layer(resolved, frozenset(model_spec.stacks))
     if resolved.precision is None:
         return resolved
-    return with_masters(resolved, parts.frozen_paths, resolved.precision.param)
+    return with_masters(resolved, model_spec.frozen_paths, resolved.precision.param)

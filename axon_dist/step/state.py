@@ -79,7 +79,7 @@ class TrainState:
 
 
 def wide_copy(params: PyTree) -> PyTree:
-    """Copies parameters to float32 or wider, in arrays of their own."""
+    """Copies parameters to float32 or wider, in new arrays."""
     # Half precision would round away the small increments of an average. The copy is needed
     # because a step donates every array of its state: no two leaves may share one.
     return jax.tree.map(

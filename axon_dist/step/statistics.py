@@ -14,7 +14,7 @@ from ..core.errors import warn
 from ..core.tree import is_key
 from ..core.typing import Path, PyTree
 from ..parallel import SUM_SAMPLES, Reduction, has_experts, sum_over_ranks
-from .parts import split_inputs
+from .model_spec import split_inputs
 
 
 def buffer_partition(buffers: PyTree, reduction: Reduction, axes: tuple[str, ...]) -> PyTree:

@@ -40,6 +40,7 @@ from ..ir.loop_rule import LoopChoice
 from ..mesh import World, agree, digest, is_abstract
 from ..ops.precision import MixedPrecision
 from ..parallel import HasStrategy, Strategy, as_strategy
+from ..parallel.strategy import on_mesh
 from ..planner import AUTO, knows_memory, read_step, recompute_least, usable_bytes
 from ..planner.reading import Remat
 from ..sharding import LeafDecision
@@ -50,9 +51,9 @@ from .describe import describe, idle_axes, summary, whole_arrays, whole_bytes, w
 from .evaluation import added, adds_up, evaluation, means, pieces
 from .guards import ESCAPED, DeadlockGuard, trace
 from .layout import Claims, StateLayout
+from .model_spec import ModelLike, ModelSpec, split_model, stored_as
 from .optimizer import unconjugated
 from .options import StepKeywords, StepOptions, check_arguments, options_of, takes_step
-from .parts import ModelLike, ModelSpec, split_model, stored_as
 from .plan import StepPlan, plan_step
 from .replicas import ReplicaLayout, shared_metrics
 from .rules import check_plan, check_rules
@@ -170,16 +171,19 @@ def build_train_step(
     check_arguments(optimizer, loss_fn, world, remat, strategy, model)
     names = AxisNames.of(world.mesh, options_of(options, keywords, False).axis_names)
     with own_context(names):
-        parts, source = split_model(model, trainable)
-        resolved = strategy_for(parts, as_strategy(strategy), precision, remat, names)
+        model_spec, source = split_model(model, trainable)
+        chosen = on_mesh(as_strategy(strategy), world.mesh)
+        resolved = strategy_for(model_spec, chosen, precision, remat, names)
         scales = resolved.precision is not None and resolved.precision.needs_scaling
         resolved_options = options_of(options, keywords, scales)
-        parts = dataclasses.replace(parts, reads_step=takes_step(loss_fn))
+        model_spec = dataclasses.replace(model_spec, reads_step=takes_step(loss_fn))
         if resolved.precision is not None or frozen_dtype is not None:
-            parts, source = stored_as(parts, source, resolved.precision, frozen_dtype)
+            model_spec, source = stored_as(model_spec, source, resolved.precision, frozen_dtype)
         extended = optax.with_extra_args_support(optimizer)
         example = None if batch is None else unwrapped(batch)
-        spec = StepSpec(parts, loss_fn, extended, resolved, world, resolved_options, batch=example)
+        spec = StepSpec(
+            model_spec, loss_fn, extended, resolved, world, resolved_options, batch=example
+        )
         check_rules(spec)
         plan = plan_step(spec)
         check_plan(plan)
@@ -217,7 +221,7 @@ def _warn_of_replicated(step: TrainStep) -> None:
 def _warn_of_ascent(step: TrainStep) -> None:
     """Warns if a step would increase the loss along the imaginary parts of parameters."""
     spec = step.spec
-    paths = unconjugated(spec.optimizer, spec.parts.params)
+    paths = unconjugated(spec.optimizer, spec.model_spec.params)
     if paths:
         warn(
             f"the parameters {first_few(paths)} are complex, and the optimizer does not conjugate "
@@ -393,7 +397,7 @@ class TrainStep:
     Attributes:
         plan: how the step runs what it was given.
         spec: what the step was given.
-        parts: the structure of the model and the shapes of its arrays.
+        model_spec: the structure of the model and the shapes of its arrays.
         strategy: the strategy, with every option resolved.
         world: the devices.
         options: the options of the step other than its strategy.
@@ -426,7 +430,7 @@ class TrainStep:
         spec = plan.spec
         self.plan: StepPlan = plan
         self.spec: StepSpec = spec
-        self.parts: ModelSpec = spec.parts
+        self.model_spec: ModelSpec = spec.model_spec
         self.strategy: Strategy = spec.strategy
         self.world: World = spec.world
         self.options: StepOptions = spec.options
@@ -749,8 +753,8 @@ class TrainStep:
             # Rows are cut out of stacks, which needs device memory. With padding, the jitted
             # `values_of_rows` moves the state itself.
             state = state if self.state_layout.padding else self.on_device(state)
-            return self.parts.merge(*self.state_layout.values_of_rows(state))
-        return self.parts.merge(*self.state_layout.values(state))
+            return self.model_spec.merge(*self.state_layout.values_of_rows(state))
+        return self.model_spec.merge(*self.state_layout.values(state))
 
     @in_context_of_step
     def lower(self, batch: Batch) -> jax.stages.Lowered:
@@ -805,6 +809,7 @@ _OLD_NAMES: MappingProxyType[str, tuple[str, Callable[[TrainStep], Any]]] = Mapp
         "form": ("TrainStep.state_layout", lambda step: step.state_layout),
         "layout": ("TrainStep.batch_layout", lambda step: step.batch_layout),
         "idle_axes": ("axon_dist.step.idle_axes", lambda step: idle_axes(step.spec)),
+        "parts": ("TrainStep.model_spec", lambda step: step.model_spec),
         "whole_bytes": ("TrainStep.whole", lambda step: whole_bytes(step.whole)),
         "whole_summary": ("print(step)", lambda step: whole_summary(step.whole)),
     }

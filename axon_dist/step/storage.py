@@ -44,8 +44,8 @@ from ..pipeline import (
 )
 from ..sharding import InPlaceOf, Policy
 from ..sharding.padding import cut
+from .model_spec import ModelSpec
 from .objective import Outcome, evaluate, weighed_metrics
-from .parts import ModelSpec
 
 CONTAINERS: tuple[type[Any], ...] = (nnx.List, nnx.Dict)
 """Modules that only contain others and are never called."""
@@ -121,7 +121,7 @@ class Storage:
 
 
 def storage_of(
-    parts: ModelSpec,
+    model_spec: ModelSpec,
     strategy: Strategy,
     loss_fn: LossFn | None = None,
     batch: Batch | None = None,
@@ -129,7 +129,7 @@ def storage_of(
     """Returns the storage that a strategy needs.
 
     Args:
-        parts: the model's structure, and the shapes of its parameters and buffers.
+        model_spec: the model's structure, and the shapes of its parameters and buffers.
         strategy: its pipeline cuts the model; without one the state has the model's own dict.
         loss_fn: the user's loss, in which a pipeline finds the calls of blocks.
         batch: a batch for it, as the loss sees it, arrays or shapes; None if no batch is known.
@@ -142,15 +142,17 @@ def storage_of(
         ScheduleError: when there are fewer blocks than stages, or the boundaries do not fit.
     """
     plan = strategy.pipeline
-    if plan is None and not parts.int8:
-        return Storage(strategy, frozen=parts.frozen_paths)
+    if plan is None and not model_spec.int8:
+        return Storage(strategy, frozen=model_spec.frozen_paths)
     if plan is None:
         # The int8 numbers and their scales are sharded like the weights they replace.
-        in_place = InPlaceOf(strategy.params, {path: x.shape for path, x in parts.int8.items()})
-        frozen = frozenset(path for path, _ in leaves_with_paths(parts.stored_frozen))
+        in_place = InPlaceOf(
+            strategy.params, {path: x.shape for path, x in model_spec.int8.items()}
+        )
+        frozen = frozenset(path for path, _ in leaves_with_paths(model_spec.stored_frozen))
         strategy = dataclasses.replace(strategy, params=in_place)
-        return Storage(strategy, frozen=frozen, int8=parts.int8)
-    if parts.int8:
+        return Storage(strategy, frozen=frozen, int8=model_spec.int8)
+    if model_spec.int8:
         raise UnsupportedError(
             f"frozen_dtype='int8' and a pipeline over {plan.axis!r}: its stages would "
             "keep the widened weights of all their blocks in addition to the int8 weights for the "
@@ -158,10 +160,10 @@ def storage_of(
             "or fsdp",
             code="int8-pipeline",
         )
-    stages, stacks = _stages(parts, plan, loss_fn, batch)
-    shapes = stacks.unstack(parts.weights)
+    stages, stacks = _stages(model_spec, plan, loss_fn, batch)
+    shapes = stacks.unstack(model_spec.weights)
     paths = {keys: "/".join(map(str, stacks.in_model(keys))) for keys in flatten(shapes)}
-    frozen = frozenset(keys for keys, path in paths.items() if path in parts.frozen_paths)
+    frozen = frozenset(keys for keys, path in paths.items() if path in model_spec.frozen_paths)
     rows = ModelStorage(stages, shapes, frozen)
     storages = filter(None, (rows, rows.trained, rows.untrained))
     row_paths = frozenset("/".join(map(str, keys)) for part in storages for keys in part.row_keys)
@@ -176,17 +178,17 @@ def storage_of(
 
 
 def _stages(
-    parts: ModelSpec, plan: PipelinePlan, loss_fn: LossFn | None, batch: Batch | None
+    model_spec: ModelSpec, plan: PipelinePlan, loss_fn: LossFn | None, batch: Batch | None
 ) -> tuple[Stages, Stacks]:
-    model = parts.abstract
-    loops = {} if loss_fn is None or batch is None else loops_in(parts, loss_fn, batch)
+    model = model_spec.abstract
+    loops = {} if loss_fn is None or batch is None else loops_in(model_spec, loss_fn, batch)
     blocks = tuple(block_keys(model, plan.classes, loops))
     stacked = {**_stacked(model), **loops}
     stacks = Stacks(tuple(item for item in stacked.items() if (*item[0], 0) in blocks))
     calls = None
     if loss_fn is not None and batch is not None and blocks:
-        calls = calls_in(parts, loss_fn, blocks, stacks, batch)
-    leaves = flatten(stacks.unstack(parts.weights))
+        calls = calls_in(model_spec, loss_fn, blocks, stacks, batch)
+    leaves = flatten(stacks.unstack(model_spec.weights))
     owners = {_owner(keys, blocks) for keys in leaves} - {None}
     # Stages in model order are right if the calls fit them. They are also taken if a block with
     # parameters is never called: the stages then refuse it.
@@ -199,7 +201,7 @@ def _stages(
     else:
         stages = stages_by_calls(plan.schedule, blocks, calls, _depths(calls, plan))
     in_model = {stacks.in_model(keys) for keys in leaves}
-    shared = (*stages.shared, *_tied(parts.abstract, in_model, blocks))
+    shared = (*stages.shared, *_tied(model_spec.abstract, in_model, blocks))
     return dataclasses.replace(stages, shared=shared), stacks
 
 
@@ -283,7 +285,7 @@ def block_keys(
     outermost: list[Keys] = []
     stacks = {**_stacked(model), **loops}
     for keys, module in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
-        # A list inside a list is no block itself. Lists inside a block are visited after it, and
+        # A list inside a list is not a block itself. Lists inside a block are visited after it, and
         # so are not outermost.
         is_listed = bool(keys) and isinstance(keys[-1], int) and not isinstance(module, CONTAINERS)
         has_params = is_listed and jax.tree.leaves(nnx.state(module, nnx.Param))
@@ -399,26 +401,26 @@ def unit_paths(blocks: Iterable[Keys], stacks: Stacks) -> tuple[frozenset[Path],
     return frozenset(modules.values()), looped
 
 
-def loops_in(parts: ModelSpec, loss_fn: LossFn, batch: Batch) -> dict[Keys, int]:
+def loops_in(model_spec: ModelSpec, loss_fn: LossFn, batch: Batch) -> dict[Keys, int]:
     """Finds Linen modules with parameters stacked over the layers that a loop of the loss calls.
 
     `nn.scan` leaves no other trace in the module: a kernel of three dims may belong to one layer.
 
     Args:
-        parts: the model's structure, and the shapes of its parameters and buffers.
+        model_spec: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
         batch: arrays or shapes, with `Shared` leaves unwrapped.
 
     Returns:
         The outermost such modules by keys, and the number of layers in each.
     """
-    modules = [keys for keys, _ in linen_modules(parts.abstract)]
+    modules = [keys for keys, _ in linen_modules(model_spec.abstract)]
     if not modules:
         return {}
-    weights, buffers = dataclasses.replace(parts, shared={}).arguments
+    weights, buffers = dataclasses.replace(model_spec, shared={}).arguments
 
     def run(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
-        loss = evaluate(parts, loss_fn, params, buffers, batch, lambda _: None).loss
+        loss = evaluate(model_spec, loss_fn, params, buffers, batch, lambda _: None).loss
         return loss.total, loss.weight
 
     names = list(flatten(weights))
@@ -434,12 +436,12 @@ def loops_in(parts: ModelSpec, loss_fn: LossFn, batch: Batch) -> dict[Keys, int]
 
 
 def calls_in(
-    parts: ModelSpec, loss_fn: LossFn, blocks: Sequence[Keys], stacks: Stacks, batch: Batch
+    model_spec: ModelSpec, loss_fn: LossFn, blocks: Sequence[Keys], stacks: Stacks, batch: Batch
 ) -> Calls:
     """Finds the calls of blocks in the loss of a batch, by tracing it for one device.
 
     Args:
-        parts: the model's structure, and the shapes of its parameters and buffers.
+        model_spec: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
         blocks: the keys of the blocks.
         stacks: the modules of the model that stack many blocks.
@@ -454,10 +456,10 @@ def calls_in(
         mark_units(model, lambda path, _: path in modules, looped=looped)
 
     def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
-        return evaluate(parts, loss_fn, params, buffers, batch, mark)
+        return evaluate(model_spec, loss_fn, params, buffers, batch, mark)
 
     # What samples share is in the batch itself here, as the loss sees it.
-    weights, buffers = dataclasses.replace(parts, shared={}).arguments
+    weights, buffers = dataclasses.replace(model_spec, shared={}).arguments
 
     trace = traced(run, None, stacks, stacks.unstack(weights), buffers, batch)
     block_of = {

@@ -21,9 +21,9 @@ from .batch import Placed
 from .elastic import elastic_gradients, elastic_update, whole_norm
 from .global_view import global_gradients
 from .local_view import local_gradients
+from .model_spec import MEAN_WEIGHT, SHARED, split_inputs
 from .objective import GradientArguments, GradientResult, evaluate
 from .options import FLAG, LOSS_SCALE, StepOptions
-from .parts import MEAN_WEIGHT, SHARED, split_inputs
 from .pipeline_view import pipeline_gradients
 from .plan import StepPlan
 from .spec import StepSpec
@@ -196,20 +196,20 @@ def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientAr
         UnsupportedError: when the weight depends on parameters.
     """
     is_cut = spec.num_microbatches > 1 or spec.options.is_elastic
-    if not is_cut or not hasattr(spec.parts.abstract, AUXILIARY):
+    if not is_cut or not hasattr(spec.model_spec.abstract, AUXILIARY):
         return arguments
     batch = arguments.batch
     shared = arguments.buffers.get(SHARED, {})
     if spec.num_microbatches > 1:
         batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-    parts = dataclasses.replace(spec.parts, shared=shapes_of(shared))
+    model_spec = dataclasses.replace(spec.model_spec, shared=shapes_of(shared))
 
     def weight_of(*inputs: PyTree) -> Array:
-        return jnp.asarray(evaluate(parts, spec.loss_fn, *inputs).loss.weight, jnp.float32)
+        return jnp.asarray(evaluate(model_spec, spec.loss_fn, *inputs).loss.weight, jnp.float32)
 
-    closed = jax.make_jaxpr(weight_of)(*parts.arguments, shapes_of(batch))
+    closed = jax.make_jaxpr(weight_of)(*model_spec.arguments, shapes_of(batch))
     program, needed = needed_for(closed.jaxpr, [0])
-    num_weights = len(jax.tree.leaves(parts.weights))
+    num_weights = len(jax.tree.leaves(model_spec.weights))
     if any(number < num_weights for number in needed):
         raise UnsupportedError(
             "the weight of the loss depends on parameters, and the model adds its own terms to the "
@@ -239,7 +239,7 @@ def unscaled_gradients(plan: StepPlan, state: TrainState, placed: Placed) -> Gra
     spec = plan.spec
     scaler = spec.options.scaler
     scale = None if scaler is None else state.scaler.scale
-    buffers = spec.parts.with_inputs(state.buffers, state.step, placed.shared)
+    buffers = spec.model_spec.with_inputs(state.buffers, state.step, placed.shared)
     arguments = GradientArguments(state.params, state.frozen, buffers, placed.arrays, scale)
     result = mean_gradients(plan, arguments)
     grads = result.grads if scaler is None else scaler.unscale(result.grads, state.scaler)

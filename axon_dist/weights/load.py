@@ -21,7 +21,7 @@ from ..models.formats import rules_for
 from ..models.snapshot import Files, check_snapshot
 from ..models.weight_rules import WeightRules
 from ..step import ModelLike, TrainState, TrainStep, split_model, weight_shapes
-from ..step.init_programs import InParts
+from ..step.init_programs import InSlices
 from .adapters import adapter_rules, fitted
 from .files import find_tensors
 from .match import ParameterSource, match_weights
@@ -138,9 +138,9 @@ def load_weights(
         targets = model.weight_targets
         sources = wanted.of_step(model)
         return model.init({path: place(x, targets[path]) for path, x in sources.items()})
-    parts, source = split_model(model)
-    shapes = weight_shapes(parts)
-    sources = wanted.find(parts.abstract, shapes)
+    model_spec, source = split_model(model)
+    shapes = weight_shapes(model_spec)
+    sources = wanted.find(model_spec.abstract, shapes)
     here = jnp.zeros(()).sharding
 
     arrays = {path: place(x, shapes[path].update(sharding=here)) for path, x in sources.items()}
@@ -150,14 +150,14 @@ def load_weights(
 
     first: Any = source.arrays
     if source.make is not None:
-        both = [*leaves_with_paths(parts.weights), *leaves_with_paths(parts.buffers)]
+        both = [*leaves_with_paths(model_spec.weights), *leaves_with_paths(model_spec.buffers)]
         absent = {path for path, _ in both} - set(arrays)
         make = source.make
         # Arrays that the files replace are never computed.
-        drawn = InParts(lambda: _only(make(), absent), dict.fromkeys(absent, here))
+        drawn = InSlices(lambda: _only(make(), absent), dict.fromkeys(absent, here))
         arrays |= drawn() if absent else {}
-        first = parts.weights, parts.buffers
-    return parts.merge(*map(replaced, first))
+        first = model_spec.weights, model_spec.buffers
+    return model_spec.merge(*map(replaced, first))
 
 
 def check_weights(
@@ -199,7 +199,7 @@ class _Wanted:
     def of_step(self, step: TrainStep) -> dict[Path, ParameterSource]:
         """Finds the sources of a step and checks that all processes found the same."""
         try:
-            sources = self.find(step.parts.abstract, step.weight_targets)
+            sources = self.find(step.model_spec.abstract, step.weight_targets)
             error = None
         except AxonDistError as caught:
             # Raised only after `agree`, which all processes must reach.

@@ -149,12 +149,13 @@ def _cuts(rule: WeightRule, shape: list[int]) -> list[tuple[int, int] | None]:
     if count == 1:
         return [None]
     length = shape[rule.dim]
-    parts = rule.parts or (length // count,) * count
-    if sum(parts) != length:
+    sizes = rule.split_sizes or (length // count,) * count
+    if sum(sizes) != length:
         raise ConfigError(
-            f"{rule}: parts {list(parts)} are not the length {length} of dim {rule.dim}"
+            f"{rule}: split_sizes {list(sizes)} do not add up to the length {length} of dim "
+            f"{rule.dim}"
         )
-    return [*itertools.pairwise(itertools.accumulate(parts, initial=0))]
+    return [*itertools.pairwise(itertools.accumulate(sizes, initial=0))]
 
 
 def _check_read_back(tensor: Outgoing, rules: WeightRules) -> None:
@@ -269,7 +270,7 @@ def save_adapters(
     everything = outgoing(plain, table)
     layers = _scales_of_layers(tensors, scales)
     tensors, layers = _combined(tensors, everything, layers, plain)
-    trained = [p for p, _ in leaves_with_paths(step.parts.params)] if step is not None else []
+    trained = [p for p, _ in leaves_with_paths(step.model_spec.params)] if step is not None else []
     whole = _whole_modules(trained, modules, plain, everything, table)
     _check_whole(whole, layers, structure)
     tensors += [
@@ -516,7 +517,7 @@ def _weights(
                 "a state does not say how its step holds the model; give it too: "
                 "save_weights(state, path, step=step)"
             )
-        return step.parts.abstract, step.weights(model)
+        return step.model_spec.abstract, step.weights(model)
     if not isinstance(model, nnx.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}; give an nnx.Module, or a state and its step"

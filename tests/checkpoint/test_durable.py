@@ -58,7 +58,7 @@ def test_a_power_cut_loses_no_save_that_had_ended(tmp_path):
     [*(pytest.param(x, marks=pytest.mark.full) for x in ("files", "folders")), "the folder of all"],
 )
 def test_a_power_cut_finds_what_was_not_synced(tmp_path, monkeypatch, lost):
-    """The disk is worth nothing as a witness if it does not see a sync that is missing."""
+    """The recorded disk proves nothing if it does not notice a missing sync."""
     sync = Disk.sync
 
     def forgetful(disk, descriptor):

@@ -99,7 +99,7 @@ def test_a_copy_of_another_model_is_refused(tmp_path):
         HostCopies(tmp_path).newest({**state, "w": jnp.zeros((2, 2))})
 
 
-def test_a_host_without_room_is_told_and_keeps_the_copy_before(tmp_path, monkeypatch):
+def test_a_host_without_space_reports_it_and_keeps_the_previous_copy(tmp_path, monkeypatch):
     state, told = state_on(World.emulate(4, "fsdp=4")), []
     copies = HostCopies(tmp_path, told.append)
     copies.save(2, state, {})
@@ -216,7 +216,7 @@ def test_only_what_is_split_over_hosts_is_sent():
     assert [*HostRing((7, 7, 7, 7)).spread(leaves)] == []
 
 
-def test_hosts_that_are_not_alike_are_refused():
+def test_hosts_that_differ_are_refused():
     wanted = (
         r"processes of the hosts have \[1\] and \[2\] devices, and w is split over hosts: .*"
         "as many processes on each host, with as many devices, or leave checkpoint.memory_every at"

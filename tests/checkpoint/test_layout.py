@@ -28,7 +28,7 @@ def test_other_names_have_no_step(name):
     assert step_of(name) is None
 
 
-def test_staging_lies_beside_and_has_no_step():
+def test_the_staging_folder_is_a_sibling_and_has_no_step():
     assert staging_of(Path("runs/a/step_00000001")) == Path("runs/a/step_00000001.tmp")
 
 

@@ -78,7 +78,7 @@ def test_a_save_in_the_background_returns_before_it_is_written(tmp_path, monkeyp
 @pytest.mark.full
 @pytest.mark.parametrize("saves", [10, pytest.param(200, marks=pytest.mark.full)])
 def test_many_saves_leave_nothing_in_memory(saves, tmp_path):
-    """A leak of TensorStore left 24 objects a save, and 10 blocks of memory a leaf beside them."""
+    """A leak of TensorStore left 24 objects a save, and 10 more blocks of memory for each leaf."""
     values = {f"layer{n}": jnp.ones(4) for n in range(4)}
     counts = []
     with CheckpointManager(tmp_path, Retention(last=1)) as manager:
@@ -188,7 +188,7 @@ def test_a_full_disk_is_said_once_and_the_old_checkpoint_stays(
 
 
 @KINDS
-def test_a_disk_without_room_is_said_before_the_first_byte(type, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_before_the_first_byte(type, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     monkeypatch.delattr(store.OrbaxStore, "begin")

@@ -50,13 +50,13 @@ def mean_square(model: nnx.Module, batch: dict) -> jax.Array:
 
 
 def mean_square_with_metrics(model: nnx.Module, batch: dict):
-    """A mean with a metric beside it."""
+    """A mean, and a metric."""
     error = model(batch["x"]) - batch["y"]
     return jnp.mean(error**2), {"absolute": jnp.mean(jnp.abs(error))}
 
 
 def weighted_square(model: nnx.Module, batch: dict):
-    """A sum over weighted samples and the sum of their weights, with a weighted mean beside it.
+    """A sum over weighted samples and the sum of their weights, and a weighted mean.
 
     Samples that all weigh nothing have a mean that is not a number.
     """

@@ -221,7 +221,7 @@ def assert_trained_alike(
         state, metrics = step(state, case.batch(number))
         assert_metrics(metrics, metrics_of, f"step {number}")
     to_model = step.storage.to_model
-    # Rows of a pipeline are taken apart by one program, not by one for each shape.
+    # One program splits all rows of a pipeline, instead of one for each shape.
     trained = (to_model if step.storage.rows is None else jax.jit(to_model))(state.params)
     assert_close(trained, want.params, tolerance, "parameter")
     assert_close(state.buffers, want.buffers, 1e-5, "buffer")

@@ -322,14 +322,14 @@ def test_a_rank_keeps_what_it_alone_calls(model, schedule, num_own, num_shared):
 
 
 @pytest.mark.sample(
-    "reversed-'inner/0', a block of stage 0.*behind blocks of stage 1.*batch=\\\\.\\\\.\\\\.",
+    "reversed-'inner/0', a block of stage 0, after blocks of stage 1.*batch=\\\\.\\\\.\\\\.",
     "penalty-'blocks/\\\\d', a block of stage 0.*batch=\\\\.\\\\.\\\\.",
     "refined-'blocks/0', a block of stage 0.*batch=\\\\.\\\\.\\\\.",
 )
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("reversed", r"'inner/0', a block of stage 0.*behind blocks of stage 1.*batch=\.\.\."),
+        ("reversed", r"'inner/0', a block of stage 0, after blocks of stage 1.*batch=\.\.\."),
         ("tied", r"'blocks/0', a block of stage 0.*several ranks call on each of them"),
         ("penalty", r"'blocks/\d', a block of stage 0.*batch=\.\.\."),
         ("refined", r"'blocks/0', a block of stage 0.*batch=\.\.\."),

@@ -60,13 +60,13 @@ BF16 = {
     "zero1 x tp": (lambda: compose(zero(1, min_elements=8), by_plan()), "dp=2,tp=2", 2),
     "buckets x tp": (lambda: compose(ddp(bucket_capacity=1000), by_plan()), "dp=2,tp=2", 1),
     "zero2 by hand x tp": (
-        lambda: compose(zero(2, min_elements=8, reduction=Reduction(by_hand=True)), by_plan(True)),
+        lambda: compose(zero(2, min_elements=8, reduction=Reduction(manual=True)), by_plan(True)),
         "dp=2,tp=2",
         2,
     ),
     "full_shard by hand x cp": (
         lambda: compose(
-            fsdp(min_elements=8, reduction=Reduction(by_hand=True)), context_parallel("ulysses")
+            fsdp(min_elements=8, reduction=Reduction(manual=True)), context_parallel("ulysses")
         ),
         "fsdp=2,cp=2",
         1,
@@ -82,7 +82,7 @@ BF16 = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", part(BF16, ["buckets x tp"]))
-def test_bf16_in_manual_regions_beside_automatic_axes(name):
+def test_bf16_in_manual_regions_with_automatic_axes(name):
     """XLA:CPU ends the process over a bfloat16 reduction that is not widened."""
     make, mesh, accumulate = BF16[name]
     case, strategy = decoder(), make()
@@ -122,19 +122,19 @@ OVER_POSITIONS = {
     "fsdp": (lambda axes: fsdp(axes=axes, min_elements=8), "fsdp=2,cp=2", "ring", 1),
     "zero1 once a step": (lambda axes: zero(1, axes, min_elements=8), "dp=2,cp=2", "ring", 2),
     "zero2 by hand": (
-        lambda axes: zero(2, axes, min_elements=8, reduction=Reduction(by_hand=True)),
+        lambda axes: zero(2, axes, min_elements=8, reduction=Reduction(manual=True)),
         "dp=2,cp=2",
         "ulysses",
         2,
     ),
     "fsdp by hand": (
-        lambda axes: fsdp(axes=axes, min_elements=8, reduction=Reduction(by_hand=True)),
+        lambda axes: fsdp(axes=axes, min_elements=8, reduction=Reduction(manual=True)),
         "fsdp=2,cp=2",
         "ring",
         1,
     ),
     "no samples are split": (lambda axes: fsdp(axes=axes, min_elements=8), "cp=4", "ring", 1),
-    "beside tensor": (
+    "with tensor": (
         lambda axes: fsdp(axes=axes[:2], min_elements=8),
         "fsdp=2,cp=2,tp=2",
         "ring",
@@ -177,7 +177,7 @@ def test_too_few_heads_advise_what_works():
 
 
 class FusedBlock(nnx.Module):
-    """Attention whose queries, keys and values are one kernel's, told apart in three ways."""
+    """Attention with one kernel for queries, keys and values, separated in three ways."""
 
     def __init__(self, how, rngs):
         self.norm, self.how = nnx.LayerNorm(16, rngs=rngs), how
@@ -248,8 +248,8 @@ def test_different_values_for_one_setting_conflict():
         compose(ddp(per="step"), said)
     with pytest.raises(StrategyConflictError, match=r"is dtype=.*float16.* in 'ddp' and dtype="):
         compose(ddp(reduce_dtype="float16"), fsdp(reduction=Reduction(dtype="bfloat16")))
-    both = compose(ddp(bucket_capacity=10), zero(0, "fsdp", reduction=Reduction(by_hand=True)))
-    assert both.reduction == Reduction(bucket_capacity=10, by_hand=True)
+    both = compose(ddp(bucket_capacity=10), zero(0, "fsdp", reduction=Reduction(manual=True)))
+    assert both.reduction == Reduction(bucket_capacity=10, manual=True)
 
 
 class AnnotatedNet(nnx.Module):
@@ -312,7 +312,7 @@ COMPLEX = {
     "zero2": (lambda: zero(2, min_elements=1), "dp=2", 2),
     "full_shard": (lambda: fsdp(min_elements=1), "fsdp=2", 1),
     "full_shard by hand": (
-        lambda: fsdp(min_elements=1, reduction=Reduction(by_hand=True)),
+        lambda: fsdp(min_elements=1, reduction=Reduction(manual=True)),
         "fsdp=2",
         2,
     ),

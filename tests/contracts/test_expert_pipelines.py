@@ -279,10 +279,10 @@ def test_a_checkpoint_goes_on_without_the_pipeline_and_is_evaluated(tmp_path):
     case, experts = MODELS["mixture"], expert_parallel()
     staged = built(case, compose(pipelined(2, 4), experts), "pp=2,ep=2")
     state, _ = staged(staged.init(), case.batch(0))
-    save_checkpoint(tmp_path / "c", PortableForm(staged).of(state))
+    save_checkpoint(tmp_path / "c", PortableForm(staged).to_canonical(state))
     whole = built(case, experts, "ep=4", accumulate=4)
     form = PortableForm(whole)
-    restored = form.take_up(load_checkpoint(tmp_path / "c", form.target))
+    restored = form.from_canonical(load_checkpoint(tmp_path / "c", form.target))
     for name, value in whole.evaluate(restored, case.batch(1)).items():
         assert float(staged.evaluate(state, case.batch(1))[name]) == pytest.approx(float(value))
     state, want = staged(state, case.batch(1))

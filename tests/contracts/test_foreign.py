@@ -1,4 +1,4 @@
-"""Modules as others write them, under strategies that take models apart."""
+"""Modules as others write them, under strategies that split models."""
 
 import dataclasses
 
@@ -116,13 +116,13 @@ ROWS = {
     "shared by hand": (
         "shared",
         "fsdp=2",
-        lambda: fsdp(min_elements=8, reduction=Reduction(by_hand=True)),
+        lambda: fsdp(min_elements=8, reduction=Reduction(manual=True)),
         {},
     ),
     "stacked by hand": (
         "stacked",
         "fsdp=2",
-        lambda: fsdp(min_elements=8, reduction=Reduction(by_hand=True)),
+        lambda: fsdp(min_elements=8, reduction=Reduction(manual=True)),
         {"remat": ActivationCheckpointing(2)},
     ),
     "stacked pipeline": ("stacked", "pp=2", lambda: pipelined(2, 1, classes="Block"), {}),
@@ -131,14 +131,14 @@ ROWS = {
 
 @pytest.mark.full
 def test_a_bridged_stack_needs_one_block_at_a_time():
-    """Bytes beside arguments: two gathered blocks and their gradients, not all eight."""
+    """Bytes without arguments: two gathered blocks and their gradients, not all eight."""
     width, depth = 128, 8
     make = lambda: stacked(width, depth)
     batch = {"x": jax.ShapeDtypeStruct((8, width), "float32")}
     square = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
     world = World.emulate(4, "fsdp=4")
     step = build_train_step(make, optax.sgd(0.1), square, fsdp(), world)
-    block = 4 * sum(x.size for x in jax.tree.leaves(step.parts.params["Block_0"]))
+    block = 4 * sum(x.size for x in jax.tree.leaves(step.model_spec.params["Block_0"]))
     temporaries = step.lower(batch).compile().memory_analysis().temp_size_in_bytes
     assert temporaries < (depth - 1) * block
 

@@ -22,7 +22,7 @@ from .test_muon import ROWS as MUON_ROWS
 from .test_muon import by_plan, case_of, samples_of, sharded
 
 STEPS = 3
-# In float32 beside the products, rounding to fp8 is all that could differ.
+# All but the products is in float32, so only rounding to fp8 could differ.
 POLICY = MixedPrecision(products="fp8")
 RECOMPUTED = Strategy("remat", remat=ActivationCheckpointing())
 ROWS = {name: row for name, row in MUON_ROWS.items() if name not in ("fsdp", "pp")}
@@ -80,7 +80,7 @@ COMPUTES = {"float32": POLICY, "bfloat16": MixedPrecision.fp8()}
 @pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize("name", GATHERED)
 def test_weights_that_travel_in_fp8_change_no_bit(name, compute):
-    """The largest element of the parts is that of the whole, so they are rounded alike."""
+    """The largest element of the parts is that of the whole, so both round to the same values."""
     make, mesh, accumulate, scan = GATHERED[name]
     case, want = case_of(scan), expected(scan, accumulate)
     world = World.emulate(math.prod(int(axis.split("=")[1]) for axis in mesh.split(",")), mesh)

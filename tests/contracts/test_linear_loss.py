@@ -100,7 +100,7 @@ MODELS = {
     "decoder": (decoder("chunked"), decoder("whole"), "transformer"),
     "own": (own(own_loss), own(plain_loss), {"table": "vocab", "out": "column"}),
 }
-BY_HAND = Reduction(per="microbatch", by_hand=True)
+BY_HAND = Reduction(per="microbatch", manual=True)
 ROWS = {
     "ddp": (lambda plan: ddp(), "dp=4", 2),
     "ddp by step": (lambda plan: ddp(bucket_capacity=1000), "dp=2", 1),

@@ -126,7 +126,7 @@ def masked_tokens(step: int) -> dict:
 
 
 def masked_loss(model, batch):
-    """A sum over the tokens that count, with the mean of their probabilities beside it."""
+    """A sum over the tokens that count, and the mean of their probabilities."""
     losses = cross_entropy(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
     mask, weight = batch["mask"], jnp.sum(batch["mask"])
     sure = jnp.sum(jnp.exp(-losses) * mask) / weight

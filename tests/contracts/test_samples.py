@@ -123,9 +123,9 @@ OPTIONS = {
     "full_shard": (
         lambda: fsdp(axes="dp", min_elements=8, reduction=Reduction(per="step")), "dp=4", 2
     ),
-    "by_hand": (
+    "manual": (
         lambda: fsdp(
-            axes="dp", min_elements=8, reduction=Reduction(per="microbatch", by_hand=True)
+            axes="dp", min_elements=8, reduction=Reduction(per="microbatch", manual=True)
         ),
         "dp=2", 2,
     ),
@@ -137,7 +137,7 @@ ASKS = {
     "buckets": "as bucket_capacity=64 asks for.*leave bucket_capacity=64 out",
     "overlapped": "as sync=OVERLAPPED asks for",
     "recast": "as a reduction in bfloat16 with compute in float32 asks for",
-    "by_hand": "as by_hand=True asks for",
+    "manual": "as manual=True asks for",
     "pipeline": "as a pipeline with dp asks for.*leave the pipeline out",
 }
 
@@ -161,7 +161,7 @@ def built(name: str, loss: Loss, **options):
 
 ALWAYS = {
     "accumulate": tuple(LOSSES),
-    "by_hand": ("decayed", "keys", "root", "contrast", "watching"),
+    "manual": ("decayed", "keys", "root", "contrast", "watching"),
     "pipeline": ("decayed", "weighted", "root", "contrast", "watching"),
 }
 """The losses that every run tries with an option; where samples are coupled, that is a refusal."""
@@ -170,7 +170,7 @@ ALWAYS = {
 @pytest.mark.sample(
     "weighted-accumulate",
     "contrast-accumulate",
-    "contrast-by_hand",
+    "contrast-manual",
     "weighted-pipeline",
     "contrast-pipeline",
 )
@@ -197,7 +197,7 @@ def test_equals_one_device_or_says_what_couples_the_samples(name, option):
     refused = {
         ("decayed", "pipeline"): "the loss reads a parameter of 'blocks/0'",
         ("decayed", "pipeline_alone"): "the loss reads a parameter of 'blocks/0'",
-        ("decayed", "by_hand"): "the loss reads 'blocks/0/kernel' outside 'blocks/0'",
+        ("decayed", "manual"): "the loss reads 'blocks/0/kernel' outside 'blocks/0'",
     }
     if name == "contrast" and count > 1:
         refused[name, option] = f"{loss.why}.*{count} microbatches .*separable=False"

@@ -72,7 +72,7 @@ class Words(nnx.Module):
 
 
 def words_loss(model, batch):
-    """What stands behind the last block is the loss alone."""
+    """Only the loss follows the last block."""
     tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     hidden = model(tokens)
     if model.kind == "factors":
@@ -234,7 +234,7 @@ SPLIT = pipelined(2, 4, split_vocabulary=True)
 def test_a_checkpoint_goes_on_elsewhere(model, tmp_path):
     case = MODELS[model]
     _, step, state = losses_of("pp=2", SPLIT, model)
-    portable = PortableForm(step).of(state)
+    portable = PortableForm(step).to_canonical(state)
     names = nnx.to_pure_dict(nnx.state(case.make(), nnx.Param))
     assert jax.tree.structure(portable.params) == jax.tree.structure(names)
     save_checkpoint(tmp_path / "c", portable)
@@ -247,7 +247,7 @@ def test_a_checkpoint_goes_on_elsewhere(model, tmp_path):
     for mesh, strategy in others.items():
         _, other, _ = losses_of(mesh, strategy, model, count=0)
         form = PortableForm(other)
-        restored = form.take_up(load_checkpoint(tmp_path / "c", form.target))
+        restored = form.from_canonical(load_checkpoint(tmp_path / "c", form.target))
         _, found = other(restored, case.batch(NUM_STEPS))
         np.testing.assert_allclose(float(found["loss"]), float(metrics["loss"]), rtol=1e-5)
 

@@ -58,10 +58,10 @@ STRATEGIES: dict[str, Callable] = {
     "full_shard_once": lambda model, world: fsdp(
         axes=data_axes(world), min_elements=8, reduction=Reduction(per="step")
     ),
-    "full_shard_by_hand": lambda model, world: fsdp(
+    "full_shard_manual": lambda model, world: fsdp(
         axes=data_axes(world),
         min_elements=8,
-        reduction=Reduction(per="microbatch", by_hand=True),
+        reduction=Reduction(per="microbatch", manual=True),
     ),
     "full_shard_remat": lambda model, world: fsdp(
         axes=data_axes(world), min_elements=8, activation_checkpointing=REMAT
@@ -83,7 +83,7 @@ ROWS = [
     Row("zero1", "dp=8", "mlp", 2, "adam", unroll=1),
     Row("full_shard", "fsdp=4", "mlp", 2, "sgd", 0.1, unroll=1),
     Row("full_shard_once", "fsdp=4", "weighted", 2),
-    Row("full_shard_by_hand", "fsdp=4", "weighted", 2),
+    Row("full_shard_manual", "fsdp=4", "weighted", 2),
     Row("hybrid_shard", "dp=2,fsdp=4", "weighted", 1, unroll=1),
     Row("full_shard_remat", "fsdp=4", "weighted", 1),
     Row("full_shard_offload", "fsdp=4", "mlp", 2, "sgd", 0.1),
@@ -178,7 +178,7 @@ ODD = [
 ]
 ODD_FULL = [
     Row(strategy, _odd_mesh(strategy, size), model, k, optimizer)
-    for strategy in ("full_shard", "full_shard_by_hand", "hybrid_shard", "zero1", "zero2")
+    for strategy in ("full_shard", "full_shard_manual", "hybrid_shard", "zero1", "zero2")
     for size in (3, 5, 6, 7)
     if strategy != "hybrid_shard" or size == 6
     for model in CASES

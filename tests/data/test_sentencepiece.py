@@ -57,7 +57,7 @@ def test_what_is_learned_of_an_answer(path):
     assert tokenizer.decode(ids[count:-1]).strip() == "world 日本 ß"
 
 
-def test_control_symbols_of_a_chat_stand_for_themselves(path):
+def test_control_symbols_of_a_chat_are_single_tokens(path):
     tokenizer = load_tokenizer(path)
     theirs = processor(path)
     pieces = find_template("chatml", None).pieces(

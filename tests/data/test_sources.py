@@ -62,7 +62,7 @@ def everything(samples):
 
 
 def documents(batch):
-    """The texts that stand in rows of bytes."""
+    """The texts in rows of bytes."""
     return sorted(
         bytes(tokens[segments == number].tolist()).decode()
         for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True)
@@ -384,7 +384,7 @@ def test_a_resumed_run_goes_on_with_the_same_rows(texts, chats, bins, mixture, n
     np.testing.assert_array_equal(np.concatenate(rows), whole)
 
 
-def test_sequences_of_samples_are_alike_and_of_32_bits():
+def test_sequences_of_samples_have_equal_lengths_and_32_bits():
     rows = [{"x": [1.0, 2.0], "n": n} for n in range(9)]
     batch = Sequences(rows, rows[:1], "rows").train(np.array([3, 1]))
     assert {name: x.dtype for name, x in batch.items()} == {"x": np.float32, "n": np.int32}

@@ -196,19 +196,19 @@ def test_wrong_arguments_raise_clear_errors(call):
 
 def public_names():
     names = pathlib.Path(__file__).parents[1] / "repo" / "public_names.txt"
-    for room, name in map(str.split, names.read_text().splitlines()):
-        yield room, name, getattr(importlib.import_module(room), name)
+    for subpackage, name in map(str.split, names.read_text().splitlines()):
+        yield subpackage, name, getattr(importlib.import_module(subpackage), name)
 
 
 def test_every_public_function_and_class_pickles():
     lost = []
-    for room, name, thing in public_names():
+    for subpackage, name, thing in public_names():
         if inspect.isfunction(thing) or inspect.isclass(thing):
             try:
                 same = pickle.loads(pickle.dumps(thing)) is thing
             except Exception as error:
                 same, name = False, f"{name}: {error}"
-            lost += [] if same else [f"{room} {name}"]
+            lost += [] if same else [f"{subpackage} {name}"]
     assert lost == []
 
 

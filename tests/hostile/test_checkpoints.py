@@ -127,7 +127,7 @@ def test_names_that_are_no_steps_are_left_alone(saved):
     assert CheckpointManager(saved).restore_newest(STATE).step == 2
 
 
-def test_a_stray_file_beside_the_shards_is_gone_back_from(tmp_path):
+def test_a_checkpoint_with_a_stray_file_among_its_shards_is_skipped(tmp_path):
     with CheckpointManager(tmp_path / "s", background=False) as manager:
         manager.save(1, STATE)
         manager.save(2, STATE)

@@ -32,7 +32,7 @@ DIGITS = "9" * 5000
 
 YAML = {
     "tag of a function": "seed: !!python/object/apply:os.getcwd []",
-    "tag of nobody": "seed: !mine 3",
+    "unknown tag": "seed: !mine 3",
     "binary": "name: !!binary aGVsbG8=",
     "tag of a truth": "seed: !!bool 7",
     "tag of a number": "seed: !!int ''",
@@ -662,7 +662,7 @@ def test_a_run_folder_whose_config_is_none(capsys, tmp_path, kind):
 
 
 @pytest.mark.parametrize("name", ["loss.png", "summary.json", "program.json"])
-def test_a_run_folder_in_which_something_else_stands(capsys, config, tmp_path, name):
+def test_a_run_folder_that_contains_something_else(capsys, config, tmp_path, name):
     folder = odd(tmp_path, name, "pipe").parent
     refused(capsys, ["train", str(config), f"run_dir={folder}"])
     assert os.listdir(folder) == [name]
@@ -805,7 +805,7 @@ TOKENIZERS = {
     "token behind the last": word_level(
         {"u": 0}, post_processor={"type": "BertProcessing", "sep": ["x", 999], "cls": ["y", 888]}
     ),
-    "special token of nobody": word_level(
+    "unknown special token": word_level(
         {"u": 0},
         post_processor={
             "type": "TemplateProcessing",
@@ -939,7 +939,7 @@ def test_wrong_arguments_next_to_a_running_job(capsys, trained):
         assert len(lines) == 1, arguments
         assert lines[0].startswith("axon: error: "), arguments
         assert "Warning" not in out + err, arguments
-    # What is no file of a run is noted on the page, and is never waited for.
+    # Files that are not of a run are noted on the page, and are never waited for.
     for kind in ("pipe", "zero", "folder"):
         (trained / "metrics.jsonl").unlink(missing_ok=True)
         make_odd(trained / "metrics.jsonl", kind)

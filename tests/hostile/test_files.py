@@ -36,7 +36,7 @@ LIES = {
     "dtype": ({"a": row(0, 8, dtype="F31")}, 8, "F31"),
     "list": ("[1]", 0, "cannot read"),
     "mark": ("\ufeff{}", 0, "cannot read"),
-    "metadata": ({"__metadata__": {"a": 1}}, 0, "is no text"),
+    "metadata": ({"__metadata__": {"a": 1}}, 0, "is not a text"),
     "metadata list": ({"__metadata__": [1]}, 0, "cannot read"),
     "too large": ({"a": row(0, 0, [2**62, 0])}, 0, "too big"),
     "dims": ({"a": row(0, 4, [1] * 100)}, 4, "maximum supported dimension"),
@@ -133,7 +133,7 @@ def test_unpaired_surrogates_are_refused(tmp_path):
         JsonlSource(files=(str(tmp_path / "a.jsonl"),)).open(16)
 
 
-def test_a_list_beside_a_template(tmp_path):
+def test_a_list_in_the_folder_of_a_template(tmp_path):
     (tmp_path / "t.jinja").write_text("{{ 1 }}")
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="is a list and must be an object"):

@@ -292,7 +292,7 @@ FUSED = {
 @pytest.mark.sample("joint")
 @pytest.mark.parametrize("kind", FUSED)
 def test_a_fused_layer_is_cut_only_where_its_blocks_are_independent(kind):
-    plan = Plan((Rule("qkv$", "column", parts=3), Rule("out$", "row")))
+    plan = Plan((Rule("qkv$", "column", num_fused=3), Rule("out$", "row")))
     compare(FUSED[kind], tensor_parallel(plan), "tp=2")
 
 
@@ -499,7 +499,7 @@ def test_a_comparison_says_why_it_could_not_run():
     for one, why in (
         (raises, r"it raises KeyError ('speed') on arrays of float32[2, 8]"),
         (lambda x: x + jax.random.normal(key), "random numbers are drawn"),
-        (lambda x: x.astype("complex64"), "no real numbers"),
+        (lambda x: x.astype("complex64"), "not real numbers"),
     ):
         found = compare_functions(one, deep, shape)
         assert (found.is_equal, found.was_run) == (False, False)

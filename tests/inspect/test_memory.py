@@ -67,7 +67,7 @@ def test_abstract_trees_are_computed(mesh):
     assert bytes_per_device(abstract) == bytes_per_device(tree)
 
 
-def test_host_memory_is_counted_apart(mesh):
+def test_host_memory_is_counted_separately(mesh):
     tree = {"w": put(mesh, (16, 4), "fsdp", kind="pinned_host"), "b": put(mesh, (8,), "fsdp")}
     assert bytes_per_device(tree) == 4
     assert bytes_per_device(tree, where="host") == 32

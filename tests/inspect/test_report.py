@@ -24,7 +24,7 @@ def compiled(mesh):
     return jax.jit(jax.grad(lambda w, x: jnp.sum((x @ w) ** 2))).lower(w, x).compile()
 
 
-def test_the_three_witnesses_agree_with_arithmetic(compiled, mesh):
+def test_three_sources_agree_with_arithmetic(compiled, mesh):
     found = json.loads(report(compiled, mesh).to_json())
     assert found["num_devices"] == 8
     assert found["wire_bytes_by_axis"] == {"dp": 2 * 32 * 16 * 4 * 7 // 8}

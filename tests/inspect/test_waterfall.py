@@ -56,7 +56,7 @@ STEP = (
     ("dot.1", 0, 40),
     ("again.1", 40, 60),
     ("scores.1", 60, 90),
-    # The sum begins beside a kernel, and 25 ns of it lie bare.
+    # The sum begins during a kernel, and 25 ns of it are exposed.
     ("add_fusion.3", 95, 105),
     ("all-reduce.1", 100, 130),
     ("transpose_fusion", 130, 140),
@@ -172,9 +172,9 @@ def test_rows_that_do_not_add_up_are_refused():
         dataclasses.replace(found, step_seconds=3e-7)
     with pytest.raises(ConfigError, match="must have"):
         dataclasses.replace(found, losses=found.losses[1:])
-    with pytest.raises(ConfigError, match="this is no waterfall"):
+    with pytest.raises(ConfigError, match="this is not a waterfall"):
         Waterfall.from_dict({"losses": [{}]})
-    with pytest.raises(ConfigError, match="this is no waterfall"):
+    with pytest.raises(ConfigError, match="this is not a waterfall"):
         Waterfall.from_dict({**found.to_dict(), "losses": None})
 
 

@@ -22,7 +22,7 @@ def read(function, *args, splits=None, axes=None, platform="cpu"):
 
 
 def compiled(function, *args):
-    """The bytes that XLA:CPU takes beside what a program is given."""
+    """The bytes that XLA:CPU takes in addition to a program's arguments."""
     memory = jax.jit(function).lower(*args).compile().memory_analysis()
     return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
@@ -46,7 +46,7 @@ def test_sums_inside_a_branch_stay_in_place():
     (branches,) = [node for node in loop.bodies[0].nodes if node.name == "cond"]
     assert 0 in shared(branches)
     assert list(shared(loop)) == [0]
-    # The two that are handed on, the product, and what a turn makes beside the sum.
+    # The two carried values, the product, and what an iteration makes besides the sum.
     assert peak_of(found) <= 5 * MATRIX
     run = lambda xs, flags: accumulate(jnp.zeros((64, 64)), xs, flags)
     assert compiled(run, xs, flags) == pytest.approx(peak_of(found), rel=0.35)

@@ -201,7 +201,7 @@ TREES = {
         ["x/l/0", "x/l/1", "y/l/0", "y/l/1"],
     ),
     "single layers": ({"Dense_0": {"w": 1}, "Dense_1": {"w": 2}}, ["Dense_0", "Dense_1"]),
-    "single layers beside blocks": (
+    "single layers and blocks": (
         {"Dense_0": {"w": 1}, "Dense_1": {"w": 2}, "B_0": {"a": {"w": 1}}, "B_1": {"a": {"w": 1}}},
         ["B_0", "B_1"],
     ),

@@ -70,7 +70,7 @@ def test_gathers_that_are_not_lookups_are_not_found():
     # Ids of the table's own are read otherwise.
     _, readers = read(lambda table, ids: table[table[0].astype(int)], IDS)
     assert readers.others
-    # Another reader, or the table itself as a result, is told beside the lookup.
+    # Another reader, or the table itself as a result, is reported with the lookup.
     _, readers = read(lambda table, ids: (table[ids], table.sum(), table), IDS)
     assert len(readers.rows) == 1
     assert [e and e.primitive.name for e in readers.others] == ["reduce_sum", None]

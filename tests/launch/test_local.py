@@ -9,7 +9,7 @@ import pytest
 
 from axon_dist.core.errors import LaunchError
 from axon_dist.launch import child, local
-from axon_dist.launch.child import last_words
+from axon_dist.launch.child import last_message
 from axon_dist.launch.local import INTERRUPTED, LaunchPlan, launch, rank_environments
 from axon_dist.launch.watchdog import EXIT_PEER_LOST
 
@@ -308,8 +308,8 @@ def test_no_rank_outlives_the_launcher(tmp_path, number, code, text):
     program = (
         "import subprocess; "
         "signal.signal(1, lambda *a: (print('saved', flush=True), sys.exit(75))); "
-        "beside = subprocess.Popen(['sleep', '100'], stdout=subprocess.DEVNULL); "
-        "print(os.getpid(), beside.pid, os.environ['AXON_MEMORY'], flush=True); time.sleep(100)"
+        "other = subprocess.Popen(['sleep', '100'], stdout=subprocess.DEVNULL); "
+        "print(os.getpid(), other.pid, os.environ['AXON_MEMORY'], flush=True); time.sleep(100)"
     )
     starter = (
         # Whoever runs the tests may ignore these.
@@ -375,4 +375,4 @@ For simplicity, JAX has removed its internal frames from the traceback.
 )
 def test_the_last_lines_of_a_log_are_kept(tmp_path, text, words):
     (tmp_path / "log").write_text(text)
-    assert last_words(tmp_path / "log") == words
+    assert last_message(tmp_path / "log") == words

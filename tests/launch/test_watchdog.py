@@ -21,7 +21,7 @@ class Shelf(dict):
 
 
 class Ended(Exception):
-    """Stands for the end of a process."""
+    """Represents the end of a process."""
 
 
 @pytest.fixture

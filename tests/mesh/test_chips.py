@@ -66,7 +66,7 @@ def test_every_spelling_of_a_number_is_read(text):
     assert 989.0 in numbers_in(text)
 
 
-def test_planner_and_witness_read_the_same_rows():
+def test_planner_and_inspect_read_the_same_rows():
     assert inspect.MACHINES == tuple(planner.HARDWARE.values()) == tuple(HARDWARE.values())
     assert inspect.Machine is planner.Hardware
     assert all(parse_target(f"{name}:{shape}").machine is row for name, row, shape in SHAPES)
@@ -77,7 +77,7 @@ SHAPES = [(name, row, shape) for name, row in HARDWARE.items() for shape in row.
 
 @pytest.mark.parametrize("name", [name for name, row in HARDWARE.items() if row.node_size])
 def test_descriptions_for_the_compiler_are_those_of_the_rows(name):
-    """A field that XLA reads beside the table: the memory it may fill, and who it is."""
+    """A field that XLA reads in addition to the table: the memory it may use, and its name."""
     row = HARDWARE[name]
     text = parse_target(f"{name}:{row.wiring.examples[0]}").topology["target_config"]
     field = lambda key: re.search(rf"\b{key}: (\S+)", text).group(1)
@@ -193,7 +193,7 @@ def test_rings_between_nodes():
     ranks=st.sampled_from([2, 4, 8, 16, 64]),
     stride=st.sampled_from([1, 2, 4, 8, 16]),
 )
-def test_the_planner_and_the_witness_judge_a_ring_alike(name, ranks, stride):
+def test_the_planner_and_inspect_agree_about_a_ring(name, ranks, stride):
     """One counts nodes from a stride, the other from the members of every group."""
     row = hardware(name)
     groups = tuple(tuple(start + stride * rank for rank in range(ranks)) for start in range(stride))

@@ -153,7 +153,7 @@ def test_the_attention_that_runs_is_reported_with_advice(monkeypatch):
         "the fused kernel for TPU"
     )
     told = describe_attention("flash", "tpu", "bfloat16", (1000, 4, 64))
-    assert "the length of 1000 is no multiple of 128; a length that is a multiple" in told
+    assert "the length of 1000 is not a multiple of 128; a length that is a multiple" in told
     assert describe_attention("auto", "gpu", "bfloat16", shape) == "the fused kernel of cuDNN"
     told = describe_attention("auto", "gpu", "bfloat16", shape, segments=True)
     assert told.endswith("reads masks [B, 1, 1024, 1024] that are made of the segments")

@@ -1,4 +1,4 @@
-"""Decoding beside a cache: the tokens of the plain loop, in one scan."""
+"""Decoding with a cache gives the tokens of the plain loop, in one scan."""
 
 import dataclasses
 
@@ -90,7 +90,7 @@ def test_behind_the_end_is_the_end():
     assert done.tokens[0].tolist() == cut[0] + [end] * (6 - len(cut[0]))
 
 
-def test_a_seed_is_a_text_and_rows_draw_apart():
+def test_a_seed_gives_one_text_and_rows_draw_independently():
     model = make()
     draws = [generate(model, [[1]] * 4, 8, seed=seed, temperature=2.0).rows for seed in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]

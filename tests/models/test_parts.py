@@ -56,7 +56,7 @@ ROWS = {
 
 
 def made(fields, **more):
-    """A config, and a function that makes its model, whose norms and biases are not all alike."""
+    """A config, and a function that makes its model, whose norms and biases are not all equal."""
     config = dataclasses.replace(BASE, **fields, **more)
 
     def make():

@@ -1,4 +1,4 @@
-"""The distribution that tokens are drawn from, beside one in numpy."""
+"""The distribution that tokens are drawn from, compared with one in numpy."""
 
 import jax
 import jax.numpy as jnp

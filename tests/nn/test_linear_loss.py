@@ -188,7 +188,7 @@ def test_one_pass_gives_what_two_give():
 @pytest.mark.sample("0.0-0.001-1.2-50257")
 @pytest.mark.parametrize("classes", [50_257, 128_256])
 @pytest.mark.parametrize(("lean", "nats", "times"), [(0.0, 1e-3, 1.2), (10.0, 2e-3, 4.0)])
-def test_bfloat16_logits_beside_products_in_bfloat16(classes, lean, nats, times):
+def test_bfloat16_logits_and_products_in_bfloat16(classes, lean, nats, times):
     """How far from float32, and by how much more than the rounding of the products alone.
 
     `lean` draws the hidden states toward their labels, as training does: large logits lose more.

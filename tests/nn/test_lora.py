@@ -1,4 +1,4 @@
-"""Adapters beside the layers of a model, and the plain model that they come to."""
+"""Adapters on the layers of a model, and the plain model into which they merge."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_a_model_computes_the_same_at_first_and_stays_itself():
     assert jax.tree.structure(kernels(model)) == jax.tree.structure(kernels(plain))
 
 
-def test_a_layer_is_its_kernel_and_the_product_beside_it():
+def test_a_layer_adds_the_product_of_its_adapter():
     layer = moved(adapted("out")).out
     a, b = layer.lora.lora_a[...], layer.lora.lora_b[...]
     want = X @ layer.kernel[...] + layer.bias[...] + (X @ a) @ b

@@ -110,7 +110,7 @@ def test_scales_are_the_least_powers_of_two(values, scale):
     assert np.isfinite(found.values.astype(np.float32)).all()
 
 
-# Numbers that are subnormal in e4m3, the largest ones, and those beside a power of two of these.
+# Numbers that are subnormal in e4m3, the largest ones, and the neighbours of a power of two.
 SPECIAL = [0.0, 2.0**-9, 2.0**-6, 1e-30, 223.9, 224.0, 225.0, 447.0, 448.0, 449.0, 57344.0, 57345.0]
 
 
@@ -153,7 +153,7 @@ def test_non_finite_values_stay_non_finite(bad):
 
 @pytest.mark.full
 def test_the_scale_is_that_of_all_ranks():
-    """Small values of one rank lose digits beside the large ones of another, as on one device."""
+    """Small values of one rank lose digits to the large ones of another, as on one device."""
     world = World.emulate(4, "dp=4")
     size = jnp.array([1e4, 1.0, 1e-2, 1e-3])[:, None]
     x = size * jax.random.normal(jax.random.key(0), (4, 16))
@@ -193,7 +193,7 @@ def test_why_layers_take_no_part():
     split = ColumnParallelLinear(16, 32, rngs=nnx.Rngs(0))
     narrow = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     assert fp8_reasons(nnx.Sequential(own, first, split, narrow)) == {
-        "layers/0": "has a dot_general of its own",
+        "layers/0": "has its own dot_general",
         "layers/1": "multiplies other dims than the last",
         "layers/2": "",
         "layers/3": "is 16×8, no multiples of 16",
@@ -274,7 +274,7 @@ def test_fp8_weights_are_gathered_as_bytes(make, mesh, tp):
 
 @pytest.mark.full
 def test_weights_that_travel_as_bytes_change_no_bit():
-    """The largest element of the parts is that of the whole, so they are rounded alike."""
+    """The largest element of the parts is that of the whole, so both round to the same values."""
     x = jax.random.normal(jax.random.key(0), (16, WIDTH))
     found = []
     for gather in ("fp8", None):
@@ -292,7 +292,7 @@ def test_weights_that_travel_as_bytes_change_no_bit():
 @pytest.mark.parametrize(
     ("strategy", "mesh", "options", "why"),
     [
-        (fsdp(min_elements=8, reduction=Reduction(by_hand=True)), "fsdp=8", {}, "gather by hand"),
+        (fsdp(min_elements=8, reduction=Reduction(manual=True)), "fsdp=8", {}, "gather by hand"),
         (fsdp(min_elements=8, reduction=Reduction(per="step")), "fsdp=8", {"accumulate": 2},
          "reduce gradients per step in float32"),
         (zero(1, min_elements=8), "dp=8", {}, "no kernel of a layer in fp8 is split"),

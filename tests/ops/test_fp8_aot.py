@@ -75,16 +75,16 @@ def test_bytes_are_four_in_place_of_six():
     """Gathered twice, two bytes or one; reduced once, in bfloat16 and nothing wider."""
     step, module = compiled("fp8")
     narrow_step, narrow_module = compiled(MixedPrecision.fp8(gather="fp8"))
-    layers = fp8_layers(step.parts.abstract)
-    count = sum(math.prod(step.parts.shapes[f"{layer}/kernel"]) for layer in layers)
+    layers = fp8_layers(step.model_spec.abstract)
+    count = sum(math.prod(step.model_spec.shapes[f"{layer}/kernel"]) for layer in layers)
     wide, narrow = sent(step, module, "all-gather"), sent(narrow_step, narrow_module, "all-gather")
-    # What travels beside, tokens and vectors, is the same in both.
+    # Everything else that is sent, tokens and vectors, is the same in both.
     rest = wide["bf16"] - 2 * 2 * count * RING
     assert wide["u8"] == 0
     assert 0 <= rest < 0.1 * count
     assert narrow["u8"] + narrow["bf16"] - 2 * count * RING == pytest.approx(rest, abs=0.01 * count)
     assert narrow["bf16"] <= rest
-    leaves = leaves_with_paths(step.parts.params)
+    leaves = leaves_with_paths(step.model_spec.params)
     is_split = lambda path, x: any(step.strategy.params(path, x.shape, step.world.mesh))
     split = sum(math.prod(x.shape) for path, x in leaves if is_split(path, x))
     for one in (step, module), (narrow_step, narrow_module):

@@ -76,7 +76,7 @@ def test_one_exchange_there_and_back_and_products_divided():
 
 def test_tensor_ranks_share_the_work_too():
     plan = tensor_parallel({"up$": "column", "down$": "row"})
-    step = built("fsdp=2,tp=2,dp=2", compose(fsdp(min_elements=8), plan))
+    step = built("fsdp=2,tp=2,dp=2", compose(fsdp("fsdp", min_elements=8), plan))
     (distribution,) = step.plan.stored.update.distributions
     assert (distribution.moved, distribution.extra, distribution.num_ranks) == (
         ("fsdp", "tp"),

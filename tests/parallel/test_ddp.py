@@ -1,4 +1,4 @@
-"""DDP: the manners of the wrapper, the numbers of the papers, and the bytes on the wire."""
+"""DDP: what the wrapper accepts, the papers' numbers, and the bytes on the wire."""
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +97,7 @@ def test_one_weight_two_ranks(make_world):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_uneven_ranks_are_weighted_by_their_samples(make_world, accumulate):
-    """[1, 2, 3] beside [4] and two rows of padding: 15, not the mean of means 20.667."""
+    """[1, 2, 3] and [4] with two rows of padding: 15, not the mean of means 20.667."""
 
     def loss(model, batch):
         return Weighted(jnp.sum(batch["real"] * model(batch["x"]) ** 2), jnp.sum(batch["real"]))

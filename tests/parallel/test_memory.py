@@ -91,7 +91,7 @@ def test_leaves_that_do_not_divide_stay_whole_and_are_counted_so(world, name, st
     state = step.init()
     grads, _ = step.gradients(state, {"x": x})
     measured = measure(step.strategy, state.params, grads, state.opt_state)
-    found = estimate(zero(stage), step.parts.params, world.mesh, accumulate=1)
+    found = estimate(zero(stage), step.model_spec.params, world.mesh, accumulate=1)
     assert_within(found, measured, 0.02)
 
 
@@ -120,7 +120,7 @@ def test_estimates_are_within_five_percent_of_what_is_measured(world, name, dtyp
     state = step.init()
     grads, _ = step.gradients(state, tower.batch())
     measured = measure(step.strategy, state.params, grads, state.opt_state)
-    shapes = step.parts.params
+    shapes = step.model_spec.params
     assert_within(estimate(strategy, shapes, world.mesh, optimizer, accumulate=1), measured)
     assert measured.total_params == sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
@@ -162,5 +162,5 @@ def test_hybrid_counts_the_axis_that_splits(make_world):
     step = build_train_step(tower.make()(), optax.adam(1e-3), tower.loss_fn, strategy, world)
     state = step.init()
     measured = measure(strategy, state.params, state.params, state.opt_state)
-    assert_within(estimate(strategy, step.parts.params, world.mesh), measured)
+    assert_within(estimate(strategy, step.model_spec.params, world.mesh), measured)
     assert measured.memory_savings == pytest.approx(0.75, abs=0.02)

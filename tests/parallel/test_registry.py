@@ -4,8 +4,10 @@ import inspect
 
 import pytest
 
-from axon_dist.core.errors import MeshError
+from axon_dist.core.errors import AxonDistWarning, MeshError
 from axon_dist.parallel import STRATEGIES, compose, data_axes, ddp, fsdp, zero
+from axon_dist.parallel.strategy import on_mesh
+from axon_dist.train.config.schema import build_strategy
 
 
 def test_rows_are_over_the_data_axes_of_the_mesh(make_world):
@@ -29,6 +31,42 @@ def test_state_is_split_over_the_ranks_of_positions_too(make_world):
     assert STRATEGIES["ddp"](None, world) == ddp(("fsdp",))
     staged = make_world("pp=2,dp=2,cp=2")
     assert STRATEGIES["zero1"](None, staged) == zero(1, ("dp",))
+
+
+@pytest.mark.parametrize("mesh", ["dp=4", "fsdp=4", "tp=2,fsdp=2"])
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "fsdp"])
+def test_a_strategy_without_axes_uses_the_only_data_axis(name, mesh, make_world):
+    makers = {"ddp": ddp, "zero1": lambda: zero(1), "zero2": lambda: zero(2), "fsdp": fsdp}
+    world = make_world(mesh)
+    found = on_mesh(makers[name](), world.mesh)
+    in_yaml = STRATEGIES[name](None, world)
+    assert found.batch_axes == in_yaml.batch_axes
+    assert (found.params, found.opt_state) == (in_yaml.params, in_yaml.opt_state)
+
+
+def test_strategies_without_axes_share_the_data_axes_of_a_mesh(make_world):
+    mesh = make_world("dp=2,fsdp=2").mesh
+    both = on_mesh(compose(ddp(), fsdp()), mesh)
+    assert (both.batch_axes, both.params.axes) == (("dp", "fsdp"), ("fsdp",))
+    in_yaml = build_strategy({"ddp": {}, "fsdp": {}}, None, make_world("dp=2,fsdp=2"))
+    assert on_mesh(in_yaml, mesh) == both
+    hybrid = on_mesh(fsdp(sharding_strategy="hybrid_shard"), mesh)
+    assert hybrid == STRATEGIES["hybrid"](None, make_world("dp=2,fsdp=2"))
+    assert on_mesh(fsdp(("dp", "fsdp")), mesh).batch_axes == ("dp", "fsdp")
+
+
+@pytest.mark.parametrize(("make", "idle"), [(ddp, "fsdp"), (fsdp, "dp")])
+def test_a_default_that_leaves_a_data_axis_without_work_warns(make, idle, make_world):
+    mesh = make_world("dp=2,fsdp=2").mesh
+    with pytest.warns(AxonDistWarning, match=f"along axis '{idle}'") as caught:
+        assert on_mesh(make(), mesh) == make()
+    assert [one.message.code for one in caught] == ["idle-data-axis"]
+
+
+def test_axes_that_were_given_are_never_replaced(make_world):
+    mesh = make_world("dp=2,fsdp=2").mesh
+    assert on_mesh(fsdp("fsdp"), mesh) == fsdp("fsdp")
+    assert on_mesh(fsdp("fsdp"), make_world("dp=4").mesh) == fsdp("fsdp")
 
 
 def test_a_mesh_without_data_axes(make_world):

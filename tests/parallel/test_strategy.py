@@ -110,7 +110,7 @@ def test_an_overlay_has_a_say_in_every_layout():
     assert overlay(ddp(), Replicate()).params == Replicate()
 
 
-def test_one_axis_may_stand_alone():
+def test_one_axis_may_be_given_as_a_string():
     assert ddp("data") == ddp(("data",))
     assert fsdp(axes="x") == fsdp(axes=("x",))
     assert zero(1, "x", shard_axes="x") == zero(1, ("x",))

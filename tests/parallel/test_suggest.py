@@ -46,8 +46,8 @@ def test_the_whole_plan_of_the_transformer(scan):
     assert modes(plan) == of_blocks(prefix) | {"lm_head": "vocab"}
     assert plan.unplaced == ()
     q, k = (plan.rule_of(f"{prefix}attention/{name}".replace(r"\d+", "0")) for name in "qk")
-    assert (q.unit, q.optional) == (16, False)
-    assert (k.unit, k.optional) == (16, True)
+    assert (q.multiple_of, q.optional) == (16, False)
+    assert (k.multiple_of, k.optional) == (16, True)
 
 
 def test_a_fused_kernel_hides_no_heads():
@@ -61,10 +61,10 @@ def test_a_tied_head_shares_the_split_table():
 
 
 @pytest.mark.parametrize(
-    ("cut", "parts", "stacked"),
+    ("cut", "num_fused", "stacked"),
     [("slices", 3, False), ("reshape", 3, True), ("per_head", 1, False)],
 )
-def test_one_kernel_for_queries_keys_and_values(cut, parts, stacked):
+def test_one_kernel_for_queries_keys_and_values(cut, num_fused, stacked):
     plan = suggest_plan(lambda: GPT(cut, nnx.Rngs(0)))
     assert modes(plan) == {
         r"h/\d+/c_attn": "column",
@@ -77,7 +77,7 @@ def test_one_kernel_for_queries_keys_and_values(cut, parts, stacked):
         "wte": "vocab",
     }
     rule = plan.rule_of("h/0/c_attn")
-    assert (rule.parts, rule.stacked) == (parts, stacked)
+    assert (rule.num_fused, rule.stacked) == (num_fused, stacked)
     assert [left.path for left in plan.unplaced] == ["wpe/embedding"]
 
 
@@ -95,7 +95,7 @@ def test_bare_parameters_of_another_layout():
     }
     dims = {rule.pattern.strip("^$"): rule.dim for rule in plan.rules}
     assert (dims["ask"], dims["answer"], dims["vocabulary"]) == (-2, -3, -2)
-    assert plan.rule_of("expand").parts == 2
+    assert plan.rule_of("expand").num_fused == 2
     assert plan.rule_of("keys").optional
     assert not plan.rule_of("ask").optional
 

@@ -82,11 +82,11 @@ def test_bytes_on_each_axis(target, preset, shards, ranks, policy, sequence, hal
     ("target", "preset", "shards", "ranks"), [("h100:8", "7b", 4, 2), ("h100:8x8", "8b", 8, 8)]
 )
 def test_pieces_that_go_round_are_as_many_bytes_and_hide(target, preset, shards, ranks):
-    """Eleven halves a block as before, and one in ten bytes of the step has no compute beside it.
+    """Eleven halves a block as before, and a tenth of the step's bytes is not hidden.
 
     Nothing is computed twice: of each attention one forward, one recomputed and one backward.
     """
-    # As deep as the models are, for the token table has nothing beside it.
+    # As deep as the models are: nothing hides the transfer of the token table.
     config = TransformerConfig.preset(preset, attention="cudnn", max_length=LENGTH)
     plan = suggest_plan(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     rings = tensor_parallel(plan, sequence=True, rings=True)
@@ -131,7 +131,7 @@ def test_a_ring_sends_the_least_and_makes_no_scores(kv_heads):
 
 
 def test_memory_of_a_long_sequence_falls_with_the_ring():
-    """32k tokens: what is left beside the gradients is 1/size."""
+    """32k tokens: everything except the gradients is 1/size."""
     config = TransformerConfig.preset("1b", num_layers=2, max_length=32_768, attention="einsum")
     gradients = 2 * num_params(config)
     used = []

@@ -99,10 +99,10 @@ def test_measured_shares_of_eight_devices(world, stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_held_between_microbatches_are_as_estimated(world, stage):
     strategy, sgd = zero(stage, min_elements=8), optax.sgd(0.1)
-    # The last of the microbatches may stand apart, and a loop of one turn is none.
+    # The last microbatch may be outside of the loop, and one iteration needs no loop.
     step = build_train_step(tower.make(), sgd, tower.loss_fn, strategy, world, accumulate=4)
     held = carried_bytes(step.lower(tower.batch(samples=32)).compile())
-    expected = estimate(strategy, step.parts.params, world.mesh, sgd, accumulate=4)
+    expected = estimate(strategy, step.model_spec.params, world.mesh, sgd, accumulate=4)
     assert held == pytest.approx(expected.grad_memory_bytes, rel=0.03)
 
 

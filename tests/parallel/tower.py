@@ -8,7 +8,7 @@ WIDTH = 32
 
 
 class Block(nnx.Module):
-    """Two layers beside a residual path."""
+    """Two layers and a residual connection."""
 
     def __init__(self, rngs: nnx.Rngs, dtype):
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, param_dtype=dtype, rngs=rngs)
@@ -35,7 +35,7 @@ class Tower(nnx.Module):
 
 
 def make(num_blocks: int = 2, dtype=jnp.float32):
-    """A factory of towers, whose arrays are born where they live."""
+    """A factory of towers, whose arrays are created with their sharding."""
     return lambda: Tower(nnx.Rngs(0), num_blocks, dtype)
 
 

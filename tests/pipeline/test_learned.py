@@ -100,7 +100,7 @@ def test_a_buffer_that_two_stages_read_is_no_stages_own():
     }
     assert learned == {1, 2, 3, 4}
     with pytest.raises(
-        UnsupportedError, match=r"'own0' follows from the batch.*not one stage's alone.*LayerNorm"
+        UnsupportedError, match=r"'own0' depends on the batch.*several stages.*LayerNorm"
     ):
         buffers_over_time(trace, buffers, 2, learned)
 
@@ -114,7 +114,7 @@ def test_buffers_that_are_read_need_the_order_of_microbatches():
         check_order(trace, rank_buffers(), turned, {1: 1})
 
 
-def test_buffers_of_stacked_blocks_are_taken_apart_but_for_streams():
+def test_buffers_of_stacked_blocks_are_split_except_for_streams():
     stacks = Stacks(((("blocks",), 3),))
     whole = {"blocks": {"bias": jnp.ones((3, 2)), "count": jnp.arange(3)}, "norm": jnp.ones(3)}
     apart = stacks.split_buffers(whole)

@@ -13,7 +13,7 @@ from .chains import BLOCKS, buffers_of, chain_loss, microbatch, params_of, trace
 
 
 @pytest.mark.full
-def test_inputs_and_outputs_are_told_apart():
+def test_inputs_and_outputs_are_distinguished():
     params, buffers, batch = params_of(), buffers_of(), microbatch(0)
     trace, data = traced(chain_loss, params, buffers, batch)
     flat = jax.tree_util.tree_leaves_with_path(params)
@@ -103,5 +103,5 @@ def test_a_buffer_that_depends_on_more_than_buffers_raises(source):
 
     buffers = buffers_of()
     trace, _ = traced(forward, params_of(), buffers, microbatch(0))
-    with pytest.raises(UnsupportedError, match=r"the buffer 'still' follows from .*nnx\.LayerNorm"):
+    with pytest.raises(UnsupportedError, match=r"the buffer 'still' depends on .*nnx\.LayerNorm"):
         buffers_over_time(trace, buffers, 2)

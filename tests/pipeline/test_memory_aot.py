@@ -53,8 +53,8 @@ def temp(target, mesh, count, *strategies):
 @pytest.mark.parametrize("target", ["h100:8", "v5p:2x2x2"])
 def test_memory_does_not_grow_with_microbatches(target, schedule, size, other):
     mesh = f"pp={size},{other}={8 // size}" if other else f"pp={size}"
-    beside = {"dp": [ddp()], "tp": [tensor_parallel(TENSOR, sequence=True)], None: []}[other]
+    others = {"dp": [ddp()], "tp": [tensor_parallel(TENSOR, sequence=True)], None: []}[other]
     few, many = (
-        temp(target, mesh, count, pipelined(size, count, schedule), *beside) for count in (8, 64)
+        temp(target, mesh, count, pipelined(size, count, schedule), *others) for count in (8, 64)
     )
     assert many <= 1.02 * few

@@ -17,7 +17,7 @@ from axon_dist.inspect import collectives
 from axon_dist.optim import adamw_8bit
 from axon_dist.parallel import ddp, pipelined
 from axon_dist.sharding import optimizer_shardings, shardings
-from axon_dist.step.parts import split_model
+from axon_dist.step.model_spec import split_model
 from axon_dist.step.plan import optimizer_for
 from axon_dist.step.storage import storage_of
 
@@ -71,7 +71,7 @@ def make(model):
 
 
 MODELS = {"rows": (WIDTH,) * 4, "holes": (WIDTH,) * 3, "vectors": (WIDTH, 24, 48)}
-MODELS["alike stages"] = (WIDTH, 24, WIDTH, 24)
+MODELS["equal stages"] = (WIDTH, 24, WIDTH, 24)
 CLIP = optax.clip_by_global_norm(0.5)
 
 
@@ -168,7 +168,7 @@ DEFAULT = {
     ),
     "holes": (),
     "vectors": ("clip adamw",),
-    "alike stages": ("adamw ndim mask",),
+    "equal stages": ("adamw ndim mask",),
     "stack": ("clip lamb",),
 }
 """The recipes that are tried on a form of storage in every run; a full one tries all."""
@@ -230,10 +230,10 @@ def test_optimizers_across_stacked_layers_are_refused(name, make_world):
 
 
 def check_on(name, model, strategy, world):
-    parts, _ = split_model(make(model))
+    model_spec, _ = split_model(make(model))
     params = nnx.to_pure_dict(nnx.state(make(model), nnx.Param))
-    storage = storage_of(parts, strategy)
-    optimizer, storage, _ = optimizer_for(RECIPES[name](), parts, storage, world.mesh)
+    storage = storage_of(model_spec, strategy)
+    optimizer, storage, _ = optimizer_for(RECIPES[name](), model_spec, storage, world.mesh)
 
     def stored(tree):
         rows = storage.from_model(tree)
@@ -289,10 +289,10 @@ def test_the_state_of_blocks_lies_on_their_stages_ranks(make_world):
     strategy = compose(pipelined(2, 2), zero(1, min_elements=8))
     for name in ("adafactor", "novograd", "muon", "frozen layer, clip"):
         for model in ("rows", "vectors"):
-            parts, _ = split_model(make(model))
-            storage = storage_of(parts, strategy)
-            optimizer, storage, _ = optimizer_for(RECIPES[name](), parts, storage, world.mesh)
-            params = jax.eval_shape(storage.from_model, parts.params)
+            model_spec, _ = split_model(make(model))
+            storage = storage_of(model_spec, strategy)
+            optimizer, storage, _ = optimizer_for(RECIPES[name](), model_spec, storage, world.mesh)
+            params = jax.eval_shape(storage.from_model, model_spec.params)
             state = jax.eval_shape(optimizer.init, params)
             policy = storage.strategy.opt_state
             found = optimizer_shardings(policy, params, state, world.mesh)
@@ -337,10 +337,10 @@ def test_static_masks_and_labels(form, strategy, make_world):
         optax.multi_transform(rates, names),
     )
     optimizer = make(matrices(tree), labels("bias")(tree))
-    parts, _ = split_model(Net(MODELS["rows"]))
+    model_spec, _ = split_model(Net(MODELS["rows"]))
     world = make_world("pp=2" if strategy.pipeline else "dp=2")
-    storage = storage_of(parts, strategy)
-    fitting, _, _ = optimizer_for(optimizer, parts, storage, world.mesh)
+    storage = storage_of(model_spec, strategy)
+    fitting, _, _ = optimizer_for(optimizer, model_spec, storage, world.mesh)
     params = nnx.to_pure_dict(nnx.state(Net(MODELS["rows"]), nnx.Param))
     got, state = trained(fitting, params, storage.from_model)
     want, _ = trained(optax.with_extra_args_support(make(matrices, labels("bias"))), params)
@@ -375,12 +375,12 @@ def test_optimizers_that_need_blocks_of_several_stages_are_refused(model, make_w
 @pytest.mark.full
 def test_equal_blocks_are_updated_once_and_a_norm_is_one_reduction(make_world):
     """One program for all ranks, and no more communication than the norm of what is stored."""
-    parts, _ = split_model(Net(MODELS["rows"]))
+    model_spec, _ = split_model(Net(MODELS["rows"]))
     world = make_world("pp=2")
-    storage = storage_of(parts, pipelined(2, 2))
+    storage = storage_of(model_spec, pipelined(2, 2))
     clipped = optax.chain(CLIP, optax.adamw(1e-2))
-    optimizer, storage, _ = optimizer_for(clipped, parts, storage, world.mesh)
-    shapes = jax.eval_shape(storage.from_model, parts.params)
+    optimizer, storage, _ = optimizer_for(clipped, model_spec, storage, world.mesh)
+    shapes = jax.eval_shape(storage.from_model, model_spec.params)
     placed = lambda tree, policy: jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         tree,

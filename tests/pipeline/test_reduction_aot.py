@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_gradients_are_scattered_in_the_compute_dtype_beside_automatic_axes():
+def test_gradients_are_scattered_in_the_compute_dtype_with_automatic_axes():
     """A rank holds its stage and the table and head, a half of each: bytes by arithmetic."""
     config = TransformerConfig.preset("1b", num_layers=4, attention="cudnn", max_length=2048)
     make = lambda: Transformer(config, rngs=nnx.Rngs(0))

@@ -76,7 +76,7 @@ def test_each_rank_keeps_its_part_of_tables_and_moments():
 
 
 class Twice(nnx.Module):
-    """A head that the loss reads beside its linear cross-entropy."""
+    """A head that the loss reads outside of its linear cross-entropy too."""
 
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(SIZE)])
@@ -89,14 +89,14 @@ class Twice(nnx.Module):
         return x
 
 
-def with_bias(model, batch, beside=0.0, scale=1.0):
+def with_bias(model, batch, penalty=0.0, scale=1.0):
     head, tokens = model.head, batch["tokens"]
     kernel = head.kernel[...] if scale == 1 else head.kernel[...] * scale
     loss = linear_cross_entropy(model.hidden(tokens), kernel, tokens[:, 1:], bias=head.bias[...])
-    return loss.mean + beside * jnp.sum(head.kernel[...] ** 2) if beside else loss
+    return loss.mean + penalty * jnp.sum(head.kernel[...] ** 2) if penalty else loss
 
 
-def beside_table(model, batch):
+def with_table(model, batch):
     """A penalty on the embedding."""
     return next_token_loss(model, batch).mean + jnp.sum(model.token_embedding.embedding[...])
 
@@ -126,9 +126,9 @@ def test_a_bias_is_split_with_its_kernel():
         ),
         (
             lambda: Twice(nnx.Rngs(0)),
-            functools.partial(with_bias, beside=0.1),
+            functools.partial(with_bias, penalty=0.1),
             UnsupportedError,
-            "its kernel 'head/kernel' is read by 'integer_pow', too; only linear_cross_entropy",
+            "its kernel 'head/kernel' is also read by 'integer_pow'; only linear_cross_entropy",
         ),
         (
             lambda: Twice(nnx.Rngs(0)),
@@ -138,21 +138,21 @@ def test_a_bias_is_split_with_its_kernel():
         ),
         (
             functools.partial(model, tied_head=True),
-            beside_table,
+            with_table,
             UnsupportedError,
-            "its kernel 'token_embedding/embedding' is read by 'reduce_sum', too",
+            "its kernel 'token_embedding/embedding' is also read by 'reduce_sum'",
         ),
         (
             model,
-            beside_table,
+            with_table,
             UnsupportedError,
-            "splits the embedding 'token_embedding/embedding' over 'pp', and it is read by 'reduce",
+            "the embedding 'token_embedding/embedding' over 'pp', and it is also read by 'reduce",
         ),
         (
             functools.partial(model, tied_head=True),
             guided,
             UnsupportedError,
-            "its kernel 'token_embedding/embedding' is read by 'jit', too",
+            "its kernel 'token_embedding/embedding' is also read by 'jit'",
         ),
         (
             functools.partial(model, vocab_size=50),
@@ -190,7 +190,7 @@ V_ALONE = "0F0,,0V0,,0B0\n,1F0,1V0,1B0,"
 @pytest.mark.full
 def test_a_table_with_v_alone_has_no_part_of_a_tied_embedding():
     table, tied = Schedule.from_csv(V_ALONE), functools.partial(model, tied_head=True)
-    with pytest.raises(UnsupportedError, match=r"is the embedding too, .* V, and no E and G"):
+    with pytest.raises(UnsupportedError, match=r"is the embedding too, .* V, but not E and G"):
         compiled(tied, strategy=pipelined(2, 1, table))
     # The option asks for both.
     plan = pipelined(2, 1, table, split_vocabulary=True).pipeline

@@ -1,4 +1,4 @@
-"""The planner beside compiled programs, `python -m benchmarks.planner`."""
+"""The planner compared with compiled programs, `python -m benchmarks.planner`."""
 
 import json
 import statistics
@@ -32,7 +32,7 @@ def test_on_emulated_devices(tmp_path):
 def test_on_gpus_that_are_not_here(tmp_path):
     if missing := missing_compiler("h100:8"):
         pytest.skip(missing)
-    rows = compared("^(llama|mixer|tower)@h100:8 .*(ddp|zero1|full_shard) bf16$", tmp_path)
+    rows = compared("^(llama|mixer|tower)@h100:8 .*(ddp|zero1|fsdp) bf16$", tmp_path)
     assert len(rows) == 9
     assert statistics.median(abs(row["peak"] - 1) for row in rows) <= 0.1
     for row in rows:
@@ -46,7 +46,7 @@ def test_gradients_of_weights_wait_and_hybrid_sums_stay_whole(tmp_path):
     """A U-Net: its kernels' gradients come last, and one all-reduce adds them up for all axes."""
     if missing := missing_compiler("h100:8"):
         pytest.skip(missing)
-    (row,) = compared("^unet@h100:8 .*hybrid_shard", tmp_path)
+    (row,) = compared("^unet@h100:8 .*hybrid ", tmp_path)
     assert row["peak"] == pytest.approx(1, abs=0.05)
     assert row["sent"] == pytest.approx(1, abs=0.02)
 

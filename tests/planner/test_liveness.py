@@ -79,7 +79,7 @@ def test_tanh_is_not_computed_twice():
     assert dear > cheap
 
 
-def test_outputs_in_place_take_no_room():
+def test_outputs_in_place_take_no_memory():
     run = lambda x: (x * 2, jnp.sum(x))
     assert peak_of(read(run, X)) == MATRIX + 4
     assert peak_of(read(run, X), [0]) == 4
@@ -286,8 +286,8 @@ def test_a_scatter_onto_a_sum_that_was_split_gathers_it():
     assert sorted(sent(True)) == [("all-gather", MATRIX, 1), *2 * [("reduce-scatter", MATRIX, 1)]]
 
 
-@pytest.mark.parametrize("is_beside_a_product", [False, True])
-def test_sums_over_two_axes_are_taken_apart_only_beside_others(is_beside_a_product):
+@pytest.mark.parametrize("has_product", [False, True])
+def test_sums_over_two_axes_are_split_only_together_with_others(has_product):
     """AllReduceSplitter: a reduction has one collective, a product one for each axis."""
     axes = {"dp": 2, "fsdp": 4}
     owner = placing(axes, PartitionSpec("fsdp"))
@@ -295,14 +295,14 @@ def test_sums_over_two_axes_are_taken_apart_only_beside_others(is_beside_a_produ
 
     def run(x, y):
         summed = place(jnp.sum(x, 0))
-        return summed, place(y.T @ y) if is_beside_a_product else summed
+        return summed, place(y.T @ y) if has_product else summed
 
     both = frozenset(axes)
     splits = [(both, NONE, NONE), (both, NONE)]
     found = read(run, jnp.ones((8, 64, 64)), X, splits=splits, axes=axes)
     apart = [("reduce-scatter", MATRIX, 1), ("all-reduce", MATRIX // 4, 1)]
     whole_sum = [("all-reduce", MATRIX, 1)]
-    assert kinds(found) == (2 * apart if is_beside_a_product else whole_sum)
+    assert kinds(found) == (2 * apart if has_product else whole_sum)
 
 
 def chain(depth):
@@ -420,7 +420,7 @@ def test_a_sum_over_two_axes_of_one_size_is_scattered_over_the_one_that_splits_i
 
 
 def test_the_gradient_of_what_each_row_chooses_stays_with_the_row():
-    """As of the experts of a token: rows are counted alike in the table and in the indices."""
+    """Like the experts of a token: rows are counted the same in the table and in the indices."""
     chosen = lambda x, i: jnp.sum(jnp.take_along_axis(x, i, axis=1) ** 2)
     found = read(
         lambda x, i: jax.grad(chosen)(x, i), X, jnp.zeros((64, 2), int),

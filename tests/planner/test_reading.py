@@ -92,7 +92,7 @@ def test_masters_are_split_in_every_account():
     """ZeRO-1 in bfloat16: the traced step and `estimate` agree."""
     world = abstract_world("dp=8", 8, "gpu")
     step, reading = read(world, ["zero1"], "gpu", precision="bf16")
-    theirs = estimate(step.strategy, step.parts.params, world.mesh, optax.adam(1e-3))
+    theirs = estimate(step.strategy, step.model_spec.params, world.mesh, optax.adam(1e-3))
     state = theirs.param_memory_bytes + theirs.optim_memory_bytes
     assert reading.state == pytest.approx(state, abs=8)  # but for what counts steps
 

@@ -54,7 +54,7 @@ def find(loss_fn, sizes=(4, 12)):
     values = follow_samples(trace, sizes, num_batch=8)
     one = follow_samples(lambda count: jax.make_jaxpr(lambda x: 1.0)(1.0), sizes, 0)[0]
     metrics = {name: (value, one) for name, value in zip(names, values[2:], strict=True)}
-    return use_of(values[0], values[1], metrics, {}, parts=sizes[1] / sizes[0])
+    return use_of(values[0], values[1], metrics, {}, num_shards=sizes[1] / sizes[0])
 
 
 def weighted(total, weight, **metrics):
@@ -321,7 +321,7 @@ COUPLED = {
     ),
     "distances of all pairs": (
         lambda p, b: jnp.mean(jnp.abs(logits(p, b)[:, None] - logits(p, b)[None])),
-        "every (sample beside every )?other|more than one dim|with other samples",
+        "every other|more than one dim|with other samples",
     ),
     "mixup": (
         lambda p, b: jnp.mean(b["x"] + b["x"][jax.random.permutation(p["key"], len(b["x"]))]),
@@ -490,7 +490,7 @@ def test_metrics_each_have_a_use_of_their_own():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_fused_attention_on_gpus_keeps_samples_apart(monkeypatch, dtype):
+def test_fused_attention_on_gpus_does_not_mix_samples(monkeypatch, dtype):
     """Forwards and backwards; traced here as where there is a GPU, for it runs nowhere else."""
     kernel = "jax._src.cudnn.fused_attention_stablehlo"
     monkeypatch.setattr(f"{kernel}.check_cudnn_version", lambda: 92000)

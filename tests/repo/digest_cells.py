@@ -61,7 +61,7 @@ WIDTH = 16
 
 
 class Block(nnx.Module):
-    """Two dense layers beside a residual."""
+    """Two dense layers and a residual connection."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
@@ -229,7 +229,7 @@ def world_of(mesh: str, platform: str) -> World:
     return World(Mesh(devices.reshape(spec.sizes), spec.names, axis_types=types), backend)
 
 
-BY_HAND = Reduction(by_hand=True)
+BY_HAND = Reduction(manual=True)
 REMAT = ActivationCheckpointing()
 UP_DOWN = {"up$": "column", "down$": "row"}
 
@@ -375,7 +375,7 @@ OTHERS: Mapping[str, Cell] = {
 
 
 def pipe(*others: Callable[[], Strategy], schedule: str = "1f1b", count: int = 4, **more: Any):
-    """A pipeline of two ranks beside other strategies."""
+    """A pipeline of two ranks composed with other strategies."""
     return lambda: compose(
         pipelined(2, count, schedule, **more), *(strategy() for strategy in others)
     )

@@ -39,7 +39,7 @@ _SYMBOL = re.compile(r"@([\w.$-]+|\"[^\"]*\")")
 def digest_of(text: str) -> str:
     """The digest of a module's text.
 
-    A function counts as what it does: where it is called, the digest of its own text stands for its
+    A function counts as what it does: where it is called, the digest of its own text replaces its
     name. So neither names nor the order of functions count, nor whether equal ones are shared.
 
     Args:

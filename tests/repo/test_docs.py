@@ -14,38 +14,38 @@ import axon_dist
 PACKAGE = pathlib.Path(axon_dist.__file__).parent
 ROOT = PACKAGE.parent
 PUBLIC = ROOT / "tests" / "repo" / "public_names.txt"
-ROOMS = [
+SUBPACKAGES = [
     module.name
     for module in pkgutil.iter_modules(axon_dist.__path__, "axon_dist.")
     if module.ispkg and module.name != "axon_dist.train.cli"
 ]
 
 
-def public_names(room: str):
-    module = importlib.import_module(room)
+def public_names(subpackage: str):
+    module = importlib.import_module(subpackage)
     for name in {*vars(module), *getattr(module, "__all__", ())}:
         value = getattr(module, name)
         if not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value)):
             yield name, value
 
 
-@pytest.mark.parametrize("room", ["axon_dist", *ROOMS])
-def test_public_names_are_documented(room):
-    assert importlib.import_module(room).__doc__, f"{room} does not say what it is"
-    for name, value in public_names(room):
-        assert inspect.getdoc(value), f"{room}.{name} has no docstring"
+@pytest.mark.parametrize("subpackage", ["axon_dist", *SUBPACKAGES])
+def test_public_names_are_documented(subpackage):
+    assert importlib.import_module(subpackage).__doc__, f"{subpackage} does not say what it is"
+    for name, value in public_names(subpackage):
+        assert inspect.getdoc(value), f"{subpackage}.{name} has no docstring"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_documented_arguments_exist(room):
-    for name, value in public_names(room):
+@pytest.mark.parametrize("subpackage", SUBPACKAGES)
+def test_documented_arguments_exist(subpackage):
+    for name, value in public_names(subpackage):
         documented = _documented(inspect.getdoc(value) or "")
         if not documented:
             continue
         made_by = value.__init__ if inspect.isclass(value) and "__init__" in vars(value) else value
         real = set(inspect.signature(made_by).parameters)
         unknown = documented - {parameter.lstrip("*") for parameter in real}
-        assert not unknown, f"{room}.{name} documents {unknown}, it takes {real}"
+        assert not unknown, f"{subpackage}.{name} documents {unknown}, it takes {real}"
 
 
 def _documented(docstring: str) -> set[str]:
@@ -73,8 +73,12 @@ def test_documented_names_are_kept_from_moving():
     kept = {tuple(line.split()) for line in PUBLIC.read_text().splitlines()}
     assert len(entries) > 150
     # A page may name the module of a name that the package exports.
-    of_rooms = {(room, name) for room, name in entries if room in ("axon_dist", *ROOMS)}
-    assert of_rooms - kept == set()
+    of_subpackages = {
+        (subpackage, name)
+        for subpackage, name in entries
+        if subpackage in ("axon_dist", *SUBPACKAGES)
+    }
+    assert of_subpackages - kept == set()
     assert {name for _, name in entries} - {name for _, name in kept} == set()
 
 

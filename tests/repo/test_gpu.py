@@ -29,12 +29,12 @@ def test_flops_are_counted_as_is_said():
 def test_finished_rows_are_not_run_again(monkeypatch, tmp_path):
     out, asked = tmp_path / "gpu.json", []
 
-    def apart(name, args):
+    def in_process(name, args):
         asked.append(name)
         failed = name == "doctor"
         return {"name": name, "tiny": True, **({"failure": "x"} if failed else {"figures": {}})}
 
-    monkeypatch.setattr(gpu, "run_apart", apart)
+    monkeypatch.setattr(gpu, "run_in_process", in_process)
     for _ in range(2):
         run(monkeypatch, "--tiny", "--only", "doctor", "verify", "--json", out)
     verified = [f"verify:{name}" for name in gpu.VERIFIED]

@@ -16,7 +16,7 @@ def test_there_are_forty_mutations_over_most_subpackages():
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.file}-{m.text[:20]}")
-def test_the_text_stands_there_once(mutation):
+def test_the_text_occurs_once(mutation):
     source = (ROOT / "axon_dist" / mutation.file).read_text()
     compile(mutation.applied(source), mutation.file, "exec")
     assert mutation.fault not in ("", mutation.text)

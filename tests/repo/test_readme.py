@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, and its commands are the ones that the gate uses."""
+"""The README's Python runs as written, and its commands are those of CI."""
 
 import ast
 import pathlib
@@ -56,11 +56,11 @@ def test_commands_can_be_typed():
 
 
 def test_the_test_command_is_the_gates():
-    gate = (ROOT / ".ci" / "run").read_text()
+    ci = (ROOT / ".ci" / "run").read_text()
     assert '-e ".[dev]"' in README
-    assert '-e ".[dev]"' in gate
+    assert '-e ".[dev]"' in ci
     assert "-m pytest -n 2" in README
-    assert "-m pytest -q -n 2" in gate
+    assert "-m pytest -q -n 2" in ci
 
 
 PROMISES = {
@@ -100,7 +100,7 @@ PROMISES = {
     "Linen modules work through": ["contracts/test_foreign.py::test_equals_one_device"],
     "trains models of other packages": ["foreign/test_matrix.py::test_equals_one_device"],
     "reads the compiled program": [
-        "inspect/test_report.py::test_the_three_witnesses_agree_with_arithmetic",
+        "inspect/test_report.py::test_three_sources_agree_with_arithmetic",
         "inspect/test_aot.py::test_every_chip_that_can_be_planned_can_be_compiled_for",
     ],
     "It also compiles for GPUs": [

@@ -1,4 +1,4 @@
-"""What differs between versions of JAX stands in one file, and the gate knows every Python."""
+"""Differences between versions of JAX are in one file, and CI tests every Python."""
 
 import ast
 import pathlib
@@ -16,7 +16,7 @@ OTHERS = sorted({*(ROOT / "axon_dist").rglob("*.py")} - {COMPAT, ALONE})
 PRIVATE = re.compile(r"jax\._src|jax\.interpreters|jaxlib\.|jax\.lib\b")
 VERSIONS = {"__version__", "__version_info__", "version_info"}
 WORDS = re.compile(r"_src|interpreters|jaxlib|\blib\b|version")
-"""One of them stands in every program that has what `PRIVATE` and `VERSIONS` say."""
+"""One of them is in every program that has what `PRIVATE` and `VERSIONS` say."""
 
 
 def unstable(program):
@@ -77,7 +77,7 @@ def test_the_readme_names_every_python():
     assert set(re.findall(r"\b3\.\d+", line)) == set(found)
 
 
-def test_the_gate_names_tests_that_exist():
+def test_ci_names_tests_that_exist():
     named = re.findall(r"(?<=\s)(?:tests|axon_dist)/[\w/.]+", (ROOT / ".ci" / "run").read_text())
     assert len(named) > 5
     assert [path for path in named if not (ROOT / path).exists()] == []

@@ -73,7 +73,7 @@ def test_the_legend_names_only_what_is_used():
     assert last == "F forward   I input gradient   W weight gradient"
 
 
-def test_actions_without_time_take_no_room():
+def test_actions_without_time_take_no_width():
     table = zero_bubble_h1(2, 2)
     assert "|W" not in draw(table, simulate(table, Costs(w=0)))
 

@@ -32,7 +32,7 @@ def test_spans_of_actions():
 
 def test_in_step_a_tick_lasts_as_long_as_its_slowest_device():
     timeline = simulate(one_f_one_b(2, 2), lockstep=True)
-    # Ticks: F, F, B (of stage 1), B (of 0) beside F, B (of 1), B (of 0).
+    # Ticks: F, F, B (of stage 1), B (of 0) together with F, B (of 1), B (of 0).
     assert timeline.makespan == 1 + 1 + 2 + 2 + 2 + 2
     assert timeline.span(Action.parse("1F1")) == (4, 5)
 

@@ -54,7 +54,7 @@ def test_a_table_prints_its_sizes_and_its_grid():
     assert lines[3].split() == ["device", "1", ".", "1F0", "1B0", "1F1", "1B1", "."]
 
 
-def test_equal_tables_are_equal_and_hash_alike():
+def test_equal_tables_have_the_same_hash():
     assert gpipe(3, 4) == gpipe(3, 4)
     assert hash(gpipe(3, 4)) == hash(gpipe(3, 4))
     assert gpipe(3, 4) != gpipe(3, 5)

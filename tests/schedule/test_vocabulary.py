@@ -1,4 +1,4 @@
-"""Head and loss as actions of their own: where they stand, what they wait for, what they save."""
+"""Head and loss as separate actions: their place, what they wait for, what they save."""
 
 import dataclasses
 import random
@@ -46,7 +46,7 @@ def test_every_named_schedule_has_a_place_for_it(name, sizes, executes):
     last, where = table.num_stages - 1, table.where
     for action, placed in plain.where.items():
         if action.phase is Phase.F:
-            # Of the actions of all, one stands in front of everything else.
+            # One of these actions comes before everything else.
             assert where[action].tick == placed.tick + 1
     together = {
         Phase.E: lambda m: where[Action(0, Phase.F, m)].tick - 1,

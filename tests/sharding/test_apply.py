@@ -65,7 +65,7 @@ def test_moments_lie_as_their_parameter(world, optimizer):
     assert {s.spec for leaf, s in pairs if leaf.shape != (16, 8)} <= {P()}
 
 
-def test_moments_of_two_parameters_of_one_shape_are_told_apart(world):
+def test_moments_of_two_parameters_of_one_shape_are_distinguished(world):
     leaf = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     params = {"kernel": leaf, "up": {"kernel": leaf}}
     rule = ByRule(((r"^up/kernel$", P(None, "dp")), (r"^kernel$", P("dp"))))

@@ -15,7 +15,7 @@ MESH = MeshSpec(fsdp=4, tp=2)
 
 
 class Annotated(nnx.Module):
-    """One annotated kernel beside one that is not."""
+    """One kernel with an annotation and one without."""
 
     def __init__(self, rngs, names=(None, "tp"), **metadata):
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names, **metadata)

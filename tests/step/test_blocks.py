@@ -34,7 +34,7 @@ def pair():
     return nnx.bridge.ToNNX(Pair(), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((1, 4)))
 
 
-def test_an_encoder_stands_before_the_decoder_and_two_before_ten():
+def test_an_encoder_comes_before_the_decoder_and_two_before_ten():
     names = [f"layer_{number}" for number in range(11)]
     want = [(tower, name) for tower in ("encoder", "decoder") for name in names]
     assert block_keys(pair()) == want

@@ -186,7 +186,7 @@ def test_options_change_no_number(world, chip):
         ({7: True}, "compiler_options has 7: True; names must be strings"),
         (
             {f"{GATHERS}s": None},
-            f"takes '{GATHERS}s' away, which is set for no chip. Did you mean '{GATHERS}'",
+            f"removes '{GATHERS}s', which no chip sets. Did you mean '{GATHERS}'",
         ),
         ({"xla_bogus": True}, r"emulated devices refuses .*'xla_bogus'.*was given xla_bogus=True"),
         ({"xla_cpu_enable_fast_math": "maybe"}, "'maybe' is not a valid bool value"),

@@ -114,9 +114,9 @@ def test_accumulation_sends_what_it_says_with_collectives_that_cross_iterations(
     assert 0.99 * times * once <= gathers <= 2.01 * times * once
     assert ledger.total_wire_bytes("all-reduce") < 1e6
     # A microbatch waits at its ends alone, 0.4 ms and of more layers as much: for the reduction of
-    # the last layers of the backward loop, beside which only the table's gradient is left, and for
+    # the last layers of the backward loop, which only the table's gradient can hide, and for
     # the first gathers of its loops. Of the 24 layers of this model that is below a hundredth.
-    # Reduced once, gradients of a third of the model have nothing beside them.
+    # Reduced once, gradients of a third of the model have no compute to hide behind.
     layers, most = (24, 0.01) if per == "microbatch" else (8, 0.02)
     assert ledger.waited() / (layers / 8 * ledger.step_seconds) < most
     plain = ledger_of(8, scan, accumulate=4, per=per, bare=True)
@@ -143,7 +143,7 @@ def test_programs_that_the_gpu_compiler_refuses_raise_at_build():
         build(compiler_options={"xla_gpu_bogus": True})
 
 
-def test_fused_attention_keeps_samples_apart():
+def test_fused_attention_does_not_mix_samples():
     """Whose backward pass gives nothing to the arrays that it does without, in bfloat16."""
     tokens = jax.ShapeDtypeStruct((16, LENGTH + 1), jnp.int32)
     assert str(separation(build(accumulate=2, per="step"), {"tokens": tokens})) == "per rank"

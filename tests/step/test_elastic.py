@@ -265,7 +265,7 @@ def test_options_have_possible_values(options, words):
 
 def test_other_devices_are_refused():
     world = types.SimpleNamespace(backend="nccl", is_cpu=False)
-    with pytest.raises(UnsupportedError, match="has been shown on CPUs alone"):
+    with pytest.raises(UnsupportedError, match="have been shown only on CPUs"):
         deterministic_options(world, "elastic")
 
 

@@ -193,7 +193,7 @@ def with_metrics(metrics):
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_metrics_that_couple_microbatches_are_refused(name):
-    # Beside one that sums would give, the one that keeps it from being computed is named.
+    # If sums would give one of them, the error names the one that prevents it.
     loss_fn = with_metrics({"root": OF_SUMS["root"], name: COUPLED[name]})
     batch = jax.tree.map(lambda x: x[:8], BATCH)
     with pytest.raises(AxonDistError, match=rf"metric '{name}' .*2 microbatches") as told:

@@ -14,7 +14,7 @@ from axon_dist.core.tree import is_key, leaves_with_paths
 from axon_dist.models import Transformer, TransformerConfig
 from axon_dist.parallel import compose, ddp, fsdp, pipelined, tensor_parallel
 from axon_dist.step import build_train_step, layout
-from axon_dist.step.init_programs import InParts
+from axon_dist.step.init_programs import InSlices
 
 SIZES = {"width": 32, "num_layers": 2, "num_heads": 4, "ffn_width": 64, "max_length": 16}
 
@@ -87,10 +87,10 @@ class Tower(nnx.Module):
         return self.head(x)
 
 
-class Recorded(InParts):
+class Recorded(InSlices):
     """Keeps what was made, so that tests can look at its programs."""
 
-    made: list[InParts] = []  # noqa: RUF012
+    made: list[InSlices] = []  # noqa: RUF012
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -204,7 +204,9 @@ def test_devices_that_hold_the_same_share_in_drawing_it(recorded, mesh, strategy
         lambda: nnx.Linear(512, 1024, rngs=nnx.Rngs(0)), World.emulate(8, mesh), strategy
     )
     check_bits(step)
-    kernel = max(recorded[0].programs, key=lambda one: np.prod(one.part.program.out_avals[0].shape))
+    kernel = max(
+        recorded[0].programs, key=lambda one: np.prod(one.program_slice.program.out_avals[0].shape)
+    )
     text = kernel.run.lower(np.zeros(2, np.uint32)).compile().as_text()
     assert "all-gather" in text
     assert share in text
@@ -229,7 +231,7 @@ def test_no_leaf_is_whole_on_a_device(recorded):
     step.init()
     for program in recorded[0].programs:
         (place,) = program.places
-        (result,) = program.part.program.jaxpr.outvars
+        (result,) = program.program_slice.program.jaxpr.outvars
         shape = result.aval.shape
         assert place.spec != PartitionSpec()
         share = 4 * int(np.prod(place.shard_shape(shape)))
@@ -284,7 +286,7 @@ def test_equal_programs_with_other_numbers_are_not_shared():
             2 * jax.random.normal(third, (4, 4)),
         )
 
-    made = InParts(draws, (place,) * 3)
+    made = InSlices(draws, (place,) * 3)
     for mine, want in zip(made(), jax.jit(draws)(), strict=True):
         np.testing.assert_array_equal(mine, want)
     assert [one.count for one in made.programs] == [2, 1]

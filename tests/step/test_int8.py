@@ -25,7 +25,7 @@ from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.inspect import collectives
 from axon_dist.ops.int8 import Int8Form, int8_form
 from axon_dist.step import PortableForm
-from axon_dist.step.parts import trainable_filter
+from axon_dist.step.model_spec import trainable_filter
 from axon_dist.weights import load_weights, save_weights
 from tests.one_device import trained
 
@@ -182,7 +182,7 @@ ROWS = {
 }
 MORE = {
     "linen": ("fsdp=4", lambda: fsdp(**SMALL), linen, {}),
-    "by hand": ("fsdp=4", lambda: fsdp(**SMALL, reduction=Reduction(by_hand=True)), Net, {}),
+    "by hand": ("fsdp=4", lambda: fsdp(**SMALL, reduction=Reduction(manual=True)), Net, {}),
     "per step": ("fsdp=4", lambda: fsdp(**SMALL, reduction=Reduction(per="step")), Net, {}),
     "stacked": ("fsdp=4", lambda: fsdp(**SMALL), Stacked, {}),
     "tp": ("tp=4", lambda: tensor_parallel({"up": "column", "down": "row"}), Net, {}),

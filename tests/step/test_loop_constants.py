@@ -34,7 +34,7 @@ def moved_out(jaxpr, known=()):
     for equation in jaxpr.eqns:
         is_loop = equation.primitive.name in ("scan", "while")
         if equation.primitive.name == "scan":
-            consts, _, _ = inners(equation)[0].parts(list(equation.invars))
+            consts, _, _ = inners(equation)[0].split_operands(list(equation.invars))
             for atom in consts:
                 if not isinstance(atom, Literal) and atom in known:
                     yield atom.aval.shape

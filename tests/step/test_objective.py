@@ -9,6 +9,7 @@ from flax import nnx
 from axon_dist import Weighted
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.step.microbatches import accumulate
+from axon_dist.step.model_spec import split_model
 from axon_dist.step.objective import (
     Sums,
     evaluate,
@@ -17,7 +18,6 @@ from axon_dist.step.objective import (
     gradient_sums,
     mean_loss,
 )
-from axon_dist.step.parts import split_model
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2) / 10
 WEIGHT = np.array([1.0, 0.0, 2.0, 0.0, 0.0, 1.0], np.float32)
@@ -78,10 +78,12 @@ def test_a_norm_excuses_only_the_parameters_inside_it():
         model.norm2.kernel[...] = 0.9 * model.norm2.kernel[...]
         return plain(model.norm2, batch)
 
-    parts, source = split_model(Net())
+    model_spec, source = split_model(Net())
     params, buffers = source.arrays
     with pytest.raises(UnsupportedError, match="changes the parameter 'norm2/kernel'"):
-        jax.make_jaxpr(lambda p: evaluate(parts, changes, p, buffers, BATCH).loss.total)(params)
+        jax.make_jaxpr(lambda p: evaluate(model_spec, changes, p, buffers, BATCH).loss.total)(
+            params
+        )
 
 
 def dense(loss_fn):

@@ -133,7 +133,7 @@ def padded_bytes(ranks: int) -> int:
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7])
 def test_bytes_are_those_of_padded_arrays(ranks):
     """State by the compiled program and the reading of a plan, traffic by the ledger."""
-    step, size = step_of(ranks, reduction=Reduction(by_hand=True)), padded_bytes(ranks)
+    step, size = step_of(ranks, reduction=Reduction(manual=True)), padded_bytes(ranks)
     shapes = jax.eval_shape(lambda: {name: x[: 2 * ranks] for name, x in BATCH.items()})
     compiled = step.lower(shapes).compile()
     held = memory(compiled).arguments - 2 * 2 * 4 * WIDTH

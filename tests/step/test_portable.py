@@ -62,19 +62,19 @@ def test_a_pipeline_goes_on_without_one_and_with_another(widths, others, make_wo
     step = step_of(make_world("pp=4"), pipelined(4, 4), widths)
     form = PortableForm(step)
     state, _ = step(step.init(), batch())
-    portable = form.of(state)
-    assert bits(form.take_up(portable)) == bits(state)
+    portable = form.to_canonical(state)
+    assert bits(form.from_canonical(portable)) == bits(state)
     assert bits(portable.params) == bits(step.storage.to_model(state.params))
     save_checkpoint(tmp_path / "c", portable)
-    following = bits(form.of(step(state, batch())[0]).params)
+    following = bits(form.to_canonical(step(state, batch())[0]).params)
 
     for axes, strategy in others:
         other = step_of(make_world(axes), strategy, widths)
         other_form = PortableForm(other)
         restored = load_checkpoint(tmp_path / "c", other_form.target)
         assert bits(restored) == bits(portable)
-        again, _ = other(other_form.take_up(restored), batch())
-        leaves = zip(jax.tree.leaves(bits(other_form.of(again).params)),
+        again, _ = other(other_form.from_canonical(restored), batch())
+        leaves = zip(jax.tree.leaves(bits(other_form.to_canonical(again).params)),
                      jax.tree.leaves(following), strict=True)  # fmt: skip
         for mine, theirs in leaves:
             if axes == "pp=4":
@@ -96,8 +96,8 @@ def test_no_device_holds_all_of_a_pipelines_portable_form(make_world):
 def test_without_a_pipeline_nothing_is_converted(make_world):
     step = step_of(make_world("dp=2"), ddp())
     form, state = PortableForm(step), step.init()
-    assert form.of(state) is state
-    assert form.take_up(state) is state
+    assert form.to_canonical(state) is state
+    assert form.from_canonical(state) is state
 
 
 @pytest.mark.full
@@ -117,8 +117,8 @@ def test_moments_of_any_shape_have_the_models_form(make, widths, make_world):
     step = step_of(make_world("pp=4"), pipelined(4, 4), widths, make())
     form, state = PortableForm(step), step.init()
     noise = lambda x: jax.random.normal(jax.random.key(x.size), x.shape).astype(x.dtype)
-    portable = jax.tree.map(noise, form.of(state))
+    portable = jax.tree.map(noise, form.to_canonical(state))
     plain = jax.eval_shape(make().init, jax.eval_shape(step.storage.to_model, state.params))
     shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     assert shapes(portable.opt_state) == shapes(plain)
-    assert bits(form.of(form.take_up(portable))) == bits(portable)
+    assert bits(form.to_canonical(form.from_canonical(portable))) == bits(portable)

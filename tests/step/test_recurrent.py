@@ -67,7 +67,7 @@ def theory(step):
 
     Where blocks free their weights, they are gathered once more for the backward pass.
     """
-    sizes = [leaf.size * 4 for leaf in jax.tree.leaves(step.parts.params) if leaf.size >= 64]
+    sizes = [leaf.size * 4 for leaf in jax.tree.leaves(step.model_spec.params) if leaf.size >= 64]
     return 2 * 3 / 4 * sum(sizes)
 
 

@@ -177,7 +177,7 @@ EXAMPLES = {
         lambda: build(compose(ddp(), local_sgd(every=2), over_nodes()), "nodes=2,dp=4"),
         "splits arrays over it",
     ),
-    "replicas are no pipelines": (
+    "replicas are not pipelines": (
         lambda: build(compose(local_sgd(every=2), pipelined(2, 4)), "nodes=2,pp=4"),
         "replicas over axis 'nodes', and cuts each into stages",
     ),
@@ -463,15 +463,15 @@ def weighted(model, batch):
 
 MESHES = ("dp=8", "dp=2,fsdp=4", "dp=4,tp=2", "pp=2,dp=4", "pp=2,dp=2,tp=2", "dp=4,cp=2")
 DATA = (
-    ddp(),
-    ddp(bucket_capacity=100),
-    ddp(sync="overlapped"),
-    ddp(broadcast_buffers=False),
-    ddp(reduce_dtype="bfloat16"),
-    zero(1, min_elements=8),
-    zero(2, min_elements=8),
-    zero(3, min_elements=8),
-    zero(3, min_elements=8, reduction=Reduction(by_hand=True)),
+    ddp("dp"),
+    ddp("dp", bucket_capacity=100),
+    ddp("dp", sync="overlapped"),
+    ddp("dp", broadcast_buffers=False),
+    ddp("dp", reduce_dtype="bfloat16"),
+    zero(1, "dp", min_elements=8),
+    zero(2, "dp", min_elements=8),
+    zero(3, "dp", min_elements=8),
+    zero(3, "dp", min_elements=8, reduction=Reduction(manual=True)),
     fsdp("hybrid_shard", ("dp", "fsdp"), min_elements=8),
 )
 OPTIMIZERS = (optax.sgd(0.1), optax.adam(1e-3), optax.lamb(1e-3), optax.adafactor(1e-3))

@@ -26,7 +26,7 @@ from axon_dist.models import (
 )
 from axon_dist.parallel import mark_experts_per_sample
 from axon_dist.proof.lattice import Use
-from axon_dist.step.parts import split_model
+from axon_dist.step.model_spec import split_model
 from axon_dist.step.separation import Traces
 
 from ..contracts.models import CASES, token_batch, transformer
@@ -54,7 +54,7 @@ def test_experts_are_separable_where_they_count_the_tokens_of_all_ranks():
     assert apart.coupled == ""
     assert apart.loss.kind is Use.WEIGHTED
     assert {use.kind for use in apart.metrics.values()} == {Use.CONSTANT}
-    # Nobody has promised that sorting tokens by experts leaves samples apart.
+    # Sorting tokens by experts is not promised to keep samples separate.
     assert "routing.py" in found(make, next_token_loss, token_batch(0)).coupled
 
 
@@ -123,7 +123,7 @@ def test_batch_norm_of_a_bridged_model_runs_in_global_view():
 
 
 def test_arrays_from_outside_may_lie_anywhere():
-    """A constant of the loss that lies on a mesh, beside statistics that are averaged."""
+    """A constant of the loss on a mesh, and statistics that are averaged."""
     world = World.emulate(2, "dp=2")
     spread = jax.device_put(
         jnp.ones(4), jax.NamedSharding(world.mesh, jax.sharding.PartitionSpec("dp"))
@@ -177,7 +177,7 @@ def split_in(num_microbatches, loss_fn, axes="dp=2", strategy=None, **options):
 )  # fmt: skip
 @pytest.mark.parametrize("strategy", [ddp(), ddp(bucket_capacity=64)], ids=["ddp", "buckets"])
 def test_the_weight_of_a_batch_is_that_of_its_parts(weight, divided, strategy):
-    """Also one that is no sum over the samples."""
+    """Also one that is not a sum over the samples."""
     case = CASES["mlp"]
     error = lambda m, b: jnp.sum((m(b["x"]) - b["y"]) ** 2)
     loss_fn = lambda m, b: Weighted(error(m, b), weight(b["x"]))
@@ -259,7 +259,7 @@ def test_metrics_are_numbers(value):
 @pytest.mark.parametrize(
     "strategy", [ddp(), ddp(bucket_capacity=64), ddp(sync="overlapped")], ids=lambda s: s.name
 )
-def test_unequal_weights_beside_statistics_of_all_ranks(strategy):
+def test_unequal_weights_with_statistics_of_all_ranks(strategy):
     """Gradients that come back through the statistics are of the losses of other ranks."""
     case = CASES["batchnorm"]
     error = lambda m, b: jnp.sum((m(b["x"]) - b["y"]) ** 2, -1)
@@ -332,16 +332,20 @@ def counted(read, change):
         (
             True,
             lambda seen, new: seen + new,
-            "buffer 'seen' follows the samples, and is read by some",
+            "buffer 'seen' depends on the samples, and is read by some",
         ),
         (
             False,
             lambda seen, new: new,
-            "follows the samples, whatever it was before. 2 microbatches",
+            "depends on the samples, whatever it was before. 2 microbatches",
         ),
-        (False, lambda seen, new: 2 * seen + new, "follows the samples, and is no sum over them"),
-        (False, lambda seen, new: seen + new // 2, "and is no sum over them .takes `"),
-        (False, jnp.maximum, "follows the samples, and is no sum over them"),
+        (
+            False,
+            lambda seen, new: 2 * seen + new,
+            "depends on the samples, and is not a sum over them",
+        ),
+        (False, lambda seen, new: seen + new // 2, "and is not a sum over them .takes `"),
+        (False, jnp.maximum, "depends on the samples, and is not a sum over them"),
         (False, lambda seen, new: jax.jit(jnp.add)(new.astype(seen.dtype), seen), ""),
         (False, lambda seen, new: seen - new, ""),
         (True, lambda seen, new: seen + 1, ""),

@@ -16,7 +16,7 @@ from axon_dist.core.errors import AxonDistError
 from axon_dist.inspect import collectives, lower_outer_steps
 from axon_dist.parallel import Strategy, diloco, fsdp, pipelined
 from axon_dist.sharding import LargestDim
-from axon_dist.step import PortableForm
+from axon_dist.step import PortableForm, plan
 from axon_dist.step.replicas import Outer
 
 OUTER = optax.sgd(1.0)
@@ -81,7 +81,7 @@ def test_inner_steps_send_nothing_over_the_axis_and_outer_steps_the_formula():
 
 
 @pytest.mark.full
-def test_replicas_differ_between_meetings_and_agree_after_them():
+def test_replicas_differ_between_outer_steps_and_agree_after_them():
     step = step_of(2)
     state = trained(step, step.init(), [0])
     kernel = np.asarray(state.params["layers"][0]["kernel"])
@@ -97,7 +97,7 @@ def test_replicas_differ_between_meetings_and_agree_after_them():
 
 
 @pytest.mark.full
-def test_the_model_of_a_state_is_the_one_of_the_last_meeting():
+def test_the_model_of_a_state_is_that_of_the_last_outer_step():
     step = step_of(2)
     state = trained(step, step.init(), [0, 1, 2])
     one = nnx.to_pure_dict(nnx.state(step.merge(state), nnx.Param))
@@ -116,8 +116,8 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     whole = trained(step, step.init(), range(7))
     state = trained(step, step.init(), range(4))
     form = PortableForm(step)
-    save_checkpoint(tmp_path / "c", form.of(state))
-    restored = form.take_up(load_checkpoint(tmp_path / "c", form.target))
+    save_checkpoint(tmp_path / "c", form.to_canonical(state))
+    restored = form.from_canonical(load_checkpoint(tmp_path / "c", form.target))
     assert bits(restored) == bits(state)
     assert bits(trained(step, restored, range(4, 7))) == bits(whole)
 
@@ -150,7 +150,7 @@ def test_error_feedback_keeps_what_compression_lost(compress):
             np.asarray(x["layers"][1][name]) for x in (state.outer, state.outer_state["missing"])
         )
         first = np.asarray(step.init().outer["layers"][1][name])
-        # The outer step is plain: what was left out is all that tells the two apart.
+        # The outer step is plain, so the two differ only by the omitted part.
         np.testing.assert_allclose(
             met - missing.mean(0), np.asarray(want.outer["layers"][1][name]), atol=1e-6
         )
@@ -184,7 +184,7 @@ REFUSED = {
     "statistics": (
         lambda: compose(diloco("nodes", every=2), ddp("fsdp", broadcast_buffers=False)),
         {},
-        "keep statistics of their own, .*leave it at True",
+        "keep their own statistics, .*leave it at True",
     ),
     "ema": (lambda: diloco("nodes", every=2), {"ema": 0.9}, "ema=0.9 averages .*leave ema out"),
     "stop": (
@@ -222,6 +222,19 @@ def test_advice_of_a_refused_pipeline_works():
 
 
 @pytest.mark.full
+def test_the_optimizer_of_replicas_is_traced_once(monkeypatch):
+    traced = []
+    trace_update = plan.trace_update
+
+    def counted(*args):
+        traced.append(args)
+        return trace_update(*args)
+
+    monkeypatch.setattr(plan, "trace_update", counted)
+    step_of.__wrapped__(every=3)
+    assert len(traced) == 1
+
+
 def test_gradients_are_those_of_each_replica():
     step = step_of(2)
     state = step.init()

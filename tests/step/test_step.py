@@ -25,7 +25,7 @@ from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import TransformerAutoWrapPolicy
 from axon_dist.step import idle_axes
 from axon_dist.step.layout import StateLayout
-from axon_dist.step.parts import split_model
+from axon_dist.step.model_spec import split_model
 
 WIDTH = 16
 
@@ -167,7 +167,7 @@ def test_settings_of_strategy_and_step_must_agree(world):
     with pytest.raises(StrategyConflictError, match=r"precision is .* in 'fsdp' and"):
         build(world, strategy=strategy, precision="fp16")
     with pytest.raises(MeshError, match="over axis 'fsdp', which mesh dp=8 lacks"):
-        build(world, strategy=fsdp())
+        build(world, strategy=fsdp("fsdp"))
 
 
 def test_units_are_said_once(world):
@@ -305,12 +305,12 @@ def test_wrappers_and_strategies_are_the_same(world):
     assert named.strategy.name == "ddp + nothing"
 
 
-# Birth
+# Initial states
 
 
 @pytest.mark.sample("dp=2,fsdp=4")
 @pytest.mark.parametrize("axes", ["dp=1", "dp=2", "dp=4", "dp=8", "dp=2,fsdp=4", "dp=4,fsdp=2"])
-def test_arrays_are_born_with_the_same_bits_on_every_mesh(make_world, axes):
+def test_arrays_are_created_with_the_same_bits_on_every_mesh(make_world, axes):
     world = make_world(axes)
     strategy = zero(3, world.mesh.axis_names, min_elements=8)
     state = build(world, make, strategy).init()
@@ -552,5 +552,7 @@ def test_old_names_of_a_step_warn_and_do_the_same(world):
         step.check_rows(batch)
     with pytest.warns(DeprecationWarning, match=r"use print\(step\)"):
         assert step.whole_summary == ""
+    with pytest.warns(DeprecationWarning, match=r"TrainStep.parts .*use TrainStep.model_spec"):
+        assert step.parts is step.model_spec
     with pytest.raises(AttributeError, match="a TrainStep has no attribute 'lowers'"):
         getattr(step, "low" + "ers")

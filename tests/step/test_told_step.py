@@ -42,7 +42,7 @@ def on_one_device(steps):
     [
         ("fsdp=4", fsdp(min_elements=8), {}),
         ("dp=4", ddp(), {"accumulate": 2}),
-        ("fsdp=4", fsdp(min_elements=8, reduction=Reduction(by_hand=True)), {}),
+        ("fsdp=4", fsdp(min_elements=8, reduction=Reduction(manual=True)), {}),
         ("pp=2,dp=2", compose(pipelined(2, 2), ddp()), {}),
     ],
     ids=["global", "microbatches", "by hand", "pipeline"],

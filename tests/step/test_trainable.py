@@ -1,4 +1,4 @@
-"""What is trained is a choice: the rest is laid out alike, and has no gradient and no moments."""
+"""The user chooses what is trained; the rest has the same layout, without gradients or moments."""
 
 import functools
 
@@ -26,7 +26,7 @@ from axon_dist import (
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.inspect import collectives
 from axon_dist.step import PortableForm
-from axon_dist.step.parts import trainable_filter
+from axon_dist.step.model_spec import trainable_filter
 from tests.one_device import trained
 
 WIDTH, DEPTH, RANK = 32, 4, 2
@@ -123,7 +123,7 @@ def assert_same(got, want, **bounds):
 SMALL = {"min_elements": 8}
 ROWS = {
     "fsdp": ("fsdp=8", lambda: fsdp(**SMALL), nnx.LoRAParam, {}),
-    "by hand": ("fsdp=4", lambda: fsdp(**SMALL, reduction=Reduction(by_hand=True)), SOME, {}),
+    "by hand": ("fsdp=4", lambda: fsdp(**SMALL, reduction=Reduction(manual=True)), SOME, {}),
     "buckets": ("dp=4", lambda: ddp(bucket_capacity=1000), SOME, {"accumulate": 2}),
     "pp": ("pp=2,dp=2", lambda: compose(pipelined(2, 4), ddp()), nnx.LoRAParam, {}),
     "tp": ("tp=4", lambda: tensor_parallel({"up": "column", "down": "row"}), nnx.LoRAParam, {}),
@@ -199,7 +199,7 @@ def test_norms_clipping_and_checks_know_trained_parameters_alone(make_world):
 
 
 def wide():
-    """Adapters of rank 2 beside kernels so large that all else is little."""
+    """Adapters of rank 2, and kernels so large that all else is small."""
     return lora(Net(nnx.Rngs(0), (4 * WIDTH,) * 4), RANK, "blocks", rngs=nnx.Rngs(1))
 
 
@@ -264,11 +264,11 @@ def test_a_run_goes_on_in_another_strategy(make_world, tmp_path):
     )
     first = build(compose(pipelined(2, 4), ddp()), "pp=2,dp=2")
     state, _ = first(first.init(), BATCHES[0])
-    save_checkpoint(tmp_path, PortableForm(first).of(state))
+    save_checkpoint(tmp_path, PortableForm(first).to_canonical(state))
     second = build(fsdp(**SMALL), "fsdp=4")
     form = PortableForm(second)
     # What is loaded replaces what the factory has made, in every array.
-    state = form.take_up(load_checkpoint(tmp_path, form.target))
+    state = form.from_canonical(load_checkpoint(tmp_path, form.target))
     for batch in BATCHES[1:]:
         state, _ = second(state, batch)
     assert_same(second.merge(state), model)
@@ -365,7 +365,7 @@ def test_other_variables_are_divided_as_parameters_are(make_world):
         ("tail", r"trainable='tail' finds nothing in the model, which has Variables of the types "),
         (("head", "tail"), r"trainable='tail' finds nothing .* at the paths blocks/0/down/bias"),
         (nnx.Cache, r"trainable=nnx.Cache finds nothing in the model"),
-        ("(", r"trainable='\(' is no regular expression: .* such as 'blocks/\.\*/kernel'"),
+        ("(", r"trainable='\(' is not a regular expression: .* such as 'blocks/\.\*/kernel'"),
         (3, r"trainable=3; give a type of Variable such as nnx.LoRAParam, a regular expression"),
         (nnx.Linear, r"trainable=<class .*Linear'>; give a type of Variable"),
         (nnx.PathContains("drop"), r"takes in 'drop/rngs/count', an nnx.RngCount that the forward"),

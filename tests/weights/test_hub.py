@@ -84,7 +84,7 @@ def test_in_and_out_again_is_the_same_bits(family, mesh, scan_layers, make_world
         name: x.tobytes() for name, x in tensors().items()
     }
     assert hub_config(tmp_path / "out", scan_layers=scan_layers) == dataclasses.replace(
-        step.parts.abstract.config, head_dim=hub_config(tmp_path / "out").head_dim,
+        step.model_spec.abstract.config, head_dim=hub_config(tmp_path / "out").head_dim,
         ffn_width=hub_config(tmp_path / "out").ffn_width)  # fmt: skip
 
 

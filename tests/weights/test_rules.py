@@ -42,7 +42,9 @@ def arrays_of(model):
 
 JOINED = WeightRules(
     (
-        WeightRule((r"a\.w", r"b\.w"), "both/kernel", "out in -> in out", dim=1, parts=(3, 5)),
+        WeightRule(
+            (r"a\.w", r"b\.w"), "both/kernel", "out in -> in out", dim=1, split_sizes=(3, 5)
+        ),
         WeightRule(r"norm\.(?P<what>mean|var|scale|bias)", "norm/{what}"),
     )
 )
@@ -145,10 +147,13 @@ def test_names_in_few_words():
             "the path 'b' has the places [], the name 'a(?P<i>\\\\d+)' the",
         ),
         (WeightRule("a", "b", stack="i"), "the name 'a' has no group 'i' to stack"),
-        (WeightRule("a(", "b"), "'a(' is no regular expression"),
+        (WeightRule("a(", "b"), "'a(' is not a regular expression"),
         (WeightRule("a", "b", "x -> y"), "must name every dim once on either side"),
         (WeightRule("a", "b", dim=-1), "has dim=-1; count dims from 0"),
-        (WeightRule("a", "b", parts=(1, 2)), "has parts=(1, 2); give a length for each name"),
+        (
+            WeightRule("a", "b", split_sizes=(1, 2)),
+            "has split_sizes=(1, 2); give a length for each name",
+        ),
     ],
     ids=range(7),
 )
@@ -187,7 +192,7 @@ def test_a_rule_that_means_nothing(rule, text):
         ),
         (
             (WeightRule(("k", "l"), "kernel", dim=1), WeightRule("b", "bias")),
-            "parts [1, 1] are not the length 3",
+            "split_sizes [1, 1] do not add up to the length 3",
         ),
     ],
     ids=range(7),

@@ -1,4 +1,4 @@
-"""Weights belong to one function: the `config.json` beside them is compared with the model."""
+"""Weights belong to one function: the `config.json` in their folder is compared with the model."""
 
 import dataclasses
 import json

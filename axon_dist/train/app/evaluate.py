@@ -164,9 +164,11 @@ def load_state(checkpoint: Place, step: TrainStep) -> TrainState:
         The state to evaluate with.
     """
     targets: Any = step.weight_targets
-    shardings = map_with_path(lambda path, _: targets[path].sharding, step.parts.weights)
+    shardings = map_with_path(lambda path, _: targets[path].sharding, step.model_spec.weights)
     whole = NamedSharding(step.world.mesh, PartitionSpec())
-    return PortableForm(step).with_weights(*load_arrays(checkpoint, step.parts, shardings, whole))
+    return PortableForm(step).with_weights(
+        *load_arrays(checkpoint, step.model_spec, shardings, whole)
+    )
 
 
 def _check_count(loader: Loader, num_batches: int | None) -> None:
@@ -337,13 +339,13 @@ def _placed_model(checkpoint: Place, config: RunConfig, world: World) -> nnx.Mod
     def place(path, _):
         return NamedSharding(world.mesh, targets[path].sharding.spec)
 
-    shardings = map_with_path(place, step.parts.weights)
+    shardings = map_with_path(place, step.model_spec.weights)
     replicated = NamedSharding(world.mesh, PartitionSpec())
     # Dequantize and cast the weights once, not for every token.
-    parts = dataclasses.replace(step.parts, int8={})
+    model_spec = dataclasses.replace(step.model_spec, int8={})
     precision = step.strategy.precision
-    weights, buffers = load_arrays(checkpoint, parts, shardings, replicated)
-    model = parts.merge(step.plan.changes.cast(weights), buffers)
+    weights, buffers = load_arrays(checkpoint, model_spec, shardings, replicated)
+    model = model_spec.merge(step.plan.changes.cast(weights), buffers)
     return autocast(model, precision) if precision is not None and precision.is_mixed else model
 
 

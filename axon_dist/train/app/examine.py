@@ -103,7 +103,7 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     step_report = compiled_report(step, config)
     lines = attention_line(config, step), *map(str, step.loop_choices), remat_line(config, step)
     line = ". ".join(filter(None, lines)) or None
-    parameters = parameters_of(step.parts)
+    parameters = parameters_of(step.model_spec)
     outer_steps = tuple(
         report(lowered.compile(), world.mesh) for lowered in lower_outer_steps(step)
     )

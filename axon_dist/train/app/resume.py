@@ -92,7 +92,7 @@ class SavedStates:
             on_main(self._copy_records)
         meta = {"step": number, "config": run.config.to_dict(), "data": run.loader.state()}
         meta["settings"] = read_settings(os.environ, jax.config.values)
-        self.checkpoints.save(number, self.form.of(state), meta=meta, score=loss)
+        self.checkpoints.save(number, self.form.to_canonical(state), meta=meta, score=loss)
 
     def _copy_records(self) -> None:
         try:
@@ -103,7 +103,7 @@ class SavedStates:
     def copy(self, state: TrainState, number: int) -> None:
         """Copies a state and its position in the data to memory; then its arrays may be donated."""
         assert self.copies is not None
-        self.copies.save(number, self.form.of(state), {"data": self.run.loader.state()})
+        self.copies.save(number, self.form.to_canonical(state), {"data": self.run.loader.state()})
 
     def go_back(self) -> TrainState | None:
         """Loads the newest good checkpoint of the run; None if there is none.
@@ -114,7 +114,7 @@ class SavedStates:
         if self.copies is not None:
             self.copies.forget()
         restored = self.checkpoints.restore_newest(self.form.target)
-        return None if restored is None else self.form.take_up(restored.state)
+        return None if restored is None else self.form.from_canonical(restored.state)
 
     def find_start(self, resume: str | None, tell: Callable[[str], None]) -> TrainState | None:
         """Restores the state that a run resumes from, and moves its loader to the same step.
@@ -149,7 +149,7 @@ class SavedStates:
         if copy is not None and copy.step >= on_main(checkpoints.newest_step):
             self.run.loader.restore(copy.meta["data"])
             tell(f"resuming after step {copy.step} from the copies in memory")
-            return form.take_up(copy.state)
+            return form.from_canonical(copy.state)
         if resume == AUTO:
             restored = checkpoints.restore_newest(form.target)
             if restored is None:
@@ -164,7 +164,7 @@ class SavedStates:
                 code="no-data-position",
             )
         self.run.loader.restore(restored.manifest.meta["data"])
-        state = form.take_up(restored.state)
+        state = form.from_canonical(restored.state)
         tell(f"resuming after step {int(state.step)} from {str(restored.path)!r}")
         for line in changes_since(restored.manifest.meta.get("config"), self.run.config, state):
             tell(f"config: {line}")
@@ -373,7 +373,7 @@ def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) 
             "leave it at 0"
         )
     if not Path(folder).is_dir():
-        raise ConfigError(f"{MEMORY} names {folder!r}, which is no folder; make it, or unset it")
+        raise ConfigError(f"{MEMORY} names {folder!r}, which is not a folder; make it, or unset it")
     if resume != AUTO or config.run_dir is None:
         missing = "--resume auto" if resume != AUTO else "a run_dir"
         raise ConfigError(

@@ -87,10 +87,10 @@ def load_model(
     """
     config = run_config(run, trust=trust)
     folder = find_checkpoint(run, config, step, tell)
-    parts, _ = split_model(functools.partial(model_of, config))
+    model_spec, _ = split_model(functools.partial(model_of, config))
     here = jnp.zeros(()).sharding
-    shardings = jax.tree.map(lambda _: here, parts.weights)
-    return parts.merge(*load_arrays(folder, parts, shardings, here)), config
+    shardings = jax.tree.map(lambda _: here, model_spec.weights)
+    return model_spec.merge(*load_arrays(folder, model_spec, shardings, here)), config
 
 
 def run_config(run: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> RunConfig:
@@ -170,7 +170,7 @@ def find_checkpoint(
 
 
 def load_arrays(
-    checkpoint: Place, parts: ModelSpec, shardings: PyTree, buffer_sharding: Sharding
+    checkpoint: Place, model_spec: ModelSpec, shardings: PyTree, buffer_sharding: Sharding
 ) -> tuple[PyTree, PyTree]:
     """Reads only the parameters and the buffers of a model from a checkpoint.
 
@@ -179,7 +179,7 @@ def load_arrays(
 
     Args:
         checkpoint: the folder of the checkpoint.
-        parts: the shapes of the model. Floating-point arrays keep the dtypes that were saved;
+        model_spec: the shapes of the model. Floating-point arrays keep the dtypes that were saved;
             weights in `parts.int8` are returned in int8 form.
         shardings: the shardings of the trained and frozen parameters, in a tree like theirs.
         buffer_sharding: the sharding of every buffer.
@@ -205,8 +205,8 @@ def load_arrays(
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     # Use the checkpoint's split into trained and frozen: this config may train other parameters.
-    forms = _saved_forms(saved, parts.weights)
-    weights = jax.eval_shape(lambda weights: narrowed(weights, forms), parts.weights)
+    forms = _saved_forms(saved, model_spec.weights)
+    weights = jax.eval_shape(lambda weights: narrowed(weights, forms), model_spec.weights)
     frozen = {path for path, _ in leaves_with_paths(weights) if f"frozen/{path}" in saved}
     preferred = ("ema", "outer", "params")
     params = next(name for name in preferred if any(path.startswith(f"{name}/") for path in saved))
@@ -214,9 +214,9 @@ def load_arrays(
     def by_section(tree):
         return dict(zip((params, "frozen"), partition(tree, frozen), strict=True))
 
-    buffer_shardings = jax.tree.map(lambda _: buffer_sharding, parts.buffers)
+    buffer_shardings = jax.tree.map(lambda _: buffer_sharding, model_spec.buffers)
     wanted = {name: tree for name, tree in by_section(weights).items() if tree}
-    wanted["buffers"] = parts.buffers
+    wanted["buffers"] = model_spec.buffers
 
     # Scales are small, so they are replicated.
     def with_scale(path, sharding):
@@ -236,8 +236,8 @@ def load_arrays(
 
     loaded = map_with_path(to_model, wanted, loaded)
     weights = combine(loaded.get(params, {}), loaded.get("frozen", {}))
-    weights = widened(weights, {p: form for p, form in forms.items() if p not in parts.int8})
-    weights = narrowed(weights, {p: form for p, form in parts.int8.items() if p not in forms})
+    weights = widened(weights, {p: form for p, form in forms.items() if p not in model_spec.int8})
+    weights = narrowed(weights, {p: form for p, form in model_spec.int8.items() if p not in forms})
     return weights, loaded["buffers"]
 
 

@@ -221,7 +221,7 @@ def _object(path: Path, otherwise: str, notes: list[str]) -> JsonDict:
     if not text:
         return {}
     if (data := json_section(text)) is None:
-        notes.append(f"{path.name} is broken: it is no JSON object")
+        notes.append(f"{path.name} is broken: it is not a JSON object")
     return data or {}
 
 

@@ -112,7 +112,7 @@ class Run:
 
     def _dtype_line(self, files: Sequence[str]) -> str | None:
         """Suggests keeping frozen weights in the dtype of their files, if that is narrower."""
-        frozen = jax.tree.leaves(self.step.parts.frozen)
+        frozen = jax.tree.leaves(self.step.model_spec.frozen)
         if self.config.frozen_dtype is not None or all(x.dtype.itemsize <= 2 for x in frozen):
             return None
         narrow = {str(x.dtype) for x in find_tensors(files).values()} & {"bfloat16", "float16"}
@@ -215,7 +215,7 @@ class Run:
         if self.config.train.peak_flops is not None or self.item != "tokens" or chip is None:
             return self.config.train.peak_flops
         precision = self.step.strategy.precision
-        return chip.rate(self.step.parts.dtype if precision is None else precision.compute)
+        return chip.rate(self.step.model_spec.dtype if precision is None else precision.compute)
 
     def facts(self) -> Callable[[int, int], dict[str, float]]:
         """Returns a function for the numbers logged with the metrics: learning rate, items, epoch.

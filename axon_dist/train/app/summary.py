@@ -34,7 +34,7 @@ def opening_lines(run: Run) -> list[str]:
     train = run.config.train
     spec = run.world.spec
     kind = run.world.runtime_info()["device_kind"]
-    parameters = parameters_of(run.step.parts)
+    parameters = parameters_of(run.step.model_spec)
     batch = run.config.kind.task.batch(train.global_batch, run.config.data)
     table = rank_table(run.world) if run.world.num_processes > 1 else []
     return [
@@ -88,24 +88,24 @@ def _decay_line(run: Run) -> str | None:
     optimizer = run.config.optimizer
     if not isinstance(optimizer, Decaying) or not optimizer.weight_decay or optimizer.mask is None:
         return None
-    decays = [flag for _, flag in leaves_with_paths(matrices(run.step.parts.params))]
+    decays = [flag for _, flag in leaves_with_paths(matrices(run.step.model_spec.params))]
     return (
         f"weight decay {optimizer.weight_decay:g} on {sum(decays)} of {len(decays)} parameters, "
         "not on norms, biases and embeddings (optimizer.decay=all for all)"
     )
 
 
-def parameters_of(parts: ModelSpec) -> str:
+def parameters_of(model_spec: ModelSpec) -> str:
     """Counts the parameters of a model, and how many are trained and frozen."""
-    count = f"{si(num_params(parts.weights), 'B')} parameters"
-    if not parts.frozen:
+    count = f"{si(num_params(model_spec.weights), 'B')} parameters"
+    if not model_spec.frozen:
         return count
     sizes: dict[str, int] = {}
-    for path, leaf in leaves_with_paths(parts.frozen):
-        dtype = "int8" if path in parts.int8 else str(leaf.dtype)
+    for path, leaf in leaves_with_paths(model_spec.frozen):
+        dtype = "int8" if path in model_spec.int8 else str(leaf.dtype)
         sizes[dtype] = sizes.get(dtype, 0) + math.prod(leaf.shape)
     frozen = ", ".join(f"{si(size, 'B')} frozen in {dtype}" for dtype, size in sizes.items())
-    return f"{count} ({si(num_params(parts.params), 'B')} trained, {frozen})"
+    return f"{count} ({si(num_params(model_spec.params), 'B')} trained, {frozen})"
 
 
 def summarize(run: Run, result: TrainResult) -> JsonDict:
@@ -132,7 +132,7 @@ def summarize(run: Run, result: TrainResult) -> JsonDict:
         "step_percentiles": {str(p): x for p, x in result.step_percentiles.items()},
         "skipped_steps": result.skipped_steps,
         "rollbacks": result.rollbacks,
-        "parameters": num_params(run.step.parts.weights),
+        "parameters": num_params(run.step.model_spec.weights),
         "state_bytes_per_device": result.device_bytes,
         "strategy": run.step.strategy.name,
         **run.world.runtime_info(),

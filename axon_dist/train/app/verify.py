@@ -69,8 +69,8 @@ def train_replicas(
     states = [_of_replica(_first_state(alone, first), number) for number in range(count)]
     # A step donates its state, so the outer parameters must be a copy.
     outer = jax.tree.map(jnp.copy, states[0].params)
-    parts = plan.parts({path: leaf.size for path, leaf in leaves_with_paths(outer)})
-    outer_states = [plan.outer.init(outer) for _ in parts]
+    fragments = plan.fragment_paths({path: leaf.size for path, leaf in leaves_with_paths(outer)})
+    outer_states = [plan.outer.init(outer) for _ in fragments]
     averages: dict[str, Any] = {}
     for number, batch in enumerate(batches):
         for replica in range(count):
@@ -84,8 +84,8 @@ def train_replicas(
             grads = jax.tree.map(jnp.subtract, outer, means)
             updates, outer_states[part] = plan.outer.update(grads, outer_states[part], outer)
             updated = optax.apply_updates(outer, updates)
-            outer = _replaced(outer, updated, parts[part])
-            states = [_follow(state, updated, parts[part]) for state in states]
+            outer = _replaced(outer, updated, fragments[part])
+            states = [_follow(state, updated, fragments[part]) for state in states]
     return averages, params_of(alone.merge(dataclasses.replace(states[0], params=outer)))
 
 
@@ -126,8 +126,10 @@ def _of_replica(state: TrainState, number: int) -> TrainState:
 
 def _share(batch: Mapping[str, object], replica: int, count: int, microbatches: int) -> PyTree:
     """Returns a replica's rows of every microbatch."""
-    parts = {name: np.split(np.asarray(leaf), microbatches * count) for name, leaf in batch.items()}
-    return {name: np.concatenate(rows[replica::count]) for name, rows in parts.items()}
+    shards = {
+        name: np.split(np.asarray(leaf), microbatches * count) for name, leaf in batch.items()
+    }
+    return {name: np.concatenate(rows[replica::count]) for name, rows in shards.items()}
 
 
 LEARNING_RATE = 0.1

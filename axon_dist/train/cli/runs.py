@@ -176,7 +176,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 def list_keys(arguments: argparse.Namespace) -> int:
     """Prints the sections and keys."""
-    sections = describe(arguments.section, parts=arguments.full)
+    sections = describe(arguments.section, nested=arguments.full)
     text = to_markdown(sections) if arguments.markdown else to_text(sections) + "\n"
     sys.stdout.write(text if arguments.markdown else fitted(text, sys.stdout))
     return 0

@@ -76,13 +76,13 @@ _HUB = (
 _OF_TOP = "a key of the top level."
 
 
-def describe(section: str | None = None, parts: bool = True) -> list[Section]:
+def describe(section: str | None = None, nested: bool = True) -> list[Section]:
     """Lists the keys of a config, from the dataclasses and functions that take them.
 
     Args:
         section: the dotted path of a section, of one of its kinds, such as `data.jsonl`, or of one
             key; None for all.
-        parts: whether to list the sections within it, too.
+        nested: whether to list the sections within it, too.
 
     Returns:
         Sections, the top level first.
@@ -101,13 +101,13 @@ def describe(section: str | None = None, parts: bool = True) -> list[Section]:
     sections = list(dict.fromkeys(rows))
     section = _canonical(section)
     if section is None:
-        return sections if parts else sections[:1]
+        return sections if nested else sections[:1]
     varied = (row for row in sections if row.variant)
     kinds = {f"{row.path}.{row.variant.partition(': ')[2]}": row for row in varied}
     exact = [row for row in sections if row.path == section or row is kinds.get(section)]
     within = [row for row in sections if row.path.startswith(f"{section}.")]
     if exact or within:
-        return [*exact, *(within if parts or not exact else [])]
+        return [*exact, *(within if nested or not exact else [])]
     keys = [
         dataclasses.replace(row, meaning=row.meaning if row.path else _OF_TOP, keys=(key,))
         for row in sections

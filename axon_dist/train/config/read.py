@@ -20,6 +20,7 @@ import numpy as np
 
 from axon_dist.core.arguments import SEED, ArgumentKind, kind_of, number, spelled_number, whole
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
+from axon_dist.core.renamed import with_new_names
 
 from .user_code import PATH, UserCode
 
@@ -334,6 +335,7 @@ def _read_dataclass(cls: Any, data: object, path: str) -> Any:
     section, elsewhere = _section(data, path), getattr(cls, "elsewhere", {})
     for key in elsewhere.keys() & section.keys():
         raise ConfigError(f"{_join(path, key)}: there is no such key: {elsewhere[key]}")
+    section = with_new_names(cls, section, stacklevel=2)
     values = read_options(options_of(cls), section, path)
     # A class may take one of its fields as positions: `Policy("Block", "Head")`.
     endless = [

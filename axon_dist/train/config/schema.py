@@ -66,7 +66,7 @@ def strategy_options(value: object) -> StrategyOptions:
         twice = next((name for name in value if value.count(name) > 1), None)
         if twice is not None:
             raise ValueError(
-                f"got {list(value)}, in which {twice} stands twice; a strategy applies once, so "
+                f"got {list(value)}, in which {twice} appears twice; a strategy applies once, so "
                 "name it once"
             )
         value = {name: {} for name in value}
@@ -120,10 +120,17 @@ def build_strategy(
         >>> build_strategy({"ddp": {"bucket_capacity": 1000}}, None, World.emulate(8)).name
         'ddp'
     """
-    parts = []
-    for name, options in read_strategies(parallel).items():
-        parts.append(as_strategy(STRATEGIES[name](model, world, **options)))
-    return parts[0] if len(parts) == 1 else compose(*parts)
+    given = read_strategies(parallel)
+    data_parallel = [name for name in given if STRATEGIES[name].is_data_parallel]
+    # Alone, a data-parallel strategy is over all data axes; several take the axis of their name.
+    shares = {"shares": True} if len(data_parallel) > 1 else {}
+    strategies = [
+        as_strategy(
+            STRATEGIES[name](model, world, **options, **(shares if name in data_parallel else {}))
+        )
+        for name, options in given.items()
+    ]
+    return strategies[0] if len(strategies) == 1 else compose(*strategies)
 
 
 def read_strategies(parallel: Mapping[str, Mapping[str, object]]) -> dict[str, JsonDict]:

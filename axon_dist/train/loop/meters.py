@@ -151,9 +151,11 @@ def utilization_of(
     """
     if peak_flops is None:
         return None
-    model = step.parts.abstract
+    model = step.model_spec.abstract
     # A frozen parameter needs no weight gradient, one of the three multiply-adds.
-    count = _num_active(model, step.parts.params) + 2 / 3 * _num_active(model, step.parts.frozen)
+    count = _num_active(model, step.model_spec.params) + 2 / 3 * _num_active(
+        model, step.model_spec.frozen
+    )
     attention = getattr(model, "attention_flops", None)
     return functools.partial(
         model_flops_utilization,

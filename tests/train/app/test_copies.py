@@ -79,7 +79,7 @@ def test_copies_that_nobody_keeps_are_refused(config, tmp_path):
     asked = config("run")
     with pytest.raises(ConfigError, match=r"memory_every: got 2, and nothing keeps copies.*launch"):
         check_copies(asked, {}, "auto")
-    with pytest.raises(ConfigError, match="which is no folder"):
+    with pytest.raises(ConfigError, match="which is not a folder"):
         check_copies(asked, {"AXON_MEMORY": str(tmp_path / "gone")}, "auto")
     memory = {"AXON_MEMORY": str(tmp_path)}
     with pytest.raises(ConfigError, match="only with --resume auto; add it"):

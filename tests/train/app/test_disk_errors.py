@@ -33,7 +33,7 @@ def test_links_and_pipes_in_the_folder_of_a_run(tmp_path, name, way):
     assert problem_of(tmp_path / "run", name, way) is None
 
 
-def test_lines_wait_for_room_on_the_disk(tmp_path, monkeypatch):
+def test_lines_wait_for_space_on_the_disk(tmp_path, monkeypatch):
     """A line of which only a part was written goes on where it stopped."""
     told, write, left = [], os.write, [7]
 

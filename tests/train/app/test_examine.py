@@ -40,7 +40,7 @@ def read(monkeypatch):
         texts.append(compiled.as_text())
         return report(compiled, mesh, **told)
 
-    # The room has a function of the same name, which a dotted path would find first.
+    # The subpackage has a function of the same name, which a dotted path would find first.
     monkeypatch.setattr(sys.modules["axon_dist.train.app.examine"], "report", watched)
     return texts
 

@@ -1,4 +1,4 @@
-"""Adapters beside weights of files: from a config to the weights that are exported."""
+"""Adapters on weights of files: from a config to the exported weights."""
 
 import io
 import types
@@ -150,8 +150,10 @@ def test_files_with_fewer_bytes_than_what_is_frozen(tmp_path):
     save_weights(drawn(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0))), file, dtype="bfloat16")
     said = []
     for dtype, asked in (("float32", None), ("bfloat16", None), ("float32", "float32")):
-        parts = types.SimpleNamespace(frozen={"w": jax.ShapeDtypeStruct((2,), jnp.dtype(dtype))})
-        step: Any = types.SimpleNamespace(parts=parts)
+        model_spec = types.SimpleNamespace(
+            frozen={"w": jax.ShapeDtypeStruct((2,), jnp.dtype(dtype))}
+        )
+        step: Any = types.SimpleNamespace(model_spec=model_spec)
         config: Any = types.SimpleNamespace(frozen_dtype=asked)
         said.append(Run(config, step, step, step)._dtype_line([file]))
     line = "the files are bfloat16; frozen_dtype: bfloat16 keeps the frozen weights so"

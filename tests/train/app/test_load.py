@@ -9,7 +9,7 @@ from flax import nnx
 
 from axon_dist.checkpoint import load_checkpoint, save_checkpoint
 from axon_dist.core.errors import CheckpointError, ConfigError
-from axon_dist.step.parts import split_model
+from axon_dist.step.model_spec import split_model
 from axon_dist.train.app import evaluate, load_model, train
 from axon_dist.train.app.run_model import load_arrays
 from axon_dist.train.app.runs import build_run
@@ -61,14 +61,14 @@ def test_the_model_of_a_run_is_a_plain_module(tiny, change):
 
 
 def test_statistics_of_ranks_are_averaged_and_dtypes_stay(tmp_path):
-    parts, source = split_model(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+    model_spec, source = split_model(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
     params, buffers = source.arrays
     params = jax.tree.map(lambda x: x.astype("bfloat16"), params)
     of_ranks = jax.tree.map(lambda x: jax.numpy.stack([x, x + 3]), buffers)
     save_checkpoint(tmp_path / "last", {"params": params, "buffers": of_ranks, "opt_state": 1})
     here = of_ranks["mean"].sharding
     where = jax.tree.map(lambda _: here, params)
-    loaded, statistics = load_arrays(tmp_path / "last", parts, where, here)
+    loaded, statistics = load_arrays(tmp_path / "last", model_spec, where, here)
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {jax.numpy.dtype("bfloat16")}
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 1.5), statistics, buffers)

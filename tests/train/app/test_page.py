@@ -165,7 +165,7 @@ def test_an_endless_file_is_read_to_a_limit(folder, monkeypatch):
     assert "summary.json cannot be read (it has 32768 bytes" in page.texts[""]
 
 
-def test_two_runs_stand_side_by_side(folder, tmp_path):
+def test_two_runs_are_shown_side_by_side(folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     (other / "summary.json").write_text(json.dumps({**SUMMARY, "name": "other"}))
@@ -224,7 +224,7 @@ def test_a_browser_draws_it_without_a_complaint(folder, tmp_path):
     assert "CONSOLE" not in done.stderr
 
 
-def test_two_runs_of_one_name_are_told_apart(folder, tmp_path):
+def test_two_runs_of_one_name_are_distinguished(folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     for compared, label in ((other, "(other)"), (folder, "(compared)")):

@@ -35,10 +35,10 @@ def test_a_broken_record_is_said(tiny, tmp_path):
     (tmp_path / "config.yaml").write_text(json.dumps(tiny))
     (tmp_path / "waterfall.json").write_text('{"losses": [{"kind": "<script>"}]}')
     page = report_page(tmp_path)
-    assert "waterfall.json is broken: this is no waterfall" in page
+    assert "waterfall.json is broken: this is not a waterfall" in page
     assert "<script>&" not in page
     (tmp_path / "waterfall.json").write_text("[")
-    assert "waterfall.json is broken: it is no JSON object" in report_page(tmp_path)
+    assert "waterfall.json is broken: it is not a JSON object" in report_page(tmp_path)
 
 
 def test_no_step_is_refused(tiny, tmp_path, capsys):

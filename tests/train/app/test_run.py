@@ -248,7 +248,7 @@ def every_kind_of_text(folder):
 
 @pytest.mark.full
 def test_every_field_is_used_by_a_run(tiny, pictures, tmp_path, monkeypatch):
-    """Records which fields a run reads, apart from checking and writing the config itself."""
+    """Records which fields a run reads, except to check and write the config itself."""
     schema = [cls for cls in {*sections(), *variants()} if not inspect.isabstract(cls)]
     schema.remove(MeshSpec)
     used = set()

@@ -49,7 +49,7 @@ def result(folder):
 
 
 @pytest.mark.full
-def test_a_run_is_evaluated_with_the_model_of_the_last_meeting(result):
+def test_a_run_is_evaluated_with_the_model_of_the_last_outer_step(result):
     path = result.directory.path
     here, alone = evaluate(path), evaluate(path, one_device=True)
     assert here.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-5)

@@ -38,7 +38,7 @@ def test_non_finite_values_are_never_equal(got, want):
     assert differences([got], [want]) == [math.inf]
 
 
-def test_one_row_beyond_the_tolerance_is_enough_wherever_it_stands():
+def test_one_row_beyond_the_tolerance_is_enough_wherever_it_is():
     near, far = Difference("a", 1e-6), Difference("b", 1e-4)
     assert verification(near).passed
     for rows in ([near, far], [far, near]):

@@ -115,7 +115,7 @@ def test_kubernetes_starts_interrupted_runs_again_and_mistakes_not():
     ],
 )
 def test_slurm_queues_interrupted_runs_again(tmp_path, code, restarts, requeued):
-    """The script as `sbatch` runs it, beside programs that stand in for SLURM's."""
+    """The script as `sbatch` runs it, with programs that replace SLURM's."""
     programs = {"srun": f"exit {code}", "scontrol": f"echo $@ >> {tmp_path}/asked"}
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")

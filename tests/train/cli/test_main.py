@@ -74,7 +74,7 @@ def test_mistakes_in_a_config(capsys, tmp_path, override, message):
 @pytest.mark.parametrize(
     "arguments", [["--resume", "auto", "train.steps=ten"], ["train.steps=ten", "--resume", "auto"]]
 )
-def test_overrides_stand_before_or_behind_options(capsys, tmp_path, arguments):
+def test_overrides_come_before_or_after_options(capsys, tmp_path, arguments):
     path = tmp_path / "run.yaml"
     path.write_text("devices: {emulate: 8}")
     assert "train.steps: got 'ten'" in error_of(capsys, "train", str(path), *arguments)

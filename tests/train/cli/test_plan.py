@@ -17,7 +17,7 @@ CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 def out_of(capsys, *arguments, code=0):
     assert main(["plan", *arguments]) == code
     out, err = capsys.readouterr()
-    # What has to be waited for is told as it goes, beside the result.
+    # Slow parts report their progress, and the result follows.
     assert "traced on " in err
     assert "traced on " not in out
     return out
@@ -86,7 +86,7 @@ def test_replicas_of_a_config_stay_and_keep_their_options(capsys, few):
 
 
 @pytest.mark.full
-def test_the_best_is_compiled_beside_it(capsys, few, monkeypatch):
+def test_the_best_is_compiled_too(capsys, few, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     config = str(CONFIGS / "fsdp8.yaml")
     text = out_of(capsys, config, *TINY, "--target", "cpu:8", "--compile", "1")

@@ -144,8 +144,10 @@ def test_trainable_is_a_config_key(tiny):
     config = RunConfig.from_dict(tiny)
     assert RunConfig.from_dict(config.to_dict()) == config
     step = build_step(config, build_world(config))
-    trained, frozen = (jax.tree.leaves(x) for x in (step.parts.params, step.parts.frozen))
-    assert {path.split("/")[2] for path, _ in leaves_with_paths(step.parts.params)} == {"attention"}
+    trained, frozen = (jax.tree.leaves(x) for x in (step.model_spec.params, step.model_spec.frozen))
+    assert {path.split("/")[2] for path, _ in leaves_with_paths(step.model_spec.params)} == {
+        "attention"
+    }
     assert {x.dtype for x in trained} == {np.dtype("float32")}
     assert {x.dtype for x in frozen} == {np.dtype("bfloat16")}
     assert step.options.ema == 0.5

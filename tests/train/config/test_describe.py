@@ -48,11 +48,11 @@ def test_types_and_defaults(path, type, default):
 
 
 def test_a_section_a_key_and_a_mistake(capsys):
-    assert {row.path for row in describe("optimizer", parts=False)} == {"optimizer"}
+    assert {row.path for row in describe("optimizer", nested=False)} == {"optimizer"}
     assert {row.path for row in describe("optimizer")} == {
         "optimizer", "optimizer.schedule", "optimizer.groups",
     }  # fmt: skip
-    assert len(describe(parts=False)) == 1
+    assert len(describe(nested=False)) == 1
     assert [row.variant for row in describe("data.jsonl")] == ["kind: jsonl"]
     assert [row.meaning for row in describe("validation")] == ["a key of the top level."]
     ((key,),) = (row.keys for row in describe("train.ema"))

@@ -154,7 +154,7 @@ def test_norms_biases_and_embeddings_do_not_decay_unless_all_do():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"paths": ["("]}, r"'\(' is no regular expression"),
+        ({"paths": ["("]}, r"'\(' is not a regular expression"),
         ({"paths": []}, "paths names nothing"),
         ({"paths": ["head"], "frozen": True, "rate": 2}, "frozen=true with rate"),
         ({"paths": ["head"], "weight_decay": 0.1}, "this optimizer has no weight decay"),

@@ -97,7 +97,7 @@ def test_unions_complain_about_the_part_that_was_meant():
         read(Cat | str | None, 3, "x")
 
 
-def test_a_key_that_stands_a_level_too_high():
+def test_a_key_that_is_a_level_too_high():
     with pytest.raises(ConfigError, match=r"Did you mean 'optimizer.learning_rate'\? Valid: axis"):
         RunConfig.from_dict({"learning_rate": 0.1})
     with pytest.raises(ConfigError, match=r"Did you mean 'train.steps'\? Valid: "):
@@ -161,7 +161,7 @@ def test_mistakes_name_the_key_what_was_got_and_what_is_valid(data, message):
         read(House, data)
 
 
-def test_a_room_that_names_the_key_itself_is_not_prefixed_twice():
+def test_an_error_that_names_the_key_itself_is_not_prefixed_twice():
     @dataclasses.dataclass(frozen=True)
     class Data:
         files: int = 0

@@ -102,7 +102,7 @@ def test_shorthands():
         ({"parallel": {"sp": {"sequence": False}}}, r"sequence: False under sp, .* write tensor"),
         (
             {"parallel": ["ddp", "tensor", "ddp"]},
-            r"^parallel: got \['ddp', 'tensor', 'ddp'\], in which ddp stands twice; .* it once",
+            r"^parallel: got \['ddp', 'tensor', 'ddp'\], in which ddp appears twice; .* it once",
         ),
         (
             {"parallel": ["ddp", "pipeline"]},
@@ -198,6 +198,16 @@ def test_every_section_is_frozen():
 )
 def test_a_strategy_is_known_by_its_names(written, read):
     assert strategy_options(written) == read
+
+
+def test_a_config_key_works_by_its_old_name():
+    def config(**reduction):
+        return RunConfig.from_dict({"parallel": {"fsdp": {"reduction": reduction}}})
+
+    with pytest.warns(DeprecationWarning, match="Reduction.by_hand is deprecated; use manual"):
+        old = config(by_hand=True)
+    assert old == config(manual=True)
+    assert old != config()
 
 
 def test_every_other_name_means_one_strategy():

@@ -251,7 +251,10 @@ def test_mistakes_are_reported_when_read(folder, changes, message):
             {"plan": "auot"},
             r"no plan is called 'auot'. Did you mean 'auto'\?.* Or give patterns, such",
         ),
-        ({"plan": {"up(": "column"}}, r"'up\(': this pattern is no regular expression: missing \)"),
+        (
+            {"plan": {"up(": "column"}},
+            r"'up\(': this pattern is not a regular expression: missing \)",
+        ),
     ],
 )
 def test_plans_that_are_none(make_world, parallel, message):

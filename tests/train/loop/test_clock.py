@@ -28,7 +28,7 @@ def slow(batches, seconds):
         yield batch
 
 
-def test_waiting_for_data_and_saving_are_told_apart(world):
+def test_waiting_for_data_and_saving_are_distinguished(world):
     import time
 
     writer = ListWriter()

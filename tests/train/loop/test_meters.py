@@ -77,7 +77,7 @@ def test_utilization_counts_the_experts_of_a_token_and_causal_attention(world):
             ddp(),
             world,
         )
-        params = {path: leaf.size for path, leaf in leaves_with_paths(step.parts.params)}
+        params = {path: leaf.size for path, leaf in leaves_with_paths(step.model_spec.params)}
         return params, utilization_of(step, 6 / world.size, length)(1.0)
 
     dense, flops = counted(None)

@@ -62,7 +62,7 @@ class FakeStep:
 
     def __init__(self, world, losses=None, before=lambda number: None):
         self.options = StepOptions()
-        self.parts = types.SimpleNamespace(
+        self.model_spec = types.SimpleNamespace(
             params={"w": jnp.ones(3)}, frozen={}, abstract=nnx.Linear(1, 3, rngs=nnx.Rngs(0))
         )
         self.world, self.losses, self.before = world, losses, before

@@ -1,4 +1,4 @@
-"""A model taken apart and put together again, its buffers kept as they were."""
+"""A model is split and merged again; its buffers stay as they were."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ from flax import linen, nnx
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.core.tree import is_key
 from axon_dist.ops.precision import MixedPrecision
+from axon_dist.step.model_spec import split_model, stored_as
 from axon_dist.step.objective import buffers_like
-from axon_dist.step.parts import split_model, stored_as
 
 
 class Net(nnx.Module):
@@ -32,16 +32,16 @@ def make():
 
 
 @pytest.mark.parametrize("is_made", [True, False], ids=["module", "factory"])
-def test_parts_hold_shapes_and_the_source_the_values(is_made):
-    parts, source = split_model(make() if is_made else make)
-    assert parts.params["inner"]["kernel"] == jax.ShapeDtypeStruct((4, 4), jnp.float32)
-    assert parts.shapes["inner/bias"] == (4,)
-    assert {"norm", "drop"} <= parts.buffers.keys()
+def test_a_model_spec_holds_shapes_and_the_source_holds_values(is_made):
+    model_spec, source = split_model(make() if is_made else make)
+    assert model_spec.params["inner"]["kernel"] == jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    assert model_spec.shapes["inner/bias"] == (4,)
+    assert {"norm", "drop"} <= model_spec.buffers.keys()
     params, buffers = source.arrays if source.make is None else source.make()
     expected = nnx.state(make(), nnx.Param)
     for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(got, want)
-    merged = parts.merge(params, buffers)
+    merged = model_spec.merge(params, buffers)
     merged.eval()
     whole = make()
     whole.eval()
@@ -50,15 +50,15 @@ def test_parts_hold_shapes_and_the_source_the_values(is_made):
 
 def test_a_factory_makes_no_array():
     big = lambda: nnx.Linear(2**20, 2**20, rngs=nnx.Rngs(0))
-    parts, source = split_model(big)
-    assert parts.params["kernel"].shape == (2**20, 2**20)
+    model_spec, source = split_model(big)
+    assert model_spec.params["kernel"].shape == (2**20, 2**20)
     assert source.arrays is None
 
 
 def test_changing_a_merged_model_leaves_the_arrays():
-    parts, source = split_model(make())
+    model_spec, source = split_model(make())
     params, buffers = source.arrays
-    merged = parts.merge(params, buffers)
+    merged = model_spec.merge(params, buffers)
     merged.inner.kernel[...] = jnp.zeros((4, 4))
     assert float(jnp.abs(params["inner"]["kernel"]).sum()) > 0
 
@@ -85,9 +85,9 @@ class Widening(nnx.Module):
 
 
 def test_buffers_keep_structure_and_dtype():
-    parts, source = split_model(Widening())
+    model_spec, source = split_model(Widening())
     params, buffers = source.arrays
-    model = parts.merge(params, buffers)
+    model = model_spec.merge(params, buffers)
     model(jnp.ones(2))
     after = buffers_like(buffers, model)
     assert after.keys() == {"stat", "key"}
@@ -126,8 +126,8 @@ def test_storage_dtypes(model):
 
 
 def test_parameters_promote_to_one_dtype():
-    parts, _ = split_model(make())
-    assert parts.dtype == jnp.float32
+    model_spec, _ = split_model(make())
+    assert model_spec.dtype == jnp.float32
 
 
 class Table(nnx.Module):

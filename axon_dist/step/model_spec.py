@@ -69,8 +69,8 @@ def trainable_filter(trainable: Trainable) -> Callable[[Any, Any], bool]:
     if isinstance(trainable, str):
         if why := pattern_error(trainable):
             raise ConfigError(
-                f"trainable={trainable!r} {why}; give one that is found in the paths of what is "
-                "trained, such as 'blocks/.*/kernel'"
+                f"trainable={trainable!r} {why}; give one that matches the paths of the trained "
+                "parameters, such as 'blocks/.*/kernel'"
             )
         pattern = re.compile(trainable)
         return lambda keys, variable: (
@@ -328,15 +328,15 @@ def split_model(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mod
             `nnx.Param` is frozen.
 
     Returns:
-        The parts, and where the first values come from.
+        The model's structure and shapes, and where its first values come from.
 
     Raises:
         ConfigError: when `model` is neither, or nothing in it is trained, or a trained parameter
             has no gradient.
 
     Example:
-        >>> parts, source = split_model(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-        >>> parts.params["kernel"].shape
+        >>> model_spec, source = split_model(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+        >>> model_spec.params["kernel"].shape
         (2, 3)
     """
     is_trained = trainable_filter(trainable)
@@ -348,16 +348,16 @@ def split_model(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mod
             name = path.partition("/")[2]
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise ConfigError(
-                    f"{name!r} of the model is a shape and no array, as nnx.eval_shape leaves it; "
-                    "give the function that makes the model, and the step creates every array with "
-                    "its sharding",
+                    f"{name!r} of the model is a shape and not an array, as nnx.eval_shape returns "
+                    "it; give the function that makes the model, and the step creates every array "
+                    "with its sharding",
                     code="model-of-shapes",
                 )
             if isinstance(leaf, jax.Array) and (problem := problem_of(leaf)) is not None:
                 raise ConfigError(f"{name!r} of the model {problem}")
         params, buffers, frozen = jax.tree.map(jnp.asarray, trees)
-        parts = ModelSpec(graphdef, *shapes_of((params, buffers, frozen)), others=others)
-        return parts, Source(arrays=(combine(params, frozen), buffers))
+        model_spec = ModelSpec(graphdef, *shapes_of((params, buffers, frozen)), others=others)
+        return model_spec, Source(arrays=(combine(params, frozen), buffers))
     if not callable(model) or isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}; give an nnx.Module, or a function of no "
@@ -419,29 +419,30 @@ def split_inputs(buffers: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def stored_as(
-    parts: ModelSpec, source: Source, dtypes: MixedPrecision | None, frozen: Any = None
+    model_spec: ModelSpec, source: Source, dtypes: MixedPrecision | None, frozen: Any = None
 ) -> tuple[ModelSpec, Source]:
     """Casts a model to the dtypes in which a policy keeps it between steps.
 
     Args:
-        parts: the model's structure, and the shapes of its parameters and buffers.
+        model_spec: the model's structure, and the shapes of its parameters and buffers.
         source: where its first values come from.
         dtypes: `param` is for trained parameters, `buffer` for statistics; None leaves them.
         frozen: the dtype of frozen parameters, or its name; None leaves them. `"int8"` does not
-            cast the values here: the returned parts say which the state keeps in eight bits.
+            cast the values here: the returned `ModelSpec.int8` lists those that the state
+            keeps in eight bits.
 
     Returns:
-        The parts and the source, recast; a factory's values are cast where they are made.
+        The structure and the source, recast; a factory's values are cast where they are made.
 
     Raises:
         ConfigError: when the dtype is neither floating-point nor int8, or nothing is frozen.
     """
-    frozen = None if frozen is None else frozen_as(frozen, parts.frozen)
+    frozen = None if frozen is None else frozen_as(frozen, model_spec.frozen)
     if frozen == INT8:
-        parts = dataclasses.replace(parts, int8=_forms(parts))
+        model_spec = dataclasses.replace(model_spec, int8=_forms(model_spec))
         frozen = None
     if dtypes is None and frozen is None:
-        return parts, source
+        return model_spec, source
 
     def cast(tree, dtype):
         return tree if dtype is None else cast_floating(tree, dtype)
@@ -449,23 +450,23 @@ def stored_as(
     param, buffer = (None, None) if dtypes is None else (dtypes.param, dtypes.buffer)
 
     def recast(weights: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree]:
-        trained, others = partition(weights, parts.frozen_paths)
+        trained, others = partition(weights, model_spec.frozen_paths)
         return combine(cast(trained, param), cast(others, frozen)), cast(buffers, buffer)
 
-    weights, buffers = jax.eval_shape(recast, parts.weights, parts.buffers)
-    params, others = partition(weights, parts.frozen_paths)
-    stored = dataclasses.replace(parts, params=params, buffers=buffers, frozen=others)
+    weights, buffers = jax.eval_shape(recast, model_spec.weights, model_spec.buffers)
+    params, others = partition(weights, model_spec.frozen_paths)
+    stored = dataclasses.replace(model_spec, params=params, buffers=buffers, frozen=others)
     if source.make is not None:
         make = source.make
         return stored, Source(make=lambda: recast(*make()))
     return stored, Source(arrays=recast(*(source.arrays or ({}, {}))))
 
 
-def _forms(parts: ModelSpec) -> dict[Path, Int8Form]:
-    stacks = tuple(f"{stack}/" for stack in parts.stacks)
+def _forms(model_spec: ModelSpec) -> dict[Path, Int8Form]:
+    stacks = tuple(f"{stack}/" for stack in model_spec.stacks)
     candidates = {
         path: int8_form(path, leaf, stacked=int(path.startswith(stacks)))
-        for path, leaf in leaves_with_paths(parts.frozen)
+        for path, leaf in leaves_with_paths(model_spec.frozen)
     }
     forms = {path: form for path, form in candidates.items() if form is not None}
     if not forms:

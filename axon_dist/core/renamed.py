@@ -1,0 +1,77 @@
+"""Fields of dataclasses that have a new name, and take the old one for another release."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+def renamed_fields(**new_of: str) -> Callable[[type[_T]], type[_T]]:
+    """Decorates a dataclass whose fields are renamed: the old names work, and each use warns.
+
+    Args:
+        **new_of: the new name of a field, by its old name.
+
+    Example:
+        >>> import dataclasses
+        >>> @renamed_fields(size="length")
+        ... @dataclasses.dataclass(frozen=True)
+        ... class Span:
+        ...     length: int
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     Span(size=3), Span(3).size
+        (Span(length=3), 3)
+        >>> [str(one.message) for one in caught]
+        ['Span.size is deprecated; use length', 'Span.size is deprecated; use length']
+    """
+
+    def decorate(cls: type[_T]) -> type[_T]:
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def with_old_names(self: _T, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **with_new_names(cls, kwargs, stacklevel=3))
+
+        setattr(cls, "__init__", with_old_names)  # noqa: B010
+        setattr(cls, "_new_name_of", MappingProxyType(new_of))  # noqa: B010
+        for old, new in new_of.items():
+            setattr(cls, old, _old_attribute(cls, old, new))
+        return cls
+
+    return decorate
+
+
+def with_new_names(cls: type[Any], values: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
+    """Replaces the old names of a dataclass's fields by the new ones.
+
+    Args:
+        cls: any dataclass; without `renamed_fields`, nothing is replaced.
+        values: values of its fields, by name.
+        stacklevel: which caller a warning names, as in `warnings.warn`.
+    """
+    found = dict(values)
+    for old, new in getattr(cls, "_new_name_of", {}).items():
+        if old in found:
+            _warn(cls, old, new, stacklevel + 1)
+            # `dataclasses.replace(thing, old=...)` gives the current value by the new name, too.
+            found[new] = found.pop(old)
+    return found
+
+
+def _old_attribute(cls: type[Any], old: str, new: str) -> property:
+    def get(self: Any) -> Any:
+        _warn(cls, old, new, stacklevel=3)
+        return getattr(self, new)
+
+    return property(get, doc=f"The deprecated name of `{new}`.")
+
+
+def _warn(cls: type[Any], old: str, new: str, stacklevel: int) -> None:
+    text = f"{cls.__name__}.{old} is deprecated; use {new}"
+    warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
