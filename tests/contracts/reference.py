@@ -18,7 +18,7 @@ METRICS = ("loss", "grad_norm", "param_norm")
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What a training run did: numbers per step, and the arrays at its end."""
+    """The record of a training run: numbers per step, and the arrays at its end."""
 
     metrics: list
     grads: list
