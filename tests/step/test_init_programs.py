@@ -101,7 +101,7 @@ class Recorded(InSlices):
 def recorded(monkeypatch):
     """The programs of the first states that a test makes: of parameters, then of the rest."""
     monkeypatch.setattr(Recorded, "made", [])
-    monkeypatch.setattr(layout, "InParts", Recorded)
+    monkeypatch.setattr(layout, "InSlices", Recorded)
     return Recorded.made
 
 
