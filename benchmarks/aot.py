@@ -47,9 +47,9 @@ from .aot_theory import Work, theory
 from .size_rows import model_flops
 
 TENSOR = {"plain": {}, "sequence": {"sequence": True}, "rings": {"sequence": True, "rings": True}}
-"""What of tensor parallelism is asked for, by name."""
+"""The options of tensor parallelism, by name."""
 MODELS = {"1b": "1b", "7b": "7b", "8b": "8b", "70b": "llama-70b"}
-"""What models are called here, and their presets."""
+"""The names of models here, and their presets."""
 # What an expert's hand-written step reaches (same shapes and optimizer, best spelling and
 # options): peak GiB, wire MB. Compiled with jax 0.10.2, read from the optimised program. The peaks
 # of v5p are by XLA's size of temporaries, which is more than `inspect` counts there.
@@ -256,7 +256,7 @@ def summary(
 
 
 def _in_lock_step(table: Schedule, ledger: Ledger) -> dict[str, float]:
-    """What a step of a pipeline lasts, each tick as long as the rank that has most to do.
+    """Returns the time of a pipeline's step; each tick takes as long as its busiest rank.
 
     The timeline of the program takes the longest branch of every conditional, so that each tick
     counts one action of every kind. The table says which of them are run together.

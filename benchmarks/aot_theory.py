@@ -1,4 +1,4 @@
-"""What the least is that a training step can send: ring bytes per device, by arithmetic.
+"""The fewest bytes that a training step can send: ring bytes per device, by arithmetic.
 
 With P parameters in bfloat16 on a device, n ranks that split samples, and A bytes of the residual
 stream of one microbatch on a device:

@@ -1,4 +1,4 @@
-"""What a run in a bucket survives: killed at random moments, at a store that fails now and then.
+"""Kills runs in a bucket at random moments, and resumes them; the store fails now and then.
 
     python -m benchmarks.bucket --kills 100 --faults 0.1
 
@@ -188,7 +188,7 @@ def _is_over(child: int) -> bool:
 
 
 def last_state(server: ObjectServer, run: str) -> dict[str, bytes]:
-    """What the last checkpoint holds, from the memory of the server; nothing without its marker."""
+    """The content of the last checkpoint on the server; empty without its marker."""
     folder = f"bucket/{run}/checkpoints/step_{STEPS:08d}"
     if f"{folder}/COMMITTED" not in server.objects:
         return {}

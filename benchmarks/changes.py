@@ -1,4 +1,4 @@
-"""What may change between two legs of a run: it is the same run, or a sentence names the change.
+"""Changes between two legs of a run: it is the same run, or a sentence names the change.
 
     python -m benchmarks.changes                 # each change alone
     python -m benchmarks.changes --pairs         # and every two of them
@@ -256,7 +256,7 @@ CHANGES: dict[str, Change] = {
 
 @dataclasses.dataclass(frozen=True)
 class Leg:
-    """What a run came to: its losses by step, the checksums of its end, and what it said."""
+    """The result of a run: its losses by step, the checksums of its end, and its output."""
 
     losses: dict[int, float]
     checksums: dict[str, int]
@@ -294,7 +294,7 @@ def run_leg(folder: Path, resume: str | None) -> Leg:
 
 
 def leg_at(folder: Path, said: str, has_ended: bool) -> Leg:
-    """What a run has left in a folder."""
+    """The files that a run has left in a folder."""
     metrics = folder / "run" / "metrics.jsonl"
     rows = [json.loads(x) for x in metrics.read_text().splitlines()] if metrics.exists() else []
     losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}

@@ -1,4 +1,4 @@
-"""What saving in the background costs: 50 steps of the quickstart with one save, and without.
+"""The cost of saving in the background: 50 steps of the quickstart with one save, and without.
 
     python -m benchmarks.checkpoint [--rounds 5] [--steps 50] [--type sharded]
 

@@ -34,7 +34,7 @@ from .gpu import SIZES
 from .size_rows import model_flops
 
 MACHINE = hardware("h100")
-"""What all rows ran on."""
+"""The machine of all rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +181,7 @@ def traced(row: Row) -> float:
         clip_norm=1.0,
         precision="bf16",
         remat=row.remat,
-        # What ran is known; the rule for loops would ask a chip that is only described here.
+        # As measured: the rule for loops would ask a chip that is only described here.
         scan_layers=row.config.scan_layers,
     )
     tokens = jax.ShapeDtypeStruct((row.samples, row.config.max_length + 1), jnp.int32)

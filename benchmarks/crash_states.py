@@ -121,7 +121,7 @@ def _exported() -> Kind:
 
 
 REMADE = 9
-"""What is read of a cache: it is right in every state, or is made anew."""
+"""Reads a cache, which is right in every state or is made again."""
 
 
 def _cached() -> Kind:
@@ -262,7 +262,7 @@ class _Fixed:
 
 
 CUTS = {"kill": None, "nothing more": 0.9, "names, not contents": 0.4}
-"""What the disk has beyond what was synced; a kill loses nothing."""
+"""The data on the disk that was not synced; a kill loses none of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,7 +362,7 @@ def bucket_moments_of(kind: Kind, server: ObjectServer) -> list[tuple[str, int, 
 
 
 def problem_with(kind: Kind, moment: Moment, folder: Path) -> str | None:
-    """What is wrong in a state: older than what had ended, not readable, or not to be saved in."""
+    """The faults of a state: older than a finished save, not readable, or not writable."""
     make(moment.tree, folder)
     return problem_at(kind, moment.ended, folder)
 

@@ -38,7 +38,7 @@ from .rows import GOOD, as_line, done_in, note_in
 from .watched_disk import watched
 
 MOST_SECONDS = 10.0
-"""Of CPU, for a run and the one after it; one that takes longer hangs."""
+"""CPU-seconds of a run and the one after it; one that takes longer hangs."""
 CODES = ("ENOSPC", "EDQUOT", "EROFS", "ESTALE", "EIO", "EACCES", "ENOENT", "EMFILE")
 SAVES = 2
 
@@ -53,7 +53,7 @@ def config_in(root: Path) -> RunConfig:
 
 
 def little_run(root: Path, resume: str | None, saved: list[int]) -> None:
-    """What a run does with files.
+    """The file operations of a run.
 
     Args:
         root: takes its folder.
@@ -105,7 +105,7 @@ class _Fault:
 
 
 def problem_of(root: Path, leg: int, fault: _Fault) -> str | None:
-    """What is wrong with a run in whose first or second leg an operation fails; None if nothing."""
+    """Returns the fault of a run in whose first or second leg an operation fails, or None."""
     saved: list[int] = []
     root.mkdir()
     legs: list[str | None] = [None, "auto"]

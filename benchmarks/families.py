@@ -146,7 +146,7 @@ def factory(config: Any) -> Callable[[], Transformer]:
 
 
 def logits_of(model: Any) -> np.ndarray:
-    """What a torch model says of `TOKENS`."""
+    """The output of a torch model for `TOKENS`."""
     with torch.no_grad():
         return model(torch.tensor(TOKENS)).logits.float().numpy()
 

@@ -1,4 +1,4 @@
-"""What a run survives: killed at random moments and resumed, and checkpoints that were damaged.
+"""Kills runs at random moments, damages their checkpoints, and resumes them.
 
     python -m benchmarks.faults --runs 100 --corruptions 100 --losses 20 --others 20 --kinds 16
     python -m benchmarks.faults kills disk --runs 10 --out kills.txt

@@ -55,7 +55,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
     "fsdp": (),
 }
-"""What each kind of run changes in the config of `benchmarks.faults`; a new kind is a row."""
+"""The overrides of each kind of run to the config of `benchmarks.faults`; a new kind is a row."""
 SMALL = (
     *("model.width=16", "model.ffn_width=32", "model.max_length=16", "data.sequence_length=16"),
     *("model.num_layers=1", "train.eval_every=0", f"train.steps={STEPS}"),
@@ -190,7 +190,7 @@ def start_twice(run: Launched, chance: random.Random) -> bool:
 
 
 Bits = Callable[[Path, int], dict[str, bytes]]
-"""Of the last checkpoint of a run of so many steps."""
+"""The step of the last checkpoint of a run of so many steps."""
 
 TWO = "two runs"
 FAULTS: dict[str, Fault] = {
@@ -219,7 +219,7 @@ def small_disk(folder: Path) -> Iterator[bool]:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What a fault did to a run.
+    """The effect of a fault on a run.
 
     Args:
         number: of the run.

@@ -119,7 +119,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a training run came to.
+    """The result of a training run.
 
     Args:
         losses: of every step.

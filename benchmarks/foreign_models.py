@@ -127,7 +127,7 @@ class Tunix:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a kind of model is trained on.
+    """The training data of a kind of model.
 
     Args:
         batch: the number of a step -> the batch.

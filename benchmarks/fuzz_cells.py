@@ -150,7 +150,7 @@ CONTEXTS: MappingProxyType[str, str] = MappingProxyType(
         "with mesh": "legacy(mesh_of(jax.sharding.AxisType.Auto))",
     }
 )
-"""What a program around ours may have in context, and the source that opens it."""
+"""The contexts of a program around ours, and the source that opens each."""
 
 CONTEXT_SHAPES = ((1, 1), (2, 2), (3, 1), (4, 2))
 """Sizes of the axes `data` and `model` of a mesh in context."""
@@ -600,7 +600,7 @@ class Cell:
         """A cell by chance; each column by itself."""
         layout = draw.choice(LAYOUTS)
         options = tuple(filter(None, (draw.choice(each) for each in OPTIONS.values())))
-        # What splits sequences splits those of attention alone.
+        # Strategies that split sequences split only those of attention.
         is_split = "cp=" in layout.mesh and draw.random() < 0.7
         model = draw.choice(sorted(OWN_ATTENTION if is_split else MODELS))
         loss = draw.choice(sorted(LOSSES))
@@ -693,7 +693,7 @@ _LOW_CHANGES = "[dict(dtype=jnp.bfloat16, nudge=seed) for seed in range(4)]"
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a cell.
+    """The outcome of a cell.
 
     Args:
         kind: `"equal"`, `"refused"` by the build, `"late"` when it was refused after it, `"wrong"`
@@ -838,7 +838,7 @@ def built():
 
 @functools.cache
 def programs(clip, dtype):
-    """What one device runs, compiled once for runs that only differ in rounding."""
+    """The program of one device, compiled once for runs that only differ in rounding."""
     graphdef = nnx.split(Net(), nnx.Param, ...)[0]
     transform = optax.with_extra_args_support(optimizer())
 
@@ -907,7 +907,7 @@ def one_device(count={count}, clip={clip}, reduce="{reduce}", nudge=None, dtype=
         is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
         mean = lambda *x: sum(x) / whole if is_float(x[0]) else x[0]
         rest = jax.tree.map(mean, *(rest for *_, rest in own))
-        # What one part alone tells is not the metric of the whole.
+        # The metric of one part is not the metric of the whole.
         yield sum(losses) / whole, agreed, rest, more if count * whole == 1 else {{}}
 
 

@@ -1,4 +1,4 @@
-"""What one GPU shows: correctness first, then speed; unattended, in chunks that can be resumed.
+"""Measures one GPU: correctness first, then speed; unattended, in chunks that can be resumed.
 
     python -m benchmarks.gpu [--only NAME …] [--json FILE] [--tiny] [--again] [--list] [--markdown]
 
@@ -44,7 +44,7 @@ from axon_dist.train.config import RunConfig
 from .timing import alternate
 
 SECONDS = 460
-"""What a chunk may take."""
+"""The time limit of a chunk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +286,7 @@ def mfu(size: Size, tokens_per_second: float) -> float | None:
 
 
 def flops_per_token(size: Size) -> float:
-    """What the module's docstring counts.
+    """Counts the steps that the module's docstring lists.
 
     Example:
         >>> round(flops_per_token(SIZES["124m"]) / 1e6)

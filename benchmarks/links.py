@@ -77,7 +77,7 @@ def _write_page(run: Path, page: list[str]) -> None:
 
 
 def problem_of(root: Path, name: str, way: str) -> str | None:
-    """What a link or pipe of a name does in the folder of a run; None if nothing."""
+    """Returns the effect of a link or pipe in the folder of a run; None if there is none."""
     root.mkdir()
     little_run(root, None, [])
     mine, run, page = root / "mine", root / "run", list[str]()

@@ -40,7 +40,7 @@ PART, WARM_UP, MOST_GROWTH = 250, 500, 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What the kernel counts at a moment.
+    """The kernel's counts at a moment.
 
     Args:
         step: the newest step in the metrics.
@@ -150,7 +150,7 @@ class LongRun:
         return None
 
     def sample(self) -> Sample | None:
-        """What the kernel counts now; None while no process trains."""
+        """The kernel's counts now; None while no process trains."""
         pid, numbers = self.rank(), dict[str, float]()
         if pid is None:
             return None

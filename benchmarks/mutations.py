@@ -24,7 +24,7 @@ COPIED = ("axon_dist", "benchmarks", "tests", "conftest.py", "pyproject.toml")
 LIMIT = 600
 """Seconds; far more than any row takes."""
 PASSED, FAILED = 0, 1
-"""What pytest returns where tests have run."""
+"""The return codes of pytest if tests have run."""
 
 
 @dataclasses.dataclass(frozen=True)

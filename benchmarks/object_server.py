@@ -47,7 +47,7 @@ class ObjectServer(ThreadingHTTPServer):
         """Says nothing of a client that was killed."""
 
     def fault(self) -> str | None:
-        """What goes wrong with the next request, if anything does."""
+        """The fault of the next request, if it has one."""
         with self.lock:
             if self.random.random() >= self.faults:
                 return None
@@ -130,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         cut = fault in ("cut", "deaf")
         if fault == "deaf":
-            # What was asked is done, and nobody hears of it.
+            # The request is served, but no reply is sent.
             self._answer = lambda *args, **kwargs: setattr(self, "close_connection", True)  # type: ignore[method-assign]
         try:
             parts = url.path.split("/")

@@ -58,7 +58,7 @@ def make_model() -> Transformer:
 
 
 def gpipe_by_hand(world: World, num_microbatches: int, joined: bool):
-    """What an expert writes without a library; returns a jitted step and its state."""
+    """The step of an expert without a library; returns a jitted step and its state."""
     stages = world.mesh.shape["pp"]
     model = make_model()
     blocks = [nnx.split(block) for block in model.blocks]
@@ -205,7 +205,7 @@ def main() -> None:
 def ratios(
     seconds: dict[tuple[str, int], tuple[float, float]], names: list[str], counts: list[int]
 ) -> Table:
-    """What the table says, as ratios within the same run."""
+    """The figures of the table, as ratios within the same run."""
     few, many = min(counts), max(counts)
     table = Table(title="ratios")
     table.add_column("program")

@@ -64,7 +64,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What tables and files call it."""
+        """Its name in tables and files."""
         rest = f"{self.precision}{',remat' * self.remat}{f',x{self.count}' * (self.count > 1)}"
         return f"{self.model}@{self.target} {self.mesh} {self.strategies} {rest}"
 
@@ -192,7 +192,7 @@ def worker(target: str, names: list[str], file: pathlib.Path) -> None:
 
 
 def read(file: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """What was measured before, by cell."""
+    """Earlier measurements, by cell."""
     rows = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
     return {row["cell"]: row for row in rows}
 

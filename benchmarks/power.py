@@ -1,4 +1,4 @@
-"""What a power cut leaves of checkpoints: only what was synced, and of the rest whatever is worst.
+"""Tests checkpoints after a power cut: synced data is there, of the rest whatever is worst.
 
 Saves run while every `fsync` is watched. At random moments a disk is made up that holds of every
 file what it held when it was last synced, or nothing, and of every folder the names that it had
@@ -26,7 +26,7 @@ SAVES = 6
 
 
 class Disk:
-    """What of a folder would be there after a power cut.
+    """The contents of a folder after a power cut.
 
     Args:
         root: the folder, whose own name is taken to be safe.

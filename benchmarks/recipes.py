@@ -73,7 +73,7 @@ def measure(recipe: str, target: str) -> dict[str, Any]:
 
 
 def figures(config: RunConfig, target: str, report: dict[str, Any]) -> dict[str, Any]:
-    """What the table shows of a report."""
+    """The columns that the table shows of a report."""
     machine = parse_target(target)
     params = count_params(config)
     mesh = MeshSpec(config.mesh).resolve(machine.num_devices)

@@ -61,7 +61,7 @@ LOSSES = 5
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What became of a run that lost a process.
+    """The outcome of a run that lost a process.
 
     Args:
         kind: `FEWER`, `WHOLE` or `HOST`.
@@ -126,7 +126,7 @@ class Runs:
         return final_bits(self.folder / name)
 
     def log(self, name: str) -> str:
-        """What the launcher and rank 0 have said."""
+        """The output of the launcher and rank 0."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def records(self, name: str) -> list[dict]:

@@ -1,4 +1,4 @@
-"""What it costs to go on after a kill: from starting Python to the end of the next step.
+"""The cost of continuing after a kill: from starting Python to the end of the next step.
 
     python -m benchmarks.restart [--kills 10] [--config configs/quickstart.yaml] [KEY=VALUE ...]
 

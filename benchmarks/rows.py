@@ -8,7 +8,7 @@ GOOD = "no harm"
 
 
 def as_line(problem: str | None) -> str:
-    """What a cell came to, in one line."""
+    """The result of a cell, in one line."""
     return " / ".join((problem or GOOD).splitlines())
 
 

@@ -37,18 +37,18 @@ from .rows import GOOD, as_line, done_in, note_in
 STEPS, SAVED_EVERY, IN_TIME, PAUSE = 300, 5, 60.0, 0.15
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
 SAVING = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
-"""Those after which a run saves its state."""
+"""The signals after which a run saves its state."""
 PHASES = ("before the first rank", "starting", "compiling", "stepping", "saving", "ending")
 TIMES = (1, 2, 10)
 LAUNCHES = "processes; their logs"
-"""What the launcher says before its first rank."""
+"""The launcher's line before its first rank."""
 INTERRUPTED, LOST = 75, 76
 WHERE = ("train", "launch")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What is sent, to what, when, and how often."""
+    """A signal, its receiver, when it is sent, and how often."""
 
     where: str
     name: str
@@ -101,7 +101,7 @@ def heed_signals() -> None:
     for name in SIGNALS:
         number = signal.Signals[name]
         if signal.getsignal(number) is signal.SIG_IGN:
-            # What is handled here has its default in processes that are started.
+            # Signals that are handled here have their default in processes that are started.
             signal.signal(number, lambda number, frame: None)
 
 
@@ -152,7 +152,7 @@ class Run:
 
     @property
     def said(self) -> str:
-        """What it has printed."""
+        """Its output."""
         return self.log.read_text(errors="replace")
 
     def step(self) -> int:
@@ -184,7 +184,7 @@ class Run:
 
 
 def problem_of(folder: Path, cell: Cell) -> str | None:
-    """What is wrong with what a run did; None if nothing."""
+    """Returns the fault in a run's behaviour; None if there is none."""
     heed_signals()
     steps = 3 * SAVED_EVERY if cell.phase == "ending" else STEPS
     if cell.name == "SIGUSR1":

@@ -1,4 +1,4 @@
-"""What a step costs the host that builds it: time, text and memory by layers, devices and experts.
+"""The host's cost of building a step: time, text and memory by layers, devices and experts.
 
     python -m benchmarks.size [PART ...] [--folder runs/size] [--again] [--list] [--limit SECONDS]
 
@@ -126,7 +126,7 @@ class Clock:
 
 
 def where_it_runs(row: Row, step: Any, batch: Any, found: Any) -> dict[str, Any]:
-    """What the step needs on a device, and how long it takes there at best."""
+    """The memory that a step needs on a device, and its least time."""
     machine, ledger = found.machine, found.collectives
     tokens = jax.tree.leaves(batch)[0]
     count = tokens.shape[0] * row.length
@@ -159,7 +159,7 @@ def read(folder: pathlib.Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def slope_table(rows: dict[str, dict[str, Any]]) -> Table:
-    """What a row costs the host."""
+    """The cost of a row to the host."""
     table = Table(caption="seconds; text in MB; peak of the process in GB; nothing was run")
     table.add_column("row")
     parts = ("build", "trace", "lower", "compile")
@@ -179,7 +179,7 @@ def slope_table(rows: dict[str, dict[str, Any]]) -> Table:
 
 
 def model_table(rows: dict[str, dict[str, Any]]) -> Table:
-    """What a row needs on each device."""
+    """The memory of a row on each device."""
     table = Table(caption="per device and step; nothing was run")
     for column in ("row", "mesh"):
         table.add_column(column)

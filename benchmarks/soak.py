@@ -30,7 +30,7 @@ PARTS, MOST_GROWTH = 5, 0.01
 
 
 def resident_megabytes(pid: int) -> float:
-    """What a process has in memory, without what it only maps."""
+    """The memory of a process, without what it only maps."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1024
 

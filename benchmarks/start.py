@@ -1,4 +1,4 @@
-"""What a start costs in CPU-seconds: building a step, its first state, and the first step.
+"""The CPU-seconds of a start: building a step, its first state, and the first step.
 
     python benchmarks/start.py [--models mlp vit …] [--devices 1 8] [--repeat 3]
                                [--source FOLDER …] [--json FILE] [--no-step]

@@ -78,7 +78,7 @@ class ProductsKept(Regathered):
 
 
 def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """What `Regathered` keeps: nothing else in a block has a sharding of its own."""
+    """The values that `Regathered` keeps: nothing else in a block has its own sharding."""
     return primitive.name != "sharding_constraint"
 
 
@@ -143,7 +143,7 @@ ROWS = MappingProxyType(
         "fsdp elastic": dataclasses.replace(FSDP, plain_jax=MappingProxyType({}), options=ELASTIC),
     }
 )
-"""What is measured, by name."""
+"""The rows that are measured, by name."""
 
 
 def plain_step(
@@ -153,7 +153,7 @@ def plain_step(
     row: Row,
     change: Change,
 ):
-    """What an expert writes without a library: one jitted function over sharded arrays."""
+    """The step of an expert without a library: one jitted function over sharded arrays."""
     model.blocks = nnx.List([change(block, mesh) for block in model.blocks])
     graphdef, params = nnx.split(model)
     params = nnx.to_pure_dict(params)
@@ -259,7 +259,7 @@ def measure(name: str, devices: int, rounds: int, calls: int) -> tuple[Table, li
 
 
 def against(label: str, programs: dict[str, Program], timings: dict[str, Timing]) -> str:
-    """What our step takes of what one by hand does."""
+    """The time of our step relative to one in plain JAX."""
     ours, hand = timings[OURS], timings[label]
     same = programs[OURS].ledger.by_kind() == programs[label].ledger.by_kind()
     return (

@@ -34,7 +34,7 @@ _SECONDS = 30.0
 
 
 def sayings(token: str) -> dict[str, bytes]:
-    """What a stranger says, by what it is.
+    """The messages of strangers, by kind.
 
     Args:
         token: of the run, with which one of the sayings was once right.

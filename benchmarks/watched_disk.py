@@ -124,11 +124,11 @@ def watched(root: Path, before: Before) -> Iterator[None]:
 
 
 Tree = dict[str, bytes | None]
-"""What a folder holds: the contents of its files, and None for its folders, by path."""
+"""The contents of a folder by path: bytes of files, and None for folders."""
 
 
 def tree_of(root: Path) -> Tree:
-    """What a folder holds now."""
+    """The contents of a folder now."""
     tree: Tree = {}
     for path in sorted(root.rglob("*")):
         with contextlib.suppress(OSError):

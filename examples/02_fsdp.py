@@ -22,7 +22,7 @@ WIDTH, DEPTH, MICROBATCHES = 256, 6, 4
 
 
 class Block(nnx.Module):
-    """What is gathered, used and freed as one."""
+    """The unit that is gathered, used and freed together."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)

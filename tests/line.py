@@ -9,7 +9,7 @@ OWN = {
     "data": {"factory": "tests.line:numbers"},
     "loss": {"function": "tests.line:squares"},
 }
-"""What a config says of them; they are found from the folder above."""
+"""Their keys in a config; they are found from the folder above."""
 
 
 class Line(nnx.Module):

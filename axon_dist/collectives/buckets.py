@@ -220,10 +220,10 @@ class GradSyncStrategy(NamedChoice):
     SYNCHRONOUS = "synchronous"
     """After the whole backward pass, one bucket after another."""
     OVERLAPPED = "overlapped"
-    """As soon as its gradients are ready and the bucket before it is reduced, overlapped with the
+    """A bucket is reduced when its gradients are ready and the bucket before it is done, during the
     rest of the backward pass."""
     NO_SYNC = "no_sync"
-    """Not at all: every rank keeps its gradients, to accumulate and reduce them later."""
+    """Nothing is reduced: every rank keeps its gradients, to accumulate and reduce them later."""
 
 
 def reduce_buckets(

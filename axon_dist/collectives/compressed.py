@@ -76,7 +76,7 @@ class Quantized:
     def mean(
         self, values: Sequence[Array], axis: str, ranks: int
     ) -> tuple[list[Array], list[Array]]:
-        """As `Compression.mean`."""
+        """See `Compression.mean`."""
         blocks = self._blocks(values, ranks)
         sent = self._pack(blocks)
 
@@ -98,7 +98,7 @@ class Quantized:
         return self._leaves(full, values), self._leaves(error, values)
 
     def wire_bytes(self, sizes: Sequence[int], ranks: int) -> int:
-        """As `Compression.wire_bytes`."""
+        """See `Compression.wire_bytes`."""
         blocks = self._count(sizes, ranks)
         return 2 * (ranks - 1) * blocks // ranks * (self.block + 4)
 
@@ -130,7 +130,7 @@ class Quantized:
         scaled = jnp.clip(blocks / scale, -largest, largest)
         if self.kind == "int8":
             return jnp.round(scaled).astype(jnp.int8), scale
-        # As int8 bits, because not every platform can send fp8.
+        # Sent as int8 bits, because not every platform can send fp8.
         narrow = scaled.astype(jnp.float8_e4m3fn)
         return jax.lax.bitcast_convert_type(narrow, jnp.int8), scale
 
@@ -167,7 +167,7 @@ class TopK:
     def mean(
         self, values: Sequence[Array], axis: str, ranks: int
     ) -> tuple[list[Array], list[Array]]:
-        """As `Compression.mean`."""
+        """See `Compression.mean`."""
         pairs = [self._mean(value, axis, ranks) for value in values]
         return [mean for mean, _ in pairs], [error for _, error in pairs]
 
@@ -180,7 +180,7 @@ class TopK:
         return mean.reshape(value.shape), flat.at[indices].set(0).reshape(value.shape)
 
     def wire_bytes(self, sizes: Sequence[int], ranks: int) -> int:
-        """As `Compression.wire_bytes`."""
+        """See `Compression.wire_bytes`."""
         return (ranks - 1) * 8 * sum(map(self._num_sent, sizes))
 
     def _num_sent(self, size: int) -> int:

@@ -39,7 +39,7 @@ _R = TypeVar("_R")
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentKind:
-    """What an argument can be.
+    """The valid values of an argument.
 
     Args:
         advice: what to give; follows the word "give" in messages.

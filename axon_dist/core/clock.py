@@ -14,7 +14,7 @@ LONGEST = 5.0
 
 
 def process_began() -> float:
-    """What `time.perf_counter` would have read when this process started.
+    """The reading of `time.perf_counter` at the moment this process started.
 
     Linux reports when a process was created. But a shell may have waited in the process before it
     became Python by `exec`, so an implausibly early time is rejected. Then, and on other systems,

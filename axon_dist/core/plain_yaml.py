@@ -199,7 +199,7 @@ def _check_size(root: Node | None, what: str) -> None:
 
     def size(node: Node) -> int:
         if id(node) not in sizes:
-            # What is asked for while it is counted is inside itself.
+            # A node that is reached while it is being counted contains itself.
             sizes[id(node)] = _MOST_VALUES + 1
             sizes[id(node)] = 1 + sum(map(size, _inside(node)))
         return sizes[id(node)]

@@ -40,7 +40,7 @@ _OPERATIONS: dict[str, Callable[..., int]] = {
 }
 
 Known: TypeAlias = int | Mapping[int, int] | None
-"""What is known about a value: an integer, the integers of a tuple by index, or nothing."""
+"""The known content of a value: an integer, the integers of a tuple by index, or nothing."""
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:

@@ -70,7 +70,7 @@ KEEPS = frozenset((
 
 
 class Role(enum.Enum):
-    """What an equation does along a factor.
+    """The effect of an equation along a factor.
 
     PASSES: an element of a result depends only on the operands' elements at the same place.
     SUMMED: results are sums over it.

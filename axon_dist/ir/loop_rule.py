@@ -72,7 +72,7 @@ class LoopChoice:
 
 @dataclasses.dataclass(frozen=True)
 class LoopCost:
-    """What a loop costs and saves on one kind of device.
+    """The costs and savings of a loop on one kind of device.
 
     Args:
         bandwidth: bytes per second of the device's memory.

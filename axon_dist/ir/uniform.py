@@ -23,7 +23,7 @@ from .walk import LOOPS, dtype_of, inners, interpret, shape_of
 
 @dataclasses.dataclass(frozen=True)
 class UniformValue:
-    """What is known about the elements of an array.
+    """The known facts about the elements of an array.
 
     Args:
         value: the number that every element equals; None if unknown.

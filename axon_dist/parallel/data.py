@@ -212,17 +212,17 @@ def zero(
 
 
 class ShardingStrategy(NamedChoice):
-    """What FSDP splits, in PyTorch's words; FULL_SHARD is the default."""
+    """The arrays that FSDP splits, in PyTorch's words; FULL_SHARD is the default."""
 
     NO_SHARD = "no_shard"
-    """Nothing: plain data parallelism."""
+    """Splits nothing: plain data parallelism."""
     SHARD_GRAD_OP = "shard_grad_op"
     """Gradients (between microbatches too) and optimizer state: ZeRO-2. Parameters stay whole
     between steps, whereas PyTorch splits them until the forward pass."""
     FULL_SHARD = "full_shard"
     """Parameters too: ZeRO-3."""
     HYBRID_SHARD = "hybrid_shard"
-    """As FULL_SHARD within the last axis of the group, replicated over the others."""
+    """Like FULL_SHARD within the last axis of the group, replicated over the others."""
 
 
 STAGES: MappingProxyType[ShardingStrategy, ZeROStage] = MappingProxyType(

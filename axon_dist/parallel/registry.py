@@ -1,4 +1,4 @@
-"""The table of strategies: what configs, the command line, the planner and the docs know of each.
+"""The table of strategies, from which configs, the command line, the planner and the docs are made.
 
 To add a strategy, write a function that returns a `Strategy`, in a file of this folder, and a row
 of `STRATEGIES` here. The keys of a config and their help, the candidates of `axon plan` and the
@@ -188,7 +188,7 @@ class StrategyTable(Mapping[str, StrategyRow]):
 
 
 def data_axes(world: World) -> tuple[str, ...]:
-    """Those of `DATA_AXES` that a mesh has, outer to inner.
+    """Returns those of `DATA_AXES` that a mesh has, outer to inner.
 
     Raises:
         MeshError: when the mesh has none.

@@ -170,7 +170,7 @@ class BatchLayout:
 
     @property
     def divisor(self) -> int:
-        """What the size of the global batch must be a multiple of."""
+        """The number that the size of the global batch must be a multiple of."""
         ranks = math.prod(self.mesh.shape[axis] for axis in self.axes)
         return math.lcm(self.num_microbatches * ranks, self.logical_shards)
 

@@ -1,4 +1,4 @@
-"""What `print` shows of a step: a summary on one screen."""
+"""Summarizes a step on one screen, for `print`."""
 
 from __future__ import annotations
 

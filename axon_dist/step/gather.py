@@ -52,7 +52,7 @@ class GlobalGather:
         mesh: names and sizes of its axes, over all devices.
         stored: the spec of the weight between uses.
         grad: the spec of its gradient after the reduction; None for a weight without one.
-        full: the spec of the weight in use. What tensor parallelism splits stays split.
+        full: the spec of the weight in use. Dims that tensor parallelism splits stay split.
         ndim: dims of the parameter. A weight with fewer dims is a row of stacked layers.
         in_loop: whether a loop reads it in every iteration. It is then gathered before the loop,
             and its gradient is summed over the iterations before it is scattered. Left to itself,

@@ -291,7 +291,7 @@ class StateLayout:
 
     @property
     def separations(self) -> tuple[Separation, ...]:
-        """What was found for the batch shapes seen so far."""
+        """The results for the batch shapes seen so far."""
         return self.plan.separator.found
 
     def gradients(self, run: RunGradients, state: TrainState, placed: Placed) -> GradientResult:

@@ -197,7 +197,7 @@ class RankProgram:
 
     @property
     def spec(self) -> StepSpec:
-        """What the step was given."""
+        """The arguments of the step."""
         return self.plan.spec
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a step changes in the model: dtypes, units, gathers of weights, statistics over ranks."""
+"""A step's changes to the model: dtypes, units, gathers of weights, statistics over ranks."""
 
 from __future__ import annotations
 

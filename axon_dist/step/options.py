@@ -22,7 +22,7 @@ FLAG = "nonfinite"
 
 
 class Nonfinite(NamedChoice):
-    """What a run does when a loss or a gradient is not finite.
+    """The reaction of a run to a loss or a gradient that is not finite.
 
     A step built with one of these policies then leaves parameters and moments unchanged. The
     devices decide it; the host learns of it only from the metrics. Gradients that overflow under a

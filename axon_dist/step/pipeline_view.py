@@ -228,7 +228,7 @@ class PipelineRegion:
 
     @property
     def spec(self) -> StepSpec:
-        """What the step was given."""
+        """The arguments of the step."""
         return self.plan.spec
 
     def vocabulary_dims(self, buffers: PyTree, batch: Batch) -> Partitioned:

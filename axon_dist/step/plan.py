@@ -1,4 +1,4 @@
-"""`StepPlan`: what follows from a `StepSpec`, computed once when the step is built."""
+"""`StepPlan`: the decisions that follow from a `StepSpec`, made once when the step is built."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def changes_of_model(spec: StepSpec, choices: dict[LoopChoice, None]) -> ModelCh
 def _strategy_of_whole_model(spec: StepSpec) -> Any:
     strategy = spec.strategy
     if strategy.pipeline is not None:
-        # Of a step with a pipeline, only evaluations run the whole model: they recompute nothing.
+        # With a pipeline, only evaluations run the whole model, and they recompute nothing.
         strategy = dataclasses.replace(strategy, remat=None)
     if spec.options.is_elastic:
         # Weights are gathered before the model runs, so blocks do not gather their own.

@@ -300,7 +300,7 @@ class ReplicaLayout(StateLayout):
             out_specs=out_specs,
             check_vma=False,
         )
-        # What the replicas share stays outside: inner steps do not read it.
+        # The arrays that replicas share stay outside: inner steps do not read them.
         return mapped(dataclasses.replace(state, outer=None, outer_state=None), placed)
 
     def separation(self, placed: Placed) -> Separation:
@@ -322,7 +322,7 @@ class ReplicaLayout(StateLayout):
 
     @property
     def separations(self) -> tuple[Separation, ...]:
-        """What was found for the batch shapes of a replica seen so far."""
+        """The results for the batch shapes of a replica seen so far."""
         return self.inner.separator.found
 
     def gradients(self, run: RunGradients, state: TrainState, placed: Placed) -> GradientResult:

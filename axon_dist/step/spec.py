@@ -1,4 +1,4 @@
-"""`StepSpec`: what a training step was given, with every option resolved."""
+"""`StepSpec`: the arguments of a training step, with every option resolved."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .options import StepOptions
 class StepSpec:
     """The arguments of `build_train_step`, with every option resolved.
 
-    What follows from them by a trace, or by a look at the model, is in `StepPlan`.
+    `StepPlan` has the decisions that follow from them by a trace, or by a look at the model.
 
     Args:
         model_spec: the model's structure, and the shapes of its parameters and buffers.

@@ -446,7 +446,7 @@ class TrainStep:
         self.axis_names = AxisNames.of(spec.world.mesh, spec.options.axis_names)
         self._report = jax.jit(shared_metrics, out_shardings=state_layout.replicated)
         self._means = jax.jit(means)
-        # What this step remembers from call to call; nothing of it changes a result.
+        # State that this step keeps from call to call; none of it changes a result.
         self._agreed = set[str]()
         self._last: weakref.ref[TrainState] | None = None
         self._counted: tuple[Callable[[], TrainState | None], int] = (lambda: None, 0)

@@ -458,7 +458,7 @@ def calls_in(
     def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
         return evaluate(model_spec, loss_fn, params, buffers, batch, mark)
 
-    # What samples share is in the batch itself here, as the loss sees it.
+    # Here the shared leaves are in the batch itself, as the loss sees it.
     weights, buffers = dataclasses.replace(model_spec, shared={}).arguments
 
     trace = traced(run, None, stacks, stacks.unstack(weights), buffers, batch)

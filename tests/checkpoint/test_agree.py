@@ -1,4 +1,4 @@
-"""What process 0 decides, and how its errors reach the others."""
+"""Decisions of process 0, and how its errors reach the others."""
 
 import pytest
 

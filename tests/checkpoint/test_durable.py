@@ -1,4 +1,4 @@
-"""What a power cut leaves: nothing has its name, or replaces anything, before the disk has it."""
+"""After a power cut, nothing has its name or replaces anything before the disk has it."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""What earlier versions wrote is read as it was written, on any mesh."""
+"""Checkpoints of earlier versions are read as they were written, on any mesh."""
 
 import pathlib
 import tomllib

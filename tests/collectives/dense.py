@@ -1,4 +1,4 @@
-"""What a collective means, written on the stack of all ranks' values with plain jax.numpy."""
+"""The meaning of each collective, written in plain jax.numpy on the stack of all ranks' values."""
 
 import jax
 import jax.numpy as jnp

@@ -55,7 +55,7 @@ def test_one_reduction_per_bucket(capacity, strategy, check_vma, make_world, tre
 
 
 def test_without_a_chain_the_compiler_would_merge(make_world, tree):
-    """What `reduce_buckets` is up against: the same buckets, reduced independently."""
+    """The reference for `reduce_buckets`: the same buckets, reduced independently."""
     world = make_world("dp=4")
     plan = plan_buckets(tree, 40)
 

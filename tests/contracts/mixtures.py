@@ -1,4 +1,4 @@
-"""What mixtures of experts are tried with, in stages and without."""
+"""The cases of mixtures of experts, in stages and without."""
 
 import optax
 

@@ -18,7 +18,7 @@ METRICS = ("loss", "grad_norm", "param_norm")
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What a training run did: numbers per step, and the arrays at its end."""
+    """The record of a training run: numbers per step, and the arrays at its end."""
 
     metrics: list
     grads: list
@@ -196,7 +196,7 @@ def in_float64(case):
     return dataclasses.replace(case, make=make)
 
 
-def assert_trained_alike(
+def assert_same_training(
     step, case, want: Trace, gradients_of: tuple[int, ...] = (), tolerance: float = 1e-5
 ) -> None:
     """Takes every step of the reference, and compares metrics always, and the end.

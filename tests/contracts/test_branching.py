@@ -178,7 +178,7 @@ def with_penalty(model, batch):
 
 
 def refined(model, batch):
-    """What the model says goes into it again, as in recycling."""
+    """The model's output goes into it again, as in recycling."""
     first = jnp.pad(model(batch["x"]), ((0, 0), (0, 12)))
     return jnp.mean((model(batch["x"] + first) - batch["y"]) ** 2)
 

@@ -33,7 +33,7 @@ from .models import (
     token_batch,
     transformer,
 )
-from .reference import METRICS, assert_close, assert_metrics, assert_trained_alike, train
+from .reference import METRICS, assert_close, assert_metrics, assert_same_training, train
 
 STEPS = 3
 
@@ -189,7 +189,7 @@ def check(row: Row, has_gradients: bool = True) -> None:
     )
     strategy = compose(pipe, *WITH[row.other])
     step = built(case, strategy, row.mesh, row.optimizer, metrics=METRICS)
-    assert_trained_alike(step, case, want, (0,) * has_gradients)
+    assert_same_training(step, case, want, (0,) * has_gradients)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

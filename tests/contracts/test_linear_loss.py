@@ -64,7 +64,7 @@ def weighted_batch(step: int) -> dict:
 
 
 def own_loss(model, batch):
-    """What a user writes."""
+    """The loss as a user writes it."""
     return linear_scores(
         model(batch["tokens"][:, :-1]),
         model.out.kernel[...],

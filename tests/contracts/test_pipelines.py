@@ -48,7 +48,7 @@ from .models import (
     transformer,
     weighted_square,
 )
-from .reference import METRICS, assert_close, assert_trained_alike, train
+from .reference import METRICS, assert_close, assert_same_training, train
 
 NUM_STEPS = 5
 TINY = {"width": 16, "ffn_width": 16, "vocab_size": 32, "max_length": 16}
@@ -345,7 +345,7 @@ def check(row: Row, has_gradients: bool = True) -> None:
     strategy = compose(pipe, *WITH[row.other])
     optimizer = optax.sgd(0.05, momentum=0.9)
     step = build_train_step(case.make(), optimizer, case.loss_fn, strategy, world, metrics=METRICS)
-    assert_trained_alike(step, case, want, (NUM_STEPS - 1,) * has_gradients)
+    assert_same_training(step, case, want, (NUM_STEPS - 1,) * has_gradients)
 
 
 @pytest.mark.sample(

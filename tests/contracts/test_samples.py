@@ -71,7 +71,7 @@ def batch(step: int) -> dict:
 
 
 def error(model, batch):
-    """Of each sample."""
+    """Computes a value for each sample."""
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2, -1)
 
 

@@ -20,7 +20,7 @@ from axon_dist.parallel import pipelined
 from axon_dist.step import PortableForm
 
 from .models import SAMPLES, Case, token_batch, transformer
-from .reference import METRICS, assert_trained_alike, train
+from .reference import METRICS, assert_same_training, train
 
 TOKENS, WIDTH, NUM_STEPS = 32, 16, 3
 
@@ -200,7 +200,7 @@ def check(row: Row, has_gradients: bool = True) -> None:
     step = build_train_step(
         case.make(), optax.adam(0.01), case.loss_fn, strategy, world, metrics=METRICS
     )
-    assert_trained_alike(step, case, want, (0,) * has_gradients)
+    assert_same_training(step, case, want, (0,) * has_gradients)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

@@ -16,7 +16,7 @@ from axon_dist.parallel import data_axes, fsdp
 from axon_dist.sharding import shard_bytes
 
 from .models import CASES, Case
-from .reference import METRICS, Trace, assert_trained_alike, distance, in_float64, train
+from .reference import METRICS, Trace, assert_same_training, distance, in_float64, train
 
 NUM_STEPS = 5
 OPTIMIZERS = {
@@ -154,7 +154,7 @@ def check(
         scan_layers=row.scan_layers,
     )
     gradients_of = (0, NUM_STEPS - 1) if has_gradients else ()
-    assert_trained_alike(step, case, want, gradients_of)
+    assert_same_training(step, case, want, gradients_of)
 
 
 def _size(mesh: str) -> int:
@@ -227,7 +227,7 @@ def check_odd(row: Row) -> None:
     assert ranks % 3 == 0 or step.abstract_state.padding is not None
     is_rough = (row.model, row.optimizer) == ("transformer", "adamw")
     tolerance = max(1e-5, 2 * rounding_of_adam(row, case, want)) if is_rough else 1e-5
-    assert_trained_alike(step, case, want, tolerance=tolerance)
+    assert_same_training(step, case, want, tolerance=tolerance)
     # What a device holds is its share of the padded arrays, and of small ones all.
     state = step.state_layout.placed_shapes
     held = sum(map(shard_bytes, jax.tree.leaves((state.params, state.opt_state))))

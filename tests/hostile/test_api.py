@@ -1,4 +1,4 @@
-"""What nobody should give to a public call: an error of the library, with a sentence.
+"""Invalid arguments of public calls: each raises an error of the library, with a sentence.
 
 Every row is refused before anything is compiled.
 """

@@ -1,4 +1,4 @@
-"""What nobody should type: one line, exit code 2, at once, and nothing made.
+"""Invalid commands: one line, exit code 2, at once, and nothing made.
 
 Inputs run in this process and are refused before anything is compiled.
 """

@@ -222,7 +222,7 @@ def test_every_chip_that_can_be_planned_can_be_compiled_for(target):
 
 
 def test_an_axis_that_is_no_product_of_whole_dims_has_neighbours_on_it():
-    """Of a slice of 8 x 8 x 16, four devices along tp are four in a row, eight along pp a ring."""
+    """In a slice of 8 x 8 x 16, four devices along tp are four in a row, eight along pp a ring."""
     if missing := missing_compiler("v5p:8x8x16"):
         pytest.skip(missing)
     devices = target_mesh("v5p:8x8x16", "pp=8,fsdp=32,tp=4").devices

@@ -1,4 +1,4 @@
-"""What GPUs multiply is what was traced: no pass of the compiler computes a microbatch twice."""
+"""GPUs multiply as much as was traced: no compiler pass computes a microbatch twice."""
 
 import dataclasses
 
@@ -73,7 +73,7 @@ MODELS = {
     "deepseek": (TwoKinds, plain_loss),
     "vit": (lambda: ViT(VISION, rngs=nnx.Rngs(0)), classification_loss),
 }
-"""What kinds of models people train: a maker and a loss."""
+"""Kinds of models that people train: a maker and a loss."""
 
 
 def batch_of(name, rows):

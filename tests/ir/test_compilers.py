@@ -1,4 +1,4 @@
-"""What compilers do that a program does not say: updates in place, and what they send."""
+"""Decisions of compilers: updates in place, and the collectives they insert."""
 
 import jax
 import jax.numpy as jnp

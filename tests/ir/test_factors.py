@@ -1,4 +1,4 @@
-"""What the table says of primitives, tried on numbers."""
+"""The table's claims about primitives, tried on numbers."""
 
 import jax
 import jax.numpy as jnp

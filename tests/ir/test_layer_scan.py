@@ -311,7 +311,7 @@ def test_a_chain_keeps_its_boundaries_and_nothing_else():
 
 
 def choices_of(rule, num_blocks=8, **options):
-    """What a rule chooses for a chain of blocks, and the lengths of the loops."""
+    """The choice of a rule for a chain of blocks, and the lengths of the loops."""
     told = []
     rule = dataclasses.replace(rule, tell=told.append)
     _, rolled, params, rest = functions(Net(nnx.Rngs(0), num_blocks), rule=rule, **options)

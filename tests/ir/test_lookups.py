@@ -1,4 +1,4 @@
-"""What reads rows of a table by ids, and what reads it otherwise."""
+"""Reads of a table by ids, and its other reads."""
 
 import jax
 import jax.numpy as jnp

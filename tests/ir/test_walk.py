@@ -1,4 +1,4 @@
-"""What all readers of jaxprs share: programs within programs, and what depends on what."""
+"""Functions that all readers of jaxprs share: inner programs and dependencies."""
 
 import jax
 import jax.numpy as jnp

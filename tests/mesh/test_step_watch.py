@@ -21,7 +21,7 @@ class Shelf(dict):
 
 
 def verdict_after(rounds, steps_at):
-    """What is posted when process p has taken `steps_at(round, p)` steps; None for no sign."""
+    """The message of process p after `steps_at(round, p)` steps; None for no sign."""
     store = Shelf()
     watches = [StepWatch(me, store, timeout=2.0) for me in ME]
     for number in range(rounds):

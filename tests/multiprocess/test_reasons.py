@@ -1,4 +1,4 @@
-"""What ends a run of several ranks: the launcher names rank and reason in one line."""
+"""A run of several ranks ends: the launcher names rank and reason in one line."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What an H100 would run: a kernel of fp8 operands for each of a layer's products, and bytes."""
+"""The program of an H100: a kernel of fp8 operands for each of a layer's products, and bytes."""
 
 import functools
 import math

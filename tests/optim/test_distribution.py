@@ -1,4 +1,4 @@
-"""What the distributed update compiles to: exchanges there and back, and nothing in between."""
+"""The compiled distributed update: exchanges there and back, and nothing in between."""
 
 import re
 

@@ -45,7 +45,7 @@ CONFIG = TransformerConfig(
 
 
 def test_experts_cost_what_the_tokens_do_that_go_to_them():
-    """Of four times as many experts, of which as many are chosen: router and filling are more."""
+    """Four times as many experts, of which as many are chosen: router and padding are more."""
 
     def slots(count):
         share = LENGTH * PER_TOKEN / count

@@ -64,7 +64,7 @@ STEPS = {
     "name", [n if n == "tp" else pytest.param(n, marks=pytest.mark.full) for n in STEPS]
 )
 def test_no_step_holds_all_its_logits(name):
-    """What is compiled is never run: its logits would take 2 GiB of each device."""
+    """The program is compiled but not run: its logits would take 2 GiB of each device."""
     strategy, mesh, parts = STEPS[name]
     world = World.emulate(2 if name in ("ddp", "fsdp") else 4, mesh)
     # A rank has 16 x 1024 positions at a time, and under tp its part of the vocabulary.

@@ -37,4 +37,4 @@ def test_an_old_field_name_warns_and_sets_the_new_field(name):
 
 
 def test_experts_are_never_gathered_over_their_axis():
-    assert expert_parallel("ep").ungathered_axes == ("ep",)
+    assert expert_parallel(axis="ep").ungathered_axes == ("ep",)

@@ -28,7 +28,7 @@ from axon_dist.sharding import ByRule, LargestDim, Merge, Replicate
 
 
 class Placed(NamedTuple):
-    """What the rules are about."""
+    """The object that the rules check."""
 
     strategy: Strategy
     world: World

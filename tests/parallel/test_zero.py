@@ -75,7 +75,7 @@ def built(strategy, world):
 
 
 def share(tree) -> float:
-    """What part of a tree the fullest device holds, counts and other scalars left out."""
+    """The share of a tree on the fullest device, without counts and other scalars."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.ndim]
     return bytes_per_device(leaves) / sum(leaf.nbytes for leaf in leaves)
 

@@ -1,4 +1,4 @@
-"""What the compiled program of a pipeline computes and keeps: its table's work, and no more."""
+"""The compiled program of a pipeline computes and keeps its table's work, and no more."""
 
 import functools
 import re

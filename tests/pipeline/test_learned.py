@@ -1,4 +1,4 @@
-"""What blocks tell the loss, and keep for the next microbatch, in stages of both kinds."""
+"""Values that blocks return to the loss, or keep for the next microbatch, in all stages."""
 
 import jax
 import jax.numpy as jnp

@@ -17,7 +17,7 @@ shapes = st.lists(
 
 
 def there_and_back(packing, number, values):
-    """What is packed, and what is unpacked from that, as one program."""
+    """Packs values and unpacks them again, as one program."""
 
     @jax.jit
     def both(values):

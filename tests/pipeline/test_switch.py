@@ -42,7 +42,7 @@ def busy_loss(params, buffers, batch):
 
 
 def narrowing_loss(params, buffers, batch):
-    """What goes from block to block changes its shape."""
+    """The value between blocks changes its shape."""
     x = batch["x"] @ params["embed"]
     for number in range(len(BLOCKS)):
         block = params["blocks"][number]

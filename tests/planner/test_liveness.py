@@ -1,4 +1,4 @@
-"""What one device does, read from a program: bytes, products, collectives."""
+"""The work of one device, read from a program: bytes, products, collectives."""
 
 import jax
 import jax.numpy as jnp
@@ -199,7 +199,7 @@ def test_values_gathered_after_a_loop_are_scattered_once(is_pinned, axes, expect
 
 
 def test_a_state_stays_where_it_lies():
-    """What an optimizer has updated in shards is gathered, where every rank has all of it."""
+    """Parameters that are updated in shards are gathered if every rank has all of them."""
     place = placing({"dp": 4}, PartitionSpec("dp"))
     run = lambda w: w - 0.1 * jax.lax.with_sharding_constraint(w, place)
     program = jax.make_jaxpr(run)(W)

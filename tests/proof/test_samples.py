@@ -1,4 +1,4 @@
-"""What a loss is to its samples: a table of losses, and what each must be found to be."""
+"""How losses depend on their samples: a table of losses with the expected results."""
 
 import re
 
@@ -58,7 +58,7 @@ def find(loss_fn, sizes=(4, 12)):
 
 
 def weighted(total, weight, **metrics):
-    """What a loss that knows its weight returns."""
+    """The return value of a loss that knows its weight."""
     return (total, weight), metrics
 
 
@@ -426,7 +426,7 @@ def test_the_operation_and_line_that_couple_samples_are_named(name):
 
 
 def test_a_foreign_call_has_a_rule_of_its_own(monkeypatch):
-    """What says the shapes of its results is no difference between a part and the whole."""
+    """An equation that only states shapes does not differ between a part and the whole."""
     rules = {**samples.SAMPLE_RULES, "pure_callback": lambda op, values: nonlinear(op.name, values)}
     monkeypatch.setattr(samples, "SAMPLE_RULES", rules)
     kept = lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)

@@ -109,7 +109,7 @@ def jax_minor() -> str:
 
 
 def versions() -> str:
-    """What is installed of what decides programs besides this library."""
+    """The installed versions that decide programs besides this library."""
     names = ("jax", "flax", "optax")
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 

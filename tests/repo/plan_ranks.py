@@ -1,4 +1,4 @@
-"""What `axon plan` ranks for configs, pinned: estimators may change it, a move of code may not.
+"""The rankings of `axon plan`, pinned: estimators may change them, a move of code may not.
 
 python -m tests.repo.plan_ranks            # says for which configs the plans differ
 python -m tests.repo.plan_ranks --write    # pins what there is now, and says what has changed
@@ -34,7 +34,7 @@ CONFIGS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 }
 """By name: a file of configs/, a target, and values in place of the file's."""
 QUICK = ("zero2 a100-80:2",)
-"""What the default run of the tests has."""
+"""The rows of the default run of the tests."""
 
 
 def line_of(plan: ReadPlan) -> str:

@@ -1,4 +1,4 @@
-"""What runs unattended on a GPU runs here on what there is, on models of seconds."""
+"""The unattended GPU run works on any devices, with models of seconds."""
 
 import json
 import sys

@@ -128,7 +128,7 @@ PROMISES = {
         "hostile/test_api.py::test_wrong_batches_raise_clear_errors",
     ],
 }
-"""What a sentence of the README promises, and the tests that fail where it does not hold."""
+"""The promises of the README, and for each the tests that fail if it does not hold."""
 
 
 def test_every_promise_has_a_test_that_would_fail():

@@ -46,7 +46,7 @@ REAL = Costs(f=120, i=144, w=96)  # T_W < T_F < T_B, as measured in practice
 
 
 class Law(NamedTuple):
-    """What a paper says: the bubble in time, and each device's microbatches or chunks in flight."""
+    """A paper's claims: the bubble in time, and each device's microbatches or chunks in flight."""
 
     build: Callable[..., Schedule]
     bubble: Callable[[int, int, Costs], float]

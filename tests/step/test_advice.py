@@ -1,4 +1,4 @@
-"""What refusals of coupled losses advise, followed: the step then equals one device."""
+"""The advice of refusals of coupled losses works: the step then equals one device."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a model adds to its loss counts by samples, however unevenly these weigh and are cut."""
+"""Terms that a model adds to its loss count by samples, for any weights and any cut."""
 
 import jax
 import numpy as np

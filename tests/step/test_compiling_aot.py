@@ -1,4 +1,4 @@
-"""What H100s would run is what was measured: the step brings the options of its chip along."""
+"""H100s run the measured program: the step has the options of its chip."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What print shows of a step, a strategy and a world: one screen that is true."""
+"""The printed form of a step, a strategy and a world: one screen that is true."""
 
 import jax.numpy as jnp
 import numpy as np

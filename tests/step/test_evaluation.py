@@ -79,7 +79,7 @@ def evaluated(step, batch=None):
 
 
 def trains(model):
-    """What the argument of a model is in training."""
+    """The value of a model's argument in training."""
     return isinstance(model.to_nnx__module, Training)
 
 

@@ -121,7 +121,7 @@ def test_the_policy_keeps_all_but_gathered_weights(world):
 
 
 def test_elementwise_results_are_recomputed(world):
-    """What is kept: an array per product and reduction, and a byte per number compared."""
+    """Kept values: an array per product and reduction, and a byte per compared number."""
     gather = GlobalGather(world.mesh, P("dp"), P("dp"), P(), 2)
     x, w, key = jnp.ones((4, 8)), jnp.ones((8, 8)), jax.random.key(0)
 

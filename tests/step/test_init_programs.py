@@ -101,7 +101,7 @@ class Recorded(InSlices):
 def recorded(monkeypatch):
     """The programs of the first states that a test makes: of parameters, then of the rest."""
     monkeypatch.setattr(Recorded, "made", [])
-    monkeypatch.setattr(layout, "InParts", Recorded)
+    monkeypatch.setattr(layout, "InSlices", Recorded)
     return Recorded.made
 
 
@@ -214,7 +214,7 @@ def test_devices_that_hold_the_same_share_in_drawing_it(recorded, mesh, strategy
 
 @pytest.mark.full
 def test_twelve_layers_share_their_programs(recorded):
-    """Of a block four kernels of attention and three of its feed-forward, two scales; two norms."""
+    """A block has four kernels of attention, three of its feed-forward, two scales, two norms."""
     step = step_of(transformer(num_layers=12), World.emulate(8, "fsdp=8"), fsdp(min_elements=1))
     step.init()
     drawn, rest = recorded

@@ -94,7 +94,7 @@ SOME = "bias|norm"
 
 
 def by_hand(path, leaf):
-    """What the weight is rounded to, in numpy; None for one that stays."""
+    """The rounded weight, in numpy; None for one that stays."""
     if leaf.ndim - ("blocks/up" in path or "blocks/down" in path) < 2:
         return None
     dim = -1 if path.endswith("embedding") else -2

@@ -1,4 +1,4 @@
-"""What JAX moves out of a loop, and a loop then reads in every turn, is small.
+"""Constants that JAX moves out of a loop, and that every iteration reads, are small.
 
 JAX computes what depends on no input of a loop once, before the loop: a mask that is broadcast to
 all scores, or the zeros of a `where`, become arrays that memory passes over in every turn.

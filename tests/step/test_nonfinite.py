@@ -86,7 +86,7 @@ def params_of(step, state):
 
 @pytest.fixture(scope="module")
 def without_it():
-    """What plain steps on one device make of the two good batches."""
+    """The result of plain steps on one device with the two good batches."""
     step = build(axes="dp=1", policy=None)
     state = step.init()
     for number in (0, 2):

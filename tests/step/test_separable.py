@@ -1,4 +1,4 @@
-"""What the models of this project are found to be, and what is not known of foreign ones."""
+"""Separation of the losses of this project's models, and of foreign ones."""
 
 import dataclasses
 
@@ -284,7 +284,7 @@ def test_unequal_weights_with_statistics_of_all_ranks(strategy):
     [(False, None, True), (False, True, False), (True, True, True), (True, None, True)],
 )
 def test_a_mask_that_selects_nothing_of_a_microbatch(is_weighted, separable, is_right):
-    """What the docstring of `separable` says of a promise, and of `Weighted` in its place."""
+    """The claims of the docstring of `separable` about a promise, and about `Weighted` instead."""
     selected = jnp.repeat(jnp.array([1.0, 0.0]), 4)
     batch = CASES["batchnorm"].batch(0)
     batch = {"x": batch["x"][:8], "y": batch["y"][:8], "mask": selected}

@@ -1,4 +1,4 @@
-"""What building a step costs as a model gets deeper: counts, not seconds.
+"""The cost of building a step as a model gets deeper: counts, not seconds.
 
 Layers that are kept stacked are built, traced and lowered once, however many there are. Layers in a
 list are each an object with arrays of its own, and cost what they are: so much each, and no more

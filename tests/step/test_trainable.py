@@ -326,11 +326,11 @@ def test_a_variable_of_ones_own_kind_can_be_trained(make_world):
 
 
 class Table(nnx.Variable):
-    """What the model reads, and nobody trains."""
+    """A variable that the model reads, and nobody trains."""
 
 
 class Count(nnx.Variable):
-    """What the model changes itself."""
+    """A variable that the model changes itself."""
 
 
 class Reading(nnx.Module):
@@ -402,7 +402,7 @@ def test_an_average_that_is_not_kept_is_refused(make_world):
 @pytest.mark.sample("vectors")
 @pytest.mark.parametrize("widths", [(16, 16, 16, 16), (16, 16, 8, 8)], ids=["rows", "vectors"])
 def test_a_pipeline_trains_some_blocks_and_freezes_others(widths, make_world):
-    """Of a row, or of a vector, one rank trains its part and another does not."""
+    """One rank trains its part of a row or of a vector, and another does not."""
 
     def net():
         return Net(nnx.Rngs(0), widths)
@@ -421,7 +421,7 @@ def test_a_pipeline_trains_some_blocks_and_freezes_others(widths, make_world):
 
 
 class Average(nnx.Variable):
-    """What the loss itself changes."""
+    """A variable that the loss itself changes."""
 
 
 class Student(nnx.Module):

@@ -108,7 +108,7 @@ Ahead: TypeAlias = Annotated[int, _from(0, 1024)]
 """Batches that wait in memory."""
 
 Port: TypeAlias = Annotated[int, _from(1, 65535)]
-"""Of TCP, on this host."""
+"""A TCP port of this host."""
 
 Devices: TypeAlias = Annotated[int, _from(1, 1024)]
 """Emulated CPU devices, each with its own threads."""
@@ -220,7 +220,7 @@ class Option:
 
 
 def options_of(thing: Callable[..., object]) -> dict[str, Option]:
-    """What a config can say to a dataclass, or to a function that makes a strategy.
+    """Returns the options of a dataclass, or of a maker of strategies, that a config can set.
 
     What the library provides is left out: the path and the options of user code, and the model
     and the world of a strategy.
@@ -485,7 +485,7 @@ def _read_literal(hint: object, value: object, path: str) -> Any:
 
 
 def words_of(cls: type) -> str:
-    """What a value of one of `SCALARS` must be, in the words of YAML.
+    """Describes the valid values of one of `SCALARS`, in the words of YAML.
 
     Example:
         >>> words_of(int), words_of(bool)

@@ -62,7 +62,7 @@ def test_the_examined_step_is_the_trained_one(tiny, chip, ran, read, monkeypatch
 
 
 def instructions(text):
-    """What is computed, computation by computation, in the order of the schedule."""
+    """The computations of a program, in the order of the schedule."""
     return {
         name: [(i.name, i.opcode, i.shapes, i.arguments) for i in computation.instructions]
         for name, computation in as_module(text).computations.items()

@@ -1,4 +1,4 @@
-"""What a run has learned, read as a plain module."""
+"""The weights of a run, read as a plain module."""
 
 from typing import Any
 

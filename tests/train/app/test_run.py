@@ -88,7 +88,7 @@ def test_a_run_leaves_everything_in_its_folder(tiny, tmp_path):
 
 @pytest.mark.full
 def test_the_written_config_makes_the_same_run(tiny, tmp_path, capsys):
-    """Nor does a run without a console print."""
+    """A run without a console prints nothing."""
     first = train(RunConfig.from_dict(tiny))
     again = load_config(first.directory.config, [f"run_dir={tmp_path / 'again'}"])
     assert train(again).result.train_curve == first.result.train_curve

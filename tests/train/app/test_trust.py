@@ -1,4 +1,4 @@
-"""What the folder of a run names is imported and called only where the caller says so."""
+"""Code that a run's folder names is imported and called only if the caller allows it."""
 
 import sys
 

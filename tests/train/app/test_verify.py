@@ -1,4 +1,4 @@
-"""What `verify` makes of two runs that differ."""
+"""The verdict of `verify` on two runs that differ."""
 
 import math
 
