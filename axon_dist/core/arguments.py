@@ -327,8 +327,8 @@ COUNT = whole(", at least 1", 1)
 NUMBER = ArgumentKind("a finite number", is_number)
 REAL = ArgumentKind("a number", lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool))
 """A number, possibly infinite or NaN; the caller checks its range."""
-TEXT = ArgumentKind("a text", lambda x: isinstance(x, str))
-TEXTS = dataclasses.replace(TEXT.several(), advice="a list of texts")
+TEXT = ArgumentKind("a string", lambda x: isinstance(x, str))
+TEXTS = dataclasses.replace(TEXT.several(), advice="a list of strings")
 FUNCTION = ArgumentKind("a function", callable)
 ITERABLE = ArgumentKind(
     "a list or another iterable", lambda x: isinstance(x, Iterable) and not isinstance(x, str)

@@ -49,7 +49,9 @@ def leaves_with_paths(tree: PyTree) -> list[tuple[Path, PyTree]]:
     try:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
     except ValueError as error:
-        raise ConfigError(f"a tree has keys that cannot be sorted ({error}); give texts") from error
+        raise ConfigError(
+            f"a tree has keys that cannot be sorted ({error}); use strings"
+        ) from error
     return [(path_str(path), leaf) for path, leaf in leaves]
 
 
@@ -238,8 +240,8 @@ def problem_of(leaf: object) -> str | None:
     """Why JAX cannot use an array, as the end of a sentence; None if it can.
 
     Example:
-        >>> problem_of(np.ones(3, ">f4"))
-        "is a numpy array of >f4, which JAX has not; give array.astype('float32'), or another..."
+        >>> print(problem_of(np.ones(3, ">f4")))
+        is a numpy array of >f4, which JAX lacks; give array.astype('float32') or another dtype
     """
     if isinstance(leaf, jax.Array):
         if isinstance(leaf, Tracer) or not leaf.is_deleted():
@@ -256,8 +258,8 @@ def problem_of(leaf: object) -> str | None:
     if dtype.isnative and dtype not in _WIDER:
         return None
     return (
-        f"is a numpy array of {dtype.str}, which JAX has not; give array.astype('float32'), "
-        "or another dtype of JAX"
+        f"is a numpy array of {dtype.str}, which JAX lacks; give array.astype('float32') "
+        "or another dtype"
     )
 
 

@@ -345,8 +345,8 @@ def utf8(text: str, origin: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{origin} holds {text[error.start]!a}, half a letter that UTF-8 has not; correct or "
-            "remove it"
+            f"{origin} holds {text[error.start]!a}, half a letter, which UTF-8 cannot encode; "
+            "correct or remove it"
         ) from error
 
 

@@ -235,15 +235,15 @@ def _before_head(
     name = f"{kind.__name__}.{BEFORE_HEAD}"
     if compared.was_run and not is_from(getattr(kind, BEFORE_HEAD), _MODELS):
         raise UnsupportedError(
-            f"the product of what {name} returns {compared.why}: the logits of a call of the "
-            "model. The loss takes the one in place of the other, so let both compute the same, or "
-            f"leave {BEFORE_HEAD} out",
+            f"the logits from {name} are not those of a call of the model: the product with the "
+            f"head {compared.why}. The loss uses {BEFORE_HEAD} instead of the call: make both "
+            f"compute the same, or remove {BEFORE_HEAD}",
             code="before-head-differs",
         )
     # The model's call defines its logits.
     warn(
         f"the loss makes all logits of {kind.__name__} at once, as its call does, and not a chunk "
-        f"of positions at a time: the product of what {name} returns {compared.why}. Let both "
+        f"of positions at a time: the product of {name} with the head {compared.why}. Make both "
         f"compute the same to save that memory, or let {BEFORE_HEAD} return None"
     )
     return None

@@ -291,7 +291,7 @@ def _pipeline(
         world: the devices, and the mesh they form.
         num_microbatches: the parts that a batch is cut into.
         schedule: a name that `axon schedule` draws, or the path of a CSV file with a table.
-        chunks: stages per rank; None takes what is usual for the schedule.
+        chunks: stages per rank; None uses the default of the schedule.
         boundaries: the first block of each stage, and the number of blocks; None cuts evenly.
         backward: `recompute` keeps a stage's input and recomputes the stage, `residuals` keeps all
             that the backward pass needs, and a policy of `remat` what that saves of each block.

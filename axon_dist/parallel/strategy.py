@@ -172,7 +172,7 @@ class Strategy:
             rank computes with its shard for the samples of all ranks, as with experts.
         slow: the axis of replicas that train independently, and when they synchronize; None where
             all ranks take every step together.
-        default_axes: those of its axes that nobody chose; `on_mesh` may replace them.
+        default_axes: the axes filled in by default; `on_mesh` may replace them.
 
     Example:
         >>> Strategy("dp", batch_axes=("dp",), reduction=Reduction()).name
@@ -490,7 +490,7 @@ def per_layer(strategy: Strategy, stacks: frozenset[Path]) -> Strategy:
 
 
 def with_masters(strategy: Strategy, frozen: frozenset[Path], dtype: Any) -> Strategy:
-    """Shards full-precision parameters with the optimizer state where compute is narrower.
+    """Shards the master weights like the optimizer state if compute uses a narrower dtype.
 
     In ZeRO-1 and 2 ranks split the moments of parameters that they hold whole. If compute is in a
     narrower dtype, the parameters are sharded like their moments instead, and every step begins

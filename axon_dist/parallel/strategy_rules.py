@@ -66,7 +66,7 @@ def _split(strategy: Strategy) -> Mapping[str, tuple[str, ...]]:
 
 def _rings(strategy: Strategy, positions: bool = True) -> Mapping[str, str] | None:
     """Describes the first ring among the layers; `positions` includes rings of positions."""
-    rings = [x for x in strategy.layers if x.sends_around and positions >= x.splits_positions]
+    rings = [x for x in strategy.layers if x.sends_around and (positions or not x.splits_positions)]
     if not rings:
         return None
     keys = {"what": "keys", "cure": "use context_parallel('ulysses')"}

@@ -20,7 +20,7 @@ class Phase(NamedChoice):
     `B` is the whole backward. `I` and `W` are its two halves, split as in zero-bubble pipelines
     (Qi et al., arXiv:2401.10241): only `I` is on the path to the previous stage. `E`, `V` and `G`
     occur if embedding and head are split over all ranks (Yeung et al., arXiv:2411.05288). All ranks
-    run them together, and they are named after the first stage of the rank.
+    run them together, and their `stage` is the first stage of the rank.
     """
 
     E = "E"

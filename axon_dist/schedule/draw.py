@@ -99,7 +99,7 @@ def title(schedule: Schedule, timeline: Timeline | None) -> str:
     if timeline is None:
         return f"{sizes}, {schedule.num_ticks} ticks"
     bubble = f"bubble {timeline.bubble_fraction:.1%}".replace("%", " %")
-    reading = "in step: makespan" if timeline.lockstep else "makespan"
+    reading = "in lockstep: makespan" if timeline.lockstep else "makespan"
     return f"{sizes}, {reading} {timeline.makespan:g}, {bubble}"
 
 

@@ -46,7 +46,7 @@ def interleaved_1f1b(num_devices: int, num_microbatches: int, chunks: int = 2) -
     Each device works through its chunks in groups of `P` microbatches. The bubble is
     `(P-1)(F+B)/V`. Device `d` keeps activations of at most `2(P-d-1) + (V-1)P + 1` chunks. Devices
     send each other `V` times as much as in 1F1B. In the steady state, a forward and a backward
-    share a tick, so that the bubble is the same if devices are kept in step.
+    share a tick, so that the bubble is the same if devices are kept in lockstep.
 
     Args:
         num_devices: devices `P`.
@@ -154,7 +154,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
 
     The bubble is GPipe's, `(S-1)(F+B)`. 1F1B saves memory: stage `s` keeps only `min(S-s, M)`
     microbatches. A round trip between neighbours takes two ticks, so an executor that keeps devices
-    in step runs `eager_1f1b` faster.
+    in lockstep runs `eager_1f1b` faster.
 
     Args:
         num_stages: stages `S`, one per device.
@@ -218,10 +218,10 @@ def turns(
 
 
 def eager_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
-    """Builds 1F1B for devices in step: a forward and a backward share a tick.
+    """Builds 1F1B for devices in lockstep: a forward and a backward share a tick.
 
     Stage `s` does the forward of microbatch `t-s` and the backward of `t-(2(S-1)-s)` in tick `t`.
-    Forwards run ahead just far enough to fill every steady tick. With devices kept in step, the
+    Forwards run ahead just far enough to fill every steady tick. With devices in lockstep, the
     bubble remains `(S-1)(F+B)`, the least of any schedule with one chunk and whole backwards. In
     return, stage `s` keeps `min(2(S-s)-1, M)` microbatches.
 

@@ -63,7 +63,7 @@ class PipelineSchedule(NamedChoice):
     ONE_F_ONE_B = "1f1b", Builder(one_f_one_b)
     """Stages alternate one forward and one backward after a warm-up."""
     EAGER_1F1B = "eager_1f1b", Builder(eager_1f1b)
-    """1F1B for devices in step: a forward and a backward share a tick."""
+    """1F1B for devices in lockstep: a forward and a backward share a tick."""
     INTERLEAVED_1F1B = "interleaved_1f1b", Builder(interleaved_1f1b, chunks=2, any_chunks=True)
     """1F1B with several stages per device: every `P`-th stage, on `P` devices."""
     LOOPED_BFS = "looped_bfs", Builder(looped_bfs, chunks=2, any_chunks=True)
@@ -143,7 +143,7 @@ class ScheduleSummary:
         makespan: time of the step if devices run ahead freely.
         bubble: idle share of that time.
         span_bubble: idle share of the longest device's own span (the zero-bubble papers' number).
-        lockstep_makespan: time of the step with devices kept in step, tick by tick.
+        lockstep_makespan: time of the step with devices in lockstep, tick by tick.
         lockstep_bubble: idle share of that time.
         executed: `lockstep_makespan` divided by the time that the busiest device computes; at
             least 1.
@@ -240,7 +240,7 @@ def compare(
 
 
 def split_advice(schedule: Schedule, costs: Costs | None = None) -> tuple[str, ...]:
-    """Says if splitting the backward does not pay, with devices in step.
+    """Says if splitting the backward does not pay for devices in lockstep.
 
     Args:
         schedule: a valid table.
@@ -253,7 +253,7 @@ def split_advice(schedule: Schedule, costs: Costs | None = None) -> tuple[str, .
     Example:
         >>> from axon_dist.schedule import zero_bubble_h1
         >>> split_advice(zero_bubble_h1(4, 64), Costs(f=1, i=1.3, w=1, b=2))
-        ('zero_bubble_h1 takes 252 in step and eager_1f1b 201: splitting the backward does not
+        ('zero_bubble_h1 takes 252 in lockstep and eager_1f1b 201: splitting the backward does not
         pay here, I + W take 1.15 of a whole B.',)
     """
     if not schedule.splits_backward:
@@ -274,8 +274,8 @@ def split_advice(schedule: Schedule, costs: Costs | None = None) -> tuple[str, .
         f"W {costs.w:g}"
     )
     return (
-        f"{schedule.name} takes {makespan:g} in step and {other.name} {other.lockstep_makespan:g}: "
-        f"splitting the backward does not pay here, {why}.",
+        f"{schedule.name} takes {makespan:g} in lockstep and {other.name} "
+        f"{other.lockstep_makespan:g}: splitting the backward does not pay here, {why}.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Searches the best table for given costs and memory, with devices kept in step.
+"""Searches the best table for given costs and memory, for devices in lockstep.
 
 A tick lasts as long as its slowest cell. So a table is fast if all cells of a tick take equally
 long, whatever its critical path is.
@@ -65,7 +65,7 @@ def greedy(
         num_microbatches: microbatches per step.
         rule: how cells are filled.
         times: the time of each stage's phases.
-        limit: the search gives up if the table takes at least this time in step.
+        limit: the search gives up if the table takes at least this time in lockstep.
 
     Returns:
         The table; None if it takes `limit` or longer, or the memory limit stops it.
@@ -251,7 +251,7 @@ class SearchResult:
 
     Args:
         schedule: the table.
-        makespan: time of the step with devices in step.
+        makespan: time of the step with devices in lockstep.
         memory: the largest number of microbatches, over all layers of a device, that a device
             keeps for their backward.
     """
@@ -268,7 +268,7 @@ def search(
     memory: float = inf,
     chunks: int = 2,
 ) -> SearchResult:
-    """Finds the fastest table in step that memory allows; no named schedule is faster.
+    """Finds the fastest table that memory allows; no named schedule is faster in lockstep.
 
     Candidates are all named schedules, unchanged and with their cells filled evenly, and tables
     built tick by tick under many rules. A faster table may still exist.

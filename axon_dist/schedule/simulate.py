@@ -160,7 +160,7 @@ class Timeline:
         makespan: time from the start of the step to the end of the last device.
         peak_live: per device, the largest number of stage inputs between `F` and `B` (or `I`).
         peak_stashed: the same between `F` and `B` (or `W`), which is longer in a split backward.
-        lockstep: whether devices were kept in step.
+        lockstep: whether devices were kept in lockstep.
     """
 
     spans: tuple[tuple[tuple[Action, Span], ...], ...]
@@ -218,8 +218,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, lockstep: bool = Fa
     Args:
         schedule: a valid table.
         costs: times per microbatch and device; by default a backward takes twice a forward.
-        lockstep: whether to keep devices in step, tick by tick. The transfers of a tick then add
-            `costs.transfer` once.
+        lockstep: whether to keep devices in lockstep, tick by tick. The transfers of a tick then
+            add `costs.transfer` once.
 
     Returns:
         The timeline.

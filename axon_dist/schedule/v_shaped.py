@@ -219,8 +219,8 @@ def dual_pipe_v(num_devices: int, num_microbatches: int) -> Schedule:
     only at the ends, where `W` fills the bubble. Every device keeps at most `2P+1` chunks. The
     authors' bubble is `(P-1)(F&B + B - 3W)` in times of chunks, with `F&B` for a pair. If pairs
     take `F + B`, without a gain by overlap, this is `(P-1)(F + 2I - W)/2` in times of whole
-    devices. If devices need not stay in step, the bubble is smaller: `(P-1)F/2` with `F = I = W`,
-    like ZB-V.
+    devices. If devices need not stay in lockstep, the bubble is smaller: `(P-1)F/2` with
+    `F = I = W`, like ZB-V.
 
     Args:
         num_devices: devices `P`, with two stages each.

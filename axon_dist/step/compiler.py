@@ -89,8 +89,8 @@ def compiler_options(
     Args:
         world: the devices, and the mesh they form.
         given: names and values for the compiler; the value None removes an option of the chip.
-        deterministic: True if every run shall give the same bits, `"elastic"` if also on any number
-            of devices.
+        deterministic: True if every run should give the same bits, `"elastic"` if also on any
+            number of devices.
         strategy: the strategy of the step: options in the table depend on what it sends. None if it
             is not known.
 

@@ -56,7 +56,8 @@ class GlobalGather:
         ndim: dims of the parameter. A weight with fewer dims is a row of stacked layers.
         in_loop: whether a loop reads it in every iteration. It is then gathered before the loop,
             and its gradient is summed over the iterations before it is scattered. Left to itself,
-            the compiler would gather the weight, or its operand, in every iteration.
+            the compiler would gather the weight, or what it is multiplied with, in every
+            iteration.
     """
 
     mesh: Mesh
@@ -79,7 +80,7 @@ class GlobalGather:
         return gather(weight)
 
     def forward(self, weight: Array) -> Array:
-        """Returns the gathered weight, and leaves its gradient to the compiler."""
+        """The forward half; differentiated directly, its gradient is left to the compiler."""
         gathered = weight
         for spec in (self.stored, self.full):
             sharding = NamedSharding(self.mesh, row_spec(spec, self.ndim, weight))
@@ -212,7 +213,7 @@ class ReduceAccumulated:
     def __call__(self, bundle: Accumulated) -> Array:
         """Returns the weight. Call it once per weight, or the sums would count more than once."""
         spec = row_spec(self.spec, self.ndim, bundle.weight)
-        # Read here, because a rule that closed over traced values would differ for each weight.
+        # Read outside the rule: a rule that closes over a tracer is a new function for each weight.
         dtype = bundle.slot.dtype
 
         def backward(sums: Array, ct: Array) -> tuple[None, None, Array]:

@@ -4,7 +4,7 @@ Some reductions cannot be expressed in global view: one reduction for all microb
 
 A model that keeps its layers in a list has one array per layer, but the loop over layers wants them
 stacked. If the loop over microbatches carried the list, weights and sums would be in memory twice.
-Here they are carried stacked and unstacked inside, and the compiler sees one array.
+The loop carries stacks, and its body takes them apart, so the compiler sees one array.
 """
 
 from __future__ import annotations
@@ -234,8 +234,8 @@ class RankProgram:
             whole_frozen = self._unsharded(
                 frozen, self.frozen_specs, self.spec.model_spec.stored_frozen
             )
-            # The mean of statistics over ranks also averages the gradients through them. These must
-            # be of losses that were divided by the same weight.
+            # Averaging statistics over ranks also averages the gradients through them over ranks,
+            # so all ranks must divide their loss by the same weight.
             shares_statistics = reduction.sync_buffers and has_statistics(
                 self.spec.model_spec.abstract
             )
@@ -304,8 +304,8 @@ class RankProgram:
     def _reduces_within(self, scale: Any) -> bool:
         """Whether the backward pass of the last microbatch reduces the gradients of all of them.
 
-        Buckets are reduced in their own order instead. A loss scale fits gradients of means, but
-        this backward pass reduces gradients of sums, so the scale also rules it out.
+        Buckets are reduced in their own order instead. With a loss scale it does not either: it
+        reduces gradients of sums, for which a scale that fits gradients of means is too large.
         """
         reduction = self.spec.reduction
         accumulates = reduction.per == "step" and self.spec.num_microbatches > 1

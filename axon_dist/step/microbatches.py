@@ -1,8 +1,8 @@
 """Microbatches: their random draws, the loop that sums their gradients, and their buffers.
 
-One device draws once for the whole batch. A part is one rank's share of one microbatch. It draws
-from the same keys at the same counts, and uses the rows of its samples. So the result is bitwise
-independent of the number of ranks and of microbatches.
+One device draws once for the whole batch. A part is one rank's share of one microbatch. Each part
+draws with the keys and counts of the whole batch, and keeps the rows of its samples. So the result
+is bitwise independent of the number of ranks and of microbatches.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Draws:
         return jnp.asarray(microbatch * self.ranks + rank, jnp.uint32)
 
     def before(self, buffers: PyTree, first: PyTree, microbatch: Any) -> PyTree:
-        """Returns the buffers that a part starts from: keys for its rows, and the first counts.
+        """Returns the buffers of a part, with random streams as at the start of the step.
 
         Args:
             buffers: before this microbatch.

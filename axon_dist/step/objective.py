@@ -412,9 +412,9 @@ def gradient_sums(
             rank's own weight afterwards. If it returns 1, the total is differentiated and not the
             mean.
         num_shards: how many shards of about this size a batch is cut into: ranks times
-            microbatches. A sample weighs that many times more in the mean of a shard. The loss
-            scale is therefore divided by it; half precision would otherwise overflow in a shard
-            where it does not for the whole batch.
+            microbatches. The mean over a shard gives each sample that many times its weight in
+            the batch. The loss scale is therefore divided by it; half precision would otherwise
+            overflow in a shard where it does not for the whole batch.
 
     Returns:
         A function of (params, buffers, batch) giving the sums and the new buffers.

@@ -286,7 +286,7 @@ class StepOptions(_Fields):
             another, so `accumulate` only requires that there are at least as many shards.
         logical_shards: V, the number of equal parts of successive samples into which a batch is cut
             under `deterministic="elastic"`; a power of two, and a multiple of the number of ranks
-            of every run that shall have the same bits.
+            of every run that should have the same bits.
         pad: the name of the batch leaf with one weight per sample. A batch that does not divide is
             padded with copies of its last sample, of weight 0 (`Padding`). Raises if the traced
             program does not show that they leave loss, metrics and buffers unchanged. None: such

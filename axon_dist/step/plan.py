@@ -100,14 +100,13 @@ class StepPlan:
         return dataclasses.replace(self, spec=spec, separator=separator)
 
 
-def plan_step(spec: StepSpec, whole: StepPlan | None = None) -> StepPlan:
+def plan_step(spec: StepSpec, parent: StepPlan | None = None) -> StepPlan:
     """Plans a step.
 
     Args:
         spec: what the step was given.
-        whole: the plan of the step that this one is a part of, as one of several replicas is. This
-            one has its compiler options and its traced optimizer, and records the same choices of
-            loops.
+        parent: the plan of the step that this one is a part of, as one of several replicas is. Both
+            share the parent's compiler options, its traced optimizer, and its choices of loops.
 
     Returns:
         The plan.
@@ -118,16 +117,16 @@ def plan_step(spec: StepSpec, whole: StepPlan | None = None) -> StepPlan:
             cannot run the optimizer.
         ScheduleError: when there are fewer blocks than stages.
     """
-    if whole is None:
+    if parent is None:
         given = spec.options.compiler_options
         deterministic = spec.options.deterministic
         options = compiler_options(spec.world, given, deterministic, spec.strategy)
         choices: dict[LoopChoice, None] = {}
         stored = stored_form(spec)
     else:
-        options = whole.compiler_options
-        choices = whole.loop_choices
-        stored = whole.stored.on(spec)
+        options = parent.compiler_options
+        choices = parent.loop_choices
+        stored = parent.stored.on(spec)
     changes = changes_of_model(spec, choices)
     separator = Separator(spec, changes.prepare)
     return StepPlan(spec, options, stored, changes, separator, choices)

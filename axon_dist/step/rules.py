@@ -42,7 +42,7 @@ def _layers(spec: StepSpec) -> None:
         layers.check(spec.model_spec.abstract, strategy.layout(spec.world.mesh))
 
 
-def _residents(spec: StepSpec) -> Found:
+def _ungathered(spec: StepSpec) -> Found:
     strategy = spec.strategy
     reduction = spec.reduction
     if strategy.pipeline is not None:
@@ -200,7 +200,7 @@ _WIDE = 32
 """Bits of the floats that the tree adds up."""
 
 
-_ELASTIC = 'deterministic="elastic" cannot hold: {why}. To do: {what}; or use deterministic=True'
+_ELASTIC = 'deterministic="elastic" is not possible here: {why}; {what}, or use deterministic=True'
 
 ELASTIC_BITS = Requirement.row(
     "bits do not depend on how many ranks there are",
@@ -242,7 +242,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "parameters are split along {axis!r} and the samples of all its ranks are sent to them, so "
         "no rank holds gradients of its own samples alone, which {asked} needs. Remove it; "
         "gradients are then reduced after every microbatch, in the compute dtype",
-        lambda spec: _residents(spec) if spec.strategy.ungathered_axes else None,
+        lambda spec: _ungathered(spec) if spec.strategy.ungathered_axes else None,
     ),
     Requirement.row(
         "statistics are of the whole batch",

@@ -473,7 +473,7 @@ def _instead_of(why: str, samples: int) -> str:
     """Advises what to write instead of what `why` names, for parts of `samples` samples."""
     advice = next((advice for reason, advice in _INSTEAD.items() if reason in why), BEFORE)
     if samples == 1 and any(reason in why for reason in (Why.DIFFERS, RESIZED)):
-        return f"Two samples in each part help if JAX traces another program for one. {advice}"
+        return f"Give each part two samples or more: JAX may trace one in another way. {advice}"
     return advice
 
 
@@ -705,7 +705,7 @@ class Separator:
     def _too_small(self, samples: int, error: str) -> str:
         error = " ".join(error.split())[:200].rstrip(".")
         return (
-            f"the loss cannot be computed of a microbatch, which has {samples} samples when the "
+            f"the loss cannot be computed for a microbatch, which has {samples} samples when the "
             f"batch is cut into {self._microbatches}: {error}. Take the number of "
             "samples from the shapes of the batch, and not from a constant; or leave the batch "
             "whole"
@@ -810,8 +810,10 @@ class Separator:
                 continue
             readers = [at for at, read in enumerate(sources) if before + number in read]
             if readers != [after + number]:
-                what = "and is read by something else" if readers else "whatever it was before"
-                raise self._changes_in_turn(path, f"depends on the samples, {what}")
+                what = "depends on the samples, and is read by something else"
+                if not readers:
+                    what = "is overwritten by a value that depends on the samples"
+                raise self._changes_in_turn(path, what)
             counts[before + number] = path
         if not counts:
             return
@@ -837,13 +839,13 @@ class Separator:
                 )
 
     def _mixed(self, use: SampleUse, ranks: int) -> str:
-        """Words the error for a loss that grows with its samples and is not a sum over them."""
+        """Returns the error for a loss that grows with its samples and is no sum over them."""
         guard = "A constant that keeps it from being 0 can be left out: a loss of weight 0 is 0. "
         guard = guard if use.loss.why.startswith(OF_WEIGHT) else ""
         return (
             f"the loss {use.loss.why} ({use.loss.line}). Each of {ranks * self._microbatches} "
-            f"parts of the batch would count that term, as one device would not. {guard}"
-            "build_train_step(separable=True) takes the mean over the parts all the same"
+            f"parts of the batch would add that term; one device adds it once. {guard}"
+            "build_train_step(separable=True) averages the parts anyway"
         )
 
     def _obstacle(self, use: SampleUse) -> str:

@@ -106,7 +106,7 @@ def build_train_step(
             the least that fits a device's memory with this `batch`. It estimates memory from the
             traced step, and compiles the step when the estimate is close to the limit. It
             recomputes nothing without a `batch`, or when the memory of the devices is not known, as
-            for emulated ones. It changes no number.
+            for emulated ones. It does not change the results.
         batch: a global batch, as arrays or `jax.ShapeDtypeStruct`s, to trace the step with. Errors
             that depend on the batch are then raised here rather than by the first call. Its leaves
             have shape [B, ...]; a leaf that all samples share is wrapped in `Shared`.

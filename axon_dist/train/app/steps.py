@@ -96,7 +96,7 @@ def build_step(
         metrics: the metrics that the step reports.
         loss_fn: replaces the loss of the config's task.
         compiler_options: added to those of the config; they take precedence.
-        slow: maps the plan of outer steps to another one.
+        slow: changes the strategy's `OuterLoop`, such as to remove it.
         trains: whether steps will be taken. If so, the loss of the batch must be computable from
             its parts. If not, there are no outer steps and only one replica.
 
