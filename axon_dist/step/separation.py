@@ -221,7 +221,7 @@ def scalars(numbers: Iterable[Any], weight: float = 1.0) -> list[Array]:
     return [jnp.asarray(x) for pair in pairs for x in (pair.total, pair.weight)]
 
 
-ALONE = "cannot be computed of"
+ALONE = "cannot be computed from"
 """Starts the reason given for a loss that raises for fewer samples."""
 
 LOSS = ""

@@ -317,7 +317,7 @@ def test_a_loss_that_needs_all_its_samples_runs_in_global_view():
         return error(model, batch).mean()
 
     step = built("accumulate", Loss(loss_fn))
-    assert "cannot be computed of 4 samples alone" in str(separation(step, batch(0)))
+    assert "cannot be computed from 4 samples alone" in str(separation(step, batch(0)))
     step(step.init(), batch(0))
 
 

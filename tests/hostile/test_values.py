@@ -85,8 +85,8 @@ def refused(call, words="."):
 
 
 LEAVES = {
-    "long double": (np.ones((16, 4), np.longdouble), "is a numpy array of <f16, which JAX has not"),
-    "other byte order": (np.ones((16, 4), ">f4"), "is a numpy array of >f4, which JAX has not"),
+    "long double": (np.ones((16, 4), np.longdouble), "is a numpy array of <f16, which JAX lacks"),
+    "other byte order": (np.ones((16, 4), ">f4"), "is a numpy array of >f4, which JAX lacks"),
     "other order of integers": (np.ones((16, 4), ">i4"), "is a numpy array of >i4"),
     "masked": (np.ma.ones((16, 4)), "is a masked array, whose mask JAX does not see"),
     "deleted": (deleted, "was deleted, or given away"),
@@ -335,7 +335,7 @@ def test_states_without_their_arrays(step, tmp_path):
     state = step.init()
     jax.tree.map(lambda x: x.delete(), state.params)
     refused(lambda: step(state, BATCH), "params/down/bias was deleted")
-    refused(lambda: step(step.abstract_state, BATCH), "ShapeDtypeStruct and no array")
+    refused(lambda: step(step.abstract_state, BATCH), "ShapeDtypeStruct, not an array")
     for kind in ("sharded", "full"):
         refused(lambda kind=kind: axon_dist.save_checkpoint(tmp_path / kind, state, type=kind),
                 "was deleted, or given away by a step")  # fmt: skip

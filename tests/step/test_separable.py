@@ -202,7 +202,7 @@ def test_a_loss_that_wants_the_whole_batch_is_not_cut(strategy):
     case = CASES["mlp"]
     fixed = lambda m, b: jnp.mean((m(b["x"]) - b["y"]) ** 2 * jnp.arange(32.0)[:, None])
     with pytest.raises(
-        UnsupportedError, match=r"cannot be computed of a microbatch, which has 16 s"
+        UnsupportedError, match=r"cannot be computed for a microbatch, which has 16 s"
     ):
         separation(split_in(2, fixed, strategy=strategy), case.batch(0))
     with pytest.raises(ZeroDivisionError):  # The user's own, whatever the samples.
@@ -337,7 +337,7 @@ def counted(read, change):
         (
             False,
             lambda seen, new: new,
-            "depends on the samples, whatever it was before. 2 microbatches",
+            "is overwritten by a value that depends on the samples. 2 microbatches",
         ),
         (
             False,
