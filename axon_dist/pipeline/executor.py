@@ -184,9 +184,7 @@ class Executor:
                 )
         output = jax.tree.leaves(self.wire)
         residuals = [
-            [*output, *part.shapes(part.residuals)]
-            for part in self.backwards
-            if self.saves_residuals
+            [*output, *b.shapes(b.residuals)] for b in self.backwards if self.saves_residuals
         ]
         self.stash: Packing = Packing(residuals or [()])
         self.held: Packing = Packing([p.shapes(p.intermediates) for p in self.backwards] or [()])

@@ -313,6 +313,21 @@ def read_options(
     return {key: read(options[key].hint, value, _join(path, key)) for key, value in data.items()}
 
 
+def with_new_keys(thing: Callable[..., object], data: Mapping[str, object]) -> dict[str, object]:
+    """Replaces the old names of keys in the sections that something takes; each use warns.
+
+    Args:
+        thing: a dataclass, or a function that makes a strategy.
+        data: values of its options, as plain data.
+    """
+    renamed = dict(data)
+    for key, value in data.items():
+        if isinstance(value, Mapping) and (option := options_of(thing).get(key)) is not None:
+            for cls in filter(dataclasses.is_dataclass, typing.get_args(option.hint)):
+                renamed[key] = with_new_names(typing.cast(type, cls), value, stacklevel=2)
+    return renamed
+
+
 def _section_with(key: str, options: Mapping[str, Option]) -> str:
     """The section and key meant by a key that is written one level too high; else ""."""
     for name, option in options.items():

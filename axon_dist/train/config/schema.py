@@ -30,7 +30,17 @@ from .models import (
     with_hub_weights,
 )
 from .optimizers import OPTIMIZERS, AdamW, Optimizer, OwnOptimizer
-from .read import OneOf, Parsed, Seed, meanings_of, options_of, read, read_options, write
+from .read import (
+    OneOf,
+    Parsed,
+    Seed,
+    meanings_of,
+    options_of,
+    read,
+    read_options,
+    with_new_keys,
+    write,
+)
 from .sections import (
     DATA,
     LOGGERS,
@@ -96,7 +106,9 @@ def strategy_options(value: object) -> StrategyOptions:
                     f"write {strategy} instead of {name}"
                 )
         written[strategy] = str(name)
-        resolved[strategy] = {**implied, **(options or {})}
+        given = {**implied, **(options or {})}
+        row = STRATEGIES.get(strategy)
+        resolved[strategy] = given if row is None else with_new_keys(row.make, given)
     return MappingProxyType(resolved)
 
 
