@@ -17,6 +17,7 @@ from ..core.errors import ConfigError, did_you_mean
 from .check import prove_subject
 from .meshes import find_mesh, load_file, sizes_of, substituted
 from .parting import Parting, bisect_subjects, paired
+from .recording import Recording, record
 from .report import Report
 from .trace import Subject, subject_of
 
@@ -97,6 +98,29 @@ def bisect_files(
     other_subject, others_mesh = file_subject(other, shapes, arguments, one)
     meshes = paired(mesh or own_mesh, other_mesh or others_mesh)
     return bisect_subjects(subject, other_subject, *meshes, steps)
+
+
+def record_file(
+    target: str,
+    mesh: str | None = None,
+    shapes: Sequence[str] = (),
+    arguments: str | None = None,
+    steps: int = 1,
+) -> Recording:
+    """Records the fingerprints of a function's values, to compare them in another environment.
+
+    Args:
+        target: `file.py:function`.
+        mesh: the mesh, as `"dp=4"`; by default the mesh of its file.
+        shapes: as for `bisect_files`.
+        arguments: as for `bisect_files`.
+        steps: the number of steps.
+
+    Returns:
+        The recording.
+    """
+    subject, own_mesh = file_subject(target, shapes, arguments)
+    return record(subject, mesh or own_mesh or {"device": 1}, steps)
 
 
 def file_subject(

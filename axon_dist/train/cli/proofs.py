@@ -5,12 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from axon_dist.core.errors import ConfigError
 from axon_dist.mesh import World
 
+if TYPE_CHECKING:
+    from axon_dist.prove import Parting
+    from axon_dist.prove.recording import Recording
+
 _DEVICES = 8
+_CONFIGS = (".yaml", ".yml")
+_CONFIG_STEPS = 3
 
 
 def prove(arguments: argparse.Namespace) -> int:
@@ -33,21 +45,101 @@ def prove(arguments: argparse.Namespace) -> int:
 
 def bisect(arguments: argparse.Namespace) -> int:
     """Prints where two programs diverge; the exit code is 1 if they do."""
+    targets = [text for text in arguments.targets if not _is_override(text)]
+    overrides = [text for text in arguments.targets if _is_override(text)]
+    wanted = 1 if arguments.record or arguments.python else 2
+    if len(targets) != wanted:
+        raise ConfigError(
+            f"got {len(targets)} programs to bisect, and {wanted} is needed: axon bisect A B, axon "
+            "bisect --python PATH A, or axon bisect --record FILE A"
+        )
+    if overrides and not all(target.endswith(_CONFIGS) for target in targets):
+        raise ConfigError(f"got {overrides[0]!r:.80}, which only a config has; leave it out")
     _emulate([mesh for mesh in (arguments.mesh, arguments.other_mesh) if mesh])
-    from axon_dist.prove.file import bisect_files  # noqa: PLC0415
-
-    parting = bisect_files(
-        arguments.one,
-        arguments.other,
-        arguments.mesh,
-        arguments.other_mesh,
-        arguments.shapes,
-        arguments.arguments,
-        arguments.steps,
-    )
+    if arguments.record is not None:
+        _recorded(targets[0], overrides, arguments.mesh, arguments).save(arguments.record)
+        return 0
+    parting = _parting(targets, overrides, arguments)
     _write(arguments.json, json.dumps(parting.as_json(), indent=1))
     print(parting)
     return 0 if parting.ok else 1
+
+
+def _is_override(text: str) -> bool:
+    """Whether a word is an override of a config, such as `train.steps=3`."""
+    key, separator, _ = text.partition("=")
+    return bool(separator) and all(part.isidentifier() for part in key.split("."))
+
+
+def _parting(
+    targets: Sequence[str], overrides: Sequence[str], arguments: argparse.Namespace
+) -> Parting:
+    from axon_dist.prove.file import bisect_files  # noqa: PLC0415
+    from axon_dist.prove.recording import Recording, compare  # noqa: PLC0415
+
+    if arguments.python is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "other.json")
+            _record_elsewhere(targets[0], overrides, file, arguments)
+            other = Recording.load(file)
+        return compare(_recorded(targets[0], overrides, arguments.mesh, arguments), other)
+    if all(":" in target and not target.endswith(".json") for target in targets):
+        # In one process, operations on a mesh are compared with those on one device.
+        options = arguments.shapes, arguments.arguments, arguments.steps or 1
+        return bisect_files(*targets, arguments.mesh, arguments.other_mesh, *options)
+    meshes = arguments.mesh, arguments.other_mesh or arguments.mesh
+    one, other = (
+        _recorded(target, overrides, mesh, arguments)
+        for target, mesh in zip(targets, meshes, strict=True)
+    )
+    return compare(one, other)
+
+
+def _recorded(
+    target: str, overrides: Sequence[str], mesh: str | None, arguments: argparse.Namespace
+) -> Recording:
+    """Records a config or a function, or reads a recording."""
+    if target.endswith(".json"):
+        from axon_dist.prove.recording import Recording  # noqa: PLC0415
+
+        return Recording.load(target)
+    if target.endswith(_CONFIGS):
+        from axon_dist.train.app.config_records import record_config  # noqa: PLC0415
+        from axon_dist.train.config import load_config  # noqa: PLC0415
+
+        return record_config(load_config(target, overrides), arguments.steps or _CONFIG_STEPS)
+    from axon_dist.prove.file import record_file  # noqa: PLC0415
+
+    return record_file(target, mesh, arguments.shapes, arguments.arguments, arguments.steps or 1)
+
+
+def _record_elsewhere(
+    target: str, overrides: Sequence[str], file: Path, arguments: argparse.Namespace
+) -> None:
+    """Records in the environment of another Python."""
+    words = [target, *overrides, "--record", str(file)]
+    for name in ("mesh", "arguments", "steps"):
+        value = getattr(arguments, name)
+        words += [] if value is None else [f"--{name}", str(value)]
+    for shape in arguments.shapes:
+        words += ["--shape", shape]
+    command = [arguments.python, "-m", "axon_dist.train.cli", "bisect", *words]
+    # A `jax` of this environment must not be found before that of the other one.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ConfigError(
+            f"--python: {arguments.python!r} cannot be run ({error.strerror}); give the path of "
+            "the other environment's python"
+        ) from error
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise ConfigError(
+            f"--python: {arguments.python} ended with {done.returncode}: {last:.300}; axon_dist "
+            "must be installed there, too"
+        )
 
 
 def _emulate(meshes: Sequence[str]) -> None:
