@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..core.errors import ConfigError, did_you_mean
-from .check import prove_subject
+from .check import check_axes, prove_subject
 from .meshes import find_mesh, load_file, sizes_of, substituted
 from .parting import Parting, bisect_subjects, paired
 from .recording import Recording, record
@@ -33,6 +33,7 @@ def prove_file(
     shapes: Sequence[str] = (),
     arguments: str | None = None,
     draws: int = 2,
+    tell: Callable[[str], None] = lambda title: None,
 ) -> Report:
     """Proves a function of a file on several meshes.
 
@@ -48,6 +49,7 @@ def prove_file(
             parameters and returns the arguments as a tuple. By default `arguments`, if there is
             one.
         draws: how often shapes are drawn.
+        tell: is called with the title of each mesh before it is tried.
 
     Returns:
         The report.
@@ -64,7 +66,8 @@ def prove_file(
             "--mesh dp=4,tp=2"
         )
     wanted = [sizes_of(mesh) for mesh in meshes] or [sizes_of(own)]
-    return prove_subject(subject, own, wanted, draws)
+    check_axes(subject.name, own, wanted)
+    return prove_subject(subject, own, wanted, draws, tell=tell)
 
 
 def bisect_files(

@@ -287,6 +287,9 @@ class Evaluation:
             return [_block(self.injected[operation.number], operation.results[0])]
         if operation.is_map:
             return self._map(operation, operands, record)
+        here = _branch_of_platform(operation)
+        if here is not None:
+            return self._region(here, operands[1:], record)
         if self.all_turns and operation.name == "scan":
             return self._scan(operation, operands, record=record)
         self._first_turn(operation, operands, record)
@@ -422,6 +425,18 @@ def _moved(x: Array, seed: Array, scale: Array) -> Array:
     kind = x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32
     step = (float(jnp.finfo(x.dtype).eps) * scale).astype(kind)
     return (x.astype(kind) * jnp.where(is_up, 1 + step, 1 - step)).astype(x.dtype)
+
+
+def _branch_of_platform(operation: Operation) -> Region | None:
+    """Returns the branch that `jax.lax.platform_dependent` takes here; None for other operations.
+
+    Only as long as it is a choice by platform are branches left out that do not compile here.
+    """
+    platforms = operation.equation.params.get("branches_platforms")
+    if platforms is None:
+        return None
+    here = jax.default_backend()
+    return operation.regions[next(n for n, p in enumerate(platforms) if p is None or here in p)]
 
 
 def _holds(region: Region, wanted: frozenset[Value]) -> bool:

@@ -255,7 +255,7 @@ class Output:
             were drawn, "differs", or "unjudged" if the two cannot be compared.
         difference: the largest difference from one device.
         bound: how much of that rounding explains.
-        reason: why it is unjudged.
+        reason: why it is unjudged; or, if it is only tried, the first operation without a rule.
     """
 
     name: str
@@ -318,6 +318,9 @@ class Report:
             f"outputs {proven} proven for every input, {len(self.outputs) - proven} equal for the "
             f"{draws} that were tried"
         )
+        reasons = [output.reason for output in self.outputs if output.status == "tried"]
+        if any(reasons):
+            text += f" ({next(filter(None, reasons))})"
         return f"{text}; not compared: {', '.join(unjudged)}" if unjudged else text
 
     def as_json(self) -> dict[str, Any]:

@@ -168,6 +168,7 @@ class Subject:
 
     def _on(self, mesh: Mesh) -> Traced:
         function, arguments = self.make(mesh)
+        _check_arguments(function, arguments, self.name)
         leaves, rebuild = _flat(arguments)
         # Traced once with shapes; drawn numbers are passed when the program runs.
         dynamic = [leaf for leaf in leaves if is_array(leaf)]
@@ -189,9 +190,30 @@ class Subject:
         with within:
             placed = [_struct(x, s, mesh) for x, s in zip(dynamic, specs, strict=True)]
             closed = jax.make_jaxpr(run)(*placed)
+        if not names:
+            raise ConfigError(
+                f"[PROVE012] {self.name} returns no JAX array, so there is nothing to compare; "
+                "prove a function that returns arrays"
+            )
         program = flatten(closed)
         _release(program)
         return Traced(program, tuple(names), mesh, context, specs, tuple(dynamic))
+
+
+def _check_arguments(function: Any, arguments: tuple[Any, ...], name: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        # A builtin may have no signature.
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"[PROVE011] {name}{signature} cannot take the {len(arguments)} arguments that are "
+            f"given ({error}); give all of them: in a file by a function named arguments that returns "
+            "them, or one shape for each by --shape 'f32[8,4]'"
+        ) from error
 
 
 def _path(path: Any) -> str:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from axon_dist.core.errors import ConfigError
 from axon_dist.mesh import World
 
+from .values import notice
+
 if TYPE_CHECKING:
     from axon_dist.prove import Parting
     from axon_dist.prove.recording import Recording
@@ -36,6 +38,7 @@ def prove(arguments: argparse.Namespace) -> int:
         arguments.shapes,
         arguments.arguments,
         arguments.draws,
+        tell=lambda title: notice(f"comparing on {title}"),
     )
     _write(arguments.json, report.dumps("json"))
     _write(arguments.sarif, report.dumps("sarif"))
@@ -85,8 +88,15 @@ def _parting(
         return compare(_recorded(targets[0], overrides, arguments.mesh, arguments), other)
     if all(":" in target and not target.endswith(".json") for target in targets):
         # In one process, operations on a mesh are compared with those on one device.
-        options = arguments.shapes, arguments.arguments, arguments.steps or 1
-        return bisect_files(*targets, arguments.mesh, arguments.other_mesh, *options)
+        return bisect_files(
+            targets[0],
+            targets[1],
+            arguments.mesh,
+            arguments.other_mesh,
+            arguments.shapes,
+            arguments.arguments,
+            arguments.steps or 1,
+        )
     meshes = arguments.mesh, arguments.other_mesh or arguments.mesh
     one, other = (
         _recorded(target, overrides, mesh, arguments)
