@@ -211,8 +211,8 @@ def _check_arguments(function: Any, arguments: tuple[Any, ...], name: str) -> No
     except TypeError as error:
         raise ConfigError(
             f"[PROVE011] {name}{signature} cannot take the {len(arguments)} arguments that are "
-            f"given ({error}); give all of them: in a file by a function named arguments that returns "
-            "them, or one shape for each by --shape 'f32[8,4]'"
+            f"given ({error}); give all of them: in a file by a function named arguments that "
+            "returns them, or one shape for each by --shape 'f32[8,4]'"
         ) from error
 
 

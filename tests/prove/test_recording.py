@@ -76,7 +76,9 @@ PLANTED = {
     "tensor": (["mesh={tp: 2}", "parallel={tensor: {}}"], 0, ""),
     "fsdp": (["mesh={fsdp: 2}", "parallel={fsdp: {min_elements: 1}}"], 0, ""),
     "microbatches": (["train.accumulate=2"], 0, ""),
-    "tensor-and-norm": (["mesh={tp: 2}", "parallel={tensor: {}}", "model.norm_eps=0.01"], 1, "norm"),
+    "tensor-and-norm": (
+        ["mesh={tp: 2}", "parallel={tensor: {}}", "model.norm_eps=0.01"], 1, "norm",
+    ),
 }  # fmt: skip
 
 
