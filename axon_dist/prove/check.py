@@ -20,8 +20,9 @@ from .lattice import proven_outputs
 from .locate import Found, Recorded, Search, align
 from .meshes import build_mesh, family, find_mesh, sizes_of
 from .program import DRAWS, Injected, Operation, Value, reads_of, same_operations
-from .relations import RankValues, bound_of
+from .relations import RankValues
 from .report import Finding, Kind, Output, Place, Report
+from .runs import Perturbed, Run
 from .trace import Subject, Traced, array_leaves, subject_of
 
 
@@ -295,34 +296,20 @@ class _Truths:
     """The results on one device for each input, and the bounds of their rounding errors."""
 
     def __init__(self, oracle: Traced, inputs: list[list[Any]]) -> None:
-        self.oracle, self._inputs = oracle, inputs
-        self._run = oracle.compiled(frozenset(), with_noise=True)
-        self._recording: Any = None
-        self._known: dict[Any, Any] = {}
-        self.values = frozenset(oracle.program.values())
+        self._oracle = Perturbed(oracle)
+        self._inputs = inputs
+        self._known: dict[Any, Run] = {}
 
-    def outputs(
-        self, draw: int, bits: Mapping[int, Injected]
-    ) -> tuple[list[np.ndarray], list[float]]:
-        """Returns the outputs for an input, and the rounding bound of each."""
+    def outputs(self, draw: int, bits: Mapping[int, Injected]) -> Run:
+        """Returns the outputs for an input; they are the same for all meshes."""
         key = draw, tuple(bits)
         if key not in self._known:
-            runs = [self._run(self._inputs[draw], n, float(n > 0), bits)[0] for n in _runs()]
-            self._known[key] = runs[0], [bound_of(each) for each in zip(*runs, strict=True)]
+            self._known[key] = self._oracle.run(self._inputs[draw], records=False, bits=bits)
         return self._known[key]
 
-    def record(
-        self, draw: int, bits: Mapping[int, Injected]
-    ) -> tuple[dict[Value, np.ndarray], dict[Value, float]]:
-        """Returns all values for an input, and the rounding bound of each."""
-        if self._recording is None:
-            self._recording = self.oracle.compiled(self.values, with_noise=True)
-        runs = [self._recording(self._inputs[draw], n, float(n > 0), bits)[1] for n in _runs()]
-        return runs[0], {value: bound_of([run[value] for run in runs]) for value in runs[0]}
-
-
-def _runs() -> range:
-    return range(relations.NOISY_RUNS + 1)
+    def values(self, draw: int, bits: Mapping[int, Injected]) -> Run:
+        """Returns all values for an input."""
+        return self._oracle.run(self._inputs[draw], bits=bits)
 
 
 class _Comparison:
@@ -379,12 +366,12 @@ class _Comparison:
             for_one[other.number] = Injected(bits, whole)
             for_all[operation.number] = Injected(bits, splits)
         for draw, inputs in enumerate(self._inputs):
-            truth, bounds = self._truths.outputs(draw, for_one)
-            if draw and not all(np.isfinite(x).all() for x in truth if x.dtype.kind == "f"):
+            truth = self._truths.outputs(draw, for_one)
+            if draw and not all(np.isfinite(x).all() for x in truth.outputs if x.dtype.kind == "f"):
                 # An empty mask may cause a division by zero, which is not the mesh's fault.
                 continue
             got, _ = self._run(inputs, injected=for_all)
-            wrong = self._compare(got, truth, bounds)
+            wrong = self._compare(got, truth.outputs, truth.output_bounds)
             if wrong:
                 return self._locate(draw, wrong, for_one, for_all)
         return []
@@ -422,15 +409,15 @@ class _Comparison:
         for_one: Mapping[int, Injected],
         for_all: Mapping[int, Injected],
     ) -> list[Finding]:
-        whole, bounds = self._truths.record(draw, for_one)
+        truth = self._truths.values(draw, for_one)
         recording = self._traced.compiled(
             frozenset(self._traced.program.values()), with_noise=bool(for_all)
         )
         _, values = recording(self._inputs[draw], injected=for_all)
         search = Search(
             Recorded(self._traced.program, values),
-            Recorded(self._oracle.program, whole),
-            bounds,
+            Recorded(self._oracle.program, truth.values),
+            truth.bounds,
             self._traced.sizes,
             self._aligned,
         )

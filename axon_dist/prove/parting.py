@@ -18,7 +18,7 @@ from .locate import Recorded, Search, align
 from .meshes import find_mesh, sizes_of
 from .program import Operation, Value, is_key, plain
 from .report import Place, finite
-from .runs import Run, noisy_run
+from .runs import Perturbed, Run
 from .trace import Subject, Traced, subject_of
 
 
@@ -136,7 +136,7 @@ def bisect_subjects(
 ) -> Parting:
     """Does the work of `bisect` for two functions with their arguments, each on its mesh."""
     first, second = traced_on(subject, mesh), traced_on(other_subject, other_mesh)
-    return _Bisection(_First(first), second, draws_of(first.leaves, 1)[0], steps).run()
+    return _Bisection(Perturbed(first), second, draws_of(first.leaves, 1)[0], steps).run()
 
 
 def traced_on(subject: Subject, mesh: Any) -> Traced:
@@ -144,34 +144,15 @@ def traced_on(subject: Subject, mesh: Any) -> Traced:
     return subject.on(sizes_of(mesh), mesh if isinstance(mesh, jax.sharding.Mesh) else None)
 
 
-class _First:
-    """The first program, compiled once for each choice of turns."""
-
-    def __init__(self, traced: Traced) -> None:
-        self.program = traced.program
-        self._traced = traced
-        self._compiled: dict[Any, Any] = {}
-
-    def run(self, inputs: list[Any], turns: Mapping[int, int], scale: float) -> Run:
-        """Returns all values in a step, those in loops at the given turns."""
-        # Compilation takes most of the time, so the program that compares steps is used again
-        # within the first step that differs.
-        key = frozenset(turns.items())
-        if key not in self._compiled:
-            values = frozenset(self.program.values())
-            self._compiled[key] = self._traced.compiled(values, True, turns)
-        return noisy_run(self._compiled[key], inputs, scale)
-
-
 class _Bisection:
     """Two programs, their inputs, and the number of runs made."""
 
-    def __init__(self, one: _First, other: Traced, inputs: list[Any], steps: int) -> None:
+    def __init__(self, one: Perturbed, other: Traced, inputs: list[Any], steps: int) -> None:
         self._one = one
         self._other = other
         self._inputs = inputs
         self._steps = steps
-        self._aligned = align(other.program, one.program)
+        self._aligned = align(other.program, one.traced.program)
         self._runs = 0
         self._scale = self._coarseness()
         self._compiled: dict[Any, Any] = {}
@@ -283,7 +264,7 @@ class _Bisection:
         self._runs += 1
         aligned, other = self._aligned, self._other
         turns_of_one = {aligned[o].number: turn for o, turn in turns.items() if o in aligned}
-        truth = self._one.run(inputs, turns_of_one, self._scale)
+        truth = self._one.run(inputs, turns=turns_of_one, scale=self._scale)
         key = frozenset(turns.items())
         if key not in self._compiled:
             numbered = {operation.number: turn for operation, turn in turns.items()}
@@ -292,7 +273,7 @@ class _Bisection:
         outputs, values = self._compiled[key](inputs)
         search = Search(
             Recorded(other.program, values),
-            Recorded(self._one.program, truth.values),
+            Recorded(self._one.traced.program, truth.values),
             truth.bounds,
             other.sizes,
             aligned,
