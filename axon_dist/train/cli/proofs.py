@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _DEVICES = 8
 _CONFIGS = (".yaml", ".yml")
 _CONFIG_STEPS = 3
+_OF_FUNCTIONS = ["mesh", "other_mesh", "shapes", "arguments"]
 
 
 def prove(arguments: argparse.Namespace) -> int:
@@ -56,8 +57,7 @@ def bisect(arguments: argparse.Namespace) -> int:
             f"got {len(targets)} programs to bisect, and {wanted} is needed: axon bisect A B, axon "
             "bisect --python PATH A, or axon bisect --record FILE A"
         )
-    if overrides and not all(target.endswith(_CONFIGS) for target in targets):
-        raise ConfigError(f"got {overrides[0]!r:.80}, which only a config has; leave it out")
+    _check_options(arguments, targets, overrides)
     _emulate([mesh for mesh in (arguments.mesh, arguments.other_mesh) if mesh])
     if arguments.record is not None:
         _recorded(targets[0], overrides, arguments.mesh, arguments).save(arguments.record)
@@ -66,6 +66,25 @@ def bisect(arguments: argparse.Namespace) -> int:
     _write(arguments.json, json.dumps(parting.as_json(), indent=1))
     print(parting)
     return 0 if parting.ok else 1
+
+
+def _check_options(
+    arguments: argparse.Namespace, targets: Sequence[str], overrides: Sequence[str]
+) -> None:
+    """Refuses options that would have no effect."""
+    if overrides and not all(target.endswith(_CONFIGS) for target in targets):
+        raise ConfigError(f"got {overrides[0]!r:.80}, which only configs have; leave it out")
+    unused = [] if any(_is_function(target) for target in targets) else _OF_FUNCTIONS
+    unused = [*unused, "other_mesh"] if len(targets) == 1 else unused
+    unused = [*unused, "json"] if arguments.record is not None else unused
+    for name in unused:
+        if getattr(arguments, name):
+            option = {"shapes": "shape"}.get(name, name).replace("_", "-")
+            raise ConfigError(f"--{option} has no effect on {' and '.join(targets)}; leave it out")
+
+
+def _is_function(target: str) -> bool:
+    return not target.endswith((*_CONFIGS, ".json"))
 
 
 def _is_override(text: str) -> bool:
@@ -86,7 +105,7 @@ def _parting(
             _record_elsewhere(targets[0], overrides, file, arguments)
             other = Recording.load(file)
         return compare(_recorded(targets[0], overrides, arguments.mesh, arguments), other)
-    if all(":" in target and not target.endswith(".json") for target in targets):
+    if all(map(_is_function, targets)):
         # In one process, operations on a mesh are compared with those on one device.
         return bisect_files(
             targets[0],
