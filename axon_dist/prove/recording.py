@@ -187,9 +187,10 @@ class Recording:
             plain["steps"] = tuple(_step(one) for one in plain["steps"])
             return cls(**plain)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = error.strerror if isinstance(error, OSError) else repr(error)
             raise ConfigError(
-                f"[PROVE009] {str(path)!r} holds no fingerprints ({error!r:.80}); write them anew "
-                f"by axon bisect --record {path} FILE"
+                f"[PROVE009] {str(path)!r} holds no fingerprints ({why:.80}); write them anew by "
+                f"axon bisect --record {path} A"
             ) from error
 
 

@@ -16,7 +16,7 @@ from axon_dist.train.app.config_records import record_config
 from axon_dist.train.cli.main import main
 from axon_dist.train.config import load_config
 
-X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+X = np.linspace(0.1, 1, 12, dtype=np.float32).reshape(3, 4)
 ROWS = np.linspace(0.5, 1.5, 5, dtype=np.float32)
 
 

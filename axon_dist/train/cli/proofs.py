@@ -54,7 +54,7 @@ def bisect(arguments: argparse.Namespace) -> int:
     wanted = 1 if arguments.record or arguments.python else 2
     if len(targets) != wanted:
         raise ConfigError(
-            f"got {len(targets)} programs to bisect, and {wanted} is needed: axon bisect A B, axon "
+            f"got {len(targets)} programs to bisect, and this takes {wanted}: axon bisect A B, axon "
             "bisect --python PATH A, or axon bisect --record FILE A"
         )
     _check_options(arguments, targets, overrides)
