@@ -318,8 +318,8 @@ class Report:
             return f"{self.function}: no output can be compared; {unjudged[0].reason}"
         text = (
             f"{self.function}: the same on {meshes} as on one device: of {len(self.outputs)} "
-            f"output{'s' * (len(self.outputs) != 1)} {len(named['proven'])} proven for every input, "
-            f"{len(named['tried'])} equal for the {draws} that were tried"
+            f"output{'s' * (len(self.outputs) != 1)} {len(named['proven'])} proven for every "
+            f"input, {len(named['tried'])} equal for the {draws} that were tried"
         )
         reasons = [output.reason for output in named["tried"] if output.reason]
         text += f" ({reasons[0]})" if reasons else ""

@@ -54,8 +54,8 @@ def bisect(arguments: argparse.Namespace) -> int:
     wanted = 1 if arguments.record or arguments.python else 2
     if len(targets) != wanted:
         raise ConfigError(
-            f"got {len(targets)} programs to bisect, and this takes {wanted}: axon bisect A B, axon "
-            "bisect --python PATH A, or axon bisect --record FILE A"
+            f"got {len(targets)} programs to bisect, and this takes {wanted}: axon bisect A B, "
+            "axon bisect --python PATH A, or axon bisect --record FILE A"
         )
     _check_options(arguments, targets, overrides)
     _emulate([mesh for mesh in (arguments.mesh, arguments.other_mesh) if mesh])
