@@ -14,7 +14,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +245,7 @@ def read(traced: Traced, state: Sequence[Any], batches: Sequence[Sequence[Any]])
         ConfigError: when its values do not fit in the memory of this machine.
     """
     order = list(_in_order(traced.program.region, -1))
-    _check_size([value for value, _ in order])
+    _check_size(traced.program.region)
     run = traced.compiled(frozenset(v for v, _ in order), with_noise=True, all_turns=True)
     states = [list(state) for _ in range(NOISY_RUNS + 1)]
     outputs: list[list[Fingerprint]] = []
@@ -282,8 +282,18 @@ def _in_order(region: Region, loop: int) -> Iterator[tuple[Value, int]]:
         yield from ((value, loop) for value in operation.results)
 
 
-def _check_size(values: Iterable[Value]) -> None:
-    need = sum(4 * math.prod(value.shape) for value in values)
+def _bytes(region: Region) -> int:
+    """Returns the bytes of all values of a region, about, with those of each turn of its loops."""
+    total = 0
+    for operation in region.operations:
+        total += sum(4 * math.prod(value.shape) for value in operation.results)
+        times = operation.equation.params.get("length", 1)
+        total += sum(times * _bytes(inner) for inner in operation.regions)
+    return total
+
+
+def _check_size(region: Region) -> None:
+    need = _bytes(region)
     if need > host_memory() / 4:
         raise ConfigError(
             f"the values of a step have {need / 1e9:.3g} GB, and this machine has "

@@ -105,11 +105,13 @@ def _on_mesh(
 
 
 def _prints(arrays: Mapping[str, Any]) -> dict[str, Fingerprint]:
-    """Returns fingerprints whose bounds are those of numbers that are only rounded once."""
+    """Returns fingerprints of arrays that are equal but for the rounding of their initializers."""
     found = {}
     for name, x in arrays.items():
-        numbers = fingerprint(np.asarray(jax.device_get(x)))
-        found[name] = Fingerprint(tuple(numbers.tolist()), 1e-6 * float(np.abs(numbers).max()))
+        array = np.asarray(jax.device_get(x))
+        numbers = fingerprint(array)
+        bound = 0.0 if array.dtype.kind in "iub" else 1e-6 * float(np.abs(numbers).max())
+        found[name] = Fingerprint(tuple(numbers.tolist()), bound)
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -97,15 +96,9 @@ def _parting(
     targets: Sequence[str], overrides: Sequence[str], arguments: argparse.Namespace
 ) -> Parting:
     from axon_dist.prove.file import bisect_files  # noqa: PLC0415
-    from axon_dist.prove.recording import Recording, compare  # noqa: PLC0415
+    from axon_dist.prove.recording import compare  # noqa: PLC0415
 
-    if arguments.python is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "other.json")
-            _record_elsewhere(targets[0], overrides, file, arguments)
-            other = Recording.load(file)
-        return compare(_recorded(targets[0], overrides, arguments.mesh, arguments), other)
-    if all(map(_is_function, targets)):
+    if len(targets) == 2 and all(map(_is_function, targets)):
         # In one process, operations on a mesh are compared with those on one device.
         return bisect_files(
             targets[0],
@@ -116,11 +109,14 @@ def _parting(
             arguments.arguments,
             arguments.steps or 1,
         )
-    meshes = arguments.mesh, arguments.other_mesh or arguments.mesh
-    one, other = (
-        _recorded(target, overrides, mesh, arguments)
-        for target, mesh in zip(targets, meshes, strict=True)
-    )
+    one = _recorded(targets[0], overrides, arguments.mesh, arguments)
+    if arguments.python is not None:
+        other = _recorded_elsewhere(targets[0], overrides, arguments)
+    else:
+        mesh = arguments.other_mesh or arguments.mesh
+        other = _recorded(targets[1], overrides, mesh, arguments)
+    for letter, recording in (("A", one), ("B", other)):
+        notice(f"{letter}: {recording.name} {recording.title} ({recording.made_by})")
     return compare(one, other)
 
 
@@ -142,10 +138,21 @@ def _recorded(
     return record_file(target, mesh, arguments.shapes, arguments.arguments, arguments.steps or 1)
 
 
+def _recorded_elsewhere(
+    target: str, overrides: Sequence[str], arguments: argparse.Namespace
+) -> Recording:
+    """Records in the environment of another Python."""
+    from axon_dist.prove.recording import Recording  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "other.json")
+        _record_elsewhere(target, overrides, file, arguments)
+        return Recording.load(file)
+
+
 def _record_elsewhere(
     target: str, overrides: Sequence[str], file: Path, arguments: argparse.Namespace
 ) -> None:
-    """Records in the environment of another Python."""
     words = [target, *overrides, "--record", str(file)]
     for name in ("mesh", "arguments", "steps"):
         value = getattr(arguments, name)
@@ -153,10 +160,8 @@ def _record_elsewhere(
     for shape in arguments.shapes:
         words += ["--shape", shape]
     command = [arguments.python, "-m", "axon_dist.train.cli", "bisect", *words]
-    # A `jax` of this environment must not be found before that of the other one.
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         raise ConfigError(
             f"--python: {arguments.python!r} cannot be run ({error.strerror}); give the path of "
