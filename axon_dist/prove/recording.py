@@ -408,12 +408,13 @@ def _located(
         extra = _only_here(recording.values, at[side], known)
         if extra is not None:
             value, place_of, number = recording.values[extra], recording.places, extra
-    inside = f", turn {turn + 1} of the loop" if loop >= 0 and turn else ""
+    layer = [value.layer] if value.layer else []
+    layer += [f"turn {turn + 1} of the loop"] if loop >= 0 and turn else []
     before = (one if place_of is one.places else other).values[: number + 1]
     same = [v for v in before if (v.operation, v.frames) == (value.operation, value.frames)]
     return dataclasses.replace(
         found, operation=value.operation, places=tuple(place_of[n] for n in value.frames),
-        layer=f"{value.layer}{inside}", time=len(same), difference=gap, bound=bound,
+        layer=", ".join(layer), time=len(same), difference=gap, bound=bound,
     )  # fmt: skip
 
 
