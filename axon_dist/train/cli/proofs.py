@@ -57,7 +57,9 @@ def bisect(arguments: argparse.Namespace) -> int:
             "axon bisect --python PATH A, or axon bisect --record FILE A"
         )
     _check_options(arguments, targets, overrides)
-    _emulate([mesh for mesh in (arguments.mesh, arguments.other_mesh) if mesh])
+    if any(map(_is_function, targets)):
+        # A config says itself which devices it needs.
+        _emulate([mesh for mesh in (arguments.mesh, arguments.other_mesh) if mesh])
     if arguments.record is not None:
         _recorded(targets[0], overrides, arguments.mesh, arguments).save(arguments.record)
         return 0
