@@ -527,7 +527,7 @@ VERBS: tuple[Verb, ...] = (
         examples=(
             "axon bisect old.py:step new.py:step --arguments batch",
             "axon bisect step.py:make step.py:make --mesh dp=1 --other-mesh dp=8",
-            "axon bisect configs/fsdp8.yaml configs/tp2.yaml model.num_layers=2",
+            "axon bisect configs/fsdp8.yaml configs/zero1.yaml model.num_layers=2",
             "axon bisect configs/fsdp8.yaml --python ~/jax-0.10/bin/python",
         ),
     ),
