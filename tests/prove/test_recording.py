@@ -63,7 +63,7 @@ CONFIG = """
 name: small
 devices: {emulate: 2}
 mesh: {dp: 2}
-model: {width: 8, num_layers: 2, num_heads: 2, ffn_width: 8, max_length: 8, vocab_size: 16}
+model: {width: 8, num_layers: 1, num_heads: 2, ffn_width: 8, max_length: 8, vocab_size: 16}
 data: {sequence_length: 8}
 optimizer: {name: sgd, learning_rate: 0.1}
 train: {steps: 6, global_batch: 4}
@@ -104,6 +104,7 @@ def test_configs_are_compared_whatever_their_strategies(name, recorded, capsys):
     assert layer in found["layer"], capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_other_data_and_other_weights_are_named_as_such(recorded):
     one = Recording.load(recorded / "a.json")
     config = load_config(recorded / "a.yaml", ["seed=1"])
