@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,9 @@ from .relations import RankValues
 from .report import Finding, Kind, Output, Place, Report
 from .runs import Perturbed, Run
 from .trace import Subject, Traced, array_leaves, subject_of
+
+
+_HERE = os.path.dirname(__file__)
 
 
 class MeshVariant(AxonDistError, AssertionError):
@@ -533,9 +537,11 @@ class _Comparison:
 
 
 def places_of(frames: Iterable[Frame]) -> tuple[Place, ...]:
-    """Converts frames to places of a report."""
+    """Converts frames to places of a report, without those of this package, which calls a user's."""
     return tuple(
-        Place(f.file, f.line, f.column, f.end_column, f.function.rpartition(".")[2]) for f in frames
+        Place(f.file, f.line, f.column, f.end_column, f.function.rpartition(".")[2])
+        for f in frames
+        if os.path.dirname(f.file) != _HERE
     )
 
 

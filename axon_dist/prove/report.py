@@ -319,7 +319,7 @@ class Report:
         text = (
             f"{self.function}: the same on {meshes} as on one device: of {len(self.outputs)} "
             f"output{'s' * (len(self.outputs) != 1)} {len(named['proven'])} proven for every "
-            f"input, {len(named['tried'])} equal for the {draws} that were tried"
+            f"input, {len(named['tried'])} equal for {draws} tried"
         )
         reasons = [output.reason for output in named["tried"] if output.reason]
         text += f" ({reasons[0]})" if reasons else ""
