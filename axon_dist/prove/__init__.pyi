@@ -3,8 +3,11 @@ from .check import assert_mesh_invariant as assert_mesh_invariant
 from .check import prove as prove
 from .file import bisect_files as bisect_files
 from .file import prove_file as prove_file
+from .file import record_file as record_file
 from .parting import Parting as Parting
 from .parting import bisect as bisect
+from .recording import Recording as Recording
+from .recording import compare as compare
 from .report import Finding as Finding
 from .report import Kind as Kind
 from .report import Output as Output

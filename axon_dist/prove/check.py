@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..core.compat import Frame
+from ..core.compat import Frame, source_frames
 from ..core.errors import AxonDistError, MeshError
 from . import relations
 from .inputs import draws_of
@@ -20,9 +21,13 @@ from .lattice import proven_outputs
 from .locate import Found, Recorded, Search, align
 from .meshes import build_mesh, family, find_mesh, sizes_of
 from .program import DRAWS, Injected, Operation, Value, reads_of, same_operations
-from .relations import RankValues, bound_of
+from .relations import RankValues
 from .report import Finding, Kind, Output, Place, Report
+from .runs import Perturbed, Run
 from .trace import Subject, Traced, array_leaves, subject_of
+
+
+_HERE = os.path.dirname(__file__)
 
 
 class MeshVariant(AxonDistError, AssertionError):
@@ -112,6 +117,7 @@ def prove_subject(
     wanted: Sequence[Mapping[str, int]],
     draws: int,
     drawn: Sequence[tuple[Any, ...]] = (),
+    tell: Callable[[str], None] = lambda title: None,
 ) -> Report:
     """Compares a function on all meshes of some families with one device.
 
@@ -121,11 +127,12 @@ def prove_subject(
         wanted: the real sizes of each family.
         draws: how often shapes are drawn.
         drawn: the arguments to try instead of the subject's.
+        tell: is called with the title of each mesh before it is tried.
     """
     tried: list[dict[str, int]] = []
     for sizes in wanted:
         tried += [one for one in family(sizes) if one not in tried]
-    return _Proof(subject, like, tried, list(drawn), draws).run()
+    return _Proof(subject, like, tried, list(drawn), draws, tell).run()
 
 
 def _wanted(function: Any, subject: Subject, meshes: Any) -> tuple[Any, list[dict[str, int]]]:
@@ -139,15 +146,23 @@ def _wanted(function: Any, subject: Subject, meshes: Any) -> tuple[Any, list[dic
         return found, [sizes_of(found)]
     several = [meshes] if isinstance(meshes, (str, Mapping, jax.sharding.Mesh)) else list(meshes)
     wanted = [sizes_of(mesh) for mesh in several]
-    names = set(found.axis_names) if found is not None else set()
-    for sizes in wanted:
-        if found is not None and set(sizes) != names:
-            raise MeshError(
-                f"[PROVE007] {subject.name} has a mesh with the axes {sorted(names)}, but the mesh "
-                f"to try has {sorted(sizes)}; give a size for each axis of the former"
-            )
-        build_mesh(sizes, found)
+    check_axes(subject.name, found, wanted)
     return found, wanted
+
+
+def check_axes(name: str, own: Any, wanted: Sequence[Mapping[str, int]]) -> None:
+    """Checks that meshes have the axes of the mesh of a function, if that has one.
+
+    Raises:
+        MeshError: if they have not, or there are too few devices for one.
+    """
+    for sizes in wanted:
+        if own is not None and set(sizes) != set(own.axis_names):
+            raise MeshError(
+                f"[PROVE007] {name} has a mesh with the axes {sorted(own.axis_names)}, but the "
+                f"mesh to try has {sorted(sizes)}; give a size for each axis of the former"
+            )
+        build_mesh(sizes, own)
 
 
 @dataclasses.dataclass(eq=False)
@@ -159,6 +174,7 @@ class _Proof:
     tried: list[dict[str, int]]
     drawn: list[tuple[Any, ...]]
     count: int
+    tell: Callable[[str], None]
     checked: bool = True
 
     def run(self) -> Report:
@@ -166,6 +182,7 @@ class _Proof:
         findings: list[Finding] = []
         ones = self.tried[0]
         titles = tuple(",".join(f"{n}={s}" for n, s in sizes.items()) for sizes in self.tried)
+        self.tell(titles[0])
         try:
             oracle = self.subject.on(ones, self.like, self.checked)
         except AxonDistError:
@@ -195,10 +212,12 @@ class _Proof:
         outputs = {name: Output(name, "tried") for name in oracle.names}
         is_one_program = True
         proven = set(range(len(oracle.names)))
+        reasons: dict[str, str] = {}
         for sizes, title in zip(others, titles[1:], strict=True):
             alone = [a for f in findings for a in f.axes if f.mesh != title]
             if sum(size > 1 for size in sizes.values()) > 1 and alone:
                 continue
+            self.tell(title)
             try:
                 traced = self.subject.on(sizes, self.like, self.checked)
             except AxonDistError:
@@ -212,15 +231,17 @@ class _Proof:
                 # Partitioning of this axis is tried with that of the others.
                 continue
             findings += _Comparison(oracle, traced, truths, inputs, outputs).run()
-            proven &= proven_outputs(traced.program, oracle.program, sizes)
+            rules = proven_outputs(traced.program, oracle.program, sizes)
+            proven &= {number for number, without in rules.items() if without is None}
+            for number, without in rules.items():
+                if without is not None:
+                    reasons.setdefault(oracle.names[number], _without_rule(without))
         if not findings:
             # The mesh changes only where numbers are placed, not the operations, so outputs are
             # equal for every input.
             names = set(oracle.names) if is_one_program else {oracle.names[n] for n in proven}
             outputs = {
-                name: dataclasses.replace(output, status="proven")
-                if name in names and output.status == "tried"
-                else output
+                name: _with_reason(output, name in names, reasons.get(name, ""))
                 for name, output in outputs.items()
             }
         findings = list(dict.fromkeys(findings))
@@ -232,6 +253,21 @@ class _Proof:
         if not self.drawn:
             return draws_of(oracle.leaves, self.count)
         return [draw for one in self.drawn for draw in draws_of(array_leaves(one), 1)]
+
+
+def _with_reason(output: Output, is_proven: bool, reason: str) -> Output:
+    if output.status != "tried":
+        return output
+    if is_proven:
+        return dataclasses.replace(output, status="proven")
+    return dataclasses.replace(output, reason=reason)
+
+
+def _without_rule(operation: Operation) -> str:
+    """Says which operation has no rule, and where it is."""
+    places = places_of(source_frames(operation.equation, operation.callers)[0][:1])
+    at = f" at {places[0]}" if places else ""
+    return f"{operation.name}{at} has no rule"
 
 
 def _refused(error: Exception, title: str, sizes: Mapping[str, int], subject: Subject) -> Finding:
@@ -264,34 +300,20 @@ class _Truths:
     """The results on one device for each input, and the bounds of their rounding errors."""
 
     def __init__(self, oracle: Traced, inputs: list[list[Any]]) -> None:
-        self.oracle, self._inputs = oracle, inputs
-        self._run = oracle.compiled(frozenset(), with_noise=True)
-        self._recording: Any = None
-        self._known: dict[Any, Any] = {}
-        self.values = frozenset(oracle.program.values())
+        self._oracle = Perturbed(oracle)
+        self._inputs = inputs
+        self._known: dict[Any, Run] = {}
 
-    def outputs(
-        self, draw: int, bits: Mapping[int, Injected]
-    ) -> tuple[list[np.ndarray], list[float]]:
-        """Returns the outputs for an input, and the rounding bound of each."""
+    def outputs(self, draw: int, bits: Mapping[int, Injected]) -> Run:
+        """Returns the outputs for an input; they are the same for all meshes."""
         key = draw, tuple(bits)
         if key not in self._known:
-            runs = [self._run(self._inputs[draw], n, float(n > 0), bits)[0] for n in _runs()]
-            self._known[key] = runs[0], [bound_of(each) for each in zip(*runs, strict=True)]
+            self._known[key] = self._oracle.run(self._inputs[draw], records=False, bits=bits)
         return self._known[key]
 
-    def record(
-        self, draw: int, bits: Mapping[int, Injected]
-    ) -> tuple[dict[Value, np.ndarray], dict[Value, float]]:
-        """Returns all values for an input, and the rounding bound of each."""
-        if self._recording is None:
-            self._recording = self.oracle.compiled(self.values, with_noise=True)
-        runs = [self._recording(self._inputs[draw], n, float(n > 0), bits)[1] for n in _runs()]
-        return runs[0], {value: bound_of([run[value] for run in runs]) for value in runs[0]}
-
-
-def _runs() -> range:
-    return range(relations.NOISY_RUNS + 1)
+    def values(self, draw: int, bits: Mapping[int, Injected]) -> Run:
+        """Returns all values for an input."""
+        return self._oracle.run(self._inputs[draw], bits=bits)
 
 
 class _Comparison:
@@ -348,12 +370,12 @@ class _Comparison:
             for_one[other.number] = Injected(bits, whole)
             for_all[operation.number] = Injected(bits, splits)
         for draw, inputs in enumerate(self._inputs):
-            truth, bounds = self._truths.outputs(draw, for_one)
-            if draw and not all(np.isfinite(x).all() for x in truth if x.dtype.kind == "f"):
+            truth = self._truths.outputs(draw, for_one)
+            if draw and not all(np.isfinite(x).all() for x in truth.outputs if x.dtype.kind == "f"):
                 # An empty mask may cause a division by zero, which is not the mesh's fault.
                 continue
             got, _ = self._run(inputs, injected=for_all)
-            wrong = self._compare(got, truth, bounds)
+            wrong = self._compare(got, truth.outputs, truth.output_bounds)
             if wrong:
                 return self._locate(draw, wrong, for_one, for_all)
         return []
@@ -391,15 +413,15 @@ class _Comparison:
         for_one: Mapping[int, Injected],
         for_all: Mapping[int, Injected],
     ) -> list[Finding]:
-        whole, bounds = self._truths.record(draw, for_one)
+        truth = self._truths.values(draw, for_one)
         recording = self._traced.compiled(
             frozenset(self._traced.program.values()), with_noise=bool(for_all)
         )
         _, values = recording(self._inputs[draw], injected=for_all)
         search = Search(
             Recorded(self._traced.program, values),
-            Recorded(self._oracle.program, whole),
-            bounds,
+            Recorded(self._oracle.program, truth.values),
+            truth.bounds,
             self._traced.sizes,
             self._aligned,
         )
@@ -415,7 +437,8 @@ class _Comparison:
         self, blamed: Found | None, numbers: list[int], wrong: Mapping[int, tuple[float, float]]
     ) -> Finding:
         worst = max(numbers, key=lambda number: wrong[number][0])
-        names = tuple(self._oracle.names[number] for number in numbers)
+        largest = sorted(numbers, key=lambda number: -wrong[number][0])
+        names = tuple(self._oracle.names[number] for number in largest)
         gap, bound = wrong[worst]
         traced = self._traced
         if blamed is None:
@@ -514,9 +537,11 @@ class _Comparison:
 
 
 def places_of(frames: Iterable[Frame]) -> tuple[Place, ...]:
-    """Converts frames to places of a report."""
+    """Converts frames to places of a report, without those of this package, which calls a user's."""
     return tuple(
-        Place(f.file, f.line, f.column, f.end_column, f.function.rpartition(".")[2]) for f in frames
+        Place(f.file, f.line, f.column, f.end_column, f.function.rpartition(".")[2])
+        for f in frames
+        if os.path.dirname(f.file) != _HERE
     )
 
 

@@ -14,9 +14,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..core.errors import ConfigError, did_you_mean
-from .check import prove_subject
+from .check import check_axes, prove_subject
 from .meshes import find_mesh, load_file, sizes_of, substituted
 from .parting import Parting, bisect_subjects, paired
+from .recording import Recording, record
 from .report import Report
 from .trace import Subject, subject_of
 
@@ -32,6 +33,7 @@ def prove_file(
     shapes: Sequence[str] = (),
     arguments: str | None = None,
     draws: int = 2,
+    tell: Callable[[str], None] = lambda title: None,
 ) -> Report:
     """Proves a function of a file on several meshes.
 
@@ -47,6 +49,7 @@ def prove_file(
             parameters and returns the arguments as a tuple. By default `arguments`, if there is
             one.
         draws: how often shapes are drawn.
+        tell: is called with the title of each mesh before it is tried.
 
     Returns:
         The report.
@@ -63,7 +66,8 @@ def prove_file(
             "--mesh dp=4,tp=2"
         )
     wanted = [sizes_of(mesh) for mesh in meshes] or [sizes_of(own)]
-    return prove_subject(subject, own, wanted, draws)
+    check_axes(subject.name, own, wanted)
+    return prove_subject(subject, own, wanted, draws, tell=tell)
 
 
 def bisect_files(
@@ -97,6 +101,29 @@ def bisect_files(
     other_subject, others_mesh = file_subject(other, shapes, arguments, one)
     meshes = paired(mesh or own_mesh, other_mesh or others_mesh)
     return bisect_subjects(subject, other_subject, *meshes, steps)
+
+
+def record_file(
+    target: str,
+    mesh: str | None = None,
+    shapes: Sequence[str] = (),
+    arguments: str | None = None,
+    steps: int = 1,
+) -> Recording:
+    """Records the fingerprints of a function's values, to compare them in another environment.
+
+    Args:
+        target: `file.py:function`.
+        mesh: the mesh, as `"dp=4"`; by default the mesh of its file.
+        shapes: as for `bisect_files`.
+        arguments: as for `bisect_files`.
+        steps: the number of steps.
+
+    Returns:
+        The recording.
+    """
+    subject, own_mesh = file_subject(target, shapes, arguments)
+    return record(subject, mesh or own_mesh or {"device": 1}, steps)
 
 
 def file_subject(

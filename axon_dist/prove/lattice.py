@@ -22,7 +22,7 @@ from jax.extend.core import Literal
 
 from ..core.typing import Shape
 from ..ir.factors import KEEPS, RESHAPES, SCATTER_ADDS, Factors, Role, factors
-from .program import Operation, Program, Read, Region, Value, plain
+from .program import Operation, Program, Read, Region, Value, plain, reads_of
 from .relations import names_of
 
 ANY = ("*",)
@@ -68,8 +68,12 @@ class Description:
         return self.is_exact and not any(self.splits)
 
 
-def proven_outputs(real: Program, oracle: Program, sizes: Mapping[str, int]) -> set[int]:
-    """Returns the numbers of the outputs that equal those of one device for every input.
+def proven_outputs(
+    real: Program, oracle: Program, sizes: Mapping[str, int]
+) -> dict[int, Operation | None]:
+    """Returns the numbers of the outputs, each with the first operation that no rule describes.
+
+    An output with None equals that of one device for every input.
 
     Args:
         real: the program on a mesh.
@@ -78,11 +82,11 @@ def proven_outputs(real: Program, oracle: Program, sizes: Mapping[str, int]) -> 
     """
     names = [operation.name for operation in real.operations]
     if names != [operation.name for operation in oracle.operations]:
-        return set()
+        return {}
     # Regions that do not correspond raise a ValueError; such programs are not proven.
     with contextlib.suppress(ValueError):
         return _Proof(sizes).run(real.region, oracle.region)
-    return set()
+    return {}
 
 
 class _Unknown(Exception):
@@ -123,13 +127,25 @@ class _Proof:
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self._known: dict[Value, Description | None] = {}
+        self._causes: dict[Value, Operation] = {}
 
-    def run(self, real: Region, oracle: Region) -> set[int]:
-        """Returns the numbers of the outputs that are exact and replicated."""
+    def run(self, real: Region, oracle: Region) -> dict[int, Operation | None]:
+        """Returns None for outputs that are exact and replicated, else what has no rule."""
         for on_mesh in real.inputs:
             self._known[on_mesh] = Description(((),) * len(on_mesh.shape))
         outputs = self._region(real, oracle)
-        return {n for n, one in enumerate(outputs) if one is not None and one.is_replicated}
+        found: dict[int, Operation | None] = {}
+        for number, (one, value) in enumerate(zip(outputs, real.outputs, strict=True)):
+            if one is not None and one.is_replicated:
+                found[number] = None
+            elif isinstance(value, Value) and value.maker is not None:
+                found[number] = self._causes.get(value, value.maker)
+        return found
+
+    def _note(self, operation: Operation, value: Value, inner: Sequence[Read]) -> None:
+        """Notes which operation first has no rule on the way to a value without a description."""
+        known = [self._causes[r] for r in reads_of(inner) if r in self._causes]
+        self._causes[value] = min(known, key=lambda o: o.number, default=operation)
 
     def _region(self, real: Region, oracle: Region) -> list[Description | None]:
         for on_mesh, on_one in zip(real.constants, oracle.constants, strict=False):
@@ -139,6 +155,10 @@ class _Proof:
         for on_mesh, on_one in zip(real.operations, oracle.operations, strict=True):
             results = self._results(on_mesh, on_one)
             self._known.update(zip(on_mesh.results, results, strict=True))
+            for number, (value, found) in enumerate(zip(on_mesh.results, results, strict=True)):
+                if found is None:
+                    inner = [on_mesh.regions[0].outputs[number]] if on_mesh.is_map else []
+                    self._note(on_mesh, value, [*on_mesh.reads, *inner])
         pairs = zip(real.outputs, oracle.outputs, strict=True)
         return [self._read(on_mesh, on_one) for on_mesh, on_one in pairs]
 

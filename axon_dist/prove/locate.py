@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -80,17 +80,23 @@ def align(one: Program, other: Program) -> dict[Operation, Operation]:
         return operation.name, tuple(len(value.shape) for value in operation.results)
 
     names = [operation.name for operation in one.operations]
-    others = [operation.name for operation in other.operations]
-    if names == others:
+    if names == [operation.name for operation in other.operations]:
         return dict(zip(one.operations, other.operations, strict=True))
-    keys = [key(operation) for operation in one.operations]
-    other_keys = [key(operation) for operation in other.operations]
-    matcher = difflib.SequenceMatcher(None, keys, other_keys, autojunk=False)
-    found: dict[Operation, Operation] = {}
-    for block in matcher.get_matching_blocks():
-        for step in range(block.size):
-            found[one.operations[block.a + step]] = other.operations[block.b + step]
-    return found
+    pairs = matched(list(map(key, one.operations)), list(map(key, other.operations)))
+    return {one.operations[first]: other.operations[second] for first, second in pairs}
+
+
+def matched(keys: Sequence[Hashable], others: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Returns the positions at which two sequences agree, as a difference of two texts does.
+
+    Example:
+        >>> matched("abc", "axc")
+        [(0, 0), (2, 2)]
+    """
+    if keys == others:
+        return [(number, number) for number in range(len(keys))]
+    blocks = difflib.SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
+    return [(b.a + step, b.b + step) for b in blocks for step in range(b.size)]
 
 
 class Search:

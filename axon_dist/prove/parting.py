@@ -16,9 +16,9 @@ from .check import places_of
 from .inputs import draws_of
 from .locate import Recorded, Search, align
 from .meshes import find_mesh, sizes_of
-from .program import Operation, Value
+from .program import Operation, Value, is_key, plain
 from .report import Place, finite
-from .runs import Run, noisy_run
+from .runs import Perturbed, Run
 from .trace import Subject, Traced, subject_of
 
 
@@ -40,6 +40,7 @@ class Parting:
         bound: how much of that rounding explains.
         runs: how often a step of both programs ran to find it, without runs that measure rounding.
         operations: how many operations a step has.
+        note: what is known where no operation was found.
     """
 
     ok: bool
@@ -53,6 +54,7 @@ class Parting:
     bound: float = 0.0
     runs: int = 0
     operations: int = 0
+    note: str = ""
 
     @property
     def place(self) -> Place | None:
@@ -68,7 +70,8 @@ class Parting:
         where = f"{self.place}: " if self.place else ""
         outputs = ", ".join(self.outputs[:3])
         if not self.operation:
-            return f"{outputs} differ after step {self.step}; no operation was found {ran}"
+            note = self.note or "no operation was found"
+            return f"{outputs} differ in step {self.step}; {note} {ran}"
         gap = "" if math.isinf(self.difference) else f" by {self.difference:.3g}"
         text = f"{where}the programs part at {self.operation} in step {self.step}{gap}; rounding "
         text += f"explains {self.bound:.1g} {ran}\n"
@@ -132,42 +135,24 @@ def bisect_subjects(
     subject: Subject, other_subject: Subject, mesh: Any, other_mesh: Any, steps: int = 1
 ) -> Parting:
     """Does the work of `bisect` for two functions with their arguments, each on its mesh."""
-    first, second = _traced(subject, mesh), _traced(other_subject, other_mesh)
-    return _Bisection(_First(first), second, draws_of(first.leaves, 1)[0], steps).run()
+    first, second = traced_on(subject, mesh), traced_on(other_subject, other_mesh)
+    return _Bisection(Perturbed(first), second, draws_of(first.leaves, 1)[0], steps).run()
 
 
-def _traced(subject: Subject, mesh: Any) -> Traced:
+def traced_on(subject: Subject, mesh: Any) -> Traced:
+    """Traces a function on a mesh, or on one of the given sizes."""
     return subject.on(sizes_of(mesh), mesh if isinstance(mesh, jax.sharding.Mesh) else None)
-
-
-class _First:
-    """The first program, compiled once for each choice of turns."""
-
-    def __init__(self, traced: Traced) -> None:
-        self.program = traced.program
-        self._traced = traced
-        self._compiled: dict[Any, Any] = {}
-
-    def run(self, inputs: list[Any], turns: Mapping[int, int], scale: float) -> Run:
-        """Returns all values in a step, those in loops at the given turns."""
-        # Compilation takes most of the time, so the program that compares steps is used again
-        # within the first step that differs.
-        key = frozenset(turns.items())
-        if key not in self._compiled:
-            values = frozenset(self.program.values())
-            self._compiled[key] = self._traced.compiled(values, True, turns)
-        return noisy_run(self._compiled[key], inputs, scale)
 
 
 class _Bisection:
     """Two programs, their inputs, and the number of runs made."""
 
-    def __init__(self, one: _First, other: Traced, inputs: list[Any], steps: int) -> None:
+    def __init__(self, one: Perturbed, other: Traced, inputs: list[Any], steps: int) -> None:
         self._one = one
         self._other = other
         self._inputs = inputs
         self._steps = steps
-        self._aligned = align(other.program, one.program)
+        self._aligned = align(other.program, one.traced.program)
         self._runs = 0
         self._scale = self._coarseness()
         self._compiled: dict[Any, Any] = {}
@@ -193,7 +178,7 @@ class _Bisection:
             if wrong:
                 return self._within(step, inputs, wrong, count, search)
             # Rounding errors accumulate over steps, so each step is compared from the same state.
-            inputs = _next(inputs, truth.outputs)
+            inputs = following(inputs, truth.outputs)
         return Parting(True, runs=self._runs, operations=count)
 
     def _wrong(self, got: Sequence[np.ndarray], truth: Run) -> list[int]:
@@ -279,7 +264,7 @@ class _Bisection:
         self._runs += 1
         aligned, other = self._aligned, self._other
         turns_of_one = {aligned[o].number: turn for o, turn in turns.items() if o in aligned}
-        truth = self._one.run(inputs, turns_of_one, self._scale)
+        truth = self._one.run(inputs, turns=turns_of_one, scale=self._scale)
         key = frozenset(turns.items())
         if key not in self._compiled:
             numbered = {operation.number: turn for operation, turn in turns.items()}
@@ -288,7 +273,7 @@ class _Bisection:
         outputs, values = self._compiled[key](inputs)
         search = Search(
             Recorded(other.program, values),
-            Recorded(self._one.program, truth.values),
+            Recorded(self._one.traced.program, truth.values),
             truth.bounds,
             other.sizes,
             aligned,
@@ -311,11 +296,12 @@ def _is_in(operation: Operation, loop: Operation) -> bool:
     return False
 
 
-def _next(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+def following(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     """Returns the inputs of the next step: leading outputs replace inputs of the same shape."""
-    following = list(inputs)
-    for number, (old, new) in enumerate(zip(inputs, outputs, strict=False)):
-        if np.shape(old) != np.shape(new) or old.dtype != new.dtype:
+    new = list(inputs)
+    for number, (old, output) in enumerate(zip(inputs, outputs, strict=False)):
+        if np.shape(plain(old)) != np.shape(output) or plain(old).dtype != output.dtype:
             break
-        following[number] = new
-    return following
+        impl = jax.random.key_impl(old) if is_key(old) else None
+        new[number] = output if impl is None else jax.random.wrap_key_data(output, impl=impl)
+    return new

@@ -26,7 +26,7 @@ from ..ir.walk import OPENED, dtype_of
 DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 """Primitives that draw random bits."""
 
-_EXACT = frozenset(
+EXACT = frozenset(
     {
         "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "select_n",
         "dynamic_slice", "dynamic_update_slice", "gather", "concatenate", "pad", "rev", "copy",
@@ -245,12 +245,14 @@ class Evaluation:
             last place, up or down. None for no noise.
         injected: bits for draws, by the number of the operation.
         turns: the turn of a loop whose values are recorded, by the loop's number; 0 for others.
+        all_turns: whether the values of all turns of a `scan` are recorded, in leading dims.
     """
 
     wanted: frozenset[Value] = frozenset()
     noise: tuple[Array, Array] | None = None
     injected: Mapping[int, Injected] = dataclasses.field(default_factory=dict)
     turns: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    all_turns: bool = False
 
     def run(self, program: Program, values: Sequence[Array]) -> tuple[list[Array], dict]:
         """Computes the outputs and the recorded values by `Value`, with ranks as leading dims."""
@@ -285,11 +287,16 @@ class Evaluation:
             return [_block(self.injected[operation.number], operation.results[0])]
         if operation.is_map:
             return self._map(operation, operands, record)
+        here = _branch_of_platform(operation)
+        if here is not None:
+            return self._region(here, operands[1:], record)
+        if self.all_turns and operation.name == "scan":
+            return self._scan(operation, operands, record=record)
         self._first_turn(operation, operands, record)
         if self._opens and operation.name in _LOOPED:
             return _LOOPED[operation.name](self, operation, operands)
         results = eval_equation(operation.equation, operands)
-        if self.noise is None or operation.name in _EXACT:
+        if self.noise is None or operation.name in EXACT:
             return results
         size = 1.0
         if operation.name in _SUMS:
@@ -352,18 +359,31 @@ class Evaluation:
         at = -1 - number if reverse else number
         self._region(turn, operation.first_turn(operands, lambda x: x[at]) or [], record)
 
-    def _scan(self, operation: Operation, operands: list, length: int | None = None) -> list[Array]:
+    def _scan(
+        self,
+        operation: Operation,
+        operands: list,
+        length: int | None = None,
+        record: dict | None = None,
+    ) -> list[Array]:
+        """Runs a loop; a record gets the values of each turn, in the order of turns."""
         consts, carry = scan_counts(operation.equation)
         shared, start = operands[:consts], operands[consts : consts + carry]
         params = operation.equation.params
+        names: list[Value] = []
 
-        def turn(carried: list, rows: list) -> tuple[list, list]:
-            outputs = self._region(operation.regions[0], [*shared, *carried, *rows], None)
-            return outputs[:carry], outputs[carry:]
+        def turn(carried: list, rows: list) -> tuple[list, tuple[list, list]]:
+            within: dict[Value, Array] | None = None if record is None else {}
+            outputs = self._region(operation.regions[0], [*shared, *carried, *rows], within)
+            names[:] = within or ()
+            return outputs[:carry], (outputs[carry:], [plain(x) for x in (within or {}).values()])
 
         rows = operands[consts + carry :]
         ends = {"length": length or params["length"], "reverse": params["reverse"]}
-        carried, stacked = jax.lax.scan(turn, start, rows, **ends)
+        carried, (stacked, recorded) = jax.lax.scan(turn, start, rows, **ends)
+        if record is not None:
+            order = slice(None, None, -1 if params["reverse"] else 1)
+            record.update((v, x[order]) for v, x in zip(names, recorded, strict=True))
         return [*carried, *stacked]
 
     def _while(self, operation: Operation, operands: list) -> list[Array]:
@@ -405,6 +425,18 @@ def _moved(x: Array, seed: Array, scale: Array) -> Array:
     kind = x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32
     step = (float(jnp.finfo(x.dtype).eps) * scale).astype(kind)
     return (x.astype(kind) * jnp.where(is_up, 1 + step, 1 - step)).astype(x.dtype)
+
+
+def _branch_of_platform(operation: Operation) -> Region | None:
+    """Returns the branch that `jax.lax.platform_dependent` takes here; None for other operations.
+
+    Only as long as it is a choice by platform are branches left out that do not compile here.
+    """
+    platforms = operation.equation.params.get("branches_platforms")
+    if platforms is None:
+        return None
+    here = jax.default_backend()
+    return operation.regions[next(n for n, p in enumerate(platforms) if p is None or here in p)]
 
 
 def _holds(region: Region, wanted: frozenset[Value]) -> bool:

@@ -255,7 +255,7 @@ class Output:
             were drawn, "differs", or "unjudged" if the two cannot be compared.
         difference: the largest difference from one device.
         bound: how much of that rounding explains.
-        reason: why it is unjudged.
+        reason: why it is unjudged; or, if it is only tried, the first operation without a rule.
     """
 
     name: str
@@ -290,13 +290,14 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every mesh was tried and no mistake was found."""
-        return not self.findings
+        """Whether every mesh was tried, no mistake was found, and an output could be compared."""
+        is_compared = any(output.status != "unjudged" for output in self.outputs)
+        return not self.findings and is_compared
 
     @property
     def exit_code(self) -> int:
-        """0 if all is well, 1 if a mistake was found, 2 if a mesh could not be tried."""
-        return 1 if self.mistakes else 2 if self.findings else 0
+        """0 if all is well, 1 if a mistake was found, 2 if a mesh or output could not be tried."""
+        return 0 if self.ok else 1 if self.mistakes else 2
 
     def __str__(self) -> str:
         """Formats the findings, followed by a summary line."""
@@ -311,14 +312,19 @@ class Report:
             return f"{self.function}: {count} mistake{'s' * (count != 1)} on {meshes} ({draws})"
         if self.findings:
             return f"{self.function}: not all could be tried on {meshes} ({draws})"
-        proven = sum(output.status == "proven" for output in self.outputs)
-        unjudged = [output.name for output in self.outputs if output.status == "unjudged"]
+        named = {s: [o for o in self.outputs if o.status == s] for s in ("proven", "tried")}
+        unjudged = [output for output in self.outputs if output.status == "unjudged"]
+        if len(unjudged) == len(self.outputs):
+            return f"{self.function}: no output can be compared; {unjudged[0].reason}"
         text = (
             f"{self.function}: the same on {meshes} as on one device: of {len(self.outputs)} "
-            f"outputs {proven} proven for every input, {len(self.outputs) - proven} equal for the "
-            f"{draws} that were tried"
+            f"output{'s' * (len(self.outputs) != 1)} {len(named['proven'])} proven for every "
+            f"input, {len(named['tried'])} equal for {draws} tried"
         )
-        return f"{text}; not compared: {', '.join(unjudged)}" if unjudged else text
+        reasons = [output.reason for output in named["tried"] if output.reason]
+        text += f" ({reasons[0]})" if reasons else ""
+        names = ", ".join(output.name for output in unjudged)
+        return f"{text}; not compared: {names}" if unjudged else text
 
     def as_json(self) -> dict[str, Any]:
         """Returns the report as plain data."""

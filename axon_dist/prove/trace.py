@@ -55,6 +55,7 @@ class Traced:
         wanted: frozenset[Value],
         with_noise: bool,
         turns: Mapping[int, int] | None = None,
+        all_turns: bool = False,
     ) -> Callable[..., Any]:
         """Returns a function from (inputs, seed, scale, bits) to outputs and recorded values.
 
@@ -64,8 +65,14 @@ class Traced:
             wanted: the values to record.
             with_noise: whether results are perturbed by `scale` units in the last place.
             turns: which turn of a loop is recorded, by the loop's number; the first by default.
+            all_turns: whether all turns of loops are recorded, in leading dims.
         """
-        return functools.partial(self._call, _jitted(self, wanted, with_noise, turns or {}))
+
+        def evaluation(noise: tuple, bits: Mapping[int, Injected]) -> Evaluation:
+            given = noise if with_noise else None
+            return Evaluation(wanted, given, bits, turns or {}, all_turns)
+
+        return functools.partial(self._call, _jitted(self.program, evaluation))
 
     def _call(
         self,
@@ -110,16 +117,13 @@ def array_leaves(arguments: tuple[Any, ...]) -> list[Any]:
     return [leaf for leaf in _flat(arguments)[0] if is_array(leaf)]
 
 
-def _jitted(
-    traced: Traced, wanted: frozenset[Value], with_noise: bool, turns: Mapping[int, int]
-) -> Callable[..., Any]:
+def _jitted(program: Program, evaluation: Callable[..., Evaluation]) -> Callable[..., Any]:
     order: list[Value] = []
 
     @functools.partial(jax.jit, static_argnums=0, compiler_options=_COMPILER_OPTIONS)
     def compute(splits: Any, values: list, noise: tuple, bits: dict) -> tuple[list, list]:
         given = {number: Injected(bits[number], split) for number, split in splits}
-        evaluation = Evaluation(wanted, noise if with_noise else None, given, turns)
-        outputs, record = evaluation.run(traced.program, values)
+        outputs, record = evaluation(noise, given).run(program, values)
         order[:] = record
         return [plain(x) for x in outputs], [plain(x) for x in record.values()]
 
@@ -164,6 +168,7 @@ class Subject:
 
     def _on(self, mesh: Mesh) -> Traced:
         function, arguments = self.make(mesh)
+        _check_arguments(function, arguments, self.name)
         leaves, rebuild = _flat(arguments)
         # Traced once with shapes; drawn numbers are passed when the program runs.
         dynamic = [leaf for leaf in leaves if is_array(leaf)]
@@ -185,9 +190,30 @@ class Subject:
         with within:
             placed = [_struct(x, s, mesh) for x, s in zip(dynamic, specs, strict=True)]
             closed = jax.make_jaxpr(run)(*placed)
+        if not names:
+            raise ConfigError(
+                f"[PROVE012] {self.name} returns no JAX array, so there is nothing to compare; "
+                "prove a function that returns arrays"
+            )
         program = flatten(closed)
         _release(program)
         return Traced(program, tuple(names), mesh, context, specs, tuple(dynamic))
+
+
+def _check_arguments(function: Any, arguments: tuple[Any, ...], name: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        # A builtin may have no signature.
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"[PROVE011] {name}{signature} cannot take the {len(arguments)} arguments that are "
+            f"given ({error}); give all of them: in a file by a function named arguments that "
+            "returns them, or one shape for each by --shape 'f32[8,4]'"
+        ) from error
 
 
 def _path(path: Any) -> str:

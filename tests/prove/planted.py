@@ -51,7 +51,7 @@ def block(w, x, layer, count, plant):
 def model(parameters, tokens, count, plant):
     x = parameters["embed"][tokens]
     layers = {name: value for name, value in parameters.items() if name != "embed"}
-    for layer in range(LAYERS):
+    for layer in range(len(parameters["qkv"])):
         own = {name: value[layer] for name, value in layers.items()}
         x = block(own, x, layer, count, plant)
     return x @ parameters["embed"].T

@@ -35,10 +35,9 @@ REAL = "dp=4,tp=2"
 
 
 @pytest.mark.sample(
-    "masked_mean_checked", "first_group_by_jit", "gradient_summed_by_jax_and_again",
-    "statistics_summed", "bias_on_every_rank", "module_dropout_with_one_key",
+    "masked_mean_checked", "norm_gradient_not_reduced", "statistics_summed", "bias_on_every_rank",
     "positions_of_the_part", "groups_norm_by_jit", "norms_of_rows", "gathers_of_one_name_list",
-    "argmax_of_the_part", "maximum_of_the_part",
+    "argmax_of_the_part", "maximum_of_the_part", "module_dropout_with_one_key",
 )  # fmt: skip
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_is_found_at_its_line(name):
@@ -51,17 +50,32 @@ def test_a_mistake_is_found_at_its_line(name):
     assert first.place.line in lines, report
 
 
+PROVEN = {
+    "masked_loss": True,
+    "mean_loss": True,
+    "gradients_by_pmean-unchecked": True,
+    "megatron_mlp": True,
+    "softmax_over_parts": True,
+    "dropout_with_folded_keys": False,
+}
+"""Programs whose outputs rules prove for every input, and one where they cannot."""
+
+
 @pytest.mark.sample(
-    "masked_loss", "gradients_by_jax", "adam_by_hand-unchecked", "dropout_with_folded_keys",
-    "megatron_with_sequence", "vocabulary_parallel_loss", "ring_attention_causal", "ulysses",
-    "expert_all_to_all", "zero_by_hand-unchecked", "pipeline_by_ppermute-unchecked",
-    "module_step_by_nnx",
+    "masked_loss", "gradients_by_jax", "dropout_with_folded_keys", "megatron_with_sequence",
+    "ring_attention_causal", "expert_all_to_all", "pipeline_by_ppermute-unchecked",
 )  # fmt: skip
 @pytest.mark.parametrize("name", RIGHT)
 def test_nothing_is_found_in_a_right_program(name):
     report = prove(RIGHT[name], meshes=REAL)
     assert report.ok, report
     assert all(output.status != "unjudged" for output in report.outputs), report
+    statuses = {output.status for output in report.outputs}
+    if name in PROVEN:
+        assert statuses == {"proven" if PROVEN[name] else "tried"}
+    if name == "dropout_with_folded_keys":
+        # A rank folds its index into the key, which no rule describes.
+        assert "axis_index at" in report.summary()
 
 
 @pytest.mark.full
@@ -88,7 +102,7 @@ FOUND_NEARBY = {
 """Further mistakes that are found, but at another line or with another kind than the best one."""
 
 
-@pytest.mark.sample("running_sum_of_a_part", "dropout_of_copies_folded_with_their_rank")
+@pytest.mark.sample("running_sum_of_a_part")
 @pytest.mark.parametrize("name", further.WRONG)
 def test_a_further_mistake_is_found_at_its_line(name):
     kind, make = further.WRONG[name]
@@ -100,7 +114,7 @@ def test_a_further_mistake_is_found_at_its_line(name):
         assert first.kind is kind, report
 
 
-@pytest.mark.sample("state_of_a_recurrence_that_starts_anew", "labels_shifted_within_a_part")
+@pytest.mark.sample("labels_shifted_within_a_part")
 @pytest.mark.parametrize("name", further.RIGHT)
 def test_nothing_is_found_in_a_further_right_program(name):
     report = prove(further.RIGHT[name], meshes=REAL)
@@ -127,25 +141,7 @@ def test_outputs_of_one_program_are_proven_for_every_input():
     assert {output.status for output in report.outputs} == {"proven"}
 
 
-PROVEN = {
-    "masked_loss": True,
-    "mean_loss": True,
-    "gradients_by_pmean-unchecked": True,
-    "megatron_mlp": True,
-    "softmax_over_parts": True,
-    "dropout_with_folded_keys": False,
-}
-
-
-@pytest.mark.sample("masked_loss", "megatron_mlp", "dropout_with_folded_keys")
-@pytest.mark.parametrize("name", PROVEN)
-def test_outputs_of_ranks_are_proven_where_rules_allow_it(name):
-    outputs = prove(RIGHT[name], meshes=REAL).outputs
-    status = "proven" if PROVEN[name] else "tried"
-    assert {output.status for output in outputs} == {status}
-
-
-@pytest.mark.sample("masked_mean_checked", "bias_on_every_rank", "loss_summed", "norms_of_rows")
+@pytest.mark.sample("masked_mean_checked", "loss_summed")
 @pytest.mark.parametrize("name", WRONG)
 def test_no_output_of_a_mistake_is_proven(name, make_world):
     from axon_dist.prove.lattice import proven_outputs
@@ -158,7 +154,8 @@ def test_no_output_of_a_mistake_is_proven(name, make_world):
         other = subject.on({"dp": 4, "tp": 2}, None).program
     except (ValueError, jax.errors.JaxRuntimeError):
         return
-    assert len(proven_outputs(other, one, {"dp": 4, "tp": 2})) < len(one.region.outputs)
+    without = proven_outputs(other, one, {"dp": 4, "tp": 2}).values()
+    assert list(without).count(None) < len(one.region.outputs)
 
 
 def test_a_size_that_is_written_as_a_number_is_said_with_its_line():
@@ -265,11 +262,13 @@ class Outcomes:
             self.outcomes.append(report.outcome)
 
 
-@pytest.mark.sample("hidden-1-3")
+@pytest.mark.sample("norm-0-2")
 @pytest.mark.parametrize("plant", planted.PLANTS, ids=lambda plant: "-".join(map(str, plant)))
 def test_a_planted_difference_is_located(plant):
     place, layer, step = plant
-    arguments = (planted.COUNT, planted.PARAMETERS, planted.TOKENS)
+    # Layers behind that of the difference only cost time.
+    parameters = {n: w if n == "embed" else w[: layer + 2] for n, w in planted.PARAMETERS.items()}
+    arguments = (planted.COUNT, parameters, planted.TOKENS)
     one, other = planted.train_step(planted.Plant()), planted.train_step(planted.Plant(*plant))
     found = bisect(one, other, *arguments, steps=3)
     assert (found.ok, found.step) == (False, step)

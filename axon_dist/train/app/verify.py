@@ -18,7 +18,7 @@ from flax import nnx
 from axon_dist.core.checks import COUNT, ArgumentKind, checked
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import is_key, leaves_with_paths, map_with_path
-from axon_dist.core.typing import Path, PyTree
+from axon_dist.core.typing import LossFn, Path, PyTree
 from axon_dist.data import LocalBatch
 from axon_dist.mesh import World
 from axon_dist.ops.precision import without_gathers
@@ -258,11 +258,11 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
         )
     step = build_step(config, world, _optimizer(), COMPARED, slow=synchronizing_soon)
     check_memory(config, step)
-    alone = _one_device(config, world, step.batch_layout.num_microbatches)
+    alone = one_device_step(config, world, step.batch_layout.num_microbatches, _optimizer())
     train_alone = _train if step.strategy.slow is None else functools.partial(train_replicas, step)
     # By default, accelerators multiply float32 with fewer bits.
     with jax.default_matmul_precision("highest"):
-        batches = list(_batches(config, world, steps))
+        batches = list(drawn_batches(config, world, steps))
         seen = _train(step, batches)
         reference = train_alone(alone, batches)
         rounded = config.precision not in (None, "float32")
@@ -287,12 +287,27 @@ def _optimizer() -> optax.GradientTransformation:
     return optax.sgd(LEARNING_RATE, momentum=0.9)
 
 
-def _one_device(config: RunConfig, world: World, num_microbatches: int) -> TrainStep:
+def one_device_step(
+    config: RunConfig,
+    world: World,
+    num_microbatches: int,
+    optimizer: optax.GradientTransformation,
+    around: Callable[[LossFn], LossFn] = lambda loss_fn: loss_fn,
+) -> TrainStep:
+    """Builds the step of a config on the first device of a world, in global view.
+
+    Args:
+        config: a checked run, as YAML describes it.
+        world: the devices.
+        num_microbatches: how many microbatches the batch has.
+        optimizer: the optimizer.
+        around: maps the loss of the config's task to another one.
+    """
     one = World.init("dp=1", [world.mesh.devices.flat[0]])
     return build_train_step(
         functools.partial(model_of, config),
-        _optimizer(),
-        config.kind.task.loss_fn,
+        optimizer,
+        around(config.kind.task.loss_fn),
         # Global view reduces nothing by hand, so the reference does not use the verified code.
         ddp(per="microbatch"),
         one,
@@ -324,7 +339,7 @@ def _train(
     return compared, params_of(step.merge(state))
 
 
-def _batches(config: RunConfig, world: World, steps: int) -> Iterator[LocalBatch]:
+def drawn_batches(config: RunConfig, world: World, steps: int) -> Iterator[LocalBatch]:
     """Yields random batches shaped like the data, or the data if random values are not valid."""
     fields = config.kind.task.fields(config.model, config.data)
     rows = config.train.global_batch

@@ -492,8 +492,19 @@ VERBS: tuple[Verb, ...] = (
         "bisect",
         "Find the first operation where two programs differ.",
         "proofs:bisect",
-        _argument("one", "a function of a file, as in `axon prove`", metavar="A"),
-        _argument("other", "another, or the same file with --other-mesh", metavar="B"),
+        _argument(
+            "targets",
+            "two functions of files as in `axon prove`, two configs, or two files of --record; "
+            "after configs, values that replace those of both, as in train.global_batch=8",
+            nargs="+",
+            metavar="A B",
+        ),
+        _argument(
+            "--python",
+            "record A in the environment of this Python too, and compare the two",
+            metavar="PATH",
+        ),
+        _file("--record", "only write the fingerprints of A to this file"),
         _argument("--mesh", "the mesh of A, as dp=4; that of its file by default"),
         _argument("--other-mesh", "the mesh of B; that of A by default"),
         _argument(
@@ -507,11 +518,17 @@ VERBS: tuple[Verb, ...] = (
         _argument(
             "--arguments", "a function of the file of A that returns the arguments", metavar="NAME"
         ),
-        _int("--steps", "steps to compare: outputs become the first arguments (1)", default=1),
+        _int(
+            "--steps",
+            "steps to compare (3 of a config; 1 of a function, whose outputs become its first "
+            "arguments)",
+        ),
         _file("--json", "write the findings to this file too"),
         examples=(
             "axon bisect old.py:step new.py:step --arguments batch",
             "axon bisect step.py:make step.py:make --mesh dp=1 --other-mesh dp=8",
+            "axon bisect configs/fsdp8.yaml configs/zero1.yaml model.num_layers=2",
+            "axon bisect configs/fsdp8.yaml --python ~/jax-0.10/bin/python",
         ),
     ),
     _verb(
