@@ -310,7 +310,10 @@ def _write_job(
     check_output("--out", file)
     write_output("--out", file, scheduler.write(job))
     checked = check_job(scheduler, file)
-    _tell(f"wrote {file}; checked by {' and '.join(checked) or 'nothing on this machine'}")
+    by = (
+        f"checked by {' and '.join(checked)}" if checked else "nothing on this machine can check it"
+    )
+    _tell(f"wrote {file}; {by}")
     if given["submit"]:
         _tell(submit_job(scheduler, file))
     else:
