@@ -47,7 +47,8 @@ class _Parser(argparse.ArgumentParser):
         """Ends the program with the message."""
         text = one_line(message)
         see = " See" if text.endswith("?") else "; see"
-        self.exit(_USER_ERROR, f"axon: error: {text}{see} {self.prog} --help\n")
+        line = f"axon: error: {text}{see} {self.prog} --help"
+        self.exit(_USER_ERROR, fitted(line, sys.stderr) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
