@@ -20,7 +20,7 @@ WORK = Workload(
 def tries(monkeypatch):
     """Returns the plan and the tries of ddp on 4 devices, given the estimate and the truth."""
 
-    def run(estimate, sample_bytes, fixed=4 * GB, usable=72, kept=None):
+    def run(estimate, sample_bytes, fixed=4 * GB, usable=70, kept=None):
         tried = []
 
         def traced(search, refused, split, one, before):
