@@ -106,6 +106,7 @@ class Watchdog:
         self._stopped = threading.Event()
         self._verdict: str | None = None
         self._patience = timeout
+        self._is_leaving = False
 
     def start(self) -> None:
         """Starts both threads; they end with the process."""
@@ -118,6 +119,7 @@ class Watchdog:
 
     def wait_for_verdict(self) -> None:
         """Waits after a broken collective until the verdict is known, which ends this process."""
+        self._is_leaving = True
         with contextlib.suppress(Exception):
             self.store.set(f"{_BROKEN}{self.me}", "1")
         self._stopped.wait(self.timeout + 5 * self.period)
@@ -166,7 +168,9 @@ class Watchdog:
         if self.me == 0:
             with contextlib.suppress(Exception):
                 post_verdict(self.store, verdict)
-        say(f"axon: {self.present[self.me]}: {verdict}; ending this process\n{_main_stack()}")
+        # After a broken collective the main thread waits here, which tells a reader nothing.
+        stack = "" if self._is_leaving else _main_stack()
+        say(f"axon: {self.present[self.me]}: {verdict}; ending this process\n{stack}")
         os._exit(EXIT_PEER_LOST)
 
 

@@ -36,6 +36,7 @@ from ..parallel import (
 from ..schedule import PipelineSchedule, build_schedule
 from .device import liveness_program
 from .kernel_work import useful_flops
+from .liveness import peak_of
 from .placement import unsplit
 from .reading import idle_share
 
@@ -55,6 +56,8 @@ class Workload:
         precision: a policy or a preset's name; None is float32.
         useful_flops: the part of `flops` that MFU counts, without masked pairs of positions; 0
             where they were not counted.
+        activations: bytes that the forward pass of the whole batch keeps for the backward pass, if
+            nothing is recomputed; 0 where they were not counted.
 
     Raises:
         ConfigError: for a model without parameters, an empty batch or an unknown precision.
@@ -74,6 +77,7 @@ class Workload:
     num_experts: int = 1
     precision: MixedPrecision | str | bool | None = None
     useful_flops: float = 0.0
+    activations: int = 0
 
     def __post_init__(self) -> None:
         if self.num_params < 1:
@@ -140,11 +144,13 @@ def workload_of(
     closed = jax.make_jaxpr(jax.value_and_grad(mean_loss))(params, rest, batch)
     splits = [unsplit(len(getattr(aval, "shape", ()))) for aval in closed.in_avals]
     program = liveness_program(closed, splits, {}, platform)
+    grads = sum(program.sizes[buffer] for buffer in program.outputs)
     return Workload(
         num_params=num_params(params),
         num_layers=max(len(block_paths(abstract)), 1),
         flops=program.flops,
         useful_flops=useful_flops(program),
+        activations=max(0, peak_of(program) - grads),
         global_batch=jax.tree.leaves(batch)[0].shape[0],
         has_attention=any(mixes(module) for _, module in nnx.iter_modules(abstract)),
         num_experts=_experts(model, params),
@@ -463,6 +469,43 @@ def more_microbatches(plan: Candidate, work: Workload, least: int) -> Candidate 
     if count <= plan.num_microbatches:
         return None
     return dataclasses.replace(plan, num_microbatches=count)
+
+
+def first_guess(
+    plan: Candidate, work: Workload, available: float, measured: float | None = None
+) -> Candidate:
+    """Returns a candidate with the microbatches that it needs by arithmetic, before it is traced.
+
+    Every axis splits the activations at best by its size, so a device keeps at least its share of
+    those of the whole batch.
+
+    Args:
+        plan: the candidate, with one microbatch.
+        work: the model and its batch.
+        available: bytes that a device has for activations.
+        measured: the activations of the whole batch by the trace of another candidate, to be used
+            in place of the workload's. A candidate whose smallest microbatch needs clearly more
+            than is available then recomputes its blocks.
+
+    Example:
+        >>> sizes = {"num_params": 10, "num_layers": 4, "flops": 60.0, "activations": 64}
+        >>> work = Workload(**sizes, global_batch=16)
+        >>> plan = Candidate(strategy="ddp", dp=4)
+        >>> first_guess(plan, work, 8).num_microbatches, first_guess(plan, work, 2, 64).remat
+        (2, True)
+    """
+    if plan.pp > 1:  # It has several microbatches already, and its stages are recomputed.
+        return plan
+    share = (work.activations if measured is None else measured) / plan.num_devices
+    counts = divisors(work.global_batch // plan.data_ranks)
+    count = next((n for n in counts if share / n <= available), counts[-1])
+    is_hopeless = measured is not None and share / count > _HOPELESS * max(available, 0.0)
+    return dataclasses.replace(plan, num_microbatches=count, remat=is_hopeless)
+
+
+_HOPELESS = 1.25
+"""How many times the available bytes the estimated activations take where no trace is needed to
+see that they do not fit."""
 
 
 def _with_microbatches(base: Candidate, local: int, num_layers: int) -> Candidate:

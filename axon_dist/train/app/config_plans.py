@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import AxonDistError, ConfigError
-from axon_dist.inspect import Report, trace_outer_steps
+from axon_dist.inspect import Report, bytes_per_device, trace_outer_steps
 from axon_dist.ir.loop_rule import LoopChoice
 from axon_dist.mesh import SLOW_AXES, World, abstract_world
 from axon_dist.mesh.chips import MOST_DEVICES, Hardware, hardware, machine_of
 from axon_dist.mesh.targets import compute_capability
 from axon_dist.ops.precision import MixedPrecision
-from axon_dist.parallel import STRATEGIES
+from axon_dist.parallel import STRATEGIES, ZERO
 from axon_dist.planner import (
     AXES,
     Candidate,
@@ -31,6 +31,7 @@ from axon_dist.planner import (
     read_step,
     workload_of,
 )
+from axon_dist.planner.candidates import divisors, first_guess
 from axon_dist.planner.reading import AUTO, USABLE
 from axon_dist.step import TrainStep
 
@@ -204,6 +205,8 @@ class _Search:
         replicas: the number of replicas.
         changed: why its numerics differ from the config's; None if they do not.
         tell: takes the name of each plan that is traced, and a clause about it.
+        kept: what a traced plan keeps for the backward pass, relative to the workload's estimate,
+            by the axes that split the model; also of the same config with other numerics.
     """
 
     config: RunConfig
@@ -214,6 +217,7 @@ class _Search:
     replicas: int = 1
     changed: str | None = None
     tell: Tell = silent
+    kept: dict[tuple[str, ...], float] = dataclasses.field(default_factory=dict)
 
     @property
     def platform(self) -> str:
@@ -236,6 +240,14 @@ class _Search:
     def usable(self) -> float:
         """Bytes of a device that a plan may fill."""
         return USABLE * self.device_bytes
+
+    def note(self, plan: ReadPlan, split: _Split) -> None:
+        """Notes what a traced plan keeps for the backward pass, for the guesses of later ones."""
+        one = plan.candidate
+        if one.pp > 1 or one.remat or not self.work.activations:
+            return
+        whole = _activations(plan, split) * one.num_microbatches * one.num_devices
+        self.kept.setdefault(_axes_of(one), whole / self.work.activations)
 
     def plans(self, most: int, refused: dict[str, str]) -> list[ReadPlan]:
         """Traces the simplest kinds whose train state fits; if none fits, the smallest.
@@ -322,6 +334,11 @@ def config_for(config: RunConfig, candidate: Candidate) -> RunConfig:
     )
 
 
+def _axes_of(one: Candidate) -> tuple[str, ...]:
+    """Returns the axes over which a candidate splits the model or its positions."""
+    return tuple(axis for axis in AXES if axis not in ("dp", "fsdp") and getattr(one, axis) > 1)
+
+
 def _complexity(one: Candidate) -> int:
     """Ranks a candidate by the parallelisms it combines; smaller is simpler.
 
@@ -338,17 +355,26 @@ def _build(search: _Search, candidate: Candidate) -> tuple[RunConfig, TrainStep]
     config = config_for(search.config, candidate)
     capability = compute_capability(search.hardware.name)
     world = abstract_world(config.mesh, search.num_devices, search.platform, capability)
-    return config, build_step(config, world)
+    return config, build_step(config, world, follows_loss=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """A candidate, its step, and the bytes of its train state per device."""
+    """A candidate, its step, and the bytes per device of its train state and its gradients.
+
+    Args:
+        candidate: the candidate, with as few microbatches as it can have.
+        config: the config with its mesh and strategies.
+        step: its step.
+        state: bytes of the train state.
+        gradients: bytes of the gradients that microbatches add up.
+    """
 
     candidate: Candidate
     config: RunConfig
     step: TrainStep
     state: float
+    gradients: float
 
 
 def _least_split(search: _Search, group: list[Candidate], refused: dict[str, str]) -> _Split | None:
@@ -357,57 +383,123 @@ def _least_split(search: _Search, group: list[Candidate], refused: dict[str, str
     for one in sorted(group, key=lambda one: one.num_devices // (one.replicas * one.shard_ranks)):
         try:
             config, step = _build(search, one)
-            claims = step.claims
-            state = claims.params.bytes_per_device + claims.opt_state.bytes_per_device
+            state = bytes_per_device(step.state_layout.placed_shapes, None)
         except AxonDistError as error:
             refused.setdefault(one.name, str(error))
             continue
         if best is None or state < best.state:
-            best = _Split(one, config, step, state)
+            best = _Split(one, config, step, state, _gradient_bytes(one, step))
         if state <= search.usable:
             break
     return best
 
 
+def _gradient_bytes(one: Candidate, step: TrainStep) -> int:
+    """Returns the bytes of the gradients that a device adds up over microbatches."""
+    claims = step.claims
+    is_split = ZERO[STRATEGIES.of_data()[one.strategy].stage].grads
+    return (claims.grads if is_split else claims.params).bytes_per_device
+
+
 def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan | None:
     """Traces a candidate until it fits: smaller microbatches first, then recomputed blocks."""
+    free = search.usable - split.state - split.gradients
+    kept = search.kept.get(_axes_of(split.candidate))
+    measured = None if kept is None else kept * search.work.activations
+    one = first_guess(split.candidate, search.work, free, measured)
+    # A guess above one microbatch has shrunk them once.
+    shrunk = int(one.num_microbatches > split.candidate.num_microbatches)
     plan: ReadPlan | None = None
-    one = split.candidate
-    config = split.config
-    step = split.step
-    for tried in range(TRIES):
-        number = f"K={one.num_microbatches}"
-        remat = ", remat" * one.remat
-        also = f", {search.changed}" if search.changed else ""
-        search.tell(one.name, f"traced on {one.mesh} with {number}{remat}{also}")
-        try:
-            if tried:
-                config, step = _build(search, one)
-            reading = read_step(step, abstract_batch(config))
-        except AxonDistError as error:
-            if plan is None:
-                refused.setdefault(one.name, str(error))
+    larger: Candidate | None = None
+    for tried in range(shrunk, TRIES):
+        traced = _traced(search, refused, split, one, plan)
+        if traced is None:
             return plan
-        time, sent = _with_outer_step(
-            _time(reading, one, search), step, reading, search, one.slow_replicas
-        )
-        share = search.work.useful_flops / one.num_devices
-        plan = ReadPlan(
-            one,
-            config,
-            reading,
-            time,
-            search.device_bytes,
-            changed=search.changed,
-            outer_bytes=sent,
-            loops=step.loop_choices,
-            utilization=time.utilization(share, search.hardware),
-        )
+        plan = traced
+        search.note(plan, split)
+        larger = _larger(plan, split, search) if plan.fits and tried == shrunk else None
         smaller = None if plan.fits else _smaller(plan, search, tried)
         if smaller is None:
             break
         one = smaller
+    while plan is not None and larger is not None:
+        traced = _traced(search, refused, split, larger, plan)
+        if traced is None or not traced.fits:
+            break
+        plan = traced
+        larger = _larger(plan, split, search)
     return plan
+
+
+def _traced(
+    search: _Search,
+    refused: dict[str, str],
+    split: _Split,
+    one: Candidate,
+    before: ReadPlan | None,
+) -> ReadPlan | None:
+    """Traces a candidate and reads its costs; None if its step is refused.
+
+    Args:
+        search: the search.
+        refused: is filled with the name of a candidate that is refused, and why.
+        split: the kind of the candidate, built with one microbatch.
+        one: the candidate.
+        before: the candidate's plan with other microbatches; None if this is its first.
+    """
+    remat = ", remat" * one.remat
+    also = f", {search.changed}" if search.changed else ""
+    search.tell(one.name, f"traced on {one.mesh} with K={one.num_microbatches}{remat}{also}")
+    config = split.config
+    step = split.step
+    try:
+        if one != split.candidate:
+            config, step = _build(search, one)
+        reading = read_step(step, abstract_batch(config))
+    except AxonDistError as error:
+        if before is None:
+            refused.setdefault(one.name, str(error))
+        return None
+    time, sent = _with_outer_step(
+        _time(reading, one, search), step, reading, search, one.slow_replicas
+    )
+    share = search.work.useful_flops / one.num_devices
+    return ReadPlan(
+        one,
+        config,
+        reading,
+        time,
+        search.device_bytes,
+        changed=search.changed,
+        outer_bytes=sent,
+        loops=step.loop_choices,
+        utilization=time.utilization(share, search.hardware),
+    )
+
+
+def _larger(plan: ReadPlan, split: _Split, search: _Search) -> Candidate | None:
+    """Returns a plan with larger microbatches that may fit too; None if there is none.
+
+    The first number of microbatches is a guess, which may be too large.
+    """
+    one = plan.candidate
+    counts = divisors(one.num_microbatches)
+    if one.pp > 1 or one.remat or len(counts) == 1:
+        return None
+    count = counts[-2]
+    grows = _activations(plan, split) * (one.num_microbatches / count - 1)
+    if plan.reading.peak + _AT_LEAST * grows > search.usable:
+        return None
+    return dataclasses.replace(one, num_microbatches=count)
+
+
+_AT_LEAST = 0.6
+"""The least share of a step's temporaries, without gradients, that grows with its microbatch. The
+rest are such as weights in the compute dtype."""
+
+
+def _activations(plan: ReadPlan, split: _Split) -> float:
+    return max(0.0, plan.reading.temporaries - split.gradients)
 
 
 def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Candidate | None:

@@ -86,6 +86,7 @@ def build_step(
     compiler_options: Mapping[str, OptionValue | None] | None = None,
     slow: Callable[[OuterLoop | None], OuterLoop | None] = lambda slow: slow,
     trains: bool = True,
+    follows_loss: bool = True,
 ) -> TrainStep:
     """Builds the step of a run; compiles nothing yet.
 
@@ -99,6 +100,8 @@ def build_step(
         slow: changes the strategy's `OuterLoop`, such as to remove it.
         trains: whether steps will be taken. If so, the loss of the batch must be computable from
             its parts. If not, there are no outer steps and only one replica.
+        follows_loss: whether to find out here how the loss of the batch follows from its parts.
+            Otherwise the first trace of the step does, and raises the same errors.
 
     Raises:
         ConfigError: when an option of the strategy does not exist.
@@ -110,7 +113,7 @@ def build_step(
     if config.weights is not None and config.weights.format != NATIVE_NAME:
         format_of(config.weights.format)
     if config.remat == AUTO:
-        args = optimizer, metrics, loss_fn, compiler_options, slow, trains
+        args = optimizer, metrics, loss_fn, compiler_options, slow, trains, follows_loss
         return recomputing_least(config, world, trains, lambda one: build_step(one, world, *args))
     factory = functools.partial(model_of, config)
     strategy = build_strategy(config.parallel, factory, world)
@@ -142,6 +145,7 @@ def build_step(
     _check_batch(config, step)
     if trains:
         warn_of_vanishing(config, step)
+    if trains and follows_loss:
         separation(step, abstract_batch(config))
     return step
 

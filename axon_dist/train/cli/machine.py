@@ -33,6 +33,7 @@ from axon_dist.mesh.chips import machine_of, unknown_chip
 from axon_dist.train.app import AxisSpeed, attention_rows, check_network, check_numerics
 from axon_dist.train.config import load_config
 from axon_dist.train.jobs import SCHEDULERS, Job, check_job, submit_job
+from axon_dist.train.jobs.job import PLACEHOLDER
 
 from .values import check_output, fitted, write_output
 
@@ -308,9 +309,15 @@ def _write_job(
     config.mesh.resolve(job.nodes * job.gpus)
     file = given["out"] or Path(job.name + scheduler.suffix)
     check_output("--out", file)
-    write_output("--out", file, scheduler.write(job))
+    text = scheduler.write(job)
+    write_output("--out", file, text)
     checked = check_job(scheduler, file)
-    _tell(f"wrote {file}; checked by {' and '.join(checked) or 'nothing on this machine'}")
+    by = (
+        f"checked by {' and '.join(checked)}" if checked else "nothing on this machine can check it"
+    )
+    _tell(f"wrote {file}; {by}")
+    if PLACEHOLDER in text:
+        _tell(f"there is no image {PLACEHOLDER}: build one from the Dockerfile, give it by --image")
     if given["submit"]:
         _tell(submit_job(scheduler, file))
     else:

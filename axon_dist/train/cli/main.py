@@ -46,7 +46,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with the message."""
-        self.exit(_USER_ERROR, f"axon: error: {one_line(message)}; see {self.prog} --help\n")
+        text = one_line(message)
+        see = " See" if text.endswith("?") else "; see"
+        line = f"axon: error: {text}{see} {self.prog} --help"
+        self.exit(_USER_ERROR, fitted(line, sys.stderr) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -215,7 +218,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser, by_name = _parser(arguments[0])
     parsed, extra = parser.parse_known_args(arguments)
     if extra and (not hasattr(parsed, "overrides") or any(a.startswith("-") for a in extra)):
-        parser.error(f"unrecognized arguments: {' '.join(extra)}{_hint(by_name, parsed, extra)}")
+        hint = _hint(by_name, parsed, extra)
+        words = f"{' '.join(extra)}{'.' if hint else ''}{hint}"
+        by_name[parsed.verb.name].error(f"unrecognized arguments: {words}")
     if extra:
         parsed.overrides = [*parsed.overrides, *extra]
     return parsed
@@ -304,6 +309,7 @@ def _check_keys(arguments: argparse.Namespace) -> None:
     sections = [("", data)]
     while sections:
         path, section = sections.pop()
+        _check_blanks(section)
         names = {key.removeprefix(path) for key in keys if key.startswith(path)}
         names = {name for name in names if "." not in name}
         if not names or "factory" in names or path == "parallel.":
@@ -311,18 +317,23 @@ def _check_keys(arguments: argparse.Namespace) -> None:
             # strategies, which have several names.
             continue
         for key, value in section.items():
-            if value is None and ":" in key:
-                name, _, text = key.partition(":")
-                raise ConfigError(
-                    f"got the key {key!r:.80} without a value; YAML needs a blank after the colon: "
-                    f"write {{{name}: {text}}}",
-                    code="blank-after-colon",
-                )
             is_known = key in names or any(other.endswith(f".{key}") for other in keys)
             if not is_known and (hint := did_you_mean(key, names)).startswith(" Did"):
                 raise ConfigError(f"{path}{key}: there is no such key.{hint}")
             if isinstance(value, Mapping):
                 sections.append((f"{path}{key}.", value))
+
+
+def _check_blanks(section: Mapping[str, object]) -> None:
+    """Refuses a key such as `name:adamw`, which YAML reads where the blank is missing."""
+    for key, value in section.items():
+        if value is None and ":" in key:
+            name, _, text = key.partition(":")
+            raise ConfigError(
+                f"got the key {key!r:.80} without a value; YAML needs a blank after the colon: "
+                f"write {{{name}: {text}}}",
+                code="blank-after-colon",
+            )
 
 
 def _words_of(parser: argparse.ArgumentParser) -> list[str]:

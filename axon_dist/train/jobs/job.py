@@ -39,6 +39,10 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
 """A DNS label, which Kubernetes requires; short, because JobSet appends job and pod names."""
 
 
+PLACEHOLDER = "registry.example.com/axon:latest"
+"""The image of a job file that is to be edited."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """An environment variable of all processes of a job.
@@ -80,7 +84,7 @@ class Job:
     nodes: int = 1
     gpus: int = 8
     shared: str = "/shared"
-    image: str = "registry.example.com/axon:latest"
+    image: str = PLACEHOLDER
     efa: bool = False
     accelerator: str = "H100"
     hours: int = 24

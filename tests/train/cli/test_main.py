@@ -49,7 +49,10 @@ def test_mistakes_of_arguments_too(capsys, arguments):
 def test_an_unknown_option_is_suggested_one(capsys):
     with pytest.raises(SystemExit):
         main(["generate", "runs/a", "--prompt", "a", "--max-tokens", "3"])
-    assert "--max-tokens 3 Did you mean '--tokens'?; see" in capsys.readouterr().err
+    assert (
+        "--max-tokens 3. Did you mean '--tokens'? See axon generate --help"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,6 +60,7 @@ def test_an_unknown_option_is_suggested_one(capsys):
     [
         ("train.stepz=3", "train.stepz: there is no such key. Did you mean 'steps'?"),
         ("optimizer.lr=abc", "optimizer.lr: there is no such key. Did you mean 'learning_rate'?"),
+        ("optimizer={name:adamw}", "got the key 'name:adamw' without a value; YAML needs a blank"),
         ("train={steps:3}", "got the key 'steps:3' without a value; YAML needs a blank after the"),
         ("train.steps=ten", "train.steps: got 'ten', which must be a whole number"),
         ("mesh=dp=3", "mesh dp=3 needs 3 devices and got 8"),
