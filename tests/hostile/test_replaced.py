@@ -52,7 +52,7 @@ def compare(make, strategy, axes, loss=whole, batch=BATCH, want=whole, **options
     step = build_train_step(make, optax.sgd(0.1), loss, strategy, world, batch=batch, **options)
     state, metrics = step(step.init(), batch)
     model = make()
-    expected, grads = nnx.value_and_grad(want)(model, batch)
+    expected, grads = nnx.jit(nnx.value_and_grad(want))(model, batch)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
     _, params, _ = nnx.split(model, nnx.Param, ...)
     params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
@@ -432,11 +432,16 @@ def test_a_before_head_with_dropout_is_compared():
 
 
 def generated(model, prompts, count):
+    """Takes the most likely token `count` times; rows have one length, so one program runs."""
+    call = nnx.jit(lambda model, tokens: model(tokens))
+    length = max(map(len, prompts)) + count
     rows = []
     for prompt in prompts:
         row = list(prompt)
         for _ in range(count):
-            row.append(int(jnp.argmax(model(jnp.array([row]))[0, -1])))
+            # The models are causal: what follows a token does not change its logits.
+            tokens = np.pad(row, (0, length - len(row)))[None]
+            row.append(int(jnp.argmax(call(model, tokens)[0, len(row) - 1])))
         rows.append(row[len(prompt) :])
     return rows
 
