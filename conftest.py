@@ -140,6 +140,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     """What ten thousand tests are made of stays, so the garbage collector need not visit it."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # Traces make many objects that refer to each other and stay.
     gc.enable()
 
 
