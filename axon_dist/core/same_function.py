@@ -140,7 +140,10 @@ def compare(
     try:
         with jax.ensure_compile_time_eval(), jax.default_matmul_precision("highest"):
             values = _Values(given, numbering)
-            results = [x.run(values, is_shared) for x in numbered]
+            inputs = {k: v for x in numbered for k, v in x.inputs(values, is_shared).items()}
+            # One program is compiled in much less time than each of its operations alone.
+            run = jax.jit(lambda inputs: [x.run(inputs, is_shared) for x in numbered])
+            results = [list(map(np.asarray, x)) for x in run(inputs)]
     except _DrawsError:
         return _not_run("random numbers are drawn")
     except Exception as error:
@@ -282,41 +285,50 @@ class _Numbered:
             for v in equation.outvars
         )
 
-    def run(self, values: _Values, is_shared: set[int]) -> list[np.ndarray]:
-        """Computes the results from the inputs and the shared values."""
+    def order(self, is_shared: set[int]) -> list[int]:
+        """The numbers that the results need, operands first."""
         order: list[int] = []
         seen: set[int] = set()
-
-        def visit(number: int) -> None:
-            stack = [(number, False)]
-            while stack:
-                at, is_done = stack.pop()
-                if is_done:
-                    order.append(at)
-                    continue
-                if at in seen:
-                    continue
-                seen.add(at)
-                stack.append((at, True))
-                # Shared integers are computed too: random ones may be out of bounds as indices.
-                if at in self.made and (at not in is_shared or not self._is_drawn(at)):
-                    stack.extend((x, False) for x in self.made[at][1])
-
-        for number in self.results:
-            visit(number)
-        known: dict[int, Any] = {}
-        for number in order:
-            if number in known:
+        stack = [(number, False) for number in reversed(self.results)]
+        while stack:
+            at, is_done = stack.pop()
+            if is_done:
+                order.append(at)
                 continue
+            if at in seen:
+                continue
+            seen.add(at)
+            stack.append((at, True))
+            if self._is_computed(at, is_shared):
+                stack.extend((x, False) for x in self.made[at][1])
+        return order
+
+    def inputs(self, values: _Values, is_shared: set[int]) -> dict[int, Any]:
+        """The values by number that a run starts from: sources, and random shared values."""
+        known = {}
+        for number in self.order(is_shared):
             if number not in self.made:
                 known[number] = values.source(number)
-            elif number in is_shared and self._is_drawn(number):
+            elif not self._is_computed(number, is_shared):
                 equation, _, index = self.made[number]
                 known[number] = values.random(number, equation.outvars[index].aval)
-            else:
+        return known
+
+    def run(self, inputs: dict[int, Any], is_shared: set[int]) -> list[Any]:
+        """Computes the results from the `inputs` of this program."""
+        known = dict(inputs)
+        for number in self.order(is_shared):
+            if number not in known:
                 equation, operands, index = self.made[number]
                 known[number] = eval_equation(equation, [known[x] for x in operands])[index]
-        return [np.asarray(known[number]) for number in self.results]
+        return [known[number] for number in self.results]
+
+    def _is_computed(self, number: int, is_shared: set[int]) -> bool:
+        """Whether an equation is run for a value; shared floats are random numbers instead.
+
+        Shared integers are computed too: random ones may be out of bounds as indices.
+        """
+        return number in self.made and (number not in is_shared or not self._is_drawn(number))
 
     def _is_drawn(self, number: int) -> bool:
         """Whether a shared value may be any number of its dtype."""

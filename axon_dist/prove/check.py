@@ -26,7 +26,6 @@ from .report import Finding, Kind, Output, Place, Report
 from .runs import Perturbed, Run
 from .trace import Subject, Traced, array_leaves, subject_of
 
-
 _HERE = os.path.dirname(__file__)
 
 

@@ -64,7 +64,6 @@ def train(case, optimizer, num_steps: int, accumulate: int = 1, clip_norm=None) 
 
     of_samples = set()
     gradient = jax.jit(jax.value_and_grad(total_of, has_aux=True))
-    weight_of = jax.jit(lambda *arguments: total_of(*arguments, None)[1][0])
     all_metrics, all_grads = [], []
     for step in range(num_steps):
         pieces = {name: split(leaf, accumulate) for name, leaf in case.batch(step).items()}
@@ -73,7 +72,9 @@ def train(case, optimizer, num_steps: int, accumulate: int = 1, clip_norm=None) 
         mean_weight = None
         if accumulate > 1:
             cut = [{name: leaf[i] for name, leaf in pieces.items()} for i in range(accumulate)]
-            whole = sum(float(weight_of(params, buffers, piece, 0)) for piece in cut)
+            # The weight of a microbatch does not depend on the mean weight, which is not known yet:
+            # a program of its own for it would take longer to compile.
+            whole = sum(float(gradient(params, buffers, piece, 0, 0.0)[0][1][0]) for piece in cut)
             mean_weight = whole / sum(len(jax.tree.leaves(piece)[0]) for piece in cut)
         for index in range(accumulate):
             piece = {name: leaf[index] for name, leaf in pieces.items()}

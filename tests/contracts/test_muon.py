@@ -110,7 +110,7 @@ def case_of(scan, samples=SAMPLES):
     return Case(lambda: Tower(scan), mean_square, batch)
 
 
-@pytest.mark.parametrize("name", part(ROWS, ["pp x fsdp", "fsdp of five"]))
+@pytest.mark.parametrize("name", part(ROWS, ["pp x fsdp of three"]))
 def test_muon_equals_one_device(name):
     make, mesh, accumulate, scan = ROWS[name]
     samples = samples_of(mesh, accumulate)

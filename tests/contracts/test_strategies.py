@@ -172,7 +172,6 @@ def _odd_mesh(strategy: str, size: int) -> str:
 
 # Devices that divide no dim of these models, and no power of two: shards are padded.
 ODD = [
-    Row("full_shard", "fsdp=5", "transformer", 1),
     Row("full_shard", "fsdp=5", "weighted", 2, "sgd", 0.1),
     Row("zero1", "dp=7", "dropout", 2, "adam"),
 ]

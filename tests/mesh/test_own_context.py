@@ -80,13 +80,13 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.sample("fsdp-explicit")
+@pytest.mark.sample("fsdp-explicit", "pipeline-explicit")
 @pytest.mark.parametrize("name", ["none", "explicit", "auto", "legacy"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_does_not_see_the_context(strategy, name):
     make, mesh = STRATEGIES[strategy]
     world = World.emulate(4, mesh)
-    want, grads = nnx.value_and_grad(loss_fn)(Model(), BATCH)
+    want, grads = nnx.jit(nnx.value_and_grad(loss_fn))(Model(), BATCH)
     with context(name):
         step = build_train_step(
             lambda: Model("data"), optax.sgd(0.1), loss_fn, make(), world, batch=BATCH
@@ -166,7 +166,7 @@ def expected(strategy, path):
     return trained(strategy, path / strategy, lambda _: contextlib.nullcontext())
 
 
-@pytest.mark.sample("sequence-explicit", "pipeline-same names")
+@pytest.mark.sample("sequence-same names")
 @pytest.mark.parametrize("name", CONTEXTS)
 @pytest.mark.parametrize("strategy", WHOLE)
 def test_training_evaluating_and_loading_do_not_see_the_context(

@@ -63,8 +63,10 @@ def made(fields, **more):
         model = Transformer(config, rngs=nnx.Rngs(0))
         state = nnx.state(model, nnx.Param)
         steps = iter(np.linspace(1, 2, 1000, dtype=np.float32))
-        wave = lambda x: jnp.sin(next(steps) * jnp.arange(x.size, dtype=x.dtype))
-        nnx.update(model, jax.tree.map(lambda x: x + 0.3 * wave(x).reshape(x.shape), state))
+        # In numpy: JAX would compile a program for each shape.
+        wave = lambda x: np.sin(next(steps) * np.arange(x.size, dtype=x.dtype)).reshape(x.shape)
+        moved = lambda x: jnp.asarray(np.asarray(x) + np.float32(0.3) * wave(x))
+        nnx.update(model, jax.tree.map(moved, state))
         return model
 
     return config, make

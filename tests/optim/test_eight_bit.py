@@ -136,7 +136,7 @@ WAYS = {
     "fsdp 3": (3, "fsdp=3", fsdp),
     "fsdp 5": (5, "fsdp=5", fsdp),
 }
-DEFAULT = ("fsdp", "fsdp 3")
+DEFAULT = ("fsdp 3",)
 
 
 @pytest.mark.parametrize(

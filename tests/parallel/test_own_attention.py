@@ -80,7 +80,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_ring_is_the_attention_that_it_replaces(form):
     make = lambda: Model(FORMS[form])
-    loss, grads = nnx.value_and_grad(loss_fn)(make(), BATCH)
+    loss, grads = nnx.jit(nnx.value_and_grad(loss_fn))(make(), BATCH)
     step = build_train_step(
         make,
         optax.sgd(0.1),

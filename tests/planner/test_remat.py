@@ -106,6 +106,7 @@ def test_auto_is_the_default_and_traces_nothing_where_memory_is_unknown(monkeypa
     assert remat_line(config, step) is None
 
 
+@pytest.mark.sample("1-remat1")
 @pytest.mark.parametrize(("row", "remat"), list(enumerate(LADDER.values())))
 def test_a_step_is_built_for_its_batch(monkeypatch, row, remat):
     """The first row whose need is within the memory, as the traced step says it."""

@@ -62,10 +62,15 @@ def _imported_names(path: pathlib.PurePath, nodes: tuple[ast.AST, ...]) -> Itera
             for alias in node.names:
                 if alias.name.startswith("axon_dist."):
                     yield alias.name.removeprefix("axon_dist.")
-        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+        elif isinstance(node, ast.Call) and "import_module" in _last_name(node.func):
             for constant in ast.walk(node):
                 if isinstance(constant, ast.Constant) and "axon_dist." in str(constant.value):
                     yield str(constant.value).removeprefix("axon_dist.")
+
+
+def _last_name(function: ast.expr) -> str:
+    """The name by which a function is called: `f` of `f(...)` and of `module.f(...)`."""
+    return str(getattr(function, "attr", getattr(function, "id", "")))
 
 
 @functools.cache

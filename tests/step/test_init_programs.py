@@ -157,7 +157,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.sample("transformer-fsdp", "stacked-ddp", "linen-fsdp")
+@pytest.mark.sample("stacked-ddp", "linen-fsdp")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_bits_are_those_of_one_program(model, strategy):
