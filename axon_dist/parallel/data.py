@@ -41,7 +41,9 @@ def ddp(
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA, except that
             OVERLAPPED then uses 25 million (100 MB in float32).
         reduce_dtype: the dtype in which gradients are sent; None keeps their own.
-        broadcast_buffers: whether BatchNorm sees the global batch, as on one device.
+        broadcast_buffers: whether BatchNorm uses the statistics of the global batch, as on one
+            device and like SyncBatchNorm in torch. The argument of this name in torch's DDP means
+            something else: it copies the buffers of rank 0.
         per: `"step"` reduces once per step, whatever the number of microbatches; `"microbatch"`
             reduces after each one. None means `"step"`, unless another part of a composed strategy
             keeps gradients split.

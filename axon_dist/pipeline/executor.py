@@ -74,12 +74,14 @@ class Executor:
 
     In each tick a rank runs the actions of its cell. Each action is a conditional, which computes
     nothing if the cell does not contain it. Activations and gradients are sent after the actions,
-    by `ppermute`s outside the conditionals that every rank executes. A `ppermute` inside a
-    conditional would hang, because ranks in the other branch would never join it. Buffers have as
-    many slots as values are live at once, however many microbatches there are.
+    by `ppermute`s that every rank executes, outside the conditionals. A `ppermute` inside a
+    conditional would hang, because ranks in the other branch would never join it. A buffer has as
+    many slots as values are alive at once: M for GPipe and looped BFS, independent of M for 1F1B
+    and its relatives.
 
     A backward pass either recomputes its stage from the stage's input, or reads the residuals of
-    the forward pass. If it recomputes, the last stage's forward runs only within its backward.
+    the forward pass. If it recomputes, the last stage's forward runs only within its backward,
+    unless the vocabulary is split or buffers would be updated in another order.
 
     Args:
         schedule: a valid table.
