@@ -158,8 +158,8 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
 def _measures(row: ScheduleSummary) -> str:
     return (
         f"bubble {row.bubble:.1%}, in lockstep {row.lockstep_bubble:.1%}; "
-        f"makespan {row.makespan:g}, in lockstep {row.lockstep_makespan:g}, which is {row.executed:.3f} of the busiest rank's "
-        "work; "
+        f"makespan {row.makespan:g}, in lockstep {row.lockstep_makespan:g}, which is "
+        f"{row.executed:.3f} of the busiest rank's work; "
         f"at most {row.peak_live:g} microbatches in flight, {row.num_inputs} stage inputs kept; "
         f"{row.num_transfers} transfers"
     )
