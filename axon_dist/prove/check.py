@@ -26,7 +26,6 @@ from .report import Finding, Kind, Output, Place, Report
 from .runs import Perturbed, Run
 from .trace import Subject, Traced, array_leaves, subject_of
 
-
 _HERE = os.path.dirname(__file__)
 
 
@@ -537,7 +536,7 @@ class _Comparison:
 
 
 def places_of(frames: Iterable[Frame]) -> tuple[Place, ...]:
-    """Converts frames to places of a report, without those of this package, which calls a user's."""
+    """Converts frames to places of a report, without those in which this package calls a user."""
     return tuple(
         Place(f.file, f.line, f.column, f.end_column, f.function.rpartition(".")[2])
         for f in frames

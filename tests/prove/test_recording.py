@@ -90,7 +90,7 @@ def recorded(tmp_path_factory):
     return folder
 
 
-@pytest.mark.sample("tensor-and-norm")
+@pytest.mark.full
 @pytest.mark.parametrize("name", PLANTED)
 def test_configs_are_compared_whatever_their_strategies(name, recorded, capsys):
     overrides, step, layer = PLANTED[name]
