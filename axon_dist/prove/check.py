@@ -536,7 +536,7 @@ class _Comparison:
 
 
 def places_of(frames: Iterable[Frame]) -> tuple[Place, ...]:
-    """Converts frames to places of a report, without those of this package."""
+    """Converts frames to places of a report, without those in which this package calls a user."""
     return tuple(
         Place(f.file, f.line, f.column, f.end_column, f.function.rpartition(".")[2])
         for f in frames

@@ -35,9 +35,9 @@ REAL = "dp=4,tp=2"
 
 
 @pytest.mark.sample(
-    "masked_mean_checked", "norm_gradient_not_reduced", "statistics_summed", "bias_on_every_rank",
-    "positions_of_the_part", "groups_norm_by_jit", "norms_of_rows", "gathers_of_one_name_list",
-    "argmax_of_the_part", "maximum_of_the_part", "module_dropout_with_one_key",
+    "masked_mean_checked", "norm_gradient_not_reduced", "loss_summed_twice", "statistics_summed",
+    "bias_on_every_rank", "noise_with_one_key", "positions_of_the_part", "groups_norm_by_jit",
+    "norms_of_rows", "gathers_of_one_name_list", "argmax_of_the_part", "maximum_of_the_part",
 )  # fmt: skip
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_is_found_at_its_line(name):

@@ -63,7 +63,7 @@ CONFIG = """
 name: small
 devices: {emulate: 2}
 mesh: {dp: 2}
-model: {width: 8, num_layers: 1, num_heads: 2, ffn_width: 8, max_length: 8, vocab_size: 16}
+model: {width: 8, num_layers: 1, num_heads: 2, ffn_width: 8, max_length: 16, vocab_size: 16}
 data: {sequence_length: 8}
 optimizer: {name: sgd, learning_rate: 0.1}
 train: {steps: 6, global_batch: 4}
@@ -90,7 +90,7 @@ def recorded(tmp_path_factory):
     return folder
 
 
-@pytest.mark.sample("tensor-and-norm")
+@pytest.mark.full
 @pytest.mark.parametrize("name", PLANTED)
 def test_configs_are_compared_whatever_their_strategies(name, recorded, capsys):
     overrides, step, layer = PLANTED[name]
