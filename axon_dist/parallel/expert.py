@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from ..core.checks import TEXT, ArgumentKind, checked, is_whole
 from ..core.errors import ConfigError, NamedChoice, UnsupportedError
 from ..core.modules import wrap_calls
-from ..core.reduction import all_sum, gathered, sum_scatter
+from ..core.reduction import all_gather_dim, all_sum, sum_scatter
 from ..core.same_function import Comparison, compare, is_from
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Function, Path, PyTree, Shape
@@ -415,7 +415,7 @@ class SplitExperts:
             return self._exchange(feed, tokens, choice, kernels, size)
 
         def gather(x):
-            return gathered(x, axis, 0)
+            return all_gather_dim(x, axis, 0)
 
         everyone = Choice(gather(choice.experts), gather(choice.gates))
         mixed, dropped = self._here(feed, gather(tokens), everyone, kernels, first, size)

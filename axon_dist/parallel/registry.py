@@ -18,6 +18,7 @@ from flax import nnx
 
 from ..core.checks import NUMBER, ArgumentKind, checked
 from ..core.errors import ConfigError, MeshError, did_you_mean
+from ..core.words import AUTO
 from ..mesh import SLOW_AXES, World
 from ..nn import ParallelMode
 from .context import ContextMode, context_parallel
@@ -32,9 +33,6 @@ from .tensor import tensor_parallel
 
 POSITION_AXIS = "cp"
 """The axis that splits positions."""
-
-AUTO = "auto"
-"""The plan that is read off the model."""
 
 MakeStrategy: TypeAlias = Callable[..., Strategy]
 """(model, world, **options) -> a strategy over the data axes of the world's mesh."""

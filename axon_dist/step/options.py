@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from ..core.checks import OPTIMIZER, check_fields
 from ..core.errors import ConfigError, GroupError, NamedChoice, did_you_mean
 from ..core.typing import LossFn, OptionValue
+from ..core.words import AUTO
 from ..mesh import ProcessGroup, World
 from ..nn import ActivationCheckpointing
 from ..ops.precision import GradScaler
@@ -64,9 +65,6 @@ class StepKeywords(TypedDict, total=False):
     axis_names: Mapping[str, str | Sequence[str]] | None
     scan_layers: bool | Literal["auto"]
 
-
-AUTO = "auto"
-"""The `scan_layers` that chooses by what is known of the devices."""
 
 _DEFAULTS: StepKeywords = {
     "accumulate": 1,
@@ -288,9 +286,9 @@ class StepOptions(_Fields):
             under `deterministic="elastic"`; a power of two, and a multiple of the number of ranks
             of every run that should have the same bits.
         pad: the name of the batch leaf with one weight per sample. A batch that does not divide is
-            padded with copies of its last sample, of weight 0 (`Padding`). Raises if the traced
-            program does not show that they leave loss, metrics and buffers unchanged. None: such
-            batches raise.
+            padded with copies of its last sample, of weight 0 (`BatchPadding`). Raises if the
+            traced program does not show that they leave loss, metrics and buffers unchanged. None:
+            such batches raise.
         compiler_options: options for XLA in addition to those of the chip, which they override.
             `hardware.HARDWARE` lists the options of the chips, which make collectives fewer and
             hidden; the value None removes one of them. Every program of the step is compiled with

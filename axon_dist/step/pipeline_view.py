@@ -41,7 +41,7 @@ from ..pipeline import (
 )
 from ..pipeline import Totals as PipelineSums
 from ..sharding import axes_of, spec_axes, specs
-from ..sharding.padding import like
+from ..sharding.padding import cut_like
 from .gather import only_axes, reduce_by
 from .microbatches import Draws, draws_of
 from .model_changes import ModelChanges, change_layers, rewritten
@@ -102,7 +102,7 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
     if not region.is_whole_mesh:
         rows, rest = region.reduced_outside(rows, rest)
     # `shard_map` needs equal shards: cut the padding off again.
-    reduced = like(region.rows.assemble(rows, rest), plan.stored.params)
+    reduced = cut_like(region.rows.assemble(rows, rest), plan.stored.params)
     reduced = jax.lax.with_sharding_constraint(reduced, plan.stored.owners)
     total, weight, metrics = loss
     grad_factor = grad_factor if scale is None else grad_factor * num_shards

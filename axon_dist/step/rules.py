@@ -14,14 +14,14 @@ from flax import nnx
 from ..core.errors import Requirement, StrategyConflictError, UnsupportedError, check_all
 from ..core.tree import leaves_with_paths
 from ..core.typing import Path, PyTree
+from ..core.words import AUTO
 from ..ir.linen import linen_modules
 from ..ir.rows import mixing_in
 from ..ops.fp8 import Fp8Layers
 from ..parallel import STRATEGY_RULES, check_sums, has_experts
 from ..sharding import Policy, spec_axes
 from .evaluation import check_eval_kwargs
-from .options import AUTO
-from .plan import StepPlan, plan_step, units_of
+from .plan import StepPlan, plan_step, units_of_step
 from .replicas import Outer
 from .separation import wants_ranks
 from .spec import StepSpec
@@ -76,7 +76,7 @@ def _loops(spec: StepSpec) -> Found:
     unrolls = options.unroll > 1 if options.unroll is not None else options.scan_layers is False
     if strategy.pipeline is not None:
         return {**facts, "why": "runs the blocks of its stages one after another as they are"}
-    if is_unroll and not units_of(spec):
+    if is_unroll and not units_of_step(spec):
         return {**facts, "why": "neither splits nor recomputes blocks, and runs none as a loop"}
     if unrolls and strategy.remat is not None and strategy.remat.interval != 1:
         interval = strategy.remat.interval
@@ -87,7 +87,7 @@ def _loops(spec: StepSpec) -> Found:
     model = {**facts, "strategy": "the model"}
     if unrolls and stacks:
         return {**model, "why": f"keeps the blocks of {stacks[0]!r} stacked, and loops over them"}
-    if options.scan_layers is True and not units_of(spec):
+    if options.scan_layers is True and not units_of_step(spec):
         return {**model, "why": "repeats no blocks"}
     return None
 

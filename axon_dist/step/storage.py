@@ -43,7 +43,7 @@ from ..pipeline import (
     trace_loss,
 )
 from ..sharding import InPlaceOf, Policy
-from ..sharding.padding import cut
+from ..sharding.padding import unpad
 from .model_spec import ModelSpec
 from .objective import Outcome, evaluate, weighed_metrics
 
@@ -93,7 +93,7 @@ class Storage:
         """Cuts the padding off, to the shapes that `from_model` makes."""
         shapes = dict(leaves_with_paths(self.shapes))
         return map_with_path(
-            lambda path, x: cut(x, shapes[path].shape) if path in shapes else x, stored
+            lambda path, x: unpad(x, shapes[path].shape) if path in shapes else x, stored
         )
 
     def store(self, weights: PyTree) -> tuple[PyTree, PyTree]:

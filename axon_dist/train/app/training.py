@@ -25,8 +25,7 @@ from axon_dist.core.errors import (
 )
 from axon_dist.core.files import replacing
 from axon_dist.core.typing import JsonDict
-from axon_dist.core.words import byte_size, printable
-from axon_dist.planner import AUTO
+from axon_dist.core.words import AUTO, byte_size, printable
 from axon_dist.step import TrainState
 from axon_dist.train.loop import (
     FINISHED,
