@@ -121,7 +121,7 @@ class OverMesh:
                     "which the compiler partitions",
                     code="kernel-mixes-samples-or-heads",
                 )
-            if not comparison.holds(name, "is left to the compiler"):
+            if not comparison.equal_or_warn(name, "is left to the compiler"):
                 return call(query, key, value, *more)
         spec = PartitionSpec(batch or None, None, heads or None, None)
         run = jax.shard_map(

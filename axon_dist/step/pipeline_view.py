@@ -196,7 +196,7 @@ class PipelineRegion:
         batch_axes = strategy.batch_axes
         axes = (axis, *batch_axes)
         called = (*rows.stages.blocks, *rows.stages.shared)
-        blocks, looped = unit_paths(called, plan.stored.storage.stacks)
+        blocks, stacked_units = unit_paths(called, plan.stored.storage.stacks)
         rank_shapes = dict(rows.flat_shapes)
         row_specs = []
         manual = (axis, *strategy.ungathered_axes)
@@ -216,7 +216,7 @@ class PipelineRegion:
             rows=rows,
             axes=axes,
             is_whole_mesh=all(a in axes or size == 1 for a, size in spec.mesh.shape.items()),
-            changes=ModelChanges(strategy, spec.model_spec, blocks, looped=looped),
+            changes=ModelChanges(strategy, spec.model_spec, blocks, stacked_units=stacked_units),
             rank_shapes=nest(rank_shapes),
             row_specs=row_specs[0],
             frozen_specs=row_specs[1] if rows.frozen else [],

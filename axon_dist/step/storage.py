@@ -397,8 +397,8 @@ def nested_metrics(flat: dict[tuple[str, str], Array]) -> dict[str, Array | Weig
 def unit_paths(blocks: Iterable[Keys], stacks: Stacks) -> tuple[frozenset[Path], frozenset[Path]]:
     """Returns the paths of the modules that are called as blocks, and of those that stack them."""
     modules = {stacks.in_model(keys): "/".join(map(str, stacks.in_model(keys))) for keys in blocks}
-    looped = frozenset(path for keys, path in modules.items() if stacks.of(keys)[1])
-    return frozenset(modules.values()), looped
+    stacked_units = frozenset(path for keys, path in modules.items() if stacks.of(keys)[1])
+    return frozenset(modules.values()), stacked_units
 
 
 def loops_in(model_spec: ModelSpec, loss_fn: LossFn, batch: Batch) -> dict[Keys, int]:
@@ -450,10 +450,10 @@ def calls_in(
     Returns:
         The calls.
     """
-    modules, looped = unit_paths(blocks, stacks)
+    modules, stacked_units = unit_paths(blocks, stacks)
 
     def mark(model: nnx.Module) -> None:
-        mark_units(model, lambda path, _: path in modules, looped=looped)
+        mark_units(model, lambda path, _: path in modules, looped=stacked_units)
 
     def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
         return evaluate(model_spec, loss_fn, params, buffers, batch, mark)

@@ -179,7 +179,7 @@ def mean_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientResu
     if separation.loss_fn is not spec.loss_fn:
         plan = plan.with_loss(separation.loss_fn)
     result = view(plan, arguments)
-    return result if separation.complete is None else separation.complete(result)
+    return result if separation.finalize is None else separation.finalize(result)
 
 
 def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientArguments:
