@@ -27,8 +27,8 @@ from ..ops.dropless import in_fitting_slots
 from ..ops.routing import Choice, in_order, in_slots, slots_for
 from ..sharding import Decision, HasShape, Policy
 from ..sharding.policy import axes_of, check_divides
-from .plan import check_pattern
 from .strategy import AdaptLayers, Strategy
+from .tensor_plan import check_pattern
 
 EXPERTS = ((r"(^|/)mlp/(gate|up|down)$", -3),)
 """The experts of this library's mixtures: a pattern of the path, and the dim from the end."""

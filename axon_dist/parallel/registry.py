@@ -25,11 +25,11 @@ from .context import ContextMode, context_parallel
 from .data import ShardingStrategy, ZeROStage, ddp, diloco, fsdp, local_sgd, zero
 from .expert import ExpertForm, expert_parallel
 from .pipelining import pipelined
-from .plan import PRESETS
-from .plans import DEFAULT_SYNC_EVERY
 from .strategy import DATA_AXES, Strategy
+from .strategy_values import DEFAULT_SYNC_EVERY
 from .suggest import suggest_plan
 from .tensor import tensor_parallel
+from .tensor_plan import PRESETS
 
 POSITION_AXIS = "cp"
 """The axis that splits positions."""

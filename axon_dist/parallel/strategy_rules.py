@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from ..collectives import GradSyncStrategy
 from ..core.errors import AxonDistError, MeshError, Requirement, StrategyConflictError, did_you_mean
 from ..mesh import World
-from .plans import CPUOffload, check_offload
 from .strategy import Strategy
+from .strategy_values import CPUOffload, check_offload
 
 
 class PlacedStrategy(Protocol):

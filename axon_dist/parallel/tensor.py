@@ -22,8 +22,8 @@ from ..core.typing import Array, Function, Path, PyTree, Shape
 from ..ir.linen import linen_modules
 from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, own_rows, summed
 from .kernels import COLUMNS, ROWS, RingProducts, into
-from .plan import ByPlan, Plan, PlanLike, Rule, plan_of
 from .strategy import AdaptLayers, Strategy
+from .tensor_plan import ByPlan, Plan, PlanLike, Rule, plan_of
 
 Module: TypeAlias = nnx.Module | nn.Module
 """A layer, of NNX or within a bridged module."""
