@@ -356,7 +356,7 @@ class SplitExperts:
         elif not compared.is_equal:
             raise UnsupportedError(
                 f"{type(module).__name__}.{MIX} must return, for each token, the sum over its "
-                f"experts of `feed`, weighted by its gates, and {compared.why}. Expert parallelism "
+                f"experts of `feed`, weighted by its gates, but {compared.why}. Expert parallelism "
                 f"computes this sum itself: move any other computation out of {MIX} or into "
                 "`feed`, or leave expert_parallel out",
                 code="experts-not-a-weighted-sum",
@@ -572,7 +572,7 @@ def _check_sum(add: Function, module: nnx.Module, x: Array) -> None:
     if not compared.is_equal:
         raise UnsupportedError(
             f"{type(module).__name__}.{SUM_SAMPLES} must return the sum over the samples of a "
-            f"batch and their number, and {compared.why}: ranks with different samples add up "
+            f"batch and their number, but {compared.why}: ranks with different samples add up "
             "their sums. Return these two, and move any other computation after the call",
             code="not-a-sum-of-samples",
         )

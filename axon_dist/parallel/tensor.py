@@ -130,7 +130,7 @@ class TensorLayers(AdaptLayers):
         if self.rings and layout.sequence:
             names = "×".join(layout.sequence)
             raise StrategyConflictError(
-                f"tensor_parallel sends positions around the ranks of {self.policy.axis!r}, and "
+                f"tensor_parallel sends positions around the ranks of {self.policy.axis!r}, but "
                 f"{names!r} splits them in every layer; leave rings out, or the context parallelism"
             )
         plan = self.policy.plan
@@ -201,7 +201,7 @@ def check_sums(strategy: Strategy, model: nnx.Module) -> None:
     by_layer = any(rule.mode is ParallelMode.ROW for rule in plan_of(model).rules)
     if not (by_plan or by_layer):
         raise ConfigError(
-            f"remat policy {SUMS!r} keeps what tensor parallelism sums over its ranks, and "
+            f"remat policy {SUMS!r} keeps what tensor parallelism sums over its ranks, but "
             f"strategy {strategy.name!r} has none; take the policy 'nothing', or compose it with "
             "tensor_parallel(plan)"
         )

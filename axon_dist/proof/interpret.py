@@ -445,7 +445,7 @@ class Walk:
 
 
 _ANY = 0.37
-"""The scale given to cotangents: not a power of a small integer, so that no scale equals it."""
+"""The scale given to cotangents: an arbitrary number that no ratio of sample counts equals."""
 
 _KEEPS_NUMBER = RESHAPES | {
     "convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient",

@@ -214,7 +214,7 @@ def plus(left: Value, right: Value) -> Value:
 
 
 def either(left: Value, right: Value) -> Value:
-    """Returns the value of a sample-independent choice between two values, or of both together.
+    """Returns a value that stands for either of two, such as the results of a `cond`'s branches.
 
     Raises:
         Coupling: if the result depends on several samples and is not a sum over them.

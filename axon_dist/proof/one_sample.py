@@ -1,11 +1,12 @@
 """Compares the program of a part with one sample with that of the whole batch.
 
-If the dim that counts samples has size 1, JAX and users write a different program than for a larger
-size: arrays are reshaped without that dim, and an equation that would repeat or sum a single entry
-is missing. An equation that only one of the programs has, and that only changes the shape of the
-same entries, is called a *relay*. The value of its result is derived from the program of the whole
-batch. The shape of the array in the part's program is checked when an operation reads it. An array
-is *loose* if it has lost, in the part, the dim that counts samples.
+With one sample per part, JAX drops the dim that counts samples: `x.sum(0)` of shape (1, 3) traces
+to a reshape. The program of a part then differs from that of the whole batch: arrays lack this dim,
+and an equation that would repeat or sum a single entry is missing. An equation that only one of the
+programs has, and that only changes the shape of the same entries, is called a *relay*. The value of
+its result is derived from the program of the whole batch. The shape of the array in the part's
+program is checked when an operation reads it. An array is *loose* if it has lost, in the part, the
+dim that counts samples.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
 
     Args:
         known: the values of the variables of both programs.
-        pair: the equation, and None for the program that lacks it.
+        pair: the equation in each of the two programs; None for the program that lacks it.
         ratio: the number of samples of the whole batch.
 
     Returns:

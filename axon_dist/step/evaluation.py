@@ -181,7 +181,7 @@ def check_eval_kwargs(model: nnx.Module, kwargs: Mapping[str, Any]) -> None:
         if name not in parameters:
             kind = type(_called(model)).__name__
             raise ConfigError(
-                f"eval_kwargs has {name!r}, and the call of {kind} takes "
+                f"eval_kwargs has {name!r}, but the call of {kind} takes "
                 f"{', '.join(parameters) or 'no arguments'}.{did_you_mean(name, parameters)}"
             )
 

@@ -168,7 +168,7 @@ def check_arguments(
     group = getattr(strategy, "group", None)
     if isinstance(group, ProcessGroup) and group.mesh != world.mesh:
         raise GroupError(
-            f"the {type(strategy).__name__} is over a group of a mesh {_axes(group.mesh)}, and the "
+            f"the {type(strategy).__name__} is over a group of a mesh {_axes(group.mesh)}, but the "
             f"step is for a world of {_axes(world.mesh)}, or of other devices; give it "
             f"world.group({', '.join(map(repr, group.axes))}) of this world"
         )
@@ -177,7 +177,7 @@ def check_arguments(
     # An equal model made anew will do: a strategy depends on names and shapes alone.
     if both and wrapped is not model and _weights(wrapped) != _weights(model):
         raise ConfigError(
-            f"the {type(strategy).__name__} wraps a {type(wrapped).__name__}, and the model passed "
+            f"the {type(strategy).__name__} wraps a {type(wrapped).__name__}, but the model passed "
             f"to build_train_step is a {type(model).__name__} whose weights have other paths or "
             "shapes; pass its .module as the model, or its .strategy as the strategy",
             code="wrapper-of-another-model",
@@ -202,7 +202,7 @@ def _check_arity(loss_fn: LossFn) -> None:
         signature.bind(None, None, **({"step": None} if takes_step(loss_fn) else {}))
     except TypeError as error:
         raise ConfigError(
-            f"loss_fn takes {signature}, and is called as loss_fn(model, batch): {error}; let it "
+            f"loss_fn takes {signature}, but is called as loss_fn(model, batch): {error}; let it "
             "take these two, and bind the others with functools.partial"
         ) from error
 
@@ -377,7 +377,7 @@ class StepOptions(_Fields):
         is_power = shards is not None and shards > 0 and not shards & (shards - 1)
         if not (is_power if self.is_elastic else shards is None):
             raise ConfigError(
-                f"logical_shards is {shards!r}, and deterministic is {self.deterministic!r}; "
+                f"logical_shards is {shards!r}, but deterministic is {self.deterministic!r}; "
                 f"set logical_shards to a power of two, such as 8, with deterministic={ELASTIC!r}, "
                 "and leave it None otherwise",
                 code="logical-shards",

@@ -128,7 +128,7 @@ def _parts_draw(plan: StepPlan, batch: Batch) -> bool:
 def _kinds_of_buffers(
     mutable: Collection[int], buffers: PyTree, draws: Draws | None
 ) -> tuple[set[int], set[int]]:
-    """Returns the buffers averaged over microbatches, and those whose first value all read."""
+    """Returns the buffers averaged over microbatches, and those whose initial value all read."""
     if draws is None:
         return set(), set()
     paths = [path for path, _ in leaves_with_paths(buffers)]

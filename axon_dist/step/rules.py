@@ -144,7 +144,7 @@ def _of_strategy(spec: StepSpec) -> Obstacle:
         )
     if math.prod(spec.mesh.shape[axis] for axis in strategy.batch_axes) != spec.mesh.size:
         return (
-            f"the mesh is {dict(spec.mesh.shape)}, and strategy {strategy.name!r} splits samples "
+            f"the mesh is {dict(spec.mesh.shape)}, but strategy {strategy.name!r} splits samples "
             f"over {', '.join(strategy.batch_axes) or 'no axis'} alone",
             f"leave the other axes out of the mesh, and use {supported}",
         )
@@ -216,7 +216,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement.row(
         "there are loops to unroll",
         StrategyConflictError,
-        "{name}={value} says which blocks are unrolled rather than run by a loop, and {strategy} "
+        "{name}={value} says which blocks are unrolled rather than run by a loop, but {strategy} "
         "{why}; leave {name} out",
         lambda spec: (
             None
@@ -263,7 +263,7 @@ PIPELINE_RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement.row(
         "microbatches are the pipeline's",
         StrategyConflictError,
-        "accumulate={accumulate}, and the pipeline runs {count} microbatches per step, which is "
+        "accumulate={accumulate}, but the pipeline runs {count} microbatches per step, which is "
         "its accumulation; leave accumulate out, or change num_microbatches",
         lambda spec: None if spec.options.accumulate == 1 else _microbatches(spec),
     ),
@@ -285,7 +285,7 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement.row(
         "EMA needs one set of parameters",
         UnsupportedError,
-        "ema={ema} averages the parameters of every step, and replicas over axis {axis!r} agree "
+        "ema={ema} averages the parameters of every step, but replicas over axis {axis!r} agree "
         "on their parameters only in an outer step; leave ema out: the outer optimizer averages, "
         "as in diloco(outer=optax.sgd(0.7, momentum=0.9, nesterov=True))",
         _ema_of_replicas,
@@ -427,7 +427,7 @@ PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
     Requirement.row(
         "fp8 gather needs weights sharded per block",
         UnsupportedError,
-        "gather='fp8' is for weights that each block gathers where it uses them, and under "
+        "gather='fp8' is for weights that each block gathers where it uses them, but under "
         "strategy {name!r} {why}; leave gather out, or split parameters by fsdp or "
         "hybrid, and leave the reduction of their gradients at its default",
         lambda plan: None if plan.changes.fp8 is None else _fp8_gather(plan, plan.changes.fp8),
@@ -449,7 +449,7 @@ PIPELINE_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
     Requirement.row(
         "stages have experts in equal blocks",
         UnsupportedError,
-        "the pipeline has {path!r} {where}, and experts that tokens are sent to along {axis!r} "
+        "the pipeline has {path!r} {where}, but experts that tokens are sent to along {axis!r} "
         "must be those of modules with these methods, as models.Experts, in blocks with parameters "
         "of equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp in "
         "addition to the pipeline; or leave the pipeline out",
@@ -458,7 +458,7 @@ PIPELINE_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
     Requirement.row(
         "stages recompute their blocks",
         StrategyConflictError,
-        "the stages of a pipeline recompute block by block, here {blocks}, and activation "
+        "the stages of a pipeline recompute block by block, here {blocks}, but activation "
         "checkpointing names the classes {classes}; leave the classes out, or give them to the "
         "pipeline: classes=(...)",
         lambda plan: _stage_classes(plan) if plan.spec.strategy.remat else None,
@@ -471,14 +471,14 @@ REPLICA_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
     Requirement.row(
         "fragments have parameters",
         StrategyConflictError,
-        "strategy {name!r} has fragments={count}, and the model's {params} parameters do not fill "
+        "strategy {name!r} has fragments={count}, but the model's {params} parameters do not fill "
         "that many of about one size; use fewer",
         _fragments,
     ),
     Requirement.row(
         "compressed parameters are real",
         UnsupportedError,
-        "the parameter {path!r} is complex, and {how} compresses real numbers only; leave the "
+        "the parameter {path!r} is complex, but {how} compresses real numbers only; leave the "
         "compression out",
         _compressed,
     ),

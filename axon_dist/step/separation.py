@@ -1,11 +1,11 @@
 """Finds out whether the loss of a batch follows from the losses of its parts.
 
-Microbatches and ranks see parts of a batch. If the loss is a mean over samples, or a sum, or
-`Weighted`, the step computes the loss and the gradient of the whole batch however it is cut. If the
-loss couples the samples, such as one that compares each sample with every other, ranks must not
-compute it from their own samples. With one microbatch the step then runs in global view; with
-several it is refused, unless `separable=False` asks for the mean over microbatches. It is also
-refused if an option needs ranks that work on their own.
+Microbatches and ranks see parts of a batch. If the loss is a mean or a sum over samples, or
+`Weighted`, the step computes the loss and the gradient of the whole batch, no matter how the batch
+is cut. If the loss couples the samples, for example by comparing each sample with every other,
+ranks must not compute it from their own samples. With one microbatch the step then runs in global
+view; with several it is refused, unless `separable=False` asks for the mean over microbatches. It
+is also refused if an option needs ranks that work on their own.
 
 Some outputs for a whole batch do not follow from the outputs for its parts, but do follow from sums
 over its samples. The last operations of a loss such as `sqrt(mean)` or `sum / maximum(count, 1)`
@@ -192,9 +192,9 @@ class Traces:
             # them as constants. They may read parameters where no gradient flows.
             raise UnsupportedError(
                 f"the weight of the loss depends on the parameter {trained[0]!r}; in "
-                "Weighted(total, weight) the weight must follow from the batch alone, such as the "
+                "Weighted(total, weight) the weight must depend on the batch alone, such as the "
                 "number of its tokens, or be wrapped in jax.lax.stop_gradient",
-                code="weight-depends-on-parameter",
+                code="weight-of-parameters",
             )
         try:
             part = self.of(batch, sizes[0])
@@ -233,10 +233,10 @@ class FunctionOfSums(PartLoss):
     """A loss function that returns, for some outputs, the sums that these are computed from.
 
     Args:
-        loss_fn: the user's loss, with its other outputs as the parts of a batch return them.
-        names: of the metrics that are replaced; `LOSS` for the loss.
-        differentiated: if the loss is replaced, what a part differentiates in its place: a linear
-            combination of the sums that depend on the parameters, as (index, coefficient).
+        loss_fn: the user's loss. Its outputs that are not in `names` stay as a part computes them.
+        names: the names of the outputs that are replaced by sums: metrics, or `LOSS`.
+        differentiated: if the loss is replaced, the linear combination of sums that a part
+            differentiates instead, as (index of a sum, coefficient).
         factors: multiplied with the mean of each sum over the parts, they give the sum of the
             whole.
     """
@@ -832,7 +832,7 @@ class Separator:
         for (path, old), shape in zip(self._buffers, (x.shape for x in after), strict=True):
             if self._num_microbatches > 1 and shape != old.shape:
                 raise UnsupportedError(
-                    f"the buffer {path!r} has the shape {old.shape}, and {shape} after a "
+                    f"the buffer {path!r} has the shape {old.shape}, but {shape} after a "
                     f"forward pass; each of {self._num_microbatches} microbatches passes it to the "
                     "next, which needs one shape: make it with the shape that it will have",
                     code="buffer-shape",

@@ -224,7 +224,7 @@ def _warn_of_ascent(step: TrainStep) -> None:
     paths = unconjugated(spec.optimizer, spec.model_spec.params)
     if paths:
         warn(
-            f"the parameters {first_few(paths)} are complex, and the optimizer does not conjugate "
+            f"the parameters {first_few(paths)} are complex, but the optimizer does not conjugate "
             "their gradients. JAX gives dL/dx - i dL/dy as the gradient for x + iy, so a step "
             "against it increases the loss along the imaginary part. Conjugate it first: "
             "optax.chain(optax.stateless(lambda g, p: jax.tree.map(jnp.conj, g)), optimizer)",

@@ -223,7 +223,7 @@ def _depths(calls: Calls, plan: PipelinePlan) -> tuple[int, ...]:
     size = max(calls.depths) + 1
     if size < count:
         raise UnsupportedError(
-            f"the pipeline has {count} stages, and the longest path through the loss has {size} "
+            f"the pipeline has {count} stages, but the longest path through the loss has {size} "
             "calls of blocks in sequence. Use fewer stages",
             code="too-few-calls",
         )
@@ -234,7 +234,7 @@ def _too_few(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys]) -> U
     kinds = ", ".join(plan.classes) or "modules in lists, stacked by nnx.vmap or numbered by Linen"
     repeated = f". Where the loss calls a block several times: {BATCH}" if blocks else ""
     return UnsupportedError(
-        f"the pipeline has {plan.schedule.num_stages} stages, and the model has {len(blocks)} "
+        f"the pipeline has {plan.schedule.num_stages} stages, but the model has {len(blocks)} "
         f"block{'s' * (len(blocks) != 1)} to cut between ({kinds}). Use fewer stages, "
         f"name the class of the blocks among {', '.join(names_of(model))}, or give each "
         f"stage its module: Pipeline.from_modules([...]){repeated}"

@@ -225,7 +225,10 @@ def _go_on(
     tell: Callable,
     told: Sequence[str],
 ) -> list[JsonDict]:
-    """Writes the config of a run that may resume, reports its changes, and reads the metrics."""
+    """Prepares the records of a run, new or resumed: reports changes of the config and writes it.
+
+    Removes an old summary, and returns the rows of metrics up to the state's step.
+    """
     for line in (f"config: {change}" for change in directory.changes(config)):
         if line not in told:
             tell(line)
