@@ -30,11 +30,11 @@ from .parallel.data import ZeROStage as ZeROStage
 from .parallel.memory import FSDPMemoryStats as FSDPMemoryStats
 from .parallel.memory import estimate, measure
 from .parallel.pipelining import pipelined, read_table
-from .parallel.plans import AutoWrapPolicy
-from .parallel.plans import CPUOffload as CPUOffload
-from .parallel.plans import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy
-from .parallel.plans import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
 from .parallel.strategy import Reduction, Strategy
+from .parallel.strategy_values import AutoWrapPolicy
+from .parallel.strategy_values import CPUOffload as CPUOffload
+from .parallel.strategy_values import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy
+from .parallel.strategy_values import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
 from .schedule import SCHEDULES, Schedule
 from .schedule import PipelineSchedule as PipelineSchedule
 from .schedule.action import check_sizes

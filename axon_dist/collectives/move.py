@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core.checks import WHOLE, ArgumentKind, checked, is_whole
 from ..core.errors import GroupError
-from ..core.reduction import all_sum, gathered, sum_scatter, varying
+from ..core.reduction import all_gather_dim, all_sum, sum_scatter, varying
 from ..core.typing import Array, PyTree
 from ..mesh import GROUP, ProcessGroup
 from .place import (
@@ -202,7 +202,7 @@ def _broadcast(x: Array, group: ProcessGroup, src: int) -> Array:
 def _all_gather(x: Array, group: ProcessGroup, tiled: bool, dim: int) -> Array:
     dim = check_dim(dim, x.ndim if tiled else x.ndim + 1, x.shape)
     if group.members is None:
-        return gathered(x, group.axes, dim, tiled)
+        return all_gather_dim(x, group.axes, dim, tiled)
     rows = _member_rows(x, group)
     gathered_rows = jnp.concatenate(rows, dim) if tiled else jnp.stack(rows, dim)
     return keep_outside(gathered_rows, x, group)
@@ -236,7 +236,7 @@ def _all_to_all(x: Array, group: ProcessGroup, split_dim: int, concat_dim: int) 
 
 
 def _member_rows(x: Array, group: ProcessGroup) -> list[Array]:
-    rows = gathered(x, group.axes, 0, tiled=False)
+    rows = all_gather_dim(x, group.axes, 0, tiled=False)
     return [rows[rank] for rank in group.members or ()]
 
 

@@ -105,15 +105,22 @@ class BackendStartedError(AxonDistError, RuntimeError):
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 """The exceptions that malformed data of a file or a network peer raises in Python."""
 
+AXIS_SYNONYMS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "dp": ("data", "batch", "replica", "data_parallel", "x"),
+        "tp": ("model", "tensor", "mp", "mdl", "model_parallel", "y"),
+        "pp": ("pipe", "pipeline", "stage", "stages"),
+        "cp": ("seq", "sequence", "context", "sp"),
+        "ep": ("expert", "experts"),
+        "fsdp": ("shard", "sharded"),
+        "nodes": ("node", "hosts", "host"),
+    }
+)
+"""Other code's names of each mesh axis."""
+
 _ALSO_CALLED: MappingProxyType[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("data", "batch", "replica", "data_parallel", "x"), "dp"),
-        **dict.fromkeys(("model", "tensor", "mp", "mdl", "model_parallel", "y"), "tp"),
-        **dict.fromkeys(("pipe", "pipeline", "stage", "stages"), "pp"),
-        **dict.fromkeys(("seq", "sequence", "context", "sp"), "cp"),
-        **dict.fromkeys(("expert", "experts"), "ep"),
-        **dict.fromkeys(("shard", "sharded"), "fsdp"),
-        **dict.fromkeys(("node", "hosts", "host"), "nodes"),
+        **{name: axis for axis, names in AXIS_SYNONYMS.items() for name in names},
         "lr": "learning_rate",
         **dict.fromkeys(("epochs", "max_steps", "num_steps", "iterations"), "steps"),
         "batch_size": "global_batch",

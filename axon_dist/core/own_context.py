@@ -22,7 +22,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .compat import OwnContext, current_reader, is_in_trace, read_shardings
-from .errors import ConfigError, UnsupportedError, did_you_mean
+from .errors import AXIS_SYNONYMS, ConfigError, UnsupportedError, did_you_mean
 from .typing import Array
 
 _P = ParamSpec("_P")
@@ -32,14 +32,12 @@ FREE = PartitionSpec.UNCONSTRAINED
 
 _DATA = ("nodes", "dp", "fsdp")
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("data", "batch", "replica", "data_parallel", "dp", "x"), _DATA),
-    **dict.fromkeys(("fsdp", "shard", "sharded"), ("fsdp",)),
-    **dict.fromkeys(("model", "tensor", "mp", "mdl", "model_parallel", "tp", "y"), ("tp",)),
-    **dict.fromkeys(("seq", "sequence", "context", "sp", "cp"), ("cp",)),
-    **dict.fromkeys(("expert", "experts", "ep"), ("ep",)),
-    **dict.fromkeys(("pipe", "pipeline", "stage", "stages", "pp"), ("pp",)),
+    name: _DATA if axis == "dp" else (axis,)
+    for axis, names in AXIS_SYNONYMS.items()
+    if axis != "nodes"
+    for name in (axis, *names)
 }
-"""Common axis names of other code, and the axes of this library that they mean."""
+"""Axis names of this library and of other code, and the mesh axes that they mean in a model."""
 
 
 @dataclasses.dataclass(frozen=True)

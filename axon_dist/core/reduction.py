@@ -50,7 +50,7 @@ def sum_scatter(x: Array, axes: str | tuple[str, ...], dim: int) -> Array:
     return _each(scatter, x, axes)
 
 
-def gathered(x: Array, axes: str | tuple[str, ...], dim: int, tiled: bool = True) -> Array:
+def all_gather_dim(x: Array, axes: str | tuple[str, ...], dim: int, tiled: bool = True) -> Array:
     """All-gathers along `dim`; the transpose is a reduction, with the same safeguard."""
 
     def gather(x, axes):

@@ -95,7 +95,7 @@ class Comparison:
     why: str = ""
     was_run: bool = True
 
-    def holds(self, name: str, otherwise: str) -> bool:
+    def equal_or_warn(self, name: str, otherwise: str) -> bool:
         """Whether the functions are equal; warns if that is not known.
 
         Args:

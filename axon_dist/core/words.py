@@ -6,6 +6,9 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 
+AUTO = "auto"
+"""The value of an option that lets the library choose."""
+
 
 def si(value: float, giga: str = "G") -> str:
     """Formats a number with an SI suffix; use `giga="B"` for parameter counts.

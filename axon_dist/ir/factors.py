@@ -27,7 +27,7 @@ OperandDim: TypeAlias = tuple[int, int]
 """(position of an operand or a result, one of its dims)."""
 
 
-EACH = frozenset((
+CHEAP_ELEMENTWISE = frozenset((
     "abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
     "clamp", "clz", "complex", "convert_element_type", "copy", "cos", "cosh", "digamma", "div",
     "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag",
@@ -42,16 +42,16 @@ EACH = frozenset((
 Each element of a result depends only on the parameters and on the operands' elements at the same
 place. `ELEMENTWISE` adds the other elementwise operations."""
 
-ELEMENTWISE = EACH | frozenset((
+ELEMENTWISE = CHEAP_ELEMENTWISE | frozenset((
     "add_any", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "conj", "copy_p", "eq_to",
     "from_edtype", "igamma", "igamma_grad_a", "igammac", "le_to", "lt_to", "mulhi", "name",
     "polygamma", "polynomial", "random_clone", "random_fold_in", "random_gamma_grad",
     "random_unwrap", "regularized_incomplete_beta", "threefry2x32", "tie", "to_edtype", "zeta",
 ))  # fmt: skip
-"""`EACH`, and elementwise operations that cost more, name values, or work on random keys."""
+"""`CHEAP_ELEMENTWISE`, and elementwise operations that cost more, name values or work on keys."""
 
 COMPARES = frozenset(("eq", "ge", "gt", "is_finite", "le", "lt", "ne"))
-"""The operations of `EACH` with boolean results: one byte per element for any operand dtype."""
+"""The operations of `CHEAP_ELEMENTWISE` whose results are booleans, of one byte per element."""
 
 MOVES = frozenset((
     "broadcast_in_dim", "concatenate", "expand_dims", "iota", "pad", "reshape", "rev", "slice",

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from ..core.compat import CALLS, REMATS, eval_equation, inner_programs
 from ..core.typing import Array, PyTree
 from ..core.weighted import PER_SAMPLE
-from .factors import EACH, RESHAPES
+from .factors import CHEAP_ELEMENTWISE, RESHAPES
 from .layer_scan import has_units
 from .units import is_unit
 from .walk import (
@@ -73,7 +73,7 @@ class Piece:
         return values_of(values, self.outputs)
 
 
-def cut(
+def backward_slice(
     jaxpr: Jaxpr,
     outputs: Sequence[Atom],
     known: Iterable[Var] = (),
@@ -136,13 +136,15 @@ class Ending:
         jaxpr = program.jaxpr
         results = [jaxpr.outvars[number] for number in ends]
         consts = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        piece = cut(jaxpr.replace(eqns=[e for e in jaxpr.eqns if _is_ending(e)]), results)
+        piece = backward_slice(
+            jaxpr.replace(eqns=[e for e in jaxpr.eqns if _is_ending(e)]), results
+        )
         read = [*(v for equation in piece.equations for v in equation.invars), *results]
         free = piece.needs - consts.keys()
         sums = dict.fromkeys(v for v in read if isinstance(v, Var) and v in free)
         ending = cls(piece, tuple(sums), {v: x for v, x in consts.items() if v in piece.needs})
         known = consts | dict(zip(jaxpr.invars, values, strict=True))
-        outputs = cut(jaxpr, [*jaxpr.outvars, *sums]).run(known)
+        outputs = backward_slice(jaxpr, [*jaxpr.outvars, *sums]).run(known)
         count = len(jaxpr.outvars)
         return ending, outputs[:count], outputs[count:]
 
@@ -178,7 +180,7 @@ def _is_number(atom: Atom) -> bool:
     return shape_of(atom) == () and any(jnp.issubdtype(dtype_of(atom), kind) for kind in kinds)
 
 
-_OF_SCALARS = EACH | CALLS | RESHAPES | {"copy_p", "custom_jvp_call"}
+_OF_SCALARS = CHEAP_ELEMENTWISE | CALLS | RESHAPES | {"copy_p", "custom_jvp_call"}
 """The operations of an `Ending`: on scalars, they give the same result on every device."""
 
 
@@ -319,7 +321,7 @@ def _rows_of(equation: JaxprEqn, read: set[Var]) -> TableRows | None:
     if len(readers.rows) != 1 or readers.others or jaxpr.outvars != [readers.rows[0].result]:
         return None
     (lookup,) = readers.rows
-    piece = cut(jaxpr, lookup.operands)
+    piece = backward_slice(jaxpr, lookup.operands)
     inputs = [v for i, v in enumerate(jaxpr.invars) if i != place]
     if jaxpr.invars[place] in piece.needs:
         return None

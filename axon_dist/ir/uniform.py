@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..core.compat import eval_equation
-from .factors import EACH, KEEPS, MOVES
+from .factors import CHEAP_ELEMENTWISE, KEEPS, MOVES
 from .walk import LOOPS, dtype_of, inners, interpret, shape_of
 
 
@@ -131,7 +131,7 @@ def _join(values: Sequence[UniformValue]) -> UniformValue:
 
 
 def _of_operation(name: str, equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformValue:
-    rule = _RULES.get(name, _computed if name in EACH else None)
+    rule = _RULES.get(name, _computed if name in CHEAP_ELEMENTWISE else None)
     return _unknown(operands) if rule is None else rule(equation, operands)
 
 

@@ -277,7 +277,7 @@ class AsUnit:
             params: nnx.State, rest: nnx.State, arrays: Sequence[Array], state: nnx.State
         ) -> tuple[PyTree, nnx.State, nnx.State, list[object]]:
             """Returns the output, the changed state of module and arguments, and new attributes."""
-            copy = nnx.merge(graphdef, gathered(params), rest, copy=True)
+            copy = nnx.merge(graphdef, gather_params(params), rest, copy=True)
             contents = _contents_of(copy)
             arg_nodes = nnx.merge(nodes_graph, state, copy=True)
             before = {keys: _value(leaf) for keys, leaf in contents[0].items()}
@@ -402,7 +402,7 @@ def _check_unchanged(module_type: type, leaves: Sequence[object], arguments: PyT
         )
 
 
-def gathered(params: nnx.State) -> nnx.State:
+def gather_params(params: nnx.State) -> nnx.State:
     """Gathers every parameter that has a gather function; the others stay unchanged."""
     flat: dict[Keys, nnx.Variable] = {}
     for keys, variable in nnx.to_flat_state(params):

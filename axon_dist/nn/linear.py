@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from ..core.checks import COUNT, RNGS, checked
 from ..core.errors import ConfigError, DivisibilityError, GroupError, NamedChoice
 from ..core.own_context import in_own_context
-from ..core.reduction import all_max, all_sum, gathered
+from ..core.reduction import all_gather_dim, all_max, all_sum
 from ..core.typing import Array
 from ..mesh import ProcessGroup
 from .layout import FREE, constrain, manual_axes
@@ -156,7 +156,7 @@ class ColumnParallelLinear(_ParallelLinear):
             y = y + self.bias[...].astype(y.dtype)
         axis = manual_axis(self.group)
         if axis is not None:
-            return gathered(y, axis, y.ndim - 1) if self.gather_output else y
+            return all_gather_dim(y, axis, y.ndim - 1) if self.gather_output else y
         y = pinned(y, self.group, -1)
         return pinned(y, self.group, None) if self.gather_output else y
 

@@ -32,18 +32,6 @@ from .memory import estimate as estimate
 from .memory import format_bytes as format_bytes
 from .memory import measure as measure
 from .pipelining import pipelined as pipelined
-from .plan import PRESETS as PRESETS
-from .plan import ByPlan as ByPlan
-from .plan import Plan as Plan
-from .plan import Rule as Rule
-from .plan import plan_of as plan_of
-from .plans import DEFAULT_SYNC_EVERY as DEFAULT_SYNC_EVERY
-from .plans import AutoWrapPolicy as AutoWrapPolicy
-from .plans import CPUOffload as CPUOffload
-from .plans import OuterLoop as OuterLoop
-from .plans import PipelinePlan as PipelinePlan
-from .plans import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy
-from .plans import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
 from .registry import STRATEGIES as STRATEGIES
 from .registry import DataPlan as DataPlan
 from .registry import ModelPlan as ModelPlan
@@ -62,11 +50,23 @@ from .strategy import resolve_setting as resolve_setting
 from .strategy import with_masters as with_masters
 from .strategy_rules import STRATEGY_RULES as STRATEGY_RULES
 from .strategy_rules import PlacedStrategy as PlacedStrategy
+from .strategy_values import DEFAULT_SYNC_EVERY as DEFAULT_SYNC_EVERY
+from .strategy_values import AutoWrapPolicy as AutoWrapPolicy
+from .strategy_values import CPUOffload as CPUOffload
+from .strategy_values import OuterLoop as OuterLoop
+from .strategy_values import PipelinePlan as PipelinePlan
+from .strategy_values import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy
+from .strategy_values import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
 from .suggest import Suggestion as Suggestion
 from .suggest import suggest_plan as suggest_plan
 from .tensor import check_sums as check_sums
 from .tensor import ring_products as ring_products
 from .tensor import sends_pieces as sends_pieces
 from .tensor import tensor_parallel as tensor_parallel
+from .tensor_plan import PRESETS as PRESETS
+from .tensor_plan import ByPlan as ByPlan
+from .tensor_plan import Plan as Plan
+from .tensor_plan import Rule as Rule
+from .tensor_plan import plan_of as plan_of
 
 __getattr__ = moved(__name__, "axon_dist.step.gather", "axon_dist.wrappers")

@@ -17,8 +17,8 @@ from ..core.errors import ConfigError, NamedChoice, StrategyConflictError, unkno
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision
 from ..sharding import LargestDim, Replicate
-from .plans import AutoWrapPolicy, CPUOffload, OuterLoop
 from .strategy import Reduction, Strategy, axes_of, axes_or
+from .strategy_values import AutoWrapPolicy, CPUOffload, OuterLoop
 
 _P = ParamSpec("_P")
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from ..core.checks import TEXT, ArgumentKind, checked, is_whole
 from ..core.errors import ConfigError, NamedChoice, UnsupportedError
 from ..core.modules import wrap_calls
-from ..core.reduction import all_sum, gathered, sum_scatter
+from ..core.reduction import all_gather_dim, all_sum, sum_scatter
 from ..core.same_function import Comparison, compare, is_from
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Function, Path, PyTree, Shape
@@ -27,8 +27,8 @@ from ..ops.dropless import in_fitting_slots
 from ..ops.routing import Choice, in_order, in_slots, slots_for
 from ..sharding import Decision, HasShape, Policy
 from ..sharding.policy import axes_of, check_divides
-from .plan import check_pattern
 from .strategy import AdaptLayers, Strategy
+from .tensor_plan import check_pattern
 
 EXPERTS = ((r"(^|/)mlp/(gate|up|down)$", -3),)
 """The experts of this library's mixtures: a pattern of the path, and the dim from the end."""
@@ -349,12 +349,14 @@ class SplitExperts:
         compared = compare_with_tokens(mix, module, tokens, gates, expert_ids, kernels)
         if self.axis is None:
             name = f"{type(module).__name__}.{MIX}"
-            if not compared.holds(name, "is left to the compiler, which may gather all tokens"):
+            if not compared.equal_or_warn(
+                name, "is left to the compiler, which may gather all tokens"
+            ):
                 return mix(module, tokens, gates, expert_ids, kernels)
         elif not compared.is_equal:
             raise UnsupportedError(
                 f"{type(module).__name__}.{MIX} must return, for each token, the sum over its "
-                f"experts of `feed`, weighted by its gates, and {compared.why}. Expert parallelism "
+                f"experts of `feed`, weighted by its gates, but {compared.why}. Expert parallelism "
                 f"computes this sum itself: move any other computation out of {MIX} or into "
                 "`feed`, or leave expert_parallel out",
                 code="experts-not-a-weighted-sum",
@@ -415,7 +417,7 @@ class SplitExperts:
             return self._exchange(feed, tokens, choice, kernels, size)
 
         def gather(x):
-            return gathered(x, axis, 0)
+            return all_gather_dim(x, axis, 0)
 
         everyone = Choice(gather(choice.experts), gather(choice.gates))
         mixed, dropped = self._here(feed, gather(tokens), everyone, kernels, first, size)
@@ -552,7 +554,7 @@ def _adds_up(module: Any, tokens: Array, kernels: PyTree, num_shards: int) -> bo
 
     name = f"{type(module).__name__}.feed"
     compared = compare(fed_in_parts, fed, (rows, of_one))
-    return compared.holds(name, "runs with whole kernels, which the ranks gather")
+    return compared.equal_or_warn(name, "runs with whole kernels, which the ranks gather")
 
 
 def _check_sum(add: Function, module: nnx.Module, x: Array) -> None:
@@ -570,7 +572,7 @@ def _check_sum(add: Function, module: nnx.Module, x: Array) -> None:
     if not compared.is_equal:
         raise UnsupportedError(
             f"{type(module).__name__}.{SUM_SAMPLES} must return the sum over the samples of a "
-            f"batch and their number, and {compared.why}: ranks with different samples add up "
+            f"batch and their number, but {compared.why}: ranks with different samples add up "
             "their sums. Return these two, and move any other computation after the call",
             code="not-a-sum-of-samples",
         )

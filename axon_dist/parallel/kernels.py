@@ -115,13 +115,13 @@ class OverMesh:
             name = f"{type(module).__name__}.attend"
             if self.is_opaque and not comparison.is_equal:
                 raise UnsupportedError(
-                    f"{name} {comparison.why}, and attention={module.form!r} "
+                    f"{name} {comparison.why}, but attention={module.form!r} "
                     "runs it as one kernel on the samples and heads of each rank. Make its result "
                     "for a sample and a head independent of the others, or set form='einsum', "
                     "which the compiler partitions",
                     code="kernel-mixes-samples-or-heads",
                 )
-            if not comparison.holds(name, "is left to the compiler"):
+            if not comparison.equal_or_warn(name, "is left to the compiler"):
                 return call(query, key, value, *more)
         spec = PartitionSpec(batch or None, None, heads or None, None)
         run = jax.shard_map(

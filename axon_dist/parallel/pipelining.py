@@ -16,8 +16,8 @@ from ..schedule import (
     validate,
     with_vocabulary,
 )
-from .plans import PipelinePlan
 from .strategy import Strategy
+from .strategy_values import PipelinePlan
 
 BACKWARD = ("recompute", "residuals")
 """Where a backward pass gets the intermediate results of its stage from."""

@@ -18,23 +18,21 @@ from flax import nnx
 
 from ..core.checks import NUMBER, ArgumentKind, checked
 from ..core.errors import ConfigError, MeshError, did_you_mean
+from ..core.words import AUTO
 from ..mesh import SLOW_AXES, World
 from ..nn import ParallelMode
 from .context import ContextMode, context_parallel
 from .data import ShardingStrategy, ZeROStage, ddp, diloco, fsdp, local_sgd, zero
 from .expert import ExpertForm, expert_parallel
 from .pipelining import pipelined
-from .plan import PRESETS
-from .plans import DEFAULT_SYNC_EVERY
 from .strategy import DATA_AXES, Strategy
+from .strategy_values import DEFAULT_SYNC_EVERY
 from .suggest import suggest_plan
 from .tensor import tensor_parallel
+from .tensor_plan import PRESETS
 
 POSITION_AXIS = "cp"
 """The axis that splits positions."""
-
-AUTO = "auto"
-"""The plan that is read off the model."""
 
 MakeStrategy: TypeAlias = Callable[..., Strategy]
 """(model, world, **options) -> a strategy over the data axes of the world's mesh."""
@@ -80,13 +78,13 @@ class StrategyRow:
 
     Args:
         make: `make(model, world, **options)`. The rest of its signature is what a config may set:
-            names, types and defaults. Its docstring has the help: the first sentence that of the
-            strategy, `Args` those of the options.
+            names, types and defaults. Its docstring is the help text: the first sentence describes
+            the strategy, `Args` its options.
         does_not_fit: what does not fit without it, for the table of `docs/choosing.md`.
         page: its page in `docs/strategies`.
         example: a mesh that it runs on.
-        other_names: names under which users of Python, of meshes and of other libraries know it.
-        implied: options that one of the other names implies, by that name.
+        other_names: its names in Python, in meshes and in other libraries.
+        implied: the options that one of the other names implies, by that name.
         needed: example values of the options that have no default.
         plan: how the planner tries it; None: it does not.
     """
@@ -225,8 +223,8 @@ def over_data_axes(
 ) -> MakeStrategy:
     """Returns `make` for a row: over the data axes of a mesh, some of its options fixed.
 
-    With `shares=True`, which a config cannot set, the strategy takes the axis of its own name and
-    leaves the other to the strategies that it is composed with.
+    With `shares=True`, which a config cannot set, the strategy takes only the axis of its own name.
+    In `[ddp, fsdp]`, for example, `ddp` takes `dp` and leaves `fsdp` to the other strategy.
 
     Args:
         make: makes a strategy over `axes`, a keyword argument; None for the axis of its name.
@@ -337,8 +335,8 @@ def _expert(
         world: the devices, and the mesh they form.
         form: how tokens are sent: `ring` gathers those of all ranks and sums the results back,
             `all_to_all` sends each expert its slots, `auto` takes the one that moves fewer bytes.
-        capacity: how many times its even share of the tokens an expert takes at most. **What
-            exceeds it is left out**, and the metric `dropped` counts it; null leaves none out.
+        capacity: the most tokens an expert takes, as a multiple of an even share. **Tokens above it
+            are left out**, and the metric `dropped` counts them; null leaves none out.
     """
     return expert_parallel(form, capacity, experts=suggest_plan(model).experts)
 
@@ -367,7 +365,7 @@ def _diloco(
         every: H, the steps that replicas take between two synchronizations.
         lr: the learning rate of the outer SGD.
         momentum: its momentum.
-        nesterov: whether that is Nesterov's.
+        nesterov: whether the outer SGD uses Nesterov momentum.
         compress: `int8`, `fp8` or `top_k`, with error feedback; null sends float32.
         fragments: parts of the parameters that synchronize at different steps.
         axis: the mesh axis between the replicas.
@@ -453,8 +451,8 @@ STRATEGIES = StrategyTable(
             example="dp=8",
             plan=DataPlan(sizes=_along("dp"), stage=ZeROStage.STAGE1, complexity=2),
         ),
-        # Simpler than ZeRO-1 to the planner: it stores less, and is only slower where a step has
-        # so many microbatches that reducing the gradients of each one takes long.
+        # The planner prefers it to ZeRO-1: it stores less, and is slower only if a step has so many
+        # microbatches that reducing the gradients of each one takes long.
         "zero2": StrategyRow(
             make=over_data_axes(zero, array_axes, stage=ZeROStage.STAGE2),
             does_not_fit="optimizer state and gradients",

@@ -21,7 +21,7 @@ from ..nn import ActivationCheckpointing, Layout
 from ..ops.precision import MixedPrecision
 from ..schedule import Schedule
 from ..sharding import LargestDim, Merge, Policy, Replicate, WithMoments, same_for_rows
-from .plans import (
+from .strategy_values import (
     AutoWrapPolicy,
     CPUOffload,
     OuterLoop,

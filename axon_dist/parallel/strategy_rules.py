@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from ..collectives import GradSyncStrategy
 from ..core.errors import AxonDistError, MeshError, Requirement, StrategyConflictError, did_you_mean
 from ..mesh import World
-from .plans import CPUOffload, check_offload
 from .strategy import Strategy
+from .strategy_values import CPUOffload, check_offload
 
 
 class PlacedStrategy(Protocol):
@@ -125,7 +125,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
     _rule(
         "replicas stay in device memory",
         StrategyConflictError,
-        "replicas over axis {strategy.slow.axis!r} keep all their state in device memory, and the "
+        "replicas over axis {strategy.slow.axis!r} keep all their state in device memory, but the "
         "strategy asks for cpu_offload={strategy.offload.value!r}; leave the offload out, or "
         "split each replica over more devices with fsdp()",
         lambda strategy, _: strategy.slow and strategy.offload is not CPUOffload.NONE,
@@ -133,7 +133,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
     _rule(
         "replicas have statistics of their own already",
         StrategyConflictError,
-        "replicas over axis {strategy.slow.axis!r} keep their own statistics, and the "
+        "replicas over axis {strategy.slow.axis!r} keep their own statistics, but the "
         "strategy asks for those of each rank: broadcast_buffers=False; leave it at True, which "
         "is about the ranks within a replica",
         lambda strategy, _: (
@@ -143,7 +143,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
     _rule(
         "buckets are of whole gradients",
         StrategyConflictError,
-        "strategy {strategy.name!r} reduces each gradient to the ranks that own its shards, and "
+        "strategy {strategy.name!r} reduces each gradient to the ranks that own its shards, but "
         "bucket_capacity={strategy.reduction.bucket_capacity} joins gradients that all ranks "
         "need whole; leave the capacity out, or use ddp()",
         lambda strategy, _: (
@@ -170,7 +170,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "the pipeline fits its axis",
         MeshError,
         "schedule {strategy.pipeline.schedule.name!r} is for "
-        "{strategy.pipeline.schedule.num_devices} devices, and mesh {mesh} has {size} along "
+        "{strategy.pipeline.schedule.num_devices} devices, but mesh {mesh} has {size} along "
         "{strategy.pipeline.axis!r}; make them equal",
         lambda strategy, world: (
             strategy.pipeline
@@ -181,7 +181,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
     _rule(
         "stages recompute block by block",
         StrategyConflictError,
-        "strategy {strategy.name!r} is a pipeline, whose stages recompute block by block, and "
+        "strategy {strategy.name!r} is a pipeline, whose stages recompute block by block, but "
         "asks for checkpoint interval {strategy.remat.interval!r}; leave the interval at 1",
         lambda strategy, _: strategy.pipeline and strategy.remat and strategy.remat.interval != 1,
     ),
@@ -189,13 +189,13 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "stages send nothing around",
         StrategyConflictError,
         "strategy {strategy.name!r} is a pipeline, whose stages do different things at a time, "
-        "and sends {what} around the ring of axis {axis!r}, which all must do together; {cure}",
+        "but sends {what} around the ring of axis {axis!r}, which all must do together; {cure}",
         lambda strategy, _: strategy.pipeline and strategy.layers and _rings(strategy),
     ),
     _rule(
         "what is sent around a ring is multiplied as it is",
         StrategyConflictError,
-        "tensor_parallel sends pieces of activations around the ranks of {axis!r}, and products "
+        "tensor_parallel sends pieces of activations around the ranks of {axis!r}, but products "
         "in {strategy.precision.products} have one scale for all of them; leave rings out of "
         "tensor_parallel, or use precision bf16",
         lambda strategy, _: (
@@ -206,7 +206,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "stages see every sample",
         StrategyConflictError,
         "strategy {strategy.name!r} splits the batch over {strategy.pipeline.axis!r}, along "
-        "which its pipeline places its stages, and every stage needs every sample; use another "
+        "which its pipeline places its stages, but every stage needs every sample; use another "
         "axis for the batch, such as 'dp' of a mesh pp=2,dp=2, or leave the data parallelism out",
         lambda strategy, _: strategy.pipeline and strategy.pipeline.axis in strategy.batch_axes,
     ),
@@ -235,7 +235,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
     _rule(
         "stages keep the statistics of all ranks",
         StrategyConflictError,
-        "a pipeline got broadcast_buffers=False, and a stage keeps the statistics of the samples "
+        "a pipeline got broadcast_buffers=False, but a stage keeps the statistics of the samples "
         "of all its ranks; leave broadcast_buffers at True",
         lambda strategy, _: (
             strategy.pipeline and strategy.reduction and not strategy.reduction.sync_buffers

@@ -24,7 +24,7 @@ from ..core.typing import Array, Function, Leaf, Path, PyTree
 from ..nn import ParallelMode, mixes, softmax_attention
 from .dataflow import Cut, Flow, FlowValue, Product, follow
 from .expert import MIX, HasExperts, has_experts
-from .plan import BIAS, TABLES, Plan, Rule
+from .tensor_plan import BIAS, TABLES, Plan, Rule
 
 SAMPLES, POSITIONS = 2, 12
 """The sizes of the inputs that are tried if none are given."""

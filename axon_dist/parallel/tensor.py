@@ -22,8 +22,8 @@ from ..core.typing import Array, Function, Path, PyTree, Shape
 from ..ir.linen import linen_modules
 from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, own_rows, summed
 from .kernels import COLUMNS, ROWS, RingProducts, into
-from .plan import ByPlan, Plan, PlanLike, Rule, plan_of
 from .strategy import AdaptLayers, Strategy
+from .tensor_plan import ByPlan, Plan, PlanLike, Rule, plan_of
 
 Module: TypeAlias = nnx.Module | nn.Module
 """A layer, of NNX or within a bridged module."""
@@ -130,7 +130,7 @@ class TensorLayers(AdaptLayers):
         if self.rings and layout.sequence:
             names = "×".join(layout.sequence)
             raise StrategyConflictError(
-                f"tensor_parallel sends positions around the ranks of {self.policy.axis!r}, and "
+                f"tensor_parallel sends positions around the ranks of {self.policy.axis!r}, but "
                 f"{names!r} splits them in every layer; leave rings out, or the context parallelism"
             )
         plan = self.policy.plan
@@ -201,7 +201,7 @@ def check_sums(strategy: Strategy, model: nnx.Module) -> None:
     by_layer = any(rule.mode is ParallelMode.ROW for rule in plan_of(model).rules)
     if not (by_plan or by_layer):
         raise ConfigError(
-            f"remat policy {SUMS!r} keeps what tensor parallelism sums over its ranks, and "
+            f"remat policy {SUMS!r} keeps what tensor parallelism sums over its ranks, but "
             f"strategy {strategy.name!r} has none; take the policy 'nothing', or compose it with "
             "tensor_parallel(plan)"
         )
@@ -305,7 +305,7 @@ class Pin:
 
         compared = compare(called_in_blocks, called, (_few_rows(module, x),))
         name = f"{type(module).__name__}.__call__"
-        is_same = compared.holds(name, "is called whole, and divided by the compiler")
+        is_same = compared.equal_or_warn(name, "is called whole, and divided by the compiler")
         return run_blocks(run) if is_same else run(module)
 
     def around_rows(

@@ -255,20 +255,20 @@ class Executor:
         lanes, arrivals = tables
         embedding = self.embedding
         act = {
-            Phase.E: lambda tick, state: (embedding.look_up(tick, state, self.all_rest), None),
+            Phase.E: lambda entry, state: (embedding.look_up(entry, state, self.all_rest), None),
             Phase.F: self._forward,
             Phase.V: self._vocabulary,
             Phase.B: self._backward,
             Phase.I: self._input_gradient,
             Phase.W: self._weight_gradient,
-            Phase.G: lambda tick, state: (embedding.scatter(tick, state), None),
+            Phase.G: lambda entry, state: (embedding.scatter(entry, state), None),
         }
         sent = []
-        for lane, tick in zip(self.tables.lanes, lanes, strict=True):
+        for lane, entry in zip(self.tables.lanes, lanes, strict=True):
             with jax.named_scope(f"{lane.phase}"):
-                state, result = act[lane.phase](tick, state)
+                state, result = act[lane.phase](entry, state)
             if (lane.columns["hand_over"] != NONE).any():
-                state = self._receive(lane.phase, tick["hand_over"], result, state)
+                state = self._receive(lane.phase, entry["hand_over"], result, state)
             sent.append(result)
         with jax.named_scope("transfer"):
             # Every rank executes every permutation in each tick, even if it has nothing to send. A
@@ -288,7 +288,7 @@ class Executor:
 
     def _choose(
         self,
-        tick: LaneEntry,
+        entry: LaneEntry,
         active: Array,
         branch: Callable,
         result_shapes: Sequence[PyTree],
@@ -297,7 +297,7 @@ class Executor:
         """Runs the branch for the stage of this tick.
 
         Args:
-            tick: contains the stage.
+            entry: contains the stage.
             active: whether the tick has this action; otherwise the results are zeros and the state
                 is unchanged.
             branch: (number of a program, the program, operand) -> results and the new state.
@@ -308,7 +308,7 @@ class Executor:
         for number, program in enumerate(self.stages):
             branch_of_stage[list(program.stages)] = number + 1
         # Branch 0 is idle; the programs are branches 1 and up.
-        index = jnp.where(active, jnp.asarray(branch_of_stage)[tick["stage"]], 0)
+        index = jnp.where(active, jnp.asarray(branch_of_stage)[entry["stage"]], 0)
         branches = [
             lambda operand: unconstrained((*map(zeros, result_shapes), *operand[1:])),
             *(
@@ -318,78 +318,78 @@ class Executor:
         ]
         return jax.lax.switch(index, branches, operand)
 
-    def _forward(self, tick: LaneEntry, state: State) -> tuple[State, Wire]:
-        stage = tick["stage"]
+    def _forward(self, entry: LaneEntry, state: State) -> tuple[State, Wire]:
+        stage = entry["stage"]
         last = self.schedule.num_stages - 1
 
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple[Wire, Wire, list, dict]:
             inputs, stash, mutable_buffers = operand
             program = bound.program
-            data = self._data(tick, mutable_buffers)
-            looked_up = data._replace(rows=get(state.lookups, tick["lookups"]))
+            data = self._data(entry, mutable_buffers)
+            looked_up = data._replace(rows=get(state.lookups, entry["lookups"]))
             first = partial(program.first, self.all_rest, looked_up)
-            x = program.at(0, stage, first, lambda: get(inputs, tick["inputs"]))
+            x = program.at(0, stage, first, lambda: get(inputs, entry["inputs"]))
             at = StageOperands(bound.weights, bound.rest, data, stage, x, bound.frozen)
             if not self.saves_residuals:
                 if self.fuse_last_forward and last == 0:
                     return x, x, stash, mutable_buffers
                 y = at.run(program)
-                return x, y.sent, stash, self._updated_buffers(program, tick, y, mutable_buffers)
+                return x, y.sent, stash, self._updated_buffers(program, entry, y, mutable_buffers)
             y, residuals = self.backwards[i].forward(at)
             values = self.stash.pack([*jax.tree.leaves(y.sent), *residuals])
-            mutable_buffers = self._updated_buffers(program, tick, y, mutable_buffers)
-            return x, y.sent, put(stash, tick["stash"], values), mutable_buffers
+            mutable_buffers = self._updated_buffers(program, entry, y, mutable_buffers)
+            return x, y.sent, put(stash, entry["stash"], values), mutable_buffers
 
-        active = tick["active"] & ~((stage == last) & (stage > 0) & self.fuse_last_forward)
+        active = entry["active"] & ~((stage == last) & (stage > 0) & self.fuse_last_forward)
         operand = (state.inputs, state.stash, state.mutable_buffers)
         x, y, stash, mutable_buffers = self._choose(
-            tick, active, run, (self.wire, self.wire), operand
+            entry, active, run, (self.wire, self.wire), operand
         )
         state = state._replace(mutable_buffers=mutable_buffers)
         if self.schedule.splits_vocabulary:
-            outputs = put(state.outputs, tick["outputs"], y, active & (stage == last))
+            outputs = put(state.outputs, entry["outputs"], y, active & (stage == last))
             state = state._replace(outputs=outputs)
         if self.saves_residuals:
             return state._replace(stash=stash), y
         # Other stages received their input in this slot; the first stage has just computed its own.
-        inputs = put(state.inputs, tick["inputs"], x, tick["active"] & (stage == 0))
+        inputs = put(state.inputs, entry["inputs"], x, entry["active"] & (stage == 0))
         return state._replace(inputs=inputs), y
 
-    def _vocabulary(self, tick: LaneEntry, state: State) -> tuple[State, list[Array]]:
+    def _vocabulary(self, entry: LaneEntry, state: State) -> tuple[State, list[Array]]:
         """Computes the loss split over all ranks; only the last stage's rank keeps the results."""
         is_home = jax.lax.axis_index(self.axis) == self.schedule.placement[-1]
 
         def run(operand: tuple[Wire, Totals]) -> tuple[list[Array], Totals]:
             outputs, sums = operand
-            y = from_rank(get(outputs, tick["outputs"]), is_home, self.axis)
-            return self._loss(self.bound[-1], tick, y, sums, is_home)
+            y = from_rank(get(outputs, entry["outputs"]), is_home, self.axis)
+            return self._loss(self.bound[-1], entry, y, sums, is_home)
 
         # All ranks take this branch in the same ticks, so its collectives do not hang.
         operand = state.outputs, state.sums
         result, sums = jax.lax.cond(
-            tick["active"], run, lambda x: (zeros(self.wire.floats), x[1]), operand
+            entry["active"], run, lambda x: (zeros(self.wire.floats), x[1]), operand
         )
-        gradients = put(state.gradients, tick["gradients"], result, tick["active"] & is_home)
+        gradients = put(state.gradients, entry["gradients"], result, entry["active"] & is_home)
         return state._replace(sums=sums, gradients=gradients), result
 
-    def _backward(self, tick: LaneEntry, state: State) -> tuple[State, Wire]:
+    def _backward(self, entry: LaneEntry, state: State) -> tuple[State, Wire]:
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple:
             state, sums, scatters, mutable_buffers = operand
-            at = self._operands(bound, tick, state, mutable_buffers)
+            at = self._operands(bound, entry, state, mutable_buffers)
             if self.saves_residuals:
-                y, residuals = self._stashed(i, tick, state)
-                seed, sums = self._seed(bound, tick, y, state, sums)
+                y, residuals = self._stashed(i, entry, state)
+                seed, sums = self._seed(bound, entry, y, state, sums)
                 inputs, intermediates = self.backwards[i].input_gradient(at, residuals, seed)
                 weights, rest = self.backwards[i].weight_gradient(at, intermediates)
             else:
                 y, pull = pull_back(bound.program, at)
-                seed, sums = self._seed(bound, tick, y, state, sums)
+                seed, sums = self._seed(bound, entry, y, state, sums)
                 weights, rest, inputs = pull(seed)
                 mutable_buffers = self._updated_buffers(
-                    bound.program, tick, y, mutable_buffers, in_backward=True
+                    bound.program, entry, y, mutable_buffers, in_backward=True
                 )
             sums = sums.add_rows(bound.program.rows, weights).add_rest(rest)
-            back = self._before(bound, tick, inputs, state, (sums, scatters))
+            back = self._backward_of_first_layers(bound, entry, inputs, state, (sums, scatters))
             return inputs, *back, mutable_buffers
 
         # State that a branch updates is passed as its own operand: XLA then writes the buffer in
@@ -397,75 +397,75 @@ class Executor:
         read = state._replace(sums=None, scatters=[], mutable_buffers={})
         operand = (read, state.sums, state.scatters, state.mutable_buffers)
         result, sums, back, mutable_buffers = self._choose(
-            tick, tick["active"], run, (self.wire.floats,), operand
+            entry, entry["active"], run, (self.wire.floats,), operand
         )
         state = state._replace(sums=sums, scatters=back, mutable_buffers=mutable_buffers)
         return state, Wire(result, [])
 
-    def _input_gradient(self, tick: LaneEntry, state: State) -> tuple[State, Wire]:
+    def _input_gradient(self, entry: LaneEntry, state: State) -> tuple[State, Wire]:
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple:
             state, buffers, sums, scatters, mutable_buffers = operand
-            at = self._operands(bound, tick, state, mutable_buffers)
+            at = self._operands(bound, entry, state, mutable_buffers)
             if self.saves_residuals:
-                y, residuals = self._stashed(i, tick, state)
+                y, residuals = self._stashed(i, entry, state)
             else:
                 y, residuals = self.backwards[i].forward(at)
                 mutable_buffers = self._updated_buffers(
-                    bound.program, tick, y, mutable_buffers, in_backward=True
+                    bound.program, entry, y, mutable_buffers, in_backward=True
                 )
-            seed, sums = self._seed(bound, tick, y, state, sums)
+            seed, sums = self._seed(bound, entry, y, state, sums)
             result, intermediates = self.backwards[i].input_gradient(at, residuals, seed)
-            buffers = put(buffers, tick["held"], self.held.pack(intermediates))
-            back = self._before(bound, tick, result, state, (sums, scatters))
+            buffers = put(buffers, entry["held"], self.held.pack(intermediates))
+            back = self._backward_of_first_layers(bound, entry, result, state, (sums, scatters))
             return result, buffers, *back, mutable_buffers
 
         read = state._replace(sums=None, held=[], scatters=[], mutable_buffers={})
         operand = (read, state.held, state.sums, state.scatters, state.mutable_buffers)
         result, intermediates, sums, back, mutable_buffers = self._choose(
-            tick, tick["active"], run, (self.wire.floats,), operand
+            entry, entry["active"], run, (self.wire.floats,), operand
         )
         state = state._replace(
             sums=sums, held=intermediates, scatters=back, mutable_buffers=mutable_buffers
         )
         return state, Wire(result, [])
 
-    def _weight_gradient(self, tick: LaneEntry, state: State) -> tuple[State, None]:
+    def _weight_gradient(self, entry: LaneEntry, state: State) -> tuple[State, None]:
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple[Totals]:
             state, sums = operand
-            intermediates = self.held.unpack(i, get(state.held, tick["held"]))
-            at = self._operands(bound, tick, state, state.mutable_buffers)
+            intermediates = self.held.unpack(i, get(state.held, entry["held"]))
+            at = self._operands(bound, entry, state, state.mutable_buffers)
             grads = self.backwards[i].weight_gradient(at, intermediates)
             return (sums.add_rows(bound.program.rows, grads[0]).add_rest(grads[1]),)
 
         operand = (state._replace(sums=None), state.sums)
-        (sums,) = self._choose(tick, tick["active"], run, (), operand)
+        (sums,) = self._choose(entry, entry["active"], run, (), operand)
         return state._replace(sums=sums), None
 
     def _operands(
         self,
         bound: BoundProgram,
-        tick: LaneEntry,
+        entry: LaneEntry,
         state: State,
         mutable_buffers: Mapping[int, Array],
     ) -> StageOperands:
         """Returns the operands of a backward pass; the input is zeros if residuals replace it."""
-        data = self._data(tick, mutable_buffers)
-        wire = zeros(self.wire) if self.saves_residuals else get(state.inputs, tick["inputs"])
-        return StageOperands(bound.weights, bound.rest, data, tick["stage"], wire, bound.frozen)
+        data = self._data(entry, mutable_buffers)
+        wire = zeros(self.wire) if self.saves_residuals else get(state.inputs, entry["inputs"])
+        return StageOperands(bound.weights, bound.rest, data, entry["stage"], wire, bound.frozen)
 
-    def _data(self, tick: LaneEntry, mutable_buffers: Mapping[int, Array]) -> Data:
+    def _data(self, entry: LaneEntry, mutable_buffers: Mapping[int, Array]) -> Data:
         """Returns the data of a microbatch, with the current values of the buffers."""
-        data = self.data(tick["microbatch"])
+        data = self.data(entry["microbatch"])
         buffers = list(data.buffers)
         for i, history in mutable_buffers.items():
             is_shared = i in self.shared_buffers
-            buffers[i] = history[0] if is_shared else get(history, tick["microbatch"])
+            buffers[i] = history[0] if is_shared else get(history, entry["microbatch"])
         return data._replace(buffers=buffers)
 
     def _updated_buffers(
         self,
         program: StageProgram,
-        tick: LaneEntry,
+        entry: LaneEntry,
         output: Wire,
         mutable_buffers: Mapping[int, Array],
         in_backward: bool = False,
@@ -480,35 +480,35 @@ class Executor:
         for (i, home), value in zip(program.buffer_stages.items(), output.new_buffers, strict=True):
             if in_backward and not (self.fuse_last_forward and home == last):
                 continue
-            when = None if program.stages == (home,) else tick["stage"] == home
-            new[i] = put(new[i], tick["microbatch"] + 1, value, when)
+            when = None if program.stages == (home,) else entry["stage"] == home
+            new[i] = put(new[i], entry["microbatch"] + 1, value, when)
         return new
 
-    def _stashed(self, i: int, tick: LaneEntry, state: State) -> tuple[Wire, list[Array]]:
+    def _stashed(self, i: int, entry: LaneEntry, state: State) -> tuple[Wire, list[Array]]:
         """Returns the output of a stage and the residuals that its forward pass saved."""
-        values = self.stash.unpack(i, get(state.stash, tick["stash"]))
+        values = self.stash.unpack(i, get(state.stash, entry["stash"]))
         leaves, structure = jax.tree.flatten(self.wire)
         count = len(leaves)
         return jax.tree.unflatten(structure, values[:count]), values[count:]
 
     def _seed(
-        self, bound: BoundProgram, tick: LaneEntry, output: Wire, state: State, sums: Totals
+        self, bound: BoundProgram, entry: LaneEntry, output: Wire, state: State, sums: Totals
     ) -> tuple[list[Array], Totals]:
         """Returns the gradient of a stage's output: received, or computed from the loss."""
         if self.schedule.splits_vocabulary:
-            return get(state.gradients, tick["gradients"]), sums
+            return get(state.gradients, entry["gradients"]), sums
         last = self.schedule.num_stages - 1
-        from_loss = partial(self._loss, bound, tick, output, sums)
+        from_loss = partial(self._loss, bound, entry, output, sums)
 
         def received() -> tuple[list[Array], Totals]:
-            return get(state.gradients, tick["gradients"]), sums
+            return get(state.gradients, entry["gradients"]), sums
 
-        return bound.program.at(last, tick["stage"], from_loss, received)
+        return bound.program.at(last, entry["stage"], from_loss, received)
 
     def _loss(
         self,
         bound: BoundProgram,
-        tick: LaneEntry,
+        entry: LaneEntry,
         y: Wire,
         sums: Totals,
         counts: Array | None = None,
@@ -519,7 +519,7 @@ class Executor:
         ranks where it is true add the loss and the gradients of parameters that are not
         partitioned.
         """
-        data = self.data(tick["microbatch"])
+        data = self.data(entry["microbatch"])
         rest, frozen = bound.last
 
         def objective(rest: Rest, floats: list[Array]) -> tuple[Array, StageLoss]:
@@ -537,10 +537,10 @@ class Executor:
         sums = sums._replace(loss=add(sums.loss, loss)).add_rest(of_rest)
         return grads[1], sums
 
-    def _before(
+    def _backward_of_first_layers(
         self,
         bound: BoundProgram,
-        tick: LaneEntry,
+        entry: LaneEntry,
         gradient: list[Array],
         state: State,
         into: GradientSums,
@@ -548,12 +548,12 @@ class Executor:
         """Adds the gradients of the layers before the first block; only the first stage does."""
         if not (bound.first[0] or self.lookups):
             return into  # No layer before the first block is trained.
-        data = self.data(tick["microbatch"])._replace(rows=get(state.lookups, tick["lookups"]))
+        data = self.data(entry["microbatch"])._replace(rows=get(state.lookups, entry["lookups"]))
         start = Start(bound.program.first, *bound.first, data)
 
         def of_first() -> GradientSums:
             sums, scatters = into
             of_rest, of_rows = start.back(data.rows, gradient)
-            return sums.add_rest(of_rest), put(scatters, tick["scatters"], of_rows)
+            return sums.add_rest(of_rest), put(scatters, entry["scatters"], of_rows)
 
-        return bound.program.at(0, tick["stage"], of_first, lambda: into)
+        return bound.program.at(0, entry["stage"], of_first, lambda: into)

@@ -20,7 +20,7 @@ from ..core.errors import UnsupportedError
 from ..core.reduction import all_mean
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Keys, Path, PyTree
-from ..ir.pieces import Piece, cut
+from ..ir.pieces import Piece, backward_slice
 from ..ir.units import is_unit
 from ..ir.walk import called, depends_on, interpret, made_by, needed_for, struct_of
 from ..schedule import Phase, Schedule
@@ -75,7 +75,7 @@ class LossTrace:
         split array, as in `tokens[:, 1:]`, is a permutation. In a branch that only one stage takes,
         it would wait for the other stages forever.
         """
-        return cut(self.jaxpr, outputs, {*known, *self.looked_up}, self.of_batch)
+        return backward_slice(self.jaxpr, outputs, {*known, *self.looked_up}, self.of_batch)
 
     def made_of(self, buffer: int) -> tuple[Jaxpr, list[Var]]:
         """Returns the program that computes a buffer's next value, and the inputs it reads."""

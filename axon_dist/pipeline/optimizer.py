@@ -17,7 +17,7 @@ from ..core.errors import UnsupportedError
 from ..core.typing import Array, Function, Keys, Path, PyTree
 from ..ir.rows import Stacked, by_rows, whole
 from .layout import ParamLike, Stacks, Stages
-from .owners import Atom, OwnedOperation, OwnedProgram, as_array, owned
+from .owners import OwnedOperation, OwnedProgram, ValueId, as_array, owned
 from .rows import RowProgram
 from .storage import ModelStorage
 from .stored_form import Ends, LeafPlace, Run, Slot, StoredForm, VectorLayout, on_whole_vectors
@@ -303,7 +303,7 @@ class RankBranches:
             The stored leaves of all results.
         """
         inputs = {v: stored[place.stored] for v, place in self._sources if place.cell is None}
-        known: dict[Atom, Array] = {**self._program.constants, **inputs}
+        known: dict[ValueId, Array] = {**self._program.constants, **inputs}
         vectors = [stored[slot] for slot in _vectors_of(self._arguments)]
         outputs: dict[Slot, Array] = {}
         for level in range(self._program.num_levels):
@@ -326,7 +326,7 @@ class RankBranches:
         return outputs
 
     def _on_ranks(
-        self, level: int, vectors: Sequence[Array], known: Mapping[Atom, Array]
+        self, level: int, vectors: Sequence[Array], known: Mapping[ValueId, Array]
     ) -> list[Array]:
         """Returns the packed values that ranks send at a level.
 
@@ -366,7 +366,7 @@ class RankBranches:
         slots = _vectors_of(self._arguments)
         leaves = self._unpacked(rank, dict(zip(slots, operands, strict=False)))
         inputs = dict(zip(reads, operands[len(slots) :], strict=True))
-        values: dict[Atom, Array] = {**self._program.constants, **inputs}
+        values: dict[ValueId, Array] = {**self._program.constants, **inputs}
         for value, place in self._sources:
             if place.cell is not None and place.cell[0] == rank:
                 values[value] = leaves[place.tree, place.part, place.keys]
@@ -390,7 +390,7 @@ class RankBranches:
                 leaves.update({(tree, part, keys): x for keys, x in of_stage.items()})
         return leaves
 
-    def _packed(self, rank: int, values: Mapping[Atom, Array]) -> list[Array]:
+    def _packed(self, rank: int, values: Mapping[ValueId, Array]) -> list[Array]:
         """Returns the vectors of a rank, for all results."""
         flat: dict[tuple[int, int], dict[Keys, Array]] = {}
         for atom, place in self._targets:

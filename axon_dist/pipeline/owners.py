@@ -30,7 +30,7 @@ Owner: TypeAlias = Hashable
 SMALL = 1024
 """The largest number of elements of a value that one owner sends to the others."""
 
-Atom: TypeAlias = int
+ValueId: TypeAlias = int
 """The number of a value of a program: an input, a constant, or the result of an operation."""
 
 
@@ -47,8 +47,8 @@ class OwnedOperation:
     """
 
     equation: JaxprEqn
-    inputs: tuple[Atom, ...]
-    outputs: tuple[Atom, ...]
+    inputs: tuple[ValueId, ...]
+    outputs: tuple[ValueId, ...]
     owner: Owner = None
     level: int = 0
 
@@ -87,10 +87,10 @@ class OwnedProgram:
 
     operations: tuple[OwnedOperation, ...]
     by_owner: Mapping[Owner, Sequence[OwnedOperation]]
-    inputs: tuple[Atom, ...]
-    outputs: tuple[Atom, ...]
+    inputs: tuple[ValueId, ...]
+    outputs: tuple[ValueId, ...]
     homes: tuple[Owner, ...]
-    constants: Mapping[Atom, Array]
+    constants: Mapping[ValueId, Array]
     owners: tuple[Owner, ...]
     avals: tuple[Aval, ...]
     levels: tuple[int, ...]
@@ -149,12 +149,12 @@ class _Flat:
         self.owners: list[Owner] = []
         self.names: list[Path] = []
         self.operations: list[OwnedOperation] = []
-        self.constants: dict[Atom, Array] = {}
-        self.common: set[Atom] = set()
+        self.constants: dict[ValueId, Array] = {}
+        self.common: set[ValueId] = set()
 
     def new(
         self, aval: Aval, owner: Owner = None, name: Path = "", value: Array | None = None
-    ) -> Atom:
+    ) -> ValueId:
         """Adds a value and returns its number; only a constant has a `value`."""
         number = len(self.avals)
         self.avals.append(aval)
@@ -164,14 +164,16 @@ class _Flat:
             self.constants[number] = value
         return number
 
-    def follow(self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Atom]) -> list[Atom]:
+    def follow(
+        self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[ValueId]
+    ) -> list[ValueId]:
         pairs = zip(consts, jaxpr.constvars, strict=True)
         known = [self.new(v.aval, value=x) for x, v in pairs]
         return interpret(
             jaxpr, known, values, self._equation, lambda atom: self.new(atom.aval, value=atom.val)
         )
 
-    def _equation(self, equation: JaxprEqn, operands: Sequence[Atom]) -> Sequence[Atom]:
+    def _equation(self, equation: JaxprEqn, operands: Sequence[ValueId]) -> Sequence[ValueId]:
         inner = called(equation) if equation.primitive.name in OPENED else None
         if inner is not None and len(inner.jaxpr.invars) == len(operands):
             return self.follow(inner.jaxpr, inner.consts, operands)
@@ -193,17 +195,17 @@ class _Flat:
             self.common.update(outputs)
         return outputs
 
-    def _is_shared_choice(self, equation: JaxprEqn, operands: Sequence[Atom]) -> bool:
+    def _is_shared_choice(self, equation: JaxprEqn, operands: Sequence[ValueId]) -> bool:
         """Whether a shared scalar selects a branch that reads values of several owners."""
         which, *rest = operands
         owners = {self.owners[a] for a in rest if a not in self.constants}
         return self.owners[which] is None and not equation.effects and len(owners) > 1
 
-    def _choose(self, equation: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
+    def _choose(self, equation: JaxprEqn, operands: Sequence[ValueId]) -> list[ValueId]:
         """Inlines all branches and one select per result, since an equation has only one owner."""
         which, *rest = operands
         by_branch = [self.follow(b.jaxpr, b.consts, rest) for b in equation.params["branches"]]
-        results: list[Atom] = []
+        results: list[ValueId] = []
         for variable, *cases in zip(equation.outvars, *by_branch, strict=True):
             if all(case == cases[0] for case in cases):
                 results.append(cases[0])
@@ -213,14 +215,14 @@ class _Flat:
             results += self.follow(select.jaxpr, select.consts, [which, *cases])
         return results
 
-    def settle(self, outputs: Sequence[Atom], homes: Sequence[Owner]) -> None:
+    def settle(self, outputs: Sequence[ValueId], homes: Sequence[Owner]) -> None:
         """Eliminates dead operations and moves others to the owner that reads their results.
 
         A large shared value that only one owner reads, such as zeros of a leaf's shape, becomes
         that owner's. A scalar that is computed from an owner's scalars and read only by others,
         such as the first terms of a sum over all owners, becomes shared.
         """
-        readers: dict[Atom, set[Owner]] = {}
+        readers: dict[ValueId, set[Owner]] = {}
         for atom, home in zip(outputs, homes, strict=True):
             readers.setdefault(atom, set()).add(home)
         live: list[OwnedOperation] = []
@@ -246,8 +248,8 @@ class _Flat:
 
     def finish(
         self,
-        inputs: Sequence[Atom],
-        outputs: Sequence[Atom],
+        inputs: Sequence[ValueId],
+        outputs: Sequence[ValueId],
         homes: Sequence[Owner],
         results: Sequence[Path],
     ) -> OwnedProgram:
@@ -299,7 +301,7 @@ class _Flat:
             if aval.shape == () and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
                 bits = np.asarray(value, aval.dtype).tobytes()
                 numbers[atom] = "constant", str(aval.dtype), bits
-        known: dict[Hashable, tuple[Atom, ...]] = {}
+        known: dict[Hashable, tuple[ValueId, ...]] = {}
         for op in operations:
             if (key := op.key) is not None:
                 key = key, tuple(numbers[a] for a in op.inputs)
@@ -315,7 +317,7 @@ def as_array(value: Array, aval: Aval) -> Array:
     return value if is_key else jnp.asarray(value, aval.dtype)
 
 
-def sums_of(program: OwnedProgram) -> tuple[Mapping[int, tuple[Atom, ...]], frozenset[Atom]]:
+def sums_of(program: OwnedProgram) -> tuple[Mapping[int, tuple[ValueId, ...]], frozenset[ValueId]]:
     """Finds the shared sums over owners, each with its terms, however they are bracketed.
 
     Args:
@@ -335,9 +337,9 @@ def sums_of(program: OwnedProgram) -> tuple[Mapping[int, tuple[Atom, ...]], froz
     readers = Counter(a for op in program.operations for a in op.inputs)
     readers.update(program.outputs)
     inner = {a for terms in additions.values() for a in terms if a in additions and readers[a] == 1}
-    sums: dict[Atom, tuple[Atom, ...]] = {}
+    sums: dict[ValueId, tuple[ValueId, ...]] = {}
     for value in (value for value in additions if value not in inner):
-        addends: list[Atom] = []
+        addends: list[ValueId] = []
         waiting = [value]
         while waiting:
             term = waiting.pop()

@@ -22,8 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core.compat import eval_equation
 from ..core.typing import Array
 from ..ir.walk import same
-from .owners import Atom, OwnedOperation, OwnedProgram, as_array, sums_of
-from .storage import Cell
+from .owners import OwnedOperation, OwnedProgram, ValueId, as_array, sums_of
+from .storage import RankRow
 from .stored_form import LeafPlace, Slot
 
 Name: TypeAlias = Hashable
@@ -46,7 +46,7 @@ class Share:
     """
 
     operations: tuple[OwnedOperation, ...]
-    names: Mapping[Atom, Name]
+    names: Mapping[ValueId, Name]
 
     def is_like(self, other: Share, program: OwnedProgram) -> bool:
         """Whether another block's part has the same operations, up to shared values."""
@@ -82,7 +82,7 @@ class _Sum:
     """
 
     rows: Mapping[Home, tuple[int, ...]]
-    single: tuple[Atom, ...]
+    single: tuple[ValueId, ...]
 
 
 class RowProgram:
@@ -112,15 +112,15 @@ class RowProgram:
         pairs = zip(program.inputs, sources, strict=True)
         self._slots: dict[int, Slot] = {value: place.stored for value, place in pairs}
         owners = [*program.owners, *program.homes]
-        cells: list[Cell] = sorted({owner for owner in owners if isinstance(owner, tuple)})
+        cells: list[RankRow] = sorted({owner for owner in owners if isinstance(owner, tuple)})
         self._variants = self._find_variants(cells)
-        variant_of: dict[Cell, int] = {
+        variant_of: dict[RankRow, int] = {
             (rank, row): number
             for number, (row, variant) in enumerate(self._variants)
             for rank in variant
         }
         used = {*program.inputs, *(v for op in program.operations for v in op.outputs)}
-        self._homes: dict[Atom, Home] = {}
+        self._homes: dict[ValueId, Home] = {}
         for value, owner in enumerate(program.owners):
             if isinstance(owner, tuple) and value in used:
                 number = variant_of[owner]
@@ -139,7 +139,7 @@ class RowProgram:
         Returns:
             The stored leaves of all results.
         """
-        known: dict[Atom, Array] = {**self._program.constants}
+        known: dict[ValueId, Array] = {**self._program.constants}
         for value, slot in self._slots.items():
             if self._program.owners[value] is None:
                 known[value] = stored[slot]
@@ -153,13 +153,13 @@ class RowProgram:
                 made[number].update(self._run_part(variant, level, made[number], known))
         return self._collect(made, known)
 
-    def _find_variants(self, cells: list[Cell]) -> Sequence[tuple[int, RowVariant]]:
+    def _find_variants(self, cells: list[RankRow]) -> Sequence[tuple[int, RowVariant]]:
         """Groups the blocks of each row by equal parts; returns each group with its row."""
         variants: list[tuple[int, dict[int, Share]]] = []
         for rank, row in cells:
             operations = self._program.by_owner.get((rank, row), ())
             owners = self._program.owners
-            names: dict[Atom, Name] = {
+            names: dict[ValueId, Name] = {
                 v: slot for v, slot in self._slots.items() if owners[v] == (rank, row)
             }
             for number, op in enumerate(operations):
@@ -175,7 +175,7 @@ class RowProgram:
         return variants
 
     def _run_part(
-        self, variant: RowVariant, level: int, made: Named, known: Mapping[Atom, Array]
+        self, variant: RowVariant, level: int, made: Named, known: Mapping[ValueId, Array]
     ) -> Named:
         """Runs one level of a variant as one `jax.vmap` over all ranks."""
         first = next(iter(variant.values()))
@@ -215,16 +215,16 @@ class RowProgram:
         outputs = run([*inputs.values()], per_rank) if numbers else []
         return dict(zip(results, outputs, strict=True))
 
-    def _row_of(self, atoms: Mapping[int, Atom], known: Mapping[Atom, Array]) -> Array:
+    def _row_of(self, atoms: Mapping[int, ValueId], known: Mapping[ValueId, Array]) -> Array:
         """Stacks shared values, one for each rank."""
         first = next(iter(atoms.values()))
         aval = self._program.avals[first]
         values = [as_array(known[atoms.get(rank, first)], aval) for rank in self._ranks]
         return jnp.stack(values)
 
-    def _sum_of(self, terms: Sequence[Atom]) -> _Sum:
+    def _sum_of(self, terms: Sequence[ValueId]) -> _Sum:
         """Returns a sum over blocks, by rows if each block of a variant has one term in it."""
-        terms_at: dict[Home, list[Atom]] = {}
+        terms_at: dict[Home, list[ValueId]] = {}
         for term in terms:
             if self._program.owners[term] is not None:
                 terms_at.setdefault(self._homes[term], []).append(term)  # type: ignore[index]
@@ -252,8 +252,8 @@ class RowProgram:
         return tuple(dict.fromkeys(sent))  # type: ignore[arg-type]
 
     def _run_shared(
-        self, op: OwnedOperation, made: list[Named], known: Mapping[Atom, Array]
-    ) -> dict[Atom, Array]:
+        self, op: OwnedOperation, made: list[Named], known: Mapping[ValueId, Array]
+    ) -> dict[ValueId, Array]:
         """Runs a shared operation; all ranks need its results."""
         if op.outputs[0] in self._partial_sums:
             return {}
@@ -275,7 +275,7 @@ class RowProgram:
         mask = jnp.isin(jnp.arange(self._num_ranks), jnp.array(ranks))
         return mask.reshape(-1, *[1] * (ndim - 1))
 
-    def _replicate(self, level: int, made: list[Named], known: dict[Atom, Array]) -> None:
+    def _replicate(self, level: int, made: list[Named], known: dict[ValueId, Array]) -> None:
         """Replicates the values of a level that other owners read.
 
         Values of equal shape and dtype are stacked, so that they are gathered together.
@@ -295,10 +295,10 @@ class RowProgram:
             assert isinstance(owner, tuple)
             known[value] = columns[home][owner[0]]
 
-    def _collect(self, made: list[Named], known: Mapping[Atom, Array]) -> dict[Slot, Array]:
+    def _collect(self, made: list[Named], known: Mapping[ValueId, Array]) -> dict[Slot, Array]:
         """Returns the stored leaves; each entry of a row is the result of that block's part."""
         stored: dict[Slot, Array] = {}
-        rows: dict[tuple[Slot, int], dict[int, Atom]] = {}
+        rows: dict[tuple[Slot, int], dict[int, ValueId]] = {}
         for atom, place in zip(self._program.outputs, self._targets, strict=True):
             slot = place.stored
             if place.cell is None:

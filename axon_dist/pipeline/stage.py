@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.compat import CALLS, REMATS, eval_equation, inner_programs
 from ..core.typing import Array, PyTree
-from ..ir.pieces import Piece, cut, unconstrained
+from ..ir.pieces import Piece, backward_slice, unconstrained
 from ..ir.walk import depends_on, interpret, needed_for, opened, struct_of
 
 
@@ -313,12 +313,12 @@ class DividedBackward:
         made = {*wire}
         parts: list[Piece] = []
         for number, part in enumerate(outputs):
-            piece = cut(jaxpr, part, known=made)
+            piece = backward_slice(jaxpr, part, known=made)
             if number == 1:
                 # Gradients of scales and biases are sums over values that are live in I. Computed
                 # in W, they would need these values, which are larger, to be saved until then.
                 sums = _small_sums(jaxpr, outputs[2], made | varying & piece.made, varying)
-                also = cut(jaxpr, [*part, *sums], known=made)
+                also = backward_slice(jaxpr, [*part, *sums], known=made)
                 piece = dataclasses.replace(also, outputs=piece.outputs)
             parts.append(piece)
             made |= varying & piece.made
@@ -390,7 +390,7 @@ def _small_sums(
     """Returns the gradients that need no product and are smaller than their operands."""
     found = []
     for gradient in (v for v in gradients if not isinstance(v, Literal)):
-        piece = cut(jaxpr, [gradient], known=known)
+        piece = backward_slice(jaxpr, [gradient], known=known)
         operands = sum(math.prod(struct_of(v).shape) for v in piece.needs & varying)
         size = math.prod(struct_of(gradient).shape)
         # A product, or an equation with an inner program, which may contain one.

@@ -13,7 +13,7 @@ from ..core.typing import Array, Keys, PyTree, Shape
 from .layout import Stages, flatten, nest
 from .tables import Packing
 
-Cell: TypeAlias = tuple[int, int]
+RankRow: TypeAlias = tuple[int, int]
 """A rank and one of its rows."""
 
 
@@ -118,7 +118,7 @@ class ModelStorage:
             size = max(len(stages.blocks_of(stage)) for stage in stages.stages_of(chunk))
             self.chunk_rows.append(range(first, first + size))
             first += size
-        self.cells: list[Cell] = []
+        self.cells: list[RankRow] = []
         self.by_stage: list[list[Keys]] = []
         # In an optimizer's state, some blocks may lack a leaf that others have.
         rows: list[dict[Keys, None]] = [{} for _ in range(first)]

@@ -20,10 +20,10 @@ from ..core.compat import eval_equation
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Keys, Path, PyTree
-from ..ir.factors import EACH
+from ..ir.factors import CHEAP_ELEMENTWISE
 from .layout import ParamLike, flatten, nest
-from .owners import Atom, OwnedOperation, OwnedProgram, as_array, sums_of
-from .storage import Cell, ModelStorage
+from .owners import OwnedOperation, OwnedProgram, ValueId, as_array, sums_of
+from .storage import ModelStorage, RankRow
 
 Slot: TypeAlias = tuple[int, int, Keys | None]
 """A stored leaf: the number of its tree among the arguments or results, its part, and its keys."""
@@ -43,7 +43,7 @@ class LeafPlace:
     """
 
     path: Path
-    cell: Cell | None
+    cell: RankRow | None
     part: int
     keys: Keys
     slot: Keys | None
@@ -218,7 +218,7 @@ class VectorLayout:
         return jnp.where(is_own, x, jnp.zeros_like(x))
 
 
-Names: TypeAlias = Mapping[Atom, Hashable]
+Names: TypeAlias = Mapping[ValueId, Hashable]
 """The names of the values of a leaf, equal for all leaves with the same operations."""
 
 
@@ -238,11 +238,15 @@ def _operations_key(
             return SUM, str(program.avals[op.outputs[0]].dtype)
         if name == FILL and shapes == [()] and results == [shape]:
             return FILL, str(program.avals[op.outputs[0]].dtype)
-        if name in EACH and results == [shape] and all(s in ((), shape) for s in shapes):
+        if (
+            name in CHEAP_ELEMENTWISE
+            and results == [shape]
+            and all(s in ((), shape) for s in shapes)
+        ):
             return op.key
         return None
 
-    def read(atom: Atom) -> Hashable:
+    def read(atom: ValueId) -> Hashable:
         """Returns a key of an operand: the name of a value of the leaf, or of a shared scalar."""
         if atom in names:
             is_leaf = program.avals[atom].shape == shape
@@ -286,7 +290,7 @@ def on_whole_vectors(
     leaders = {None, *first.values()}
 
     def run(stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
-        known: dict[Atom, Array] = {**program.constants}
+        known: dict[ValueId, Array] = {**program.constants}
         for value, place in zip(program.inputs, sources, strict=True):
             if program.owners[value] in leaders:
                 known[value] = stored[layout.slot(place, 0)]
@@ -316,7 +320,7 @@ def on_whole_vectors(
 
 def _leaves(program: OwnedProgram, sources: Ends) -> dict[LeafOwner, Names] | None:
     """Returns the values of each leaf; None if leaves of a vector have different operations."""
-    leaves: dict[LeafOwner, dict[Atom, Hashable]] = {}
+    leaves: dict[LeafOwner, dict[ValueId, Hashable]] = {}
     shapes: dict[LeafOwner, tuple[int, ...]] = {}
     for value, place in zip(program.inputs, sources, strict=True):
         owner = _leaf_owner(program.owners[value])

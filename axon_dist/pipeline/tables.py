@@ -431,7 +431,7 @@ class Packing:
                 pieces[form.dtype] = iter([replicated(vector[a:b]) for a, b in ends])
             values = [next(pieces[x.dtype]).reshape(x.shape) for x in shapes]
         pairs = zip(values, self._variants[variant], strict=True)
-        return [like(value, shape.dtype) for value, shape in pairs]
+        return [rewrap_key(value, shape.dtype) for value, shape in pairs]
 
 
 def plain(value: Any) -> Array:
@@ -439,7 +439,7 @@ def plain(value: Any) -> Array:
     return jax.random.key_data(value) if is_key(value) else jnp.asarray(value)
 
 
-def like(value: Array, dtype: Any) -> Array:
+def rewrap_key(value: Array, dtype: Any) -> Array:
     """Inverts `plain`: wraps random keys again if `dtype` is a key type."""
     has_keys = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return jax.random.wrap_key_data(value, dtype=dtype) if has_keys else value

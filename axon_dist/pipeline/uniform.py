@@ -19,7 +19,7 @@ from ..ir.walk import made_by, variables
 from .loss_trace import LossTrace
 from .stage import Data, Rest, StageLoss, StageProgram, Wire
 from .storage import ModelStorage
-from .tables import like, plain, zeros
+from .tables import plain, rewrap_key, zeros
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,7 +161,7 @@ class UniformStages:
         floats = iter(wire.floats)
         others = iter(wire.others)
         return [
-            like(next(floats if jnp.issubdtype(dtype, jnp.inexact) else others), dtype)
+            rewrap_key(next(floats if jnp.issubdtype(dtype, jnp.inexact) else others), dtype)
             for dtype in self._dtypes
         ]
 

@@ -18,7 +18,6 @@ from .candidates import candidate_for as candidate_for
 from .candidates import candidates as candidates
 from .candidates import more_microbatches as more_microbatches
 from .candidates import workload_of as workload_of
-from .reading import AUTO as AUTO
 from .reading import Reading as Reading
 from .reading import StepCost as StepCost
 from .reading import idle_share as idle_share

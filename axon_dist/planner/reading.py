@@ -311,11 +311,8 @@ def _splits(leaf: jax.ShapeDtypeStruct) -> Splits:
     return of_spec(getattr(leaf.sharding, "spec", ()), len(leaf.shape))
 
 
-AUTO = "auto"
-"""The config value for the least recomputation with which a step fits."""
-
 Remat: TypeAlias = ActivationCheckpointing | Literal["auto"] | None
-"""The recomputation setting of a config."""
+"""The recomputation setting of a config; `AUTO` is the least with which a step fits."""
 
 LADDER: Mapping[str, ActivationCheckpointing | None] = MappingProxyType(
     {

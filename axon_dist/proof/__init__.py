@@ -1,4 +1,4 @@
-"""The proof that a loss is a sum over samples, read from its traced program.
+"""Proves from the traced program of a loss that the loss is a sum over samples.
 
 `lattice.py` has the abstract values: how an array depends on the samples. `rules.py` and
 `indexing.py` have the transfer rule of each primitive, written with `Operation` of `operation.py`.

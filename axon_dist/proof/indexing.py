@@ -26,7 +26,7 @@ def _take(op: Operation, values: list[Value]) -> Value:
         if not indices.is_constant and not indices.is_rows:
             raise Coupling("is an index that depends on several samples")
         return aligned([indices], table.scale) if indices.is_rows else table
-    if table.numbers:
+    if table.positions:
         raise Coupling(Why.NUMBERS)
     if table.dim is None:
         return aligned([table, indices], table.scale)
@@ -42,7 +42,7 @@ _TABLE, _INDICES, _UPDATES = range(3)
 
 
 def _check_index(indices: Value) -> None:
-    if indices.numbers:
+    if indices.positions:
         raise Coupling(Why.NUMBERS)
 
 
@@ -70,8 +70,8 @@ def _take_rows(op: Operation, table: Value, indices: Value) -> Value:
     elif dim in numbers.start_index_map and dim in numbers.collapsed_slice_dims:
         # x[arange(B), labels]: every sample takes from its own row.
         column = tuple(numbers.start_index_map).index(dim)
-        repeated = indices.numbers * len(numbers.start_index_map)
-        flags = repeated if len(indices.numbers) == 1 else indices.numbers
+        repeated = indices.positions * len(numbers.start_index_map)
+        flags = repeated if len(indices.positions) == 1 else indices.positions
         others = [flag for number, flag in enumerate(flags) if number != column]
         if flags and flags[column] and not any(others) and table.outer == indices.outer == 1:
             return table.at(op.moved(indices.at(indices.dim or 0), _INDICES).dim, 1)
@@ -109,7 +109,7 @@ def _written(op: Operation, table: Value, indices: Value) -> int | None:
     targets = tuple(numbers.scatter_dims_to_operand_dims)
     if dim in targets and dim in numbers.inserted_window_dims:
         column = targets.index(dim)
-        flags = indices.numbers
+        flags = indices.positions
         if len(flags) > column and flags[column] and sum(flags) == 1 and table.outer == 1:
             return op.factors.factor(_INDICES, indices.dim or 0)
     elif dim not in targets:
@@ -151,7 +151,7 @@ def _own_row(op: Operation, values: list[Value]) -> Value | None:
     """Returns the row of the current sample in a loop over all samples, or None."""
     table, *places = values
     dim = table.dim
-    if not table.is_rows or dim is None or table.outer != 1 or table.numbers:
+    if not table.is_rows or dim is None or table.outer != 1 or table.positions:
         return None
     rest = [*places[:dim], *places[dim + 1 :]]
     is_one = op.params["slice_sizes"][dim] == 1 == op.others["slice_sizes"][dim]

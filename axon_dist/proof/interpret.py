@@ -148,7 +148,7 @@ class Walk:
         for one, two, value in zip(part.constvars, whole.constvars, consts, strict=True):
             known.write(one, two, value)
         for one, two, value in zip(part.invars, whole.invars, values, strict=True):
-            known.write(one, two, value if value.number else self._named(value, object()))
+            known.write(one, two, value if value.value_id else self._named(value, object()))
         for one, two in pairs:
             if one is None or two is None:
                 if not relay(known, (one, two), self._ratio):
@@ -159,7 +159,9 @@ class Walk:
             operands = [known.read(*atoms) for atoms in zip(one.invars, two.invars, strict=True)]
             results = self._equation((one, two), operands, line)
             for var, whole_var, value in zip(one.outvars, two.outvars, results, strict=True):
-                known.write(var, whole_var, value if value.number else self._named(value, object()))
+                known.write(
+                    var, whole_var, value if value.value_id else self._named(value, object())
+                )
         return [known.read(*atoms) for atoms in zip(part.outvars, whole.outvars, strict=True)]
 
     def _constant(self, first: Constant, second: Constant) -> Value:
@@ -177,7 +179,7 @@ class Walk:
     def _named(self, value: Value, key: Hashable) -> Value:
         """Gives a value its value number; equal keys get equal numbers."""
         number = self._numbers.setdefault(key, len(self._numbers) + 1)
-        return dataclasses.replace(value, number=number)
+        return dataclasses.replace(value, value_id=number)
 
     def _equation(self, pair: Pair, operands: list[Value], line: str) -> list[Value]:
         one, two = pair
@@ -261,9 +263,9 @@ class Walk:
     def _numbered(self, op: Operation, operands: list[Value], results: list[Value]) -> list[Value]:
         """Gives results their value numbers: equal computations get equal numbers."""
         if op.name in _KEEPS_NUMBER and results[0].kind is operands[0].kind:
-            return [dataclasses.replace(results[0], number=operands[0].number)]
+            return [dataclasses.replace(results[0], value_id=operands[0].value_id)]
         params = str([sorted(params.items(), key=str) for params in (op.params, op.others)])
-        key = (op.name, params, *(value.number for value in operands))
+        key = (op.name, params, *(value.value_id for value in operands))
         return [self._named(value, (*key, i)) for i, value in enumerate(results)]
 
     def _call(
@@ -301,7 +303,7 @@ class Walk:
         def returned(v: Value) -> Value:
             scale = _ANY / v.scale / (self._ratio if v.is_rows else 1.0)
             v = CONSTANT if v.kind is Kind.TOTAL else v
-            return dataclasses.replace(v, scale=scale, known=None, number=0)
+            return dataclasses.replace(v, scale=scale, known=None, value_id=0)
 
         seeds = zip(results, pair[0].outvars, strict=True)
         seeds = [returned(v) for v, out in seeds if is_float(out.aval)]
@@ -337,7 +339,7 @@ class Walk:
             # The loop could then move rows of a running sum to the places of other rows.
             return [coupled(Why.LOOPED, at)] * len(pair[0].outvars)
         each = [v if v.dim is None else v.at(v.dim - 1, v.outer) for v in stacked]
-        each = [coupled(Why.LOOPED, at) if v.numbers else v for v in each]
+        each = [coupled(Why.LOOPED, at) if v.positions else v for v in each]
 
         def run(carry):
             return self._body(bodies, [*consts, *carry, *each])
@@ -351,7 +353,7 @@ class Walk:
         return [*carry, *outputs]
 
     def _body(self, bodies: tuple[ClosedJaxpr, ClosedJaxpr], values: list[Value]) -> list[Value]:
-        fresh = [dataclasses.replace(value, number=0) for value in values]
+        fresh = [dataclasses.replace(value, value_id=0) for value in values]
         return self.program(bodies, fresh, "")
 
     def _scan_samples(
@@ -366,7 +368,7 @@ class Walk:
         if not all(value.is_constant or (value.dim, value.outer) == (0, 1) for value in stacked):
             return [bad] * count
         each = [v.at(None) if v.is_rows else Value(Kind.ROWS, v.scale) for v in stacked]
-        each = [bad if v.numbers else v for v in each]
+        each = [bad if v.positions else v for v in each]
         start = [Value(Kind.CARRY, slot=number) for number in range(len(carry))]
         # A carry that the loop does not change need not be a sum.
         through = [
@@ -380,7 +382,7 @@ class Walk:
             first.is_zero and all(counts(body.jaxpr, num_consts + i, i) for body in bodies)
             for i, first in enumerate(carry)
         ]
-        turn = Value(Kind.ROWS, numbers=(True,), over=lengths[0])
+        turn = Value(Kind.ROWS, positions=(True,), loop_length=lengths[0])
         start = [turn if is_counter else s for s, is_counter in zip(start, counters, strict=True)]
         outputs = self._body(bodies, [*consts, *start, *each])
         results = []
@@ -443,7 +445,7 @@ class Walk:
 
 
 _ANY = 0.37
-"""The scale given to cotangents: not a power of a small integer, so that no scale equals it."""
+"""The scale given to cotangents: an arbitrary number that no ratio of sample counts equals."""
 
 _KEEPS_NUMBER = RESHAPES | {
     "convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient",

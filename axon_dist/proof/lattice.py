@@ -96,31 +96,33 @@ class Value:
         scale: how many times larger it is for the whole batch than for a part.
         dim: for ROWS, the dim that counts samples; None for the one sample of a loop's iteration.
         outer: for ROWS, how many times the sequence of all samples is repeated along the dim.
-        numbers: for ROWS, whether each column of the last dim is the sample's position in the
+        positions: for ROWS, whether each column of the last dim is the sample's position in the
             batch; `(True,)` if the whole value is, and empty if no column is.
-        over: for RATIO, the value number of the divisor; for the sample's position in a loop over
-            the samples, how many samples a part has.
+        divisor: for RATIO, the `value_id` of the divisor.
+        loop_length: for the sample's position in a loop over the samples, how many samples a part
+            has.
         slot: for CARRY, its position among the loop's carries.
         known: the number that a scalar, or every element of an array, equals in the programs of a
             part and of the whole, if it is a constant there.
         made: whether it is a random key created inside the loss, hence equal on all ranks.
         why: for MIXED and COUPLED, the reason.
         line: the user's line that is the reason.
-        number: its value number, equal for equal computations.
+        value_id: its value number, equal for equal computations.
     """
 
     kind: Kind = Kind.CONSTANT
     scale: float = 1.0
     dim: int | None = None
     outer: int = 1
-    numbers: tuple[bool, ...] = ()
-    over: int = 0
+    positions: tuple[bool, ...] = ()
+    divisor: int = 0
+    loop_length: int = 0
     slot: int = 0
     known: tuple[Number, Number] | None = None
     made: bool = False
     why: str = ""
     line: str = ""
-    number: int = dataclasses.field(default=0, compare=False)
+    value_id: int = dataclasses.field(default=0, compare=False)
 
     @property
     def is_constant(self) -> bool:
@@ -192,7 +194,7 @@ def plus(left: Value, right: Value) -> Value:
         Coupling: if the result depends on several samples and is not a sum over them.
     """
     for one, other in ((left, right), (right, left)):
-        if one.is_zero and not (other.is_rows and other.numbers):
+        if one.is_zero and not (other.is_rows and other.positions):
             return dataclasses.replace(other, known=None) if other.is_constant else other
     kinds = {left.kind, right.kind}
     has_one_scale = same_scale(left.scale, right.scale)
@@ -212,7 +214,7 @@ def plus(left: Value, right: Value) -> Value:
 
 
 def either(left: Value, right: Value) -> Value:
-    """Returns the value of a sample-independent choice between two values, or of both together.
+    """Returns a value that stands for either of two, such as the results of a `cond`'s branches.
 
     Raises:
         Coupling: if the result depends on several samples and is not a sum over them.
@@ -233,13 +235,13 @@ def _plus_special(left: Value, right: Value, kinds: set[Kind], has_one_scale: bo
         raise Coupling(first.why)
     if Kind.CARRY in kinds:
         carry, other = (left, right) if left.kind is Kind.CARRY else (right, left)
-        is_one = other.is_constant or (other.is_rows and other.dim is None and not other.numbers)
+        is_one = other.is_constant or (other.is_rows and other.dim is None and not other.positions)
         if is_one and not other.is_scaled:
             return carry
         raise Coupling(Why.LOOPED)
     if kinds <= {Kind.RATIO, Kind.CONSTANT}:
         ratio = left if left.kind is Kind.RATIO else right
-        if has_one_scale and {left.over, right.over} <= {ratio.over, 0}:
+        if has_one_scale and {left.divisor, right.divisor} <= {ratio.divisor, 0}:
             return ratio
     raise Coupling(Why.EACH)
 
@@ -274,13 +276,13 @@ def over(left: Value, right: Value) -> Value:
     if right.is_rows and (left.is_rows or left.is_constant):
         return aligned([left, right], scale)
     if right.kind is Kind.TOTAL and left.kind in (Kind.TOTAL, Kind.CONSTANT):
-        return Value(Kind.RATIO, scale, over=right.number, why=Why.QUOTIENT)
+        return Value(Kind.RATIO, scale, divisor=right.value_id, why=Why.QUOTIENT)
     raise Coupling(_product(left, right))
 
 
 def _scaled(value: Value, scale: float) -> Value:
-    if value.kind is Kind.CARRY or value.numbers:
-        raise Coupling(Why.NUMBERS if value.numbers else Why.LOOPED)
+    if value.kind is Kind.CARRY or value.positions:
+        raise Coupling(Why.NUMBERS if value.positions else Why.LOOPED)
     return dataclasses.replace(value, scale=scale, known=None)
 
 
@@ -294,7 +296,7 @@ def aligned(values: list[Value], scale: float) -> Value:
     Raises:
         Coupling: if samples are combined with other samples.
     """
-    if any(value.numbers for value in values):
+    if any(value.positions for value in values):
         raise Coupling(Why.NUMBERS)
     places = {(value.dim, value.outer) for value in values if value.is_rows}
     if len(places) != 1:
@@ -477,7 +479,7 @@ def _loss(loss: Value, weight: Value, num_shards: float) -> OutputUse:
 
 
 def _metric(value: Value, divisor: Value, weight: Value, num_shards: float) -> OutputUse:
-    if value.kind is Kind.RATIO and not value.is_scaled and value.over == weight.number:
+    if value.kind is Kind.RATIO and not value.is_scaled and value.divisor == weight.value_id:
         return OutputUse(Use.WEIGHTED)
     if value.is_constant and divisor.is_constant and not (value.is_scaled or divisor.is_scaled):
         return OutputUse(Use.CONSTANT)

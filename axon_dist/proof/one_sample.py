@@ -1,11 +1,12 @@
 """Compares the program of a part with one sample with that of the whole batch.
 
-If the dim that counts samples has size 1, JAX and users write a different program than for a larger
-size: arrays are reshaped without that dim, and an equation that would repeat or sum a single entry
-is missing. An equation that only one of the programs has, and that only changes the shape of the
-same entries, is called a *relay*. The value of its result is derived from the program of the whole
-batch. The shape of the array in the part's program is checked when an operation reads it. An array
-is *loose* if it has lost, in the part, the dim that counts samples.
+With one sample per part, JAX drops the dim that counts samples: `x.sum(0)` of shape (1, 3) traces
+to a reshape. The program of a part then differs from that of the whole batch: arrays lack this dim,
+and an equation that would repeat or sum a single entry is missing. An equation that only one of the
+programs has, and that only changes the shape of the same entries, is called a *relay*. The value of
+its result is derived from the program of the whole batch. The shape of the array in the part's
+program is checked when an operation reads it. An array is *loose* if it has lost, in the part, the
+dim that counts samples.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
 
     Args:
         known: the values of the variables of both programs.
-        pair: the equation, and None for the program that lacks it.
+        pair: the equation in each of the two programs; None for the program that lacks it.
         ratio: the number of samples of the whole batch.
 
     Returns:
@@ -63,9 +64,9 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
         source = part.invars[0]
         result = part.outvars[0]
         sizes = {math.prod(shape_of(atom)) for atom in (source, result)}
-        if isinstance(source, Literal) or source not in known.numbers:
+        if isinstance(source, Literal) or source not in known.ids:
             return False
-        known.numbers[result] = known.numbers[source]
+        known.ids[result] = known.ids[source]
         if part.primitive.name == "reshape" and part.params["dimensions"]:
             return False
         return len(part.invars) == 1 == len(sizes)
@@ -83,7 +84,7 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
     op = Operation(whole.primitive.name, params, params, inputs, outputs, ("f", "f"))
     output = value if value.kind is Kind.COUPLED else relayed(op, value, ratio)
     if output is not None:
-        known.write(source, made, dataclasses.replace(output, number=value.number))
+        known.write(source, made, dataclasses.replace(output, value_id=value.value_id))
     return output is not None
 
 
@@ -150,7 +151,7 @@ def relayed(op: Operation, value: Value, ratio: float) -> Value | None:
         if isinstance(output, Value) and (output.kind, output.dim) == (Kind.ROWS, dim):
             return output
     if op.name == "reduce_sum" and math.prod(small) == 1 == math.prod(result):
-        return Value(Kind.TOTAL, value.scale * math.prod(large)) if not value.numbers else None
+        return Value(Kind.TOTAL, value.scale * math.prod(large)) if not value.positions else None
     return None
 
 
@@ -183,7 +184,7 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
     if op.name == "reduce_sum":
         ends = {math.prod(shape) for shape in op.outputs[0]}
         value = values[0]
-        is_own = value.is_rows and not value.numbers and shapes[0] is not None
+        is_own = value.is_rows and not value.positions and shapes[0] is not None
         is_all = ends == {1} and math.prod(op.inputs[0][0]) * ratio == math.prod(op.inputs[0][1])
         return Value(Kind.TOTAL, value.scale * ratio) if is_own and is_all else None
     if op.name not in ELEMENTWISE or len(op.outputs) != 1:
@@ -207,11 +208,11 @@ def _rows_in_windows(op: Operation, values: list[Value]) -> Value | None:
     table, indices = values[:2]
     one = op.params["dimension_numbers"]
     other = op.others["dimension_numbers"]
-    if not (table.is_rows and indices.is_rows and table.dim is not None) or indices.numbers:
+    if not (table.is_rows and indices.is_rows and table.dim is not None) or indices.positions:
         return None
     dims = other.operand_batching_dims
     places = other.start_indices_batching_dims
-    if table.dim not in dims or (table.outer, indices.outer) != (1, 1) or table.numbers:
+    if table.dim not in dims or (table.outer, indices.outer) != (1, 1) or table.positions:
         return None
     at = places[dims.index(table.dim)]
     moved = op.moved(table)

@@ -109,19 +109,24 @@ def all_constant(values: Sequence[Value]) -> bool:
 
 def only_numbers(value: Value) -> Value:
     """Returns a value if all its columns are the sample's position, or none; else raises."""
-    if value.numbers not in ((), (True,)):
+    if value.positions not in ((), (True,)):
         raise Coupling(Why.NUMBERS)
     return value
 
 
 def is_turn(value: Value, count: int) -> bool:
     """Whether a value is the iteration index of a loop over `count` samples."""
-    return value.is_rows and value.dim is None and value.numbers == (True,) and value.over == count
+    return (
+        value.is_rows
+        and value.dim is None
+        and value.positions == (True,)
+        and value.loop_length == count
+    )
 
 
 def not_numbered(value: Value) -> Value:
     """Returns a value without sample positions that is not a loop's running sum; else raises."""
-    if value.numbers or value.kind is Kind.CARRY:
+    if value.positions or value.kind is Kind.CARRY:
         raise Coupling(Why.NUMBERS)
     return value
 
@@ -137,20 +142,20 @@ class PairValues:
     Args:
         constant: (a literal's values in both programs) -> its abstract value.
         values: the value of each variable of the whole; all have a value number.
-        numbers: the value number of each variable of the part.
+        ids: the value number of each variable of the part.
         mates: for each variable of the whole, the variable of the part that corresponds to it.
     """
 
     constant: Callable[[Constant, Constant], Value]
     values: dict[Atom, Value] = dataclasses.field(default_factory=dict)
-    numbers: dict[Atom, int] = dataclasses.field(default_factory=dict)
+    ids: dict[Atom, int] = dataclasses.field(default_factory=dict)
     mates: dict[Atom, Atom] = dataclasses.field(default_factory=dict)
 
     def write(self, part: Atom, whole: Atom, value: Value) -> None:
         """Sets the value of a variable of the whole, and the corresponding variable of the part."""
         self.values[whole] = value
         self.mates[whole] = part
-        self.numbers[part] = value.number
+        self.ids[part] = value.value_id
 
     def read(self, part: Atom, whole: Atom) -> Value:
         """Returns the value of two atoms; COUPLED if they do not correspond."""
@@ -159,7 +164,7 @@ class PairValues:
                 return self.constant(part.val, whole.val)
             return coupled(Why.DIFFERS, "")
         value = self.values[whole]
-        return value if self.numbers.get(part) == value.number else coupled(Why.DIFFERS, "")
+        return value if self.ids.get(part) == value.value_id else coupled(Why.DIFFERS, "")
 
 
 def have_one_form(one: JaxprEqn | Jaxpr, other: JaxprEqn | Jaxpr, *names: str) -> bool:

@@ -37,7 +37,7 @@ def _linear(op: Operation, values: list[Value]) -> Value:
     value = values[0]
     if value.kind is Kind.CARRY and op.name in ("neg", "real", "imag", "conj"):
         raise Coupling(Why.LOOPED)
-    if value.numbers and op.name == "neg":
+    if value.positions and op.name == "neg":
         raise Coupling(Why.NUMBERS)
     return dataclasses.replace(value, known=None) if op.name == "neg" else value
 
@@ -51,14 +51,14 @@ def _add(op: Operation, values: list[Value]) -> Value:
 def _convert(op: Operation, values: list[Value]) -> Value:
     old, new = op.kinds
     narrows = new == "b" or (new in "iu" and old not in "iub")
-    if narrows and not values[0].numbers:
+    if narrows and not values[0].positions:
         return nonlinear(op.name, values)
     return values[0]
 
 
 def _compare(op: Operation, values: list[Value]) -> Value:
     # jnp indexing checks whether an index is negative; a sample's position never is.
-    if op.name == "lt" and values[0].numbers == (True,) and values[1].is_zero:
+    if op.name == "lt" and values[0].positions == (True,) and values[1].is_zero:
         return Value(known=(False, False))
     return nonlinear(op.name, values)
 
@@ -135,7 +135,7 @@ def _reduce_sum(op: Operation, values: list[Value]) -> Value:
         return dataclasses.replace(value, scale=value.scale * _times_more(op), known=known)
     if value.kind is Kind.CARRY:
         raise Coupling(Why.LOOPED)
-    if value.is_rows and value.numbers:
+    if value.is_rows and value.positions:
         raise Coupling(Why.NUMBERS)
     is_summed = value.dim is not None and Role.SUMMED in op.roles
     return Value(Kind.TOTAL, value.scale * _times_more(op)) if is_summed else op.moved(value)
@@ -159,7 +159,7 @@ def _along(op: Operation, values: list[Value]) -> list[Value]:
         raise Coupling(f"{how} `{op.name}` along the samples")
     is_sum = op.name in ("cumsum", "reduce_window_sum")
     result = values[0] if is_sum else nonlinear(op.name, values)
-    if result.numbers or result.kind is Kind.CARRY:
+    if result.positions or result.kind is Kind.CARRY:
         raise Coupling(Why.NUMBERS)
     known = result.known if result.is_zero else None
     return [dataclasses.replace(result, known=known)] * len(op.outputs)
@@ -210,14 +210,14 @@ def _concatenate(op: Operation, values: list[Value]) -> Value:
         if not first.is_rows or len({shapes[0][dim] for shapes in op.inputs}) > 1:
             raise Coupling(Why.JOINED)
         return first.at(dim, first.outer * len(values))
-    if not any(value.numbers for value in parts):
+    if not any(value.positions for value in parts):
         return functools.reduce(either, parts)
     # Columns of indices: remember which of them are the sample's position.
-    plain = aligned([dataclasses.replace(v, numbers=()) for v in parts], 1.0)
+    plain = aligned([dataclasses.replace(v, positions=()) for v in parts], 1.0)
     last = dim == len(op.outputs[0][0]) - 1 and all(s[0][dim] == 1 for s in op.inputs)
-    if not last or any(value.numbers not in ((), (True,)) for value in parts):
+    if not last or any(value.positions not in ((), (True,)) for value in parts):
         raise Coupling(Why.NUMBERS)
-    return dataclasses.replace(plain, numbers=tuple(v.numbers == (True,) for v in parts))
+    return dataclasses.replace(plain, positions=tuple(v.positions == (True,) for v in parts))
 
 
 def _stack(op: Operation, values: list[Value]) -> Value:
@@ -240,7 +240,7 @@ def _select(op: Operation, values: list[Value]) -> Value:
     if which.kind not in (Kind.ROWS, Kind.CONSTANT) or which.is_scaled:
         return nonlinear(op.name, values)
     joined = functools.reduce(either, cases)
-    if joined.kind is Kind.CARRY and which.dim is None and not which.numbers:
+    if joined.kind is Kind.CARRY and which.dim is None and not which.positions:
         return joined
     if joined.is_constant or joined.is_rows:
         return aligned([which, joined], joined.scale)
@@ -249,7 +249,7 @@ def _select(op: Operation, values: list[Value]) -> Value:
 
 def _iota(op: Operation, values: list[Value]) -> Value:
     if op.params["dimension"] in grown(op.outputs[0]):
-        return Value(Kind.ROWS, dim=op.params["dimension"], numbers=(True,))
+        return Value(Kind.ROWS, dim=op.params["dimension"], positions=(True,))
     return CONSTANT
 
 

@@ -233,25 +233,25 @@ def assign_slots(schedule: Schedule) -> SlotPlan:
     )
 
 
-def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, Moment, Moment]]:
+def _lives(schedule: Schedule, placed: PlacedAction) -> Iterator[tuple[str, Moment, Moment]]:
     """Yields the lives of the values that an action reads or stores: buffer, start, end."""
-    action = user.action
+    action = placed.action
     places = schedule.where
     if action.phase in (*TOGETHER, Phase.W):
         return
     stage = action.stage
-    now = _moment(user)
+    now = _moment(placed)
     # The first stage's forward reads the batch, and computes its input itself.
     made = now
     if action.phase is not Phase.F or stage > 0:
         # All other actions read a value that another stage has computed.
         source = places[dependencies(action, schedule.num_stages, places)[-1]]
-        is_local = source.device == user.device
+        is_local = source.device == placed.device
         made = _moment(source) if is_local else (source.tick, _ARRIVAL)
     is_last = stage + 1 == schedule.num_stages
     part = None  # the `V` of this device
     if is_last and schedule.splits_vocabulary:
-        home = schedule.stages_of(user.device)[0]
+        home = schedule.stages_of(placed.device)[0]
         part = places.get(Action(home, Phase.V, action.microbatch))
     lookup = places.get(Action(stage, Phase.E, action.microbatch)) if stage == 0 else None
 

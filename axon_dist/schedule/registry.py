@@ -145,8 +145,8 @@ class ScheduleSummary:
         span_bubble: idle share of the longest device's own span (the zero-bubble papers' number).
         lockstep_makespan: time of the step with devices in lockstep, tick by tick.
         lockstep_bubble: idle share of that time.
-        executed: `lockstep_makespan` divided by the time that the busiest device computes; at
-            least 1.
+        lockstep_slowdown: `lockstep_makespan` divided by the time that the busiest device computes;
+            at least 1.
         peak_live: microbatches in flight (`F` to `B` or `I`), over all layers of a device; the
             papers' number.
         num_inputs: slots for stage inputs, including waiting ones; each is one chunk's input.
@@ -162,7 +162,7 @@ class ScheduleSummary:
     span_bubble: float
     lockstep_makespan: float
     lockstep_bubble: float
-    executed: float
+    lockstep_slowdown: float
     peak_live: float
     num_inputs: int
     num_held: int
@@ -204,7 +204,7 @@ def summarize(schedule: Schedule, costs: Costs | None = None) -> ScheduleSummary
         span_bubble=freely.span_bubble,
         lockstep_makespan=in_step.makespan,
         lockstep_bubble=in_step.bubble_fraction,
-        executed=in_step.makespan / max(in_step.work),
+        lockstep_slowdown=in_step.makespan / max(in_step.work),
         peak_live=max(freely.peak_live) / schedule.chunks,
         num_inputs=plan.inputs.num_slots,
         num_held=plan.held.num_slots,

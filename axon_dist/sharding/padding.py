@@ -81,11 +81,11 @@ def padded(x: Any, shape: Shape) -> Any:
     return jnp.pad(x, more)
 
 
-def cut(x: Array, shape: Shape) -> Array:
+def unpad(x: Array, shape: Shape) -> Array:
     """Removes padding down to a shape; the inverse of `padded`.
 
     Example:
-        >>> cut(jnp.array([1.0, 1.0, 0.0]), (2,)).tolist()
+        >>> unpad(jnp.array([1.0, 1.0, 0.0]), (2,)).tolist()
         [1.0, 1.0]
     """
     if tuple(x.shape) == tuple(shape):
@@ -144,7 +144,7 @@ def model_tree(stored: PyTree, shapes: PyTree, places: PyTree) -> PyTree:
             return x
         on_device = _in_memory(place)
         x = x if on_device is place else jax.device_put(x, on_device)
-        return jax.lax.with_sharding_constraint(cut(x, like.shape), on_device)
+        return jax.lax.with_sharding_constraint(unpad(x, like.shape), on_device)
 
     return jax.tree.map(one, stored, shapes, places)
 
@@ -188,9 +188,9 @@ def for_region(tree: PyTree, specs: PyTree, mesh: HasShape) -> PyTree:
     return jax.tree.map(lambda x, spec: padded(x, stored_shape(x.shape, spec, mesh)), tree, specs)
 
 
-def like(tree: PyTree, shapes: PyTree) -> PyTree:
+def cut_like(tree: PyTree, shapes: PyTree) -> PyTree:
     """Cuts results of a `shard_map` to the shapes of other leaves."""
-    return jax.tree.map(lambda x, one: cut(x, one.shape), tree, shapes)
+    return jax.tree.map(lambda x, one: unpad(x, one.shape), tree, shapes)
 
 
 def paddings_in(tree: PyTree) -> dict[Path, Shape]:
@@ -324,7 +324,7 @@ class EvenShards:
 @functools.lru_cache(maxsize=4096)
 def _reshaped(shape: Shape, to: Shape, place: NamedSharding) -> Function:
     """A cached program that cuts an array to one shape and pads it to another."""
-    return jax.jit(lambda x: padded(cut(x, shape), to), out_shardings=place)
+    return jax.jit(lambda x: padded(unpad(x, shape), to), out_shardings=place)
 
 
 def _on_devices(shards: Iterable[Any], shape: Shape, place: NamedSharding) -> Array:

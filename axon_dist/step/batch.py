@@ -43,7 +43,7 @@ def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
     return PartitionSpec(axes) if num_microbatches == 1 else PartitionSpec(None, axes)
 
 
-class Padding:
+class BatchPadding:
     """Pads batches, after checking that the loss ignores the padding.
 
     The last sample is repeated at the end, with weight 0 in one leaf. Each real sample keeps its
@@ -150,7 +150,7 @@ class BatchLayout:
     axes: tuple[str, ...]
     num_microbatches: int
     num_processes: int = 1
-    padding: Padding | None = None
+    padding: BatchPadding | None = None
     logical_shards: int = 1
 
     @classmethod
@@ -158,7 +158,7 @@ class BatchLayout:
         """Returns the layout of the batches of a step."""
         axes = spec.strategy.batch_axes
         pad = spec.options.pad
-        padding = None if pad is None else Padding(pad, spec)
+        padding = None if pad is None else BatchPadding(pad, spec)
         shares = spec.world.num_batch_shares(axes) if spec.world.num_processes > 1 else 1
         shards = spec.options.logical_shards or 1
         return cls(spec.mesh, axes, spec.num_microbatches, shares, padding, shards)

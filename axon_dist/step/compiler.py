@@ -20,11 +20,11 @@ _OPTIONS: MappingProxyType[Backend, dict[str, bool]] = MappingProxyType(
         # XLA:CPU adds in a fixed order, whatever the number of threads.
         Backend.EMULATED: {},
         Backend.GLOO: {},
-        # Scatters sort instead of racing, cuBLAS and cuDNN take algorithms with a fixed order, and
-        # no kernel is chosen by how fast it was this time: a superset of
-        # xla_gpu_exclude_nondeterministic_ops (openxla/xla, docs/determinism.md and #12520).
-        # Triton has only kernels that autotuning picks by time, so XLA fails to find one for a
-        # product that it gives to Triton (jax 0.11 and 0.12); cuBLAS has a default for each.
+        # Scatters sort instead of racing, cuBLAS and cuDNN use algorithms with a fixed order, and
+        # no kernel is chosen by its measured time: more than xla_gpu_exclude_nondeterministic_ops
+        # (openxla/xla, docs/determinism.md and #12520). Triton is off, because its kernels are only
+        # chosen by measured time: XLA finds none for a product that it gives to Triton (jax 0.11
+        # and 0.12). cuBLAS has a default kernel for each product.
         Backend.NCCL: {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False},
         # The TPU compiler fixes the order.
         Backend.TPU: {},
@@ -113,7 +113,7 @@ def compiler_options(
     for name, value in fixed.items():
         if name in given and str(given[name]).lower() != str(value).lower():
             raise ConfigError(
-                f"deterministic={deterministic} compiles with {name}={value}, and "
+                f"deterministic={deterministic} compiles with {name}={value}, but "
                 f"compiler_options say {given[name]!r}; leave one of the two out"
             )
     if is_abstract(world):
@@ -183,6 +183,6 @@ def _refusal(world: World, options: Mapping[str, OptionValue], error: Exception)
     listed = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
     return ConfigError(
         f"the compiler of these {world.backend} devices refuses its options ({error}); it was "
-        f"given {listed}. Correct the one it names in compiler_options, or take it away there "
-        "with the value None"
+        f"given {listed}. Correct the one it names in compiler_options, or set it to None there "
+        "to leave it out"
     )

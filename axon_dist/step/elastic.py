@@ -33,7 +33,7 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, PyTree
 from ..ir.randomness import changed_results, without_rank
 from ..sharding import axes_of, optimizer_shardings
-from ..sharding.padding import for_region, like
+from ..sharding.padding import cut_like, for_region
 from .gather import even_rows
 from .local_view import RankProgram, local_gradients
 from .microbatches import SumsFn
@@ -203,7 +203,7 @@ def elastic_update(
         for_region(params, owners, mesh),
     ]
     new_params, new_state = isolated(*arguments, loss)
-    return like(new_params, params), like(new_state, state)
+    return cut_like(new_params, params), cut_like(new_state, state)
 
 
 def _isolated(

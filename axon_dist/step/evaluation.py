@@ -181,7 +181,7 @@ def check_eval_kwargs(model: nnx.Module, kwargs: Mapping[str, Any]) -> None:
         if name not in parameters:
             kind = type(_called(model)).__name__
             raise ConfigError(
-                f"eval_kwargs has {name!r}, and the call of {kind} takes "
+                f"eval_kwargs has {name!r}, but the call of {kind} takes "
                 f"{', '.join(parameters) or 'no arguments'}.{did_you_mean(name, parameters)}"
             )
 
@@ -248,7 +248,7 @@ def _attribute_unset(module: nn.Module, name: str) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class EvalPiece:
     """Some samples of a batch, repeated so that they divide over the ranks.
 
     Args:
@@ -288,7 +288,7 @@ class Piece:
         return jax.tree.map(lambda x: x / self.copies, sums) if self.copies > 1 else sums
 
 
-def pieces(samples: int, ranks: int) -> list[Piece]:
+def pieces(samples: int, ranks: int) -> list[EvalPiece]:
     """Cuts a batch into pieces that divide over the ranks.
 
     Args:
@@ -300,11 +300,11 @@ def pieces(samples: int, ranks: int) -> list[Piece]:
         [(0, 8, 1), (8, 12, 2), (12, 13, 8)]
     """
     start = samples // ranks * ranks
-    found = [Piece(0, start)] if start else []
+    found = [EvalPiece(0, start)] if start else []
     divisors = [size for size in range(ranks - 1, 0, -1) if ranks % size == 0]
     while start < samples:
         size = next(size for size in divisors if size <= samples - start)
-        found.append(Piece(start, start + size, ranks // size))
+        found.append(EvalPiece(start, start + size, ranks // size))
         start += size
     return found
 

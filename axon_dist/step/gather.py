@@ -1,10 +1,10 @@
 """Gathers a sharded weight for use, and reduces its gradient on the way back.
 
-`model_changes.py` attaches a gather to each weight of a unit, and `gathered` in `ir/units.py` calls
-it inside the unit. The backward pass gathers again, because `LayerScan.protect` in
-`ir/layer_scan.py` wraps the unit in a `jax.checkpoint` whose policy is that of `remat`, and
-`save_products_policy` without one. A weight outside all units is gathered once, before the model
-runs.
+`model_changes.py` attaches a gather to each weight of a unit, and `gather_params` in `ir/units.py`
+calls it inside the unit. The backward pass gathers again, because `LayerScan.protect` in
+`ir/layer_scan.py` wraps the unit in a `jax.checkpoint` whose policy is the `remat` policy if one is
+set; otherwise `ModelChanges.with_layer_scan` chooses it. A weight outside all units is
+gathered once, before the model runs.
 
 `GlobalGather` is the default. `LocalGather` runs where `StepSpec.is_local` is true, for example
 with `Reduction(manual=True)`.
@@ -26,12 +26,12 @@ from jax.typing import DTypeLike
 from ..collectives import plan_buckets, reduce_buckets
 from ..core.reduction import all_sum, on_wire, sum_scatter
 from ..core.typing import Array, PyTree, Shape
-from ..ir.factors import COMPARES, EACH, MOVES
+from ..ir.factors import CHEAP_ELEMENTWISE, COMPARES, MOVES
 from ..ops.fp8 import WEIGHT
 from ..ops.int8 import WIDEN, Int8, Int8Form
 from ..parallel import Reduction
 from ..sharding import axes_of, spec_axes, spec_of, spread
-from ..sharding.padding import cut, padded
+from ..sharding.padding import padded, unpad
 
 GATHERED = (
     *("sharding_constraint", "all_gather", "all_gather_invariant"),
@@ -238,7 +238,7 @@ def all_gather_by(shard: Array, spec: PartitionSpec, shape: Shape | None = None)
         if axes := axes_of(spec, dim):
             shard = jax.lax.all_gather(shard, axes, axis=dim, tiled=True)
             if shape is not None:
-                shard = cut(shard, (*shard.shape[:dim], shape[dim], *shard.shape[dim + 1 :]))
+                shard = unpad(shard, (*shard.shape[:dim], shape[dim], *shard.shape[dim + 1 :]))
     return shard
 
 
@@ -301,7 +301,7 @@ def save_products_policy(primitive: Primitive, *operands: Any, **__: Any) -> boo
     """
     if primitive.name in COMPARES:
         return any(jnp.issubdtype(x.dtype, jnp.floating) for x in operands)
-    return primitive.name not in GATHERED and primitive.name not in EACH | MOVES
+    return primitive.name not in GATHERED and primitive.name not in CHEAP_ELEMENTWISE | MOVES
 
 
 def reduce_tree(

@@ -39,14 +39,16 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
     count = spec.num_microbatches
     gathers_once = spec.strategy.gathers_once
     owners = plan.stored.owners
-    looped: frozenset[Path] = frozenset()
+    read_in_loop: frozenset[Path] = frozenset()
     if spec.strategy.splits:
         # Recurrent layers read their weights in every iteration of a loop.
         samples, shapes = spec.microbatch(batch)
         jaxpr = plan.separator.program(shapes, samples).jaxpr
-        looped = read_in_loops(jaxpr, [p for p, _ in leaves_with_paths(spec.model_spec.weights)])
-    also = functools.partial(change_layers, spec.strategy, spec.world.mesh)
-    forward = global_forward(plan, also, gathers_once, looped)
+        read_in_loop = read_in_loops(
+            jaxpr, [p for p, _ in leaves_with_paths(spec.model_spec.weights)]
+        )
+    before = functools.partial(change_layers, spec.strategy, spec.world.mesh)
+    forward = global_forward(plan, before, gathers_once, read_in_loop)
     if frozen:
         forward = with_frozen(forward, frozen)
     if gathers_once:
@@ -73,24 +75,26 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
 
 def global_forward(
     plan: StepPlan,
-    also: Prepare,
-    is_whole: bool = False,
-    looped: frozenset[Path] = frozenset(),
+    before: Prepare,
+    gathers_once: bool = False,
+    read_in_loop: frozenset[Path] = frozenset(),
 ) -> Forward:
     """Returns the forward pass in global view: units gather weights in the compute dtype.
 
     Args:
         plan: the plan of the step.
-        also: changes the merged model first.
-        is_whole: whether the parameters are whole already, and only gradients are reduced.
-        looped: the weights that a loop reads in every iteration.
+        before: changes the merged model first.
+        gathers_once: whether the parameters are whole already, and only gradients are reduced.
+        read_in_loop: the weights that a loop reads in every iteration.
 
     Returns:
         A function (params, buffers, batch) -> `Outcome`.
     """
     spec = plan.spec
-    gather = functools.partial(global_gather, spec, is_whole=is_whole, looped=looped)
-    prepare = plan.changes.prepare(gather if spec.strategy.splits else None, also)
+    gather = functools.partial(
+        global_gather, spec, gathers_once=gathers_once, read_in_loop=read_in_loop
+    )
+    prepare = plan.changes.prepare(gather if spec.strategy.splits else None, before)
     forward = forward_of(spec.model_spec, spec.loss_fn, prepare)
     return plan.changes.with_layer_scan(
         rewritten(forward, spec.strategy, spec.mesh, spec.memory_bytes)
@@ -98,15 +102,18 @@ def global_forward(
 
 
 def global_gather(
-    spec: StepSpec, path: Path, is_whole: bool = False, looped: frozenset[Path] = frozenset()
+    spec: StepSpec,
+    path: Path,
+    gathers_once: bool = False,
+    read_in_loop: frozenset[Path] = frozenset(),
 ) -> GlobalGather:
     """Returns the gather of a weight in global view: whole over the data axes, gradient to owners.
 
     Args:
         spec: what the step was given.
         path: of the parameter.
-        is_whole: whether trained weights are whole already, and only gradients are reduced.
-        looped: the weights that a loop reads in every iteration.
+        gathers_once: whether trained weights are whole already, and only gradients are reduced.
+        read_in_loop: the weights that a loop reads in every iteration.
     """
     strategy = spec.strategy
     mesh = spec.mesh
@@ -115,7 +122,7 @@ def global_gather(
     sharded = strategy.params(path, shape, mesh)
     full = only_axes(sharded, tuple(axis for axis in mesh.axis_names if axis not in gathered_over))
     if path in spec.model_spec.frozen_paths:
-        return GlobalGather(mesh, sharded, None, full, len(shape), path in looped)
+        return GlobalGather(mesh, sharded, None, full, len(shape), path in read_in_loop)
     owner = strategy.opt_state(path, shape, mesh)
-    stored = full if is_whole else sharded
-    return GlobalGather(mesh, stored, owner, full, len(shape), path in looped)
+    stored = full if gathers_once else sharded
+    return GlobalGather(mesh, stored, owner, full, len(shape), path in read_in_loop)

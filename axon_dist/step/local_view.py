@@ -28,7 +28,7 @@ from ..ir.pieces import read_once, read_outside_units
 from ..ir.randomness import without_rank
 from ..ir.units import is_inside
 from ..sharding import Policy, spec_axes, specs
-from ..sharding.padding import for_region, like, stored_shape
+from ..sharding.padding import cut_like, for_region, stored_shape
 from .batch import batch_spec
 from .gather import (
     Accumulated,
@@ -169,7 +169,7 @@ def local_gradients(
     params = for_region(arguments.params, program.param_specs, spec.mesh)
     frozen = for_region(arguments.frozen, program.frozen_specs, spec.mesh)
     grads, (loss, metrics), buffers = mapped(params, frozen, *arguments[2:])
-    grads = like(grads, spec.model_spec.params)
+    grads = cut_like(grads, spec.model_spec.params)
     return GradientResult(*Sums(grads, loss, metrics).means(), buffers)
 
 

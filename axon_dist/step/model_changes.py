@@ -48,7 +48,7 @@ class ModelChanges:
         model_spec: the model's structure, and the shapes of its parameters and buffers.
         units: the paths of the modules that are gathered, freed and recomputed as one.
         loops: which chains of consecutive units run as a loop.
-        looped: the paths of units whose parameters are stacked over the layers of a loop.
+        stacked_units: the paths of units whose parameters are stacked over the layers of a loop.
 
     Attributes:
         dtype: the compute dtype of floating-point parameters; None is their own.
@@ -62,7 +62,7 @@ class ModelChanges:
     model_spec: ModelSpec
     units: frozenset[Path]
     loops: LoopRule = LoopRule()
-    looped: frozenset[Path] = frozenset()
+    stacked_units: frozenset[Path] = frozenset()
     dtype: Any = dataclasses.field(init=False)
     fp8: Fp8Layers | None = dataclasses.field(init=False)
 
@@ -103,7 +103,7 @@ class ModelChanges:
             The function.
         """
 
-        def adapt(model: nnx.Module) -> None:
+        def apply_changes(model: nnx.Module) -> None:
             if before is not None:
                 before(model)
             shapes = self.model_spec.shapes
@@ -113,7 +113,7 @@ class ModelChanges:
                 if isinstance(variable, nnx.Variable)
             }
             units = (
-                mark_units(model, lambda path, _: path in self.units, remat, self.looped)
+                mark_units(model, lambda path, _: path in self.units, remat, self.stacked_units)
                 if self.units
                 else []
             )
@@ -148,7 +148,7 @@ class ModelChanges:
             if self.fp8 is not None:
                 self.fp8(model, lambda kernel: fp8_gathers.get(id(kernel)))
 
-        return adapt
+        return apply_changes
 
     def _gathers_in_fp8(self, gather: Any) -> bool:
         """Whether the product that reads a weight gathers it in fp8.

@@ -135,7 +135,7 @@ def frozen_as(dtype: DTypeLike, frozen: PyTree) -> Any:
     """
     if not jax.tree.leaves(frozen):
         raise ConfigError(
-            f"frozen_dtype={dtype!r}, and the model has no frozen parameters; say what is trained, "
+            f"frozen_dtype={dtype!r}, but the model has no frozen parameters; say what is trained, "
             "such as trainable=nnx.LoRAParam, or leave the dtype out",
             code="nothing-frozen",
         )
@@ -471,7 +471,7 @@ def _forms(model_spec: ModelSpec) -> dict[Path, Int8Form]:
     forms = {path: form for path, form in candidates.items() if form is not None}
     if not forms:
         raise ConfigError(
-            "frozen_dtype='int8', and no frozen parameter is a matrix whose columns are long "
+            "frozen_dtype='int8', but no frozen parameter is a matrix whose columns are long "
             f"enough to share a scale: {', '.join(candidates)}; leave the dtype out"
         )
     return forms

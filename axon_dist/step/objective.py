@@ -197,7 +197,7 @@ def _call_loss(loss_fn: LossFn, model: nnx.Module, batch: Batch, kwargs: dict[st
         key = error.args[0] if isinstance(error, KeyError) and error.args else None
         if key is not None and _looks_up_in(batch, error) and key not in batch:
             raise ConfigError(
-                f"loss_fn looks up {key!r}, and the batch has {_shapes(batch)}; give the batch "
+                f"loss_fn looks up {key!r}, but the batch has {_shapes(batch)}; give the batch "
                 "what the loss reads, or correct the name"
             ) from error
         untold = "No `(deterministic|use_running_average)` argument was provided to \\w+"
@@ -264,7 +264,7 @@ def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
             return new
         if _loses(new.dtype, old.dtype):
             raise UnsupportedError(
-                f"the buffer {path!r} is {old.dtype.name}, and {new.dtype.name} after a forward "
+                f"the buffer {path!r} is {old.dtype.name}, but {new.dtype.name} after a forward "
                 "pass; a buffer keeps its dtype from step to step, which would change the value: "
                 f"create it with the later dtype, such as jnp.zeros(shape, jnp.{new.dtype.name})",
                 code="buffer-dtype-changes",

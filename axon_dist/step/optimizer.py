@@ -36,7 +36,7 @@ from ..core.typing import Array, Path, PyTree, Shape
 from ..ir.rows import MATRIXWISE, RowCall, hidden_in, input_shapes, run_with_calls
 from ..ir.walk import called, equations, interpret
 from ..sharding import Policy, axes_of, optimizer_shardings, shardings, spec_axes
-from ..sharding.padding import cut, for_region, like, padded
+from ..sharding.padding import cut_like, for_region, padded, unpad
 from .model_spec import ModelSpec
 
 
@@ -402,7 +402,7 @@ class DistributedUpdate:
             out_specs=places,
             check_vma=False,
         )
-        return like(run(padded, more), [call.x for call in calls])
+        return cut_like(run(padded, more), [call.x for call in calls])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -487,7 +487,7 @@ def _on_whole_matrices(plan: Distribution, stack: Array, work: Callable[[Array],
     for axes, dim in moves:
         stack = jax.lax.all_to_all(stack, axes, split_axis=0, concat_axis=dim, tiled=True)
     # The work runs on matrices in the model's shape, without the zeros that pad their shards.
-    stack = padded(work(cut(stack, (stack.shape[0], *plan.shape))), stack.shape)
+    stack = padded(work(unpad(stack, (stack.shape[0], *plan.shape))), stack.shape)
     for axes, dim in reversed(moves):
         stack = jax.lax.all_to_all(stack, axes, split_axis=dim, concat_axis=0, tiled=True)
     if plan.extra:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from ..core.checks import OPTIMIZER, check_fields
 from ..core.errors import ConfigError, GroupError, NamedChoice, did_you_mean
 from ..core.typing import LossFn, OptionValue
+from ..core.words import AUTO
 from ..mesh import ProcessGroup, World
 from ..nn import ActivationCheckpointing
 from ..ops.precision import GradScaler
@@ -64,9 +65,6 @@ class StepKeywords(TypedDict, total=False):
     axis_names: Mapping[str, str | Sequence[str]] | None
     scan_layers: bool | Literal["auto"]
 
-
-AUTO = "auto"
-"""The `scan_layers` that chooses by what is known of the devices."""
 
 _DEFAULTS: StepKeywords = {
     "accumulate": 1,
@@ -170,7 +168,7 @@ def check_arguments(
     group = getattr(strategy, "group", None)
     if isinstance(group, ProcessGroup) and group.mesh != world.mesh:
         raise GroupError(
-            f"the {type(strategy).__name__} is over a group of a mesh {_axes(group.mesh)}, and the "
+            f"the {type(strategy).__name__} is over a group of a mesh {_axes(group.mesh)}, but the "
             f"step is for a world of {_axes(world.mesh)}, or of other devices; give it "
             f"world.group({', '.join(map(repr, group.axes))}) of this world"
         )
@@ -179,7 +177,7 @@ def check_arguments(
     # An equal model made anew will do: a strategy depends on names and shapes alone.
     if both and wrapped is not model and _weights(wrapped) != _weights(model):
         raise ConfigError(
-            f"the {type(strategy).__name__} wraps a {type(wrapped).__name__}, and the model passed "
+            f"the {type(strategy).__name__} wraps a {type(wrapped).__name__}, but the model passed "
             f"to build_train_step is a {type(model).__name__} whose weights have other paths or "
             "shapes; pass its .module as the model, or its .strategy as the strategy",
             code="wrapper-of-another-model",
@@ -204,7 +202,7 @@ def _check_arity(loss_fn: LossFn) -> None:
         signature.bind(None, None, **({"step": None} if takes_step(loss_fn) else {}))
     except TypeError as error:
         raise ConfigError(
-            f"loss_fn takes {signature}, and is called as loss_fn(model, batch): {error}; let it "
+            f"loss_fn takes {signature}, but is called as loss_fn(model, batch): {error}; let it "
             "take these two, and bind the others with functools.partial"
         ) from error
 
@@ -288,9 +286,9 @@ class StepOptions(_Fields):
             under `deterministic="elastic"`; a power of two, and a multiple of the number of ranks
             of every run that should have the same bits.
         pad: the name of the batch leaf with one weight per sample. A batch that does not divide is
-            padded with copies of its last sample, of weight 0 (`Padding`). Raises if the traced
-            program does not show that they leave loss, metrics and buffers unchanged. None: such
-            batches raise.
+            padded with copies of its last sample, of weight 0 (`BatchPadding`). Raises if the
+            traced program does not show that they leave loss, metrics and buffers unchanged. None:
+            such batches raise.
         compiler_options: options for XLA in addition to those of the chip, which they override.
             `hardware.HARDWARE` lists the options of the chips, which make collectives fewer and
             hidden; the value None removes one of them. Every program of the step is compiled with
@@ -379,7 +377,7 @@ class StepOptions(_Fields):
         is_power = shards is not None and shards > 0 and not shards & (shards - 1)
         if not (is_power if self.is_elastic else shards is None):
             raise ConfigError(
-                f"logical_shards is {shards!r}, and deterministic is {self.deterministic!r}; "
+                f"logical_shards is {shards!r}, but deterministic is {self.deterministic!r}; "
                 f"set logical_shards to a power of two, such as 8, with deterministic={ELASTIC!r}, "
                 "and leave it None otherwise",
                 code="logical-shards",

@@ -41,7 +41,7 @@ from ..pipeline import (
 )
 from ..pipeline import Totals as PipelineSums
 from ..sharding import axes_of, spec_axes, specs
-from ..sharding.padding import like
+from ..sharding.padding import cut_like
 from .gather import only_axes, reduce_by
 from .microbatches import Draws, draws_of
 from .model_changes import ModelChanges, change_layers, rewritten
@@ -102,7 +102,7 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
     if not region.is_whole_mesh:
         rows, rest = region.reduced_outside(rows, rest)
     # `shard_map` needs equal shards: cut the padding off again.
-    reduced = like(region.rows.assemble(rows, rest), plan.stored.params)
+    reduced = cut_like(region.rows.assemble(rows, rest), plan.stored.params)
     reduced = jax.lax.with_sharding_constraint(reduced, plan.stored.owners)
     total, weight, metrics = loss
     grad_factor = grad_factor if scale is None else grad_factor * num_shards
@@ -128,7 +128,7 @@ def _parts_draw(plan: StepPlan, batch: Batch) -> bool:
 def _kinds_of_buffers(
     mutable: Collection[int], buffers: PyTree, draws: Draws | None
 ) -> tuple[set[int], set[int]]:
-    """Returns the buffers averaged over microbatches, and those whose first value all read."""
+    """Returns the buffers averaged over microbatches, and those whose initial value all read."""
     if draws is None:
         return set(), set()
     paths = [path for path, _ in leaves_with_paths(buffers)]
@@ -196,7 +196,7 @@ class PipelineRegion:
         batch_axes = strategy.batch_axes
         axes = (axis, *batch_axes)
         called = (*rows.stages.blocks, *rows.stages.shared)
-        blocks, looped = unit_paths(called, plan.stored.storage.stacks)
+        blocks, stacked_units = unit_paths(called, plan.stored.storage.stacks)
         rank_shapes = dict(rows.flat_shapes)
         row_specs = []
         manual = (axis, *strategy.ungathered_axes)
@@ -216,7 +216,7 @@ class PipelineRegion:
             rows=rows,
             axes=axes,
             is_whole_mesh=all(a in axes or size == 1 for a, size in spec.mesh.shape.items()),
-            changes=ModelChanges(strategy, spec.model_spec, blocks, looped=looped),
+            changes=ModelChanges(strategy, spec.model_spec, blocks, stacked_units=stacked_units),
             rank_shapes=nest(rank_shapes),
             row_specs=row_specs[0],
             frozen_specs=row_specs[1] if rows.frozen else [],

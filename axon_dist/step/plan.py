@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from ..core.tree import combine
 from ..core.typing import LossFn, OptionValue, Path, PyTree
+from ..core.words import AUTO
 from ..ir.loop_rule import GATHERED_BLOCKS, LoopChoice, LoopCost, LoopRule
 from ..mesh import relative_of
 from ..pipeline import UnstackedOptimizer
@@ -22,7 +23,6 @@ from .compiler import compiler_options
 from .model_changes import ModelChanges
 from .model_spec import ModelSpec
 from .optimizer import DistributedUpdate, Update, trace_update
-from .options import AUTO
 from .separation import Separator
 from .spec import StepSpec
 from .storage import Storage, storage_of
@@ -186,7 +186,7 @@ def optimizer_for(
     return staged, dataclasses.replace(storage, strategy=strategy), None
 
 
-def units_of(spec: StepSpec) -> frozenset[Path]:
+def units_of_step(spec: StepSpec) -> frozenset[Path]:
     """Returns the paths of the modules that are gathered, freed, recomputed or looped as one."""
     strategy = _strategy_of_whole_model(spec)
     is_split = strategy.splits or bool(spec.model_spec.int8)
@@ -203,7 +203,7 @@ def changes_of_model(spec: StepSpec, choices: dict[LoopChoice, None]) -> ModelCh
         choices: records which blocks run as a loop.
     """
     strategy = _strategy_of_whole_model(spec)
-    return ModelChanges(strategy, spec.model_spec, units_of(spec), loop_rule(spec, choices))
+    return ModelChanges(strategy, spec.model_spec, units_of_step(spec), loop_rule(spec, choices))
 
 
 def _strategy_of_whole_model(spec: StepSpec) -> Any:

@@ -17,7 +17,7 @@ from ..core.tree import combine, leaves_with_paths, num_params, partition
 from ..core.typing import Array, Metrics, Path, PyTree
 from ..parallel import OuterLoop
 from ..sharding import Copies, optimizer_shardings, shardings, specs
-from ..sharding.padding import for_region, like, stored_shape
+from ..sharding.padding import cut_like, for_region, stored_shape
 from .batch import Placed, batch_spec
 from .layout import RunGradients, RunStep, StateLayout
 from .model_spec import Source
@@ -228,7 +228,7 @@ class Outer:
             for_region(params, rows, mesh),
             for_region(missing, rows, mesh) if missing else missing,
         )
-        return like(mean, outer), like(errors, missing)
+        return cut_like(mean, outer), cut_like(errors, missing)
 
 
 class ReplicaLayout(StateLayout):

@@ -14,14 +14,14 @@ from flax import nnx
 from ..core.errors import Requirement, StrategyConflictError, UnsupportedError, check_all
 from ..core.tree import leaves_with_paths
 from ..core.typing import Path, PyTree
+from ..core.words import AUTO
 from ..ir.linen import linen_modules
 from ..ir.rows import mixing_in
 from ..ops.fp8 import Fp8Layers
 from ..parallel import STRATEGY_RULES, check_sums, has_experts
 from ..sharding import Policy, spec_axes
 from .evaluation import check_eval_kwargs
-from .options import AUTO
-from .plan import StepPlan, plan_step, units_of
+from .plan import StepPlan, plan_step, units_of_step
 from .replicas import Outer
 from .separation import wants_ranks
 from .spec import StepSpec
@@ -76,7 +76,7 @@ def _loops(spec: StepSpec) -> Found:
     unrolls = options.unroll > 1 if options.unroll is not None else options.scan_layers is False
     if strategy.pipeline is not None:
         return {**facts, "why": "runs the blocks of its stages one after another as they are"}
-    if is_unroll and not units_of(spec):
+    if is_unroll and not units_of_step(spec):
         return {**facts, "why": "neither splits nor recomputes blocks, and runs none as a loop"}
     if unrolls and strategy.remat is not None and strategy.remat.interval != 1:
         interval = strategy.remat.interval
@@ -87,7 +87,7 @@ def _loops(spec: StepSpec) -> Found:
     model = {**facts, "strategy": "the model"}
     if unrolls and stacks:
         return {**model, "why": f"keeps the blocks of {stacks[0]!r} stacked, and loops over them"}
-    if options.scan_layers is True and not units_of(spec):
+    if options.scan_layers is True and not units_of_step(spec):
         return {**model, "why": "repeats no blocks"}
     return None
 
@@ -144,7 +144,7 @@ def _of_strategy(spec: StepSpec) -> Obstacle:
         )
     if math.prod(spec.mesh.shape[axis] for axis in strategy.batch_axes) != spec.mesh.size:
         return (
-            f"the mesh is {dict(spec.mesh.shape)}, and strategy {strategy.name!r} splits samples "
+            f"the mesh is {dict(spec.mesh.shape)}, but strategy {strategy.name!r} splits samples "
             f"over {', '.join(strategy.batch_axes) or 'no axis'} alone",
             f"leave the other axes out of the mesh, and use {supported}",
         )
@@ -216,7 +216,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement.row(
         "there are loops to unroll",
         StrategyConflictError,
-        "{name}={value} says which blocks are unrolled rather than run by a loop, and {strategy} "
+        "{name}={value} says which blocks are unrolled rather than run by a loop, but {strategy} "
         "{why}; leave {name} out",
         lambda spec: (
             None
@@ -263,7 +263,7 @@ PIPELINE_RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement.row(
         "microbatches are the pipeline's",
         StrategyConflictError,
-        "accumulate={accumulate}, and the pipeline runs {count} microbatches per step, which is "
+        "accumulate={accumulate}, but the pipeline runs {count} microbatches per step, which is "
         "its accumulation; leave accumulate out, or change num_microbatches",
         lambda spec: None if spec.options.accumulate == 1 else _microbatches(spec),
     ),
@@ -285,7 +285,7 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement.row(
         "EMA needs one set of parameters",
         UnsupportedError,
-        "ema={ema} averages the parameters of every step, and replicas over axis {axis!r} agree "
+        "ema={ema} averages the parameters of every step, but replicas over axis {axis!r} agree "
         "on their parameters only in an outer step; leave ema out: the outer optimizer averages, "
         "as in diloco(outer=optax.sgd(0.7, momentum=0.9, nesterov=True))",
         _ema_of_replicas,
@@ -427,7 +427,7 @@ PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
     Requirement.row(
         "fp8 gather needs weights sharded per block",
         UnsupportedError,
-        "gather='fp8' is for weights that each block gathers where it uses them, and under "
+        "gather='fp8' is for weights that each block gathers where it uses them, but under "
         "strategy {name!r} {why}; leave gather out, or split parameters by fsdp or "
         "hybrid, and leave the reduction of their gradients at its default",
         lambda plan: None if plan.changes.fp8 is None else _fp8_gather(plan, plan.changes.fp8),
@@ -449,7 +449,7 @@ PIPELINE_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
     Requirement.row(
         "stages have experts in equal blocks",
         UnsupportedError,
-        "the pipeline has {path!r} {where}, and experts that tokens are sent to along {axis!r} "
+        "the pipeline has {path!r} {where}, but experts that tokens are sent to along {axis!r} "
         "must be those of modules with these methods, as models.Experts, in blocks with parameters "
         "of equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp in "
         "addition to the pipeline; or leave the pipeline out",
@@ -458,7 +458,7 @@ PIPELINE_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
     Requirement.row(
         "stages recompute their blocks",
         StrategyConflictError,
-        "the stages of a pipeline recompute block by block, here {blocks}, and activation "
+        "the stages of a pipeline recompute block by block, here {blocks}, but activation "
         "checkpointing names the classes {classes}; leave the classes out, or give them to the "
         "pipeline: classes=(...)",
         lambda plan: _stage_classes(plan) if plan.spec.strategy.remat else None,
@@ -471,14 +471,14 @@ REPLICA_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
     Requirement.row(
         "fragments have parameters",
         StrategyConflictError,
-        "strategy {name!r} has fragments={count}, and the model's {params} parameters do not fill "
+        "strategy {name!r} has fragments={count}, but the model's {params} parameters do not fill "
         "that many of about one size; use fewer",
         _fragments,
     ),
     Requirement.row(
         "compressed parameters are real",
         UnsupportedError,
-        "the parameter {path!r} is complex, and {how} compresses real numbers only; leave the "
+        "the parameter {path!r} is complex, but {how} compresses real numbers only; leave the "
         "compression out",
         _compressed,
     ),

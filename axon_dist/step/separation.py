@@ -1,11 +1,11 @@
 """Finds out whether the loss of a batch follows from the losses of its parts.
 
-Microbatches and ranks see parts of a batch. If the loss is a mean over samples, or a sum, or
-`Weighted`, the step computes the loss and the gradient of the whole batch however it is cut. If the
-loss couples the samples, such as one that compares each sample with every other, ranks must not
-compute it from their own samples. With one microbatch the step then runs in global view; with
-several it is refused, unless `separable=False` asks for the mean over microbatches. It is also
-refused if an option needs ranks that work on their own.
+Microbatches and ranks see parts of a batch. If the loss is a mean or a sum over samples, or
+`Weighted`, the step computes the loss and the gradient of the whole batch, no matter how the batch
+is cut. If the loss couples the samples, for example by comparing each sample with every other,
+ranks must not compute it from their own samples. With one microbatch the step then runs in global
+view; with several it is refused, unless `separable=False` asks for the mean over microbatches. It
+is also refused if an option needs ranks that work on their own.
 
 Some outputs for a whole batch do not follow from the outputs for its parts, but do follow from sums
 over its samples. The last operations of a loss such as `sqrt(mean)` or `sum / maximum(count, 1)`
@@ -192,9 +192,9 @@ class Traces:
             # them as constants. They may read parameters where no gradient flows.
             raise UnsupportedError(
                 f"the weight of the loss depends on the parameter {trained[0]!r}; in "
-                "Weighted(total, weight) the weight must follow from the batch alone, such as the "
+                "Weighted(total, weight) the weight must depend on the batch alone, such as the "
                 "number of its tokens, or be wrapped in jax.lax.stop_gradient",
-                code="weight-depends-on-parameter",
+                code="weight-of-parameters",
             )
         try:
             part = self.of(batch, sizes[0])
@@ -233,10 +233,10 @@ class FunctionOfSums(PartLoss):
     """A loss function that returns, for some outputs, the sums that these are computed from.
 
     Args:
-        loss_fn: the user's loss, with its other outputs as the parts of a batch return them.
-        names: of the metrics that are replaced; `LOSS` for the loss.
-        differentiated: if the loss is replaced, what a part differentiates in its place: a linear
-            combination of the sums that depend on the parameters, as (index, coefficient).
+        loss_fn: the user's loss. Its outputs that are not in `names` stay as a part computes them.
+        names: the names of the outputs that are replaced by sums: metrics, or `LOSS`.
+        differentiated: if the loss is replaced, the linear combination of sums that a part
+            differentiates instead, as (index of a sum, coefficient).
         factors: multiplied with the mean of each sum over the parts, they give the sum of the
             whole.
     """
@@ -419,7 +419,7 @@ class Separation:
         why: why ranks do not, although the step would otherwise run per rank; "" otherwise.
         averaged: why the loss is an average over microbatches that differs from the loss of the
             whole batch; "" if it does not differ.
-        complete: computes the numbers for which `loss_fn` returns only sums, from the sums of the
+        finalize: computes the numbers for which `loss_fn` returns only sums, from the sums of the
             whole batch; None if `loss_fn` returns all numbers.
         means: the buffers whose value after the whole batch is the mean of their values after its
             microbatches.
@@ -429,7 +429,7 @@ class Separation:
     is_per_rank: bool
     why: str = ""
     averaged: str = ""
-    complete: Finalize | None = None
+    finalize: Finalize | None = None
     means: frozenset[Path] = frozenset()
 
     def __str__(self) -> str:
@@ -495,7 +495,7 @@ class Separator:
         self._for_shared: dict[Hashable, Separator] = {}
         self._loss_fn = spec.loss_fn
         self._buffers = leaves_with_paths(spec.model_spec.arguments[1])
-        self._microbatches = spec.num_microbatches
+        self._num_microbatches = spec.num_microbatches
         self._promise = spec.options.separable
         self._separations: dict[Any, Separation] = {}
         self._traced: dict[bool, Traces] = {}
@@ -550,7 +550,7 @@ class Separator:
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 return f"the statistics {path} are those of a microbatch"
         samples, shapes = self._spec.microbatch(batch)
-        sizes = (samples // 2 if samples % 2 == 0 else 1), samples * self._microbatches
+        sizes = (samples // 2 if samples % 2 == 0 else 1), samples * self._num_microbatches
         if sizes[0] == sizes[1]:
             # A single sample in a single microbatch cannot be cut.
             return ""
@@ -561,10 +561,10 @@ class Separator:
         """Finds out how the loss is computed; `samples` is the number per microbatch."""
         per_rank, asked = wants_ranks(self._spec)
         ranks = self._spec.num_ranks if per_rank else 1
-        if self._microbatches * ranks == 1:
+        if self._num_microbatches * ranks == 1:
             return Separation(self._loss_fn, per_rank)
-        total = samples * self._microbatches
-        if self._microbatches > 1:
+        total = samples * self._num_microbatches
+        if self._num_microbatches > 1:
             try:
                 self._traces(ranks).of(batch, total)
             except AxonDistError:
@@ -577,10 +577,10 @@ class Separator:
             self._check_buffers(self._traces(ranks).of(batch, total).program)
             return Separation(self._loss_fn, per_rank)
         why = ""
-        is_needed = bool(asked) or self._microbatches > 1
+        is_needed = bool(asked) or self._num_microbatches > 1
         sizes = samples // ranks, total
         use, separation = self._use_or_sums(batch, sizes, ranks, is_needed)
-        if use.failure and self._microbatches > 1:
+        if use.failure and self._num_microbatches > 1:
             # Raises if all ranks together cannot compute the loss of a microbatch either: that
             # needs other advice than a loss that fails on the samples of one rank.
             self._use(batch, (samples, total), 1)
@@ -600,7 +600,7 @@ class Separator:
             return dataclasses.replace(separation, is_per_rank=is_per_rank, why=why, means=means)
         if not self._promise and not use.is_separable:
             self._check_follows(use, samples, total, ranks)
-        is_averaged = self._promise is False and self._microbatches > 1
+        is_averaged = self._promise is False and self._num_microbatches > 1
         averaged = use.coupled if is_averaged else ""
         loss_fn = rescale_parts(self._loss_fn, use)
         return Separation(loss_fn, per_rank and not why, why, averaged, means=means)
@@ -646,16 +646,16 @@ class Separator:
         is_separable = all(output.is_separable for output in (use_of_sums.loss, *outputs.values()))
         if needs_global_view or not is_separable:
             return None
-        completion = Finalize(traced.ending, loss_fn)
+        finalize = Finalize(traced.ending, loss_fn)
         if any(outputs[name].kind is Use.WEIGHTED for name in sums):
             return None
         is_trained = functools.partial(self._depends_on_trained, traced)
-        differentiated = completion.differentiated(is_trained) if LOSS in names else ()
+        differentiated = finalize.differentiated(is_trained) if LOSS in names else ()
         if differentiated is None:
             return None
         factors = tuple(outputs[name].factor for name in sums)
         loss_fn: Any = dataclasses.replace(loss_fn, differentiated=differentiated, factors=factors)
-        return Separation(loss_fn, True, complete=dataclasses.replace(completion, loss_fn=loss_fn))
+        return Separation(loss_fn, True, finalize=dataclasses.replace(finalize, loss_fn=loss_fn))
 
     def _depends_on_trained(self, traced: Traced, number: int) -> bool:
         """Whether a sum depends on a trained parameter."""
@@ -706,7 +706,7 @@ class Separator:
         error = " ".join(error.split())[:200].rstrip(".")
         return (
             f"the loss cannot be computed for a microbatch, which has {samples} samples when the "
-            f"batch is cut into {self._microbatches}: {error}. Take the number of "
+            f"batch is cut into {self._num_microbatches}: {error}. Take the number of "
             "samples from the shapes of the batch, and not from a constant; or leave the batch "
             "whole"
         )
@@ -717,7 +717,7 @@ class Separator:
             raise UnsupportedError(self._mixed(use, ranks))
         if self._promise is False:
             return
-        count = self._microbatches
+        count = self._num_microbatches
         means = [
             path
             for path, output in use.buffers.items()
@@ -763,9 +763,9 @@ class Separator:
             UnsupportedError: for a buffer that microbatches cannot pass on to the next, or that
                 each of them would change.
         """
-        if self._microbatches > 1:
+        if self._num_microbatches > 1:
             self._check_buffers(self.program(batch, sizes[1]))
-        if self._promise is not None or self._microbatches == 1:
+        if self._promise is not None or self._num_microbatches == 1:
             return frozenset()
         self._check_counts(batch, sizes, ranks, use)
         if not is_given:
@@ -780,7 +780,7 @@ class Separator:
 
     def _changes_in_turn(self, path: Path, what: str) -> UnsupportedError:
         return UnsupportedError(
-            f"the buffer {path!r} {what}. {self._microbatches} microbatches would change it in "
+            f"the buffer {path!r} {what}. {self._num_microbatches} microbatches would change it in "
             "turn, each starting from the value that the one before has left, where one device "
             "changes it once, with the whole batch. Use one microbatch; or change the buffer "
             "between steps, from metrics of the loss; or, if it is to be changed in turn, say so: "
@@ -830,10 +830,10 @@ class Separator:
         """Raises for a buffer that changes its shape: the next microbatch could not take it."""
         after: list[Any] = program.out_avals[len(program.out_avals) - len(self._buffers) :]
         for (path, old), shape in zip(self._buffers, (x.shape for x in after), strict=True):
-            if self._microbatches > 1 and shape != old.shape:
+            if self._num_microbatches > 1 and shape != old.shape:
                 raise UnsupportedError(
-                    f"the buffer {path!r} has the shape {old.shape}, and {shape} after a "
-                    f"forward pass; each of {self._microbatches} microbatches passes it to the "
+                    f"the buffer {path!r} has the shape {old.shape}, but {shape} after a "
+                    f"forward pass; each of {self._num_microbatches} microbatches passes it to the "
                     "next, which needs one shape: make it with the shape that it will have",
                     code="buffer-shape",
                 )
@@ -843,7 +843,7 @@ class Separator:
         guard = "A constant that keeps it from being 0 can be left out: a loss of weight 0 is 0. "
         guard = guard if use.loss.why.startswith(OF_WEIGHT) else ""
         return (
-            f"the loss {use.loss.why} ({use.loss.line}). Each of {ranks * self._microbatches} "
+            f"the loss {use.loss.why} ({use.loss.line}). Each of {ranks * self._num_microbatches} "
             f"parts of the batch would add that term; one device adds it once. {guard}"
             "build_train_step(separable=True) averages the parts anyway"
         )

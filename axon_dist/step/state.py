@@ -95,7 +95,7 @@ def averaged(state: TrainState) -> TrainState:
     """
     if state.ema is None:
         raise ConfigError(
-            "ema=True, and the state has no moving average of the parameters; ask for one: "
+            "ema=True, but the state has no moving average of the parameters; ask for one: "
             "build_train_step(..., ema=0.999)"
         )
 

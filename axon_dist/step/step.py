@@ -26,7 +26,7 @@ from ..core.own_context import AxisNames, in_context_of_step, own_context, reada
 from ..core.tree import leaves_with_paths, shape_key, shapes_of
 from ..core.typing import Array, Batch, LossFn, Metrics, Path, PyTree, Trainable
 from ..core.weighted import FilledBatch, Weighted
-from ..core.words import byte_size, first_few
+from ..core.words import AUTO, byte_size, first_few
 from ..inspect import (
     coupling,
     lower_init,
@@ -41,7 +41,7 @@ from ..mesh import World, agree, digest, is_abstract
 from ..ops.precision import MixedPrecision
 from ..parallel import HasStrategy, Strategy, as_strategy
 from ..parallel.strategy import on_mesh
-from ..planner import AUTO, knows_memory, read_step, recompute_least, usable_bytes
+from ..planner import knows_memory, read_step, recompute_least, usable_bytes
 from ..planner.reading import Remat
 from ..sharding import LeafDecision
 from ..sharding.padding import stored_tree
@@ -224,7 +224,7 @@ def _warn_of_ascent(step: TrainStep) -> None:
     paths = unconjugated(spec.optimizer, spec.model_spec.params)
     if paths:
         warn(
-            f"the parameters {first_few(paths)} are complex, and the optimizer does not conjugate "
+            f"the parameters {first_few(paths)} are complex, but the optimizer does not conjugate "
             "their gradients. JAX gives dL/dx - i dL/dy as the gradient for x + iy, so a step "
             "against it increases the loss along the imaginary part. Conjugate it first: "
             "optax.chain(optax.stateless(lambda g, p: jax.tree.map(jnp.conj, g)), optimizer)",

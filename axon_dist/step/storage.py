@@ -43,7 +43,7 @@ from ..pipeline import (
     trace_loss,
 )
 from ..sharding import InPlaceOf, Policy
-from ..sharding.padding import cut
+from ..sharding.padding import unpad
 from .model_spec import ModelSpec
 from .objective import Outcome, evaluate, weighed_metrics
 
@@ -93,7 +93,7 @@ class Storage:
         """Cuts the padding off, to the shapes that `from_model` makes."""
         shapes = dict(leaves_with_paths(self.shapes))
         return map_with_path(
-            lambda path, x: cut(x, shapes[path].shape) if path in shapes else x, stored
+            lambda path, x: unpad(x, shapes[path].shape) if path in shapes else x, stored
         )
 
     def store(self, weights: PyTree) -> tuple[PyTree, PyTree]:
@@ -223,7 +223,7 @@ def _depths(calls: Calls, plan: PipelinePlan) -> tuple[int, ...]:
     size = max(calls.depths) + 1
     if size < count:
         raise UnsupportedError(
-            f"the pipeline has {count} stages, and the longest path through the loss has {size} "
+            f"the pipeline has {count} stages, but the longest path through the loss has {size} "
             "calls of blocks in sequence. Use fewer stages",
             code="too-few-calls",
         )
@@ -234,7 +234,7 @@ def _too_few(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys]) -> U
     kinds = ", ".join(plan.classes) or "modules in lists, stacked by nnx.vmap or numbered by Linen"
     repeated = f". Where the loss calls a block several times: {BATCH}" if blocks else ""
     return UnsupportedError(
-        f"the pipeline has {plan.schedule.num_stages} stages, and the model has {len(blocks)} "
+        f"the pipeline has {plan.schedule.num_stages} stages, but the model has {len(blocks)} "
         f"block{'s' * (len(blocks) != 1)} to cut between ({kinds}). Use fewer stages, "
         f"name the class of the blocks among {', '.join(names_of(model))}, or give each "
         f"stage its module: Pipeline.from_modules([...]){repeated}"
@@ -397,8 +397,8 @@ def nested_metrics(flat: dict[tuple[str, str], Array]) -> dict[str, Array | Weig
 def unit_paths(blocks: Iterable[Keys], stacks: Stacks) -> tuple[frozenset[Path], frozenset[Path]]:
     """Returns the paths of the modules that are called as blocks, and of those that stack them."""
     modules = {stacks.in_model(keys): "/".join(map(str, stacks.in_model(keys))) for keys in blocks}
-    looped = frozenset(path for keys, path in modules.items() if stacks.of(keys)[1])
-    return frozenset(modules.values()), looped
+    stacked_units = frozenset(path for keys, path in modules.items() if stacks.of(keys)[1])
+    return frozenset(modules.values()), stacked_units
 
 
 def loops_in(model_spec: ModelSpec, loss_fn: LossFn, batch: Batch) -> dict[Keys, int]:
@@ -450,10 +450,10 @@ def calls_in(
     Returns:
         The calls.
     """
-    modules, looped = unit_paths(blocks, stacks)
+    modules, stacked_units = unit_paths(blocks, stacks)
 
     def mark(model: nnx.Module) -> None:
-        mark_units(model, lambda path, _: path in modules, looped=looped)
+        mark_units(model, lambda path, _: path in modules, looped=stacked_units)
 
     def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
         return evaluate(model_spec, loss_fn, params, buffers, batch, mark)

@@ -112,7 +112,8 @@ def undo_nonfinite(
 ) -> tuple[TrainState, Array]:
     """Keeps the old state where the loss or a gradient is not finite.
 
-    Gradients that overflow under a loss scale do not count until the scale is at its lowest.
+    With a loss scale, gradients that overflow do not count as nonfinite until the scale has reached
+    its minimum, because a lower scale may still mend them.
 
     Args:
         options: the policy for nonfinite steps, and the loss scale.
@@ -179,14 +180,14 @@ def mean_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientResu
     if separation.loss_fn is not spec.loss_fn:
         plan = plan.with_loss(separation.loss_fn)
     result = view(plan, arguments)
-    return result if separation.complete is None else separation.complete(result)
+    return result if separation.finalize is None else separation.finalize(result)
 
 
 def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientArguments:
     """Passes the mean weight of a sample to the parts of a batch, if the model adds to the loss.
 
-    The term that the model adds is a mean over samples. In a microbatch it counts with the number
-    of samples times their mean weight in the whole batch, which depends on the batch alone.
+    The term that the model adds is a mean over samples. In a microbatch it is weighted by the
+    number of samples times the mean weight of a sample in the whole batch.
 
     Args:
         spec: what the step was given.

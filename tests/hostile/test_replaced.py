@@ -30,7 +30,7 @@ from axon_dist.parallel import (
     suggest_plan,
     tensor_parallel,
 )
-from axon_dist.parallel.plan import Plan, Rule
+from axon_dist.parallel.tensor_plan import Plan, Rule
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 17)).astype(np.int32)
 BATCH = {"tokens": TOKENS}

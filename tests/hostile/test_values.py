@@ -299,12 +299,12 @@ OPTIONS = {
     "strategy of another axis": ({"strategy": axon_dist.ddp("tp")}, "tp"),
     "another world's group": (
         {"strategy": axon_dist.DDP(NET, FOUR.group("dp"))},
-        r"DistributedDataParallel is over a group of a mesh dp=4, and the step is for a world of "
+        r"DistributedDataParallel is over a group of a mesh dp=4, but the step is for a world of "
         r"dp=8.*give it world.group\('dp'\)",
     ),
     "a wrapper of another model": (
         {"strategy": axon_dist.DDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), GROUP)},
-        r"DistributedDataParallel wraps a Linear, and the model passed to build_train_step is a "
+        r"DistributedDataParallel wraps a Linear, but the model passed to build_train_step is a "
         r"Net whose weights have other paths or shapes; pass its .module as the model, or its "
         r".strategy as the strategy",
     ),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axon_dist.ir.pieces import BOUNDS, cut, readers_of
+from axon_dist.ir.pieces import BOUNDS, backward_slice, readers_of
 
 TABLE = jnp.asarray(np.arange(24, dtype=np.float32).reshape(8, 3))
 IDS = jnp.asarray(np.array([[1, 7], [0, 3]], np.int32))
@@ -47,7 +47,7 @@ def test_lookups_are_found_with_their_ids(function, casts, mode):
     assert rows.casts == casts
     assert rows.mode is mode
     # What else the program makes, it makes ahead of the lookup, of the ids.
-    ahead = cut(jaxpr, rows.operands)
+    ahead = backward_slice(jaxpr, rows.operands)
     ids = rows.ids(ahead.run({jaxpr.invars[1]: IDS}))
     table = TABLE.astype(*casts) if casts else TABLE
     np.testing.assert_array_equal(table[ids], function(TABLE, IDS))

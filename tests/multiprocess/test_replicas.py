@@ -181,7 +181,7 @@ def test_a_run_shrinks_onto_a_program_compiled_ahead_and_grows_again(tmp_path, m
     assert steps == list(range(1, len(steps) + 1))
     alone, fewer, whole = re.split(r"restart 1 of 3|going on with all", runs.log("run"))
     assert "microbatches" not in alone + whole
-    assert "3 of 4 processes: 2 microbatches a step in place of 1" in fewer
+    assert "3 of 4 processes: 2 microbatches per step instead of 1" in fewer
     assert "cache hit for 'jit_train_step'" in fewer
     # What was stopped between two steps goes on after the very step.
     ended = re.search(r"ended +SIGTERM after (\d+) steps", fewer)

@@ -8,7 +8,7 @@ import pytest
 
 from axon_dist import CPUOffload, build_train_step, fsdp, zero
 from axon_dist.core.errors import ConfigError, UnsupportedError
-from axon_dist.parallel.plans import check_offload
+from axon_dist.parallel.strategy_values import check_offload
 
 from . import tower
 

@@ -183,7 +183,7 @@ def test_rings_are_refused_where_nothing_can_go_round(make_world):
     with pytest.raises(ConfigError, match=r"rings=True and sequence=False; .* set sequence=True"):
         tensor_parallel("transformer", rings=True)
     rings = tensor_parallel("transformer", sequence=True, rings=True)
-    with pytest.raises(StrategyConflictError, match=r"ranks of 'tp', and 'cp' splits them .* cont"):
+    with pytest.raises(StrategyConflictError, match=r"ranks of 'tp', but 'cp' splits them .* cont"):
         build(make(), compose(rings, context_parallel()), make_world("cp=2,tp=2"))
     with pytest.raises(StrategyConflictError, match=r"activations around .* 'tp'.*leave rings out"):
         build(make(), compose(rings, pipelined(2, 2)), make_world("pp=2,tp=2"))

@@ -10,13 +10,13 @@ from jax.sharding import PartitionSpec as P
 from axon_dist import World
 from axon_dist.sharding.padding import (
     EvenShards,
-    cut,
     even_spec,
     model_tree,
     padded,
     padding_of,
     stored_shape,
     stored_tree,
+    unpad,
 )
 
 
@@ -66,7 +66,7 @@ def test_shards_that_divide_the_shape_of_the_model(mesh, spec, shape):
 def test_arrays_that_divide_are_not_padded():
     place = placed("fsdp=4", P("fsdp"))
     assert padding_of({"w": jnp.ones((8, 3))}, {"w": place}) is None
-    assert cut(values := jnp.ones(3), (3,)) is values
+    assert unpad(values := jnp.ones(3), (3,)) is values
 
 
 def test_a_spec_keeps_the_axes_that_divide():

@@ -132,7 +132,7 @@ def test_deterministic_adds_to_the_options_of_the_chip():
         **fixed,
         **{name: value for name, value in tuned.items() if name != reduces},
     }
-    with pytest.raises(ConfigError, match=r"with xla_gpu_deterministic_ops=True, and.*'0'"):
+    with pytest.raises(ConfigError, match=r"with xla_gpu_deterministic_ops=True, but.*'0'"):
         build(deterministic=True, compiler_options={"xla_gpu_deterministic_ops": "0"})
     agreed = {"xla_gpu_deterministic_ops": True}
     assert build(deterministic=True, compiler_options=agreed).compiler_options == tuned | fixed

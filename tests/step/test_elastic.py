@@ -253,9 +253,9 @@ def test_what_cannot_hold_is_refused_at_build(case):
             "deterministic='elastik', a str; give True or False, or 'elastic'",
         ),
         (dict(deterministic=1), "deterministic=1, an int; give True or False, or 'elastic'"),
-        (dict(deterministic="elastic"), "logical_shards is None, and deterministic is 'elastic'"),
+        (dict(deterministic="elastic"), "logical_shards is None, but deterministic is 'elastic'"),
         (dict(deterministic="elastic", logical_shards=6), "a power of two, such as 8"),
-        (dict(logical_shards=8), "logical_shards is 8, and deterministic is False"),
+        (dict(logical_shards=8), "logical_shards is 8, but deterministic is False"),
     ],
 )
 def test_options_have_possible_values(options, words):

@@ -128,7 +128,7 @@ def test_eval_kwargs_reach_the_model():
 
 
 def test_arguments_that_the_call_does_not_take():
-    with pytest.raises(ConfigError, match=r"'noise', and the call of Own takes x, noisy.*'noisy'"):
+    with pytest.raises(ConfigError, match=r"'noise', but the call of Own takes x, noisy.*'noisy'"):
         build(bridged(Own()), eval_kwargs={"noise": False})
 
 

@@ -92,7 +92,7 @@ class Grows(nnx.Module):
 
 
 def test_a_buffer_that_changes_its_shape_is_refused_with_microbatches(make_world):
-    with pytest.raises(UnsupportedError, match=r"'mean' has the shape \(8,\), and \(1, 8\) after"):
+    with pytest.raises(UnsupportedError, match=r"'mean' has the shape \(8,\), but \(1, 8\) after"):
         build_train_step(
             Grows, optax.sgd(0.1), square, ddp(), make_world("dp=2"), accumulate=2, batch=BATCH
         )

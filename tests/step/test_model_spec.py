@@ -108,7 +108,7 @@ def test_a_buffer_that_a_cast_would_change_is_refused(old, new):
     model = Changing()
     buffers = nnx.to_pure_dict(nnx.state(model))
     model.stat.set_value(jnp.ones(2, new))
-    with pytest.raises(UnsupportedError, match=f"'stat' is {old}, and {new} after a forward pass"):
+    with pytest.raises(UnsupportedError, match=f"'stat' is {old}, but {new} after a forward pass"):
         buffers_like(buffers, model)
 
 

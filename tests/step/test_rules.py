@@ -224,7 +224,7 @@ EXAMPLES = {
     ),
     "stages keep the statistics of all ranks": (
         lambda: build(compose(pipelined(2, 4), ddp(broadcast_buffers=False)), PP),
-        "broadcast_buffers=False, and a stage keeps the statistics of the samples of all",
+        "broadcast_buffers=False, but a stage keeps the statistics of the samples of all",
     ),
     "a pipeline reduces once": (
         lambda: build(compose(pipelined(2, 4), ddp(bucket_capacity=9)), PP),
@@ -232,7 +232,7 @@ EXAMPLES = {
     ),
     "microbatches are the pipeline's": (
         lambda: build(compose(*WIDE), PP, accumulate=2),
-        "accumulate=2, and the pipeline runs 4",
+        "accumulate=2, but the pipeline runs 4",
     ),
     "there are loops to unroll": (
         lambda: build(ddp(), unroll=2),
@@ -265,7 +265,7 @@ EXAMPLES = {
     ),
     "fragments have parameters": (
         lambda: build(local_sgd(every=20, fragments=20), "nodes=8"),
-        "fragments=20, and the model's 8 parameters",
+        "fragments=20, but the model's 8 parameters",
     ),
     "compressed parameters are real": (
         lambda: build(local_sgd(every=2, compress="int8"), "nodes=8", lambda: Net(Turned)),
@@ -281,11 +281,11 @@ EXAMPLES = {
     ),
     "the model's call takes what evaluations give it": (
         lambda: build(ddp(), eval_kwargs={"deterministik": True}),
-        "eval_kwargs has 'deterministik', and the call of Net takes",
+        "eval_kwargs has 'deterministik', but the call of Net takes",
     ),
     "stages recompute their blocks": (
         lambda: build(compose(*WIDE, remat(classes=("Net",))), PP),
-        "here Linear, and activation checkpointing names the classes Net",
+        "here Linear, but activation checkpointing names the classes Net",
     ),
     "fp8 gather needs weights sharded per block": (
         lambda: build(
@@ -324,7 +324,7 @@ MADE = {
     ),
     "the model can be cut into stages": (
         lambda: build(pipelined(8, 8), "pp=8"),
-        "8 stages, and the model has 4 blocks",
+        "8 stages, but the model has 4 blocks",
     ),
     "modules to gather or recompute exist": (
         lambda: build(compose(ddp(), remat(classes=("Blok",)))),

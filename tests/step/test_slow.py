@@ -195,7 +195,7 @@ REFUSED = {
     "empty fragments": (
         lambda: diloco("nodes", every=20, fragments=9),
         {},
-        "fragments=9, and the model's 6 parameters .*use fewer",
+        "fragments=9, but the model's 6 parameters .*use fewer",
     ),
     "fragments": (lambda: diloco("nodes", every=2, fragments=3), {}, "give at most 2 fragments"),
     "every": (lambda: diloco("nodes", every=0), {}, "every=0, an int; give a whole number, at"),

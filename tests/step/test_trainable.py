@@ -379,7 +379,7 @@ def test_a_choice_that_cannot_be_trained_is_refused(trainable, text, world):
 
 def test_a_dtype_of_nothing_frozen_is_refused(world):
     build = functools.partial(build_train_step, make, optax.sgd(0.1), loss_fn, ddp(), world)
-    with pytest.raises(ConfigError, match=r"'bfloat16', and the model has no frozen parameters"):
+    with pytest.raises(ConfigError, match=r"'bfloat16', but the model has no frozen parameters"):
         build(frozen_dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"frozen dtype is 'int4'; it must be a floating-point"):
         build(frozen_dtype="int4", trainable="head")

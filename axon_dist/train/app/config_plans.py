@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import AxonDistError, ConfigError
+from axon_dist.core.words import AUTO
 from axon_dist.inspect import Report, bytes_per_device, trace_outer_steps
 from axon_dist.ir.loop_rule import LoopChoice
 from axon_dist.mesh import SLOW_AXES, World, abstract_world
@@ -32,7 +33,7 @@ from axon_dist.planner import (
     workload_of,
 )
 from axon_dist.planner.candidates import divisors, first_guess
-from axon_dist.planner.reading import AUTO, USABLE
+from axon_dist.planner.reading import USABLE
 from axon_dist.step import TrainStep
 
 from ..config import CONFIG, RunConfig, abstract_batch

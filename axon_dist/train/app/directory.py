@@ -33,13 +33,11 @@ from axon_dist.core.files import (
     snapshot,
 )
 from axon_dist.core.typing import JsonDict
+from axon_dist.core.words import AUTO
 
 from ...core.plain_yaml import read_yaml, to_yaml
 from ..config import RunConfig
 from .lock import LOCK, Lease, locked
-
-AUTO = "auto"
-"""Value of `resume` that selects the newest good checkpoint of the run itself, if there is one."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 from axon_dist.core.checks import COUNT, checked
 from axon_dist.core.files import Address
+from axon_dist.core.words import AUTO
 from axon_dist.inspect import Waterfall, machine_of, read_trace, waterfall
 from axon_dist.mesh import process_index
 from axon_dist.models import TransformerConfig
-from axon_dist.planner import AUTO
 from axon_dist.step import TrainStep
 
 from ..config import CONFIG, RunConfig, abstract_batch

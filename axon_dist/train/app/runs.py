@@ -282,11 +282,11 @@ def build_run(config: RunConfig) -> Run:
 
 
 def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> RunConfig:
-    """Returns the config with other validation files.
+    """Returns the config with `files` as its validation files.
 
     Args:
-        config: a checked run, as YAML describes it.
-        files: paths or globs; if empty, the config stays as it is.
+        config: a checked run config.
+        files: paths or globs; if empty, the config is returned unchanged.
         key: the name of the argument, for the error message.
 
     Raises:
@@ -333,7 +333,7 @@ def step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:
             "more microbatches would change that"
         )
     return build_step(smaller, world), (
-        f"{missing}{count} microbatches a step in place of {before} keep the global batch of "
+        f"{missing}{count} microbatches per step instead of {before} keep the global batch of "
         f"{config.train.global_batch} samples"
     )
 

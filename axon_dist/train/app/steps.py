@@ -19,6 +19,7 @@ from flax.traverse_util import empty_node, flatten_dict
 from axon_dist.core.errors import ConfigError, warn
 from axon_dist.core.files import host_memory
 from axon_dist.core.typing import Batch, LossFn, OptionValue
+from axon_dist.core.words import AUTO
 from axon_dist.inspect import bytes_per_device, memory, separation
 from axon_dist.launch import Timeouts
 from axon_dist.mesh import World, agree, self_test
@@ -26,7 +27,7 @@ from axon_dist.models.formats import NATIVE_NAME, format_of
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.optim import watched
 from axon_dist.parallel import OuterLoop, Strategy
-from axon_dist.planner import AUTO, read_step, recompute_least, usable_bytes
+from axon_dist.planner import read_step, recompute_least, usable_bytes
 from axon_dist.step import TrainStep, build_train_step, leaves_remat_open, trainable_filter
 
 from ..config import Optimizer, RunConfig, abstract_batch, build_strategy, make_model

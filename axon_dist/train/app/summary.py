@@ -13,12 +13,12 @@ from rich.table import Column, Table
 
 from axon_dist.core.tree import leaves_with_paths, num_params
 from axon_dist.core.typing import JsonDict
-from axon_dist.core.words import byte_size, clock_time, plural, si
+from axon_dist.core.words import AUTO, byte_size, clock_time, plural, si
 from axon_dist.mesh import World, rank_table
 from axon_dist.models import TransformerConfig, describe_attention
 from axon_dist.optim import matrices
 from axon_dist.parallel import ContextMode
-from axon_dist.planner import AUTO, read_step, usable_bytes
+from axon_dist.planner import read_step, usable_bytes
 from axon_dist.planner.reading import LADDER, recomputing_line
 from axon_dist.step import ModelSpec, TrainStep, idle_axes, leaves_remat_open
 from axon_dist.train.loop import TrainResult

@@ -25,8 +25,7 @@ from axon_dist.core.errors import (
 )
 from axon_dist.core.files import replacing
 from axon_dist.core.typing import JsonDict
-from axon_dist.core.words import byte_size, printable
-from axon_dist.planner import AUTO
+from axon_dist.core.words import AUTO, byte_size, printable
 from axon_dist.step import TrainState
 from axon_dist.train.loop import (
     FINISHED,
@@ -226,7 +225,10 @@ def _go_on(
     tell: Callable,
     told: Sequence[str],
 ) -> list[JsonDict]:
-    """Writes the config of a run that may resume, reports its changes, and reads the metrics."""
+    """Prepares the records of a run, new or resumed: reports changes of the config and writes it.
+
+    Removes an old summary, and returns the rows of metrics up to the state's step.
+    """
     for line in (f"config: {change}" for change in directory.changes(config)):
         if line not in told:
             tell(line)

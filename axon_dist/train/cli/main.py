@@ -174,7 +174,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Shows a warning like an error, if its place would be the script of this command."""
+    """Shows a warning without file and line if these would be the script of the command."""
     if file is None and os.path.abspath(filename) == os.path.abspath(sys.argv[0]):
         _say(f"warning: {one_line(message)}")
     else:

@@ -87,7 +87,10 @@ def _write_json(arguments: argparse.Namespace, plain: object) -> None:
 
 @contextlib.contextmanager
 def _ignoring_trace_requests() -> Iterator[None]:
-    """SIGUSR1 requests a trace; before and after the loop, which handles it, it would kill us."""
+    """Ignores SIGUSR1 outside the training loop.
+
+    The loop handles the signal as a request for a trace. Without a handler it kills the process.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
         yield

@@ -159,7 +159,7 @@ def _measures(row: ScheduleSummary) -> str:
     return (
         f"bubble {row.bubble:.1%}, in lockstep {row.lockstep_bubble:.1%}; "
         f"makespan {row.makespan:g}, in lockstep {row.lockstep_makespan:g}, which is "
-        f"{row.executed:.3f} of the busiest rank's work; "
+        f"{row.lockstep_slowdown:.3f} of the busiest rank's work; "
         f"at most {row.peak_live:g} microbatches in flight, {row.num_inputs} stage inputs kept; "
         f"{row.num_transfers} transfers"
     )
@@ -226,6 +226,6 @@ def _cells(row: ScheduleSummary | Unavailable) -> list[str]:
     if isinstance(row, Unavailable):
         return [row.name, *["-"] * 9]
     shares = [f"{share:.1%}" for share in (row.bubble, row.lockstep_bubble)]
-    shares.append(f"{row.executed:.3f}")
+    shares.append(f"{row.lockstep_slowdown:.3f}")
     counts = [f"{row.peak_live:g}", row.num_inputs, row.num_held, row.num_transfers]
     return [row.name, *map(str, [row.chunks, row.num_ticks, *shares, *counts])]

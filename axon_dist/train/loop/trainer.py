@@ -16,7 +16,7 @@ from axon_dist.core.words import plural
 from axon_dist.mesh import agree, watch_steps
 
 from ...step import Nonfinite, TrainState, TrainStep
-from ...step import state as nonfinite
+from ...step import state as step_state
 from .limits import BATCHES, KINDS, STATE, LoopOptions, StopConsensus, Stops, stop_on_signals
 from .meters import LAG, MetricSums, StepProfile, delayed, percentiles, utilization_of
 from .metrics import MetricWriter
@@ -325,7 +325,7 @@ class Trainer:
                 return state, "out of data"
             record.sign()
             with profile.around(record.dispatched + 1, record.settle):
-                state, metrics = self.step(state, batch, metrics.get(nonfinite.FLAG))
+                state, metrics = self.step(state, batch, metrics.get(step_state.FLAG))
                 record.add(metrics)
             record.settle(keep=LAG)
 
@@ -378,7 +378,7 @@ class Trainer:
                 self.copy(state, number)
 
     def _check_finite(self, number: int, state: TrainState) -> None:
-        if self._policy is None and not nonfinite.is_finite(state):
+        if self._policy is None and not step_state.is_finite(state):
             raise NonfiniteError(f"the parameters after step {number} are not finite. {_ADVICE}")
 
     def _save(self, number: int, state: TrainState, record: Record) -> None:
@@ -462,7 +462,7 @@ class Trainer:
             self._save(record.step, state, record)
 
     def _stop_before(
-        self, lost: nonfinite.NonfiniteLoss, state: TrainState, record: Record
+        self, lost: step_state.NonfiniteLoss, state: TrainState, record: Record
     ) -> NoReturn:
         """Ends a run that was not finite; saves the last finite state, if the step has kept it."""
         remark = ""

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.parallel.plan import Plan
+from axon_dist.parallel.tensor_plan import Plan
 from axon_dist.train.app import train, verify
 from axon_dist.train.config import RunConfig, build_strategy, load_config
 from axon_dist.train.config.read import write

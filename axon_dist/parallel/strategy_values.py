@@ -166,7 +166,7 @@ def check_offload(offload: CPUOffload, world: World) -> None:
     kinds = world.memory_kinds()
     if HOST not in kinds:
         raise UnsupportedError(
-            f"offload {offload.value!r} needs memory of kind {HOST!r}, and {world.backend.value} "
+            f"offload {offload.value!r} needs memory of kind {HOST!r}, but {world.backend.value} "
             f"devices have {sorted(kinds)}; use CPUOffload.NONE"
         )
 
