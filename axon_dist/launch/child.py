@@ -46,12 +46,14 @@ class Child:
         log: the file for its output.
         pump: the thread that copies its output to the log and the screen; None if the rank writes
             the log itself.
+        was_starting: whether a signal reached it before it could handle one.
     """
 
     rank: int
     process: subprocess.Popen[bytes]
     log: Path
     pump: threading.Thread | None = None
+    was_starting: bool = False
 
     @property
     def code(self) -> int | None:
@@ -63,6 +65,15 @@ class Child:
     def was_killed(self) -> bool:
         """Whether a signal ended it."""
         return (self.process.poll() or 0) < 0
+
+    def stop(self, number: int) -> None:
+        """Forwards a signal that ends the run.
+
+        A process that starts has no handler yet. SIGINT then raises an exception in the middle of
+        an import, which may turn it into any other error, or into SIGABRT.
+        """
+        self.was_starting |= not _handles(self.process.pid, signal.SIGTERM)
+        self.send(number)
 
     def send(self, number: int) -> None:
         """Sends it a signal if it still runs."""
@@ -222,6 +233,14 @@ class Reaper:
         self._process.wait()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler of a signal; True where the kernel does not say."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
+        return found is None or bool(int(found[1], 16) >> number - 1 & 1)
+    return True
 
 
 def lasting(tell: Callable[[str], None]) -> Callable[[str], None]:

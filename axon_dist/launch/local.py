@@ -124,6 +124,8 @@ _MOST_PROCESSES, _MOST_NODES = 4096, 2**20
 _POLL_SECONDS = 0.1
 _FOREIGN = frozenset({"AXON_CLUSTER", "TORCHELASTIC_USE_AGENT_STORE"})
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGQUIT, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU)
+"""Signals that end a process which does not handle them."""
 _STOPPING_SECONDS = 1800.0
 """Seconds that the ranks have after a signal, for the step and the save."""
 _LAST_SECONDS = 15.0
@@ -291,7 +293,7 @@ class Notice:
         """Records a signal and forwards it; a signal handler."""
         self.numbers.append(number)
         for child in self.children:
-            child.send(number)
+            child.stop(number)
 
     @property
     def aborting(self) -> list[int]:
@@ -319,6 +321,24 @@ def noticing() -> Iterator[Notice]:
             # A closing terminal sends SIGHUP twice; the second must not prevent the exit code.
             is_second = number == signal.SIGHUP and notice
             signal.signal(number, signal.SIG_IGN if is_second else handler)
+
+
+@contextlib.contextmanager
+def _deferring_ends() -> Iterator[None]:
+    """Defers signals that would end the launcher, for example before a new rank is watched."""
+    numbers: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    ends = [x for x in _ENDING if is_main and signal.getsignal(x) is signal.SIG_DFL]
+    for number in ends:
+        # A handler, not a mask: the new process would inherit a mask.
+        signal.signal(number, lambda number, frame: numbers.append(number))
+    try:
+        yield
+    finally:
+        for number in ends:
+            signal.signal(number, signal.SIG_DFL)
+        for number in numbers:
+            os.kill(os.getpid(), number)
 
 
 def _launch(plan: LaunchPlan, tell: Callable[[str], None], notice: Notice) -> int:
@@ -475,10 +495,11 @@ class _Attempt:
             log = plan.log_dir / f"rank-{rank}.log"
             what = f"cannot start {plan.command[0]!r} as rank {rank}"
             advice = "give a program that this host can run, with its arguments"
-            with reworded(what, advice, LaunchError, (OSError, ValueError)):
-                child = start_child(plan.command, env, rank, log, self.tell)
-            self.children.append(child)
-            guard.watch(child)
+            with _deferring_ends():
+                with reworded(what, advice, LaunchError, (OSError, ValueError)):
+                    child = start_child(plan.command, env, rank, log, self.tell)
+                self.children.append(child)
+                guard.watch(child)
 
     def _wait(self) -> Child | None:
         """Returns the first rank that failed, or None when all have ended or stopped to rejoin."""
@@ -489,7 +510,7 @@ class _Attempt:
             stopped = {INTERRUPTED, *(128 + number for number in sent)}
             codes = [child.code for child in self.children]
             for child, code in zip(self.children, codes, strict=True):
-                if code and code not in stopped:
+                if code and code not in stopped and not child.was_starting:
                     return child
             if None not in codes:
                 # If they ended by themselves meanwhile, there is nothing to rejoin.

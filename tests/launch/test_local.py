@@ -155,6 +155,30 @@ def test_a_signal_that_ends_commands_that_save_nothing(tmp_path):
     assert launch(plan(tmp_path, program, count=2, max_restarts=3), print) == INTERRUPTED
 
 
+@pytest.mark.parametrize(
+    ("handles", "code"), [("pass", INTERRUPTED), ("signal.signal(15, print)", 3)]
+)
+def test_a_signal_in_the_middle_of_a_start(tmp_path, handles, code):
+    """Python may turn a KeyboardInterrupt during an import into any error, with any exit code."""
+    program = (
+        f"{handles}; signal.signal(2, lambda *a: sys.exit(3)); time.sleep(.3); "
+        "rank or os.kill(os.getppid(), 2); time.sleep(100)"
+    )
+    assert launch(plan(tmp_path, program, count=2), print) == code
+
+
+def test_the_launcher_lives_until_a_new_rank_is_watched():
+    """Otherwise nobody would end the rank."""
+    program = (
+        "import os, signal; from axon_dist.launch import local\n"
+        "with local._deferring_ends():\n"
+        "    os.kill(os.getpid(), signal.SIGQUIT); print('watched', flush=True)\n"
+        "print('goes on', flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGQUIT, "watched\n")
+
+
 def test_a_full_disk_costs_lines_of_a_log(tmp_path):
     told = []
     output = child._Log(tmp_path / "rank-0.log", told.append)
