@@ -358,6 +358,13 @@ def load_file(path: Path, sizes: Sizes | None = None) -> types.ModuleType:
     within = contextlib.nullcontext() if sizes is None else substituted(sizes)
     wording = (f"[PROVE003] {path} cannot be imported", "run it alone first")
     search = mock.patch.object(sys, "path", [folder, *sys.path])
-    with search, within, reworded(*wording, of=Exception):
+    # JAX has started here, with enough devices; files that make their own would fail.
+    devices = mock.patch.object(jax.config, "update", _update_but_devices)
+    with search, devices, within, reworded(*wording, of=Exception):
         spec.loader.exec_module(module)
     return module
+
+
+def _update_but_devices(name: str, value: Any) -> None:
+    if name != "jax_num_cpu_devices":
+        type(jax.config).update(jax.config, name, value)
