@@ -184,7 +184,7 @@ MUTATIONS = (
     # What stages keep from microbatch to microbatch, and what ranks ask each other about experts.
     row(
         "pipeline/executor.py", 'put(new[i], entry["microbatch"] + 1, value',
-        'put(new[i], tick["microbatch"], value',
+        'put(new[i], entry["microbatch"], value',
         "pipeline/test_executor.py::test_stages_keep_what_a_microbatch_has_left_for_the_next",
     ),
     row(
