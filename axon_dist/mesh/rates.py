@@ -80,7 +80,7 @@ class Rates:
         source: the source of the numbers.
 
     Example:
-        >>> rates = Rates(products=835e12, memory=3.07e12, cores=132, start=1e-6)
+        >>> rates = Rates(products=834.7e12, memory=3.07e12, cores=132, start=1e-6)
         >>> square = ProductShape(8192, 8192, 8192)
         >>> round(square.flops / rates.product_seconds(square) / 1e13)
         76
@@ -101,7 +101,7 @@ class Rates:
             hidden: seconds of transfers that run while the device computes.
 
         Example:
-            >>> rates = Rates(products=835e12, memory=3.07e12, cores=132, transfer_cores=24)
+            >>> rates = Rates(products=834.7e12, memory=3.07e12, cores=132, transfer_cores=24)
             >>> round(rates.slowdown(0.1), 4)
             0.0182
         """
@@ -152,7 +152,7 @@ class Rates:
         """The time of fused attention, from published rates for its length and head size.
 
         Example:
-            >>> rates = Rates(products=835e12, memory=3.07e12)
+            >>> rates = Rates(products=834.7e12, memory=3.07e12)
             >>> shape = AttentionShape(4e12, length=2048, head_dim=128, is_backward=False)
             >>> round(2e12 / rates.attention_seconds(shape) / 1e12)  # half of the pairs are masked
             484
@@ -223,7 +223,7 @@ _TRANSFER_CORES = 24
 RATES: MappingProxyType[str, Rates] = MappingProxyType(
     {
         "h100": Rates(
-            products=835e12,
+            products=834.7e12,
             memory=3.07e12,
             cores=132,
             start=1e-6,

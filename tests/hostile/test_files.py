@@ -150,7 +150,7 @@ ADAPTERS = {
     "rank": ({}, (2, 0), "division by zero"),
     "huge": ({"lora_alpha": 10**400}, (2, 1), "too large"),
     "endless": ({"alpha_pattern": {"(a+)+$": 1}}, (2, 1), "repeats a group"),
-    "repeats": ({"alpha_pattern": {"a{99999999999}": 1}}, (2, 1), "no regular expression"),
+    "repeats": ({"alpha_pattern": {"a{99999999999}": 1}}, (2, 1), "not a regular expression"),
     "polynomial": ({"alpha_pattern": {".*" * 9: 1}}, (2, 1), "repeats more than"),
 }
 

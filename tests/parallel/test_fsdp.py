@@ -59,7 +59,7 @@ def test_refusals(world):
     ):
         fsdp(sharding_strategy="full")
     with pytest.raises(ConfigError, match=r"hybrid_shard got the axes \('fsdp',\); it needs one"):
-        fsdp("hybrid_shard")
+        fsdp("hybrid_shard", "fsdp")
     with pytest.raises(GroupError, match=r"FSDP got the .*world\.group"):
         FSDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), world.new_group([0, 1]))
 

@@ -49,7 +49,7 @@ def test_two_runs_give_the_same_bits(world):
 def test_devices_of_which_nothing_is_known_are_refused():
     world = types.SimpleNamespace(backend="quantum")
     with pytest.raises(
-        UnsupportedError, match=r"=True on quantum devices: .* not known; use emulated"
+        UnsupportedError, match=r"=True on quantum devices: no options are known .*; use emulated"
     ):
         deterministic_options(world)
 

@@ -154,7 +154,7 @@ EXAMPLES = {
     ),
     "bits do not depend on how many ranks there are": (
         lambda: build(ddp(), deterministic="elastic", logical_shards=4),
-        "cannot hold: logical_shards=4 do not divide over 8 ranks",
+        "is not possible here: logical_shards=4 do not divide over 8 ranks",
     ),
     "elastic updates work element by element": (
         lambda: build(
@@ -163,7 +163,7 @@ EXAMPLES = {
             deterministic="elastic",
             logical_shards=8,
         ),
-        "cannot hold: the optimizer does not work element by element",
+        "is not possible here: the optimizer does not work element by element",
     ),
     "buckets are of whole gradients": (
         lambda: build(zero(1, reduction=Reduction(bucket_capacity=9))),

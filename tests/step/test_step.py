@@ -95,7 +95,7 @@ def build(world, model=make_mlp, strategy=None, **options):
             {"deterministic": "yes"},
             "got deterministic='yes', a str; give True or False, or 'elastic'",
         ),
-        ({"pad": 3}, "got pad=3, an int; give a text, or None"),
+        ({"pad": 3}, "got pad=3, an int; give a string, or None"),
     ],
 )
 def test_arguments_of_another_kind(world, arguments, message):

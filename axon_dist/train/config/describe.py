@@ -177,7 +177,7 @@ def type_in_words(hint: object) -> str:
 
     Example:
         >>> type_in_words(int | None), type_in_words(tuple[str, ...])
-        ('whole number, or null', 'list of text')
+        ('whole number, or null', 'list of string')
     """
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)

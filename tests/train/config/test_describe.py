@@ -39,7 +39,7 @@ def test_every_strategy_and_variant_is_there():
         ),
         ("parallel.pipeline.num_microbatches", "whole number", ""),
         ("mesh", "dp=4,tp=2 or {dp: 4, tp: 2}", "{dp: -1}"),
-        ("trainable", "list of text", "[]"),
+        ("trainable", "list of string", "[]"),
     ],
 )
 def test_types_and_defaults(path, type, default):

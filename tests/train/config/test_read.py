@@ -93,7 +93,7 @@ def test_unions_take_the_first_that_fits(value, expected):
 def test_unions_complain_about_the_part_that_was_meant():
     with pytest.raises(ConfigError, match=r"^x.live: there is no such key. Did you mean 'lives'"):
         read(Cat | str | None, {"live": 3}, "x")
-    with pytest.raises(ConfigError, match=r"^x: got 3, which must be a text"):
+    with pytest.raises(ConfigError, match=r"^x: got 3, which must be a string"):
         read(Cat | str | None, 3, "x")
 
 

@@ -126,7 +126,7 @@ def test_shorthands():
             {"precision": {"compute": "int8"}},
             r"^precision: compute dtype is 'int8'; it must be a fl",
         ),
-        ({"precision": 16}, r"^precision: got 16, which must be a text"),
+        ({"precision": 16}, r"^precision: got 16, which must be a string"),
         ({"remat": {"interval": 0}}, r"^remat: checkpoint interval is 0; it must be at least 1"),
         ({"loss_scale": {"growth_factor": 1}}, r"^loss_scale: "),
         ({"loggers": "wandbb"}, r"^loggers\[0\].name: .* Did you mean 'wandb'\?"),
