@@ -68,6 +68,11 @@ class Fingerprint:
             return None
         return max(gaps), bound, next(turn for turn, gap in enumerate(gaps) if gap)
 
+    @classmethod
+    def of(cls, numbers: np.ndarray, bound: float = 0.0) -> Fingerprint:
+        """Rounds to the digits that a file has, so that one from a file is equal."""
+        return cls(tuple(_round(x) for x in numbers.tolist()), _round(bound))
+
     @property
     def norm(self) -> float:
         """The largest norm of a turn."""
@@ -205,9 +210,13 @@ def _step(plain: Mapping[str, Any]) -> RecordedStep:
     return RecordedStep(named("inputs"), named("outputs"), named("alone"), values)
 
 
+def _round(number: float) -> float:
+    return float(f"{number:.{_DIGITS}g}")
+
+
 def _rounded(plain: Any) -> Any:
     if isinstance(plain, float):
-        return float(f"{plain:.{_DIGITS}g}")
+        return _round(plain)
     if isinstance(plain, dict):
         return {key: _rounded(value) for key, value in plain.items()}
     return [_rounded(one) for one in plain] if isinstance(plain, (list, tuple)) else plain
@@ -262,7 +271,7 @@ def read(traced: Traced, state: Sequence[Any], batches: Sequence[Sequence[Any]])
 def _print(runs: Sequence[np.ndarray], num_leading: int = 0) -> Fingerprint:
     """Returns the fingerprint of the first run, and its bound from the perturbed ones."""
     prints = [fingerprint(run, num_leading) for run in runs]
-    return Fingerprint(tuple(prints[0].tolist()), bound_of(prints, dtype=runs[0].dtype))
+    return Fingerprint.of(prints[0], bound_of(prints, dtype=runs[0].dtype))
 
 
 def _print_of(value: Value, runs: Sequence[Mapping[Value, np.ndarray]]) -> Fingerprint:
