@@ -4,7 +4,7 @@ Some reductions cannot be expressed in global view: one reduction for all microb
 
 A model that keeps its layers in a list has one array per layer, but the loop over layers wants them
 stacked. If the loop over microbatches carried the list, weights and sums would be in memory twice.
-The loop carries stacks, and its body takes them apart, so the compiler sees one array.
+The loop carries stacks and splits them in its body, so the compiler sees one array.
 """
 
 from __future__ import annotations

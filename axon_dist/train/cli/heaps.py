@@ -1,4 +1,4 @@
-"""Keeps the memory of a long run flat: few heaps of the C library."""
+"""Limits the heaps of the C library, so that threads of saves fragment fewer of them."""
 
 from __future__ import annotations
 
