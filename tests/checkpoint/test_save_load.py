@@ -100,10 +100,9 @@ def test_a_train_state_goes_from_one_strategy_to_others(make_world, bits, tmp_pa
         target = target_of(other.abstract_state, other.state_shardings)
         restored = load_checkpoint(tmp_path / "c", target)
         assert bits(restored) == was
-        other.merge(restored)  # raises if the state does not fit
-        if axes in ("fsdp=8", "dp=2"):
-            following, _ = other(restored, batch())
-            assert (bits(following.params) == expected) or axes != "fsdp=8"
+        following, _ = other(restored, batch())
+        if axes == "fsdp=8":
+            assert bits(following.params) == expected
 
 
 def test_another_model_optimizer_or_dtype_is_named(world, tmp_path):
