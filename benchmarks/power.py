@@ -51,7 +51,8 @@ class Disk:
         if path.is_dir():
             self.names[number] = self._listing(path)
         else:
-            self.contents[number] = path.read_bytes()
+            # By its descriptor: its name may be gone.
+            self.contents[number] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
 
     def cut(self, to: Path) -> None:
         """Makes the folder as it may be found afterwards."""
@@ -61,9 +62,11 @@ class Disk:
     def _listing(self, folder: Path) -> dict[str, int]:
         found = {}
         for path in folder.iterdir():
-            number = path.lstat().st_ino
-            self.kinds[number] = path.is_dir()
-            found[path.name] = number
+            number = _number(path)
+            # TensorStore's threads remove their lock files meanwhile.
+            if number is not None:
+                self.kinds[number] = path.is_dir()
+                found[path.name] = number
         return found
 
     def _fill(self, to: Path, number: int, now: Path | None) -> None:
@@ -78,8 +81,11 @@ class Disk:
                 self._fill(to / name, inner, there)
                 continue
             safe = self.contents.get(inner, b"")
-            further = there is not None and self.chance.random() < 0.3
-            (to / name).write_bytes(there.read_bytes() if further and there else safe)
+            contents = safe
+            if there is not None and self.chance.random() < 0.3:
+                with contextlib.suppress(FileNotFoundError):
+                    contents = there.read_bytes()
+            (to / name).write_bytes(contents)
 
 
 def _number(path: Path) -> int | None:

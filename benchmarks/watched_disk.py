@@ -128,9 +128,15 @@ Tree = dict[str, bytes | None]
 
 
 def tree_of(root: Path) -> Tree:
-    """The contents of a folder now."""
+    """The contents of a folder now.
+
+    Other threads go on writing meanwhile, so a file is left out if its folder was gone already.
+    """
     tree: Tree = {}
     for path in sorted(root.rglob("*")):
+        folder = path.relative_to(root).parent
+        if folder != Path() and tree.get(str(folder), b"") is not None:
+            continue
         with contextlib.suppress(OSError):
             tree[str(path.relative_to(root))] = None if path.is_dir() else path.read_bytes()
     return tree

@@ -454,6 +454,10 @@ def _read_constraints() -> None:
             return create(mesh, sharding, name, api_name)
         if api_name == "with_sharding_constraint":
             return reader.stated(sharding)
+        if core.trace_state_clean() and not mesh.empty:
+            # Of a call by code that has set a mesh inside this context, such as JAX's own
+            # `process_allgather`, and not of a model.
+            return create(mesh, sharding, name, api_name)
         # A sharding of an inner `jit` in the model; inside a trace it is only a hint.
         is_spec = isinstance(sharding, PartitionSpec)
         return create(mesh, None if is_spec else sharding, name, api_name)

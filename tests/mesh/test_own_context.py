@@ -30,6 +30,7 @@ from axon_dist import (
     zero,
 )
 from axon_dist.core.errors import UnsupportedError
+from axon_dist.core.own_context import own_context
 from axon_dist.models import Transformer, TransformerConfig
 from axon_dist.models.experts import ExpertConfig
 from axon_dist.models.loss import next_token_loss
@@ -190,3 +191,14 @@ def test_an_unknown_name_is_refused_and_a_table_maps_it():
     with pytest.raises(UnsupportedError, match=r"called 'rows'.*axis_names=\{'rows': 'dp'\}"):
         build()
     build(axis_names={"rows": "dp"})
+
+
+def test_code_that_sets_a_mesh_inside_the_context_has_its_shardings():
+    """As `multihost_utils.process_allgather` does, on which copies in memory depend."""
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(np.arange(4), jax.NamedSharding(mesh, P("rows")))
+    with own_context(), jax.set_mesh(mesh):
+        whole = jax.jit(lambda x: x, out_shardings=P())(x)
+        split = jax.jit(lambda x: x, in_shardings=P("rows"))(x)
+    assert whole.addressable_data(0).tolist() == [0, 1, 2, 3]
+    assert split.addressable_data(0).tolist() == [0]

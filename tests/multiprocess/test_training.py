@@ -72,7 +72,8 @@ def of_many(path, overrides, count, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", FLAGS)
     cache = jax.config.values["jax_compilation_cache_dir"]
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", cache)
-    arguments = ["train", str(path), *overrides, f"run_dir={folder}"]
+    copies = "checkpoint.memory_every=2"
+    arguments = ["train", str(path), *overrides, copies, f"run_dir={folder}"]
     command = (sys.executable, "-m", "axon_dist.train.cli", *arguments)
     plan = LaunchPlan(command=command, num_processes=count, log_dir=logs)
     told = []
