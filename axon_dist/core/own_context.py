@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .compat import OwnContext, current_reader, is_in_trace, read_shardings
@@ -279,10 +280,10 @@ def in_context_of_step(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def readable_by_caller(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates a method to return its metrics on the caller's explicit mesh, if there is one.
+    """Decorates a method to return its metrics on the caller's mesh, if there is one.
 
-    JAX refuses operations on an array of one mesh while explicit axes of another are in context,
-    and callers compute with metrics. Every device already holds them, so nothing is sent.
+    JAX refuses operations on an array of other devices than those of the mesh in context, and on
+    an array of another mesh while explicit axes are in context. Callers compute with metrics.
 
     Args:
         method: returns metrics, or a pair of something else and metrics.
@@ -291,16 +292,32 @@ def readable_by_caller(method: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(method)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         result: Any = method(*args, **kwargs)
-        if is_in_trace() or not jax.sharding.get_abstract_mesh().explicit_axes:
+        if is_in_trace() or jax.sharding.get_abstract_mesh().empty:
             return result
-        place = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
         if isinstance(result, tuple):
             first, metrics = result
-            moved: Any = first, jax.tree.map(lambda x: _replicated(x, place), metrics)
+            moved: Any = first, jax.tree.map(_on_callers_mesh, metrics)
             return moved
-        return jax.tree.map(lambda x: _replicated(x, place), result)
+        return jax.tree.map(_on_callers_mesh, result)
 
     return run
+
+
+def _on_callers_mesh(x: Array) -> Array:
+    """Moves a replicated array to the mesh in context if JAX would refuse it there."""
+    abstract = jax.sharding.get_abstract_mesh()
+    mesh = jax.sharding.get_mesh()
+    devices = x.sharding.device_set
+    if mesh.empty:
+        # `use_abstract_mesh` names no devices. An array of another number of them is refused.
+        if not abstract.explicit_axes or abstract.size != len(devices):
+            return x
+        ordered = np.array(sorted(devices, key=lambda device: device.id))
+        sizes = ordered.reshape(abstract.axis_sizes)
+        mesh = Mesh(sizes, abstract.axis_names, axis_types=abstract.axis_types)
+    elif not abstract.explicit_axes and {*mesh.devices.flat} == devices:
+        return x
+    return _replicated(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def _replicated(x: Array, place: NamedSharding) -> Array:

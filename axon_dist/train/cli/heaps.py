@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-MOST_HEAPS = 2
+MOST_HEAPS = 1
 """Heaps of a process, for all of its threads."""
 
 _M_ARENA_MAX = -8

@@ -86,6 +86,47 @@ TRAIN, VALIDATION = "train", "validation"
 Curve: TypeAlias = tuple[tuple[int, float], ...]
 """Pairs of step and value."""
 
+
+class _Curves:
+    """The recorded metrics by kind and name, in 16 bytes for each number.
+
+    A run may write a million records, and its status after every step shows the last of them, so
+    neither the memory nor the time of a step may grow with their number.
+    """
+
+    def __init__(self) -> None:
+        self._points: dict[tuple[str, str], tuple[array.array[int], array.array[float]]] = {}
+
+    def add(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds the metrics of a step."""
+        for name, value in metrics.items():
+            steps, values = self._points.setdefault(
+                (kind, name), (array.array("q"), array.array("d"))
+            )
+            steps.append(step)
+            values.append(value)
+
+    def names(self, kind: str) -> list[str]:
+        """The names of the metrics of a kind."""
+        return [name for (own, name), (steps, _) in self._points.items() if own == kind and steps]
+
+    def curve(self, kind: str, name: str) -> Curve:
+        """All steps and values of a metric."""
+        return tuple(zip(*self._points.get((kind, name), ((), ())), strict=True))
+
+    def last(self, kind: str, name: str) -> tuple[int, float] | None:
+        """The last step and value of a metric."""
+        found = self._points.get((kind, name))
+        return (found[0][-1], found[1][-1]) if found and found[0] else None
+
+    def drop_after(self, step: int) -> None:
+        """Drops what was recorded after a step."""
+        for steps, values in self._points.values():
+            while steps and steps[-1] > step:
+                steps.pop()
+                values.pop()
+
+
 _RECENT_STEPS = 50
 _SKIPPED = f"{TRAIN}/skipped_steps"
 
@@ -144,7 +185,10 @@ class Record:
         self._skipped: list[str] = []
         self.first_step = self.dispatched = self.step = first_step
         self.rollbacks = 0
-        self._curves = [point for row in history for point in _points(row)]
+        self._curves = _Curves()
+        for row in history:
+            for point in _points(row):
+                self._curves.add(*point)
         self.latest: dict[str, float] = {}
         self.validation: dict[str, float] = {}
         self.train_seconds = 0.0
@@ -210,7 +254,7 @@ class Record:
 
     def validated(self, metrics: Mapping[str, float]) -> None:
         """Records the metrics of a validation after the last step."""
-        self._curves.append((VALIDATION, self.step, dict(metrics)))
+        self._curves.add(VALIDATION, self.step, metrics)
         means = {f"{VALIDATION}/{name}": value for name, value in metrics.items()}
         self.latest = self.latest | means
         self.validation = means
@@ -220,24 +264,25 @@ class Record:
     @property
     def train_curve(self) -> Curve:
         """Step and mean training loss of every record."""
-        return self._curve(TRAIN, "loss")
+        return self._curves.curve(TRAIN, "loss")
 
     @property
     def validation_curve(self) -> Curve:
         """Step and validation loss of every validation."""
-        return self._curve(VALIDATION, "loss")
+        return self._curves.curve(VALIDATION, "loss")
 
     def metric_curves(self) -> dict[str, tuple[Curve, Curve]]:
         """Returns the training and validation curves of every validated metric except the loss."""
-        metrics = {name for kind, _, means in self._curves if kind == VALIDATION for name in means}
-        names = sorted(metrics - {"loss"})
-        return {name: (self._curve(TRAIN, name), self._curve(VALIDATION, name)) for name in names}
+        curve = self._curves.curve
+        names = sorted({*self._curves.names(VALIDATION)} - {"loss"})
+        return {name: (curve(TRAIN, name), curve(VALIDATION, name)) for name in names}
 
     @property
     def scores(self) -> list[tuple[int, float]]:
         """Step and score of every validation; a smaller score is better."""
         sign = -1 if self.options.best_mode == "max" else 1
-        curve = self._curve(VALIDATION, self.options.best_metric.removeprefix(f"{VALIDATION}/"))
+        name = self.options.best_metric.removeprefix(f"{VALIDATION}/")
+        curve = self._curves.curve(VALIDATION, name)
         return [(step, sign * value) for step, value in curve]
 
     def validations_since_best(self) -> int:
@@ -251,10 +296,6 @@ class Record:
                 best_number = number
         return len(scores) - best_number
 
-    def _curve(self, kind: str, name: str) -> Curve:
-        points = ((step, means) for k, step, means in self._curves if k == kind)
-        return tuple((step, means[name]) for step, means in points if name in means)
-
     def go_back(self, step: int) -> None:
         """Drops the records after a step; the run continues from there."""
         self._pending.clear()
@@ -264,7 +305,7 @@ class Record:
         self.first_step = self.dispatched = self.step = step
         self.lost = None
         self.rollbacks += 1
-        self._curves = [point for point in self._curves if point[1] <= step]
+        self._curves.drop_after(step)
         self.start_clock()
 
     def close_window(self) -> None:
@@ -277,7 +318,7 @@ class Record:
         names = self._window[0]
         means = {name: statistics.fmean(row[name] for row in self._window) for name in names}
         self._window.clear()
-        self._curves.append((TRAIN, self.step, means))
+        self._curves.add(TRAIN, self.step, means)
         losses = {f"{TRAIN}/{name}": value for name, value in means.items()}
         known = dict(self._facts(self.step, self.step - self.skipped_steps))
         now = losses | skipped | self._speed() | self._shares() | known
@@ -359,8 +400,10 @@ class Record:
         item = self.options.item
         seconds = speed.get("time/step_seconds")
         steps_left = self.options.num_steps - self.step
-        recent = self._window or [{"loss": value} for _, value in self.train_curve[-1:]]
-        validation_step, validation_loss = (self.validation_curve or [(None, None)])[-1]
+        last = self._curves.last(TRAIN, "loss")
+        recent = self._window or ([{"loss": last[1]}] if last else [])
+        validated = self._curves.last(VALIDATION, "loss")
+        validation_step, validation_loss = validated or (None, None)
         return Status(
             step=self.step,
             num_steps=self.options.num_steps,
