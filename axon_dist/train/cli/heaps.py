@@ -17,7 +17,8 @@ def limit_heaps() -> bool:
 
     Each save starts threads. glibc gives threads heaps of their own, up to eight for each core,
     and returns no memory of a heap below its newest block. A run that saved by Orbax grew by 40
-    to 55 KB with each save, and with one heap by less than 5 KB. A limit that the user gives by MALLOC_ARENA_MAX stays.
+    to 55 KB with each save, and with one heap by less than 5 KB. A limit that the user gives by
+    MALLOC_ARENA_MAX stays.
 
     Returns:
         Whether there is a limit now: only glibc has one.
