@@ -70,10 +70,13 @@ def of_many(path, overrides, count, monkeypatch):
     folder, logs = path.parent / "many", path.parent / "logs"
     monkeypatch.delenv("NPROC", raising=False)
     monkeypatch.setenv("XLA_FLAGS", FLAGS)
+    memory = path.parent / "memory"
+    memory.mkdir()
+    monkeypatch.setenv("AXON_MEMORY", str(memory))
     cache = jax.config.values["jax_compilation_cache_dir"]
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", cache)
     copies = "checkpoint.memory_every=2"
-    arguments = ["train", str(path), *overrides, copies, f"run_dir={folder}"]
+    arguments = ["train", str(path), "--resume", "auto", *overrides, copies, f"run_dir={folder}"]
     command = (sys.executable, "-m", "axon_dist.train.cli", *arguments)
     plan = LaunchPlan(command=command, num_processes=count, log_dir=logs)
     told = []
