@@ -16,7 +16,7 @@ _SHOWN = 3
 
 
 def idle_axes(spec: StepSpec) -> tuple[str, ...]:
-    """Returns the mesh axes that no strategy uses: all ranks along one compute the same.
+    """Returns the mesh axes that no strategy uses: all ranks along such an axis compute the same.
 
     Args:
         spec: what the step was given.

@@ -36,7 +36,7 @@ from ..pipeline import (
     mean_weight,
     nest,
     partition_by_tokens,
-    with_combined_rows,
+    with_merged_batch_dims,
     with_partitioned_loss,
 )
 from ..pipeline import Totals as PipelineSums
@@ -128,7 +128,10 @@ def _parts_draw(plan: StepPlan, batch: Batch) -> bool:
 def _kinds_of_buffers(
     mutable: Collection[int], buffers: PyTree, draws: Draws | None
 ) -> tuple[set[int], set[int]]:
-    """Returns the buffers averaged over microbatches, and those whose initial value all read."""
+    """Returns the buffers to average over microbatches, and those read only at their first value.
+
+    The second set includes the first.
+    """
     if draws is None:
         return set(), set()
     paths = [path for path, _ in leaves_with_paths(buffers)]
@@ -242,9 +245,9 @@ class PipelineRegion:
         return {i: dims[keys] for i, keys in enumerate(rest) if keys in dims}
 
     def split_spec(self, dim: int | None, spec: PartitionSpec) -> PartitionSpec:
-        """Returns a spec that splits `dim` over the pipeline; the given one if it does so already.
+        """Returns a spec that splits `dim` over the pipeline axis.
 
-        With `dim=None` it is the given one too.
+        Returns the given spec if it splits `dim` over that axis already, or if `dim` is None.
         """
         axis = self.pipeline.axis
         if dim is None or (dim < len(spec) and axes_of(spec, dim)[:1] == (axis,)):
@@ -379,8 +382,8 @@ class PipelineRegion:
         return [
             dataclasses.replace(
                 program,
-                middle=with_combined_rows(program.middle),
-                last=with_combined_rows(program.last),
+                middle=with_merged_batch_dims(program.middle),
+                last=with_merged_batch_dims(program.last),
             )
             for program in programs
         ]

@@ -88,7 +88,7 @@ class StepPlan:
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, loss_fn=loss_fn))
 
     def with_shared(self, shared: PyTree) -> StepPlan:
-        """Returns the same step for batches that have more than their samples.
+        """Returns the same step for batches that also have `Shared` leaves.
 
         Args:
             shared: nested dict of arrays or shapes; {} for nothing.

@@ -113,7 +113,7 @@ def undo_nonfinite(
     """Keeps the old state where the loss or a gradient is not finite.
 
     With a loss scale, gradients that overflow do not count as nonfinite until the scale has reached
-    its minimum, because a lower scale may still mend them.
+    its minimum, because a lower scale may still make them finite.
 
     Args:
         options: the policy for nonfinite steps, and the loss scale.

@@ -312,7 +312,7 @@ def test_an_error_of_python_stays_as_it_is():
         (lambda: candidates(work=None), "candidates got work=None; give a Workload"),
         (
             lambda: axon_dist.planner.idle_share("gpipe", None, 4),
-            "got num_stages=None. It must be",
+            "got num_devices=None. It must be",
         ),
         (lambda: axon_dist.reduce_scatter_sum(STACKED, GROUP, pad="x"), "give True or False"),
         (lambda: World(WORLD.mesh, "x"), "Valid: emulated, gloo, nccl, tpu"),

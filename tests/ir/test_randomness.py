@@ -7,7 +7,7 @@ import pytest
 
 from axon_dist.core.errors import UnsupportedError
 from axon_dist.ir.randomness import SampleRows, find_rows, with_rank, without_rank
-from axon_dist.proof.interpret import follow_samples
+from axon_dist.separability.interpret import follow_samples
 
 RANKS, LOCAL = 4, 3
 
@@ -112,7 +112,7 @@ def test_keys_are_put_back_and_counts_kept():
         ),
         (
             lambda key, n: jax.random.normal(jax.random.fold_in(jax.random.key(0), 1), (n, 2)),
-            r"of shape \(3, 2\), a row for every sample, from a key that it makes on the way.*Rngs",
+            r"of shape \(3, 2\), a row for every sample, from a key that it creates itself.*Rngs",
         ),
         (
             lambda key, n: jax.jit(jax.random.normal, static_argnums=1)(jax.random.key(0), (n, 2)),

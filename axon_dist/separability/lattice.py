@@ -1,4 +1,4 @@
-"""The abstract values of the sample proof: how an array depends on the samples of a batch.
+"""The abstract values of the separability analysis: how an array depends on the samples of a batch.
 
 Two programs are compared: that of the whole batch, and that of one of its equal parts. Dims whose
 sizes differ count samples. A value of the whole batch is described relative to the parts' values
