@@ -356,7 +356,8 @@ class HostCopies:
         if any(damaged):
             raise DamagedCheckpointError(
                 f"the copy of step {header.step} in the memory of the hosts of the processes "
-                f"{[p for p, is_bad in enumerate(damaged) if is_bad]} is not what was written; "
+                f"{[p for p, is_bad in enumerate(damaged) if is_bad]} was changed after it was "
+                "written; "
                 "going back to a checkpoint"
             )
         leaves = [from_stored(values[path], leaf) for path, leaf in targets.items()]

@@ -110,7 +110,7 @@ def global_gather(
     """Returns the gather of a weight in global view: whole over the data axes, gradient to owners.
 
     Args:
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
         path: of the parameter.
         gathers_once: whether trained weights are whole already, and only gradients are reduced.
         read_in_loop: the weights that a loop reads in every iteration.

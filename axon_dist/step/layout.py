@@ -166,7 +166,7 @@ class StateLayout:
 
     Attributes:
         plan: the plan of the step.
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
         source: where the first values of its model come from.
         replicated: the sharding of what every device holds whole.
         reported: the sharding of a step's metrics.

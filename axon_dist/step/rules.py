@@ -504,7 +504,7 @@ def check_rules(spec: StepSpec) -> None:
     """Raises the error of the first broken rule; warns if statistics are those of a microbatch.
 
     Args:
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
 
     Raises:
         AxonDistError: of the class that the broken rule has.

@@ -483,7 +483,7 @@ class Separator:
     """Finds out, once per batch shape, how the loss of a batch is computed from its parts.
 
     Args:
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
         prepare: (gather, first change) -> the function that adapts a merged model to the step.
 
     Attributes:

@@ -395,8 +395,8 @@ class TrainStep:
         state_layout: the layout of its states, and how the first one is made.
 
     Attributes:
-        plan: how the step runs what it was given.
-        spec: what the step was given.
+        plan: the decisions that follow from the arguments of the step.
+        spec: the resolved arguments of the step.
         model_spec: the structure of the model and the shapes of its arrays.
         strategy: the strategy, with every option resolved.
         world: the devices.

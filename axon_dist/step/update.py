@@ -190,7 +190,7 @@ def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientAr
     number of samples times the mean weight of a sample in the whole batch.
 
     Args:
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
         arguments: parameters, buffers, batch and scale.
 
     Raises:
