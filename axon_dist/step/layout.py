@@ -175,7 +175,7 @@ class StateLayout:
         places: a `TrainState` of shardings.
         model_shapes: a `TrainState` of shapes without padding, with which a step computes.
         padding: which leaves are padded; None if none is.
-        owners: the shardings of the reduced gradients, which are those of their moments.
+        grad_shardings: the shardings of the reduced gradients, which are those of their moments.
         claims: the shardings that the strategy claims, and why.
         outer_steps: the outer steps of replicas that train independently; empty without them.
     """
@@ -207,7 +207,7 @@ class StateLayout:
         strategy = strategy or of_replica
         rows = state.params
         moments = strategy.opt_state
-        self.owners = shardings(moments, rows, mesh)
+        self.grad_shardings = shardings(moments, rows, mesh)
         self.places: Any = TrainState(
             step=self.replicated,  # type: ignore[arg-type]
             params=shardings(strategy.params, rows, mesh),

@@ -294,12 +294,12 @@ class DistributedUpdate:
     @cached_property
     def _input_specs(self) -> tuple[PartitionSpec, ...]:
         """The spec of each input of the update."""
-        owners = shardings(self.state_policy, self.traced.params, self.mesh)
+        grad_shardings = shardings(self.state_policy, self.traced.params, self.mesh)
         moments = optimizer_shardings(
             self.state_policy, self.traced.params, self.traced.state, self.mesh
         )
         params = shardings(self.param_policy, self.traced.params, self.mesh)
-        places = jax.tree.leaves((owners, moments, params))
+        places = jax.tree.leaves((grad_shardings, moments, params))
         return (*(place.spec for place in places), PartitionSpec())
 
     @property

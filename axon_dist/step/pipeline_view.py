@@ -103,7 +103,7 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
         rows, rest = region.reduced_outside(rows, rest)
     # `shard_map` needs equal shards: cut the padding off again.
     reduced = cut_like(region.rows.assemble(rows, rest), plan.stored.params)
-    reduced = jax.lax.with_sharding_constraint(reduced, plan.stored.owners)
+    reduced = jax.lax.with_sharding_constraint(reduced, plan.stored.grad_shardings)
     total, weight, metrics = loss
     grad_factor = grad_factor if scale is None else grad_factor * num_shards
     sums = Sums(jax.tree.map(lambda g: g * grad_factor, reduced), Weighted(total, weight), metrics)
@@ -268,7 +268,9 @@ class PipelineRegion:
                 pairs = zip(specs_of_row, axes_of_row, strict=True)
                 rows.append([PartitionSpec(axis, by or None, *row[1:]) for row, by in pairs])
             return rows, PartitionSpec(axis, self.spec.strategy.batch_axes)
-        manual = jax.tree.map(lambda x: only_axes(x.spec, self.axes), self.plan.stored.owners)
+        manual = jax.tree.map(
+            lambda x: only_axes(x.spec, self.axes), self.plan.stored.grad_shardings
+        )
         rest = [
             None if spec is None else self.split_spec(split_dims.get(i), spec)
             for i, spec in enumerate(self.rows.rest_of(manual))
@@ -415,9 +417,9 @@ class PipelineRegion:
 
     def reduced_outside(self, rows: Any, rest: Any) -> tuple[Any, Any]:
         """Sums the addends that left the manual region stacked; the compiler reduces them."""
-        owners = jax.tree.map(lambda sharding: sharding.spec, self.plan.stored.owners)
-        row_places = self.rows.trained.rows_of(owners)
-        rest_places = self.rows.rest_of(owners)
+        grad_specs = jax.tree.map(lambda sharding: sharding.spec, self.plan.stored.grad_shardings)
+        row_places = self.rows.trained.rows_of(grad_specs)
+        rest_places = self.rows.rest_of(grad_specs)
 
         stages = self.pipeline.axis
         others = tuple(axis for axis in self.spec.mesh.axis_names if axis != stages)

@@ -36,14 +36,14 @@ class Stored:
         storage: how the state stores the parameters.
         params: the shapes of the stored trained parameters.
         frozen: the shapes of the stored frozen parameters.
-        owners: the shardings of the reduced gradients, which are those of their moments.
+        grad_shardings: the shardings of the reduced gradients, which are those of their moments.
         update: the optimizer, which distributes its work on whole matrices over devices.
     """
 
     storage: Storage
     params: PyTree
     frozen: PyTree
-    owners: PyTree
+    grad_shardings: PyTree
     update: DistributedUpdate
 
     def on(self, spec: StepSpec) -> Stored:
@@ -55,9 +55,9 @@ class Stored:
         if self.storage.rows is not None:
             # The optimizer of stages is made for a mesh.
             return stored_form(spec)
-        owners = shardings(self.storage.strategy.opt_state, self.params, spec.mesh)
+        grad_shardings = shardings(self.storage.strategy.opt_state, self.params, spec.mesh)
         update = dataclasses.replace(self.update, mesh=spec.mesh)
-        return dataclasses.replace(self, owners=owners, update=update)
+        return dataclasses.replace(self, grad_shardings=grad_shardings, update=update)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -149,8 +149,8 @@ def stored_form(spec: StepSpec) -> Stored:
         policies.opt_state,
         spec.mesh,
     )
-    owners = shardings(policies.opt_state, params, spec.mesh)
-    return Stored(storage, params, frozen, owners, distributed)
+    grad_shardings = shardings(policies.opt_state, params, spec.mesh)
+    return Stored(storage, params, frozen, grad_shardings, distributed)
 
 
 def optimizer_for(

@@ -355,7 +355,7 @@ def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
 
     def gradients(state: TrainState, placed: Placed) -> tuple[PyTree, Metrics]:
         grads, metrics, _ = layout.run_gradients(unscaled_gradients, on_device(state), placed)
-        return stored_tree(grads, layout.owners), metrics
+        return stored_tree(grads, layout.grad_shardings), metrics
 
     def evaluate(state: TrainState, placed: Placed) -> dict[str, Weighted]:
         arguments = layout.arguments(on_device(state), placed.shared)
@@ -366,7 +366,7 @@ def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
         batch_layout=batches,
         step=jit(train_step, donate_argnums=0, out_shardings=(layout.places, layout.reported)),
         evaluate=jit(evaluate, out_shardings=layout.replicated),
-        gradients=jit(gradients, out_shardings=(layout.owners, layout.reported)),
+        gradients=jit(gradients, out_shardings=(layout.grad_shardings, layout.reported)),
         evaluated=together,
         outer_steps=tuple(
             jit(_on_stored(run, layout), donate_argnums=0, out_shardings=layout.places)

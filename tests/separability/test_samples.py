@@ -104,7 +104,7 @@ def per_sample_keys(p, b):
 
 
 def with_backward(forward, backward):
-    """A function of one array with a backward pass of its own."""
+    """A function of one array with a custom backward pass."""
     f = jax.custom_vjp(forward)
     f.defvjp(lambda x: (forward(x), x), lambda x, g: (backward(x, g),))
     return f
@@ -394,11 +394,11 @@ COUPLED = {
         lambda p, b: jnp.mean(
             with_backward(lambda x: x, lambda x, g: g / len(x))(error(p, b))
         ),
-        "backward pass of its own that mixes the samples, or is not linear in its cotangent",
+        "custom backward pass that mixes the samples, or is not linear in its cotangent",
     ),
     "a gradient that is clipped": (
         lambda p, b: jnp.mean(with_backward(jnp.tanh, lambda x, g: jnp.clip(g, -1, 1))(b["x"])),
-        "backward pass of its own that mixes the samples, or is not linear in its cotangent",
+        "custom backward pass that mixes the samples, or is not linear in its cotangent",
     ),
     "a gradient by the norm of the batch": (
         lambda p, b: jnp.mean(clipped_vjp(error(p, b))),
