@@ -144,7 +144,7 @@ def test_gamma_noise_is_that_of_one_device(options):
 
 @pytest.mark.parametrize(
     ("samples", "words"),
-    [(2, r"random keys of shape \(2,\) both with and without"), (4, "with the samples first")],
+    [(2, r"random keys of shape \(2,\) both with and without"), (4, "with the samples in dim 0")],
 )
 def test_gamma_noise_that_parts_cannot_draw(samples, words):
     class Noisy(Gamma):

@@ -129,10 +129,10 @@ def test_keys_of_samples_need_a_generator_that_takes_each():
     draw = DRAWS["keys of samples"]
     key = jax.random.key(0, impl="rbg")
     trace = lambda samples: jax.make_jaxpr(lambda key: draw(key, samples))(key)
-    with pytest.raises(UnsupportedError, match=r"takes the first key for all.*threefry2x32"):
+    with pytest.raises(UnsupportedError, match=r"uses the first key for all.*threefry2x32"):
         find_rows(trace, LOCAL, RANKS)
     (drawn,) = follow_samples(trace, (LOCAL, LOCAL * RANKS), 0)
-    assert "takes the first key for all" in drawn.why
+    assert "uses the first key for all" in drawn.why
 
 
 def test_keys_made_on_the_way_may_draw_what_all_ranks_share():
