@@ -196,7 +196,7 @@ def summarize(schedule: Schedule, costs: Costs | None = None) -> ScheduleSummary
     """
     freely = simulate(schedule, costs)
     in_step = simulate(schedule, costs, lockstep=True)
-    plan = assign_slots(schedule)
+    slots = assign_slots(schedule)
     return ScheduleSummary(
         name=schedule.name,
         chunks=schedule.chunks,
@@ -208,8 +208,8 @@ def summarize(schedule: Schedule, costs: Costs | None = None) -> ScheduleSummary
         lockstep_bubble=in_step.bubble_fraction,
         lockstep_slowdown=in_step.makespan / max(in_step.work),
         peak_live=max(freely.peak_live) / schedule.chunks,
-        num_inputs=plan.inputs.num_slots,
-        num_held=plan.held.num_slots,
+        num_inputs=slots.inputs.num_slots,
+        num_held=slots.held.num_slots,
         num_transfers=len(transfers(schedule)),
     )
 
