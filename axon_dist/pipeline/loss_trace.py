@@ -359,7 +359,7 @@ def mean_weight(
 
 
 def with_merged_batch_dims(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Returns the function with all dims of an operand before the contracted ones merged.
+    """Returns the function with the batch dims of each matrix product merged into one.
 
         dot(x[batch, tokens, k], w[k, n])  ->  reshape(dot(reshape(x, [batch * tokens, k]), w))
 
