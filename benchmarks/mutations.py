@@ -156,9 +156,9 @@ MUTATIONS = (
         "nn/test_linear_loss.py::test_value_and_gradients_equal_those_of_all_logits",
     ),
     row(
-        "proof/rules.py", "result = times(losses, as_rows(weights, op.inputs[3]))",
+        "separability/rules.py", "result = times(losses, as_rows(weights, op.inputs[3]))",
         "result = losses",
-        "proof/test_samples.py::test_the_weights_of_a_loss_without_logits_are_seen",
+        "separability/test_samples.py::test_the_weights_of_a_loss_without_logits_are_seen",
     ),
     # A pipeline: weights of metrics, scale, rows of stages, what crosses a cut.
     row(

@@ -6,7 +6,7 @@ The model is a GPT of 8 layers, width 256, 4 heads, 128 tokens, vocabulary 512, 
 microbatch, float32, AdamW. Prints CPU-seconds per microbatch (the least of the rounds): a program
 that computes in its bubbles needs more of them per microbatch when there are few. The GPipe is a
 scan over ticks, differentiated by JAX, each block under `jax.checkpoint`, idle ticks skipped by
-`lax.cond`; `joined` is the same with products as the library has them (`with_combined_rows`).
+`lax.cond`; `joined` is the same with products as the library has them (`with_merged_batch_dims`).
 `1f1b residuals` keeps what the backward pass needs instead of recomputing it. Under the table are
 the ratios that matter, and what the halves of a backward pass cost together, measured on a stage
 alone. Lines on the standard error say how far it is: with `--stages 4 --microbatches 8` it takes
@@ -32,7 +32,7 @@ from rich.table import Table
 
 from axon_dist import World, build_train_step, ddp, pipelined
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
-from axon_dist.pipeline import Data, StageProgram, Wire, with_combined_rows
+from axon_dist.pipeline import Data, StageProgram, Wire, with_merged_batch_dims
 from axon_dist.pipeline.stage import DividedBackward, StageOperands, pull_back
 
 from .timing import alternate
@@ -80,7 +80,7 @@ def gpipe_by_hand(world: World, num_microbatches: int, joined: bool):
     def plain(leaves, x):
         return nnx.merge(graphdef, leaves, copy=True)(x)
 
-    block = jax.checkpoint(with_combined_rows(plain) if joined else plain)
+    block = jax.checkpoint(with_merged_batch_dims(plain) if joined else plain)
 
     def losses(params, tokens):
         rank = jax.lax.axis_index("pp")
@@ -231,7 +231,7 @@ def halves_of_a_backward_pass(rounds: int) -> tuple[float, float]:
             x = nnx.merge(graph, jax.tree.unflatten(tree, own))(x)
         return Wire([x], [])
 
-    stage = StageProgram((0,), 0, range(2), None, with_combined_rows(middle), None, (), (), ())
+    stage = StageProgram((0,), 0, range(2), None, with_merged_batch_dims(middle), None, (), (), ())
     x = jnp.ones((ROWS, TOKENS, 256))
     at = StageOperands(list(map(list, leaves)), {}, Data([], []), jnp.int32(0), Wire([x], []))
     parts = DividedBackward.of(stage, at, [x])

@@ -289,8 +289,8 @@ def _awaited(record: Address) -> bytes:
     while (contents := record.read()) is None:
         if time.monotonic() > end:
             raise CheckpointError(
-                f"could not save a checkpoint: {str(record)!r} did not come in {_PATIENCE:g} s; "
-                "see what the other processes say"
+                f"could not save a checkpoint: {str(record)!r} was not written within "
+                f"{_PATIENCE:g} s; see the output of the other processes"
             )
         time.sleep(pause)
         pause = min(2 * pause, 5.0)

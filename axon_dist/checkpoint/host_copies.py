@@ -103,9 +103,9 @@ class HostRing:
             if len({*map(len, each)}) > 1 or len({size for row in each for size in row}) > 1:
                 raise ConfigError(
                     f"the processes of the hosts have {' and '.join(map(str, sorted(each)))} "
-                    f"devices, and {path} is split over hosts: what a host has of it is copied to "
-                    "the next one, device by device. Start as many processes on each host, with as "
-                    "many devices, or leave checkpoint.memory_every at 0"
+                    f"devices, and {path} is split over hosts: the part of a host is copied to "
+                    "the next one, device by device. Start the same number of processes and "
+                    "devices on each host, or leave checkpoint.memory_every at 0"
                 )
         return spread
 
@@ -356,7 +356,8 @@ class HostCopies:
         if any(damaged):
             raise DamagedCheckpointError(
                 f"the copy of step {header.step} in the memory of the hosts of the processes "
-                f"{[p for p, is_bad in enumerate(damaged) if is_bad]} is not what was written; "
+                f"{[p for p, is_bad in enumerate(damaged) if is_bad]} was changed after it was "
+                "written; "
                 "going back to a checkpoint"
             )
         leaves = [from_stored(values[path], leaf) for path, leaf in targets.items()]

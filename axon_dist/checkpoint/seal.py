@@ -412,9 +412,7 @@ def check_replaceable(folder: Place) -> None:
         )
     on_disk = isinstance(folder, Path)
     for path in (folder, staging_of(folder), replaced_of(folder)) if on_disk else (folder,):
-        what = (
-            f"could not save checkpoint {str(folder)!r}: cannot look at what lies at {str(path)!r}"
-        )
+        what = f"could not save checkpoint {str(folder)!r}: cannot read {str(path)!r}"
         advice = "allow this program to read it, or name another folder"
         with reworded(what, advice, CheckpointError):
             foreign = foreign_in(path, may_be_partial=path != folder)
@@ -422,8 +420,8 @@ def check_replaceable(folder: Place) -> None:
             raise CheckpointError(
                 f"could not save checkpoint {str(folder)!r}: at {str(path)!r} lies {foreign}, "
                 "which saving would delete; only an empty folder or an earlier checkpoint is "
-                f"replaced. Name a new folder, such as {f'{folder}-checkpoint'!r}, or move away "
-                "what lies there; nothing was changed"
+                f"replaced. Name a new folder, such as {f'{folder}-checkpoint'!r}, or move that "
+                "away; nothing was changed"
             )
 
 

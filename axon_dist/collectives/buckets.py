@@ -126,7 +126,7 @@ def as_structs(tree_or_shapes: PyTree) -> PyTree:
     leaves = jax.tree.leaves(tree_or_shapes, is_leaf=_is_shape)
     if wrong := [leaf for leaf in leaves if not (_is_shape(leaf) or hasattr(leaf, "dtype"))]:
         raise ConfigError(
-            f"got {wrong[0]!r} of type {type(wrong[0]).__name__} among what is to be packed into "
+            f"got {wrong[0]!r} of type {type(wrong[0]).__name__} among the arrays to pack into "
             "buckets; give a tree of arrays, of jax.ShapeDtypeStruct, or of shapes such as (3, 4)"
         )
     if all(_is_shape(leaf) for leaf in leaves):
@@ -325,6 +325,6 @@ def _check_planned(leaves: list[Array], plan: BucketPlan) -> None:
     pairs = itertools.zip_longest(got, planned, fillvalue="nothing")
     index, pair = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     raise ConfigError(
-        f"gradient {index} is {pair[0]} and the bucket plan expects {pair[1]}, of {len(got)} and "
-        f"{len(planned)} gradients; make the plan from the same tree with plan_buckets"
+        f"got {len(got)} gradients for a plan of {len(planned)}: gradient {index} is {pair[0]}, "
+        f"and the bucket plan expects {pair[1]}; make the plan from the same tree with plan_buckets"
     )

@@ -277,6 +277,8 @@ class Requirement(Generic[T]):
         error: type[AxonDistError],
         sentence: str,
         when: Callable[[T], Mapping[str, object] | None],
+        *,
+        code: str,
     ) -> Requirement[T]:
         """A requirement given by its message and the condition that breaks it.
 
@@ -285,10 +287,15 @@ class Requirement(Generic[T]):
             error: the error to raise.
             sentence: the message, with names in braces.
             when: returns the values of these names if the requirement is broken, else None.
+            code: the code of the error.
 
         Example:
             >>> even = Requirement.row(
-            ...     "even", AxonDistError, "got {n}", lambda n: {"n": n} if n % 2 else None
+            ...     "even",
+            ...     AxonDistError,
+            ...     "got {n}",
+            ...     lambda n: {"n": n} if n % 2 else None,
+            ...     code="odd",
             ... )
             >>> even.check(2)
         """
@@ -296,7 +303,7 @@ class Requirement(Generic[T]):
         def check(subject: T) -> None:
             values = when(subject)
             if values is not None:
-                raise error(sentence.format(**values))
+                raise error(sentence.format(**values), code=code)
 
         return cls(name, check)
 

@@ -1,4 +1,4 @@
-"""Fields of dataclasses that have a new name, and take the old one for another release."""
+"""Fields and arguments that have a new name, and take the old one for another release."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def renamed_fields(**new_of: str) -> Callable[[type[_T]], type[_T]]:
@@ -42,7 +44,41 @@ def renamed_fields(**new_of: str) -> Callable[[type[_T]], type[_T]]:
         setattr(cls, "_new_name_of", MappingProxyType(new_of))  # noqa: B010
         for old, new in new_of.items():
             setattr(cls, old, _old_attribute(cls, old, new))
+        setattr(cls, "__setstate__", _set_state)  # noqa: B010
         return cls
+
+    return decorate
+
+
+def renamed_arguments(**new_of: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorates a function whose arguments are renamed: the old keywords work, and each use warns.
+
+    Args:
+        **new_of: the new name of an argument, by its old name.
+
+    Example:
+        >>> @renamed_arguments(size="length")
+        ... def span(length):
+        ...     return length
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     span(size=3)
+        3
+        >>> [str(one.message) for one in caught]
+        ['span(size=...) is deprecated; use length']
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def with_old_keywords(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for old, new in new_of.items():
+                if old in kwargs:
+                    text = f"{function.__name__}({old}=...) is deprecated; use {new}"
+                    warnings.warn(text, DeprecationWarning, stacklevel=2)
+                    kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return with_old_keywords
 
     return decorate
 
@@ -62,6 +98,13 @@ def with_new_names(cls: type[Any], values: Mapping[str, Any], stacklevel: int) -
             # `dataclasses.replace(thing, old=...)` gives the current value by the new name, too.
             found[new] = found.pop(old)
     return found
+
+
+def _set_state(self: Any, state: Mapping[str, Any]) -> None:
+    """Sets the fields that a pickle has; one from before a rename has them by their old names."""
+    new_of = type(self)._new_name_of
+    # The class is frozen, so its fields cannot be assigned.
+    vars(self).update({new_of.get(name, name): value for name, value in state.items()})
 
 
 def _old_attribute(cls: type[Any], old: str, new: str) -> property:

@@ -298,7 +298,7 @@ def expect_kernels(
             f"should hold those of {loss[0]}"
         )
     if remat is not None and not is_expected((again := recomputed(module)).count, remat):
-        wrong.append(f"what XLA rematerialises by itself: {again}, instead of {remat}")
+        wrong.append(f"instructions that XLA rematerialises by itself: {again}, instead of {remat}")
     if wrong:
         raise ClaimError(
             f"a step runs {'; and '.join(wrong)}. Compute in bfloat16 and leave the form of "

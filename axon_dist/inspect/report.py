@@ -227,11 +227,11 @@ class Report:
         if ratio is not None and self.traced_flops and abs(ratio - 1) > AGREED:
             (option,) = gpu_pipelining("all_gather")
             twice = (
-                "computes something again; where weights are gathered for microbatches, compare "
-                f"compiler_options={{{option!r}: None}}"
+                "recomputes some products; if weights are gathered for each microbatch, compare "
+                f"with compiler_options={{{option!r}: None}}"
             )
             warnings.append(
-                f"the compiled step multiplies {ratio:.2f} x what was traced, "
+                f"the compiled step has {ratio:.2f} times the products of the traced one, "
                 f"{si(self.flops.high)} for {si(self.traced_flops)} FLOPs: the compiler "
                 + (twice if ratio > 1 else "found products that nothing needs")
             )

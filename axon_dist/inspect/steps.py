@@ -22,7 +22,7 @@ class Step(Protocol):
 
     @property
     def plan(self) -> Any:
-        """How it runs what it was given."""
+        """The decisions that follow from its arguments."""
 
     @property
     def programs(self) -> Any:

@@ -154,8 +154,8 @@ def spent(events: Sequence[Event], num_runs: int, rank: Callable[[Event], int]) 
     found = min(map(len, runs.values()), default=0)
     if found < 3:
         raise UnsupportedError(
-            f"the trace tells {found} steps apart of {num_runs}; a profile needs 3: one in which "
-            "the trace begins, one that is measured, and one that says where it ends"
+            f"{found} of {num_runs} steps can be told apart in the trace; a profile needs 3: the "
+            "trace begins in the first, the second is measured, and the third marks its end"
         )
     begin = min(spans[1][0] for spans in runs.values())
     end = min(spans[-1][0] for spans in runs.values())

@@ -132,7 +132,7 @@ def scan_over_layers(
         prefetch: whether the backward pass may gather an iteration's weights one iteration ahead.
             Set it only if units communicate nothing but weights: the compiler would also prefetch
             gathered activations, and compute everything that leads to them twice.
-        unroll: chains of at most this many units stay separate calls: each is compiled by itself,
+        unroll: chains of at most this many units stay separate calls: each is compiled separately,
             and the values it saves for the backward pass are not stacked. None means `UNROLLED`,
             for units that contain no loop themselves.
         rule: which chains run as a loop; replaces `unroll`.

@@ -109,7 +109,7 @@ class LoopCost:
         saved = duration(compiling)
         took = f"{duration(a_step)} of every step"
         if self.most is not None and num_blocks > self.most:
-            why = f"unrolled, more than {self.most} could keep gathered weights for longer; "
+            why = f"more than {self.most} unrolled blocks could keep gathered weights for longer; "
             why += f"{byte_size(stack_bytes)} of stacks take {took}"
             return LoopChoice(num_blocks, True, why)
         if STEPS * a_step > compiling:
@@ -172,7 +172,7 @@ class LoopRule:
         if length > UNROLLED and self.cost is not None:
             each = stacked_bytes(program, roles, self.cost.platform, keeps)
             return self.cost.choice(length, length * each)
-        why = f"of up to {UNROLLED} each is compiled by itself, of more one for all"
+        why = f"up to {UNROLLED} are compiled separately, more run as one loop"
         if length > UNROLLED and self.why:
             why = f"{why}, for {self.why}"
         return LoopChoice(length, length > UNROLLED, why)

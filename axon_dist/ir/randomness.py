@@ -45,8 +45,8 @@ MAKERS = frozenset({"random_seed", "random_wrap"})
 """Primitives that make a key from numbers."""
 
 FIRST_KEY = (
-    "draws with keys of the samples' own by the generator rbg, which under vmap takes the first "
-    "key for all; make the keys with impl='threefry2x32'"
+    "draws with one key per sample by the generator rbg, which under vmap uses the first key for "
+    "all samples; make the keys with impl='threefry2x32'"
 )
 
 TAG = "rows"
@@ -119,8 +119,8 @@ def _key_rows(part: Shape, full: Shape, dim: int) -> SampleRows:
     if math.prod(part[:dim]) > 1:
         raise UnsupportedError(
             f"the model draws gamma noise of shape {part} from one key, in which dim {dim} counts "
-            "samples, so that the keys of a part of them do not follow each other; draw it with "
-            "the samples first, and transpose it"
+            "samples, so that the keys of a part of the samples are not contiguous; draw it with "
+            "the samples in dim 0, and transpose it"
         )
     return SampleRows(0, math.prod(full))
 
@@ -143,7 +143,7 @@ def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleR
             shape = shape_of(equation.outvars[0])
             raise UnsupportedError(
                 f"the model draws a random array of shape {shape}, a row for every sample, from a "
-                "key that it makes on the way, such as jax.random.key(0) within the model or the "
+                "key that it creates itself, such as jax.random.key(0) within the model or the "
                 "loss; every rank would draw the same. Keep the key in the model, as "
                 "nnx.Rngs(0) does"
             )

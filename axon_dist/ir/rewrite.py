@@ -287,10 +287,10 @@ def refuse(equation: JaxprEqn) -> None:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        f"the model convolves inside {equation.primitive.name!r}, whose derivative is its own, on "
-        "a mesh with two or more axes, where the compiler can get the gradients of convolutions "
-        "wrong and cannot be told better in there. Call the convolution outside of such a "
-        "function, or use a mesh with one axis, such as dp=8"
+        f"the model convolves inside {equation.primitive.name!r}, which has a custom derivative, "
+        "on a mesh with two or more axes. There the compiler can get the gradients of convolutions "
+        "wrong, and this library cannot rewrite the inside of such a function. Call the "
+        "convolution outside of it, or use a mesh with one axis, such as dp=8"
     )
 
 

@@ -193,8 +193,8 @@ def _exchange(world: World, topic: str, value: str, timeout: float = 300.0) -> d
         if time.monotonic() > deadline:
             missing = sorted(set(range(world.num_processes)) - set(answers))
             raise LaunchError(
-                f"processes {', '.join(map(str, missing))} of {world.num_processes} did not say "
-                f"what they were given ({topic}) within {timeout:g} s; all must run the same "
+                f"processes {', '.join(map(str, missing))} of {world.num_processes} did not "
+                f"report their {topic} within {timeout:g} s; all must run the same "
                 "program in the same order"
             )
         time.sleep(_PAUSE_SECONDS)

@@ -33,8 +33,8 @@ from ..core.typing import Array
 _ELSEWHERE: MappingProxyType[str, str] = MappingProxyType(
     {
         "mock": "emulated devices are a world's: World.emulate(8).default_group",
-        "rank": "one program runs for all ranks, and which it is at is known within it: "
-        "axon_dist.rank(group), in group.spmd(function) or shard_map",
+        "rank": "one program runs on all ranks, so a rank is known only inside it: call "
+        "axon_dist.rank(group) in group.spmd(function) or shard_map",
     }
 )
 """Attributes that groups have in other libraries, and what to use here."""

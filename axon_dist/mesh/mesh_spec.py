@@ -233,7 +233,7 @@ def by_links(spec: MeshSpec, devices: Sequence[_Device]) -> list[list[_Device]]:
             f"mesh {spec} keeps {axes} within a node, which is {within} devices, and there are "
             f"{len(nodes)} {_PLURAL[kind]} of {' or '.join(map(str, sizes))} devices; give "
             f"{' × '.join(slow)} the size {len(nodes)}, or a multiple of it, and the other axes "
-            "what a node has"
+            "together the number of devices of a node"
         )
     ordered = [device for node in nodes for device in node]
     return [ordered[start : start + within] for start in range(0, len(ordered), within)]

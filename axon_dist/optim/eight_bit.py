@@ -144,8 +144,8 @@ def block_dim(shape: Shape) -> int:
     """Returns the dim along which an array is cut into blocks.
 
     It is the last one, unless that is the largest; then it is the one before. FSDP and ZeRO split
-    the largest dim, and blocks run along another, so no shard cuts a block. If this dim has few
-    entries, which would make small blocks with many scales, it is the largest dim after all.
+    the largest dim, and blocks run along another, so no shard cuts a block. If this dim is so
+    short that blocks would be small and scales many, blocks run along the largest dim after all.
 
     Example:
         >>> block_dim((1024, 256)), block_dim((256, 1024)), block_dim((3, 1024))

@@ -131,14 +131,16 @@ class ContextLayers(AdaptLayers):
                 raise UnsupportedError(
                     f"{type(module).__name__} has a window or caps its scores, which a ring of "
                     "keys and values does not support; take context_parallel('ulysses'), whose "
-                    "ranks see whole sequences"
+                    "ranks see whole sequences",
+                    code="ring-of-special-attention",
                 )
         if not layers:
             classes = sorted({type(module).__name__ for _, module in nnx.iter_modules(model)})
             raise UnsupportedError(
                 "context parallelism found no attention to replace among the classes "
                 f"{', '.join(classes)}; give the attention of the model a method "
-                "attend(query, key, value), or use nnx.MultiHeadAttention"
+                "attend(query, key, value), or use nnx.MultiHeadAttention",
+                code="no-attention",
             )
 
     def __call__(self, model: nnx.Module, layout: Layout) -> None:

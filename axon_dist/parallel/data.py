@@ -366,14 +366,14 @@ def diloco(
             more fragments than steps, or when the outer optimizer or compression is invalid.
 
     Example:
-        >>> plan = diloco("nodes", every=100).slow
-        >>> plan.axis, plan.every
+        >>> loop = diloco("nodes", every=100).outer_loop
+        >>> loop.axis, loop.every
         ('nodes', 100)
 
     Source: Douillard et al., DiLoCo, arXiv:2311.08105; fragments: Streaming DiLoCo,
     arXiv:2501.18512.
     """
-    return _slow("diloco", axis, every, outer, compress, fragments)
+    return _outer_loop_strategy("diloco", axis, every, outer, compress, fragments)
 
 
 @checked(every=COUNT, fragments=COUNT)
@@ -406,10 +406,10 @@ def local_sgd(
 
     Source: Stich, Local SGD, arXiv:1805.09767.
     """
-    return _slow("local_sgd", axis, every, optax.sgd(1.0), compress, fragments)
+    return _outer_loop_strategy("local_sgd", axis, every, optax.sgd(1.0), compress, fragments)
 
 
-def _slow(
+def _outer_loop_strategy(
     name: str,
     axis: str,
     every: int,
@@ -423,11 +423,11 @@ def _slow(
             f"different step, so give at most {every} fragments, or more steps"
         )
     optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
-    plan = OuterLoop(
+    outer_loop = OuterLoop(
         axis,
         int(every),
         optax.with_extra_args_support(optimizer),
         compression_of(compress),
         int(fragments),
     )
-    return Strategy(name, batch_axes=(axis,), slow=plan)
+    return Strategy(name, batch_axes=(axis,), outer_loop=outer_loop)

@@ -200,7 +200,8 @@ class ExpertLayers(AdaptLayers):
                 f"expert parallelism found no stacked experts: patterns {patterns or 'none'}; the "
                 f"parameters are {', '.join(path for path, _ in leaves)}. Stack the experts of a "
                 "layer in one module, self.experts = nnx.vmap(Expert)(rngs.split(count)), and give "
-                "the patterns and dims of suggest_plan(model).experts; or leave it out"
+                "the patterns and dims of suggest_plan(model).experts; or leave it out",
+                code="no-stacked-experts",
             )
         is_configured = self.form is not ExpertForm.AUTO or self.capacity is not None
         replaceable = (has_experts(module) for _, module in nnx.iter_modules(model))
@@ -208,7 +209,8 @@ class ExpertLayers(AdaptLayers):
             raise UnsupportedError(
                 f"form={self.form.value!r} and capacity={self.capacity} are for modules with the "
                 "methods mix_experts and feed, as models.Experts has; the model has none: the "
-                "compiler sends the tokens to its experts. Leave both out"
+                "compiler sends the tokens to its experts. Leave both out",
+                code="experts-by-compiler",
             )
 
     def __call__(self, model: nnx.Module, layout: Layout) -> None:

@@ -163,7 +163,7 @@ def _compare_parts(
     compared = compare(call, one_by_one, few)
     if compared.is_equal or not compared.was_run:
         return compared
-    return Comparison(False, "gives a sample among others another result than alone")
+    return Comparison(False, "gives a sample a result that depends on the other samples")
 
 
 def map_kernels(model: nnx.Module, layout: Layout) -> None:

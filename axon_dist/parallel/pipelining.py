@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..core.checks import ArgumentKind, checked, is_number
 from ..core.errors import ConfigError, did_you_mean
 from ..core.files import as_path, kind_at, read_text
+from ..core.renamed import renamed_arguments
 from ..nn import POLICIES, ActivationCheckpointing
 from ..schedule import (
     PipelineSchedule,
@@ -16,6 +17,7 @@ from ..schedule import (
     validate,
     with_vocabulary,
 )
+from ..schedule.action import check_sizes
 from .strategy import Strategy
 from .strategy_values import PipelinePlan
 
@@ -32,9 +34,10 @@ _CLASSES = ArgumentKind(
 )
 
 
+@renamed_arguments(num_stages="num_ranks")
 @checked(costs=_COST.several().or_none(), classes=_CLASSES)
 def pipelined(
-    num_stages: int,
+    num_ranks: int,
     num_microbatches: int,
     schedule: str | Schedule = PipelineSchedule.EAGER_1F1B,
     *,
@@ -54,7 +57,7 @@ def pipelined(
     rank holds its stages whole.
 
     Args:
-        num_stages: **ranks** along the axis, each with `chunks` stages.
+        num_ranks: the ranks along the axis, each with `chunks` stages.
         num_microbatches: microbatches per step.
         schedule: a name of `PipelineSchedule`, a table, or the path of a CSV file with one. The
             default is the 1F1B that is fastest when ranks run in lockstep: rank s keeps `2(S-s)-1`
@@ -88,10 +91,10 @@ def pipelined(
             `backward`, or `classes` or `boundaries` of another type.
 
     Example:
-        >>> pipelined(num_stages=4, num_microbatches=8).pipeline.schedule.name
+        >>> pipelined(num_ranks=4, num_microbatches=8).pipeline.schedule.name
         'eager_1f1b'
     """
-    table = read_schedule(schedule, num_stages, num_microbatches, chunks)
+    table = read_schedule(schedule, num_ranks, num_microbatches, chunks)
     table = with_vocabulary(table) if split_vocabulary else table
     if backward not in (valid := [*BACKWARD, *POLICIES]):
         raise ConfigError(f"backward={backward!r} is unknown.{did_you_mean(backward, valid)}")
@@ -106,7 +109,7 @@ def pipelined(
 
 
 def read_schedule(
-    schedule: str | Schedule, num_stages: int, num_microbatches: int, chunks: int | None
+    schedule: str | Schedule, num_ranks: int, num_microbatches: int, chunks: int | None
 ) -> Schedule:
     """Returns the validated table of a schedule's name, of a CSV file, or the table itself.
 
@@ -115,15 +118,18 @@ def read_schedule(
             not valid.
         ConfigError: for a table whose sizes differ from those given, or a missing file.
     """
+    check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
     table = read_table(schedule)
     if isinstance(table, str):
-        table = build_schedule(table, num_stages, num_microbatches, chunks)
-    got = {"num_stages": table.num_devices, "num_microbatches": table.num_microbatches}
-    asked = {"num_stages": num_stages, "num_microbatches": num_microbatches}
-    if got != asked or (chunks is not None and chunks != table.chunks):
+        table = build_schedule(table, num_ranks, num_microbatches, chunks)
+    sizes = (table.num_devices, table.num_microbatches)
+    if sizes != (num_ranks, num_microbatches) or (chunks is not None and chunks != table.chunks):
         raise ConfigError(
-            f"schedule {table.name!r} has {got} and {table.chunks} chunks, and the pipeline was "
-            f"given {asked} and chunks={chunks}; make them equal"
+            f"schedule {table.name!r} is for {table.num_devices} ranks with {table.chunks} chunks "
+            f"each and {table.num_microbatches} microbatches, but the pipeline was given "
+            f"{num_ranks} ranks, chunks={chunks} and {num_microbatches} microbatches; make them "
+            "equal",
+            code="schedule-sizes",
         )
     validate(table)
     return table

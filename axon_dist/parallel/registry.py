@@ -65,7 +65,7 @@ class ModelPlan:
 
     Args:
         axes: the mesh axes that it can be over.
-        options: the options that it has in a `planner.Candidate`.
+        options: maps a `planner.Candidate` to the options of the strategy.
     """
 
     axes: tuple[str, ...]
@@ -294,7 +294,7 @@ def _pipeline(
         backward: `recompute` keeps a stage's input and recomputes the stage, `residuals` keeps all
             that the backward pass needs, and a policy of `remat` what that saves of each block.
         split_vocabulary: every rank computes its part of the vocabulary of embedding, head and
-            loss, which else the end stages compute; for a loss of `linear_cross_entropy`.
+            loss, instead of the first and last stages alone; for `linear_cross_entropy` losses.
     """
     if "pp" not in world.mesh.shape:
         raise MeshError(f"mesh {world.spec} has no axis for a pipeline: add pp, as in dp=-1,pp=2")
@@ -328,10 +328,10 @@ def _expert(
     form: ExpertForm = ExpertForm.AUTO,
     capacity: float | None = None,
 ) -> Strategy:
-    """Expert parallelism over the axis `ep`, which splits the batch, too.
+    """Expert parallelism over the axis `ep`, which also splits the batch.
 
     Args:
-        model: whose experts are split, in arrays that stack them or in lists.
+        model: whose experts are split, in stacked arrays or in lists.
         world: the devices, and the mesh they form.
         form: how tokens are sent: `ring` gathers those of all ranks and sums the results back,
             `all_to_all` sends each expert its slots, `auto` takes the one that moves fewer bytes.

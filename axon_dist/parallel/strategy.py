@@ -141,7 +141,7 @@ class AdaptLayers(abc.ABC):
         """Changes a model merged inside a trace."""
 
 
-@renamed_fields(resident="ungathered_axes")
+@renamed_fields(resident="ungathered_axes", slow="outer_loop")
 @dataclasses.dataclass(frozen=True)
 class Strategy:
     """A parallelism as a record of policies; `compose` combines several.
@@ -170,8 +170,8 @@ class Strategy:
             instead of once per unit and use; `with_masters` sets it.
         ungathered_axes: the batch axes along which sharded parameters are never gathered: each
             rank computes with its shard for the samples of all ranks, as with experts.
-        slow: the axis of replicas that train independently, and when they synchronize; None where
-            all ranks take every step together.
+        outer_loop: the axis of replicas that train independently, and when they synchronize; None
+            if all ranks take every step together.
         default_axes: the axes filled in by default; `on_mesh` may replace them.
 
     Example:
@@ -192,7 +192,7 @@ class Strategy:
     layers: tuple[AdaptLayers, ...] = ()
     gathers_once: bool = False
     ungathered_axes: tuple[str, ...] = ()
-    slow: OuterLoop | None = None
+    outer_loop: OuterLoop | None = None
     default_axes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -220,7 +220,7 @@ class Strategy:
     @property
     def axes(self) -> frozenset[str]:
         """The axes of a mesh along which devices differ in what they compute or store."""
-        others = {plan.axis for plan in (self.pipeline, self.slow) if plan is not None}
+        others = {plan.axis for plan in (self.pipeline, self.outer_loop) if plan is not None}
         split = (*self.params.split_axes, *self.opt_state.split_axes)
         within = (axis for layers in self.layers for axis in layers.axes)
         return frozenset({*self.batch_axes, *split, *within, *others})
@@ -455,7 +455,7 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
     )
 
 
-_AGREED = ("wrap", "precision", "remat", "offload", "pipeline", "slow")
+_AGREED = ("wrap", "precision", "remat", "offload", "pipeline", "outer_loop")
 """The fields on which all parts that set them must agree."""
 
 

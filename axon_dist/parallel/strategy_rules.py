@@ -31,23 +31,32 @@ def _rule(
     error: type[AxonDistError],
     sentence: str,
     broken: Callable[[Strategy, World], object],
+    code: str,
 ) -> Requirement[PlacedStrategy]:
     """Makes a row from a requirement and the test for its violation.
 
     Args:
         name: the requirement, in a few words.
         error: the class of the error.
-        sentence: a format string over `strategy`, `mesh` and the facts that `broken` returns.
+        sentence: a format string over `strategy`, `mesh`, `replica_axis` (the axis of the
+            `OuterLoop`, if there is one) and the facts that `broken` returns.
         broken: returns a true value where the requirement does not hold; a dict adds names to the
             format string.
+        code: the code of the error.
     """
 
     def when(placed: PlacedStrategy) -> Mapping[str, object] | None:
         facts = broken(placed.strategy, placed.world)
         more = facts if isinstance(facts, dict) else {}
-        return {"strategy": placed.strategy, "mesh": placed.world.spec, **more} if facts else None
+        if not facts:
+            return None
+        strategy = placed.strategy
+        names = {"strategy": strategy, "mesh": placed.world.spec}
+        if strategy.outer_loop is not None:
+            names["replica_axis"] = strategy.outer_loop.axis
+        return {**names, **more}
 
-    return Requirement.row(name, error, sentence, when)
+    return Requirement.row(name, error, sentence, when, code=code)
 
 
 def _lacking(axes: Iterable[str], world: World) -> Mapping[str, str] | None:
@@ -88,6 +97,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "strategy {strategy.name!r} splits the batch over axis {axis!r}, which mesh {mesh} "
         "lacks.{near}",
         lambda strategy, world: _lacking(strategy.batch_axes, world),
+        code="batch-axis-missing",
     ),
     _rule(
         "the axes of the layers exist",
@@ -95,6 +105,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "strategy {strategy.name!r} splits layers over axis {axis!r}, which mesh {mesh} "
         "lacks.{near}",
         lambda strategy, world: _lacking(_split(strategy)["layers"], world),
+        code="layer-axis-missing",
     ),
     _rule(
         "the axes of the arrays exist",
@@ -102,46 +113,52 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "strategy {strategy.name!r} splits arrays over axis {axis!r}, which mesh {mesh} "
         "lacks.{near}",
         lambda strategy, world: _lacking(_split(strategy)["arrays"], world),
+        code="array-axis-missing",
     ),
     _rule(
-        "nothing is split over the axis between replicas",
+        "no array is split over the axis between replicas",
         StrategyConflictError,
-        "strategy {strategy.name!r} has replicas over axis {strategy.slow.axis!r} that send "
-        "nothing to each other for many steps, and splits arrays over it; split them over "
-        "another axis of the mesh",
+        "strategy {strategy.name!r} has replicas over axis {replica_axis!r} that send nothing to "
+        "each other for many steps, and splits arrays over it; split them over another axis of the "
+        "mesh",
         lambda strategy, _: (
-            strategy.slow and any(strategy.slow.axis in axes for axes in _split(strategy).values())
+            strategy.outer_loop
+            and any(strategy.outer_loop.axis in axes for axes in _split(strategy).values())
         ),
+        code="replica-axis-splits-arrays",
     ),
     _rule(
-        "replicas are not pipelines",
+        "replicas are not cut into stages",
         StrategyConflictError,
-        "strategy {strategy.name!r} has replicas over axis {strategy.slow.axis!r}, and cuts each "
+        "strategy {strategy.name!r} has replicas over axis {replica_axis!r}, and cuts each "
         "into stages over {strategy.pipeline.axis!r}; stages of a pipeline train together on "
         "every step. Split the replicas by fsdp() or tensor_parallel() instead, or leave out "
-        "diloco() or local_sgd() over {strategy.slow.axis!r}",
-        lambda strategy, _: strategy.slow and strategy.pipeline,
+        "diloco() or local_sgd() over {replica_axis!r}",
+        lambda strategy, _: strategy.outer_loop and strategy.pipeline,
+        code="replicas-and-pipeline",
     ),
     _rule(
         "replicas stay in device memory",
         StrategyConflictError,
-        "replicas over axis {strategy.slow.axis!r} keep all their state in device memory, but the "
+        "replicas over axis {replica_axis!r} keep all their state in device memory, but the "
         "strategy asks for cpu_offload={strategy.offload.value!r}; leave the offload out, or "
         "split each replica over more devices with fsdp()",
-        lambda strategy, _: strategy.slow and strategy.offload is not CPUOffload.NONE,
+        lambda strategy, _: strategy.outer_loop and strategy.offload is not CPUOffload.NONE,
+        code="replicas-and-offload",
     ),
     _rule(
-        "replicas have statistics of their own already",
+        "replicas average statistics over their own ranks",
         StrategyConflictError,
-        "replicas over axis {strategy.slow.axis!r} keep their own statistics, but the "
+        "replicas over axis {replica_axis!r} keep their own statistics, but the "
         "strategy asks for those of each rank: broadcast_buffers=False; leave it at True, which "
         "is about the ranks within a replica",
         lambda strategy, _: (
-            strategy.slow and strategy.reduction and not strategy.reduction.sync_buffers
+            strategy.outer_loop and strategy.reduction and not strategy.reduction.sync_buffers
         ),
+        code="replicas-and-statistics",
     ),
     _rule(
-        "buckets are of whole gradients",
+        "buckets hold whole gradients",
         StrategyConflictError,
         "strategy {strategy.name!r} reduces each gradient to the ranks that own its shards, but "
         "bucket_capacity={strategy.reduction.bucket_capacity} joins gradients that all ranks "
@@ -152,6 +169,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
             and strategy.opt_state.split_axes
             and strategy.pipeline is None
         ),
+        code="buckets-and-shards",
     ),
     Requirement(
         "there is host memory to offload to",
@@ -165,6 +183,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         MeshError,
         "the pipeline is split over axis {axis!r}, which mesh {mesh} lacks.{near}",
         lambda strategy, world: strategy.pipeline and _lacking([strategy.pipeline.axis], world),
+        code="pipeline-axis-missing",
     ),
     _rule(
         "the pipeline fits its axis",
@@ -177,6 +196,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
             and strategy.pipeline.schedule.num_devices != world.mesh.shape[strategy.pipeline.axis]
             and {"size": world.mesh.shape[strategy.pipeline.axis]}
         ),
+        code="schedule-and-mesh",
     ),
     _rule(
         "stages recompute block by block",
@@ -184,16 +204,18 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "strategy {strategy.name!r} is a pipeline, whose stages recompute block by block, but "
         "asks for checkpoint interval {strategy.remat.interval!r}; leave the interval at 1",
         lambda strategy, _: strategy.pipeline and strategy.remat and strategy.remat.interval != 1,
+        code="pipeline-and-interval",
     ),
     _rule(
-        "stages send nothing around",
+        "stages use no rings",
         StrategyConflictError,
         "strategy {strategy.name!r} is a pipeline, whose stages do different things at a time, "
         "but sends {what} around the ring of axis {axis!r}, which all must do together; {cure}",
         lambda strategy, _: strategy.pipeline and strategy.layers and _rings(strategy),
+        code="pipeline-and-rings",
     ),
     _rule(
-        "what is sent around a ring is multiplied as it is",
+        "rings have no fp8 products",
         StrategyConflictError,
         "tensor_parallel sends pieces of activations around the ranks of {axis!r}, but products "
         "in {strategy.precision.products} have one scale for all of them; leave rings out of "
@@ -201,6 +223,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         lambda strategy, _: (
             strategy.precision and strategy.precision.products and _rings(strategy, positions=False)
         ),
+        code="rings-and-fp8",
     ),
     _rule(
         "stages see every sample",
@@ -209,18 +232,20 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "which its pipeline places its stages, but every stage needs every sample; use another "
         "axis for the batch, such as 'dp' of a mesh pp=2,dp=2, or leave the data parallelism out",
         lambda strategy, _: strategy.pipeline and strategy.pipeline.axis in strategy.batch_axes,
+        code="pipeline-axis-splits-batch",
     ),
     _rule(
-        "replicas over slow links hold their experts whole",
+        "replicas have no split experts",
         StrategyConflictError,
-        "the strategy has replicas over axis {strategy.slow.axis!r}, each with its own "
+        "the strategy has replicas over axis {replica_axis!r}, each with its own "
         "gradients, and parameters along axis {strategy.ungathered_axes[0]!r} whose gradients the "
         "compiler reduces; leave expert_parallel out and split the parameters by fsdp(), or "
         "leave out diloco() or local_sgd()",
-        lambda strategy, _: strategy.slow and strategy.ungathered_axes,
+        lambda strategy, _: strategy.outer_loop and strategy.ungathered_axes,
+        code="replicas-and-experts",
     ),
     _rule(
-        "a vocabulary is split over stages alone",
+        "a vocabulary is split over the stages only",
         StrategyConflictError,
         "strategy {strategy.name!r} splits the vocabulary over the stages of a pipeline, each "
         "rank of which computes its part alone, and leaves axis {axis!r} to the compiler; leave "
@@ -231,6 +256,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
             and strategy.pipeline.schedule.splits_vocabulary
             and _not_over_stages(strategy, strategy.pipeline.axis, world)
         ),
+        code="split-vocabulary-and-axes",
     ),
     _rule(
         "stages keep the statistics of all ranks",
@@ -240,6 +266,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         lambda strategy, _: (
             strategy.pipeline and strategy.reduction and not strategy.reduction.sync_buffers
         ),
+        code="pipeline-and-statistics",
     ),
     _rule(
         "a pipeline reduces once",
@@ -255,6 +282,7 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
                 or strategy.reduction.sync is not GradSyncStrategy.SYNCHRONOUS
             )
         ),
+        code="pipeline-and-buckets",
     ),
 )
 """The rules for a `PlacedStrategy`, such as a step; the first broken one raises."""

@@ -73,8 +73,8 @@ class OuterLoop:
         """Returns the fragments that synchronize after a number of steps.
 
         Example:
-            >>> plan = OuterLoop("nodes", 4, optax.with_extra_args_support(optax.sgd(1.0)), None, 2)
-            >>> [plan.due(step) for step in range(1, 5)]
+            >>> loop = OuterLoop("nodes", 4, optax.with_extra_args_support(optax.sgd(1.0)), None, 2)
+            >>> [loop.due(step) for step in range(1, 5)]
             [(), (0,), (), (1,)]
         """
 
@@ -93,8 +93,8 @@ class OuterLoop:
             The paths of each fragment.
 
         Example:
-            >>> plan = OuterLoop("nodes", 4, optax.with_extra_args_support(optax.sgd(1.0)), None, 2)
-            >>> [sorted(paths) for paths in plan.fragment_paths({"a": 4, "b": 4, "c": 8})]
+            >>> loop = OuterLoop("nodes", 4, optax.with_extra_args_support(optax.sgd(1.0)), None, 2)
+            >>> [sorted(paths) for paths in loop.fragment_paths({"a": 4, "b": 4, "c": 8})]
             [['a', 'b'], ['c']]
         """
         groups: list[set[Path]] = [set() for _ in range(self.fragments)]
@@ -167,7 +167,8 @@ def check_offload(offload: CPUOffload, world: World) -> None:
     if HOST not in kinds:
         raise UnsupportedError(
             f"offload {offload.value!r} needs memory of kind {HOST!r}, but {world.backend.value} "
-            f"devices have {sorted(kinds)}; use CPUOffload.NONE"
+            f"devices have {sorted(kinds)}; use CPUOffload.NONE",
+            code="no-host-memory",
         )
 
 

@@ -1,4 +1,4 @@
-"""Derives a tensor-parallel plan: traces the model once and places each kernel by its users."""
+"""Derives a tensor-parallel plan from one trace: how a kernel is split follows from its uses."""
 
 from __future__ import annotations
 

@@ -131,7 +131,8 @@ class TensorLayers(AdaptLayers):
             names = "×".join(layout.sequence)
             raise StrategyConflictError(
                 f"tensor_parallel sends positions around the ranks of {self.policy.axis!r}, but "
-                f"{names!r} splits them in every layer; leave rings out, or the context parallelism"
+                f"{names!r} splits them in every layer; leave out rings or the context parallelism",
+                code="rings-and-context",
             )
         plan = self.policy.plan
         if not plan.rules:
@@ -140,7 +141,8 @@ class TensorLayers(AdaptLayers):
             why = "; ".join(whys[:8] + more) + ". " if whys else ""
             raise UnsupportedError(
                 f"the plan has no rules, and would split nothing. {why}Give a plan of "
-                "patterns and modes, or leave tensor_parallel out"
+                "patterns and modes, or leave tensor_parallel out",
+                code="plan-empty",
             )
         modules = [*nnx.iter_modules(model), *linen_modules(model)]
         paths = sorted("/".join(map(str, keys)) for keys, _ in modules)
@@ -149,7 +151,9 @@ class TensorLayers(AdaptLayers):
             patterns = ", ".join(repr(rule.pattern) for rule in self.policy.plan.rules)
             raise UnsupportedError(
                 f"the plan matches no layer of the model: patterns {patterns}; the layers are "
-                f"{', '.join(filter(None, paths))}. Change the patterns, or ask suggest_plan(model)"
+                f"{', '.join(filter(None, paths))}. Change the patterns, or use "
+                "suggest_plan(model)",
+                code="plan-matches-nothing",
             )
 
     def __call__(self, model: nnx.Module, layout: Layout) -> None:
@@ -203,7 +207,8 @@ def check_sums(strategy: Strategy, model: nnx.Module) -> None:
         raise ConfigError(
             f"remat policy {SUMS!r} keeps what tensor parallelism sums over its ranks, but "
             f"strategy {strategy.name!r} has none; take the policy 'nothing', or compose it with "
-            "tensor_parallel(plan)"
+            "tensor_parallel(plan)",
+            code="remat-sums-without-tensor",
         )
 
 
@@ -432,7 +437,7 @@ def _lookup(call: Function, module: Module) -> tuple[PyTree, Function] | None:
     cannot be called with ids relative to one rank's rows.
     """
     if isinstance(module, nn.Module):
-        if type(module).__call__ is not nn.Embed.__call__ or not _has_own_hooks(module):
+        if type(module).__call__ is not nn.Embed.__call__ or not _has_library_hooks(module):
             return None
         layer = module
 
@@ -440,7 +445,7 @@ def _lookup(call: Function, module: Module) -> tuple[PyTree, Function] | None:
             return jnp.take(table.astype(layer.dtype or table.dtype), ids, axis=0)
 
         return layer.embedding, take
-    if getattr(call, "__wrapped__", None) not in LOOKUPS or not _has_own_hooks(module):
+    if getattr(call, "__wrapped__", None) not in LOOKUPS or not _has_library_hooks(module):
         return None
     graphdef, table, rest = nnx.split(module, nnx.Param, ...)
     return table, lambda table, ids: call(nnx.merge(graphdef, table, rest, copy=True), ids)
@@ -452,10 +457,10 @@ HOOKS = ("dot_general", "promote_dtype")
 
 def is_plain_layer(module: nnx.Module) -> bool:
     """Whether a layer computes each output feature independently, as Flax's and our layers do."""
-    return is_from(type(module).__call__, "flax.", "axon_dist.") and _has_own_hooks(module)
+    return is_from(type(module).__call__, "flax.", "axon_dist.") and _has_library_hooks(module)
 
 
-def _has_own_hooks(module: Module) -> bool:
+def _has_library_hooks(module: Module) -> bool:
     """Whether the functions that a Flax layer calls are those of JAX and Flax."""
     hooks = (getattr(module, name, None) for name in HOOKS)
     return all(is_from(x, "jax.", "flax.", "axon_dist.") for x in hooks if callable(x))

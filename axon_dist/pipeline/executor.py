@@ -168,14 +168,14 @@ class Executor:
         first_rank = self.schedule.placement[0]
         example = self.data(jnp.int32(0))
         self.embedding: Embedding = Embedding(self.lookups, self.axis, first_rank, self.data)
-        rows = zeros([each.shape for each in self.lookups])
-        looked_up = example._replace(rows=rows)
-        self.wire: Wire = jax.eval_shape(lambda: self.stages[0].first(self.all_rest, looked_up))
+        looked_up = zeros([each.shape for each in self.lookups])
+        first_data = example._replace(looked_up=looked_up)
+        self.wire: Wire = jax.eval_shape(lambda: self.stages[0].first(self.all_rest, first_data))
         keeps_lookups = False
         if self.lookups:
             bound = next(bound for bound in self.bound if 0 in bound.program.stages)
             start = Start(bound.program.first, *bound.first, example)
-            keeps_lookups = start.reads_rows(rows, zeros(self.wire.floats))
+            keeps_lookups = start.reads_looked_up(looked_up, zeros(self.wire.floats))
         self.backwards: list[DividedBackward] = []
         if self.saves_residuals or self.schedule.splits_backward:
             shapes = jax.eval_shape(lambda: (example, jnp.int32(0), zeros(self.wire)))
@@ -326,8 +326,8 @@ class Executor:
             inputs, stash, mutable_buffers = operand
             program = bound.program
             data = self._data(entry, mutable_buffers)
-            looked_up = data._replace(rows=get(state.lookups, entry["lookups"]))
-            first = partial(program.first, self.all_rest, looked_up)
+            first_data = data._replace(looked_up=get(state.lookups, entry["lookups"]))
+            first = partial(program.first, self.all_rest, first_data)
             x = program.at(0, stage, first, lambda: get(inputs, entry["inputs"]))
             at = StageOperands(bound.weights, bound.rest, data, stage, x, bound.frozen)
             if not self.saves_residuals:
@@ -548,12 +548,13 @@ class Executor:
         """Adds the gradients of the layers before the first block; only the first stage does."""
         if not (bound.first[0] or self.lookups):
             return into  # No layer before the first block is trained.
-        data = self.data(entry["microbatch"])._replace(rows=get(state.lookups, entry["lookups"]))
+        looked_up = get(state.lookups, entry["lookups"])
+        data = self.data(entry["microbatch"])._replace(looked_up=looked_up)
         start = Start(bound.program.first, *bound.first, data)
 
         def of_first() -> GradientSums:
             sums, scatters = into
-            of_rest, of_rows = start.back(data.rows, gradient)
+            of_rest, of_rows = start.back(data.looked_up, gradient)
             return sums.add_rest(of_rest), put(scatters, entry["scatters"], of_rows)
 
         return bound.program.at(0, entry["stage"], of_first, lambda: into)

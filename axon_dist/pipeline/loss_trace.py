@@ -108,8 +108,8 @@ class LossTrace:
         known.update(zip(self.buffers, data.buffers, strict=True))
         known.update(zip(self.batch, data.batch, strict=True))
         known.update((self.params[names[i]], value) for i, value in rest.items())
-        # `data.rows` is empty on all stages but the first.
-        known.update(zip(self.looked_up, data.rows, strict=False))
+        # `data.looked_up` is empty on all stages but the first.
+        known.update(zip(self.looked_up, data.looked_up, strict=False))
         return known
 
     def uses(self, names: Sequence[Keys], *pieces: Piece) -> tuple[int, ...]:
@@ -358,8 +358,8 @@ def mean_weight(
     return jnp.where(mean == 0, 1.0, mean)
 
 
-def with_combined_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Returns the function with all dims before the contracted ones of each product merged.
+def with_merged_batch_dims(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Returns the function with the batch dims of each matrix product merged into one.
 
         dot(x[batch, tokens, k], w[k, n])  ->  reshape(dot(reshape(x, [batch * tokens, k]), w))
 
@@ -379,7 +379,7 @@ def with_combined_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]
 
     Example:
         >>> x, w = jax.numpy.ones((2, 3, 4)), jax.numpy.ones((4, 5))
-        >>> program = jax.make_jaxpr(with_combined_rows(lambda x, w: x @ w))(x, w)
+        >>> program = jax.make_jaxpr(with_merged_batch_dims(lambda x, w: x @ w))(x, w)
         >>> [(str(e.primitive), e.outvars[0].aval.shape) for e in program.eqns]
         [('reshape', (6, 4)), ('dot_general', (6, 5)), ('reshape', (2, 3, 5))]
     """
@@ -388,14 +388,14 @@ def with_combined_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]
     def run(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         values = jax.tree.leaves(args)
-        results = interpret(closed.jaxpr, closed.consts, values, _CombinedRows().equation)
+        results = interpret(closed.jaxpr, closed.consts, values, _MergedBatchDims().equation)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
 
 
-class _CombinedRows:
-    """Runs the equations of one program, with the rows of each product combined.
+class _MergedBatchDims:
+    """Runs the equations of one program, with the batch dims of each product merged.
 
     An operand that several products share is reshaped only once, so that it is also saved once.
     """
@@ -417,7 +417,7 @@ class _CombinedRows:
         if name in REMATS and inner is not None:
 
             def again(*values):
-                return interpret(inner.jaxpr, inner.consts, values, _CombinedRows().equation)
+                return interpret(inner.jaxpr, inner.consts, values, _MergedBatchDims().equation)
 
             policy = params["policy"]
             prevent_cse = params["prevent_cse"]
@@ -427,12 +427,12 @@ class _CombinedRows:
         return eval_equation(equation, operands)
 
     def _unit(self, program: ClosedJaxpr) -> ClosedJaxpr:
-        """Returns the program of a block with rows combined, the same one for all its calls."""
+        """Returns the program of a block with merged dims, the same one for all its calls."""
         # An id is unique only while its program is alive, so the dict holds the program too.
         if id(program) not in self._units:
 
             def inside(*values):
-                return interpret(program.jaxpr, program.consts, values, _CombinedRows().equation)
+                return interpret(program.jaxpr, program.consts, values, _MergedBatchDims().equation)
 
             structs = [
                 struct_of(v).update(weak_type=getattr(v.aval, "weak_type", False))

@@ -46,13 +46,13 @@ class Data(NamedTuple):
     Args:
         buffers: leaves of the model's buffers before the microbatch.
         batch: leaves of the microbatch.
-        rows: the rows of split tables that were looked up for the microbatch; only the first stage
-            has them.
+        looked_up: the rows of split tables that were looked up for the microbatch; only the first
+            stage has them.
     """
 
     buffers: list[Array]
     batch: list[Array]
-    rows: Sequence[Array] = ()
+    looked_up: Sequence[Array] = ()
 
 
 class StageLoss(NamedTuple):
@@ -140,33 +140,34 @@ class Start:
     frozen: Rest
     data: Data
 
-    def back(self, rows: Sequence[Array], gradient: list[Array]) -> tuple[Rest, list[Array]]:
+    def back(self, looked_up: Sequence[Array], gradient: list[Array]) -> tuple[Rest, list[Array]]:
         """Returns the gradients of the trained parameters and of the rows that were looked up.
 
         Args:
-            rows: the rows of split tables that were looked up for the microbatch.
+            looked_up: the rows of split tables that were looked up for the microbatch.
             gradient: the gradient of the floats of the input.
         """
 
-        def run(rest: Rest, rows: Sequence[Array]) -> list[Array]:
-            return self.first({**rest, **self.frozen}, self.data._replace(rows=rows)).floats
+        def run(rest: Rest, looked_up: Sequence[Array]) -> list[Array]:
+            data = self.data._replace(looked_up=looked_up)
+            return self.first({**rest, **self.frozen}, data).floats
 
-        _, pull = jax.vjp(run, self.trained, rows)
+        _, pull = jax.vjp(run, self.trained, looked_up)
         return pull(gradient)
 
-    def reads_rows(self, rows: list[Array], gradient: list[Array]) -> bool:
+    def reads_looked_up(self, looked_up: list[Array], gradient: list[Array]) -> bool:
         """Whether the backward pass reads the rows that were looked up, or only their gradient.
 
         After a lookup, the backward pass of a scale or a dropout does not need the rows. That of a
         norm, or of a projection with trained weights, does.
 
         Args:
-            rows: arrays with the shapes of the rows.
+            looked_up: arrays with the shapes of the rows.
             gradient: arrays with the shapes of the floats of the input.
         """
-        closed = jax.make_jaxpr(self.back)(rows, gradient)
+        closed = jax.make_jaxpr(self.back)(looked_up, gradient)
         _, read = needed_for(closed.jaxpr, range(len(closed.jaxpr.outvars)))
-        return any(number < len(rows) for number in read)
+        return any(number < len(looked_up) for number in read)
 
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})

@@ -286,7 +286,7 @@ class SwitchStages:
     def _first(self, rest: Rest, data: Data) -> Wire:
         if not self.trace.looked_up:
             return Wire(*(zeros(list(packing.packed)) for packing in self.packings))
-        rows = dict(zip(self.trace.looked_up, data.rows, strict=True))
+        rows = dict(zip(self.trace.looked_up, data.looked_up, strict=True))
         return self._pack(0, [rows[v] for v in self.crossing[0]])
 
     def _middle(

@@ -78,24 +78,24 @@ class TickProgram:
 
 
 def buffers_of(
-    plan: SlotPlan, stashes: bool = False, keeps_lookups: bool = False
+    slots: SlotPlan, stashes: bool = False, keeps_lookups: bool = False
 ) -> dict[str, Slots]:
     """Returns the buffers of a schedule, by their names in `State`.
 
     Args:
-        plan: the slots of all values.
+        slots: the slots of all values.
         stashes: whether forwards save residuals in the `stash`; a stage's input is then needed
             only until its forward.
         keeps_lookups: whether the first stage's backward also reads the rows that were looked up.
     """
     return {
-        "inputs": plan.activations if stashes else plan.inputs,
-        "gradients": plan.gradients,
-        "stash": plan.stash,
-        "held": plan.held,
-        "outputs": plan.outputs,
-        "lookups": plan.kept_lookups if keeps_lookups else plan.lookups,
-        "scatters": plan.scatters,
+        "inputs": slots.activations if stashes else slots.inputs,
+        "gradients": slots.gradients,
+        "stash": slots.stash,
+        "held": slots.held,
+        "outputs": slots.outputs,
+        "lookups": slots.kept_lookups if keeps_lookups else slots.lookups,
+        "scatters": slots.scatters,
     }
 
 

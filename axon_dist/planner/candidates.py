@@ -330,13 +330,13 @@ class Candidate:
         """
         parallel: JsonDict = {}
         if self.slow_replicas is not None:
-            plan = STRATEGIES.over(*SLOW_AXES)[self.slow_replicas.strategy]
-            parallel[self.slow_replicas.strategy] = dict(plan.options(self))
+            row = STRATEGIES.over(*SLOW_AXES)[self.slow_replicas.strategy]
+            parallel[self.slow_replicas.strategy] = dict(row.options(self))
         parallel[self.strategy] = {}
         for axis in _MODEL_AXES:
             if getattr(self, axis) > 1:
-                name, plan = next(iter(STRATEGIES.over(axis).items()))
-                parallel[name] = dict(plan.options(self))
+                name, row = next(iter(STRATEGIES.over(axis).items()))
+                parallel[name] = dict(row.options(self))
         lines: JsonDict = {"mesh": self.mesh.shape, "parallel": parallel}
         if self.remat:
             lines["remat"] = {"interval": 1}
@@ -363,8 +363,8 @@ def candidate_for(strategy: str, num_ranks: int, **rest: Any) -> Candidate:
         >>> str(candidate_for("zero1", 4).mesh), str(candidate_for("fsdp", 4).mesh)
         ('dp=4', 'fsdp=4')
     """
-    plan = STRATEGIES.of_data().get(resolve_name(strategy)[0])
-    sizes = {} if plan is None else next(plan.sizes(num_ranks, 1), {})
+    row = STRATEGIES.of_data().get(resolve_name(strategy)[0])
+    sizes = {} if row is None else next(row.sizes(num_ranks, 1), {})
     return Candidate(strategy=strategy, **(sizes or {"dp": num_ranks}), **rest)
 
 
@@ -443,20 +443,20 @@ def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterat
     if ranks == 1:
         yield Candidate(strategy="ddp", **model)
         return
-    for name, plan in STRATEGIES.of_data().items():
-        if split["pp"] > 1 and not ZERO[plan.stage].params:
+    for name, row in STRATEGIES.of_data().items():
+        if split["pp"] > 1 and not ZERO[row.stage].params:
             continue
-        for sizes in plan.sizes(ranks, hardware.node_size):
+        for sizes in row.sizes(ranks, hardware.node_size):
             # Replicas of a model that is split within each are left to strategies on one axis.
             if len(sizes) == 1 or max(split.values()) == 1:
                 yield Candidate(strategy=name, **sizes, **model)
 
 
-def more_microbatches(plan: Candidate, work: Workload, least: int) -> Candidate | None:
+def more_microbatches(candidate: Candidate, work: Workload, least: int) -> Candidate | None:
     """Returns the same candidate with smaller microbatches.
 
     Args:
-        plan: the candidate whose microbatches are too large.
+        candidate: the candidate whose microbatches are too large.
         work: the model and its batch.
         least: the least number of microbatches wanted.
 
@@ -464,48 +464,50 @@ def more_microbatches(plan: Candidate, work: Workload, least: int) -> Candidate 
         The candidate with the smallest possible number of microbatches that is at least `least`, or
         with one sample per microbatch if there is none; None where the number would not grow.
     """
-    counts = divisors(work.global_batch // plan.data_ranks)
+    counts = divisors(work.global_batch // candidate.data_ranks)
     count = next((n for n in counts if n >= least), counts[-1])
-    if count <= plan.num_microbatches:
+    if count <= candidate.num_microbatches:
         return None
-    return dataclasses.replace(plan, num_microbatches=count)
+    return dataclasses.replace(candidate, num_microbatches=count)
 
 
 def first_guess(
-    plan: Candidate, work: Workload, available: float, measured: float | None = None
+    candidate: Candidate, work: Workload, available: float, measured: float | None = None
 ) -> Candidate:
-    """Returns a candidate with the microbatches that it needs by arithmetic, before it is traced.
+    """Returns a candidate with the microbatches that it should need, estimated without a trace.
 
     Every axis splits the activations at best by its size, so a device keeps at least its share of
     those of the whole batch.
 
     Args:
-        plan: the candidate, with one microbatch.
+        candidate: the candidate, with one microbatch.
         work: the model and its batch.
         available: bytes that a device has for activations.
-        measured: the activations of the whole batch by the trace of another candidate, to be used
-            in place of the workload's. A candidate whose smallest microbatch needs clearly more
-            than is available then recomputes its blocks.
+        measured: the activations of the whole batch in bytes, from the trace of another
+            candidate; used instead of those of the workload. A candidate whose smallest
+            microbatch needs clearly more than is available then recomputes its blocks.
 
     Example:
         >>> sizes = {"num_params": 10, "num_layers": 4, "flops": 60.0, "activations": 64}
         >>> work = Workload(**sizes, global_batch=16)
-        >>> plan = Candidate(strategy="ddp", dp=4)
-        >>> first_guess(plan, work, 8).num_microbatches, first_guess(plan, work, 2, 64).remat
-        (2, True)
+        >>> candidate = Candidate(strategy="ddp", dp=4)
+        >>> first_guess(candidate, work, 8).num_microbatches
+        2
+        >>> first_guess(candidate, work, 2, 64).remat
+        True
     """
-    if plan.pp > 1:  # It has several microbatches already, and its stages are recomputed.
-        return plan
-    share = (work.activations if measured is None else measured) / plan.num_devices
-    counts = divisors(work.global_batch // plan.data_ranks)
+    if candidate.pp > 1:  # It has several microbatches already, and its stages are recomputed.
+        return candidate
+    share = (work.activations if measured is None else measured) / candidate.num_devices
+    counts = divisors(work.global_batch // candidate.data_ranks)
     count = next((n for n in counts if share / n <= available), counts[-1])
     is_hopeless = measured is not None and share / count > _HOPELESS * max(available, 0.0)
-    return dataclasses.replace(plan, num_microbatches=count, remat=is_hopeless)
+    return dataclasses.replace(candidate, num_microbatches=count, remat=is_hopeless)
 
 
 _HOPELESS = 1.25
-"""How many times the available bytes the estimated activations take where no trace is needed to
-see that they do not fit."""
+"""If the estimated activations exceed the available bytes by this factor, they do not fit, and no
+trace is needed to see that."""
 
 
 def _with_microbatches(base: Candidate, local: int, num_layers: int) -> Candidate:

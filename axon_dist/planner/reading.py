@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from ..core.errors import ConfigError
 from ..core.files import host_memory
+from ..core.renamed import renamed_arguments
 from ..core.typing import Batch
 from ..core.words import byte_size
 from ..inspect.steps import Step, trace_step
@@ -69,12 +70,15 @@ class StepCost:
 
 
 @functools.cache
-def idle_share(schedule: str, num_stages: int, num_microbatches: int, recomputed: int = 1) -> float:
+@renamed_arguments(num_stages="num_devices")
+def idle_share(
+    schedule: str, num_devices: int, num_microbatches: int, recomputed: int = 1
+) -> float:
     """Returns the idle time of a pipeline rank relative to its compute time.
 
     Args:
         schedule: a name of `PipelineSchedule`.
-        num_stages: S.
+        num_devices: the ranks of the axis `pp`.
         num_microbatches: M.
         recomputed: forward passes that a backward pass repeats.
 
@@ -85,10 +89,10 @@ def idle_share(schedule: str, num_stages: int, num_microbatches: int, recomputed
         >>> idle_share("gpipe", 4, 8) == 3 / 8
         True
     """
-    if num_stages == 1:
+    if num_devices == 1:
         return 0.0
     work = num_microbatches * (3 + recomputed)
-    table = build_schedule(schedule, num_stages, num_microbatches)
+    table = build_schedule(schedule, num_devices, num_microbatches)
     costs = Costs(f=1, i=1 + recomputed, w=1)
     return (simulate(table, costs, lockstep=True).makespan - work) / work
 

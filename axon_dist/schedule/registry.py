@@ -10,6 +10,7 @@ from math import ceil
 from typing import NamedTuple, Self
 
 from ..core.errors import NamedChoice, ScheduleError, did_you_mean
+from ..core.renamed import renamed_arguments
 from .action import Phase, check_sizes
 from .memory import assign_slots
 from .one_f_one_b import (
@@ -91,45 +92,46 @@ SCHEDULES: dict[PipelineSchedule, Builder] = {row: row.builder for row in Pipeli
 """The builder of every schedule."""
 
 
+@renamed_arguments(num_stages="num_devices")
 def build_schedule(
-    name: str, num_stages: int, num_microbatches: int, chunks: int | None = None
+    name: str, num_devices: int, num_microbatches: int, chunks: int | None = None
 ) -> Schedule:
     """Builds a schedule by its name.
 
     Args:
         name: one of `PipelineSchedule`, or its text such as `"1f1b"`.
-        num_stages: pipeline ranks, the devices of an axis `pp`; each has `chunks` stages.
+        num_devices: the ranks of the axis `pp`; each has `chunks` stages.
         num_microbatches: microbatches per step.
         chunks: stages per device. None takes the default of the schedule: 2 if it needs several
             stages per device, else 1.
 
     Returns:
-        The table, of `num_stages * chunks` stages.
+        The table, of `num_devices * chunks` stages.
 
     Raises:
         ScheduleError: an unknown name, sizes that the schedule cannot have, or another number of
             chunks than the schedule's fixed one.
 
     Example:
-        >>> build_schedule("1f1b", num_stages=4, num_microbatches=8).num_ticks
+        >>> build_schedule("1f1b", num_devices=4, num_microbatches=8).num_ticks
         22
     """
     if not isinstance(name, str) or name not in SCHEDULES:
         raise ScheduleError(f"got the schedule {name!r:.80}.{did_you_mean(str(name), SCHEDULES)}")
     builder = SCHEDULES[PipelineSchedule(name)]
-    check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
-    num_stages, num_microbatches = operator.index(num_stages), operator.index(num_microbatches)
+    check_sizes(num_devices=num_devices, num_microbatches=num_microbatches)
+    num_devices, num_microbatches = operator.index(num_devices), operator.index(num_microbatches)
     if builder.any_chunks:
         chunks = builder.chunks if chunks is None else chunks
-        check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, chunks=chunks)
-        return builder.build(num_stages, num_microbatches, operator.index(chunks))
+        check_sizes(num_devices=num_devices, num_microbatches=num_microbatches, chunks=chunks)
+        return builder.build(num_devices, num_microbatches, operator.index(chunks))
     if chunks not in (None, builder.chunks):
         free = " or ".join(kind for kind, other in SCHEDULES.items() if other.any_chunks)
         raise ScheduleError(
             f"{name} got chunks={chunks}, but always has {builder.chunks} per device. Leave chunks "
             f"out, or use {free}."
         )
-    return builder.build(num_stages, num_microbatches)
+    return builder.build(num_devices, num_microbatches)
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def summarize(schedule: Schedule, costs: Costs | None = None) -> ScheduleSummary
     """
     freely = simulate(schedule, costs)
     in_step = simulate(schedule, costs, lockstep=True)
-    plan = assign_slots(schedule)
+    slots = assign_slots(schedule)
     return ScheduleSummary(
         name=schedule.name,
         chunks=schedule.chunks,
@@ -206,19 +208,20 @@ def summarize(schedule: Schedule, costs: Costs | None = None) -> ScheduleSummary
         lockstep_bubble=in_step.bubble_fraction,
         lockstep_slowdown=in_step.makespan / max(in_step.work),
         peak_live=max(freely.peak_live) / schedule.chunks,
-        num_inputs=plan.inputs.num_slots,
-        num_held=plan.held.num_slots,
+        num_inputs=slots.inputs.num_slots,
+        num_held=slots.held.num_slots,
         num_transfers=len(transfers(schedule)),
     )
 
 
+@renamed_arguments(num_stages="num_devices")
 def compare(
-    num_stages: int, num_microbatches: int, chunks: int = 2, costs: Costs | None = None
+    num_devices: int, num_microbatches: int, chunks: int = 2, costs: Costs | None = None
 ) -> tuple[ScheduleSummary | Unavailable, ...]:
     """Measures every schedule for one pipeline.
 
     Args:
-        num_stages: length of the pipeline: the number of devices.
+        num_devices: the ranks of the axis `pp`.
         num_microbatches: microbatches per step.
         chunks: stages per device, for schedules that allow any number.
         costs: times per microbatch and device; by default a backward takes twice a forward.
@@ -235,8 +238,8 @@ def compare(
         >>> best.name, best.makespan
         ('zero_bubble_v', 25.5)
     """
-    check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, chunks=chunks)
-    return tuple(_row(name, num_stages, num_microbatches, chunks, costs) for name in SCHEDULES)
+    check_sizes(num_devices=num_devices, num_microbatches=num_microbatches, chunks=chunks)
+    return tuple(_row(name, num_devices, num_microbatches, chunks, costs) for name in SCHEDULES)
 
 
 def split_advice(schedule: Schedule, costs: Costs | None = None) -> tuple[str, ...]:
@@ -281,14 +284,14 @@ def split_advice(schedule: Schedule, costs: Costs | None = None) -> tuple[str, .
 
 def _row(
     name: PipelineSchedule,
-    num_stages: int,
+    num_devices: int,
     num_microbatches: int,
     chunks: int,
     costs: Costs | None,
 ) -> ScheduleSummary | Unavailable:
     num_chunks = chunks if SCHEDULES[name].any_chunks else None
     try:
-        schedule = build_schedule(name, num_stages, num_microbatches, num_chunks)
+        schedule = build_schedule(name, num_devices, num_microbatches, num_chunks)
     except ScheduleError as error:
         return Unavailable(str(name), str(error))
     return summarize(schedule, costs)

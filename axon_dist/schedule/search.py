@@ -14,6 +14,7 @@ from itertools import combinations
 from math import inf
 
 from ..core.errors import ScheduleError
+from ..core.renamed import renamed_arguments
 from .action import Action, Cell, Phase, check_sizes, dependencies
 from .memory import STASH_ENDS, peak_live
 from .registry import SCHEDULES, build_schedule
@@ -261,8 +262,9 @@ class SearchResult:
     memory: float
 
 
+@renamed_arguments(num_stages="num_devices")
 def search(
-    num_stages: int,
+    num_devices: int,
     num_microbatches: int,
     costs: Costs | None = None,
     memory: float = inf,
@@ -274,7 +276,7 @@ def search(
     built tick by tick under many rules. A faster table may still exist.
 
     Args:
-        num_stages: length of the pipeline: the number of devices.
+        num_devices: the ranks of the axis `pp`.
         num_microbatches: microbatches per step.
         costs: times per microbatch and device. Its `stage_weights` may be finer than the stages:
             one weight per piece of the model, with equally many pieces in each stage.
@@ -295,41 +297,41 @@ def search(
         >>> best.makespan, best.memory
         (25.5, 4.0)
     """
-    check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, chunks=chunks)
+    check_sizes(num_devices=num_devices, num_microbatches=num_microbatches, chunks=chunks)
     if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
         raise ScheduleError(
             f"got memory={memory!r:.60}. Give a number of microbatches above 0; inf is no limit."
         )
     costs = Costs() if costs is None else costs
-    _check_weights(costs, num_stages, chunks)
+    _check_weights(costs, num_devices, chunks)
     best: SearchResult | None = None
     least = inf
-    for result in _named(num_stages, num_microbatches, costs, chunks):
+    for result in _named(num_devices, num_microbatches, costs, chunks):
         least = min(least, result.memory)
         if result.memory <= memory:
             best = _better(best, result)
-    for result in _built(num_stages, num_microbatches, costs, memory, chunks, best):
+    for result in _built(num_devices, num_microbatches, costs, memory, chunks, best):
         best = _better(best, result)
     if best is None:
         raise ScheduleError(
-            f"got memory={memory:g} for {num_stages} stages and {num_microbatches} microbatches. "
+            f"got memory={memory:g} for {num_devices} stages and {num_microbatches} microbatches. "
             f"No named schedule keeps fewer than {least:g} microbatches on each device; give at "
             "least that."
         )
     return best
 
 
-def _check_weights(costs: Costs, num_stages: int, chunks: int) -> None:
-    counts = [num_stages * count for count in range(1, chunks + 1)]
+def _check_weights(costs: Costs, num_devices: int, chunks: int) -> None:
+    counts = [num_devices * count for count in range(1, chunks + 1)]
     if all(for_stages(costs, count) is None for count in counts):
         raise ScheduleError(
-            f"got {len(costs.stage_weights)} weights for {num_stages} devices with up to {chunks} "
+            f"got {len(costs.stage_weights)} weights for {num_devices} devices with up to {chunks} "
             f"stages each. Give one for each of {' or '.join(map(str, counts))} stages, or a "
             "multiple of that."
         )
 
 
-def candidates(num_stages: int, num_microbatches: int, chunks: int) -> Iterator[Schedule]:
+def candidates(num_devices: int, num_microbatches: int, chunks: int) -> Iterator[Schedule]:
     """Yields all named schedules that these sizes allow, with up to `chunks` stages per device."""
     for name, row in SCHEDULES.items():
         counts = range(1, chunks + 1) if row.any_chunks else [None]
@@ -337,7 +339,7 @@ def candidates(num_stages: int, num_microbatches: int, chunks: int) -> Iterator[
             if count is None and row.chunks > chunks:
                 continue
             try:
-                yield build_schedule(name, num_stages, num_microbatches, count)
+                yield build_schedule(name, num_devices, num_microbatches, count)
             except ScheduleError:
                 continue
 
@@ -356,9 +358,9 @@ def _better(best: SearchResult | None, other: SearchResult) -> SearchResult:
 
 
 def _named(
-    num_stages: int, num_microbatches: int, costs: Costs, chunks: int
+    num_devices: int, num_microbatches: int, costs: Costs, chunks: int
 ) -> Iterator[SearchResult]:
-    for schedule in candidates(num_stages, num_microbatches, chunks):
+    for schedule in candidates(num_devices, num_microbatches, chunks):
         stage_costs = for_stages(costs, schedule.num_stages)
         if stage_costs is None:
             continue
@@ -369,7 +371,7 @@ def _named(
 
 
 def _built(
-    num_stages: int,
+    num_devices: int,
     num_microbatches: int,
     costs: Costs,
     memory: float,
@@ -377,11 +379,11 @@ def _built(
     best: SearchResult | None,
 ) -> Iterator[SearchResult]:
     limit = inf if best is None else best.makespan
-    for placement in _placements(num_stages, chunks):
+    for placement in _placements(num_devices, chunks):
         stage_costs = for_stages(costs, len(placement))
         if stage_costs is None:
             continue
-        shape = Schedule(NAME, num_microbatches, placement, ((),) * num_stages)
+        shape = Schedule(NAME, num_microbatches, placement, ((),) * num_devices)
         times = times_of(shape, stage_costs)
         count = shape.chunks
         most = count * num_microbatches if memory == inf else int(memory * count)
@@ -420,9 +422,9 @@ def _spans(times: Times, splits: bool) -> list[float]:
     return sorted(sums)
 
 
-def _placements(num_stages: int, chunks: int) -> Iterator[tuple[int, ...]]:
+def _placements(num_devices: int, chunks: int) -> Iterator[tuple[int, ...]]:
     """Yields loops over the devices, and the V."""
-    ranks = (*range(num_stages),)
+    ranks = (*range(num_devices),)
     for count in range(1, chunks + 1):
         yield ranks * count
     if chunks > 1:

@@ -1,11 +1,12 @@
 """One training step: its inputs, how it computes gradients, and the next state.
 
 A step is a pure function `(state, batch) -> (state, metrics)`. It is jitted once and donates the
-state. `StepSpec` (`spec.py`) is what it was given, and `StepPlan` (`plan.py`) what follows from
-that. Start reading at `one_step` in `update.py`. Its `mean_gradients` picks one of four ways to
-compute gradients: `global_view.py`, `local_view.py` (per rank), `pipeline_view.py` or
-`elastic.py`. `model_changes.py` has what a strategy changes in the model itself. `layout.py` says
-how a state is sharded and made, and `step.py` has the jitted programs and what a loop calls.
+state. `StepSpec` (`spec.py`) has its arguments, and `StepPlan` (`plan.py`) the decisions that
+follow from them. Start reading at `one_step` in `update.py`. Its `mean_gradients` picks one of four
+ways to compute gradients: `global_view.py`, `local_view.py` (per rank), `pipeline_view.py` or
+`elastic.py`. `model_changes.py` has the changes that a strategy makes to the model. `layout.py`
+describes the shardings of a state and makes the first one. `step.py` has the jitted programs and
+the methods that a training loop calls.
 """
 
 from ..core.own_context import AxisNames as AxisNames

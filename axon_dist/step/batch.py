@@ -31,7 +31,7 @@ from ..core.typing import Batch, LossFn, PyTree
 from ..core.weighted import Shared, Weighted
 from ..ir.uniform import UNKNOWN, ZERO, UniformValue, uniform_values
 from ..mesh import World
-from ..proof.lattice import OutputUse, Use
+from ..separability.lattice import OutputUse, Use
 from .model_spec import ModelSpec
 from .objective import evaluate
 from .separation import Traces, scalars
@@ -479,7 +479,7 @@ def _problem(use: OutputUse, total: UniformValue, weight: UniformValue, is_plain
     if not is_plain and not weight.is_zero:
         return "has a weight that is not 0 for samples of weight 0"
     if use.kind is not Use.WEIGHTED and not (is_plain and use.kind is Use.SUM):
-        return "grows or shrinks with the number of samples, those of weight 0 among them"
+        return "depends on the number of samples, including those of weight 0"
     return ""
 
 

@@ -82,17 +82,17 @@ def compiler_options(
 ) -> dict[str, OptionValue]:
     """Merges the compiler options of every program of a step.
 
-    The table of chips has options that make collectives fewer and hidden, by the kind of the
-    devices; emulated devices, and chips that it does not know, have none. `deterministic` adds its
-    own, and the user's options take precedence.
+    The table of chips has, for each kind of device, options that combine collectives and overlap
+    them with compute; emulated devices and unknown chips have none. `deterministic` adds its own
+    options. The user's options take precedence.
 
     Args:
         world: the devices, and the mesh they form.
         given: names and values for the compiler; the value None removes an option of the chip.
         deterministic: True if every run should give the same bits, `"elastic"` if also on any
             number of devices.
-        strategy: the strategy of the step: options in the table depend on what it sends. None if it
-            is not known.
+        strategy: the strategy of the step, because options in the table depend on what it sends.
+            None if it is not known.
 
     Returns:
         Names and values for `jax.jit(..., compiler_options=...)`.

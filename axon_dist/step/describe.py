@@ -16,10 +16,10 @@ _SHOWN = 3
 
 
 def idle_axes(spec: StepSpec) -> tuple[str, ...]:
-    """Returns the mesh axes that no strategy uses: all ranks along one compute the same.
+    """Returns the mesh axes that no strategy uses: all ranks along such an axis compute the same.
 
     Args:
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
     """
     sizes = spec.world.mesh.shape.items()
     return tuple(axis for axis, size in sizes if size > 1 and axis not in spec.strategy.axes)

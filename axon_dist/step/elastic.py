@@ -189,18 +189,21 @@ def elastic_update(
     spec = plan.spec
     mesh = spec.mesh
     policy = plan.stored.storage.strategy.opt_state
-    shardings = plan.stored.owners, optimizer_shardings(policy, plan.stored.params, state, mesh)
-    owners, moments = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    shardings = (
+        plan.stored.grad_shardings,
+        optimizer_shardings(policy, plan.stored.params, state, mesh),
+    )
+    grad_specs, moments = jax.tree.map(lambda sharding: sharding.spec, shardings)
 
     update = functools.partial(updated, plan.stored.update.traced.optimizer.update)
     isolated = _isolated(
-        spec, update, (owners, moments, owners, PartitionSpec()), (owners, moments)
+        spec, update, (grad_specs, moments, grad_specs, PartitionSpec()), (grad_specs, moments)
     )
     # The update is elementwise (a rule checks it): zeros that pad a shard affect no other element.
     arguments = [
-        for_region(grads, owners, mesh),
+        for_region(grads, grad_specs, mesh),
         for_region(state, moments, mesh),
-        for_region(params, owners, mesh),
+        for_region(params, grad_specs, mesh),
     ]
     new_params, new_state = isolated(*arguments, loss)
     return cut_like(new_params, params), cut_like(new_state, state)

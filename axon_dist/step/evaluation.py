@@ -27,7 +27,7 @@ from ..core.tree import shapes_of
 from ..core.typing import Array, Batch, Function, PyTree
 from ..core.weighted import Shared, Weighted
 from ..ops.linear_loss import BEFORE_HEAD
-from ..proof.lattice import same_scale
+from ..separability.lattice import same_scale
 from .batch import samples_of
 from .global_view import global_forward
 from .model_changes import change_layers
@@ -182,7 +182,8 @@ def check_eval_kwargs(model: nnx.Module, kwargs: Mapping[str, Any]) -> None:
             kind = type(_called(model)).__name__
             raise ConfigError(
                 f"eval_kwargs has {name!r}, but the call of {kind} takes "
-                f"{', '.join(parameters) or 'no arguments'}.{did_you_mean(name, parameters)}"
+                f"{', '.join(parameters) or 'no arguments'}.{did_you_mean(name, parameters)}",
+                code="eval-kwargs",
             )
 
 
@@ -333,8 +334,8 @@ def adds_up(plan: StepPlan, batch: Batch) -> bool:
     ranks, for twice as many, and for as many as the largest piece of the batch has: a loss may
     depend on the number of its samples, such as `jnp.sum(each) / min(len(each), 8)`. It is also
     traced for one sample more than there are ranks: a loss of pairs of neighbors adds up only
-    over parts of an even size. The result is False for a loss that compares samples, and for one
-    that is itself a sum.
+    over parts of an even size. The result is False for a loss that compares samples, and for
+    a loss that is a sum over the samples rather than a mean.
 
     Args:
         plan: the plan of the step.

@@ -38,7 +38,7 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
     params, frozen, buffers, batch, scale = arguments
     count = spec.num_microbatches
     gathers_once = spec.strategy.gathers_once
-    owners = plan.stored.owners
+    grad_shardings = plan.stored.grad_shardings
     read_in_loop: frozenset[Path] = frozenset()
     if spec.strategy.splits:
         # Recurrent layers read their weights in every iteration of a loop.
@@ -58,7 +58,7 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
         )
     if count == 1:
         means = gradient_means(forward, params, buffers, batch, scale)
-        grads = jax.lax.with_sharding_constraint(means.grads, owners)
+        grads = jax.lax.with_sharding_constraint(means.grads, grad_shardings)
         return means._replace(grads=grads)
     sums, buffers = accumulate(
         gradient_sums(forward, scale=scale, num_shards=count),
@@ -66,11 +66,11 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
         buffers,
         batch,
         count,
-        constrain=lambda grads: jax.lax.with_sharding_constraint(grads, owners),
+        constrain=lambda grads: jax.lax.with_sharding_constraint(grads, grad_shardings),
         drawing=draws_of(spec, plan.separator, batch),
     )
     grads, metrics = sums.means()
-    return GradientResult(jax.lax.with_sharding_constraint(grads, owners), metrics, buffers)
+    return GradientResult(jax.lax.with_sharding_constraint(grads, grad_shardings), metrics, buffers)
 
 
 def global_forward(
@@ -110,7 +110,7 @@ def global_gather(
     """Returns the gather of a weight in global view: whole over the data axes, gradient to owners.
 
     Args:
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
         path: of the parameter.
         gathers_once: whether trained weights are whole already, and only gradients are reduced.
         read_in_loop: the weights that a loop reads in every iteration.

@@ -53,7 +53,7 @@ class InSlices:
         in_flight: how many programs may be queued; None sets no limit.
         on_host: whether the devices are CPUs, on which the host writes constants.
         spreads: whether devices that hold the same array each draw a share of it and gather the
-            rest. That pays if they run on the same cores.
+            rest. That is faster if the devices run on the same cores.
 
     Attributes:
         programs: the programs compiled so far.

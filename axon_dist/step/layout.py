@@ -47,10 +47,10 @@ from .spec import StepSpec
 from .state import TrainState, wide_copy
 from .statistics import buffer_partition, mean_buffers, stack_buffers
 
-RunGradients: TypeAlias = Callable[[StepPlan, TrainState, Placed], GradientResult]
+GradientsFn: TypeAlias = Callable[[StepPlan, TrainState, Placed], GradientResult]
 """Computes the gradients of a state in device memory, with any loss scale divided out."""
 
-RunStep: TypeAlias = Callable[
+StepFn: TypeAlias = Callable[
     [StepPlan, TrainState, Placed, Array | None], tuple[TrainState, Metrics]
 ]
 """(plan, state in device memory, batch, nonfinite flag) -> the next state and metrics."""
@@ -166,7 +166,7 @@ class StateLayout:
 
     Attributes:
         plan: the plan of the step.
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
         source: where the first values of its model come from.
         replicated: the sharding of what every device holds whole.
         reported: the sharding of a step's metrics.
@@ -175,7 +175,7 @@ class StateLayout:
         places: a `TrainState` of shardings.
         model_shapes: a `TrainState` of shapes without padding, with which a step computes.
         padding: which leaves are padded; None if none is.
-        owners: the shardings of the reduced gradients, which are those of their moments.
+        grad_shardings: the shardings of the reduced gradients, which are those of their moments.
         claims: the shardings that the strategy claims, and why.
         outer_steps: the outer steps of replicas that train independently; empty without them.
     """
@@ -207,7 +207,7 @@ class StateLayout:
         strategy = strategy or of_replica
         rows = state.params
         moments = strategy.opt_state
-        self.owners = shardings(moments, rows, mesh)
+        self.grad_shardings = shardings(moments, rows, mesh)
         self.places: Any = TrainState(
             step=self.replicated,  # type: ignore[arg-type]
             params=shardings(strategy.params, rows, mesh),
@@ -294,28 +294,34 @@ class StateLayout:
         """The results for the batch shapes seen so far."""
         return self.plan.separator.found
 
-    def gradients(self, run: RunGradients, state: TrainState, placed: Placed) -> GradientResult:
+    def run_gradients(
+        self, gradients_fn: GradientsFn, state: TrainState, placed: Placed
+    ) -> GradientResult:
         """Computes the gradients of a state's parameters.
 
         Args:
-            run: `unscaled_gradients`.
+            gradients_fn: `unscaled_gradients`, passed in because `update.py` imports this file.
             state: a state in device memory.
             placed: the batch.
         """
-        return run(self.plan, state, placed)
+        return gradients_fn(self.plan, state, placed)
 
-    def step(
-        self, run: RunStep, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
+    def run_step(
+        self,
+        step_fn: StepFn,
+        state: TrainState,
+        placed: Placed,
+        was_nonfinite: Array | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Computes the next state.
 
         Args:
-            run: `one_step`.
+            step_fn: `one_step`, passed in for the same reason.
             state: a state in device memory.
             placed: the batch.
             was_nonfinite: the nonfinite flag of the step before.
         """
-        return run(self.plan, state, placed, was_nonfinite)
+        return step_fn(self.plan, state, placed, was_nonfinite)
 
     def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Returns the stored trained parameters and the buffers of a state's model."""

@@ -95,7 +95,7 @@ def draws_of(
     """Finds the draws of the parts of a batch; None if there is one part, or nothing is drawn.
 
     Args:
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
         separator: has the programs of its loss.
         batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
         axes: the axes whose ranks compute from different samples; none in global view.

@@ -180,7 +180,7 @@ class ModelSpec:
             `nnx.Param`: BatchStat, RngState, Cache, your own types.
         frozen: nested dict of `ShapeDtypeStruct`: the parameters that the optimizer does not train.
         reads_step: whether the loss takes the number of the step.
-        shared: nested dict of `ShapeDtypeStruct`: what a batch has in addition to its samples.
+        shared: nested dict of `ShapeDtypeStruct`: the `Shared` leaves of a batch.
         others: the paths of all Variables whose types are not in `FORWARD_STATE`: parameters,
             and buffers of other types, which may be of any size.
         int8: the frozen parameters that the state keeps in eight bits, by path; `frozen` and
@@ -244,7 +244,7 @@ class ModelSpec:
         Args:
             buffers: the model's own.
             step: how many steps have been taken; omitted if the loss does not take it.
-            shared: nested dict, what the batch has in addition to its samples.
+            shared: nested dict, the `Shared` leaves of the batch.
         """
         number = {STEP: step} if self.reads_step else {}
         return {**buffers, **number, **({SHARED: shared} if shared else {})}

@@ -223,12 +223,12 @@ def _first_line(error: Exception) -> str:
 
 
 def unconjugated(optimizer: optax.GradientTransformation, params: PyTree) -> tuple[Path, ...]:
-    """Returns the complex parameters that an optimizer moves along their gradient as JAX gives it.
+    """Returns the complex parameters whose gradients an optimizer uses without conjugating them.
 
     The gradient that JAX gives for a real loss, with respect to z = x + iy, is dL/dx - i dL/dy. A
     step against it descends along x, but ascends along y; one against its conjugate descends along
-    both. So each value of the update is marked by whether it contains the imaginary part of the
-    gradient, of its conjugate, or neither, as a square of the absolute value.
+    both. So each value of the update is marked as depending on the gradient, on its conjugate, or
+    on neither, as the square of the absolute value does.
 
     Args:
         optimizer: any optax transformation that works on nested dicts.
@@ -294,12 +294,12 @@ class DistributedUpdate:
     @cached_property
     def _input_specs(self) -> tuple[PartitionSpec, ...]:
         """The spec of each input of the update."""
-        owners = shardings(self.state_policy, self.traced.params, self.mesh)
+        grad_shardings = shardings(self.state_policy, self.traced.params, self.mesh)
         moments = optimizer_shardings(
             self.state_policy, self.traced.params, self.traced.state, self.mesh
         )
         params = shardings(self.param_policy, self.traced.params, self.mesh)
-        places = jax.tree.leaves((owners, moments, params))
+        places = jax.tree.leaves((grad_shardings, moments, params))
         return (*(place.spec for place in places), PartitionSpec())
 
     @property
@@ -313,7 +313,7 @@ class DistributedUpdate:
         plans: list[Distribution] = []
 
         def record(calls: Sequence[RowCall]) -> list[Array]:
-            plans.extend(plan for plan, _ in self._stacks(calls))
+            plans.extend(each for each, _ in self._stacks(calls))
             return [call.x for call in calls]
 
         if self.needs_matrices:
@@ -343,8 +343,8 @@ class DistributedUpdate:
 
     def _run(self, calls: Sequence[RowCall]) -> list[Array]:
         results: dict[int, Array] = {}
-        for plan, members in self._stacks(calls):
-            outputs = self._run_stack(plan, [calls[number] for number in members])
+        for distribution, members in self._stacks(calls):
+            outputs = self._run_stack(distribution, [calls[number] for number in members])
             results.update(zip(members, outputs, strict=True))
         return [results[number] for number in range(len(calls))]
 
@@ -388,15 +388,15 @@ class DistributedUpdate:
         entries = [axes_of(self._input_specs[number], dim) for dim in dims]
         return PartitionSpec(*entries[: call.lead]), PartitionSpec(*entries[call.lead :])
 
-    def _run_stack(self, plan: Distribution, calls: Sequence[RowCall]) -> list[Array]:
+    def _run_stack(self, distribution: Distribution, calls: Sequence[RowCall]) -> list[Array]:
         """Runs the calls of one stack."""
-        inner = (*plan.spec, *[None] * (len(plan.shape) - len(plan.spec)))
+        inner = (*distribution.spec, *[None] * (len(distribution.shape) - len(distribution.spec)))
         leads = [(self._specs(call)[0], call.lead) for call in calls]
         places = [PartitionSpec(*lead, *[None] * (n - len(lead)), *inner) for lead, n in leads]
         more = calls[0].more
         padded = [for_region(call.x, at, self.mesh) for call, at in zip(calls, places, strict=True)]
         run = jax.shard_map(
-            functools.partial(_on_device, plan, [call.lead for call in calls]),
+            functools.partial(_on_device, distribution, [call.lead for call in calls]),
             mesh=self.mesh,
             in_specs=(places, PartitionSpec()),
             out_specs=places,
@@ -421,10 +421,10 @@ class Distribution:
 
     Example:
         >>> spec = PartitionSpec(None, "fsdp")
-        >>> plan = Distribution(jnp.sin, (8, 32), 6, spec, (), ("fsdp",), (), 4)
-        >>> plan.padding, plan.per_device
+        >>> distribution = Distribution(jnp.sin, (8, 32), 6, spec, (), ("fsdp",), (), 4)
+        >>> distribution.padding, distribution.per_device
         (2, 2)
-        >>> print(plan)
+        >>> print(distribution)
         6 of 8×32 distributed over fsdp: 2 on each of 4 devices, 2 of them padding
     """
 
@@ -457,16 +457,18 @@ class Distribution:
 
 
 def _on_device(
-    plan: Distribution, leads: Sequence[int], arrays: Sequence[Array], more: Sequence[Array]
+    distribution: Distribution, leads: Sequence[int], arrays: Sequence[Array], more: Sequence[Array]
 ) -> list[Array]:
     """Runs on one device: takes its shards of all matrices, returns its shards of the results."""
     flat = [x.reshape(-1, *x.shape[lead:]) for x, lead in zip(arrays, leads, strict=True)]
     stack = jnp.concatenate(flat)
-    zeros = jnp.zeros((plan.padding, *stack.shape[1:]), stack.dtype)
-    stack = jnp.concatenate([stack, zeros]) if plan.padding else stack
+    zeros = jnp.zeros((distribution.padding, *stack.shape[1:]), stack.dtype)
+    stack = jnp.concatenate([stack, zeros]) if distribution.padding else stack
     # Without a barrier XLA:CPU slices the parts out again for its all-to-all, in other layouts.
     stack = jax.lax.optimization_barrier(stack)
-    results = _on_whole_matrices(plan, stack, jax.vmap(lambda x: plan.function(x, *more)))
+    results = _on_whole_matrices(
+        distribution, stack, jax.vmap(lambda x: distribution.function(x, *more))
+    )
     start = 0
     outputs = []
     for part, x in zip(flat, arrays, strict=True):
@@ -476,20 +478,22 @@ def _on_device(
     return outputs
 
 
-def _on_whole_matrices(plan: Distribution, stack: Array, work: Callable[[Array], Array]) -> Array:
+def _on_whole_matrices(
+    distribution: Distribution, stack: Array, work: Callable[[Array], Array]
+) -> Array:
     """Moves shards into whole matrices, runs the work on them, and moves the results back."""
-    moves = [(axes_of(plan.spec, dim), 1 + dim) for dim in range(len(plan.spec))]
+    moves = [(axes_of(distribution.spec, dim), 1 + dim) for dim in range(len(distribution.spec))]
     moves = [move for move in moves if move[0]]
-    if plan.extra:
-        share = stack.shape[0] // math.prod(jax.lax.axis_size(axis) for axis in plan.extra)
-        first = jax.lax.axis_index(plan.extra) * share
+    if distribution.extra:
+        share = stack.shape[0] // math.prod(jax.lax.axis_size(axis) for axis in distribution.extra)
+        first = jax.lax.axis_index(distribution.extra) * share
         stack = jax.lax.dynamic_slice_in_dim(stack, first, share)
     for axes, dim in moves:
         stack = jax.lax.all_to_all(stack, axes, split_axis=0, concat_axis=dim, tiled=True)
     # The work runs on matrices in the model's shape, without the zeros that pad their shards.
-    stack = padded(work(unpad(stack, (stack.shape[0], *plan.shape))), stack.shape)
+    stack = padded(work(unpad(stack, (stack.shape[0], *distribution.shape))), stack.shape)
     for axes, dim in reversed(moves):
         stack = jax.lax.all_to_all(stack, axes, split_axis=dim, concat_axis=0, tiled=True)
-    if plan.extra:
-        stack = jax.lax.all_gather(stack, plan.extra, tiled=True)
+    if distribution.extra:
+        stack = jax.lax.all_gather(stack, distribution.extra, tiled=True)
     return stack

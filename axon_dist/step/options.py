@@ -290,19 +290,23 @@ class StepOptions(_Fields):
             traced program does not show that they leave loss, metrics and buffers unchanged. None:
             such batches raise.
         compiler_options: options for XLA in addition to those of the chip, which they override.
-            `hardware.HARDWARE` lists the options of the chips, which make collectives fewer and
-            hidden; the value None removes one of them. Every program of the step is compiled with
-            these options, and `lower(batch).compile()` shows the program that runs.
-        separable: whether the losses of the parts of a batch, over ranks and microbatches, add up
-            to the loss of the batch.
+            `hardware.HARDWARE` lists the options of the chips, which combine collectives and
+            overlap them with compute; the value None removes one of them. Every program of the
+            step is compiled with these options, and `lower(batch).compile()` shows the program
+            that runs.
+        separable: whether the loss of a batch can be computed from the losses of its parts: the
+            microbatches, and the samples of each rank.
 
-            - None (default): the step reads from the traced loss, at the sizes that run, whether
-              parts add up. A mean, a sum, `Weighted` and a function of sums over the samples do.
-              A loss that couples samples runs in global view, and is refused with microbatches.
-              A metric that couples samples is refused with microbatches if the loss does not.
-            - True: trust the loss, and average the losses of the parts. `sum / count` is NaN for a
-              part with count 0; return `Weighted(sum, count)`.
-            - False: the loss couples samples; microbatch losses are averaged.
+            - None (default): the step finds out from the traced loss. It can if the loss is a
+              mean, a sum, `Weighted` or a function of sums over the samples. Otherwise the loss
+              couples samples: it is computed over the samples of all ranks, in global view, and
+              refused with several microbatches. A metric that couples samples is refused with
+              microbatches too.
+            - True: yes, without a check. Each part computes the loss of its own samples, and the
+              losses of the parts are averaged. A quotient `sum / count` is NaN for a part with
+              count 0; return `Weighted(sum, count)` instead.
+            - False: no. Ranks compute the loss together, in global view. With microbatches, the
+              result is the mean of their losses, not the loss of the whole batch.
         eval_kwargs: keyword arguments that `evaluate` passes to the call of the model, in place of
             those that the loss passes, such as `{"deterministic": True}`. NNX modules are put into
             eval mode by `eval()`; in bridged Linen modules the layers are switched, and the
@@ -348,7 +352,8 @@ class StepOptions(_Fields):
         if self.accumulate < 1:
             raise ConfigError(
                 f"accumulate is {self.accumulate!r}; it must be a whole number of microbatches, "
-                "at least 1"
+                "at least 1",
+                code="accumulate-range",
             )
         if self.unroll is not None and self.unroll < 1:
             raise ConfigError(
@@ -359,20 +364,24 @@ class StepOptions(_Fields):
         if self.unroll is not None and self.scan_layers != AUTO:
             raise ConfigError(
                 f"unroll is {self.unroll}, and scan_layers is {self.scan_layers}: both say which "
-                "blocks run as a loop; leave one of the two out"
+                "blocks run as a loop; leave one of the two out",
+                code="unroll-and-scan-layers",
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(
-                f"clip_norm is {self.clip_norm}; it must be positive, or None not to clip"
+                f"clip_norm is {self.clip_norm}; it must be positive, or None not to clip",
+                code="clip-norm-range",
             )
         if self.ema is not None and not 0 <= self.ema < 1:
             raise ConfigError(
                 f"ema is {self.ema}; it must be the decay of the average, at least 0 and below 1, "
-                "such as 0.999, or None not to average"
+                "such as 0.999, or None not to average",
+                code="ema-range",
             )
         for name in self.metrics:
             if name not in METRICS:
-                raise ConfigError(f"unknown metric {name!r}.{did_you_mean(name, METRICS)}")
+                hint = did_you_mean(name, METRICS)
+                raise ConfigError(f"unknown metric {name!r}.{hint}", code="unknown-metric")
         shards = self.logical_shards
         is_power = shards is not None and shards > 0 and not shards & (shards - 1)
         if not (is_power if self.is_elastic else shards is None):

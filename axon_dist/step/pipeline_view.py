@@ -36,7 +36,7 @@ from ..pipeline import (
     mean_weight,
     nest,
     partition_by_tokens,
-    with_combined_rows,
+    with_merged_batch_dims,
     with_partitioned_loss,
 )
 from ..pipeline import Totals as PipelineSums
@@ -103,7 +103,7 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
         rows, rest = region.reduced_outside(rows, rest)
     # `shard_map` needs equal shards: cut the padding off again.
     reduced = cut_like(region.rows.assemble(rows, rest), plan.stored.params)
-    reduced = jax.lax.with_sharding_constraint(reduced, plan.stored.owners)
+    reduced = jax.lax.with_sharding_constraint(reduced, plan.stored.grad_shardings)
     total, weight, metrics = loss
     grad_factor = grad_factor if scale is None else grad_factor * num_shards
     sums = Sums(jax.tree.map(lambda g: g * grad_factor, reduced), Weighted(total, weight), metrics)
@@ -128,7 +128,10 @@ def _parts_draw(plan: StepPlan, batch: Batch) -> bool:
 def _kinds_of_buffers(
     mutable: Collection[int], buffers: PyTree, draws: Draws | None
 ) -> tuple[set[int], set[int]]:
-    """Returns the buffers averaged over microbatches, and those whose initial value all read."""
+    """Returns the buffers to average over microbatches, and those read only at their first value.
+
+    The second set includes the first.
+    """
     if draws is None:
         return set(), set()
     paths = [path for path, _ in leaves_with_paths(buffers)]
@@ -242,9 +245,9 @@ class PipelineRegion:
         return {i: dims[keys] for i, keys in enumerate(rest) if keys in dims}
 
     def split_spec(self, dim: int | None, spec: PartitionSpec) -> PartitionSpec:
-        """Returns a spec that splits `dim` over the pipeline; the given one if it does so already.
+        """Returns a spec that splits `dim` over the pipeline axis.
 
-        With `dim=None` it is the given one too.
+        Returns the given spec if it splits `dim` over that axis already, or if `dim` is None.
         """
         axis = self.pipeline.axis
         if dim is None or (dim < len(spec) and axes_of(spec, dim)[:1] == (axis,)):
@@ -265,7 +268,9 @@ class PipelineRegion:
                 pairs = zip(specs_of_row, axes_of_row, strict=True)
                 rows.append([PartitionSpec(axis, by or None, *row[1:]) for row, by in pairs])
             return rows, PartitionSpec(axis, self.spec.strategy.batch_axes)
-        manual = jax.tree.map(lambda x: only_axes(x.spec, self.axes), self.plan.stored.owners)
+        manual = jax.tree.map(
+            lambda x: only_axes(x.spec, self.axes), self.plan.stored.grad_shardings
+        )
         rest = [
             None if spec is None else self.split_spec(split_dims.get(i), spec)
             for i, spec in enumerate(self.rows.rest_of(manual))
@@ -379,8 +384,8 @@ class PipelineRegion:
         return [
             dataclasses.replace(
                 program,
-                middle=with_combined_rows(program.middle),
-                last=with_combined_rows(program.last),
+                middle=with_merged_batch_dims(program.middle),
+                last=with_merged_batch_dims(program.last),
             )
             for program in programs
         ]
@@ -412,9 +417,9 @@ class PipelineRegion:
 
     def reduced_outside(self, rows: Any, rest: Any) -> tuple[Any, Any]:
         """Sums the addends that left the manual region stacked; the compiler reduces them."""
-        owners = jax.tree.map(lambda sharding: sharding.spec, self.plan.stored.owners)
-        row_places = self.rows.trained.rows_of(owners)
-        rest_places = self.rows.rest_of(owners)
+        grad_specs = jax.tree.map(lambda sharding: sharding.spec, self.plan.stored.grad_shardings)
+        row_places = self.rows.trained.rows_of(grad_specs)
+        rest_places = self.rows.rest_of(grad_specs)
 
         stages = self.pipeline.axis
         others = tuple(axis for axis in self.spec.mesh.axis_names if axis != stages)

@@ -36,14 +36,14 @@ class Stored:
         storage: how the state stores the parameters.
         params: the shapes of the stored trained parameters.
         frozen: the shapes of the stored frozen parameters.
-        owners: the shardings of the reduced gradients, which are those of their moments.
+        grad_shardings: the shardings of the reduced gradients, which are those of their moments.
         update: the optimizer, which distributes its work on whole matrices over devices.
     """
 
     storage: Storage
     params: PyTree
     frozen: PyTree
-    owners: PyTree
+    grad_shardings: PyTree
     update: DistributedUpdate
 
     def on(self, spec: StepSpec) -> Stored:
@@ -55,21 +55,22 @@ class Stored:
         if self.storage.rows is not None:
             # The optimizer of stages is made for a mesh.
             return stored_form(spec)
-        owners = shardings(self.storage.strategy.opt_state, self.params, spec.mesh)
+        grad_shardings = shardings(self.storage.strategy.opt_state, self.params, spec.mesh)
         update = dataclasses.replace(self.update, mesh=spec.mesh)
-        return dataclasses.replace(self, owners=owners, update=update)
+        return dataclasses.replace(self, grad_shardings=grad_shardings, update=update)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepPlan:
-    """How a step runs what it was given.
+    """The decisions that follow from the arguments of a step.
 
     Args:
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
         compiler_options: the compiler options of its programs.
         stored: the parameters and the optimizer in the form that the state has.
-        changes: the changes to the model where the compiler, or each rank, runs all of it.
-        separator: finds out for each batch shape whether ranks may compute the loss on their own.
+        changes: the changes to a model that is not cut into stages.
+        separator: finds out for each batch shape whether each rank may compute the loss of its own
+            samples.
         loop_choices: which blocks run as a loop; filled whenever the step is traced.
     """
 
@@ -88,7 +89,7 @@ class StepPlan:
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, loss_fn=loss_fn))
 
     def with_shared(self, shared: PyTree) -> StepPlan:
-        """Returns the same step for batches that have more than their samples.
+        """Returns the same step for batches that also have `Shared` leaves.
 
         Args:
             shared: nested dict of arrays or shapes; {} for nothing.
@@ -104,7 +105,7 @@ def plan_step(spec: StepSpec, parent: StepPlan | None = None) -> StepPlan:
     """Plans a step.
 
     Args:
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
         parent: the plan of the step that this one is a part of, as one of several replicas is. Both
             share the parent's compiler options, its traced optimizer, and its choices of loops.
 
@@ -148,8 +149,8 @@ def stored_form(spec: StepSpec) -> Stored:
         policies.opt_state,
         spec.mesh,
     )
-    owners = shardings(policies.opt_state, params, spec.mesh)
-    return Stored(storage, params, frozen, owners, distributed)
+    grad_shardings = shardings(policies.opt_state, params, spec.mesh)
+    return Stored(storage, params, frozen, grad_shardings, distributed)
 
 
 def optimizer_for(
@@ -199,7 +200,7 @@ def changes_of_model(spec: StepSpec, choices: dict[LoopChoice, None]) -> ModelCh
     """Returns the changes to the model where the compiler, or each rank, runs all of it.
 
     Args:
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
         choices: records which blocks run as a loop.
     """
     strategy = _strategy_of_whole_model(spec)
@@ -221,7 +222,7 @@ def loop_rule(spec: StepSpec, choices: dict[LoopChoice, None]) -> LoopRule:
     """Returns the rule for which chains of blocks run as a loop.
 
     Args:
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
         choices: records what the rule decides.
     """
     options = spec.options
@@ -244,11 +245,11 @@ def _loop_cost(spec: StepSpec) -> tuple[LoopCost | None, str]:
         return None, "CPUs spend more on compiling than a loop takes"
     chip = relative_of(spec.world.mesh)
     if chip is None or not chip.block_seconds:
-        return None, "what a loop costs on these devices is not known"
+        return None, "the cost of a loop on these devices is not known"
     strategy = spec.strategy
     if strategy.layers and spec.mesh.size > 1:
         # Loops were not measured against unrolled blocks that send around rings or to experts.
-        return None, f"what a loop costs under {strategy.name} is not known"
+        return None, f"the cost of a loop under {strategy.name} is not known"
     # Inside `shard_map` the traced shapes are those of one rank already.
     num_shares = 1 if spec.is_local else spec.num_ranks
     cost = LoopCost(chip.memory_bandwidth, chip.block_seconds, "cuda", num_shares)

@@ -19,7 +19,7 @@ from ..parallel import OuterLoop
 from ..sharding import Copies, optimizer_shardings, shardings, specs
 from ..sharding.padding import cut_like, for_region, stored_shape
 from .batch import Placed, batch_spec
-from .layout import RunGradients, RunStep, StateLayout
+from .layout import GradientsFn, StateLayout, StepFn
 from .model_spec import Source
 from .objective import GradientResult
 from .options import FLAG
@@ -32,7 +32,7 @@ ROWS = ("params", "opt_state", "buffers", "scaler")
 
 
 def shared_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
-    """Combines the metrics of all replicas: takes means, and the disjunction of the nonfinite flag.
+    """Combines the metrics of all replicas: means, and the logical or of the nonfinite flags.
 
     Args:
         metrics: rows of scalars, one for each replica.
@@ -52,7 +52,7 @@ def mean_rows(buffers: PyTree) -> PyTree:
 
 
 def _repeated(x: Array, replicas: int) -> Array:
-    """Repeats an array for each replica; replica 0 keeps the keys, replica r folds in r."""
+    """Repeats an array for each replica; random keys of replica r > 0 have r folded in."""
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(x, (replicas, *x.shape))
     folded = [jnp.vectorize(jax.random.fold_in)(x, number) for number in range(1, replicas)]
@@ -92,7 +92,7 @@ class Outer:
     @property
     def loop(self) -> OuterLoop:
         """When and how the replicas synchronize."""
-        loop: Any = self.plan.spec.strategy.slow
+        loop: Any = self.plan.spec.strategy.outer_loop
         return loop
 
     @property
@@ -325,18 +325,24 @@ class ReplicaLayout(StateLayout):
         """The results for the batch shapes of a replica seen so far."""
         return self.inner.separator.found
 
-    def gradients(self, run: RunGradients, state: TrainState, placed: Placed) -> GradientResult:
+    def run_gradients(
+        self, gradients_fn: GradientsFn, state: TrainState, placed: Placed
+    ) -> GradientResult:
         """Returns the gradients and the metrics of all replicas, one row for each."""
         inner = self.inner
 
         def of_replica(state: TrainState, placed: Placed) -> tuple:
-            return _stacked(tuple(run(inner, state, placed)))
+            return _stacked(tuple(gradients_fn(inner, state, placed)))
 
         rows = PartitionSpec(self.outer.loop.axis)
         return GradientResult(*self._on_each(of_replica, state, placed, rows))
 
-    def step(
-        self, run: RunStep, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
+    def run_step(
+        self,
+        step_fn: StepFn,
+        state: TrainState,
+        placed: Placed,
+        was_nonfinite: Array | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Takes one step on each replica independently.
 
@@ -351,7 +357,7 @@ class ReplicaLayout(StateLayout):
         axis = self.outer.loop.axis
 
         def of_replica(state: TrainState, placed: Placed) -> tuple[TrainState, dict]:
-            new, metrics = run(inner, state, placed, was_nonfinite)
+            new, metrics = step_fn(inner, state, placed, was_nonfinite)
             return _with_rows(new, _stacked), _stacked(metrics)
 
         out_specs = _specs(axis), PartitionSpec(axis)

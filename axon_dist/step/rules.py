@@ -93,17 +93,17 @@ def _loops(spec: StepSpec) -> Found:
 
 
 def _stops_replicas(spec: StepSpec) -> Found:
-    slow = spec.strategy.slow
+    outer_loop = spec.strategy.outer_loop
     policy = spec.options.nonfinite
-    if slow is None or policy is None or not policy.holds:
+    if outer_loop is None or policy is None or not policy.holds:
         return None
-    return {"axis": slow.axis, "policy": policy.value}
+    return {"axis": outer_loop.axis, "policy": policy.value}
 
 
 def _ema_of_replicas(spec: StepSpec) -> Found:
-    slow = spec.strategy.slow
+    outer_loop = spec.strategy.outer_loop
     ema = spec.options.ema
-    return None if slow is None or ema is None else {"axis": slow.axis, "ema": ema}
+    return None if outer_loop is None or ema is None else {"axis": outer_loop.axis, "ema": ema}
 
 
 Obstacle: TypeAlias = tuple[str, str] | None
@@ -123,9 +123,9 @@ def _elastic_obstacle(spec: StepSpec) -> dict[str, str] | None:
 def _of_strategy(spec: StepSpec) -> Obstacle:
     strategy = spec.strategy
     supported = "ddp, zero and fsdp, alone or composed"
-    if strategy.slow is not None:
+    if strategy.outer_loop is not None:
         return (
-            f"replicas over {strategy.slow.axis!r} train each on its own samples, so their "
+            f"replicas over {strategy.outer_loop.axis!r} train each on its own samples, so their "
             "number is part of the algorithm",
             f"use {supported}",
         )
@@ -203,10 +203,11 @@ _WIDE = 32
 _ELASTIC = 'deterministic="elastic" is not possible here: {why}; {what}, or use deterministic=True'
 
 ELASTIC_BITS = Requirement.row(
-    "bits do not depend on how many ranks there are",
+    "elastic steps use only supported options",
     UnsupportedError,
     _ELASTIC,
     lambda spec: _elastic_obstacle(spec) if spec.options.is_elastic else None,
+    code="elastic-not-possible",
 )
 
 RULES: tuple[Requirement[StepSpec], ...] = (
@@ -214,7 +215,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     *STRATEGY_RULES,
     ELASTIC_BITS,
     Requirement.row(
-        "there are loops to unroll",
+        "there are blocks to unroll",
         StrategyConflictError,
         "{name}={value} says which blocks are unrolled rather than run by a loop, but {strategy} "
         "{why}; leave {name} out",
@@ -223,6 +224,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
             if spec.options.unroll is None and spec.options.scan_layers == AUTO
             else _loops(spec)
         ),
+        code="nothing-to-unroll",
     ),
     Requirement(
         "remat policy 'sums' needs sums to keep",
@@ -237,20 +239,22 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         ),
     ),
     Requirement.row(
-        "expert parameters are reduced by the compiler",
+        "the compiler reduces the gradients of experts",
         UnsupportedError,
         "parameters are split along {axis!r} and the samples of all its ranks are sent to them, so "
         "no rank holds gradients of its own samples alone, which {asked} needs. Remove it; "
         "gradients are then reduced after every microbatch, in the compute dtype",
         lambda spec: _ungathered(spec) if spec.strategy.ungathered_axes else None,
+        code="experts-and-ranks",
     ),
     Requirement.row(
-        "statistics are of the whole batch",
+        "statistics can be averaged over ranks",
         UnsupportedError,
         "{path} holds batch statistics outside nnx.BatchNorm (a bridged Linen BatchNorm's, for "
         "example), which cannot be averaged over the ranks from outside, as {asked} would need. "
         "Use nnx.BatchNorm, or leave that out",
         lambda spec: _statistics(spec) if spec.is_local else None,
+        code="statistics-not-averaged",
     ),
 )
 """The rules for every step, whatever its batch. Rules about the batch are checked by tracing.
@@ -261,11 +265,12 @@ Compiler options, stages, staged optimizers and layouts raise where they are bui
 
 PIPELINE_RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement.row(
-        "microbatches are the pipeline's",
+        "the pipeline sets the number of microbatches",
         StrategyConflictError,
         "accumulate={accumulate}, but the pipeline runs {count} microbatches per step, which is "
         "its accumulation; leave accumulate out, or change num_microbatches",
         lambda spec: None if spec.options.accumulate == 1 else _microbatches(spec),
+        code="accumulate-and-pipeline",
     ),
 )
 """The additional rules for a pipeline."""
@@ -281,6 +286,7 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
         "and replicas over axis {axis!r} would have to tell each other on every step; use 'skip', "
         "with which each leaves out its own batch, in a config train: {{nonfinite: skip}}",
         _stops_replicas,
+        code="replicas-and-nonfinite",
     ),
     Requirement.row(
         "EMA needs one set of parameters",
@@ -289,6 +295,7 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
         "on their parameters only in an outer step; leave ema out: the outer optimizer averages, "
         "as in diloco(outer=optax.sgd(0.7, momentum=0.9, nesterov=True))",
         _ema_of_replicas,
+        code="replicas-and-ema",
     ),
 )
 """The additional rules for a step with several replicas."""
@@ -400,21 +407,21 @@ def _stage_classes(plan: StepPlan) -> Found:
 
 def _fragments(plan: StepPlan) -> Found:
     spec = plan.spec
-    slow = spec.strategy.slow
+    outer_loop = spec.strategy.outer_loop
     count = len(jax.tree.leaves(plan.stored.params))
-    if slow is None or all(Outer(plan).fragments):
+    if outer_loop is None or all(Outer(plan).fragments):
         return None
-    return {"count": slow.fragments, "params": count, "name": spec.strategy.name}
+    return {"count": outer_loop.fragments, "params": count, "name": spec.strategy.name}
 
 
 def _compressed(plan: StepPlan) -> Found:
     spec = plan.spec
-    slow = spec.strategy.slow
+    outer_loop = spec.strategy.outer_loop
     leaves = leaves_with_paths(plan.stored.params)
     complex_ = next((p for p, x in leaves if jnp.issubdtype(x.dtype, jnp.complexfloating)), None)
-    if slow is None or slow.compression is None or complex_ is None:
+    if outer_loop is None or outer_loop.compression is None or complex_ is None:
         return None
-    return {"path": complex_, "how": slow.compression}
+    return {"path": complex_, "how": outer_loop.compression}
 
 
 PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
@@ -423,6 +430,7 @@ PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
         UnsupportedError,
         _ELASTIC,
         lambda plan: _mixing_update(plan) if plan.spec.options.is_elastic else None,
+        code="elastic-not-possible",
     ),
     Requirement.row(
         "fp8 gather needs weights sharded per block",
@@ -431,6 +439,7 @@ PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
         "strategy {name!r} {why}; leave gather out, or split parameters by fsdp or "
         "hybrid, and leave the reduction of their gradients at its default",
         lambda plan: None if plan.changes.fp8 is None else _fp8_gather(plan, plan.changes.fp8),
+        code="fp8-gather-not-possible",
     ),
     Requirement.row(
         "matrices can be distributed",
@@ -440,6 +449,7 @@ PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
         "of the optimizer: nonfinite='skip' of build_train_step is apply_if_finite without a "
         "branch",
         lambda plan: _matrices(plan) if plan.stored.update.needs_matrices else None,
+        code="matrices-not-distributed",
     ),
 )
 """The rules for what follows from every step: its optimizer and the changes to its model."""
@@ -454,6 +464,7 @@ PIPELINE_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
         "of equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp in "
         "addition to the pipeline; or leave the pipeline out",
         lambda plan: _stage_experts(plan) if plan.spec.strategy.ungathered_axes else None,
+        code="stage-experts",
     ),
     Requirement.row(
         "stages recompute their blocks",
@@ -462,6 +473,7 @@ PIPELINE_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
         "checkpointing names the classes {classes}; leave the classes out, or give them to the "
         "pipeline: classes=(...)",
         lambda plan: _stage_classes(plan) if plan.spec.strategy.remat else None,
+        code="pipeline-and-remat-classes",
     ),
 )
 """The additional rules for the stages of a pipeline."""
@@ -469,11 +481,12 @@ PIPELINE_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
 
 REPLICA_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
     Requirement.row(
-        "fragments have parameters",
+        "every fragment has parameters",
         StrategyConflictError,
         "strategy {name!r} has fragments={count}, but the model's {params} parameters do not fill "
         "that many of about one size; use fewer",
         _fragments,
+        code="too-many-fragments",
     ),
     Requirement.row(
         "compressed parameters are real",
@@ -481,6 +494,7 @@ REPLICA_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
         "the parameter {path!r} is complex, but {how} compresses real numbers only; leave the "
         "compression out",
         _compressed,
+        code="complex-and-compression",
     ),
 )
 """The additional rules for the outer steps of several replicas."""
@@ -490,12 +504,12 @@ def check_rules(spec: StepSpec) -> None:
     """Raises the error of the first broken rule; warns if statistics are those of a microbatch.
 
     Args:
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
 
     Raises:
         AxonDistError: of the class that the broken rule has.
     """
-    if spec.strategy.slow is not None:
+    if spec.strategy.outer_loop is not None:
         check_all(REPLICA_RULES, spec)
         spec = spec.replica(region=False)
     check_all(RULES, spec)
@@ -514,7 +528,7 @@ def check_plan(plan: StepPlan) -> None:
     Raises:
         AxonDistError: of the class that the broken rule has.
     """
-    if plan.spec.strategy.slow is not None:
+    if plan.spec.strategy.outer_loop is not None:
         check_all(REPLICA_PLAN_RULES, plan)
         plan = plan_step(plan.spec.replica(region=False), plan)
     check_all(PLAN_RULES, plan)

@@ -11,7 +11,8 @@ Some outputs for a whole batch do not follow from the outputs for its parts, but
 over its samples. The last operations of a loss such as `sqrt(mean)` or `sum / maximum(count, 1)`
 act on scalars. The parts then return the scalars before these operations (`FunctionOfSums`). The
 scalars add up, and the operations run once, on those of the whole batch (`Finalize`). The gradient
-is that of the one sum that depends on the parameters, times the derivative of the loss by that sum.
+is that of the one sum that depends on the parameters, times the derivative of the loss
+with respect to that sum.
 
 `Traces` traces the loss once per number of samples, and `Separator` decides.
 """
@@ -44,9 +45,9 @@ from ..ir.pieces import Ending
 from ..ir.randomness import is_added_to
 from ..ir.walk import moves_with, sources_of
 from ..parallel import SUM_SAMPLES, mark_experts_per_sample
-from ..proof.interpret import RANKS, follow_samples
-from ..proof.lattice import OF_WEIGHT, OutputUse, SampleUse, Use, Why, same_scale, use_of
-from ..proof.operation import RESIZED
+from ..separability.interpret import RANKS, follow_samples
+from ..separability.lattice import OF_WEIGHT, OutputUse, SampleUse, Use, Why, same_scale, use_of
+from ..separability.operation import RESIZED
 from .model_spec import ModelSpec
 from .objective import (
     Forward,
@@ -236,9 +237,9 @@ class FunctionOfSums(PartLoss):
         loss_fn: the user's loss. Its outputs that are not in `names` stay as a part computes them.
         names: the names of the outputs that are replaced by sums: metrics, or `LOSS`.
         differentiated: if the loss is replaced, the linear combination of sums that a part
-            differentiates instead, as (index of a sum, coefficient).
-        factors: multiplied with the mean of each sum over the parts, they give the sum of the
-            whole.
+            differentiates instead, as pairs (index of a sum, coefficient).
+        factors: for each sum, the factor that turns its mean over the parts into the sum over the
+            whole batch.
     """
 
     loss_fn: LossFn
@@ -320,7 +321,7 @@ class Finalize:
         return {name: mean_loss(Weighted(next(parts), next(parts))) for name in names}
 
     def slopes(self, sums: Sequence[ArrayLike]) -> list[Array]:
-        """Returns the derivatives of the loss by the sums."""
+        """Returns the derivatives of the loss with respect to the sums."""
 
         def loss(sums: Sequence[Array]) -> Array:
             return self.numbers(sums)[LOSS]
@@ -416,7 +417,8 @@ class Separation:
         loss_fn: the user's loss, weighted so that `sum(totals) / sum(weights)` over all parts is
             that of the batch.
         is_per_rank: whether each rank computes the loss from its own samples.
-        why: why ranks do not, although the step would otherwise run per rank; "" otherwise.
+        why: why the ranks compute the loss together, in a step that would otherwise run per rank;
+            "" in all other steps.
         averaged: why the loss is an average over microbatches that differs from the loss of the
             whole batch; "" if it does not differ.
         finalize: computes the numbers for which `loss_fn` returns only sums, from the sums of the
@@ -470,10 +472,10 @@ _INSTEAD: MappingProxyType[str, str] = MappingProxyType(
 
 
 def _instead_of(why: str, samples: int) -> str:
-    """Advises what to write instead of what `why` names, for parts of `samples` samples."""
+    """Advises how to rewrite a loss, given the reason `why` and the samples of a part."""
     advice = next((advice for reason, advice in _INSTEAD.items() if reason in why), BEFORE)
     if samples == 1 and any(reason in why for reason in (Why.DIFFERS, RESIZED)):
-        return f"Give each part two samples or more: JAX may trace one in another way. {advice}"
+        return f"Give each part two samples or more: JAX may trace one sample differently. {advice}"
     return advice
 
 
@@ -481,11 +483,11 @@ class Separator:
     """Finds out, once per batch shape, how the loss of a batch is computed from its parts.
 
     Args:
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
         prepare: (gather, first change) -> the function that adapts a merged model to the step.
 
     Attributes:
-        model_spec: the model, with what a batch has in addition to its samples.
+        model_spec: the model, with the `Shared` leaves of a batch.
     """
 
     def __init__(self, spec: StepSpec, prepare: MakePrepare):
@@ -501,7 +503,7 @@ class Separator:
         self._traced: dict[bool, Traces] = {}
 
     def with_shared(self, shared: PyTree) -> Separator:
-        """Returns the separator for batches that have more than their samples; cached by shape.
+        """Returns the separator for batches that also have `Shared` leaves; cached by shape.
 
         Args:
             shared: nested dict of arrays or shapes.
@@ -625,7 +627,7 @@ class Separator:
     def _from_sums(
         self, batch: Batch, sizes: tuple[int, int], ranks: int, use: SampleUse
     ) -> Separation | None:
-        """Returns how outputs that parts do not give follow from sums over parts; None if not."""
+        """Returns how outputs that do not add up follow from sums that do; None if they do not."""
         if self._promise is not None or use.failure:
             return None
         names = {name for name, output in use.metrics.items() if not output.is_separable}
@@ -748,7 +750,8 @@ class Separator:
                     f"{parts} is not its value for the whole batch. Return what adds up: "
                     "Weighted(total, weight) for a quotient, sums such as counts of hits and "
                     "misses, or a function of such numbers; or use one microbatch; or "
-                    "build_train_step(separable=True) for the mean over the parts"
+                    "build_train_step(separable=True) for the mean over the parts",
+                    code="coupled-metric",
                 )
 
     def _is_statistic(self, path: Path, use: OutputUse) -> bool:
@@ -781,7 +784,7 @@ class Separator:
     def _changes_in_turn(self, path: Path, what: str) -> UnsupportedError:
         return UnsupportedError(
             f"the buffer {path!r} {what}. {self._num_microbatches} microbatches would change it in "
-            "turn, each starting from the value that the one before has left, where one device "
+            "turn, each starting from the value that the previous one left, whereas one device "
             "changes it once, with the whole batch. Use one microbatch; or change the buffer "
             "between steps, from metrics of the loss; or, if it is to be changed in turn, say so: "
             "build_train_step(separable=False)",
@@ -839,7 +842,7 @@ class Separator:
                 )
 
     def _mixed(self, use: SampleUse, ranks: int) -> str:
-        """Returns the error for a loss that grows with its samples and is no sum over them."""
+        """Returns the error for a loss that adds a term once per part, not once per sample."""
         guard = "A constant that keeps it from being 0 can be left out: a loss of weight 0 is 0. "
         guard = guard if use.loss.why.startswith(OF_WEIGHT) else ""
         return (

@@ -34,7 +34,7 @@ from .options import StepOptions
 class StepSpec:
     """The arguments of `build_train_step`, with every option resolved.
 
-    `StepPlan` has the decisions that follow from them by a trace, or by a look at the model.
+    `StepPlan` has the decisions that follow from them, the model and its traces.
 
     Args:
         model_spec: the model's structure, and the shapes of its parameters and buffers.
@@ -118,20 +118,22 @@ class StepSpec:
             region: whether it is traced where the axis between replicas is manual; otherwise it is
                 a step of all devices that does not split this axis.
         """
-        slow = self.strategy.slow
-        if slow is None:
+        outer_loop = self.strategy.outer_loop
+        if outer_loop is None:
             return self
-        axes = tuple(axis for axis in self.strategy.batch_axes if axis != slow.axis)
-        strategy = dataclasses.replace(self.strategy, slow=None, batch_axes=axes)
-        manual = {slow.axis: AxisType.Manual}
+        axes = tuple(axis for axis in self.strategy.batch_axes if axis != outer_loop.axis)
+        strategy = dataclasses.replace(self.strategy, outer_loop=None, batch_axes=axes)
+        manual = {outer_loop.axis: AxisType.Manual}
         mesh = self.world.mesh.abstract_mesh.update_axis_types(manual) if region else None
         return dataclasses.replace(self, strategy=strategy, region=mesh)
 
     def together(self) -> StepSpec:
         """Returns the step of all replicas as if they synchronized on every step."""
-        if self.strategy.slow is None:
+        if self.strategy.outer_loop is None:
             return self
-        return dataclasses.replace(self, strategy=dataclasses.replace(self.strategy, slow=None))
+        return dataclasses.replace(
+            self, strategy=dataclasses.replace(self.strategy, outer_loop=None)
+        )
 
     def microbatch(self, batch: Batch) -> tuple[int, Batch]:
         """Returns the number of samples of a microbatch over all ranks, and its shapes.

@@ -1,4 +1,4 @@
-"""Statistics of the samples in buffers, such as BatchNorm's: over ranks, or one copy per rank."""
+"""Sample statistics in buffers, such as BatchNorm's: averaged over ranks, or a copy per rank."""
 
 from __future__ import annotations
 

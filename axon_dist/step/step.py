@@ -187,7 +187,7 @@ def build_train_step(
         check_rules(spec)
         plan = plan_step(spec)
         check_plan(plan)
-        make_layout = StateLayout if resolved.slow is None else ReplicaLayout
+        make_layout = StateLayout if resolved.outer_loop is None else ReplicaLayout
         step = TrainStep(make_layout(plan, source))
         _warn_of_replicated(step)
         _warn_of_ascent(step)
@@ -344,18 +344,18 @@ def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
     jit = functools.partial(guarded, compiler_options=plan.compiler_options)
     on_device = layout.on_device
     # Replicas are evaluated together, as if they synchronized on every step.
-    together = plan if spec.strategy.slow is None else plan_step(spec.together(), plan)
+    together = plan if spec.strategy.outer_loop is None else plan_step(spec.together(), plan)
 
     # Profilers show a compiled program under the name of its function.
     def train_step(
         state: TrainState, placed: Placed, was_nonfinite: Array | None = None
     ) -> tuple[TrainState, Metrics]:
-        new, metrics = layout.step(one_step, on_device(state), placed, was_nonfinite)
+        new, metrics = layout.run_step(one_step, on_device(state), placed, was_nonfinite)
         return layout.padded(new), metrics
 
     def gradients(state: TrainState, placed: Placed) -> tuple[PyTree, Metrics]:
-        grads, metrics, _ = layout.gradients(unscaled_gradients, on_device(state), placed)
-        return stored_tree(grads, layout.owners), metrics
+        grads, metrics, _ = layout.run_gradients(unscaled_gradients, on_device(state), placed)
+        return stored_tree(grads, layout.grad_shardings), metrics
 
     def evaluate(state: TrainState, placed: Placed) -> dict[str, Weighted]:
         arguments = layout.arguments(on_device(state), placed.shared)
@@ -366,7 +366,7 @@ def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
         batch_layout=batches,
         step=jit(train_step, donate_argnums=0, out_shardings=(layout.places, layout.reported)),
         evaluate=jit(evaluate, out_shardings=layout.replicated),
-        gradients=jit(gradients, out_shardings=(layout.owners, layout.reported)),
+        gradients=jit(gradients, out_shardings=(layout.grad_shardings, layout.reported)),
         evaluated=together,
         outer_steps=tuple(
             jit(_on_stored(run, layout), donate_argnums=0, out_shardings=layout.places)
@@ -395,8 +395,8 @@ class TrainStep:
         state_layout: the layout of its states, and how the first one is made.
 
     Attributes:
-        plan: how the step runs what it was given.
-        spec: what the step was given.
+        plan: the decisions that follow from the arguments of the step.
+        spec: the resolved arguments of the step.
         model_spec: the structure of the model and the shapes of its arrays.
         strategy: the strategy, with every option resolved.
         world: the devices.

@@ -77,7 +77,10 @@ class Storage:
         return self.rows is not None and not self.rows.by_blocks
 
     def from_model(self, params: PyTree) -> PyTree:
-        """Converts the model's nested dict to the stored form; with rows, that of trained ones."""
+        """Converts the nested dict of the model to the stored form.
+
+        A pipeline takes and returns the trained parameters only.
+        """
         if self.rows is not None:
             return self.rows.trained.from_model(self.stacks.unstack(params))
         return narrowed(params, self.int8) if self.int8 else params
@@ -141,10 +144,10 @@ def storage_of(
         UnsupportedError: when the model has no blocks to cut between, or they differ.
         ScheduleError: when there are fewer blocks than stages, or the boundaries do not fit.
     """
-    plan = strategy.pipeline
-    if plan is None and not model_spec.int8:
+    pipeline = strategy.pipeline
+    if pipeline is None and not model_spec.int8:
         return Storage(strategy, frozen=model_spec.frozen_paths)
-    if plan is None:
+    if pipeline is None:
         # The int8 numbers and their scales are sharded like the weights they replace.
         in_place = InPlaceOf(
             strategy.params, {path: x.shape for path, x in model_spec.int8.items()}
@@ -154,13 +157,13 @@ def storage_of(
         return Storage(strategy, frozen=frozen, int8=model_spec.int8)
     if model_spec.int8:
         raise UnsupportedError(
-            f"frozen_dtype='int8' and a pipeline over {plan.axis!r}: its stages would "
+            f"frozen_dtype='int8' and a pipeline over {pipeline.axis!r}: its stages would "
             "keep the widened weights of all their blocks in addition to the int8 weights for the "
             "whole schedule, which takes more memory than bfloat16. Use frozen_dtype='bfloat16', "
             "or fsdp",
             code="int8-pipeline",
         )
-    stages, stacks = _stages(model_spec, plan, loss_fn, batch)
+    stages, stacks = _stages(model_spec, pipeline, loss_fn, batch)
     shapes = stacks.unstack(model_spec.weights)
     paths = {keys: "/".join(map(str, stacks.in_model(keys))) for keys in flatten(shapes)}
     frozen = frozenset(keys for keys, path in paths.items() if path in model_spec.frozen_paths)
@@ -169,7 +172,9 @@ def storage_of(
     row_paths = frozenset("/".join(map(str, keys)) for part in storages for keys in part.row_keys)
 
     def staged(policy: Policy) -> Staged:
-        return Staged(OfBlocks(policy, stacks) if stacks.depths else policy, plan.axis, row_paths)
+        return Staged(
+            OfBlocks(policy, stacks) if stacks.depths else policy, pipeline.axis, row_paths
+        )
 
     strategy = dataclasses.replace(
         strategy, params=staged(strategy.params), opt_state=staged(strategy.opt_state)
@@ -178,11 +183,11 @@ def storage_of(
 
 
 def _stages(
-    model_spec: ModelSpec, plan: PipelinePlan, loss_fn: LossFn | None, batch: Batch | None
+    model_spec: ModelSpec, pipeline: PipelinePlan, loss_fn: LossFn | None, batch: Batch | None
 ) -> tuple[Stages, Stacks]:
     model = model_spec.abstract
     loops = {} if loss_fn is None or batch is None else loops_in(model_spec, loss_fn, batch)
-    blocks = tuple(block_keys(model, plan.classes, loops))
+    blocks = tuple(block_keys(model, pipeline.classes, loops))
     stacked = {**_stacked(model), **loops}
     stacks = Stacks(tuple(item for item in stacked.items() if (*item[0], 0) in blocks))
     calls = None
@@ -192,34 +197,36 @@ def _stages(
     owners = {_owner(keys, blocks) for keys in leaves} - {None}
     # Stages in model order are right if the calls fit them. They are also taken if a block with
     # parameters is never called: the stages then refuse it.
-    if calls is None or _fits(calls, blocks, plan) or not calls.called.issuperset(owners):
-        if len(blocks) < plan.schedule.num_stages:
-            raise _too_few(model, plan, blocks)
-        table = plan.schedule
-        boundaries = table.partition(len(blocks), plan.costs, plan.boundaries)
+    if calls is None or _fits(calls, blocks, pipeline) or not calls.called.issuperset(owners):
+        if len(blocks) < pipeline.schedule.num_stages:
+            raise _too_few(model, pipeline, blocks)
+        table = pipeline.schedule
+        boundaries = table.partition(len(blocks), pipeline.costs, pipeline.boundaries)
         stages = Stages(blocks, boundaries, table.placement, table.num_devices)
     else:
-        stages = stages_by_calls(plan.schedule, blocks, calls, _depths(calls, plan))
+        stages = stages_by_calls(pipeline.schedule, blocks, calls, _depths(calls, pipeline))
     in_model = {stacks.in_model(keys) for keys in leaves}
     shared = (*stages.shared, *_tied(model_spec.abstract, in_model, blocks))
     return dataclasses.replace(stages, shared=shared), stacks
 
 
-def _fits(calls: Calls, blocks: Sequence[Keys], plan: PipelinePlan) -> bool:
+def _fits(calls: Calls, blocks: Sequence[Keys], pipeline: PipelinePlan) -> bool:
     """Whether blocks may be cut into stages in the order in which the model has them."""
-    count = plan.schedule.num_stages
+    count = pipeline.schedule.num_stages
     # Boundaries and costs may be about the calls, of which there can be more than blocks.
-    planned = plan.boundaries[-1:] if plan.boundaries else (len(plan.costs or blocks),)
+    planned = pipeline.boundaries[-1:] if pipeline.boundaries else (len(pipeline.costs or blocks),)
     if len(blocks) < count or planned != (len(blocks),):
         return False
-    ends = itertools.pairwise(plan.schedule.partition(len(blocks), plan.costs, plan.boundaries))
+    ends = itertools.pairwise(
+        pipeline.schedule.partition(len(blocks), pipeline.costs, pipeline.boundaries)
+    )
     stage_of_block = [stage for stage, (first, end) in enumerate(ends) for _ in range(first, end)]
     return calls.fits(stage_of_block)
 
 
-def _depths(calls: Calls, plan: PipelinePlan) -> tuple[int, ...]:
+def _depths(calls: Calls, pipeline: PipelinePlan) -> tuple[int, ...]:
     """Returns the first depth of each stage, and the number of depths."""
-    count = plan.schedule.num_stages
+    count = pipeline.schedule.num_stages
     size = max(calls.depths) + 1
     if size < count:
         raise UnsupportedError(
@@ -227,14 +234,16 @@ def _depths(calls: Calls, plan: PipelinePlan) -> tuple[int, ...]:
             "calls of blocks in sequence. Use fewer stages",
             code="too-few-calls",
         )
-    return plan.schedule.partition(size, plan.costs, plan.boundaries)
+    return pipeline.schedule.partition(size, pipeline.costs, pipeline.boundaries)
 
 
-def _too_few(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys]) -> UnsupportedError:
-    kinds = ", ".join(plan.classes) or "modules in lists, stacked by nnx.vmap or numbered by Linen"
+def _too_few(model: nnx.Module, pipeline: PipelinePlan, blocks: Sequence[Keys]) -> UnsupportedError:
+    kinds = (
+        ", ".join(pipeline.classes) or "modules in lists, stacked by nnx.vmap or numbered by Linen"
+    )
     repeated = f". Where the loss calls a block several times: {BATCH}" if blocks else ""
     return UnsupportedError(
-        f"the pipeline has {plan.schedule.num_stages} stages, but the model has {len(blocks)} "
+        f"the pipeline has {pipeline.schedule.num_stages} stages, but the model has {len(blocks)} "
         f"block{'s' * (len(blocks) != 1)} to cut between ({kinds}). Use fewer stages, "
         f"name the class of the blocks among {', '.join(names_of(model))}, or give each "
         f"stage its module: Pipeline.from_modules([...]){repeated}"
@@ -242,7 +251,7 @@ def _too_few(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys]) -> U
 
 
 def _tied(model: nnx.Module, leaves: Collection[Keys], blocks: Sequence[Keys]) -> list[Keys]:
-    """Returns the keys of modules that several blocks share, or a block with the rest."""
+    """Returns the keys of modules that blocks share with each other or with the rest."""
     tied = []
     for paths in nnx.find_duplicates(model):
         owners = {_owner(tuple(path), blocks) for path in paths}

@@ -113,7 +113,7 @@ def undo_nonfinite(
     """Keeps the old state where the loss or a gradient is not finite.
 
     With a loss scale, gradients that overflow do not count as nonfinite until the scale has reached
-    its minimum, because a lower scale may still mend them.
+    its minimum, because a lower scale may still make them finite.
 
     Args:
         options: the policy for nonfinite steps, and the loss scale.
@@ -190,7 +190,7 @@ def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientAr
     number of samples times the mean weight of a sample in the whole batch.
 
     Args:
-        spec: what the step was given.
+        spec: the resolved arguments of the step.
         arguments: parameters, buffers, batch and scale.
 
     Raises:

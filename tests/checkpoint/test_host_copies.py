@@ -219,7 +219,7 @@ def test_only_what_is_split_over_hosts_is_sent():
 def test_hosts_that_differ_are_refused():
     wanted = (
         r"processes of the hosts have \[1\] and \[2\] devices, and w is split over hosts: .*"
-        "as many processes on each host, with as many devices, or leave checkpoint.memory_every at"
+        "same number of processes and devices on each host, or leave checkpoint.memory_every at"
     )
     with pytest.raises(ConfigError, match=wanted):
         HostRing((7, 5)).spread({"w": leaf_on((0, 1, 1), (0, 1, 2))})

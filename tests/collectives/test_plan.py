@@ -92,5 +92,5 @@ def test_plans_by_hand_are_checked():
 
 @pytest.mark.parametrize("wrong", [10, {"w": 2.5}, [(3, 4), "kernel"]])
 def test_leaves_that_cannot_be_packed_raise(wrong):
-    with pytest.raises(ConfigError, match=r"among what is to be packed.*a tree of arrays"):
+    with pytest.raises(ConfigError, match=r"among the arrays to pack.*a tree of arrays"):
         plan_buckets(wrong, 100)

@@ -95,7 +95,9 @@ def noisy_loss(model, batch):
 
 
 def test_keys_made_on_the_way_are_refused():
-    with pytest.raises(UnsupportedError, match=r"a key that is made on the way.*2 microbatches"):
+    with pytest.raises(
+        UnsupportedError, match=r"a key that the loss creates itself.*2 microbatches"
+    ):
         build_train_step(
             nnx.Linear(16, 4, rngs=nnx.Rngs(0)), optax.sgd(0.1), noisy_loss, ddp(),
             World.emulate(2, "dp=2"), accumulate=2, batch=BATCHES[0],
@@ -105,7 +107,7 @@ def test_keys_made_on_the_way_are_refused():
 def test_a_pipeline_asks_what_a_loss_draws_whose_model_has_no_buffers():
     rngs = nnx.Rngs(0)
     layers = [nnx.Linear(16, size, rngs=rngs) for size in (16, 4)]
-    with pytest.raises(UnsupportedError, match="a key that it makes on the way"):
+    with pytest.raises(UnsupportedError, match="a key that it creates itself"):
         build_train_step(
             nnx.Sequential(*layers), optax.sgd(0.1), noisy_loss, compose(pipelined(2, 2), ddp()),
             World.emulate(4, "pp=2,dp=2"), batch=BATCHES[0], separable=True,
@@ -142,7 +144,7 @@ def test_gamma_noise_is_that_of_one_device(options):
 
 @pytest.mark.parametrize(
     ("samples", "words"),
-    [(2, r"random keys of shape \(2,\) both with and without"), (4, "with the samples first")],
+    [(2, r"random keys of shape \(2,\) both with and without"), (4, "with the samples in dim 0")],
 )
 def test_gamma_noise_that_parts_cannot_draw(samples, words):
     class Noisy(Gamma):

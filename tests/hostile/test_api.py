@@ -274,7 +274,7 @@ def test_an_error_of_python_stays_as_it_is():
         (lambda: World.emulate(8, "data=4,model=2"), "unknown mesh axis 'data'. Did you mean 'dp'"),
         (lambda: build(strategy=axon_dist.ddp("data")), "'data', which mesh dp=8 lacks. Did you m"),
         (lambda: axon_dist.ProcessGroup.mock(8), "World.emulate.8..default_group"),
-        (lambda: GROUP.rank(), r"axon_dist.rank\(group\), in group.spmd"),
+        (lambda: GROUP.rank(), r"axon_dist.rank\(group\) in group.spmd"),
         (lambda: GROUP.partitions, "no 'partitions'; Did you mean 'partition'"),
         (lambda: axon_dist.FSDP(NET, GROUP).memory_stats({}), "give all or none"),
         (lambda: build(trainable=lambda: True), r"a predicate \(keys, variable\)"),
@@ -312,7 +312,7 @@ def test_an_error_of_python_stays_as_it_is():
         (lambda: candidates(work=None), "candidates got work=None; give a Workload"),
         (
             lambda: axon_dist.planner.idle_share("gpipe", None, 4),
-            "got num_stages=None. It must be",
+            "got num_devices=None. It must be",
         ),
         (lambda: axon_dist.reduce_scatter_sum(STACKED, GROUP, pad="x"), "give True or False"),
         (lambda: World(WORLD.mesh, "x"), "Valid: emulated, gloo, nccl, tpu"),

@@ -7,7 +7,7 @@ import pytest
 
 from axon_dist.core.errors import UnsupportedError
 from axon_dist.ir.randomness import SampleRows, find_rows, with_rank, without_rank
-from axon_dist.proof.interpret import follow_samples
+from axon_dist.separability.interpret import follow_samples
 
 RANKS, LOCAL = 4, 3
 
@@ -112,7 +112,7 @@ def test_keys_are_put_back_and_counts_kept():
         ),
         (
             lambda key, n: jax.random.normal(jax.random.fold_in(jax.random.key(0), 1), (n, 2)),
-            r"of shape \(3, 2\), a row for every sample, from a key that it makes on the way.*Rngs",
+            r"of shape \(3, 2\), a row for every sample, from a key that it creates itself.*Rngs",
         ),
         (
             lambda key, n: jax.jit(jax.random.normal, static_argnums=1)(jax.random.key(0), (n, 2)),
@@ -129,10 +129,10 @@ def test_keys_of_samples_need_a_generator_that_takes_each():
     draw = DRAWS["keys of samples"]
     key = jax.random.key(0, impl="rbg")
     trace = lambda samples: jax.make_jaxpr(lambda key: draw(key, samples))(key)
-    with pytest.raises(UnsupportedError, match=r"takes the first key for all.*threefry2x32"):
+    with pytest.raises(UnsupportedError, match=r"uses the first key for all.*threefry2x32"):
         find_rows(trace, LOCAL, RANKS)
     (drawn,) = follow_samples(trace, (LOCAL, LOCAL * RANKS), 0)
-    assert "takes the first key for all" in drawn.why
+    assert "uses the first key for all" in drawn.why
 
 
 def test_keys_made_on_the_way_may_draw_what_all_ranks_share():

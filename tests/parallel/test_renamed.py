@@ -1,15 +1,18 @@
 """Fields by their old names: each still works, and warns."""
 
 import dataclasses
+import pickle
 
 import pytest
 
 from axon_dist.models.weight_rules import WeightRule
-from axon_dist.parallel import Reduction, Rule, Strategy, expert_parallel
+from axon_dist.parallel import Reduction, Rule, Strategy, diloco, expert_parallel, pipelined
+from axon_dist.schedule import build_schedule, compare, search
 
 RENAMED = {
     "by_hand": (Reduction, {}, "manual", True),
     "resident": (Strategy, {"name": "ep"}, "ungathered_axes", ("ep",)),
+    "slow": (Strategy, {"name": "diloco"}, "outer_loop", diloco("nodes", every=2).outer_loop),
     "unit": (Rule, {"pattern": "q$", "mode": "column"}, "multiple_of", 16),
     "parts": (Rule, {"pattern": "qkv$", "mode": "column"}, "num_fused", 3),
     "parts of a weight": (
@@ -34,6 +37,30 @@ def test_an_old_field_name_warns_and_sets_the_new_field(name):
     with pytest.warns(DeprecationWarning, match=f"use {new}"):
         replaced = dataclasses.replace(cls(**others), **{old: value})
     assert replaced == expected
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_pickle_from_before_the_rename_loads(name):
+    cls, others, new, value = RENAMED[name]
+    expected = cls(**others, **{new: value})
+    make, arguments, fields = expected.__reduce_ex__(4)[:3]
+    of_old_class = {name.split()[0] if field == new else field: x for field, x in fields.items()}
+    loaded = make(*arguments)
+    loaded.__setstate__(of_old_class)
+    assert loaded == expected
+    assert pickle.loads(pickle.dumps(cls(**others))) == cls(**others)
+
+
+@pytest.mark.parametrize("make", [pipelined, build_schedule, compare, search])
+def test_an_old_keyword_of_a_function_warns_and_works(make):
+    named = {"name": "1f1b"} if make is build_schedule else {}
+    expected = make(**named, **_new_keywords(make), num_microbatches=4)
+    with pytest.warns(DeprecationWarning, match=rf"{make.__name__}\(num_stages=...\) is depr"):
+        assert make(**named, num_stages=2, num_microbatches=4) == expected
+
+
+def _new_keywords(make):
+    return {"num_ranks": 2} if make is pipelined else {"num_devices": 2}
 
 
 def test_experts_are_never_gathered_over_their_axis():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axon_dist.pipeline import with_combined_rows
+from axon_dist.pipeline import with_merged_batch_dims
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -75,7 +75,7 @@ def close(one, other):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_values_and_gradients_are_the_same(function):
     x, w = normal(0, 2, 3, 8), normal(1, 8, 6)
-    joined = with_combined_rows(function)
+    joined = with_merged_batch_dims(function)
     both = lambda f: lambda x, w: (f(x, w), gradient_of(f)(x, w))
     jax.tree.map(close, jax.jit(both(joined))(x, w), jax.jit(both(function))(x, w))
 
@@ -85,7 +85,7 @@ def test_gradients_of_weights_sum_over_one_dim(function):
     x, w = normal(0, 2, 3, 8), normal(1, 8, 6)
     weight_gradient = jax.grad(lambda w, f: jnp.sum(jnp.sin(f(x, w))))
     plain = products(functools.partial(weight_gradient, f=function), w)
-    joined = products(functools.partial(weight_gradient, f=with_combined_rows(function)), w)
+    joined = products(functools.partial(weight_gradient, f=with_merged_batch_dims(function)), w)
     assert max(map(summed_dims, plain)) == 2
     assert max(map(summed_dims, joined)) == 1
     assert len(plain) == len(joined)
@@ -95,7 +95,7 @@ def test_recomputed_blocks_stay_recomputed():
     x, w = normal(0, 2, 3, 8), normal(1, 8, 6)
     remat = jax.checkpoint(matmul)
     counts = [
-        len(products(gradient_of(f), x, w)) for f in (matmul, remat, with_combined_rows(remat))
+        len(products(gradient_of(f), x, w)) for f in (matmul, remat, with_merged_batch_dims(remat))
     ]
     assert counts[1] == counts[2] == counts[0] + 1
 
@@ -103,12 +103,12 @@ def test_recomputed_blocks_stay_recomputed():
 def test_batched_products_and_matrices_stay_as_they_are():
     attention = lambda q, k: jnp.einsum("bqd,bkd->bqk", q, k)
     q = normal(0, 2, 3, 8)
-    assert "reshape" not in str(jax.make_jaxpr(with_combined_rows(attention))(q, q))
-    assert "reshape" not in str(jax.make_jaxpr(with_combined_rows(jnp.dot))(q[0], q[1].T))
+    assert "reshape" not in str(jax.make_jaxpr(with_merged_batch_dims(attention))(q, q))
+    assert "reshape" not in str(jax.make_jaxpr(with_merged_batch_dims(jnp.dot))(q[0], q[1].T))
 
 
 def test_trees_go_in_and_out():
-    function = with_combined_rows(lambda tree: {"y": tree["x"] @ tree["w"], "n": tree["n"] + 1})
+    function = with_merged_batch_dims(lambda tree: {"y": tree["x"] @ tree["w"], "n": tree["n"] + 1})
     result = function({"x": normal(0, 2, 3, 8), "w": normal(1, 8, 6), "n": jnp.int32(1)})
     assert result["y"].shape == (2, 3, 6)
     assert result["n"] == 2
@@ -117,5 +117,5 @@ def test_trees_go_in_and_out():
 def test_shared_products_are_computed_once():
     shared = lambda x, w: x @ w + jnp.sin(x @ w) + x @ jnp.cos(w)
     x, w = normal(0, 2, 3, 8), normal(1, 8, 6)
-    found = list(equations(jax.make_jaxpr(with_combined_rows(shared))(x, w).jaxpr))
+    found = list(equations(jax.make_jaxpr(with_merged_batch_dims(shared))(x, w).jaxpr))
     assert [e.outvars[0].aval.shape for e in found].count((6, 8)) == 1

@@ -225,9 +225,9 @@ def test_ids_that_the_table_has_no_row_for_are_what_they_are_on_one_device():
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_lookups_are_kept_only_if_the_backward_pass_reads_them(norm):
-    row = lambda data: data.rows[0] * (data.rows[0] if norm else 3.0)
+    row = lambda data: data.looked_up[0] * (data.looked_up[0] if norm else 3.0)
     start = Start(lambda rest, data: Wire([row(data)], []), {}, {}, Data([], []))
-    assert start.reads_rows([jnp.ones((2, 3))], [jnp.ones((2, 3))]) is norm
+    assert start.reads_looked_up([jnp.ones((2, 3))], [jnp.ones((2, 3))]) is norm
     table = with_vocabulary(one_f_one_b(2, 8))
     # One for the forward pass that is next, and those in flight.
     kept = peak_live(table)[0] if norm else 1

@@ -60,7 +60,7 @@ def test_the_lines_of_a_config_are_read_by_the_config(candidate, make_world):
     strategy = build_strategy(config.parallel, None, world) if candidate.tp == 1 else None
     if strategy is not None:
         assert strategy.name.split(" + ")[-1] == candidate.strategy
-        assert (strategy.slow is None) == (candidate.slow_replicas is None)
+        assert (strategy.outer_loop is None) == (candidate.slow_replicas is None)
     pipeline = config.parallel.get("pipeline", {})
     count = pipeline.get("num_microbatches", config.train.accumulate)
     assert count == candidate.num_microbatches

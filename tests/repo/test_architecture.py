@@ -28,7 +28,7 @@ ONLY = {
     "inspect": {"core", "mesh"},
     "ops": {"core"},
     "ir": {"core", "ops"},
-    "proof": {"core", "ops", "ir"},
+    "separability": {"core", "ops", "ir"},
     "data": {"core", "mesh", "sharding"},
     "checkpoint": {"core", "mesh", "sharding"},
 }

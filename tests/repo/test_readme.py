@@ -122,7 +122,7 @@ PROMISES = {
     "benchmarks.replicas` measure": [
         "multiprocess/test_restart.py::test_a_killed_rank_restarts_the_run"
     ],
-    "one line that says what was got": [
+    "one line that says what you gave": [
         "hostile/test_command.py::test_wrong_overrides_are_one_line",
         "hostile/test_command.py::test_wrong_arguments_of_the_command",
         "hostile/test_api.py::test_wrong_batches_raise_clear_errors",

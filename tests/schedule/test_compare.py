@@ -65,7 +65,7 @@ def test_a_summary_has_both_readings():
 
 
 def test_sizes_are_checked():
-    with pytest.raises(ScheduleError, match="got num_stages=0"):
+    with pytest.raises(ScheduleError, match="got num_devices=0"):
         compare(0, 8)
     with pytest.raises(ScheduleError, match="got chunks=0"):
         compare(4, 8, chunks=0)

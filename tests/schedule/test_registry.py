@@ -67,5 +67,5 @@ def test_sizes_may_be_numpy_integers(name):
     table = build_schedule(name, two, np.int32(4), two if name != "1f1b" else None)
     assert table == build_schedule(name, 2, 4)
     assert type(table.num_microbatches) is int
-    with pytest.raises(ScheduleError, match=r"got num_stages=np.float64\(2.0\).*an integer"):
+    with pytest.raises(ScheduleError, match=r"got num_devices=np.float64\(2.0\).*an integer"):
         build_schedule(name, np.float64(2), 4)

@@ -25,7 +25,7 @@ from axon_dist.models import (
     next_token_loss,
 )
 from axon_dist.parallel import mark_experts_per_sample
-from axon_dist.proof.lattice import Use
+from axon_dist.separability.lattice import Use
 from axon_dist.step.model_spec import split_model
 from axon_dist.step.separation import Traces
 

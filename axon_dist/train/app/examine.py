@@ -107,7 +107,7 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     outer_steps = tuple(
         report(lowered.compile(), world.mesh) for lowered in lower_outer_steps(step)
     )
-    slow = step.strategy.slow
+    outer_loop = step.strategy.outer_loop
     return Examination(
         step_report,
         world.spec,
@@ -116,7 +116,7 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
         machine,
         line,
         outer_steps,
-        0 if slow is None else slow.every,
+        0 if outer_loop is None else outer_loop.every,
     )
 
 

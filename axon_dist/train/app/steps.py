@@ -85,7 +85,7 @@ def build_step(
     metrics: tuple[str, ...] = ("loss", "grad_norm"),
     loss_fn: LossFn | None = None,
     compiler_options: Mapping[str, OptionValue | None] | None = None,
-    slow: Callable[[OuterLoop | None], OuterLoop | None] = lambda slow: slow,
+    change_outer_loop: Callable[[OuterLoop | None], OuterLoop | None] = lambda loop: loop,
     trains: bool = True,
     follows_loss: bool = True,
 ) -> TrainStep:
@@ -98,7 +98,7 @@ def build_step(
         metrics: the metrics that the step reports.
         loss_fn: replaces the loss of the config's task.
         compiler_options: added to those of the config; they take precedence.
-        slow: changes the strategy's `OuterLoop`, such as to remove it.
+        change_outer_loop: changes the strategy's `OuterLoop`, such as to remove it.
         trains: whether steps will be taken. If so, the loss of the batch must be computable from
             its parts. If not, there are no outer steps and only one replica.
         follows_loss: whether to find out here how the loss of the batch follows from its parts.
@@ -114,11 +114,20 @@ def build_step(
     if config.weights is not None and config.weights.format != NATIVE_NAME:
         format_of(config.weights.format)
     if config.remat == AUTO:
-        args = optimizer, metrics, loss_fn, compiler_options, slow, trains, follows_loss
+        args = (
+            optimizer,
+            metrics,
+            loss_fn,
+            compiler_options,
+            change_outer_loop,
+            trains,
+            follows_loss,
+        )
         return recomputing_least(config, world, trains, lambda one: build_step(one, world, *args))
     factory = functools.partial(model_of, config)
     strategy = build_strategy(config.parallel, factory, world)
-    strategy = dataclasses.replace(strategy, slow=slow(strategy.slow) if trains else None)
+    outer_loop = change_outer_loop(strategy.outer_loop) if trains else None
+    strategy = dataclasses.replace(strategy, outer_loop=outer_loop)
     configured, clip_norm = _optimizer(config, factory)
     step = build_train_step(
         factory,

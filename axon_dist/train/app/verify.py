@@ -34,16 +34,16 @@ COMPARED = ("loss", "grad_norm")
 """The metrics that are compared, in addition to the parameters."""
 
 
-def synchronizing_soon(slow: OuterLoop | None) -> OuterLoop | None:
-    """Returns the plan with an outer step after at most two steps, and without compression.
+def synchronizing_soon(outer_loop: OuterLoop | None) -> OuterLoop | None:
+    """Returns the loop with an outer step after at most two steps, and without compression.
 
     One device computes no compressed outer gradients to compare with.
     """
-    if slow is None:
+    if outer_loop is None:
         return None
-    interval = min(slow.every, 2)
-    fragments = min(slow.fragments, interval)
-    return dataclasses.replace(slow, every=interval, compression=None, fragments=fragments)
+    interval = min(outer_loop.every, 2)
+    fragments = min(outer_loop.fragments, interval)
+    return dataclasses.replace(outer_loop, every=interval, compression=None, fragments=fragments)
 
 
 def train_replicas(
@@ -63,14 +63,14 @@ def train_replicas(
     Returns:
         The means of the replicas' metrics by name, and the outer parameters by path.
     """
-    plan: Any = step.strategy.slow
-    count = step.world.mesh.shape[plan.axis]
+    loop: Any = step.strategy.outer_loop
+    count = step.world.mesh.shape[loop.axis]
 
     states = [_of_replica(_first_state(alone, first), number) for number in range(count)]
     # A step donates its state, so the outer parameters must be a copy.
     outer = jax.tree.map(jnp.copy, states[0].params)
-    fragments = plan.fragment_paths({path: leaf.size for path, leaf in leaves_with_paths(outer)})
-    outer_states = [plan.outer.init(outer) for _ in fragments]
+    fragments = loop.fragment_paths({path: leaf.size for path, leaf in leaves_with_paths(outer)})
+    outer_states = [loop.outer.init(outer) for _ in fragments]
     averages: dict[str, Any] = {}
     for number, batch in enumerate(batches):
         for replica in range(count):
@@ -79,10 +79,10 @@ def train_replicas(
             for name in COMPARED:
                 total = averages.setdefault(metric_of(name, number), 0.0)
                 averages[metric_of(name, number)] = total + np.asarray(metrics[name]) / count
-        for part in plan.due(number + 1):
+        for part in loop.due(number + 1):
             means = jax.tree.map(lambda *p: sum(p) / count, *(state.params for state in states))
             grads = jax.tree.map(jnp.subtract, outer, means)
-            updates, outer_states[part] = plan.outer.update(grads, outer_states[part], outer)
+            updates, outer_states[part] = loop.outer.update(grads, outer_states[part], outer)
             updated = optax.apply_updates(outer, updates)
             outer = _replaced(outer, updated, fragments[part])
             states = [_follow(state, updated, fragments[part]) for state in states]
@@ -256,10 +256,12 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
             f"verify compares with one device of this process, and there are {world.num_processes} "
             "processes; run it in one, on a mesh of its devices"
         )
-    step = build_step(config, world, _optimizer(), COMPARED, slow=synchronizing_soon)
+    step = build_step(config, world, _optimizer(), COMPARED, change_outer_loop=synchronizing_soon)
     check_memory(config, step)
     alone = one_device_step(config, world, step.batch_layout.num_microbatches, _optimizer())
-    train_alone = _train if step.strategy.slow is None else functools.partial(train_replicas, step)
+    train_alone = (
+        _train if step.strategy.outer_loop is None else functools.partial(train_replicas, step)
+    )
     # By default, accelerators multiply float32 with fewer bits.
     with jax.default_matmul_precision("highest"):
         batches = list(drawn_batches(config, world, steps))

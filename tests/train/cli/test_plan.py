@@ -57,7 +57,7 @@ def test_a_config_on_a_target(capsys, few, monkeypatch):
     assert "rates of h100" in text
     assert "then the shortest predicted step" in text
     assert "a step is" in text
-    assert "fsdp: 2 blocks are unrolled: of up to 4 each is compiled by itself" in text
+    assert "fsdp: 2 blocks are unrolled: up to 4 are compiled separately" in text
 
 
 @pytest.mark.full

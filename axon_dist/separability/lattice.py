@@ -1,4 +1,4 @@
-"""The abstract values of the sample proof: how an array depends on the samples of a batch.
+"""The abstract values of the separability analysis: how an array depends on the samples of a batch.
 
 Two programs are compared: that of the whole batch, and that of one of its equal parts. Dims whose
 sizes differ count samples. A value of the whole batch is described relative to the parts' values
@@ -72,14 +72,14 @@ class Why(enum.StrEnum):
     PRODUCT = "multiplies or divides totals over the samples"
     EACH = "puts a total over the samples together with each of them"
     NUMBERS = (
-        "numbers the samples, and what is first in a part of a batch is not first in the whole"
+        "numbers the samples, and the first sample of a part need not be the first of the batch"
     )
     RESHAPED = "is reshaped across the samples"
-    WRITTEN = "is written where several samples can write"
+    WRITTEN = "is written at a place where several samples may write"
     PICKED = "picks samples by an index"
     MOVING = "takes slices at places that differ from sample to sample"
     SOME = "takes some of the samples"
-    UNEVEN = SOME + ", which are others for a part of the batch than for the whole"
+    UNEVEN = SOME + ", and different ones for a part of the batch than for the whole"
     TURNED = "reverses the order of the samples"
     JOINED = "joins samples with something else along their dim"
     RUNNING = "goes on from sample to sample, by"

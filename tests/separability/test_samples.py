@@ -12,9 +12,9 @@ from jax.extend.core import Primitive
 from axon_dist.core.weighted import per_sample
 from axon_dist.ir import factors
 from axon_dist.ops.linear_loss import linear_cross_entropy
-from axon_dist.proof import interpret as samples
-from axon_dist.proof.interpret import follow_samples
-from axon_dist.proof.lattice import Use, nonlinear, use_of
+from axon_dist.separability import interpret as samples
+from axon_dist.separability.interpret import follow_samples
+from axon_dist.separability.lattice import Use, nonlinear, use_of
 
 KEY = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
 PARAMS = {
@@ -104,7 +104,7 @@ def per_sample_keys(p, b):
 
 
 def with_backward(forward, backward):
-    """A function of one array with a backward pass of its own."""
+    """A function of one array with a custom backward pass."""
     f = jax.custom_vjp(forward)
     f.defvjp(lambda x: (forward(x), x), lambda x, g: (backward(x, g),))
     return f
@@ -362,7 +362,7 @@ COUPLED = {
     ),
     "a key made on the way": (
         lambda p, b: jnp.mean(b["x"] * jax.random.normal(jax.random.key(0), b["x"].shape)),
-        "from a key that is made on the way",
+        "from a key that the loss creates itself",
     ),
     "another program": (
         lambda p, b: error(p, b).mean() * (2.0 if len(b["x"]) > 4 else jnp.mean(p["w"])),
@@ -394,11 +394,11 @@ COUPLED = {
         lambda p, b: jnp.mean(
             with_backward(lambda x: x, lambda x, g: g / len(x))(error(p, b))
         ),
-        "backward pass of its own that mixes the samples, or is not linear in its cotangent",
+        "custom backward pass that mixes the samples, or is not linear in its cotangent",
     ),
     "a gradient that is clipped": (
         lambda p, b: jnp.mean(with_backward(jnp.tanh, lambda x, g: jnp.clip(g, -1, 1))(b["x"])),
-        "backward pass of its own that mixes the samples, or is not linear in its cotangent",
+        "custom backward pass that mixes the samples, or is not linear in its cotangent",
     ),
     "a gradient by the norm of the batch": (
         lambda p, b: jnp.mean(clipped_vjp(error(p, b))),

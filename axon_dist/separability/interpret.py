@@ -321,7 +321,7 @@ class Walk:
             if not value.is_zero and not fits:
                 bent = "mixes the samples, or is not linear in its cotangent"
                 why = bent if Why.SIZES in value.why else value.why or bent
-                why = f"has a backward pass of its own that {why}"
+                why = f"has a custom backward pass that {why}"
                 return [coupled(why, value.line or at)] * len(results)
         return results
 
@@ -476,7 +476,9 @@ def _settled(
     fixed = loop.settled(carry, run, lambda one, other: _combined(either, one, other, at))
     if fixed is not None:
         return fixed
-    bad = [coupled("changes its dependence on the samples all the time", at)] * len(carry)
+    bad = [coupled("depends on the samples in another way in each iteration of a loop", at)] * len(
+        carry
+    )
     return bad, loop.outputs(run(bad))[1]
 
 

@@ -1,4 +1,4 @@
-"""The transfer functions of the sample proof: one rule for each family of operations.
+"""The transfer functions of the separability analysis: one rule for each family of operations.
 
 A rule gets an operation, with its shapes in the programs of a part and of the whole batch, and the
 abstract values of the operands. It returns the abstract values of the results, or raises
@@ -293,7 +293,7 @@ def _gamma(op: Operation, values: list[Value]) -> Value:
 PAIRS = "draws random numbers for pairs of samples"
 
 MADE = (
-    "is drawn with a row for every sample from a key that is made on the way, such as "
+    "is drawn with a row for every sample from a key that the loss creates itself, such as "
     "jax.random.key(0) within the model or the loss, so that every rank would draw the same; keep "
     "the key in the model, as nnx.Rngs(0) does"
 )

@@ -2,6 +2,6 @@
 
 `lattice.py` has the abstract values: how an array depends on the samples. `rules.py` and
 `indexing.py` have the transfer rule of each primitive, written with `Operation` of `operation.py`.
-`interpret.py` follows a program from its samples to its loss. `step/separation.py` runs the proof
-and acts on the result.
+`interpret.py` follows a program from its samples to its loss. `step/separation.py` runs this
+analysis and acts on the result.
 """

@@ -1,6 +1,6 @@
 """CPU-seconds of build + init + first step, against plain `jax.jit` of the same step.
 
-    python -m benchmarks.proof [--layers 12] [--rounds 3]
+    python -m benchmarks.separability [--layers 12] [--rounds 3]
 
 What the builder traces to prove a step right, and to split it, is paid once per start. Every
 program starts in a process of its own, without a compile cache; imports are not counted.
@@ -99,7 +99,15 @@ def plain(layers: int, is_sharded: bool) -> None:
 
 def _seconds(program: str, layers: int) -> float:
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    command = [sys.executable, "-m", "benchmarks.proof", "--one", program, "--layers", str(layers)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.separability",
+        "--one",
+        program,
+        "--layers",
+        str(layers),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1])
 

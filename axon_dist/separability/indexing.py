@@ -1,4 +1,4 @@
-"""The sample proof's rules for operations that gather, scatter, slice, split, pad and reverse."""
+"""The separability rules for operations that gather, scatter, slice, split, pad and reverse."""
 
 from __future__ import annotations
 
