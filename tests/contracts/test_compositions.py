@@ -101,8 +101,8 @@ def test_bf16_in_manual_regions_with_automatic_axes(name):
 @pytest.mark.parametrize(
     ("mesh", "heads", "sequence"),
     and_full(
-        [("pp=2,cp=2,tp=2", 8, True)],
-        [("pp=2,cp=2,tp=2", 4, False), ("pp=2,cp=4", 4, False)],
+        [("pp=2,cp=2", 4, False)],
+        [("pp=2,cp=2,tp=2", 8, True), ("pp=2,cp=2,tp=2", 4, False), ("pp=2,cp=4", 4, False)],
     ),
 )
 def test_pipelines_with_context_and_tensor_parallelism(mesh, heads, sequence):

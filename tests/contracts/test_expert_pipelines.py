@@ -132,8 +132,9 @@ class Row:
         return "-".join(map(str, fields[:-1])) + "-vocabulary" * self.split_vocabulary
 
 
-ROWS = [Row("pp=2,dp=2,ep=2", "ddp+slots", "zero_bubble_h1", 2, "weighed")]
+ROWS = [Row("pp=2,ep=2", "slots", microbatches=2, model="weighed")]
 FULL = [
+    Row("pp=2,dp=2,ep=2", "ddp+slots", "zero_bubble_h1", 2, "weighed"),
     Row("pp=2,dp=2", "ddp", model="weighed"),
     Row("pp=2,dp=2,ep=2", "ddp+slots", "zero_bubble_h1"),
     Row("pp=2,ep=2,tp=2", "ring+tensor", microbatches=2, optimizer="adam"),
