@@ -69,6 +69,8 @@ def test_commands_can_be_typed_and_files_are_there(page):
     for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE):
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
+        # The page would list the whole module in place of a function of the same name.
+        assert not (ROOT / name.replace(".", "/")).with_suffix(".py").exists(), name
 
 
 def test_every_page_is_in_the_menu():
