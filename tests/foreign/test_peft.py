@@ -191,12 +191,11 @@ def test_both_ways_equal_logits(name, tmp_path):
     assert families.differ(read(families.TOKENS), want) < 1e-5
 
 
-@pytest.mark.parametrize("scan_layers", [False, True], ids=["listed", "stacked"])
-def test_peft_reads_what_the_command_exports(scan_layers, tmp_path, monkeypatch):
+def test_peft_reads_what_the_command_exports(tmp_path, monkeypatch):
     PHI.publish(tmp_path / "in")
     config = RunConfig.from_dict(
         {
-            "model": {"hub": str(tmp_path / "in"), "scan_layers": scan_layers},
+            "model": {"hub": str(tmp_path / "in")},
             "lora": {"rank": 3, "alpha": 5, "paths": ["attention", "mlp/up"]},
             "trainable": ["final_norm"],
             "data": {"sequence_length": 16},
