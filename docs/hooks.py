@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 WIDTH = 80
 """The number of letters that fit on a page."""
 COMMAND = re.compile(r"^(Printed|Drawn) by `(.*)`\.$", re.MULTILINE)
+NUMBER_BLANK = re.compile(r"(?<=\d) (?=%|\d{3}\b)")
 HEADING = re.compile(r'<text [^>]*font-weight="bold">(.*)</text>')
 
 
@@ -32,7 +33,15 @@ def on_config(config, **_):
 
 def on_page_markdown(markdown, **_):
     """Puts what the command prints, or the picture that it draws, in place of every such line."""
-    return COMMAND.sub(lambda line: {"Printed": shown, "Drawn": drawn}[line[1]](line[2]), markdown)
+    found = COMMAND.sub(lambda line: {"Printed": shown, "Drawn": drawn}[line[1]](line[2]), markdown)
+    return "\n".join(unbroken(x) if x.startswith("|") else x for x in found.split("\n"))
+
+
+def unbroken(row):
+    """A row of a table whose numbers, such as `412 310` and `47.0 %`, stay on one line."""
+    parts = row.split("`")
+    parts[::2] = [NUMBER_BLANK.sub("\u00a0", text) for text in parts[::2]]
+    return "`".join(parts)
 
 
 def drawn(command):

@@ -7,12 +7,17 @@ the error names the option and `merge_and_unload`.
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 from flax import nnx
 
 from axon_dist.core.errors import AxonDistError
 from axon_dist.models import Transformer
 from axon_dist.nn import lora
+from axon_dist.train.app import run_model
+from axon_dist.train.app.steps import model_of
+from axon_dist.train.cli.main import main
+from axon_dist.train.config import RunConfig
 from axon_dist.weights import hub_config, load_weights, save_adapters
 
 families = pytest.importorskip("benchmarks.families")
@@ -184,6 +189,37 @@ def test_both_ways_equal_logits(name, tmp_path):
     assert families.differ(families.logits_of(again), want) < 1e-5
     read = load_weights(make, [tmp_path / "in", tmp_path / "ours"], row.format)
     assert families.differ(read(families.TOKENS), want) < 1e-5
+
+
+def test_peft_reads_what_the_command_exports(tmp_path, monkeypatch):
+    PHI.publish(tmp_path / "in")
+    config = RunConfig.from_dict(
+        {
+            "model": {"hub": str(tmp_path / "in")},
+            "lora": {"rank": 3, "alpha": 5, "paths": ["attention", "mlp/up"]},
+            "trainable": ["final_norm"],
+            "data": {"sequence_length": 16},
+        }
+    )
+    make = lambda: model_of(config)
+    model = load_weights(make, tmp_path / "in", PHI.format, keep=".*/lora/.*")
+    rng = np.random.default_rng(0)
+    for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if "lora" in keys or "final_norm" in keys:
+            variable[...] = variable[...] + 0.1 * rng.normal(size=variable.shape)
+    monkeypatch.setattr(run_model, "run_config", lambda *_, **__: config)
+    monkeypatch.setattr(run_model, "load_model", lambda *_, **__: (model, config))
+    assert main(["export", "run", str(tmp_path / "out"), "--adapters"]) == 0
+    kept = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    auto = transformers.AutoModelForCausalLM
+    base = auto.from_pretrained(
+        kept["base_model_name_or_path"], attn_implementation="eager"
+    ).float()
+    plain = families.logits_of(base)
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "out")
+    want = model(families.TOKENS)
+    assert families.differ(families.logits_of(again), want) < 1e-5
+    assert families.differ(plain, want) > 1e-3
 
 
 REFUSED = {

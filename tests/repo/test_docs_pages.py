@@ -69,6 +69,8 @@ def test_commands_can_be_typed_and_files_are_there(page):
     for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE):
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
+        # The page would list the whole module in place of a function of the same name.
+        assert not (ROOT / name.replace(".", "/")).with_suffix(".py").exists(), name
 
 
 def test_every_page_is_in_the_menu():
@@ -98,4 +100,6 @@ def test_the_pages_are_built_without_a_warning(tmp_path):
     # Markdown takes braces at the end of a cell for attributes, and a code span as it is.
     assert "dp=4,tp=2 or {dp: 4, tp: 2}</td>" in config_page
     assert "<code>runs/&lt;name&gt;-&lt;time&gt;</code>" in config_page
+    # A number and its unit stay on one line of a cell.
+    assert "33.3\u00a0%</td>" in (tmp_path / "measured" / "index.html").read_text()
     assert "bubble 27.3" in (tmp_path / "strategies" / "pipeline" / "index.html").read_text()

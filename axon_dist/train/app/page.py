@@ -14,7 +14,18 @@ from axon_dist.core.words import byte_size, clock_time, duration
 from axon_dist.inspect import Waterfall
 from axon_dist.schedule import Schedule, simulate, to_svg, validate
 
-from .run_records import END, START, Curve, Recorded, Runs, bars, compared, lines, read_recorded
+from .run_records import (
+    COLORS,
+    END,
+    START,
+    Curve,
+    Recorded,
+    Runs,
+    bars,
+    compared,
+    lines,
+    read_recorded,
+)
 
 TEMPLATE = Path(__file__).with_name("page.html")
 """The part of a page that is the same for all runs."""
@@ -367,7 +378,7 @@ def _mesh(runs: Runs) -> str | None:
         return caption + _say(f"{len(devices)} devices are too many to draw")
     columns = int(list(shape.values())[-1])
     cells = "".join(
-        f'<div class="b{int(d["process"]) % 8}" title="device {escape(str(d["id"]))}, process '
+        f'<div class="b{int(d["process"]) % COLORS}" title="device {escape(str(d["id"]))}, process '
         f'{escape(str(d["process"]))}">{escape(str(d["rank"]))}</div>'
         for d in devices
     )

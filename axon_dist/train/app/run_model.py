@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,7 @@ from axon_dist.core.tree import combine, is_key, leaves_with_paths, map_with_pat
 from axon_dist.core.typing import Array, Leaf, PyTree
 from axon_dist.core.typing import Path as LeafPath
 from axon_dist.data import Tokenizer, byte_tokenizer, load_tokenizer
+from axon_dist.models.snapshot import REMOTE
 from axon_dist.nn import merge_lora
 from axon_dist.ops.int8 import NUMBERS, SCALE, Int8Form, narrowed, widened
 from axon_dist.step import ModelSpec, split_model
@@ -36,6 +39,7 @@ from axon_dist.weights import (
     NATIVE_NAME,
     find_tensors,
     format_of,
+    save_adapters,
     save_weights,
     token_ids,
 )
@@ -269,11 +273,14 @@ def export_run(
     *,
     step: int | str | None = None,
     dtype: str | None = None,
-    max_file: int = MAX_FILE,
+    max_file: int | None = None,
+    adapters: bool = False,
     tell: Callable[[str], None] = lambda text: None,
     trust: bool = False,
 ) -> int:
-    """Writes the trained weights of a run, without its optimizer; LoRA adapters are merged.
+    """Writes the trained weights of a run, without its optimizer.
+
+    LoRA adapters are merged into the weights, or are written alone, as peft does.
 
     Args:
         run: the folder of a run.
@@ -283,9 +290,15 @@ def export_run(
             and a `config.json` with the token ids that the run's snapshot or tokenizer knows.
         step: which checkpoint: the number of its step, `"best"`, or None for the newest.
         dtype: the dtype of floats, such as `"bfloat16"`; None keeps the saved dtypes.
-        max_file: the size in bytes above which weights are split into several files.
+        max_file: the size in bytes above which weights are split into several files; None for
+            `axon_dist.weights.MAX_FILE`. Adapters are in one file.
+        adapters: write `adapter_config.json` and `adapter_model.safetensors` instead of the
+            weights: the adapters, and whole what `trainable` of the config trains besides.
+            `format` is then that of the base model; "native" stands for the one of
+            `weights.format` of the config.
         tell: takes a sentence about each newer checkpoint that is damaged and skipped, about each
-            file that is not written, and about the dtype of the weights.
+            file that is not written, about the dtype of the weights, and about a base model that
+            is not the one of the adapters.
         trust: whether functions that the run's config names may be imported and called.
 
     Returns:
@@ -299,22 +312,110 @@ def export_run(
     """
     if format != NATIVE_NAME:
         format_of(format)
+    if adapters:
+        if max_file is not None:
+            raise ConfigError(
+                f"got max_file={max_file} with adapters, which peft reads from one file; leave it "
+                "out",
+                code="adapters-in-files",
+            )
+        return _export_adapters(run, path, format, step, dtype, tell, trust)
     model, config = load_model(run, step, tell, trust=trust)
     if config.lora is not None:
         # Pass the dtype, so that bfloat16 kernels do not round the adapters of a wider export.
         model = merge_lora(model, dtype)
     is_hub = format != NATIVE_NAME
     keys = _token_ids(run, config, tell) if is_hub else {}
-    save_weights(model, path, format, dtype=dtype, max_file=max_file, keys=keys)
+    most = MAX_FILE if max_file is None else max_file
+    save_weights(model, path, format, dtype=dtype, max_file=most, keys=keys)
     file = written_to(path)
     if is_hub:
         on_main(lambda: _copy_tokenizer(config, file if file.is_dir() else file.parent, tell))
     tensors = find_tensors(file)
     if dtype is None:
-        kinds = " and ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
-        narrower = "; for half the size give --dtype bfloat16" if "float32" in kinds else ""
-        tell(f"the tensors are {kinds}{narrower}")
+        _tell_dtypes(tensors, tell)
     return len(tensors)
+
+
+def _tell_dtypes(tensors: Mapping[str, Any], tell: Callable[[str], None]) -> None:
+    kinds = " and ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
+    narrower = "; for half the size give --dtype bfloat16" if "float32" in kinds else ""
+    tell(f"the tensors are {kinds}{narrower}")
+
+
+def _export_adapters(
+    run: str | Path,
+    path: str | Path,
+    format: str,
+    step: int | str | None,
+    dtype: str | None,
+    tell: Callable[[str], None],
+    trust: bool,
+) -> int:
+    """Writes the adapters of a run as peft does; see `export_run`."""
+    config = run_config(run, trust=trust)
+    format = _format_of_base(run, config, format)
+    model, config = load_model(run, step, tell, trust=trust)
+    paths = [path for path, _ in leaves_with_paths(split_model(lambda: model)[0].weights)]
+    plain = [path for path in paths if not path.rpartition("/")[0].endswith("lora")]
+    # A pattern that finds only adapters adds nothing to them.
+    modules = tuple(x for x in config.trainable if any(re.search(x, path) for path in plain))
+    base = _base_of(config, tell)
+    save_adapters(model, path, format, dtype=dtype, base=base, modules=modules)
+    folder = as_path(path, "the adapters")
+    on_main(lambda: _copy_tokenizer(config, folder, tell))
+    tensors = find_tensors(folder)
+    if dtype is None:
+        _tell_dtypes(tensors, tell)
+    return len(tensors)
+
+
+def _format_of_base(run: str | Path, config: RunConfig, format: str) -> str:
+    """Returns the format whose names the adapters of a run have.
+
+    Raises:
+        ConfigError: when the run has no adapters, or no format is known.
+    """
+    if config.lora is None:
+        raise ConfigError(
+            f"the run {str(run)!r} has no adapters, for its config has no lora; leave out "
+            "--adapters (adapters=True) to write the weights",
+            code="no-adapters",
+        )
+    if format != NATIVE_NAME:
+        return format
+    of_weights = NATIVE_NAME if config.weights is None else config.weights.format
+    if of_weights == NATIVE_NAME:
+        raise ConfigError(
+            "adapters are written with the names that peft gives to layers, and no weights.format "
+            f"of the run {str(run)!r} says how its model is called there; give --format "
+            "(format=...), such as hf-llama",
+            code="no-format",
+        )
+    return of_weights
+
+
+def _base_of(config: RunConfig, tell: Callable[[str], None]) -> str | None:
+    """Returns the name of the base model for `adapter_config.json`; None if there is none."""
+    if config.weights is None:
+        tell(
+            "the run started from random weights, which no file has: the adapters are of use only "
+            "with a base model that you save yourself"
+        )
+        return None
+    if config.frozen_dtype == "int8":
+        tell(
+            "the adapters were trained on a base model in int8: with one that is not rounded the "
+            "results differ a little"
+        )
+    file, *others = config.weights.files
+    if others:
+        tell(
+            f"base_model_name_or_path is null, because the weights are of {len(others) + 1} files "
+            "or folders; give peft the base model yourself"
+        )
+        return None
+    return file.removeprefix(REMOTE).partition("@")[0] if file.startswith(REMOTE) else file
 
 
 def _token_ids(

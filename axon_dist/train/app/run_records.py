@@ -262,6 +262,9 @@ def _is_finite(value: Any) -> bool:
 
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 260, 88, 50, 24
+COLORS = 9
+"""The number of colors in `page.html`: as many as parts of the time of a run."""
+
 _MOST_POINTS = 400
 
 
@@ -310,11 +313,12 @@ def lines(curves: Mapping[str, Curve], unit: str = "", marks: Sequence[float] = 
         # A single point draws no line, so mark it.
         alone = " alone" if len(curve) == 1 else ""
         points = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in curve)
-        parts.append(f'<polyline class="c{number % 8}" points="{points}"/>')
+        parts.append(f'<polyline class="c{number % COLORS}" points="{points}"/>')
         for x, y in curve:
             tooltip = escape(f"{name}, step {x:g}: {y:.6g} {unit}".strip())
             parts.append(
-                f'<circle class="d{number % 8}{alone}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="5">'
+                f'<circle class="d{number % COLORS}{alone}" cx="{across(x):.1f}" '
+                f'cy="{up(y):.1f}" r="5">'
                 f"<title>{tooltip}</title></circle>"
             )
     return "".join([*parts, "</svg>", _legend(drawn, "dashed: resumed" if marks else "")])
@@ -333,9 +337,10 @@ def bars(parts: Mapping[str, float], words: Mapping[str, str]) -> str:
     for number, (name, size) in enumerate(parts.items()):
         tooltip = escape(f"{name}: {words[name]}")
         share = 100 * size / total
-        cells.append(f'<i class="b{number % 8}" style="width:{share:.3f}%" title="{tooltip}"></i>')
+        color = f"b{number % COLORS}"
+        cells.append(f'<i class="{color}" style="width:{share:.3f}%" title="{tooltip}"></i>')
         rows.append(
-            f'<tr><td><b class="b{number % 8}"></b>{escape(name)}</td>'
+            f'<tr><td><b class="{color}"></b>{escape(name)}</td>'
             f"<td>{escape(words[name])}</td><td>{share:.1f} %</td></tr>"
         )
     return f'<div class="bar">{"".join(cells)}</div><table>{"".join(rows)}</table>'
@@ -343,7 +348,7 @@ def bars(parts: Mapping[str, float], words: Mapping[str, str]) -> str:
 
 def _legend(names: Iterable[str], note: str) -> str:
     items = [
-        f'<span><b class="b{number % 8}"></b>{escape(name)}</span>'
+        f'<span><b class="b{number % COLORS}"></b>{escape(name)}</span>'
         for number, name in enumerate(names)
     ]
     return f'<p class="legend">{"".join(items)}<span>{note}</span></p>'

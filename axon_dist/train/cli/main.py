@@ -256,12 +256,17 @@ def _parser(
             verb.name,
             help=verb.help,
             description=verb.help,
-            epilog="examples:\n" + "\n".join(f"  {line}" for line in verb.examples),
+            epilog="\n".join(["examples:", *map(_example, verb.examples)]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if not is_verb or verb.name == called:
             verb.add_to(by_name[verb.name])
     return parser, by_name
+
+
+def _example(line: str) -> str:
+    # On a narrow terminal its second line is not taken for another example.
+    return fitted(f"  {line}", sys.stdout, indent=6)
 
 
 _COMPLETION = """\

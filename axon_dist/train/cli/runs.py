@@ -25,6 +25,7 @@ from axon_dist.launch import INTERRUPTED
 from axon_dist.mesh import process_index
 from axon_dist.planner import parse_bytes
 from axon_dist.train.app import (
+    Completion,
     DataCheck,
     check_data,
     dry_run,
@@ -152,8 +153,19 @@ def generate_texts(arguments: argparse.Namespace) -> int:
         prompt = printable(completion.prompt)
         text = printable(completion.text)
         console.print(Text.assemble((prompt, "bold"), text))
+        if not completion.text.strip():
+            notice(empty_line(completion))
     _write_json(arguments, [dataclasses.asdict(completion) for completion in completions])
     return 0
+
+
+def empty_line(completion: Completion) -> str:
+    """Says why a completion shows no text."""
+    prompt = repr(f"{printable(completion.prompt):.40}")
+    if completion.is_ended and completion.num_tokens == 1:
+        return f"after {prompt} the model ends the text at once; --past-end continues past that"
+    count = plural(completion.num_tokens, "token")
+    return f"after {prompt} the model adds {count} that show no letter, such as blanks"
 
 
 def export(arguments: argparse.Namespace) -> int:
@@ -162,7 +174,8 @@ def export(arguments: argparse.Namespace) -> int:
     if arguments.max_file is not None:
         keywords["max_file"] = parse_bytes(arguments.max_file)
     count = export_run(**keywords, tell=notice)
-    _print(f"{plural(count, 'tensor')} ({arguments.format}) in {arguments.path}")
+    what = "adapters, for peft" if arguments.adapters else arguments.format
+    _print(f"{plural(count, 'tensor')} ({what}) in {arguments.path}")
     return 0
 
 

@@ -221,9 +221,15 @@ VERBS: tuple[Verb, ...] = (
         _argument(
             "--max-file", "split into several files above this size, such as 5GB", metavar="SIZE"
         ),
+        _flag(
+            "--adapters",
+            "write only the LoRA adapters, as peft does; --format is that of the base model, by "
+            "default that of the run's weights",
+        ),
         examples=(
             "axon export runs/a model.safetensors",
             "axon export runs/a out --format hf-llama --dtype bfloat16",
+            "axon export runs/lora adapters --adapters",
         ),
     ),
     _verb(

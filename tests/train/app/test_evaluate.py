@@ -10,8 +10,9 @@ import tokenizers
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.data import TextLoader, TextSource, load_text
-from axon_dist.train.app import evaluate, generate_text, load_model, train
+from axon_dist.train.app import Completion, evaluate, generate_text, load_model, train
 from axon_dist.train.app.evaluate import of_text
+from axon_dist.train.cli import runs
 from axon_dist.train.cli.main import main
 from axon_dist.train.config import RunConfig
 
@@ -197,6 +198,17 @@ def test_mistakes_in_generating_are_one_line(plain_run, capsys, arguments, messa
     words = [word.format(run=plain_run) for word in arguments]
     assert main(["generate", *words, "--tokens", "8", "--one-device"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_completion_without_a_letter_is_said(monkeypatch, capsys):
+    found = [Completion("hi", "", 1, True), Completion("so", " \n", 3, False)]
+    monkeypatch.setattr(runs, "generate_text", lambda **_: [*found, Completion("a", "b", 1, True)])
+    assert main(["generate", "run", "--prompt", "hi"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "axon: after 'hi' the model ends the text at once; --past-end continues past that",
+        "axon: after 'so' the model adds 3 tokens that show no letter, such as blanks",
+    ]
 
 
 def test_bits_per_byte_count_the_bytes_behind_tokens(tmp_path):

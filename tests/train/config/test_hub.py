@@ -14,10 +14,11 @@ from safetensors.numpy import load_file
 from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.models import Transformer
 from axon_dist.train.app import export_run, run_model
+from axon_dist.train.app.steps import model_of
 from axon_dist.train.app.training import train
 from axon_dist.train.cli.main import main
 from axon_dist.train.config import RunConfig, describe
-from axon_dist.weights import find_tensors, hub_config
+from axon_dist.weights import find_tensors, hub_config, load_weights
 from tests.drawn import drawn
 
 from ...weights import hub
@@ -86,6 +87,53 @@ def test_an_export_has_the_tokens_of_the_run(snapshot, tmp_path, monkeypatch):
     said, on_bytes = [], RunConfig.from_dict({**plain, "weights": None, **SHORT})
     assert exported(on_bytes, "bytes", dtype="float32") == [None, 0, None]
     assert said == ["no tokenizer.json is written, because the run names no data.tokenizer"]
+
+
+def with_adapters(snapshot, **changes):
+    plain = {"model": {"hub": str(snapshot)}, **SHORT, "trainable": ["final_norm", "lora_a"]}
+    return RunConfig.from_dict({**plain, "lora": {"rank": 2, "paths": ["/q"]}, **changes})
+
+
+def moved_from(config):
+    """The model of a config with adapters and norms that differ from their first values."""
+    model = drawn(lambda: model_of(config))
+    for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        variable[...] = variable[...] + 1
+    return model
+
+
+def test_adapters_alone_are_those_of_peft(snapshot, tmp_path, monkeypatch):
+    config = with_adapters(snapshot)
+    model = moved_from(config)
+    monkeypatch.setattr(run_model, "run_config", lambda *_, **__: config)
+    monkeypatch.setattr(run_model, "load_model", lambda *_, **__: (model, config))
+    assert main(["export", "run", str(tmp_path / "out"), "--adapters"]) == 0
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (written["r"], written["target_modules"]) == (2, ["q_proj"])
+    assert written["modules_to_save"] == ["model.norm"]
+    assert written["base_model_name_or_path"] == str(snapshot)
+    again = load_weights(lambda: model_of(config), [snapshot, tmp_path / "out"], "hf-mistral")
+    found, wanted = (dict(nnx.to_flat_state(nnx.state(x, nnx.Param))) for x in (again, model))
+    kept = [keys for keys in wanted if "lora" in keys or "final_norm" in keys]
+    assert len(kept) == 2 * config.model.num_layers + 1
+    for keys in kept:
+        np.testing.assert_array_equal(found[keys][...], wanted[keys][...])
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "code"),
+    [
+        ({"lora": None, "trainable": []}, {}, "no-adapters"),
+        ({"weights": None}, {}, "no-format"),
+        ({}, {"max_file": 100}, "adapters-in-files"),
+    ],
+)
+def test_adapters_that_cannot_be_written(changes, options, code, snapshot, tmp_path, monkeypatch):
+    config = with_adapters(snapshot, **changes)
+    monkeypatch.setattr(run_model, "run_config", lambda *_, **__: config)
+    with pytest.raises(ConfigError) as caught:
+        export_run("run", tmp_path / "out", adapters=True, **options)
+    assert caught.value.code == code
 
 
 @pytest.mark.full

@@ -35,6 +35,8 @@ def golden(scheduler, path):
     return GOLDEN / f"{path.stem}.{scheduler}"
 
 
+# The first check imports SkyPilot, if it is installed, and its packages warn.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_job_file_of_a_config(name, path):
