@@ -64,8 +64,9 @@ class Fp8Dot:
         y = s_x s_w (q(x / s_x) q(w / s_w))        s = 2^n, the least with max|x| / s in range
 
     Each tensor has one scale ("current scaling"): a power of two, found from the largest element of
-    the whole tensor. The maximum is over all ranks that hold a part of it, so no bit depends on the
-    mesh. Rounding is then the only difference from a product in the compute dtype.
+    the whole tensor. The maximum is over all ranks that hold a part of it, so the rounding does not
+    depend on the mesh if the ranks weigh equally. It is then the only difference from a product in
+    the compute dtype.
 
     Args:
         axes: the mesh axes that split the samples; the maximum is taken over those of them that a
@@ -151,7 +152,13 @@ def _backward(
     dot: Fp8Dot, count: int, dtype: np.dtype, residuals: Residuals, g: Array
 ) -> tuple[Array, Array]:
     x8, w8, like_x, like_w = residuals
-    g8 = rounded(g, BACKWARD, dot.axes)
+    # Gradients of the mean over the samples of a rank are `parts` times those of the whole batch.
+    # Rounding commutes with the powers of two in that factor alone.
+    parts = _num_parts(dot.axes)
+    odd = parts // (parts & -parts)
+    g8 = rounded(g / odd if odd > 1 else g, BACKWARD, dot.axes)
+    if odd > 1:
+        g8 = Rounded(g8.values, g8.scale * odd)
     num_columns = w8.values.ndim - count
     lead = g.ndim - num_columns
     columns = (tuple(range(lead, g.ndim)), tuple(range(count, count + num_columns)))
@@ -200,8 +207,7 @@ def rounded(x: Array, dtype: DTypeLike, axes: Sequence[str] = ()) -> Rounded:
 
 def _scale(x: Array, dtype: DTypeLike, axes: Sequence[str] = ()) -> Array:
     largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    current = jax.sharding.get_abstract_mesh().manual_axes
-    manual = tuple(axis for axis in axes if axis in current)
+    manual = _manual(axes)
     largest = jax.lax.pmax(largest, manual) if manual else largest
     limit = jnp.finfo(dtype).max.astype(jnp.float32)
     mantissa, exponent = jnp.frexp(largest / limit)
@@ -210,6 +216,18 @@ def _scale(x: Array, dtype: DTypeLike, axes: Sequence[str] = ()) -> Array:
     # Beyond these exponents, the scale or its inverse is no longer a normal number.
     exponent = jnp.clip(exponent, -100, 100)
     return jnp.ldexp(jnp.float32(1), exponent)
+
+
+def _manual(axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes that are manual in the present `shard_map`."""
+    current = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in axes if axis in current)
+
+
+def _num_parts(axes: Sequence[str]) -> int:
+    """The number of ranks of a present `shard_map` over which the axes split the samples."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes[axis] for axis in _manual(axes))
 
 
 def values_of(x: Array, scale: Array, dtype: DTypeLike) -> Array:

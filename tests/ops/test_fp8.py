@@ -333,3 +333,21 @@ def test_products_that_are_none_are_refused():
         MixedPrecision(skip=("mlp",))
     with pytest.raises(UnsupportedError, match="contract the last dims with the first dims"):
         Fp8Dot()(jnp.ones((16, 4)), jnp.ones((16, 4)), (((0,), (0,)), ((), ())))
+
+
+def test_gradients_of_three_ranks_are_rounded_as_those_of_one(make_world):
+    """A third of the samples has a mean with thrice the gradient, which no power of two is."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((6, 16), (16, 16)))
+    x[-1] *= 9
+
+    def gradient(dot, x):
+        loss = lambda w: jnp.mean(dot(x, w, LAST_FIRST) ** 2)
+        return jax.grad(loss)(w)
+
+    mesh = make_world("dp=3").mesh
+    split = jax.shard_map(
+        lambda x: jax.lax.pmean(gradient(Fp8Dot(("dp",)), x), "dp"),
+        mesh=mesh, in_specs=P("dp"), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    np.testing.assert_allclose(split(x), gradient(Fp8Dot(), x), rtol=1e-5, atol=1e-6)
