@@ -45,6 +45,7 @@ from axon_dist.core.files import (
     remove_abandoned,
     replacing,
 )
+from axon_dist.core.heaps import trim_heaps
 from axon_dist.core.typing import PyTree
 from axon_dist.launch import MEMORY
 from axon_dist.launch.settings import compare_settings, read_settings
@@ -92,6 +93,8 @@ class SavedStates:
             on_main(self._copy_records)
         meta = {"step": number, "config": run.config.to_dict(), "data": run.loader.state()}
         meta["settings"] = read_settings(os.environ, jax.config.values)
+        # Threads of the saves before this one have ended, and left holes.
+        trim_heaps()
         self.checkpoints.save(number, self.form.to_canonical(state), meta=meta, score=loss)
 
     def _copy_records(self) -> None:

