@@ -138,12 +138,16 @@ def compare(
         return Comparison(True)
     is_shared = set(numbered[0].made) & set(numbered[1].made)
     try:
-        with jax.ensure_compile_time_eval(), jax.default_matmul_precision("highest"):
+        with jax.ensure_compile_time_eval():
             values = _Values(given, numbering)
             inputs = {k: v for x in numbered for k, v in x.inputs(values, is_shared).items()}
-            # One program is compiled in much less time than each of its operations alone.
+        # One program is compiled in much less time than each of its operations alone. It is traced
+        # outside the context above, in which JAX would fold `pvary` in a `shard_map`, and fail.
+        with jax.default_matmul_precision("highest"):
             run = jax.jit(lambda inputs: [x.run(inputs, is_shared) for x in numbered])
-            results = [list(map(np.asarray, x)) for x in run(inputs)]
+            compiled = run.lower(inputs).compile()
+        with jax.ensure_compile_time_eval():
+            results = [list(map(np.asarray, x)) for x in compiled(inputs)]
     except _DrawsError:
         return _not_run("random numbers are drawn")
     except Exception as error:
