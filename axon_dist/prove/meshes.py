@@ -48,6 +48,11 @@ def sizes_of(mesh: Any) -> dict[str, int]:
     return found
 
 
+def title_of(sizes: Sizes) -> str:
+    """Returns the sizes of a mesh as text, such as `dp=4,tp=2`."""
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
 def family(sizes: Sizes) -> list[dict[str, int]]:
     """Returns the meshes that a proof compares: all ones, each axis alone, and the full sizes.
 
@@ -73,11 +78,10 @@ def build_mesh(sizes: Sizes, like: Mesh | None = None) -> Mesh:
     devices = available_devices()
     count = math.prod(sizes.values())
     if count > len(devices):
-        wanted = ",".join(f"{name}={size}" for name, size in sizes.items())
         raise MeshError(
-            f"[PROVE001] the mesh {wanted} needs {count} devices, and JAX has {len(devices)}; call "
-            f"axon_dist.World.emulate({count}) before anything asks JAX for a device, or set "
-            f"JAX_NUM_CPU_DEVICES={count}"
+            f"[PROVE001] the mesh {title_of(sizes)} needs {count} devices, and JAX has "
+            f"{len(devices)}; call axon_dist.World.emulate({count}) before anything asks JAX for a "
+            f"device, or set JAX_NUM_CPU_DEVICES={count}"
         )
     types_ = (jax.sharding.AxisType.Auto,) * len(sizes) if like is None else like.axis_types
     grid = np.array(devices[:count]).reshape(tuple(sizes.values()))
@@ -294,44 +298,35 @@ def unchecked() -> Iterator[None]:
             _CHECKS.pop()
 
 
-class _MeshKind(type(Mesh)):
-    """The metaclass of the substitute for `Mesh`, so that `isinstance` works with real meshes."""
-
-    def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, Mesh)
-
-
 @contextlib.contextmanager
 def substituted(sizes: Sizes) -> Iterator[None]:
-    """Patches `jax.make_mesh` and `Mesh` to make meshes of the given sizes.
+    """Has `jax.make_mesh` and `Mesh` make meshes of the given sizes.
 
     For a file that is imported anew, in a process of `axon prove`. A mesh with other axes than
     those of the proof is left as written.
     """
     make = jax.make_mesh
-    devices = available_devices
+    new = Mesh.__new__
 
-    def make_mesh(shape: Sequence[int], names: Sequence[str], **options: Any) -> Mesh:
-        if not set(names) <= set(sizes):
-            return make(shape, names, **options)
-        options.pop("devices", None)
-        own = [sizes[name] for name in names]
-        return make(own, names, devices=devices()[: math.prod(own)], **options)
+    def grid_of(names: Sequence[str]) -> np.ndarray:
+        shape = [sizes[name] for name in names]
+        return np.asarray(available_devices()[: math.prod(shape)]).reshape(shape)
 
-    class Substitute(Mesh, metaclass=_MeshKind):
-        def __new__(cls, *arguments: Any, **options: Any) -> Any:
-            names = options.get("axis_names", arguments[1] if len(arguments) > 1 else ())
-            names = (names,) if isinstance(names, str) else tuple(names)
-            grid = options.get("devices", arguments[0] if arguments else None)
-            if not set(names) <= set(sizes):
-                return Mesh(*arguments, **options)
-            given = options.get("axis_types")
-            grid = np.asarray(devices()[: math.prod(sizes[n] for n in names)])
-            return Mesh(grid.reshape([sizes[n] for n in names]), names, axis_types=given)
+    def make_mesh(shape: Any, names: Sequence[str], *arguments: Any, **options: Any) -> Mesh:
+        # More devices may be written than there are here, which `make_mesh` would refuse.
+        if set(names) <= set(sizes):
+            grid = grid_of(names)
+            shape, options["devices"] = grid.shape, list(grid.flat)
+        return make(shape, names, *arguments, **options)
+
+    def new_mesh(cls: type, devices: Any, axis_names: Any, *more: Any, **options: Any) -> Any:
+        names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+        is_known = names and set(names) <= set(sizes)
+        return new(cls, grid_of(names) if is_known else devices, names, *more, **options)
 
     with (
         mock.patch.object(jax, "make_mesh", make_mesh),
-        mock.patch.object(jax.sharding, "Mesh", Substitute),
+        mock.patch.object(Mesh, "__new__", new_mesh),
     ):
         yield
 
