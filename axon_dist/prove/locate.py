@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from ..core.compat import Frame, scan_counts, source_frames
 from ..ir.factors import Role, factors
@@ -137,6 +137,7 @@ class Search:
         self._aligned = aligned
         self._outer: dict[Value, Any] = {}
         self._specs: dict[Value, Any] = {}
+        self._turns: dict[int, int] = {}
         self._sources: dict[Value, frozenset[str]] = {}
         self._users: dict[Value, list[Operation]] = {}
         for operation in self._operations:
@@ -172,7 +173,7 @@ class Search:
     def _numbers(self, value: Value) -> tuple[RankValues, np.ndarray, float] | None:
         """Returns the value on the mesh, on one device, and the bound; None if one is unknown.
 
-        In a loop these are of the first turn.
+        In a loop these are of one turn, the first unless that is right.
         """
         maker = value.maker
         other = self._aligned.get(maker) if maker is not None else None
@@ -183,9 +184,15 @@ class Search:
         if true is None or true not in self._truth.values or value not in self._values:
             return None
         by_rank, whole = self._values[value], self._truth.values[true]
-        by_rank = by_rank[(0,) * value.num_turns(by_rank)]
-        whole = whole[(0,) * (true.num_turns(whole) + len(true.axes))]
-        return RankValues(by_rank, value.axes), whole, self._truth.bounds[true]
+        turns = tuple(self._turns.get(id(loop), 0) for loop in maker.callers if _is_scan(loop))
+        is_as_long = by_rank.shape[: len(turns)] == whole.shape[: len(turns)]
+        if len(turns) != true.num_turns(whole) or (any(turns) and not is_as_long):
+            return None
+        return (
+            RankValues(by_rank[turns], value.axes),
+            whole[(*turns, *(0,) * len(true.axes))],
+            self._truth.bounds[true],
+        )
 
     @functools.cache  # noqa: B019
     def relation(self, value: Value) -> Relation | None:
@@ -280,12 +287,17 @@ class Search:
             return None
         if operation.name == "scan" and self._along_a_split(operation) is not None:
             return None
-        # A row that is right in this turn may be wrong in the next if the carry is wrong.
-        for inner in (turn.outputs[at], *turn.outputs):
-            if not isinstance(inner, Value) or self.relation(inner) is not None:
-                continue
-            if not self.is_coordinate(inner):
-                return inner
+        loop = operation.equation
+        for number in range(loop.params["length"] if _is_scan(loop) else 1):
+            if number:
+                self._turns[id(loop)] = number
+                self.relation.cache_clear()
+            # A row that is right in this turn may be wrong in the next if the carry is wrong.
+            for inner in reads_of([turn.outputs[at], *turn.outputs]):
+                if self.relation(inner) is None and not self.is_coordinate(inner):
+                    return inner
+        self._turns.pop(id(loop), None)
+        self.relation.cache_clear()
         return None
 
     def _at_exit(self, operation: Operation, value: Value) -> Found:
@@ -466,6 +478,10 @@ class Search:
         several = [name for name, size in self._sizes.items() if size > 1]
         at_fault = tuple(name for name in self._sizes if name in axes) or tuple(several)
         return Found(kind, operation, at_fault, frames)
+
+
+def _is_scan(equation: JaxprEqn) -> bool:
+    return equation.primitive.name == "scan"
 
 
 def _needs_all(operation: Operation, number: int, dim: int | None) -> bool:

@@ -410,22 +410,12 @@ def plain(x: Any) -> Any:
 def _block(injected: Injected, result: Value) -> Array:
     """Returns the part of injected bits that this rank would draw."""
     block = injected.bits
-    varies = set()
     for dim, axes in enumerate(injected.splits):
         size = result.shape[dim]
-        index = 0
-        for axis in axes:
-            index = index * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
-            varies.add(axis)
         if axes:
-            block = jax.lax.dynamic_slice_in_dim(block, index * size, size, dim)
-    return varying(block, tuple(a for a in varying_axes(result.aval) if a not in varies))
-
-
-def varying_axes(aval: Any) -> frozenset[str]:
-    """Returns the mesh axes over which a value's type varies; none if `check_vma` is off."""
-    kinds = getattr(aval, "mat", None)
-    return frozenset(kinds.varying if kinds is not None else getattr(aval, "vma", ()))
+            start = jax.lax.axis_index(axes) * size
+            block = jax.lax.dynamic_slice_in_dim(block, start, size, dim)
+    return varying(block, tuple(result.aval.mat.varying))
 
 
 def reads_of(values: Iterable[Read]) -> list[Value]:

@@ -121,6 +121,26 @@ def test_nothing_is_found_in_a_further_right_program(name):
     assert report.ok, report
 
 
+def test_a_loop_is_proven_and_the_line_of_its_first_wrong_turn_is_found():
+    name = "means_of_the_last_layer"
+    report = prove(further.RIGHT[name], meshes="dp=4,tp=1")
+    assert [output.status for output in report.outputs] == ["proven"]
+    (found,) = prove(further.WRONG[name][1], meshes="dp=4,tp=1").mistakes
+    assert found.place.line in lines_of(further.WRONG[name][1])[1]
+
+
+def test_programs_that_read_other_values_are_not_proven():
+    def make(mesh):
+        def body(x):
+            one, two = 2.0 * x, 2.0 * jnp.abs(x)
+            return jnp.tanh(one if mesh.shape["dp"] == 1 else two), one + two
+
+        return sharded(mesh, body, (P(),), P()), (np.arange(4, dtype=np.float32),)
+
+    first, second = prove(make, meshes="dp=2").outputs
+    assert (first.status, second.status) == ("tried", "proven")
+
+
 def test_a_mesh_that_a_function_closes_over_is_replaced(make_world):
     mesh = make_world(REAL).mesh
 
