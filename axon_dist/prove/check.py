@@ -15,7 +15,7 @@ from ..core.errors import AxonDistError, MeshError
 from . import relations
 from .inputs import draws_of
 from .lattice import proven_outputs
-from .locate import Found, Search, align, frames_of
+from .locate import Search, align, frames_of
 from .meshes import build_mesh, family, find_mesh, sizes_of, title_of
 from .program import DRAWS, Injected, Operation, Value, reads_of
 from .relations import RankValues
@@ -364,31 +364,15 @@ class _Comparison:
         truth = self._oracle.measured(inputs, self._oracle.program.values(), for_one)
         _, values = traced.run(inputs, traced.program.values(), for_all)
         search = Search(traced.program, values, truth, traced.sizes, self._aligned)
-        found: dict[Any, tuple[Found | None, list[int]]] = {}
+        found: dict[Any, Finding] = {}
         for number in sorted(wrong, key=lambda number: -wrong[number][0]):
             blamed = search.blame(traced.program.outputs[number])
-            key = (blamed.kind, blamed.frames[:1]) if blamed is not None else None
-            found.setdefault(key, (blamed, []))[1].append(number)
-        return [self._finding(*one, wrong) for one in found.values()]
-
-    def _finding(
-        self, blamed: Found | None, numbers: list[int], wrong: Mapping[int, tuple[float, float]]
-    ) -> Finding:
-        names = tuple(self._oracle.names[number] for number in numbers)
-        traced = self._traced
-        if blamed is None:
-            axes = tuple(name for name, size in traced.sizes.items() if size > 1)
-            blamed = Found(Kind.DIFFERS, None, axes, ())
-        operation = blamed.operation.name if blamed.operation is not None else ""
-        places = places_of(blamed.frames)
-        if blamed.hard_coded is not None:
-            message = (
-                f"the mesh size {blamed.hard_coded} is hard-coded, so the result differs on other "
-                "meshes"
-            )
-            return Finding(None, places, blamed.axes, traced.title, operation, names, 0, 0, message)
-        gap, bound = wrong[numbers[0]]
-        return Finding(blamed.kind, places, blamed.axes, traced.title, operation, names, gap, bound)
+            gap, bound = wrong[number]
+            worst = dataclasses.replace(blamed, difference=gap, bound=bound)
+            first = found.setdefault((blamed.kind, blamed.places[:1]), worst)
+            outputs = (*first.outputs, self._oracle.names[number])
+            found[first.kind, first.places[:1]] = dataclasses.replace(first, outputs=outputs)
+        return list(found.values())
 
     def _draws(
         self,

@@ -20,9 +20,10 @@ from jax.extend.core import JaxprEqn, Literal
 from ..core.compat import Frame, scan_counts, source_frames
 from ..ir.factors import Role, factors
 from . import relations
+from .meshes import title_of
 from .program import DRAWS, Operation, Read, Region, Value, reads_of
 from .relations import MAX, MEAN, MIN, SUM, RankValues, Relation
-from .report import Kind
+from .report import Finding, Kind, places_of
 from .trace import Run
 
 _SUMS = frozenset({"psum", "psum_invariant", "psum2", "reduce_scatter", "psum_scatter"})
@@ -51,25 +52,6 @@ _GUARDS = frozenset({"max", "add", "clamp", "select_n", "eq", "gt", "ne"})
 
 _RANK = frozenset({"rank"})
 _INPUT = frozenset({"input"})
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Found:
-    """The operation to blame.
-
-    Args:
-        kind: the kind of mistake.
-        operation: the operation with the first wrong value; None if an output itself is wrong.
-        axes: the mesh axes at fault.
-        frames: the source lines of the operation, the most useful first.
-        hard_coded: a mesh size that the program hard-codes, if that is the cause.
-    """
-
-    kind: Kind
-    operation: Operation | None
-    axes: tuple[str, ...]
-    frames: tuple[Frame, ...]
-    hard_coded: int | None = None
 
 
 def align(one: Region, other: Region) -> dict[Operation, Operation]:
@@ -209,20 +191,20 @@ class Search:
         is_chance = found is not None and not found.is_whole and value.maker.name in _PICKS
         return None if is_chance else found
 
-    def blame(self, output: Read) -> Found | None:
-        """Returns the operation that causes a wrong output of the program on the mesh."""
+    def blame(self, output: Read) -> Finding:
+        """Returns the mistake that causes a wrong output of the program on the mesh."""
         if not isinstance(output, Value):
-            return None
+            return self._found(Kind.DIFFERS, None)
         frontier, visited, exits = self._back(output)
         # A rank's own indices, such as `labels - axis_index * size`, have no counterpart on one
         # device, and are right all the same. So they are blamed only if nothing else can be.
         doubtful = [operation for operation in frontier if self._is_index(operation)]
         found = [self._judge(o, visited) for o in frontier if o not in doubtful]
-        found += [one for one in (self._at_exit(*exit_) for exit_ in exits) if one is not None]
+        found += [self._at_exit(operation, value) for operation, value in exits]
         found = found or [self._judge(operation, visited) for operation in doubtful]
         firsts = [one for one in found if one.kind in (Kind.POSITION, Kind.ONE_KEY)]
         known = [one for one in found if one.kind is not Kind.DIFFERS]
-        return next(iter(firsts or known or found), None)
+        return next(iter(firsts or known or found), self._found(Kind.DIFFERS, None))
 
     def _is_index(self, operation: Operation) -> bool:
         """Whether an operation only computes integers or booleans from the rank's index."""
@@ -300,7 +282,7 @@ class Search:
         self.relation.cache_clear()
         return None
 
-    def _at_exit(self, operation: Operation, value: Value) -> Found:
+    def _at_exit(self, operation: Operation, value: Value) -> Finding:
         """Judges a value that is right on each rank but combined wrongly by the `out_specs`."""
         relation = self.relation(value)
         assert relation is not None
@@ -325,7 +307,7 @@ class Search:
                 return value.maker
             value = parts[0]
 
-    def _judge(self, operation: Operation, visited: set[Operation]) -> Found:
+    def _judge(self, operation: Operation, visited: set[Operation]) -> Finding:
         """Classifies the mistake of the first wrong operation."""
         if operation.name in DRAWS:
             return self._found(Kind.ONE_KEY, operation)
@@ -338,7 +320,7 @@ class Search:
             return self._of_parts(operation, parts, visited)
         return found or self._of_whole(operation)
 
-    def _along_a_split(self, operation: Operation) -> Found | None:
+    def _along_a_split(self, operation: Operation) -> Finding | None:
         """Judges an operation that needs all of a dim, of which each rank has a part."""
         axes: set[str] = set()
         for number, read in enumerate(operation.reads):
@@ -360,7 +342,7 @@ class Search:
 
     def _scaled(
         self, operation: Operation, has_parts: bool, visited: set[Operation]
-    ) -> Found | None:
+    ) -> Finding | None:
         """Judges a value that is wrong only by a factor, which is a size of the mesh."""
         numbers = self._numbers(operation.results[0])
         if numbers is None or len(operation.results) != 1:
@@ -382,7 +364,8 @@ class Search:
                 kind, blamed = Kind.TWICE, again or operation
         written = self._hard_coded(size, visited)
         if written is not None:
-            return dataclasses.replace(self._found(kind, written, axes), hard_coded=size)
+            message = f"the mesh size {size} is hard-coded, so the result differs on other meshes"
+            return dataclasses.replace(self._found(kind, written, axes), kind=None, message=message)
         return self._found(kind, blamed, axes, is_gradient=True)
 
     def _is_transposed_sum(self, operation: Operation) -> bool:
@@ -414,7 +397,7 @@ class Search:
 
     def _of_parts(
         self, operation: Operation, parts: list[tuple[Value, Relation]], visited: set[Operation]
-    ) -> Found:
+    ) -> Finding:
         """Judges an operation that reads terms of a reduction as if they were its result."""
         value, relation = parts[0]
         start = self._origin(value, relation)
@@ -448,7 +431,7 @@ class Search:
                 return True
         return False
 
-    def _of_whole(self, operation: Operation) -> Found:
+    def _of_whole(self, operation: Operation) -> Finding:
         """Judges an operation with right operands and a wrong result."""
         if operation.name == "slice" and self._aligned.get(operation) is None:
             # On one device the slice has the whole length, and JAX omits it.
@@ -473,11 +456,12 @@ class Search:
         operation: Operation | None,
         axes: Collection[Any] = (),
         is_gradient: bool = False,
-    ) -> Found:
-        frames = () if operation is None else frames_of(operation, is_gradient)
-        several = [name for name, size in self._sizes.items() if size > 1]
-        at_fault = tuple(name for name in self._sizes if name in axes) or tuple(several)
-        return Found(kind, operation, at_fault, frames)
+    ) -> Finding:
+        places = () if operation is None else places_of(frames_of(operation, is_gradient))
+        several = tuple(name for name, size in self._sizes.items() if size > 1)
+        at_fault = tuple(name for name in self._sizes if name in axes) or several
+        name = "" if operation is None else operation.name
+        return Finding(kind, places, at_fault, title_of(self._sizes), name)
 
 
 def _is_scan(equation: JaxprEqn) -> bool:

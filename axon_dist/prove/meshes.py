@@ -139,12 +139,6 @@ def _names_in(code: types.CodeType) -> set[str]:
     return names
 
 
-def _content(cell: types.CellType) -> Any:
-    with contextlib.suppress(ValueError):
-        return cell.cell_contents
-    return None
-
-
 def _fields(thing: Any) -> dict[str, Any]:
     """Returns the fields of a user-defined object, or of a function with a custom derivative."""
     fields = getattr(thing, "__dict__", None)
@@ -152,6 +146,15 @@ def _fields(thing: Any) -> dict[str, Any]:
         return {}
     kind = type(thing)
     return fields if _is_users(kind.__module__) or kind.__name__ in _DERIVATIVES else {}
+
+
+def _closed_over(function: types.FunctionType) -> dict[str, Any]:
+    """Returns what is in the cells of a function; a cell may be empty."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
 
 
 def _used_names(function: types.FunctionType) -> dict[str, Any]:
@@ -162,26 +165,36 @@ def _used_names(function: types.FunctionType) -> dict[str, Any]:
     return {name: names[name] for name in _names_in(function.__code__) if name in names}
 
 
-def _parts(thing: Any) -> list[Any]:
-    """Returns the parts of an object that may contain a mesh."""
-    if isinstance(thing, (NamedSharding, Mesh)):
-        return [] if isinstance(thing, Mesh) else [thing.mesh]
+def _opened(thing: Any) -> tuple[list[Any], Callable[..., Any] | None]:
+    """Returns the parts of an object that may contain a mesh, and how it is made from them.
+
+    Functions and user-defined objects may refer to themselves, so these are copied, then filled.
+    """
+    if isinstance(thing, NamedSharding):
+        options = {"memory_kind": thing.memory_kind}
+        return [thing.mesh], lambda mesh: NamedSharding(mesh, thing.spec, **options)
     if isinstance(thing, jax.Array):
-        is_placed = not isinstance(thing, Tracer)
-        return [thing.sharding] if is_placed and isinstance(thing.sharding, NamedSharding) else []
-    if isinstance(thing, types.FunctionType):
-        cells = [_content(cell) for cell in thing.__closure__ or ()]
-        given = [thing.__defaults__, thing.__kwdefaults__]
-        return [*cells, *given, *_used_names(thing).values()]
+        is_placed = not isinstance(thing, Tracer) and isinstance(thing.sharding, NamedSharding)
+        parts = [thing.sharding] if is_placed else []
+        return parts, lambda sharding: jax.device_put(np.asarray(thing), sharding)
     if isinstance(thing, types.MethodType):
-        return [thing.__self__, thing.__func__]
+        return [thing.__func__, thing.__self__], types.MethodType
     if isinstance(thing, functools.partial):
-        return [thing.func, thing.args, thing.keywords]
-    if isinstance(thing, (tuple, list, dict)):
-        return list(thing.values()) if isinstance(thing, dict) else list(thing)
+        return (
+            [thing.func, thing.args, thing.keywords],
+            lambda function, args, keywords: functools.partial(function, *args, **keywords),
+        )
+    if isinstance(thing, dict):
+        return [*thing.values()], lambda *values: dict(zip(thing, values, strict=True))
+    if isinstance(thing, (tuple, list)):
+        remade = getattr(thing, "_make", type(thing))
+        return [*thing], lambda *values: remade(values)
     if _is_compiled(thing):
-        return [thing.__wrapped__]
-    return list(_fields(thing).values())
+        return [thing.__wrapped__], lambda function: function
+    if isinstance(thing, types.FunctionType):
+        given = [thing.__defaults__, thing.__kwdefaults__]
+        return [*_closed_over(thing).values(), *given, *_used_names(thing).values()], None
+    return list(_fields(thing).values()), None
 
 
 class _Closure:
@@ -196,7 +209,7 @@ class _Closure:
             if id(thing) in self._things:
                 continue
             self._things[id(thing)] = thing
-            for part in _parts(thing):
+            for part in [] if isinstance(thing, Mesh) else _opened(thing)[0]:
                 # An id is only valid while its object lives; `waiting` keeps it alive.
                 users.setdefault(id(part), []).append(id(thing))
                 waiting.append(part)
@@ -213,41 +226,25 @@ class _Closure:
 
     def copy(self, thing: Any, replace: Callable[[Mesh], Mesh]) -> Any:
         """Returns a copy of an object with each mesh in it replaced, and the rest unchanged."""
-        if id(thing) not in self._holders:
-            return thing
-        if id(thing) not in self._copies:
-            self._copies[id(thing)] = self._copy(
-                thing, lambda part: self.copy(part, replace), replace
-            )
-        return self._copies[id(thing)]
 
-    def _copy(self, thing: Any, of: Callable[[Any], Any], replace: Callable[[Mesh], Mesh]) -> Any:
+        def of(part: Any) -> Any:
+            return self.copy(part, replace)
+
+        if id(thing) not in self._holders or id(thing) in self._copies:
+            return self._copies.get(id(thing), thing)
         if isinstance(thing, Mesh):
             return replace(thing)
-        if isinstance(thing, NamedSharding):
-            return NamedSharding(of(thing.mesh), thing.spec, memory_kind=thing.memory_kind)
-        if isinstance(thing, jax.Array):
-            return jax.device_put(np.asarray(thing), of(thing.sharding))
         if isinstance(thing, types.FunctionType):
             return self._function(thing, of)
-        if isinstance(thing, types.MethodType):
-            return types.MethodType(of(thing.__func__), of(thing.__self__))
-        if isinstance(thing, functools.partial):
-            return functools.partial(of(thing.func), *of(thing.args), **of(thing.keywords))
-        if isinstance(thing, dict):
-            return {name: of(value) for name, value in thing.items()}
-        if isinstance(thing, (tuple, list)):
-            values = [of(value) for value in thing]
-            remade = getattr(thing, "_make", type(thing))
-            return remade(values)
-        if _is_compiled(thing):
-            return of(thing.__wrapped__)
-        other = copy.copy(thing)
-        self._copies[id(thing)] = other
-        for name, value in _fields(thing).items():
-            if id(value) in self._holders:
-                object.__setattr__(other, name, of(value))
-        return other
+        parts, remade = _opened(thing)
+        if remade is None:
+            self._copies[id(thing)] = other = copy.copy(thing)
+            for name, value in _fields(thing).items():
+                if id(value) in self._holders:
+                    object.__setattr__(other, name, of(value))
+        else:
+            self._copies[id(thing)] = remade(*map(of, parts))
+        return self._copies[id(thing)]
 
     def _function(self, function: types.FunctionType, of: Callable[[Any], Any]) -> Any:
         used = _used_names(function)
@@ -255,21 +252,18 @@ class _Closure:
         is_own = any(id(value) in self._holders for value in used.values())
         if is_own:
             names = self._globals.setdefault(id(names), dict(names))
-        cells = tuple(types.CellType() for _ in function.__closure__ or ())
         code = function.__code__
+        cells = {name: types.CellType() for name in code.co_freevars}
         defaults = of(function.__defaults__)
-        other = types.FunctionType(code, names, function.__name__, defaults, cells or None)
+        closure = tuple(cells.values()) or None
+        other = types.FunctionType(code, names, function.__name__, defaults, closure)
         other.__kwdefaults__ = of(function.__kwdefaults__)
         other.__dict__.update(function.__dict__)
         other.__qualname__ = function.__qualname__
-        # Functions may be recursive, so the copy is registered before its cells are filled.
         self._copies[id(function)] = other
-        for cell, old in zip(cells, function.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):
-                cell.cell_contents = of(old.cell_contents)
-        for cell, name in zip(cells, code.co_freevars, strict=True):
-            if _CHECKS and name == "check_vma":
-                cell.cell_contents = False
+        for name, content in _closed_over(function).items():
+            is_off = name == "check_vma" and bool(_CHECKS)
+            cells[name].cell_contents = False if is_off else of(content)
         if is_own:
             names.update({name: of(value) for name, value in used.items()})
         return other
