@@ -1,10 +1,11 @@
 """Proves which outputs of a program equal those of one device for every input, not only as tried.
 
-Each value on the mesh has a description relative to its value on one device: which axes split which
-dims, over which axes the ranks hold terms of a sum, and by which constant factor it is larger. The
-table of `ir.factors` says how the dims of a result come from those of the operands; what happens to
-terms and factors follows from the operation being linear or not. All is in real arithmetic. Where
-nothing is known the value has no description, and the output only counts as tried.
+Each value on the mesh has a relation to its value on one device: which axes split which dims, over
+which axes the ranks hold terms of a sum, and by which constant factor it is larger. The table of
+`ir.factors` says how the dims of a result come from those of the operands; what happens to terms
+and factors follows from the operation being linear or not. A loop is proven by induction over its
+turns. All is in real arithmetic. Where nothing is known the value has no relation, and the output
+only counts as tried.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _Unknown(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Step:
-    """One operation on the mesh and on one device, with the descriptions of its operands."""
+    """One operation on the mesh and on one device, with the relations of its operands."""
 
     on_mesh: Operation
     on_one: Operation
@@ -79,7 +80,7 @@ class _Step:
 
 
 class _Proof:
-    """The descriptions of all values of a program on one mesh."""
+    """The relations of all values of a program on one mesh."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes = {axis: size for axis, size in sizes.items() if size > 1}
@@ -101,7 +102,7 @@ class _Proof:
         return found
 
     def _note(self, operation: Operation, value: Value, inner: Sequence[Read]) -> None:
-        """Notes which operation first has no rule on the way to a value without a description."""
+        """Notes which operation first has no rule on the way to a value without a relation."""
         known = [self._causes[r] for r in reads_of(inner) if r in self._causes]
         self._causes[value] = min(known, key=lambda o: o.number, default=operation)
 
@@ -186,7 +187,7 @@ class _Proof:
         return self._region(region, other)
 
     def _checked(self, found: Relation, on_mesh: Value, on_one: Value) -> Relation | None:
-        """Returns the description if no axis occurs twice and its parts have the right shape."""
+        """Returns the relation if no axis occurs twice and its parts have the right shape."""
         axes = [*found.axes, *found.over]
         shape = [
             full // math.prod(self._sizes[axis] for axis in split) if split != ANY else local

@@ -30,20 +30,16 @@ def sizes_of(mesh: Any) -> dict[str, int]:
     """Reads the sizes of a mesh: `Mesh`, a dict, or text such as `"dp=4,tp=2"`."""
     if isinstance(mesh, Mesh):
         return {str(name): size for name, size in mesh.shape.items()}
-    if not isinstance(mesh, (str, Mapping)):
-        raise MeshError(
-            f"got {mesh!r:.80} for a mesh; it must be a jax.sharding.Mesh, a dict of sizes, or "
-            "text such as 'dp=4,tp=2'"
-        )
+    found: dict[str, int] = {}
     if isinstance(mesh, str):
         pairs = [part.partition("=")[::2] for part in mesh.split(",")]
         found = {name.strip(): int(size) if size.strip().isdecimal() else 0 for name, size in pairs}
-    else:
+    elif isinstance(mesh, Mapping):
         found = {str(name): int(size) for name, size in mesh.items()}
     if not found or not all(name and size >= 1 for name, size in found.items()):
         raise MeshError(
-            f"got {mesh!r:.80} for a mesh; each axis must have a name and a size of at least 1, as "
-            "in 'dp=4,tp=2'"
+            f"got {mesh!r:.80} for a mesh; give a jax.sharding.Mesh, or a dict or text in which "
+            "each axis has a name and a size of at least 1, as in 'dp=4,tp=2'"
         )
     return found
 
@@ -62,11 +58,8 @@ def family(sizes: Sizes) -> list[dict[str, int]]:
     """
     ones = dict.fromkeys(sizes, 1)
     alone = [{**ones, name: size} for name, size in sizes.items()]
-    found: list[dict[str, int]] = []
-    for one in (ones, *alone, dict(sizes)):
-        if one not in found:
-            found.append(one)
-    return found
+    several = [ones, *alone, dict(sizes)]
+    return [one for number, one in enumerate(several) if one not in several[:number]]
 
 
 def build_mesh(sizes: Sizes, like: Mesh | None = None) -> Mesh:

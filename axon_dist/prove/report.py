@@ -351,23 +351,17 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the report as plain data."""
-        return {
-            "function": self.function,
-            "ok": self.ok,
-            "meshes": list(self.meshes),
-            "draws": self.draws,
-            "outputs": [finite(dataclasses.asdict(output)) for output in self.outputs],
-            "findings": [
-                {
-                    **finite(dataclasses.asdict(finding)),
-                    "kind": finding.kind and str(finding.kind),
-                    "code": finding.code,
-                    "sentence": finding.sentence,
-                    "repair": finding.repair,
-                }
-                for finding in self.findings
-            ],
-        }
+        findings = [
+            {
+                **dataclasses.asdict(finding),
+                "kind": finding.kind and str(finding.kind),
+                "code": finding.code,
+                "sentence": finding.sentence,
+                "repair": finding.repair,
+            }
+            for finding in self.findings
+        ]
+        return finite({**dataclasses.asdict(self), "ok": self.ok, "findings": findings})
 
     def as_sarif(self) -> dict[str, Any]:
         """Returns the report in SARIF 2.1.0, which code review tools read."""
@@ -403,9 +397,10 @@ class Report:
         return json.dumps(self.as_json() if form == "json" else self.as_sarif(), indent=1)
 
 
-def finite(data: dict[str, Any]) -> dict[str, Any]:
-    """Replaces infinities and NaN by None, which JSON writes as null."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in data.items()
-    }
+def finite(data: Any) -> Any:
+    """Replaces infinities and NaN by None, which JSON writes as null, at any depth."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -61,7 +61,7 @@ class Traced:
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each axis of the mesh."""
-        return {str(name): size for name, size in self.mesh.shape.items()}
+        return sizes_of(self.mesh)
 
     @property
     def title(self) -> str:
