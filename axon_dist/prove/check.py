@@ -440,8 +440,9 @@ class _Comparison:
         return {v: RankValues(x[(0,) * v.num_turns(x)], v.axes) for v, x in recorded.items()}
 
     def _at_draw(self, kind: Kind, operation: Operation, axes: set[str]) -> Finding:
+        several = {name for name, size in self._traced.sizes.items() if size > 1}
+        names = tuple(name for name in self._traced.sizes if name in (axes or several))
         places = places_of(frames_of(operation))
-        names = tuple(name for name in self._traced.sizes if name in axes)
         return Finding(kind, places, names, self._traced.title, operation.name)
 
 
