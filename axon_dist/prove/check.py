@@ -194,7 +194,7 @@ class _Proof:
     def run(self, oracle: Traced, inputs: list[list[Any]], tell: Callable[[str], None]) -> Report:
         """Compares all meshes with the first."""
         others = self.tried[1:]
-        truths = _Truths(oracle, inputs)
+        truths: dict[Any, Run] = {}
         outputs = {name: Output(name, "tried") for name in oracle.names}
         findings: list[Finding] = []
         reasons: dict[str, str] = {}
@@ -211,7 +211,8 @@ class _Proof:
             unproven = _unproven(traced, oracle)
             reasons = {**unproven, **reasons}
             if unproven or not any(_is_within(sizes, other) for other in others):
-                findings += _Comparison(truths, traced, outputs).run()
+                aligned = align(traced.program, oracle.program)
+                findings += _Comparison(oracle, traced, aligned, inputs, outputs, truths).run()
         if not findings:
             for name, output in outputs.items():
                 if output.status == "tried" and name in reasons:
@@ -263,39 +264,33 @@ def _is_within(sizes: Mapping[str, int], other: Mapping[str, int]) -> bool:
     return all(size in (1, other[name]) for name, size in sizes.items())
 
 
-class _Truths:
-    """The results on one device for each input, and the bounds of their rounding errors."""
-
-    def __init__(self, oracle: Traced, inputs: list[list[Any]]) -> None:
-        self.oracle = oracle
-        self.inputs = inputs
-        self._known: dict[Any, Run] = {}
-
-    def of(self, draw: int, bits: Mapping[int, Injected]) -> Run:
-        """Returns the outputs for an input; they are the same for all meshes."""
-        key = draw, tuple(bits)
-        if key not in self._known:
-            self._known[key] = self.oracle.measured(self.inputs[draw], injected=bits)
-        return self._known[key]
-
-
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Comparison:
-    """The comparison of one mesh with one device."""
+    """The comparison of one mesh with one device.
 
-    def __init__(self, truths: _Truths, traced: Traced, outputs: dict[str, Output]) -> None:
-        self._truths = truths
-        self._oracle = truths.oracle
-        self._traced = traced
-        self._outputs = outputs
-        self._aligned = align(traced.program, truths.oracle.program)
+    Args:
+        oracle: the function on one device.
+        traced: the function on the mesh.
+        aligned: the operations on one device that correspond to those on the mesh.
+        inputs: the inputs to try.
+        outputs: the result for each output so far.
+        truths: the results on one device for each input and choice of bits, known so far.
+    """
+
+    oracle: Traced
+    traced: Traced
+    aligned: Mapping[Operation, Operation]
+    inputs: list[list[Any]]
+    outputs: dict[str, Output]
+    truths: dict[Any, Run]
 
     def run(self) -> list[Finding]:
         """Returns the findings on this mesh."""
-        counts = len(self._oracle.names), len(self._traced.names)
-        title = self._traced.title
+        counts = len(self.oracle.names), len(self.traced.names)
+        title = self.traced.title
         if counts[0] != counts[1]:
             message = f"on mesh {title} it has {counts[1]} outputs, on one device {counts[0]}"
-            return [Finding(None, (), tuple(self._traced.sizes), title, message=message)]
+            return [Finding(None, (), tuple(self.traced.sizes), title, message=message)]
         ways, varied, findings = self._draws()
         if findings:
             return findings
@@ -311,17 +306,20 @@ class _Comparison:
         for_one: dict[int, Injected] = {}
         for_all: dict[int, Injected] = {}
         for operation, splits in choice.items():
-            other = self._aligned[operation]
+            other = self.aligned[operation]
             aval = other.results[0].aval
             bits = rng.integers(0, 2**32, aval.shape, dtype=np.uint64).astype(aval.dtype)
             for_one[other.number] = Injected(bits, ((),) * len(aval.shape))
             for_all[operation.number] = Injected(bits, splits)
-        for draw, inputs in enumerate(self._truths.inputs):
-            truth = self._truths.of(draw, for_one)
+        for draw, inputs in enumerate(self.inputs):
+            key = draw, tuple(for_one)
+            if key not in self.truths:
+                self.truths[key] = self.oracle.measured(inputs, injected=for_one)
+            truth = self.truths[key]
             if draw and not all(np.isfinite(x).all() for x in truth.outputs if x.dtype.kind == "f"):
                 # An empty mask may cause a division by zero, which is not the mesh's fault.
                 continue
-            got, _ = self._traced.run(inputs, injected=for_all)
+            got, _ = self.traced.run(inputs, injected=for_all)
             wrong = self._compare(got, truth)
             if wrong:
                 return self._locate(inputs, wrong, for_one, for_all)
@@ -332,19 +330,19 @@ class _Comparison:
         wrong: dict[int, tuple[float, float]] = {}
         pairs = zip(got, truth.outputs, truth.output_bounds, strict=True)
         for number, (value, true, bound) in enumerate(pairs):
-            name = self._oracle.names[number]
-            old = self._outputs[name]
+            name = self.oracle.names[number]
+            old = self.outputs[name]
             if value.shape != true.shape:
                 flat = value.ravel()
                 size = true.size
                 if value.size > size and not relations.differs(flat[:size], true.ravel(), bound):
                     continue
-                reason = f"its shape is {value.shape} on {self._traced.title}, {true.shape} on one"
-                self._outputs[name] = dataclasses.replace(old, status="unjudged", reason=reason)
+                reason = f"its shape is {value.shape} on {self.traced.title}, {true.shape} on one"
+                self.outputs[name] = dataclasses.replace(old, status="unjudged", reason=reason)
                 continue
             if gap := relations.differs(value, true, bound):
                 wrong[number] = gap, bound
-            self._outputs[name] = dataclasses.replace(
+            self.outputs[name] = dataclasses.replace(
                 old,
                 status="differs" if gap else old.status,
                 difference=max(old.difference, relations.differs(value, true, 0.0)),
@@ -360,17 +358,17 @@ class _Comparison:
         for_all: Mapping[int, Injected],
     ) -> list[Finding]:
         """Finds the operations that cause wrong outputs."""
-        traced = self._traced
-        truth = self._oracle.measured(inputs, self._oracle.program.values(), for_one)
+        traced = self.traced
+        truth = self.oracle.measured(inputs, self.oracle.program.values(), for_one)
         _, values = traced.run(inputs, traced.program.values(), for_all)
-        search = Search(traced.program, values, truth, traced.sizes, self._aligned)
+        search = Search(traced.program, values, truth, traced.sizes, self.aligned)
         found: dict[Any, Finding] = {}
         for number in sorted(wrong, key=lambda number: -wrong[number][0]):
             blamed = search.blame(traced.program.outputs[number])
             gap, bound = wrong[number]
             worst = dataclasses.replace(blamed, difference=gap, bound=bound)
             first = found.setdefault((blamed.kind, blamed.places[:1]), worst)
-            outputs = (*first.outputs, self._oracle.names[number])
+            outputs = (*first.outputs, self.oracle.names[number])
             found[first.kind, first.places[:1]] = dataclasses.replace(first, outputs=outputs)
         return list(found.values())
 
@@ -385,21 +383,21 @@ class _Comparison:
         """
         pairs = [
             (operation.results[0], other.results[0])
-            for operation, other in self._aligned.items()
+            for operation, other in self.aligned.items()
             if operation.name in DRAWS and operation.name == other.name
             if len(operation.results) == 1 and _shapes(operation) != _shapes(other)
         ]
         ways: dict[Operation, list[Any]] = {}
         varied: dict[Operation, set[str]] = {}
         findings: list[Finding] = []
-        drawn = self._first_turns(self._traced, [value for value, _ in pairs])
-        whole = self._first_turns(self._oracle, [other for _, other in pairs])
+        drawn = self._first_turns(self.traced, [value for value, _ in pairs])
+        whole = self._first_turns(self.oracle, [other for _, other in pairs])
         for value, other in pairs:
             operation = value.maker
             if operation is None or value not in drawn or other not in whole:
                 continue
             by_rank, true = drawn[value], whole[other].ranks()[0]
-            if relations.find(by_rank, true, 0.0, self._traced.sizes) is not None:
+            if relations.find(by_rank, true, 0.0, self.traced.sizes) is not None:
                 continue
             several = {axis for axis, size in by_rank.sizes.items() if size > 1}
             same = _same_along(by_rank)
@@ -419,7 +417,7 @@ class _Comparison:
             return []
         specs = {
             value: spec
-            for operation in self._traced.program.walk()
+            for operation in self.traced.program.walk()
             if operation.is_map
             for value, spec in zip(
                 operation.regions[0].outputs, operation.equation.params["out_specs"], strict=True
@@ -427,7 +425,7 @@ class _Comparison:
             if isinstance(value, Value) and value.maker is not None
         }
         differing: set[str] = set()
-        for value, by_rank in self._first_turns(self._traced, specs).items():
+        for value, by_rank in self._first_turns(self.traced, specs).items():
             split = {axis for part in specs[value] for axis in relations.names_of(part)}
             differing |= set(by_rank.axes) - _same_along(by_rank) - split
         pairs = [(operation, axes & differing) for operation, axes in varied.items()]
@@ -436,14 +434,14 @@ class _Comparison:
     def _first_turns(self, traced: Traced, values: Iterable[Value]) -> dict[Value, RankValues]:
         """Returns values on all ranks for the first input, in the first turn of loops."""
         wanted = frozenset(values)
-        recorded = traced.run(self._truths.inputs[0], wanted)[1] if wanted else {}
+        recorded = traced.run(self.inputs[0], wanted)[1] if wanted else {}
         return {v: RankValues(x[(0,) * v.num_turns(x)], v.axes) for v, x in recorded.items()}
 
     def _at_draw(self, kind: Kind, operation: Operation, axes: set[str]) -> Finding:
-        several = {name for name, size in self._traced.sizes.items() if size > 1}
-        names = tuple(name for name in self._traced.sizes if name in (axes or several))
+        several = {name for name, size in self.traced.sizes.items() if size > 1}
+        names = tuple(name for name in self.traced.sizes if name in (axes or several))
         places = places_of(frames_of(operation))
-        return Finding(kind, places, names, self._traced.title, operation.name)
+        return Finding(kind, places, names, self.traced.title, operation.name)
 
 
 def _same_along(by_rank: RankValues) -> set[str]:

@@ -117,6 +117,7 @@ class Search:
         self._truth = truth
         self._sizes = dict(sizes)
         self._aligned = aligned
+        self._relation = functools.cache(self._find_relation)
         self._outer: dict[Value, Any] = {}
         self._specs: dict[Value, Any] = {}
         self._turns: dict[int, int] = {}
@@ -148,7 +149,7 @@ class Search:
             return frozenset()
         return self._sources.get(read, _INPUT)
 
-    def is_coordinate(self, value: Value) -> bool:
+    def _is_coordinate(self, value: Value) -> bool:
         """Whether a value depends only on the rank's index and constants."""
         return self._sources_of(value) == _RANK
 
@@ -176,12 +177,11 @@ class Search:
             self._truth.bounds[true],
         )
 
-    @functools.cache  # noqa: B019
-    def relation(self, value: Value) -> Relation | None:
+    def _find_relation(self, value: Value) -> Relation | None:
         """Returns how the ranks' values make up that of one device; None if nothing explains it."""
         if value.maker is None:
             outer = self._outer.get(value)
-            known = self.relation(outer) if isinstance(outer, Value) else Relation()
+            known = self._relation(outer) if isinstance(outer, Value) else Relation()
             if known is None or value not in self._specs:
                 return known
             return Relation(relations.splits_of(self._specs[value], len(value.shape), self._sizes))
@@ -243,8 +243,8 @@ class Search:
             if inside is not None:
                 waiting.append(inside)
                 continue
-            bad = [r for r in reads_of(operation.reads) if self.relation(r) is None]
-            ahead = [read for read in bad if not self.is_coordinate(read)]
+            bad = [r for r in reads_of(operation.reads) if self._relation(r) is None]
+            ahead = [read for read in bad if not self._is_coordinate(read)]
             if ahead:
                 waiting += ahead
             elif not any(operation is one[0] for one in exits):
@@ -260,7 +260,7 @@ class Search:
             inner = operation.regions[0].outputs[at]
             if not isinstance(inner, Value):
                 return None
-            if self.relation(inner) is None:
+            if self._relation(inner) is None:
                 return inner
             exits.append((operation, inner))
             return None
@@ -273,18 +273,18 @@ class Search:
         for number in range(loop.params["length"] if _is_scan(loop) else 1):
             if number:
                 self._turns[id(loop)] = number
-                self.relation.cache_clear()
+                self._relation.cache_clear()
             # A row that is right in this turn may be wrong in the next if the carry is wrong.
             for inner in reads_of([turn.outputs[at], *turn.outputs]):
-                if self.relation(inner) is None and not self.is_coordinate(inner):
+                if self._relation(inner) is None and not self._is_coordinate(inner):
                     return inner
         self._turns.pop(id(loop), None)
-        self.relation.cache_clear()
+        self._relation.cache_clear()
         return None
 
     def _at_exit(self, operation: Operation, value: Value) -> Finding:
         """Judges a value that is right on each rank but combined wrongly by the `out_specs`."""
-        relation = self.relation(value)
+        relation = self._relation(value)
         assert relation is not None
         if relation.is_whole:
             return self._found(Kind.GATHER_ORDER, operation, relation.axes)
@@ -299,7 +299,7 @@ class Search:
                 if not isinstance(outer, Value):
                     return None
                 value = outer
-            before = [(read, self.relation(read)) for read in reads_of(value.maker.reads)]
+            before = [(read, self._relation(read)) for read in reads_of(value.maker.reads)]
             parts = [
                 r for r, known in before if known and known.over and known.over <= relation.over
             ]
@@ -313,7 +313,7 @@ class Search:
             return self._found(Kind.ONE_KEY, operation)
         if operation.name == "iota":
             return self._found(Kind.POSITION, operation)
-        known = [(read, self.relation(read)) for read in reads_of(operation.reads)]
+        known = [(read, self._relation(read)) for read in reads_of(operation.reads)]
         parts = [(r, relation) for r, relation in known if relation and not relation.is_whole]
         found = self._scaled(operation, bool(parts), visited) or self._along_a_split(operation)
         if found is None and parts:
@@ -326,7 +326,7 @@ class Search:
         for number, read in enumerate(operation.reads):
             if isinstance(read, Literal):
                 continue
-            relation = self.relation(read)
+            relation = self._relation(read)
             if relation is None or not relation.is_whole:
                 continue
             # A relation leaves out the dims that hold one row for each rank.
@@ -439,15 +439,15 @@ class Search:
             return self._found(Kind.POSITION if is_start else Kind.DIFFERS, operation)
         for result in operation.results:
             numbers = self._numbers(result)
-            if numbers is None or self.relation(result) is not None:
+            if numbers is None or self._relation(result) is not None:
                 continue
             if relations.is_first_part(*numbers, self._sizes):
                 return self._found(Kind.POSITION, operation)
             if relations.is_permuted(*numbers, self._sizes):
                 axes = relations.names_of(operation.equation.params.get("axis_name"))
                 return self._found(Kind.GATHER_ORDER, operation, axes)
-        wrong = [read for read in reads_of(operation.reads) if self.relation(read) is None]
-        is_position = any(map(self.is_coordinate, wrong))
+        wrong = [read for read in reads_of(operation.reads) if self._relation(read) is None]
+        is_position = any(map(self._is_coordinate, wrong))
         return self._found(Kind.POSITION if is_position else Kind.DIFFERS, operation)
 
     def _found(

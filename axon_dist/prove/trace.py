@@ -57,6 +57,7 @@ class Traced:
     context: Mesh | None
     shardings: tuple[NamedSharding | None, ...]
     leaves: tuple[Any, ...]
+    _programs: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -109,9 +110,10 @@ class Traced:
         of_outputs = [bound_of(each) for each in zip(*outputs, strict=True)]
         return Run(outputs[0], of_outputs, values[0], bounds)
 
-    @functools.cache  # noqa: B019
     def _compiled(self, wanted: frozenset[Value]) -> Callable[..., Any]:
         # Compiling takes most of the time of a proof, so a program is compiled once.
+        if wanted in self._programs:
+            return self._programs[wanted]
         order: list[Value] = []
 
         @functools.partial(jax.jit, static_argnums=0, compiler_options=_COMPILER_OPTIONS)
@@ -125,7 +127,7 @@ class Traced:
             outputs, values = compute(*arguments)
             return outputs, dict(zip(order, values, strict=True))
 
-        return run
+        return self._programs.setdefault(wanted, run)
 
 
 _COMPILER_OPTIONS: dict[str, Any] = {
