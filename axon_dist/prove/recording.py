@@ -337,7 +337,8 @@ def record(subject: Subject, mesh: Any, steps: int = 1) -> Recording:
     if own.mesh.size > 1:
         # A program that is written for one mesh has only the values of its ranks.
         with contextlib.suppress(Exception):
-            alone = subject.on(dict.fromkeys(sizes, 1), like)
+            found = subject.on(dict.fromkeys(sizes, 1), like)
+            alone = found if found.names == own.names else own
     inputs = draws_of(own.leaves, 1)[0]
     reading = read(alone, inputs, [[]] * steps)
     given = {f"argument {n}": _print([np.asarray(plain(x))] * 2) for n, x in enumerate(inputs)}
