@@ -118,6 +118,8 @@ def bisect(
         Where they diverge.
 
     Example:
+        >>> import jax.numpy as jnp
+        >>> import numpy as np
         >>> def old(x):
         ...     return jnp.tanh(x) * 2.0
         >>> def new(x):
