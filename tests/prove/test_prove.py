@@ -97,7 +97,6 @@ FOUND_NEARBY = {
     "state_of_a_recurrence_that_starts_anew",
     "rows_scattered_into_a_part",
     "labels_shifted_within_a_part",
-    "moving_average_of_a_rank",
 }
 """Further mistakes that are found, but at another line or with another kind than the best one."""
 
