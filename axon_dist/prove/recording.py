@@ -36,6 +36,9 @@ _FORMAT = 2
 _FRAMES = 16
 """How many source lines of an operation's call stack are kept."""
 
+_HUGE = 1e6
+"""Numbers above this count by their logarithm."""
+
 _SUMMED = 1e-9
 """By how much, relative to it, a fingerprint depends on the order in which NumPy sums."""
 
@@ -87,6 +90,10 @@ def fingerprint(values: np.ndarray, num_leading: int = 0) -> np.ndarray:
     """
     flat = values.reshape(math.prod(values.shape[:num_leading]), -1).astype(np.float64)
     with np.errstate(all="ignore"):
+        if values.dtype.kind not in "iub":
+            # Masks are written as huge numbers, next to which rounding would hide all others.
+            huge = np.sign(flat) * np.log(np.minimum(np.abs(flat), np.finfo(np.float64).max))
+            flat = np.where(np.abs(flat) > _HUGE, huge, flat)
         norms = np.sqrt((flat * flat).sum(-1))
         return np.stack([norms, flat @ _signs(flat.shape[-1])], -1).ravel()
 
