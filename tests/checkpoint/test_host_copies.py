@@ -88,7 +88,7 @@ def test_a_flipped_bit_is_noticed(tmp_path):
     place = bytes(contents).index(np.asarray(state["w"])[:2].tobytes())
     contents[place] ^= 1
     path.write_bytes(contents)
-    with pytest.raises(DamagedCheckpointError, match=r"copy of step 2 .* \[0\] is not what was"):
+    with pytest.raises(DamagedCheckpointError, match=r"copy of step 2 .* \[0\] was changed"):
         HostCopies(tmp_path).newest(state)
 
 
