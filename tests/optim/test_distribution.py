@@ -47,10 +47,10 @@ def update_of(step):
     plan = step.plan
     placed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
     state = jax.tree.map(placed, step.abstract_state, step.state_shardings)
-    grads = jax.tree.map(placed, plan.stored.params, plan.stored.owners)
+    grads = jax.tree.map(placed, plan.stored.params, plan.stored.grad_shardings)
     whole = NamedSharding(plan.spec.mesh, jax.sharding.PartitionSpec())
     value = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
-    places = plan.stored.owners, step.state_shardings.opt_state
+    places = plan.stored.grad_shardings, step.state_shardings.opt_state
     run = lambda g, s, p, v: plan.stored.update(g, s, p, value=v)
     return jax.jit(run, out_shardings=places).lower(grads, state.opt_state, state.params, value)
 
