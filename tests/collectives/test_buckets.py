@@ -115,9 +115,7 @@ def test_in_a_partly_manual_shard_map(make_world, tree):
 
 def test_the_tree_must_be_the_planned_one(tree):
     plan = plan_buckets(tree, 40)
-    with pytest.raises(
-        ConfigError, match=r"gradient 1 is float32\[3\].* expects float32\[2, 10\]"
-    ):
+    with pytest.raises(ConfigError, match=r"gradient 1 is float32\[3\].* expects float32\[2, 10\]"):
         reduce_buckets([tree[0], jnp.zeros(3), *tree[2:]], plan, lambda x: x)
     with pytest.raises(
         ConfigError, match=r"got 5 gradients for a plan of 6: gradient 5 is nothing, .*; make"
