@@ -455,8 +455,8 @@ def _read_constraints() -> None:
         if api_name == "with_sharding_constraint":
             return reader.stated(sharding)
         if core.trace_state_clean() and not mesh.empty:
-            # Of a call by code that has set a mesh inside this context, such as JAX's own
-            # `process_allgather`, and not of a model.
+            # The caller has set a mesh inside this context, as JAX's `process_allgather` does. No
+            # model asks for this sharding.
             return create(mesh, sharding, name, api_name)
         # A sharding of an inner `jit` in the model; inside a trace it is only a hint.
         is_spec = isinstance(sharding, PartitionSpec)

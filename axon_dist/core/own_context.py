@@ -313,11 +313,15 @@ def _on_callers_mesh(x: Array) -> Array:
         if not abstract.explicit_axes or abstract.size != len(devices):
             return x
         ordered = np.array(sorted(devices, key=lambda device: device.id))
-        sizes = ordered.reshape(abstract.axis_sizes)
-        mesh = Mesh(sizes, abstract.axis_names, axis_types=abstract.axis_types)
-    elif not abstract.explicit_axes and {*mesh.devices.flat} == devices:
+        arranged = ordered.reshape(abstract.axis_sizes)
+        mesh = Mesh(arranged, abstract.axis_names, axis_types=abstract.axis_types)
+    place = NamedSharding(mesh, PartitionSpec())
+    # JAX sends to the devices of another process only from a mesh that has all of them, and reading
+    # a metric needs no move.
+    may_stay = place.device_set == devices or not place.is_fully_addressable
+    if may_stay and not abstract.explicit_axes:
         return x
-    return _replicated(x, NamedSharding(mesh, PartitionSpec()))
+    return _replicated(x, place)
 
 
 def _replicated(x: Array, place: NamedSharding) -> Array:

@@ -54,7 +54,8 @@ def renamed_arguments(**new_of: str) -> Callable[[Callable[_P, _R]], Callable[_P
     """Decorates a function whose arguments are renamed: the old keywords work, and each use warns.
 
     Args:
-        **new_of: the new name of an argument, by its old name.
+        **new_of: the new name of an argument, by its old name. A call that gives both raises a
+            `TypeError`.
 
     Example:
         >>> @renamed_arguments(size="length")
@@ -71,9 +72,13 @@ def renamed_arguments(**new_of: str) -> Callable[[Callable[_P, _R]], Callable[_P
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def with_old_keywords(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            name = function.__name__
             for old, new in new_of.items():
                 if old in kwargs:
-                    text = f"{function.__name__}({old}=...) is deprecated; use {new}"
+                    if new in kwargs:
+                        text = f"{name}() got {new}= and {old}=, its old name; give {new}="
+                        raise TypeError(text)
+                    text = f"{name}({old}=...) is deprecated; use {new}"
                     warnings.warn(text, DeprecationWarning, stacklevel=2)
                     kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)

@@ -145,7 +145,7 @@ def spent(events: Sequence[Event], num_runs: int, rank: Callable[[Event], int]) 
         rank: a moment in which several events run is shared equally by those of the lowest rank.
 
     Raises:
-        UnsupportedError: if fewer than three steps can be told apart.
+        UnsupportedError: if fewer than three steps can be distinguished.
     """
     by_device: dict[int, list[Event]] = defaultdict(list)
     for event in events:
@@ -154,8 +154,8 @@ def spent(events: Sequence[Event], num_runs: int, rank: Callable[[Event], int]) 
     found = min(map(len, runs.values()), default=0)
     if found < 3:
         raise UnsupportedError(
-            f"{found} of {num_runs} steps can be told apart in the trace; a profile needs 3: the "
-            "trace begins in the first, the second is measured, and the third marks its end"
+            f"{found} of {num_runs} steps can be distinguished in the trace; a profile needs 3: "
+            "the trace begins in the first, the second is measured, and the third marks its end"
         )
     begin = min(spans[1][0] for spans in runs.values())
     end = min(spans[-1][0] for spans in runs.values())

@@ -277,7 +277,7 @@ def waterfall(
 
     Raises:
         ConfigError: if the peak is not positive.
-        UnsupportedError: if fewer than three steps can be told apart.
+        UnsupportedError: if fewer than three steps can be distinguished.
     """
     if not peak_flops > 0:
         raise ConfigError(f"got peak_flops={peak_flops}; it must be FLOP/s, above 0")

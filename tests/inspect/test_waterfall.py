@@ -157,7 +157,7 @@ def test_products_faster_than_the_peak_count_as_at_the_peak():
 
 def test_too_few_steps_and_another_program_are_refused():
     with pytest.raises(
-        UnsupportedError, match=r"2 of 2 steps can be told apart.*a profile needs 3"
+        UnsupportedError, match=r"2 of 2 steps can be distinguished.*a profile needs 3"
     ):
         read(traced(runs=2), runs=2)
     strange = [dataclasses.replace(event, program="jit_other") for event in traced()]

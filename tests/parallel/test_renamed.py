@@ -57,6 +57,8 @@ def test_an_old_keyword_of_a_function_warns_and_works(make):
     expected = make(**named, **_new_keywords(make), num_microbatches=4)
     with pytest.warns(DeprecationWarning, match=rf"{make.__name__}\(num_stages=...\) is depr"):
         assert make(**named, num_stages=2, num_microbatches=4) == expected
+    with pytest.raises(TypeError, match=r"got num_\w+= and num_stages=, its old name"):
+        make(**named, **_new_keywords(make), num_stages=2, num_microbatches=4)
 
 
 def _new_keywords(make):
