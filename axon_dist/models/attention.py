@@ -119,7 +119,7 @@ def einsum_attention(
         visible = jnp.tril(jnp.ones((length, length), bool))[None, None]
         scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
     if window is not None:
-        distance = jnp.arange(length)[:, None] - jnp.arange(length)
+        distance = jnp.arange(length)[:, None] - jnp.arange(length)[None]
         scores = jnp.where(in_window(distance, window), scores, jnp.finfo(jnp.float32).min)
     if segments is not None:
         scores = jnp.where(same_segment(segments), scores, jnp.finfo(jnp.float32).min)

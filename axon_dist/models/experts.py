@@ -168,7 +168,9 @@ class Experts(nnx.Module):
         """Stores the report for the loss, and updates the bias."""
         experts = self.experts
         count = experts.count
-        is_routed = jnp.any(expert_ids[..., None] == jnp.arange(count), axis=-2)
+        chosen = expert_ids[..., None]
+        numbers = jax.lax.broadcast_to_rank(jnp.arange(count), chosen.ndim)
+        is_routed = jnp.any(chosen == numbers, axis=-2)
         # Integers, because a sum of fractions depends on the order of addition, which could change
         # the sign of its difference from the mean.
         counts = jnp.sum(is_routed, axis=1, dtype=jnp.int32)

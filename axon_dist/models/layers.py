@@ -143,6 +143,7 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         scale = self.scale[...].astype(jnp.float32)
+        scale = jax.lax.broadcast_to_rank(scale, x.ndim)  # under jax_numpy_rank_promotion=raise
         return (wide * (1 + scale if self.plus_one else scale)).astype(x.dtype)
 
 

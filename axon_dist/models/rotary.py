@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from types import MappingProxyType
 
+import jax
 import jax.numpy as jnp
 
 from ..core.errors import ConfigError
@@ -196,7 +197,8 @@ def turn(x: Array, frequency: Array, positions: Array | None = None, factor: flo
     """
     if positions is None:
         positions = jnp.arange(x.shape[1])[None]
-    angle = positions.astype(jnp.float32)[..., None] * frequency
+    at = positions.astype(jnp.float32)[..., None]
+    angle = at * jax.lax.broadcast_to_rank(jnp.asarray(frequency), at.ndim)
     cos = jnp.cos(angle)[:, :, None, :]
     sin = jnp.sin(angle)[:, :, None, :]
     if factor != 1:

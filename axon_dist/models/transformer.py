@@ -293,7 +293,7 @@ class Transformer(nnx.Module):
         if self.config.embedding_scale != 1:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         if self.config.positions == "learned":
-            at = jnp.arange(tokens.shape[1]) if positions is None else positions
+            at = jnp.arange(tokens.shape[1])[None] if positions is None else positions
             x = x + self.position_embedding(at)
         return self.dropout(x)
 

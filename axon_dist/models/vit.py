@@ -196,7 +196,7 @@ class ViT(nnx.Module):
         kernel = self.patch_embedding.kernel[...]
         patches = cut_patches(pixels(images, config.dtype or kernel.dtype), config.patch_size)
         x = self.patch_embedding(patches)
-        return self.dropout(x + self.positions[...].astype(x.dtype))
+        return self.dropout(x + self.positions[...].astype(x.dtype)[None])
 
 
 class ViTBlock(nnx.Module):

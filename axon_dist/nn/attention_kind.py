@@ -64,7 +64,7 @@ class AttentionKind:
         scores = jnp.einsum("bthk,bshk->bhts", query, key) * self.scale
         if self.softcap is not None:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
-        distance = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])
+        distance = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])[None]
         visible = jnp.ones(distance.shape, bool)[None, None]
         if self.causal:
             visible &= distance >= 0

@@ -54,7 +54,7 @@ class Choice:
         expert = self.experts.reshape(-1) - first
         expert = jnp.where((expert >= 0) & (expert < count), expert, count)
         order = jnp.argsort(expert, stable=True)
-        sizes = jnp.sum(expert[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
+        sizes = jnp.sum(expert[:, None] == jnp.arange(count)[None], axis=0, dtype=jnp.int32)
         return Assigned(expert, order, jnp.argsort(order), sizes, jnp.cumsum(sizes) - sizes)
 
 

@@ -214,7 +214,7 @@ class VectorLayout:
         size = self.sizes[vector]
         if min(lengths) == size:
             return x
-        is_own = jnp.arange(size) < jnp.array(lengths)[:, None]
+        is_own = jnp.arange(size)[None] < jnp.array(lengths)[:, None]
         return jnp.where(is_own, x, jnp.zeros_like(x))
 
 

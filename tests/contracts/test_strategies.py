@@ -191,8 +191,8 @@ ODD_FULL = [
 def rounding_of_adam(row: Row, case: Case, want: Trace) -> float:
     """How far one device in float32 is from the same run in float64, at most 2e-5.
 
-    With ten samples Adam makes 1.1e-5 of rounding in attention. A step on many devices may be as far
-    from the run on one as both are from the exact one.
+    With ten samples Adam makes 1.1e-5 of rounding in attention. A step on many devices may be as
+    far from the run on one as both are from the exact one.
     """
     with jax.enable_x64(True):
         optimizer = OPTIMIZERS[row.optimizer]()
