@@ -185,7 +185,7 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
     what = f"cannot read {str(path)!r} as safetensors"
     with reworded(what, "name another file", CheckpointError, kinds):
         if (kind := kind_at(path)) not in (None, "a file"):
-            raise ValueError(f"it is {kind} and no file")
+            raise ValueError(f"it is {kind}, not a file")
         # The file may have been replaced since, for example by a pipe, which must not block.
         with open(open_regular(path, links=True), "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

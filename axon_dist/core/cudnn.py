@@ -158,7 +158,7 @@ def cudnn_attention_gradients(
         causal: as in `cudnn_attention`.
         log_weight: float32 `[B, H, T]`, the logsumexp; it may cover more keys than `key` has.
         out: `[B, T, H, K]`, the attention output over all of those keys.
-        cotangent: of `out`.
+        cotangent: the cotangent of `out`.
 
     Returns:
         The gradients of queries, keys and values.

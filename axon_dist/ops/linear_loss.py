@@ -537,4 +537,4 @@ def _moved(operands: Sequence[Array], tangents: Sequence[Array | None], how: Hea
 
 @functools.cache
 def _operation() -> Primitive:
-    return new_operation(LINEAR_CROSS_ENTROPY, _here, moved=_moved)
+    return new_operation(LINEAR_CROSS_ENTROPY, _here, jvp=_moved)

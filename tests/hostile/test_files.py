@@ -221,9 +221,9 @@ def test_an_address_is_no_folder(address):
         ("s3://bucket/a\nb", "no control character"),
         ("gs://bucket/" + "a" * 1025, "at most 1024 bytes"),
         ("gs://Not A Bucket/a", "'Not A Bucket' cannot be the name of a bucket"),
-        ("s3://b/runs/one", "'b' cannot be the name of a bucket: it has 3 to 63"),
+        ("s3://b/runs/one", "'b' cannot be the name of a bucket: a name has 3 to 63"),
         ("gs://", "'' cannot be the name of a bucket"),
-        (7, "a int, which must be a path"),
+        (7, "a int; it must be a path"),
     ],
 )
 def test_wrong_addresses_raise_clear_errors(text, said):
