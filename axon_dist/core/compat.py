@@ -531,7 +531,10 @@ def _forget_explicit_types() -> None:
 
 
 def outside_meshes() -> Any:
-    """A context without a mesh; inside one, JAX 0.10 refuses a `shard_map` over another size."""
+    """A context without a mesh.
+
+    Where another mesh is in context, JAX 0.10 refuses a `shard_map` over a mesh of another size.
+    """
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
@@ -751,8 +754,8 @@ def splash_gradients(
         (*saved, *masks),
         cotangent,
     )
-    of_query, of_key, of_value = gradients[3:6]
-    return of_query, of_key, of_value
+    d_query, d_key, d_value = gradients[3:6]
+    return d_query, d_key, d_value
 
 
 class _KvSpec(dict[str, Any]):

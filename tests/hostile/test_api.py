@@ -317,7 +317,7 @@ def test_an_error_of_python_stays_as_it_is():
         (lambda: axon_dist.reduce_scatter_sum(STACKED, GROUP, pad="x"), "give True or False"),
         (lambda: World(WORLD.mesh, "x"), "Valid: emulated, gloo, nccl, tpu"),
         (lambda: axon_dist.load_weights(NET, "w", cast="x"), "cast='x', a str; give True or False"),
-        (lambda: axon_dist.GradScaler().load_state_dict({}), "lacks good_steps, scale; give what"),
+        (lambda: axon_dist.GradScaler().load_state_dict({}), "lacks good_steps, scale; give a"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )

@@ -120,7 +120,7 @@ def test_a_query_that_sees_no_key_of_a_block_takes_nothing_from_it():
 
 def test_a_form_that_cannot_run_says_why():
     queries, keys = arrays()
-    with pytest.raises(UnsupportedError, match=r"attention='flash' around a ring, .*no TPU"):
+    with pytest.raises(UnsupportedError, match=r"attention='flash' around a ring, .*not a TPU"):
         BlockAttention("flash").forward(queries, keys)
     with pytest.raises(UnsupportedError, match=r"attention='cudnn' around a ring, blocks of"):
         BlockAttention("cudnn").forward(queries, keys)

@@ -183,7 +183,7 @@ def test_layers_are_those_of_blocks():
     config = TransformerConfig.preset("tiny", tied_head=False)
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     assert len(fp8_layers(model)) == 7 * config.num_layers
-    assert fp8_reasons(model)["lm_head"] == "is in no block"
+    assert fp8_reasons(model)["lm_head"] == "is not in a block"
     assert len(fp8_layers(model, ("mlp/",))) == 4 * config.num_layers
 
 
@@ -194,9 +194,9 @@ def test_why_layers_take_no_part():
     narrow = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     assert fp8_reasons(nnx.Sequential(own, first, split, narrow)) == {
         "layers/0": "has its own dot_general",
-        "layers/1": "multiplies other dims than the last",
+        "layers/1": "contracts dims other than the last",
         "layers/2": "",
-        "layers/3": "is 16×8, no multiples of 16",
+        "layers/3": "is 16×8, not multiples of 16",
     }
 
 
@@ -325,11 +325,13 @@ def test_parameters_gathered_once_do_not_travel_in_fp8():
 def test_products_that_are_none_are_refused():
     with pytest.raises(ConfigError, match="gather is 'int8'; it must be 'fp8', or None"):
         MixedPrecision(products="fp8", gather="int8")
-    with pytest.raises(ConfigError, match="gathers the weights of fp8 products, and prod"):
+    with pytest.raises(ConfigError, match="gathers the weights of fp8 products, but prod"):
         MixedPrecision(gather="fp8")
     with pytest.raises(ConfigError, match="products is 'fp4'; it must be 'fp8', or None"):
         MixedPrecision(products="fp4")
-    with pytest.raises(ConfigError, match="names layers that fp8 leaves out, and products is None"):
+    with pytest.raises(
+        ConfigError, match="excludes layers from fp8 products, but products is None"
+    ):
         MixedPrecision(skip=("mlp",))
     with pytest.raises(UnsupportedError, match="contract the last dims with the first dims"):
         Fp8Dot()(jnp.ones((16, 4)), jnp.ones((16, 4)), (((0,), (0,)), ((), ())))
