@@ -98,9 +98,9 @@ def test_wrong_compressions_are_refused():
         compression_of("int9")
     with pytest.raises(ConfigError, match="unknown kind 'int4'"):
         Quantized("int4")
-    with pytest.raises(ConfigError, match="block is 0; give how many numbers"):
+    with pytest.raises(ConfigError, match="block is 0; give the number of values"):
         Quantized("int8", 0)
-    with pytest.raises(ConfigError, match=r"share is 1\.5; give the part"):
+    with pytest.raises(ConfigError, match=r"share is 1\.5; give the fraction"):
         TopK(1.5)
     assert compression_of("top_k") == TopK()
     assert compression_of(None) is None

@@ -203,7 +203,7 @@ def test_reduce_slices():
     assert reduce_slices([[1, 2], [3, 4]], "Average").tolist() == [2, 3]
     assert reduce_slices([[-1.0], [2.0], [0.0]], "product").tolist() == [0]
     assert reduce_slices([[4, 1], [3, 2]], "min").tolist() == [3, 1]
-    with pytest.raises(GroupError, match=r"shapes \[\(1,\), \(2,\)\].* all of one shape"):
+    with pytest.raises(GroupError, match=r"shapes \[\(1,\), \(2,\)\].* all of the same shape"):
         reduce_slices([[1, 2], [3]])
     with pytest.raises(GroupError, match="0 slices"):
         reduce_slices([])

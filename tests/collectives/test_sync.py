@@ -63,7 +63,7 @@ def test_lists_of_ranks(make_world):
     x = jnp.array([1.0, 2.0, 3.0, 4.0])
     assert sync_gradient(x, group).tolist() == [2, 2, 2, 4]
     loss = lambda w, x: w * x[0]
-    with pytest.raises(GroupError, match=r"already added up over all ranks.*pcast\(params"):
+    with pytest.raises(GroupError, match=r"already summed over all ranks.*pcast\(params"):
         local_gradient(group, True, loss, 1.0, x)
 
 

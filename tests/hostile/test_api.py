@@ -303,7 +303,7 @@ def test_an_error_of_python_stays_as_it_is():
         ),
         (
             lambda: axon_dist.sharding.shardings(Replicate(), NUMBERS, WORLD.mesh, "attic"),
-            "cannot hold an array as .* in memory_kind='attic': .*leave it out",
+            "cannot hold an array as .* in memory_kind='attic': .*leave memory_kind out",
         ),
         (lambda: axon_dist.checkpoint.Manifest.from_json(""), "manifest.json is not one that a sa"),
         (lambda: muon_of(True), "has True for an array of shape .8, 8.; give an optax.contrib.Muo"),

@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits: the code, its errors, and the state of a step on devices."""
+"""AdamW with 8-bit moments: the code, its errors, and the state of a step on devices."""
 
 import jax
 import jax.numpy as jnp

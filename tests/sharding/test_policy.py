@@ -105,12 +105,14 @@ def test_a_rule_for_a_dim_that_does_not_divide():
 
 
 def test_a_rule_with_more_dims_than_the_array():
-    with pytest.raises(StrategyConflictError, match=r"names 2 dims, the array of shape .8,. has 1"):
+    with pytest.raises(
+        StrategyConflictError, match=r"names 2 dims, but the array of shape .8,. has"
+    ):
         ByRule(((r"b", P(None, "tp")),))("b", (8,), MESH)
 
 
 def test_a_rule_with_an_axis_that_the_mesh_lacks():
-    said = r"b: .*'ep'.* names the axis 'ep', the mesh has .*fsdp.*; give the mesh this axis, or"
+    said = r"b: .*'ep'.* names the axis 'ep', but the mesh has only .*fsdp.*; add this axis to"
     with pytest.raises(StrategyConflictError, match=said):
         ByRule(((r"b", P("ep")),))("b", (8,), MESH)
 
