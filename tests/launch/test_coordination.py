@@ -18,7 +18,9 @@ def settings(**values):
 )
 def test_processes_that_shall_prove_who_they_are(told):
     with settings(jax_mtls_key_file=None, **told):
-        pattern = rf"^{next(iter(told))} would .* in the clear.*jax\.distributed\.initialize before"
+        pattern = (
+            rf"^{next(iter(told))} would .* without encryption.*jax\.distributed\.initialize before"
+        )
         with pytest.raises(LaunchError, match=pattern):
             coordination.check_settings()
 

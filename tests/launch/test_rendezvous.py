@@ -54,7 +54,7 @@ def test_no_process_0():
 
 
 @pytest.mark.sample(
-    "fields0-have the same rank; give each process a RANK of its own",
+    "fields0-have the same rank; give each process its own RANK",
     "fields1-expects 4; give all the same WORLD_SIZE",
     "fields2-runs jax 0.1; install one version everywhere",
     "fields4-words4",
@@ -62,14 +62,14 @@ def test_no_process_0():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"process": 1, "pid": 7}, "have the same rank; give each process a RANK of its own"),
+        ({"process": 1, "pid": 7}, "have the same rank; give each process its own RANK"),
         ({"num_processes": 4}, "expects 4; give all the same WORLD_SIZE"),
         ({"versions": {"jax": "0.1"}}, "runs jax 0.1; install one version everywhere"),
         ({"versions": LATE_OPTAX}, "runs optax 0.0; install one version everywhere"),
         (
             {"settings": {**Peer.here(0, 1).settings, "jax_enable_x64": "True"}},
-            "compute different things: jax_enable_x64 is 'False' in process 0 and 'True' in "
-            "process 2; set the same everywhere",
+            "compute different results: jax_enable_x64 is 'False' in process 0 and 'True' in "
+            "process 2; use the same settings everywhere",
         ),
     ],
 )
@@ -203,7 +203,7 @@ def test_who_has_another_token_is_refused_and_named_to_both():
     with hosted(timeout=2.0, token="secret-one") as (address, host):
         with pytest.raises(LaunchError, match="has another AXON_RUN_TOKEN than process 1") as mine:
             rendezvous(address, Peer.here(1, 2), 5.0, "secret-two")
-        with pytest.raises(LaunchError, match="1 that came had another AXON_RUN_TOKEN") as theirs:
+        with pytest.raises(LaunchError, match="1 connections had another AXON_RUN_TOKEN") as theirs:
             host.result()
     assert "secret-" not in f"{mine.value} {theirs.value}"
 
@@ -218,7 +218,9 @@ def test_a_process_0_with_another_token_is_not_believed():
                 connection.sendall(b'{"said": {"mistake": null, "present": []}, "proof": "1"}\n')
 
         threading.Thread(target=lie, daemon=True).start()
-        with pytest.raises(LaunchError, match="what answers there has another AXON_RUN_TOKEN"):
+        with pytest.raises(
+            LaunchError, match="the program that answers has another AXON_RUN_TOKEN"
+        ):
             rendezvous(f"localhost:{server.getsockname()[1]}", Peer.here(1, 2), 0.2, "secret-one")
 
 

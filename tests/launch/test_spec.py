@@ -24,7 +24,7 @@ def test_a_cluster_with_missing_settings_is_incomplete():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"num_processes": 0}, r"0 processes cannot run; start at least one"),
+        ({"num_processes": 0}, r"got 0 processes; start at least one"),
         ({"num_processes": 2, "process_id": 2}, r"process 2 of 2 .* from 0 to 1.*RANK"),
         ({"num_processes": 2, "process_id": -1}, r"process -1 of 2"),
         ({"coordinator_address": "host"}, r"'host' is not host:port"),
