@@ -8,7 +8,7 @@ from axon_dist.launch import distributed as coordination
 
 
 def settings(**values):
-    """What JAX is told, on any version of it."""
+    """Sets JAX options, including ones that this version lacks."""
     return mock.patch.object(coordination.jax, "config", types.SimpleNamespace(values=values))
 
 

@@ -102,7 +102,7 @@ print(float(metrics["loss"]), float(step(state, {"tokens": tokens})[1]["loss"]))
 
 @pytest.mark.slow
 def test_a_ring_runs_again_where_there_is_a_cache(tmp_path):
-    """It aborted or hung in most second runs with jaxlib 0.12, whose cache it had filled."""
+    """With jaxlib 0.12, most second runs, from a filled cache, aborted or hung."""
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
     env |= {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),

@@ -1,4 +1,4 @@
-"""The folder in memory that a launcher keeps, and what a run that shrank does with it."""
+"""The launcher's folder in host memory, and its use by a run that has shrunk."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from axon_dist.launch import MEMORY, PLANNED, LaunchPlan, launch
 from axon_dist.launch.child import Child
 from axon_dist.launch.local import has_progressed, host_folder, may_end_at_once
 
-# Each start notes what it got; the first one dies, a start of two waits to be stopped.
+# Each start records its environment; the first one dies, a start of two waits for the stop signal.
 STOPS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))"
 PROGRAM = f"""
 import os, pathlib, signal, sys, time
@@ -126,7 +126,7 @@ def test_a_host_without_such_memory_has_none(tmp_path):
 
 
 def test_leavings_of_strangers_are_passed_over(tmp_path, monkeypatch):
-    """A pipe, a link or a folder of another user, of the name that one of ours would have."""
+    """Ignores a pipe, a link or another user's folder with the name of a launcher's folder."""
     mine, root = tmp_path / "mine", tmp_path / "root"
     prefix = f"axon-{os.getuid()}-"
     mine.mkdir()

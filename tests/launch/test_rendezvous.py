@@ -17,7 +17,7 @@ LATE_OPTAX = {**Peer.here(0, 1).versions, "optax": "0.0"}
 
 
 def call(peers, timeout=5.0):
-    """The answer that each gets, or its error."""
+    """Returns the answer that each process gets, or its error."""
     address = f"localhost:{free_port()}"
 
     def one(me):
@@ -109,14 +109,14 @@ def test_strangers_on_the_port_are_ignored():
 
 @contextlib.contextmanager
 def hosted(count=2, timeout=20.0, token=""):
-    """Process 0, waiting; its address and what becomes of it."""
+    """Runs process 0 in a thread; yields its address and the future of its result."""
     address = f"localhost:{free_port()}"
     with ThreadPoolExecutor(1) as pool:
         yield address, pool.submit(rendezvous, address, Peer.here(0, count), timeout, token)
 
 
 def knock(address):
-    """A connection to process 0, once it listens."""
+    """Connects to process 0 as soon as it listens."""
     host, port = address.split(":")
     deadline = time.monotonic() + 10
     while True:
@@ -156,7 +156,7 @@ def test_more_strangers_than_are_listened_to_are_let_go(monkeypatch):
     monkeypatch.setattr("axon_dist.launch.rendezvous._HELLO_SECONDS", 1.0)
     with hosted() as (address, host), contextlib.ExitStack() as stack:
         silent = [stack.enter_context(knock(address)) for _ in range(12)]
-        # Those let in hear a number, the others nothing.
+        # Accepted connections receive a nonce, the others nothing.
         heard = [connection.recv(1000) for connection in silent]
         assert sum(not text for text in heard) >= 12 - 5
         assert rendezvous(address, Peer.here(1, 2), 10.0) == host.result()
@@ -232,7 +232,7 @@ def test_with_one_token_all_learn_of_all():
 def test_it_listens_where_it_is_looked_for_alone():
     with listen(f"localhost:{free_port()}") as server:
         assert server.getsockname()[0] in ("127.0.0.1", "::1")
-    # An address that leads to another machine, which hands connections on.
+    # An address of another machine, which forwards connections.
     with listen(f"192.0.2.1:{free_port()}") as server:
         assert server.getsockname()[0] in ("::", "0.0.0.0")
 

@@ -1,4 +1,4 @@
-"""Attention with some of the keys: every kernel gives what the tiled products give, and merges."""
+"""Attention to a block of keys: every kernel equals the tiled products, and results merge."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def random(seed, *shape):
 
 
 def arrays(length=128, heads=2, kv_heads=1, size=8, segmented=False):
-    """Queries with a result that counts other keys too, and keys."""
+    """Returns queries whose result covers further keys too, and a block of keys."""
     segments = jnp.arange(length)[None] // 48 if segmented else None
     shape = (1, length, heads, size)
     keys = Keys(*(random(n, 1, length, kv_heads, size) for n in (1, 2)), segments)
@@ -60,7 +60,7 @@ def test_tiles_are_parts_of_one_softmax(monkeypatch):
 @pytest.mark.sample("False")
 @pytest.mark.parametrize("causal", [True, False])
 def test_documents_of_a_packed_row_are_alone(causal, monkeypatch):
-    """Piece by piece it is the attention of all, whose scores of other documents are hidden."""
+    """Attention piece by piece equals that of the whole row with other documents masked."""
     monkeypatch.setattr(packed, "PIECE", 8)
     query, key, value = (random(n, 2, 32, heads, 8) for n, heads in ((0, 4), (1, 2), (2, 2)))
     lengths = [[5, 3, 14, 10], [20, 1, 1, 10]]  # within pieces, over several, of one token

@@ -34,7 +34,7 @@ E4M3, E5M2 = np.dtype(FORWARD), np.dtype(BACKWARD)
 
 
 def by_numpy(x, dtype):
-    """Rounded by the rule, and wide again."""
+    """Rounds to fp8 in NumPy, and casts back."""
     scale = 2.0 ** np.ceil(np.log2(np.abs(x).max() / float(jnp.finfo(dtype).max)))
     return (x / scale).astype(np.float32).astype(dtype).astype(np.float64) * scale
 
@@ -48,11 +48,11 @@ def test_forward_in_e4m3_and_gradients_in_e5m2():
     np.testing.assert_allclose(y, x8 @ w8, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dx, g8 @ w8.T, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dw, x8.T @ g8, rtol=1e-5, atol=1e-5)
-    assert np.abs(y - x @ w).max() > 1e-2  # and it does round
+    assert np.abs(y - x @ w).max() > 1e-2  # and rounding does change the values
 
 
 class Doubling:
-    """In place of a gather: what it makes of a weight, and of its gradient."""
+    """Stands in for a gather: doubles a weight, and its gradient."""
 
     def forward(self, weight):
         return jnp.concatenate([weight, weight])
@@ -76,7 +76,7 @@ def test_a_product_gathers_its_weight_and_hands_the_gradient_on():
     ("dtype", "sums"), [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")]
 )
 def test_ranks_add_up_in_the_dtype_of_the_product(dtype, sums):
-    """Where it has the range for values that are not scaled yet."""
+    """Provided that this dtype has enough range for values that are not scaled yet."""
     x, w = jnp.ones((8, 16), dtype), jnp.ones((16, 16), dtype)
     run = lambda x, w: jax.vjp(lambda x, w: Fp8Dot()(x, w, LAST_FIRST), x, w)[1](x)
     found = [e.outvars[0].aval.dtype.name for e in products_of(jax.make_jaxpr(run)(x, w).jaxpr)]
@@ -131,13 +131,13 @@ def once_and_again(x, dtype):
     dtype=st.sampled_from([FORWARD, BACKWARD]),
 )
 def test_rounding_is_idempotent(values, power, dtype):
-    """Though its scale may be half as large, where the largest was rounded down."""
+    """Even though the second scale may be half the first, if the largest value was rounded down."""
     once, again = once_and_again(np.array(values, np.float32) * np.float32(2.0**power), dtype)
     np.testing.assert_array_equal(again, once)
 
 
 def test_small_values_in_float16_stay_finite():
-    """The inverse of their scale is beyond float16."""
+    """The inverse of their scale overflows float16."""
     x = jnp.full((2, 16), 1e-4, jnp.float16)
     found = rounded(x, FORWARD)
     np.testing.assert_allclose(found.values.astype(np.float32) * found.scale, 1e-4, rtol=0.07)
@@ -213,7 +213,7 @@ WIDTH, DEPTH = 32, 2
 
 
 class Blocks(nnx.Module):
-    """Blocks of a layer that computes in fp8, and one that is too narrow for it."""
+    """Blocks with a layer that computes in fp8, and one that is too narrow for it."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -254,7 +254,7 @@ def split_by_features():
     ids=["fsdp", "tp"],
 )
 def test_fp8_weights_are_gathered_as_bytes(make, mesh, tp):
-    """Twice, forward and backward, and all else as it computes; gradients as before."""
+    """They are gathered twice, forward and backward; all other transfers are unchanged."""
     step = built(make(), mesh)
     batch = {"x": jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)}
     ledger = collectives(step.lower(batch).compile(), step.world.mesh)
@@ -264,17 +264,17 @@ def test_fp8_weights_are_gathered_as_bytes(make, mesh, tp):
         sent[dtype] += row.wire_bytes * row.count
     wide, narrow = DEPTH * WIDTH * WIDTH / tp, DEPTH * WIDTH * 8 / tp
     ring = 1 - tp / 8
-    # Nothing asks for the gradient of what the first block is given, nor for its weights again.
+    # The gradient of the first block's input is not needed, so its weights are gathered only once.
     again = wide - WIDTH * WIDTH / tp
     assert sent == {"u8": (wide + again) * ring, "f32": 2 * 4 * narrow * ring}
-    # XLA:CPU spells a reduce-scatter as an all-reduce.
+    # XLA:CPU lowers a reduce-scatter to an all-reduce.
     reduced = ledger.total_wire_bytes("all-reduce", "fsdp") / 2
     assert reduced == pytest.approx(4 * (wide + narrow) * ring, rel=0.01)
 
 
 @pytest.mark.full
 def test_weights_that_travel_as_bytes_change_no_bit():
-    """The largest element of the parts is that of the whole, so both round to the same values."""
+    """Shards are rounded with the scale of the whole weight, so both round to the same values."""
     x = jax.random.normal(jax.random.key(0), (16, WIDTH))
     found = []
     for gather in ("fp8", None):
@@ -338,7 +338,7 @@ def test_products_that_are_none_are_refused():
 
 
 def test_gradients_of_three_ranks_are_rounded_as_those_of_one(make_world):
-    """A third of the samples has a mean with thrice the gradient, which no power of two is."""
+    """The mean over a third of the samples has three times the gradient, not a power of two."""
     rng = np.random.default_rng(0)
     x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((6, 16), (16, 16)))
     x[-1] *= 9
