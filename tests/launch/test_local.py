@@ -237,7 +237,7 @@ def test_elastic_goes_on_without_the_lost(tmp_path):
     made = plan(tmp_path, program, count=4, max_restarts=1, elastic=True)
     assert launch(made, told.append) == 0
     assert log(tmp_path, 0).split() == ["4", "3", "2"]
-    # A refused size does not count as a restart: if only 4 of 8 can continue, 7, 6 and 5 are refused.
+    # A refused size does not count as a restart: if 4 of 8 can continue, 7, 6 and 5 are refused.
     assert [line for line in told if "restart" in line] == ["restart 1 of 1, with 3 processes"]
     assert told[-1] == "3 processes cannot continue this run; trying 2"
 

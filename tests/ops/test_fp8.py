@@ -52,7 +52,7 @@ def test_forward_in_e4m3_and_gradients_in_e5m2():
 
 
 class Doubling:
-    """Stands in for a gather: doubles a weight, and its gradient."""
+    """Stands in for a gather of two equal shards, and for the reduction of their gradient."""
 
     def forward(self, weight):
         return jnp.concatenate([weight, weight])
