@@ -36,7 +36,7 @@ LIES = {
     "dtype": ({"a": row(0, 8, dtype="F31")}, 8, "F31"),
     "list": ("[1]", 0, "cannot read"),
     "mark": ("\ufeff{}", 0, "cannot read"),
-    "metadata": ({"__metadata__": {"a": 1}}, 0, "is not a text"),
+    "metadata": ({"__metadata__": {"a": 1}}, 0, "is not a string"),
     "metadata list": ({"__metadata__": [1]}, 0, "cannot read"),
     "too large": ({"a": row(0, 0, [2**62, 0])}, 0, "too big"),
     "dims": ({"a": row(0, 4, [1] * 100)}, 4, "maximum supported dimension"),

@@ -338,7 +338,7 @@ def test_states_without_their_arrays(step, tmp_path):
     refused(lambda: step(step.abstract_state, BATCH), "ShapeDtypeStruct, not an array")
     for kind in ("sharded", "full"):
         refused(lambda kind=kind: axon_dist.save_checkpoint(tmp_path / kind, state, type=kind),
-                "was deleted, or given away by a step")  # fmt: skip
+                "was deleted, or donated to a step")  # fmt: skip
 
 
 STACKED = jnp.asarray(np.ones((8, 8), np.float32))
