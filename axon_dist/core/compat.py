@@ -412,12 +412,12 @@ def current_reader() -> Any:
 class ShardingReader(Protocol):
     """Interprets the shardings that a model's code names, inside an `OwnContext`."""
 
-    def stated(self, sharding: NamedSharding | PartitionSpec) -> NamedSharding:
+    def placeholder(self, sharding: NamedSharding | PartitionSpec) -> NamedSharding:
         """A placeholder for a sharding that the model names, until its array is known."""
         ...
 
-    def is_stated(self, sharding: NamedSharding) -> bool:
-        """Whether a sharding was made by `stated`."""
+    def is_placeholder(self, sharding: NamedSharding) -> bool:
+        """Whether a sharding was made by `placeholder`."""
         ...
 
     def is_foreign(self, mesh: Any) -> bool:
@@ -448,12 +448,12 @@ def _read_constraints() -> None:
     create, constraint = pjit._create_sharding_for_array, pjit.sharding_constraint_p
     bind = constraint.bind
 
-    def create_stated(mesh: Any, sharding: Any, name: str, api_name: str) -> Any:
+    def create_placeholder(mesh: Any, sharding: Any, name: str, api_name: str) -> Any:
         reader = current_reader()
         if reader is None or not isinstance(sharding, (PartitionSpec, NamedSharding)):
             return create(mesh, sharding, name, api_name)
         if api_name == "with_sharding_constraint":
-            return reader.stated(sharding)
+            return reader.placeholder(sharding)
         if core.trace_state_clean() and not mesh.empty:
             # The caller has set a mesh inside this context, as JAX's `process_allgather` does. No
             # model asks for this sharding.
@@ -476,7 +476,7 @@ def _read_constraints() -> None:
         sharding = params["sharding"]
         return reader.constrain(x, sharding, bind_on)
 
-    pjit._create_sharding_for_array = create_stated
+    pjit._create_sharding_for_array = create_placeholder
     constraint.bind = bind_read
 
 
@@ -484,7 +484,7 @@ def _read_out_shardings() -> None:
     canonicalize, reshard = sharding_impls.canonicalize_sharding, pjit.reshard_p
     bind, new_mesh = reshard.bind, pjit._get_new_mesh
 
-    def canonicalize_stated(sharding: Any, api_name: str, *args: Any, **options: Any) -> Any:
+    def canonicalize_placeholder(sharding: Any, api_name: str, *args: Any, **options: Any) -> Any:
         reader = current_reader()
         if reader is None or not isinstance(sharding, (PartitionSpec, NamedSharding)):
             return canonicalize(sharding, api_name, *args, **options)
@@ -495,11 +495,11 @@ def _read_out_shardings() -> None:
         if isinstance(sharding, NamedSharding) and not any(spec):
             # JAX itself brings closed-over arrays into a `shard_map` this way.
             return canonicalize(sharding, api_name, *args, **options)
-        return reader.stated(spec)
+        return reader.placeholder(spec)
 
     def bind_reshard(x: Array, **params: Any) -> Array:
         reader, target = current_reader(), params["dst_sharding"]
-        if reader is None or not reader.is_stated(target):
+        if reader is None or not reader.is_placeholder(target):
             return bind(x, **params)
         return pjit.with_sharding_constraint(x, target)
 
@@ -509,7 +509,7 @@ def _read_out_shardings() -> None:
 
     for name, module in list(sys.modules.items()):
         if name.startswith("jax.") and vars(module).get("canonicalize_sharding") is canonicalize:
-            module.canonicalize_sharding = canonicalize_stated  # type: ignore[attr-defined]
+            module.canonicalize_sharding = canonicalize_placeholder  # type: ignore[attr-defined]
     reshard.bind = bind_reshard
     pjit._get_new_mesh = new_mesh_or_none
 

@@ -119,22 +119,22 @@ class AxisNames:
 
         return PartitionSpec(*map(axes_of, spec))
 
-    def stated(self, sharding: NamedSharding | PartitionSpec) -> NamedSharding:
+    def placeholder(self, sharding: NamedSharding | PartitionSpec) -> NamedSharding:
         """A placeholder for a sharding that a model names.
 
         Its mesh is a stand-in with the axis names of the spec. `constrain` replaces it by the
         step's mesh when the array is known.
         """
         if isinstance(sharding, NamedSharding):
-            if self.is_stated(sharding) or not self.is_foreign(sharding.mesh):
+            if self.is_placeholder(sharding) or not self.is_foreign(sharding.mesh):
                 return sharding
             sharding = sharding.spec
         names = tuple(dict.fromkeys(name for entry in sharding for name in _names(entry)))
-        return NamedSharding(_stand_in((STATED, *names)), sharding)
+        return NamedSharding(_stand_in((PLACEHOLDER, *names)), sharding)
 
-    def is_stated(self, sharding: NamedSharding) -> bool:
-        """Whether a sharding was made by `stated`."""
-        return STATED in sharding.mesh.axis_names
+    def is_placeholder(self, sharding: NamedSharding) -> bool:
+        """Whether a sharding was made by `placeholder`."""
+        return PLACEHOLDER in sharding.mesh.axis_names
 
     def is_foreign(self, mesh: Mesh | AbstractMesh) -> bool:
         """Whether a mesh is neither the step's nor the step's inside a `shard_map`."""
@@ -151,19 +151,19 @@ class AxisNames:
 
         Args:
             x: the array.
-            sharding: a result of `stated`, or a sharding over the step's mesh.
+            sharding: a result of `placeholder`, or a sharding over the step's mesh.
             bind: adds a constraint.
 
         Raises:
             UnsupportedError: for an unknown name.
         """
-        is_stated = self.is_stated(sharding)
+        is_placeholder = self.is_placeholder(sharding)
         here = jax.sharding.get_abstract_mesh()
-        if not is_stated and (not here.manual_axes or sharding.mesh == here):
+        if not is_placeholder and (not here.manual_axes or sharding.mesh == here):
             return bind(x, sharding)
         if self.mesh is None:
             return x
-        spec = self._translated(x, sharding.spec) if is_stated else sharding.spec
+        spec = self._translated(x, sharding.spec) if is_placeholder else sharding.spec
         mesh = here if here.manual_axes else self.mesh
         auto = tuple(axis for axis in mesh.axis_names if axis not in here.manual_axes)
         auto_spec = PartitionSpec(*(_only(entry, auto) for entry in spec))
@@ -171,17 +171,17 @@ class AxisNames:
             return x
         return bind(x, NamedSharding(mesh, auto_spec))
 
-    def _translated(self, x: Array, stated: PartitionSpec) -> PartitionSpec:
+    def _translated(self, x: Array, spec: PartitionSpec) -> PartitionSpec:
         """Translates a placeholder spec to mesh axes; `FREE` for dims without any."""
         mesh: Any = self.mesh
         entries: list[Any] = [FREE] * x.ndim
         used = set[str]()
-        for dim, entry in enumerate(stated):
+        for dim, entry in enumerate(spec):
             axes: list[str] = []
             for name in _names(entry):
                 meant = self.meant(name)
                 if meant is None:
-                    raise UnsupportedError(self._unknown(name, x, stated))
+                    raise UnsupportedError(self._unknown(name, x, spec))
                 axes += [axis for axis in meant if axis not in used and axis not in axes]
             # Dims that do not divide by their axes are left to the compiler. Not dim 0: the result
             # would then depend on the number of rows in the batch.
@@ -191,19 +191,19 @@ class AxisNames:
                 entries[dim] = tuple(axes)
         return PartitionSpec(*entries)
 
-    def _unknown(self, name: str, x: Array, stated: PartitionSpec) -> str:
+    def _unknown(self, name: str, x: Array, spec: PartitionSpec) -> str:
         axes = () if self.mesh is None else self.mesh.axis_names
         meant = axes[0] if axes else "dp"
         return (
-            f"the model shards an array {x.dtype}{list(x.shape)} as {stated}, but {name!r} is "
+            f"the model shards an array {x.dtype}{list(x.shape)} as {spec}, but {name!r} is "
             f"neither an axis of the mesh {_sizes(self.mesh)} nor a known name of one."
             f"{did_you_mean(name, axes)} Map it to axes: "
             f"build_train_step(axis_names={{{name!r}: {meant!r}}}), or {{{name!r}: ()}} for none"
         )
 
 
-STATED = "named by the model"
-"""The axis name that marks a stand-in mesh made by `AxisNames.stated`."""
+PLACEHOLDER = "named by the model"
+"""The axis name that marks a stand-in mesh made by `AxisNames.placeholder`."""
 
 
 @functools.lru_cache(maxsize=256)

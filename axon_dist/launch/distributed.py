@@ -44,8 +44,8 @@ def check_settings() -> None:
     Raises:
         LaunchError: with the names of the settings.
     """
-    parts = ("mtls_", "verify_secure_credentials")
-    secure = {name: v for name, v in jax.config.values.items() if any(p in name for p in parts)}
+    words = ("mtls_", "verify_secure_credentials")
+    secure = {name: v for name, v in jax.config.values.items() if any(w in name for w in words)}
     if refused := [name for name, value in secure.items() if value]:
         raise LaunchError(
             f"{', '.join(refused)} would have JAX authenticate the processes of a run to each "
@@ -333,15 +333,15 @@ def stated_share(env: Mapping[str, str]) -> int | None:
     if _VARIABLE not in env:
         return None
     # JAX treats -1 as unset.
-    stated = _within(env[_VARIABLE], _VARIABLE, -1, MOST_DEVICES)
-    return None if stated == -1 else stated
+    number = _within(env[_VARIABLE], _VARIABLE, -1, MOST_DEVICES)
+    return None if number == -1 else number
 
 
 def _within(text: str, name: str, least: int, most: int) -> int:
-    stated = parse_count(text, name)
-    if not least <= stated <= most:
-        raise LaunchError(f"{name} is {stated}; set a number from {least} to {most}, or unset it")
-    return stated
+    number = parse_count(text, name)
+    if not least <= number <= most:
+        raise LaunchError(f"{name} is {number}; set a number from {least} to {most}, or unset it")
+    return number
 
 
 def share_of(num_devices: int, spec: LaunchSpec, stated: int | None = None) -> int:
@@ -409,8 +409,8 @@ def prepare_emulation(num_devices: int, only_cpu: bool = True) -> None:
     if backend_started():
         return
     fewest = _FEWEST_THREADS if jax.distributed.is_initialized() else 2 * num_devices
-    stated = _within(os.environ.get("NPROC") or "0", "NPROC", 0, _MOST_THREADS)
-    threads = max(fewest, 2 * num_devices, stated, os.cpu_count() or 1)
+    requested = _within(os.environ.get("NPROC") or "0", "NPROC", 0, _MOST_THREADS)
+    threads = max(fewest, 2 * num_devices, requested, os.cpu_count() or 1)
     os.environ["NPROC"] = str(threads)
     _add_flags(rendezvous_flags())
     # The environment may ask for more devices, for a later world in this process.

@@ -327,9 +327,10 @@ def filled(
     if group is None:
         return init(rngs.params(), shape, dtype)
     spec = PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, group.axes[0])
-    place = NamedSharding(group.mesh, spec)
+    sharding = NamedSharding(group.mesh, spec)
     # Layers of equal shape share one compiled program.
-    return jax.jit(init, static_argnums=(1, 2), out_shardings=place)(rngs.params(), shape, dtype)
+    run = jax.jit(init, static_argnums=(1, 2), out_shardings=sharding)
+    return run(rngs.params(), shape, dtype)
 
 
 def pinned(x: Array, group: ProcessGroup | None, dim: int | None) -> Array:

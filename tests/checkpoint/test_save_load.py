@@ -239,12 +239,12 @@ def entries(folder):
         ("c", {"c/b.txt": "", "c/a": "", "c/d": "", "c/e": ""},
          r"there is a folder that holds 'a', 'b.txt', 'd', and 1 more, "
          r"which saving would delete; only"),
-        ("c", {"c": "notes"}, r"/c' there is a file, .* only an empty folder or an earlier checkpoint"),
+        ("c", {"c": "notes"}, r"/c' there is a file, .* only an empty folder or an earlier check"),
         ("c", {"c/manifest.json": '{"name": "a web page"}'},
          r"holds 'manifest.json' but no COMMITTED file and no manifest.*/c-checkpoint', or move"),
         ("c", {"c/arrays/mine.npy": ""}, r"a folder that holds 'arrays' but no COMMITTED file"),
         ("c", {"c.tmp/thesis": ""}, r"at '.*/c\.tmp' there is a folder that holds 'thesis'"),
-        ("c", {"c.old.tmp/thesis": ""}, r"at '.*/c\.old\.tmp' there is a folder that holds 'thesis'"),
+        ("c", {"c.old.tmp/thesis": ""}, r"/c\.old\.tmp' there is a folder that holds 'thesis'"),
         ("c.tmp", {}, r"c\.tmp' cannot be the name of a checkpoint: .* not with \.tmp"),
     ],
 )  # fmt: skip
