@@ -118,7 +118,8 @@ class Quantized:
         return jnp.pad(blocks, ((0, count - blocks.shape[0]), (0, 0)))
 
     def _leaves(self, blocks: Array, like: Sequence[Array]) -> list[Array]:
-        leaves, start = [], 0
+        leaves = []
+        start = 0
         for leaf in like:
             stop = start + math.ceil(leaf.size / self.block)
             leaves.append(blocks[start:stop].reshape(-1)[: leaf.size].reshape(leaf.shape))

@@ -173,7 +173,8 @@ class GradientSynchronizer:
             raise ConfigError(
                 f"gradient {index} was already added; call clear() before the next step"
             )
-        shape, dtype = self.plan.shapes[index], self.plan.dtypes[index]
+        shape = self.plan.shapes[index]
+        dtype = self.plan.dtypes[index]
         if shape not in (gradient.shape, gradient.shape[1:]):
             raise ConfigError(
                 f"gradient {index} has shape {gradient.shape}; the plan expects {shape}, or "

@@ -445,7 +445,8 @@ def read_shardings() -> None:
 
 
 def _read_constraints() -> None:
-    create, constraint = pjit._create_sharding_for_array, pjit.sharding_constraint_p
+    create = pjit._create_sharding_for_array
+    constraint = pjit.sharding_constraint_p
     bind = constraint.bind
 
     def create_placeholder(mesh: Any, sharding: Any, name: str, api_name: str) -> Any:
@@ -481,8 +482,10 @@ def _read_constraints() -> None:
 
 
 def _read_out_shardings() -> None:
-    canonicalize, reshard = sharding_impls.canonicalize_sharding, pjit.reshard_p
-    bind, new_mesh = reshard.bind, pjit._get_new_mesh
+    canonicalize = sharding_impls.canonicalize_sharding
+    reshard = pjit.reshard_p
+    bind = reshard.bind
+    new_mesh = pjit._get_new_mesh
 
     def canonicalize_placeholder(sharding: Any, api_name: str, *args: Any, **options: Any) -> Any:
         reader = current_reader()
@@ -498,7 +501,8 @@ def _read_out_shardings() -> None:
         return reader.placeholder(spec)
 
     def bind_reshard(x: Array, **params: Any) -> Array:
-        reader, target = current_reader(), params["dst_sharding"]
+        reader = current_reader()
+        target = params["dst_sharding"]
         if reader is None or not reader.is_placeholder(target):
             return bind(x, **params)
         return pjit.with_sharding_constraint(x, target)

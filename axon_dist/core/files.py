@@ -477,11 +477,13 @@ class Address:
 
     def _blocks(self) -> Iterator[Any]:
         """Reads the object block by block."""
-        start, stop = 0, _BLOCK
+        start = 0
+        stop = _BLOCK
         while stop is not None:
             try:
                 yield self._store.read(self.key, byte_range=slice(start, stop)).result()
-                start, stop = stop, stop + _BLOCK
+                start = stop
+                stop += _BLOCK
             except ValueError as error:
                 # A request for bytes beyond the end fails instead of returning the rest.
                 if "OUT_OF_RANGE" not in str(error):

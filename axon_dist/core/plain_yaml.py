@@ -168,7 +168,8 @@ def _parsed(text: str, what: str) -> object:
         _check_plain(data, what)
         return data
     except DuplicateKeyError as error:
-        line, key = error.problem_mark.line + 1, str(error.problem).split('"')[1]
+        line = error.problem_mark.line + 1
+        key = str(error.problem).split('"')[1]
         raise ConfigError(
             f"{what} is not YAML in line {line}: the key {key!r:.80} occurs twice",
             code="yaml-duplicate-key",

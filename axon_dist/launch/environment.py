@@ -57,7 +57,8 @@ class LaunchSpec:
         """Raises `LaunchError` unless the process id and the address are valid."""
         if self.num_processes is not None and self.num_processes < 1:
             raise LaunchError(f"got {self.num_processes} processes; start at least one")
-        process, count = self.process_id, self.num_processes
+        process = self.process_id
+        count = self.num_processes
         if process is not None and count is not None and not 0 <= process < count:
             raise LaunchError(
                 f"got process {process} of {count}; processes count from 0 to {count - 1}: check "

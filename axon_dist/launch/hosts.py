@@ -196,7 +196,8 @@ class _Attempt:
         host.send(json.dumps({**shared, TOKEN: token}) + "\n")
 
     def _wait(self) -> int:
-        sent, failed = 0, None
+        sent = 0
+        failed = None
         while True:
             for host in self.started if len(self.received.numbers) > sent else ():
                 host.send(_END)

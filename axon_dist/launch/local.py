@@ -368,7 +368,8 @@ def _run_attempts(
     tell: Callable[[str], None],
     received: ReceivedSignals,
 ) -> int:
-    count, restarts = plan.num_processes, 0
+    count = plan.num_processes
+    restarts = 0
     while True:
         may_restart = restarts < plan.max_restarts
         attempt = _Attempt(plan, count, tell, base, received, may_restart=may_restart)
@@ -377,7 +378,8 @@ def _run_attempts(
             count = plan.num_processes
             tell(f"continuing with all {count} processes")
             continue
-        tried, count = count, next_count(plan, count, attempt.failed)
+        tried = count
+        count = next_count(plan, count, attempt.failed)
         if code == 0 or received or not count:
             return code
         if code == USER_ERROR:

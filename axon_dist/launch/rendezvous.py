@@ -152,8 +152,10 @@ def find_mistake(present: Mapping[int, Peer], late: Peer) -> str | None:
 
 
 def _host(address: str, me: Peer, timeout: float, token: str) -> tuple[Peer, ...]:
-    present, waiting = {0: me}, list[_Connection]()
-    mistake, deadline = None, time.monotonic() + timeout
+    present = {0: me}
+    waiting: list[_Connection] = []
+    mistake = None
+    deadline = time.monotonic() + timeout
     with contextlib.closing(_Listener(address, me.num_processes + _STRANGERS, token)) as listener:
         note = _Note()
         while mistake is None and len(present) < me.num_processes:
@@ -265,7 +267,8 @@ class _Listener:
                     raise ConnectionError("it closed the connection, or its message is too long")
                 return None
             message = json.loads(caller.received)
-            fields, nonce = message["peer"], str(message["nonce"])
+            fields = message["peer"]
+            nonce = str(message["nonce"])
             proof = _proof(self.token, "peer", caller.nonce, nonce, fields)
             if not hmac.compare_digest(proof.encode(), str(message["proof"]).encode()):
                 self.refused += 1
@@ -310,7 +313,8 @@ def listen(address: str) -> socket.socket:
 
 def _attend(address: str, me: Peer, timeout: float, token: str) -> tuple[Peer, ...]:
     deadline = time.monotonic() + timeout
-    note, trouble = _Note(), "it did not answer"
+    note = _Note()
+    trouble = "it did not answer"
     while time.monotonic() < deadline:
         note.say(f"process {me.process} is waiting for process 0 at {address}: {trouble}")
         try:
@@ -334,7 +338,8 @@ def _report(address: str, me: Peer, deadline: float, token: str) -> JsonDict:
     seconds = max(deadline - time.monotonic(), _PAUSE_SECONDS)
     with socket.create_connection(split_address(address), timeout=seconds) as connection:
         nonce = str(_receive(connection, time.monotonic() + _HELLO_SECONDS)["nonce"])
-        drawn, fields = secrets.token_hex(16), dataclasses.asdict(me)
+        drawn = secrets.token_hex(16)
+        fields = dataclasses.asdict(me)
         proof = _proof(token, "peer", nonce, drawn, fields)
         _send(connection, {"peer": fields, "nonce": drawn, "proof": proof})
         # Process 0 may have started later, and then answers only at its own, later deadline.
