@@ -68,7 +68,9 @@ def usual_size(sizes: Sequence[int], share: float) -> int:
 
 
 def block_rows(share: float) -> int:
-    """Returns the rows of a block: an eighth of the even share, clipped to the limits above.
+    """Returns the rows of a block: an eighth of the even share, within limits.
+
+    The limits are `MIN_BLOCK_ROWS` and `MAX_BLOCK_ROWS`.
 
     Example:
         >>> block_rows(2048.0), block_rows(8.0)
