@@ -137,7 +137,7 @@ _LAST_SECONDS = 15.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """What the local launcher starts.
+    """The processes that the local launcher starts.
 
     Args:
         command: the program and its arguments, the same for every rank.

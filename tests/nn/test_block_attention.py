@@ -108,13 +108,13 @@ def test_stand_ins_of_a_result_have_its_delta(scale):
 @pytest.mark.full
 def test_a_query_that_sees_no_key_of_a_block_takes_nothing_from_it():
     queries, keys = arrays(length=8)
-    apart = Keys(keys.key, keys.value, jnp.full((1, 8), 7))
+    other_segment = Keys(keys.key, keys.value, jnp.full((1, 8), 7))
     mine = queries._replace(segments=jnp.zeros((1, 8), jnp.int32))
     state = (queries.out, queries.log_weight)
-    got = merged(PLAIN.forward(mine, apart, False), state)
+    got = merged(PLAIN.forward(mine, other_segment, False), state)
     for ours, theirs in zip(got, state, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
-    for gradient in PLAIN.backward(mine, apart, False):
+    for gradient in PLAIN.backward(mine, other_segment, False):
         np.testing.assert_array_equal(gradient, 0)
 
 

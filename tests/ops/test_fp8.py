@@ -64,9 +64,9 @@ class Doubling:
 @pytest.mark.full
 def test_a_product_gathers_its_weight_and_hands_the_gradient_on():
     x, w = (jax.random.normal(jax.random.key(n), (16, 16))[: 16 - n * 8] for n in range(2))
-    apart = lambda x, w: Fp8Dot((), Doubling())(x, w, LAST_FIRST)
+    sharded = lambda x, w: Fp8Dot((), Doubling())(x, w, LAST_FIRST)
     joined = lambda x, w: Fp8Dot()(x, jnp.concatenate([w, w]), LAST_FIRST)
-    (y, pull), (want, pull_joined) = jax.vjp(apart, x, w), jax.vjp(joined, x, w)
+    (y, pull), (want, pull_joined) = jax.vjp(sharded, x, w), jax.vjp(joined, x, w)
     np.testing.assert_array_equal(y, want)
     for one, other in zip(pull(y), pull_joined(y), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
