@@ -114,7 +114,7 @@ def test_one_process_of_a_cluster_is_alone(env):
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({"RANK": "8", "WORLD_SIZE": "8"}, r"process 8 of 8 .* from 0 to 7: check RANK"),
+        ({"RANK": "8", "WORLD_SIZE": "8"}, r"process 8 of 8; .* from 0 to 7: check RANK"),
         ({"RANK": "1"}, r"RANK=1 is set, but WORLD_SIZE is not; set both for every process"),
         ({"RANK": "0"}, r"RANK=0 is set, but WORLD_SIZE is not"),
         ({"WORLD_SIZE": "4"}, r"WORLD_SIZE=4 is set, but RANK is not; set both for every process"),
