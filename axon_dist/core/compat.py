@@ -595,7 +595,7 @@ def source_frames(
     """Returns the frames of the user's program that made an equation.
 
     Args:
-        equation: an equation of a jaxpr.
+        equation: of a jaxpr.
         callers: the calls that contain it, outermost first. JAX traces a function once even if it
             is called twice, so its equations carry the line of the first call.
 
