@@ -10,7 +10,7 @@ from axon_dist.inspect import flops
 from axon_dist.ir.walk import equations
 from axon_dist.models import cross_entropy
 from axon_dist.nn import linear_cross_entropy, linear_scores
-from axon_dist.ops.linear_loss import HeadLoss, Operands, _in_turn, _online, evaluate
+from axon_dist.ops.linear_loss import HeadLoss, Operands, _one_pass, _two_pass, evaluate
 
 RNG = np.random.default_rng(0)
 HIDDEN = RNG.normal(size=(4, 6, 8)).astype(np.float32)
@@ -180,7 +180,7 @@ def test_one_pass_gives_what_two_give():
     low, high = np.float32(-np.inf), np.float32(3e4)
     rows = np.array([[low, 1, 2], [3, low, low], [high, -high, high], [0, 0, 0]], np.float32)
     whole = lambda reduce, x: x
-    one, two = (jax.jit(f, static_argnums=1)(rows, whole) for f in (_online, _in_turn))
+    one, two = (jax.jit(f, static_argnums=1)(rows, whole) for f in (_one_pass, _two_pass))
     np.testing.assert_array_equal(one[0], two[0])
     np.testing.assert_allclose(one[1], two[1], rtol=1e-6)
 
