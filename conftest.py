@@ -15,31 +15,30 @@ import axon_dist.mesh.world as mesh_world
 from axon_dist.launch import distributed
 from axon_dist.mesh import World
 
-# Tests compile much and run little: code that is made a third faster and runs slower is worth it.
-# What partitioning, fusion and memory come to is decided before this stage. XLA_FLAGS= undoes it.
-# One piece of code a program, where XLA makes 32: each has costs of its own, and two cores no use.
+# Tests compile much and run little, so code that compiles a third faster and runs slower is better.
+# Partitioning, fusion and memory are decided before this stage. XLA_FLAGS= turns this off.
+# One code module per program instead of 32: each has a fixed cost, and two cores gain nothing.
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 )
 
-# A test that the clock of a busy machine can fail says nothing of the code.
+# Without deadlines: a busy machine must not fail a test.
 # The default run tries 25 examples of a property, --hypothesis-profile=thorough 400.
 hypothesis.settings.register_profile("unhurried", deadline=None, max_examples=25)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=400)
 hypothesis.settings.load_profile("unhurried")
 
-# Worlds of CPU devices leave the cache of jaxlib 0.12 alone. Programs as small as these have not
-# mixed two collectives up in whole runs from a warm cache, and without it the suite takes longer;
-# the large programs of tests marked `uncached` have none. AXON_TEST_AS_USERS=1 leaves the check as
-# users have it.
+# Worlds of CPU devices do not use the cache of jaxlib 0.12, whose programs can confuse two
+# collectives. Programs as small as these have not done so in whole runs from a warm cache, and
+# without it the suite takes longer. Tests of large programs are marked `uncached`.
+# AXON_TEST_AS_USERS=1 keeps the check as users have it.
 if "AXON_TEST_AS_USERS" not in os.environ:
     distributed.runs_cached_collectives_in_order = lambda: True
 
 # All tests of a process share one backend.
 mesh_world.can_restart = lambda: False
 
-# Collecting makes much that stays and little that goes: from here until all tests are there,
-# nothing is looked for that could go.
+# Collection creates many objects that stay, so garbage collection is off until it has finished.
 gc.disable()
 
 DEVICES = 8
@@ -47,7 +46,7 @@ WORLD = World.emulate(DEVICES)
 
 _CACHE = os.environ.get("AXON_TEST_CACHE") or pathlib.Path(tempfile.gettempdir(), "axon-test-cache")
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
-os.environ.setdefault("XDG_CACHE_HOME", str(_CACHE))  # of runs in processes of their own
+os.environ.setdefault("XDG_CACHE_HOME", str(_CACHE))  # runs in separate processes
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -84,7 +83,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests of a file go to one worker where they can: they share what one device has computed."""
+    """Sends the tests of a file to one worker if possible, so they share single-device results."""
     from xdist.scheduler import WorkStealingScheduling  # noqa: PLC0415
 
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
@@ -92,7 +91,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file(file_path):
-    """A file whose text has no example is not searched for one, object by object."""
+    """Skips the doctest search, object by object, in files whose text contains no example."""
     found = yield
     if file_path.suffix != ".py" or ">>>" in file_path.read_text():
         return found
@@ -101,7 +100,7 @@ def pytest_collect_file(file_path):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc):
-    """What is in a `sample` is a row of the table."""
+    """Checks that every entry of a `sample` mark is a row of the test's table."""
     result = yield
     marker = metafunc.definition.get_closest_marker("sample")
     rows = [call.id for call in metafunc._calls]
@@ -113,20 +112,20 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_itemcollected(item):
-    """A row of a table that is not in its `sample` is of the full run."""
+    """Marks the rows of a table that are not in its `sample` as `full`."""
     marker, call = item.get_closest_marker("sample"), getattr(item, "callspec", None)
     if marker is not None and call is not None and call.id not in marker.args:
         item.add_marker(pytest.mark.full)
 
 
 def third_of(name: str) -> int:
-    """Returns the third that a test belongs to, which depends on its name alone."""
+    """Returns the third that a test belongs to, which depends only on its name."""
     return zlib.crc32(name.encode()) % 3 + 1
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what `--third` and `--every` do."""
+    """Deselects the tests that `--third` and `--every` exclude."""
     third, every = config.getoption("--third"), config.getoption("--every")
     of_third = [item for item in items if third in (None, third_of(item.nodeid))]
     kept = of_third[::every]
@@ -137,7 +136,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What ten thousand tests are made of stays, so the garbage collector need not visit it."""
+    """Freezes the objects of ten thousand collected tests, so the garbage collector skips them."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # Traces make many objects that refer to each other and stay.
     gc.enable()
@@ -145,7 +144,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A compiler without its device cannot read back what the cache has stored, so aot has none."""
+    """Turns the cache off for aot tests: a compiler without its device cannot read the cache."""
     is_cached = not any(map(item.get_closest_marker, ("aot", "uncached")))
     jax.config.update("jax_enable_compilation_cache", is_cached)
     return (yield)

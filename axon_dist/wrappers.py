@@ -84,8 +84,8 @@ class _Wrapper:
         if isinstance(self.module, nnx.Module):
             return self.module
         raise ConfigError(
-            f"{what} needs a module, and got a function that makes one; take the module of a "
-            "training state with TrainStep.merge(state)"
+            f"{what} needs a module, and got a function that makes one; get the module of a "
+            "training state from TrainStep.merge(state)"
         )
 
 
@@ -302,7 +302,9 @@ class FullyShardedDataParallel(_Wrapper):
         if all(tree is None for tree in trees):
             return self.memory_estimate()
         if any(tree is None for tree in trees):
-            raise ConfigError("memory_stats got some of params, grads, opt_state; give all or none")
+            raise ConfigError(
+                "memory_stats got only some of params, grads and opt_state; give all or none"
+            )
         return measure(self.strategy, *trees)
 
     def compare_strategies(
@@ -366,7 +368,7 @@ class ZeROOptimizer:
 
 
 class PipelineStage(nnx.Module):
-    """A module and its place in a pipeline.
+    """A module and its position in a pipeline.
 
     Args:
         module: the computation of the stage.
@@ -535,8 +537,8 @@ def _check_ranks(stages: Sequence[nnx.Module], schedule: Schedule) -> None:
         asked = getattr(stage, "device_rank", None)
         if asked not in (None, schedule.placement[number]):
             raise ConfigError(
-                f"stage {number} asks for rank {asked}, and schedule {schedule.name!r} places it "
-                f"on rank {schedule.placement[number]}; leave device_rank out, or bring a table "
+                f"stage {number} asks for rank {asked}, but schedule {schedule.name!r} places it "
+                f"on rank {schedule.placement[number]}; leave device_rank out, or give a table "
                 "with another placement"
             )
 

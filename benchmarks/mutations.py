@@ -152,7 +152,7 @@ MUTATIONS = (
         "parallel/test_losses.py::test_equals_the_dense_loss_and_reduces_the_head_once",
     ),
     row(
-        "ops/linear_loss.py", "back * at.weights[:, None]", "back",
+        "ops/linear_loss.py", "d_logits * at.weights[:, None]", "d_logits",
         "nn/test_linear_loss.py::test_value_and_gradients_equal_those_of_all_logits",
     ),
     row(

@@ -10,14 +10,14 @@ from benchmarks.object_server import serving
 
 @pytest.fixture(scope="session")
 def object_server():
-    """A server that is there for all tests."""
+    """An object server that all tests share."""
     with serving() as server:
         yield server
 
 
 @pytest.fixture
 def store(object_server, monkeypatch, tmp_path):
-    """Empty buckets, to which both kinds of address lead; nothing goes wrong yet."""
+    """Empty buckets, reachable by both kinds of address; no faults are injected yet."""
     for name, value in object_server.env().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -28,7 +28,7 @@ def store(object_server, monkeypatch, tmp_path):
 
 @pytest.fixture
 def texts(tmp_path):
-    """A folder with a little text for training and for validation."""
+    """A folder with a small text for training and one for validation."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for name in ("train", "validation"):
@@ -59,7 +59,7 @@ def tiny(texts, tmp_path):
 
 @pytest.fixture
 def chip(monkeypatch):
-    """Makes the devices of this process a chip of the table, compiled for without one pass."""
+    """Makes the devices of this process a chip of the table, whose options skip one XLA pass."""
     options = (("xla_disable_hlo_passes", "algsimp"),)
     row = dataclasses.replace(hardware("v5p"), name="emulated", kinds=("cpu",), options=options)
     rows = types.MappingProxyType({**HARDWARE, row.name: row})

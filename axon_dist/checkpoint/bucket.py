@@ -4,7 +4,7 @@ step_00000012/
     COMMITTED, manifest.json    as on a disk
     zarr/params/w/.zarray       for every leaf: dtype, shape, and chunk shape
     zarr/params/w/0.1           a chunk of it, little-endian and row-major, as in zarr 2
-    zarr/.3.json                during a save: what process 3 wrote, with checksums
+    zarr/.3.json                during a save: the list of objects by process 3, with checksums
     manifest.2.json, zarr.2/    instead of manifest and values, after a save replaced these
 
 A save that replaces a checkpoint writes its manifest and values under the names in `SLOTS` that the
@@ -52,7 +52,7 @@ _PATIENCE = 3600.0
 
 
 def clear(folder: Address) -> None:
-    """Removes a checkpoint or a part of one; the marker first, so no half of it is ever read."""
+    """Removes a checkpoint, or a part of one; the marker first, so no partial one is ever read."""
     names = folder.names()
     folder.remove([name for name in names if name == MARKER])
     folder.remove([name for name in names if name != MARKER])
@@ -159,7 +159,7 @@ def commit(folder: Address, slot: int, manifest: Manifest, processes: frozenset[
     Args:
         folder: the folder of the checkpoint.
         slot: the index in `SLOTS`.
-        manifest: without files.
+        manifest: the manifest, still without files.
         processes: the processes that write.
 
     Raises:

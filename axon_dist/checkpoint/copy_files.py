@@ -2,8 +2,8 @@
 
     step_00000012-<generation>-<process>.copy
 
-A safetensors file with a JSON header, the place of each piece in its leaf, the pieces as bytes, and
-a CRC-32 of each.
+Each is a safetensors file with a JSON header, the slices of each piece in its leaf, the pieces as
+bytes, and a CRC-32 of each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .layout import LeafSpec, leaf_specs, step_name
 from .stores import open_tensors, write_tensors
 
 Slices: TypeAlias = tuple[tuple[int, int], ...]
-"""The place of a piece in its leaf: (start, stop) along each dim."""
+"""The slices of a piece in its leaf: (start, stop) along each dim."""
 
 CopyId: TypeAlias = tuple[int, str, int]
 """Step, generation and turn of a copy; all of its pieces are from the same moment."""
@@ -41,7 +41,7 @@ class CopyHeader:
     Args:
         step: how many steps the state has taken.
         generation: an id of the start of the run that wrote it.
-        turn: how many copies that start had made.
+        turn: how many copies had been made since that start.
         process: the owner of the pieces; it, or a process of the next host, wrote the file.
         writers: all processes of the owner's host; each has such a file.
         leaves: the leaves of the whole state.
@@ -100,7 +100,7 @@ def write_copy(
     """Writes the pieces of one process atomically.
 
     Args:
-        folder: in the memory of the host.
+        folder: a folder in the memory of the host.
         header: the header of the file.
         rows: path, place and dtype of each piece.
         pieces: their values; a generator computes each one when it is written.

@@ -103,7 +103,7 @@ class HostRing:
             if len({*map(len, each)}) > 1 or len({size for row in each for size in row}) > 1:
                 raise ConfigError(
                     f"the processes of the hosts have {' and '.join(map(str, sorted(each)))} "
-                    f"devices, and {path} is split over hosts: the part of a host is copied to "
+                    f"devices, and {path} is split over hosts: each host's shards are copied to "
                     "the next one, device by device. Start the same number of processes and "
                     "devices on each host, or leave checkpoint.memory_every at 0"
                 )
@@ -126,7 +126,7 @@ class HostRing:
         Every process must exhaust the iterator, because each leaf is sent over the mesh.
 
         Args:
-            leaves: those of `spread`; each is sent when the iterator reaches it.
+            leaves: the leaves from `spread`; each is sent when the iterator reaches it.
         """
         me = process_index()
         wanted = {}
@@ -219,14 +219,14 @@ class HostCopies:
     """Copies of the newest state of a run in the memory of its hosts.
 
     Each distinct shard is written once per host, by the first process there that has it. So a host
-    has the shards of its devices, which is the whole state under `ddp` or if every host has a
-    replica. Of leaves that are split over hosts, each host also gets, over the mesh, the shards of
-    the previous host in the order of processes; the last host precedes the first. The state
-    survives the loss of any process, and of any host whose next host stays; a new host gets its
-    shards from the others.
+    has the shards of its devices; these are the whole state under `ddp`, or if every host has a
+    replica. If a leaf is split over hosts, each host also gets, over the mesh, the shards of the
+    previous host in the order of processes; the last host precedes the first. The state survives
+    the loss of any process, and of any host whose next host stays. A new host gets its shards from
+    the others.
 
     Args:
-        folder: in the memory of this host; the same for all of its processes.
+        folder: a folder in the memory of this host; the same for all of its processes.
         tell: called with a sentence if a copy could not be made; the run continues.
 
     Example:
@@ -253,7 +253,7 @@ class HostCopies:
         """Raises `ConfigError` if the run could not survive the loss of a host.
 
         Args:
-            target: as for `load_checkpoint`.
+            target: see `load_checkpoint`.
         """
         leaves = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
         self._ring.spread({path: stored_target(leaf) for path, leaf in leaves.items()})
@@ -296,8 +296,8 @@ class HostCopies:
             self._remove(lambda stale: stale.process in local and stale.copy == header.copy)
             self.tell(
                 f"no copy of step {step}: processes {failed} could not write theirs"
-                f"{f' to {str(self.folder)!r}: {reason}' if reason else ''}; the one before it "
-                "stays. Make room there, or copy less often"
+                f"{f' to {str(self.folder)!r}: {reason}' if reason else ''}; the previous copy "
+                "stays. Free memory there, or copy less often"
             )
             return
         self._remove(lambda stale: stale.copy != header.copy)
@@ -306,7 +306,7 @@ class HostCopies:
         """Restores the newest copy that is complete over all hosts; every process calls this.
 
         Args:
-            target: as for `load_checkpoint`.
+            target: see `load_checkpoint`.
 
         Returns:
             The copy, on the mesh of the target. None if the hosts have no complete copy, or its
@@ -338,8 +338,7 @@ class HostCopies:
         if unlike:
             raise CheckpointError(
                 f"the copy of step {header.step} in the memory of the hosts does not fit: "
-                f"{first_few(unlike, between='; ')}; start the run anew, with the model it "
-                "was made from"
+                f"{first_few(unlike, between='; ')}; restart the run with the model of the copy"
             )
         stored = {path: stored_target(leaf) for path, leaf in targets.items()}
         _fetch(local, stored, holders)

@@ -46,9 +46,11 @@ ARRAYS = "arrays"
 ZARR = "zarr"
 """The folder of the values in a bucket, instead of `ARRAYS`."""
 SLOTS = ((MANIFEST, ZARR), ("manifest.2.json", "zarr.2"))
-"""The names of the manifest and the values of a checkpoint in a bucket. A bucket cannot rename, so
-a checkpoint that replaces another uses the names that the other does not use; the checksum in the
-marker says which manifest is valid."""
+"""The two pairs of names for the manifest and the values of a checkpoint in a bucket.
+
+A bucket cannot rename, so a checkpoint that replaces another uses the pair that the other does not
+use. The checksum in the marker says which manifest is valid.
+"""
 UNFINISHED = ".tmp"
 """The suffix of a folder that is being written or removed."""
 OLD = ".old"
@@ -76,7 +78,7 @@ def step_name(step: int) -> str:
         number = -1
     if number < 0:
         raise ConfigError(
-            f"step={step!r} cannot be the step of a checkpoint: it counts the steps taken; give an "
+            f"got step={step!r}; the step of a checkpoint is the number of steps taken: give an "
             "integer of at least 0"
         )
     return f"step_{number:08d}"
@@ -147,8 +149,8 @@ _RENAMED_FIELDS = {"meeting": "outer_state"}
 def saved_names(saved: Collection[LeafPath], wanted: Collection[LeafPath]) -> dict[LeafPath, str]:
     """Maps each wanted leaf to its path in a checkpoint, where an older version named it otherwise.
 
-    A leaf is renamed only if the checkpoint has it under the old name alone, and the state that is
-    restored under the new name alone.
+    A leaf is renamed only if the checkpoint has it only under the old name, and the state to
+    restore only under the new name.
 
     Args:
         saved: the paths of the leaves of the checkpoint.
@@ -209,7 +211,7 @@ def named_leaves(tree: PyTree) -> dict[LeafPath, Any]:
         paths = [path for path, _ in pairs]
         twice = next(path for path in paths if paths.count(path) > 1)
         raise CheckpointError(
-            f"two leaves of the state have the path {twice!r}; rename a key that holds a slash"
+            f"two leaves of the state have the path {twice!r}; rename the key with a slash"
         )
     return leaves
 
@@ -234,7 +236,7 @@ def as_array(path: LeafPath, leaf: Leaf) -> Array:
         dtype = f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else ""
         raise CheckpointError(
             f"leaf {path} of the state is of type {type(leaf).__name__}{dtype}; only arrays, "
-            "random keys and numbers can be saved: take it out of the state, or put it into meta"
+            "random keys and numbers can be saved: remove it from the state, or put it into meta"
         ) from error
     if isinstance(leaf, (np.ndarray, np.generic)) and array.dtype != leaf.dtype:
         raise CheckpointError(
@@ -307,7 +309,7 @@ def _key_impl(target: jax.ShapeDtypeStruct) -> Any:
 
 
 def is_main() -> bool:
-    """Whether this is process 0, which makes decisions and writes what is written only once."""
+    """Whether this is process 0, which makes decisions and writes files that are written once."""
     return process_index() == 0
 
 
@@ -419,7 +421,7 @@ class Manifest:
             CheckpointError: if a newer version of this library wrote it.
             DamagedCheckpointError: if it is malformed.
         """
-        what = f"{MANIFEST} is not one that a save writes"
+        what = f"{MANIFEST} was not written by a save"
         damaged = errors.DamagedCheckpointError
         with reworded(what, "use another checkpoint", damaged, MALFORMED):
             data = json.loads(text)
@@ -445,28 +447,28 @@ def _check_parts(data: Mapping[str, Any]) -> None:
         numbers += [record["size"], record["crc32"]]
     odd = [number for number in numbers if not is_whole(number) or not 0 <= number < 2**63]
     if odd:
-        raise TypeError(f"it has {odd[0]!r:.60} where a whole number must be")
+        raise TypeError(f"it has {odd[0]!r:.60} instead of a whole number")
     if data["score"] is not None and not is_number(data["score"]):
         raise TypeError(f"its score is {data['score']!r:.60}")
     if not all(isinstance(data[name], dict) for name in ("meta", "mesh", "versions", "checksums")):
         raise TypeError("a part of it is not a section")
     if data["checksums"].keys() != data["leaves"].keys():
-        raise TypeError("leaves and checksums are not of the same arrays")
+        raise TypeError("leaves and checksums have different names")
     outside = [name for name in data["files"] if name.startswith("/") or ".." in name.split("/")]
     if outside:
-        raise TypeError(f"it names the file {outside[0]!r:.80}, which is not one of a checkpoint")
+        raise TypeError(f"it names the file {outside[0]!r:.80}, which no checkpoint has")
 
 
 def check_meta(meta: Any) -> None:
     """Raises `CheckpointError`, with the key, unless `meta` can be written as JSON."""
     if not isinstance(meta, Mapping):
         raise CheckpointError(
-            f"meta is of type {type(meta).__name__}; give a mapping that JSON holds"
+            f"meta is of type {type(meta).__name__}; give a mapping that JSON can represent"
         )
     for key, value in meta.items():
         what = f"the meta of a checkpoint is written as JSON, and {key!r} in it cannot be"
         advice = (
-            "make it of dicts with text keys, lists, texts, numbers, booleans and None, or put "
+            "use dicts with string keys, lists, strings, numbers, booleans and None, or put "
             "arrays into the state"
         )
         with reworded(what, advice, CheckpointError, MALFORMED):

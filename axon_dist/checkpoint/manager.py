@@ -258,7 +258,7 @@ class CheckpointManager:
         """Restores the newest good checkpoint, and reports every newer one that is damaged.
 
         Args:
-            target: as for `load_checkpoint`.
+            target: see `load_checkpoint`.
 
         Returns:
             The checkpoint and its state, or None in a folder without checkpoints.
@@ -272,13 +272,13 @@ class CheckpointManager:
             try:
                 state = load_checkpoint(self.folder / name, target)
             except DamagedCheckpointError as error:
-                self.tell(f"{error}: going back to the one before it")
+                self.tell(f"{error}: going back to the previous one")
                 continue
             return Restored(self.folder / name, state, read_manifest(self.folder / name))
         if names:
             raise CheckpointError(
                 f"all {len(names)} checkpoints in {str(self.folder)!r} are damaged; remove the "
-                "folder to start anew"
+                "folder to start from scratch"
             )
         return None
 
@@ -314,7 +314,7 @@ class CheckpointManager:
         try:
             outdated = self.retention.outdated(self.entries())
         except (CheckpointError, StoreError) as error:
-            self.tell(f"could not look for old checkpoints: {error}")
+            self.tell(f"could not list old checkpoints: {error}")
             return
         for entry in outdated:
             path = self.folder / step_name(entry.step)
@@ -335,7 +335,7 @@ class CheckpointManager:
             return [self.folder / name for name in marked if step_of(name) is not None]
         if kind_at(self.folder) != "a folder":
             return []
-        what = f"cannot look into the folder {str(self.folder)!r}"
+        what = f"cannot list the folder {str(self.folder)!r}"
         with reworded(what, "allow this program to read it, or name another", CheckpointError):
             names = {_name_without(path) for path in self.folder.iterdir()}
         named = [self.folder / name for name in sorted(names) if step_of(name) is not None]

@@ -95,7 +95,7 @@ def save_checkpoint(
         ConfigError: for an unknown `type`, or `"full"` at `gs://` or `s3://`.
         CheckpointError: if the state has no leaves, a leaf that is not an array, or two leaves with
             one path; if `meta` cannot be written as JSON; if the path has something other than a
-            checkpoint; or if the disk fails. What was at the path stays.
+            checkpoint; or if the disk fails. Nothing at the path is changed then.
         UnsupportedError: if a full checkpoint cannot store a dtype.
 
     Example:
@@ -244,8 +244,8 @@ class PendingSave:
             reason = [full] if full in str(error) else str(error).strip().splitlines()
             reason = reason or [repr(error)]
             raise CheckpointError(
-                f"could not save checkpoint {str(self.folder)!r}: {reason[0]}; what was saved "
-                "before stays. Make room there, or name another folder"
+                f"could not save checkpoint {str(self.folder)!r}: {reason[0]}; earlier checkpoints "
+                "stay. Free space there, or name another folder"
             ) from error
 
 
@@ -271,8 +271,8 @@ def load_checkpoint(
     """Restores a state bit for bit onto the mesh and shardings of a target.
 
     The mesh, strategy and number of processes may differ from those of the save. Nothing is cast,
-    cut or left out: checkpoint and target must have the same leaves, or with `parts` the same
-    leaves in these parts. Every file is checked before it is read, and every value afterwards.
+    cut or skipped: checkpoint and target must have the same leaves, or with `parts` the same leaves
+    in these parts. Every file is verified before it is read, and every value afterwards.
 
     Args:
         path: the folder of the checkpoint, also at `gs://` or `s3://`.
@@ -345,8 +345,8 @@ def even_shards(path: LeafPath, shape: Shape, leaf: Leaf) -> EvenShards:
     place = leaf.sharding
     if not isinstance(place, NamedSharding):
         raise CheckpointError(
-            f"leaf {path} of the state is padded to {tuple(leaf.shape)} from {tuple(shape)}, and "
-            f"has the sharding {place}; give the state where the step left it, on its mesh"
+            f"leaf {path} of the state is padded to {tuple(leaf.shape)} from {tuple(shape)}, but "
+            f"has the sharding {place}; pass the state as the step returned it, on its mesh"
         )
     return EvenShards(shape, place)
 
@@ -380,7 +380,7 @@ def _read(
             return bucket.restore(folder, manifest, stored)
         there = folder
         if isinstance(there, Address):
-            # It was written on a disk and then copied to the bucket, so it is copied back.
+            # The checkpoint was written on a disk and then copied to the bucket: copy it back.
             there = snapshot(there, lambda name: name in manifest.files)
         else:
             there = found_at(there)
@@ -391,8 +391,8 @@ def _read(
         stray = stray_in(folder, manifest)
         if stray is not None:
             raise DamagedCheckpointError(
-                f"checkpoint {str(folder)!r}: cannot be read, and holds {stray}, which was not "
-                "there when it was written; remove that, or use another one"
+                f"checkpoint {str(folder)!r}: cannot be read, and holds {stray}, which was added "
+                "after it was written; remove it, or use another checkpoint"
             ) from error
         lines = str(error).strip().splitlines() or [repr(error)]
         reason = lines[0].rstrip(".")

@@ -98,8 +98,8 @@ def leaf_checksums(leaves: Mapping[LeafPath, Array]) -> dict[LeafPath, Array]:
     for path, leaf in leaves.items():
         if leaf.is_deleted():
             raise CheckpointError(
-                f"leaf {path} of the state was deleted, or given away by a step, which gives the "
-                "memory of its state to the next one; save the state that the step returned"
+                f"leaf {path} of the state was deleted, or donated to a step, which reuses the "
+                "memory of its input; save the state that the step returned"
             )
         groups[frozenset(leaf.sharding.device_set)][path] = leaf
     sums = collections.ChainMap(*map(_checksums_of_group, groups.values()))
@@ -146,8 +146,8 @@ def seal(folder: Path, manifest: Manifest) -> None:
     one has its name; after a power cut one of the two exists.
 
     Args:
-        folder: with all values.
-        manifest: without files.
+        folder: the folder with all values.
+        manifest: the manifest, still without files.
     """
     files = {
         str(path.relative_to(folder)): FileRecord(path.stat().st_size, file_checksum(path))
@@ -192,7 +192,7 @@ def found_at(folder: Path) -> Path:
     """The actual folder of a checkpoint.
 
     Args:
-        folder: its name.
+        folder: the folder by the checkpoint's name.
 
     Returns:
         The folder; or the renamed older checkpoint, if a save was killed between its two renames.
@@ -210,7 +210,7 @@ def put_back(folder: Path) -> None:
 
 
 def remove(folder: Place) -> None:
-    """Removes a checkpoint; it loses its name first, so no half of it is ever read."""
+    """Removes a checkpoint; it loses its name first, so no partial one is ever read."""
     if isinstance(folder, Address):
         bucket.clear(folder)
         return
@@ -223,7 +223,7 @@ def remove(folder: Place) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Removes what is left of a checkpoint; the marker first, so no half of it is found."""
+    """Removes the rest of a checkpoint; the marker first, so no partial one is ever found."""
     with contextlib.suppress(FileNotFoundError):
         (folder / MARKER).unlink()
     with contextlib.suppress(FileNotFoundError):
@@ -269,8 +269,8 @@ def read_manifest(folder: str | Place) -> Manifest:
     text, marker = _objects_of(folder) if isinstance(folder, Address) else _files_of(folder)
     if marker != marker_of(text):
         raise DamagedCheckpointError(
-            f"checkpoint {str(folder)!r}: {MANIFEST} and {MARKER} do not belong together, one of "
-            "them was changed after it was written; use another one"
+            f"checkpoint {str(folder)!r}: {MANIFEST} and {MARKER} do not match, so one of them was "
+            "changed after it was written; use another checkpoint"
         )
     try:
         return Manifest.from_json(text.decode(errors="replace"))
@@ -284,8 +284,8 @@ def _files_of(folder: Path) -> tuple[bytes, bytes]:
     kind = kind_at(folder)
     if kind not in (None, "a folder") or (kind is None and os.path.lexists(folder)):
         raise DamagedCheckpointError(
-            f"checkpoint {str(folder)!r} is {kind or 'a link that leads nowhere'} and no folder; "
-            "use another one"
+            f"checkpoint {str(folder)!r} is {kind or 'a broken link'}, not a folder; use another "
+            "one"
         )
     if kind is None:
         raise CheckpointError(f"there is no checkpoint {str(folder)!r}; name a folder of one")
@@ -374,7 +374,7 @@ _MOST_REPLACED = 3
 """How often a checkpoint may be replaced while its manifest is being read."""
 
 _MOST_BYTES = 2**30
-"""The most bytes of a manifest, which has a few hundred per leaf."""
+"""The largest size of a manifest, in bytes; it has a few hundred per leaf."""
 
 
 def _problem_of(path: Path, record: FileRecord) -> str | None:
@@ -403,12 +403,12 @@ def check_replaceable(folder: Place) -> None:
         folder: the folder of the checkpoint; it need not exist.
 
     Raises:
-        CheckpointError: with what is there.
+        CheckpointError: with a description of the other files.
     """
     if not folder.name or folder.name == ".." or folder.name.endswith(UNFINISHED):
         raise CheckpointError(
-            f"{str(folder)!r} cannot be the name of a checkpoint: it has to end with a name, and "
-            f"one that does not end with {UNFINISHED}, as unfinished ones do; name another folder"
+            f"{str(folder)!r} cannot be the name of a checkpoint: it must end with a name, and not "
+            f"with {UNFINISHED}, the suffix of unfinished ones; name another folder"
         )
     on_disk = isinstance(folder, Path)
     for path in (folder, staging_of(folder), replaced_of(folder)) if on_disk else (folder,):
@@ -418,9 +418,9 @@ def check_replaceable(folder: Place) -> None:
             foreign = foreign_in(path, may_be_partial=path != folder)
         if foreign is not None:
             raise CheckpointError(
-                f"could not save checkpoint {str(folder)!r}: at {str(path)!r} lies {foreign}, "
+                f"could not save checkpoint {str(folder)!r}: at {str(path)!r} there is {foreign}, "
                 "which saving would delete; only an empty folder or an earlier checkpoint is "
-                f"replaced. Name a new folder, such as {f'{folder}-checkpoint'!r}, or move that "
+                f"replaced. Name a new folder, such as {f'{folder}-checkpoint'!r}, or move it "
                 "away; nothing was changed"
             )
 
@@ -437,7 +437,7 @@ def foreign_in(path: Place, *, may_be_partial: bool) -> str | None:
             needs neither marker nor manifest.
 
     Returns:
-        What is there; None if it may be removed.
+        A description of the files; None if they may be removed.
     """
     if isinstance(path, Address):
         names = sorted({name.split("/")[0] for name in path.names()})

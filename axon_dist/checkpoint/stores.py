@@ -47,7 +47,7 @@ from .layout import ARRAYS, StateDictType, as_array, is_main, named_leaves, on_m
 _METADATA = "__metadata__"
 _ALIGNMENT = 8
 _MOST_HEADER = 100_000_000
-"""The most bytes of a header, by the format."""
+"""The largest header that the format allows, in bytes."""
 _DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
     "U8": np.uint8,
@@ -145,7 +145,7 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """The place of an array in a file.
+    """The position of an array in a file.
 
     Args:
         path: the file.
@@ -176,7 +176,7 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
     """Reads only the header of a safetensors file.
 
     Returns:
-        The place of each array, by name.
+        The position of each array, by name.
 
     Raises:
         CheckpointError: if it is not a safetensors file, or was truncated.
@@ -185,7 +185,7 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
     what = f"cannot read {str(path)!r} as safetensors"
     with reworded(what, "name another file", CheckpointError, kinds):
         if (kind := kind_at(path)) not in (None, "a file"):
-            raise ValueError(f"it is {kind} and no file")
+            raise ValueError(f"it is {kind}, not a file")
         # The file may have been replaced since, for example by a pipe, which must not block.
         with open(open_regular(path, links=True), "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -196,7 +196,7 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
         header = json.loads(text, object_pairs_hook=_with_names_once)
         metadata = header.pop(_METADATA, None) or {}
         if odd := [name for name, value in metadata.items() if not isinstance(value, str)]:
-            raise ValueError(f"its {_METADATA} has {odd[0]!r:.80}, which is not a text")
+            raise ValueError(f"its {_METADATA} has {odd[0]!r:.80}, which is not a string")
         entries = {name: _entry(path, 8 + length, **row) for name, row in header.items()}
         _check_filled(entries, 8 + length, size)
         return entries
@@ -216,12 +216,12 @@ def _entry(
     # Raises for a shape that no numpy array can have.
     np.broadcast_to(np.zeros((), entry.dtype), [max(n, 0) for n in shape])
     if min([begin, *shape], default=0) < 0 or end - begin != entry.size:
-        raise ValueError(f"{dtype} of shape {shape} cannot lie at bytes {begin} to {end}")
+        raise ValueError(f"{dtype} of shape {shape} does not fit bytes {begin} to {end}")
     return entry
 
 
 def _with_names_once(pairs: list[tuple[str, Any]]) -> JsonDict:
-    """A JSON object; refuses repeated names, of which `json` would keep the last."""
+    """Builds a JSON object; refuses repeated names, of which `json` would keep the last."""
     section = dict(pairs)
     if len(section) < len(pairs):
         [(twice, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
@@ -248,8 +248,10 @@ Leaves = Mapping[LeafPath, Array]
 Targets = Mapping[LeafPath, jax.ShapeDtypeStruct]
 """The leaves to restore, with shardings."""
 _LEAST_SLICE = 2**20
-"""Replicas each write a slice of arrays of at least this many bytes; for smaller ones, compiling
-the slices would take longer."""
+"""Arrays of at least this many bytes are written in slices, one by each replica.
+
+For smaller ones, compiling the slices would take longer.
+"""
 
 
 class OrbaxStore:
@@ -307,7 +309,7 @@ class OrbaxStore:
 
 
 class _Barriers:
-    """The barriers of a save, at which no process waits for one that has failed.
+    """The barriers of a save; no process waits there for one that has failed.
 
     At Orbax's own barriers the others would wait 20 minutes for a process whose disk is full.
 
@@ -460,7 +462,7 @@ def write_gathered(
 
     Args:
         path: the path of the file, which is written atomically.
-        specs: as for `write_tensors`.
+        specs: see `write_tensors`.
         values: the result of `gather`; every process exhausts it.
         metadata: strings for the header.
 
@@ -482,5 +484,5 @@ def write_gathered(
 def _check_written(path: Path, error: OSError | None) -> None:
     if error is not None:
         raise CheckpointError(
-            f"cannot write {str(path)!r}: {error.strerror}; make room there, or name another file"
+            f"cannot write {str(path)!r}: {error.strerror}; free space there, or name another file"
         ) from error

@@ -1,4 +1,4 @@
-"""Reduces gradients in buckets, such that the compiled program follows the plan exactly."""
+"""Reduces gradients in buckets; the compiled program has one collective per bucket of the plan."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class BucketPlan:
     def validate(self) -> None:
         """Raises `ConfigError` unless the plan has every leaf once and respects the capacity."""
         check_capacity(self.capacity)
-        placed = sorted(index for bucket in self.buckets for index in bucket)
-        if placed != list(range(len(self.shapes))) or len(self.dtypes) != len(self.shapes):
+        indices = sorted(index for bucket in self.buckets for index in bucket)
+        if indices != list(range(len(self.shapes))) or len(self.dtypes) != len(self.shapes):
             raise ConfigError(
                 f"the buckets {self.buckets} do not hold each of {len(self.shapes)} leaves exactly "
                 "once; let plan_buckets make the plan"
@@ -76,11 +76,11 @@ class BucketPlan:
         return len(self.buckets)
 
     def __str__(self) -> str:
-        rows = [
+        lines = [
             f"bucket {number}: {len(bucket)} gradients, {size} × {self.dtypes[bucket[0]]}"
             for number, (bucket, size) in enumerate(zip(self.buckets, self.sizes, strict=True))
         ]
-        return "\n".join(rows)
+        return "\n".join(lines)
 
 
 def plan_buckets(tree_or_shapes: PyTree, capacity: int = DEFAULT_CAPACITY) -> BucketPlan:
@@ -196,12 +196,12 @@ def pack(leaves: Sequence[Array]) -> list[Array]:
 def unpack(operands: Sequence[Array], leaves: Sequence[Array]) -> list[Array]:
     """The inverse of `pack`: splits operands shaped like `pack(leaves)` into the leaves' shapes."""
     large, small = _split(leaves)
-    parts = dict(zip(large, operands, strict=False))
+    unpacked = dict(zip(large, operands, strict=False))
     ends = np.cumsum([leaves[index].size for index in small])
     for index, end in zip(small, ends, strict=True):
         leaf = leaves[index]
-        parts[index] = operands[-1][end - leaf.size : end].reshape(leaf.shape)
-    return [parts[index] for index in range(len(leaves))]
+        unpacked[index] = operands[-1][end - leaf.size : end].reshape(leaf.shape)
+    return [unpacked[index] for index in range(len(leaves))]
 
 
 def _split(leaves: Sequence[Array]) -> tuple[list[int], list[int]]:
@@ -246,7 +246,7 @@ def reduce_buckets(
 
     Args:
         tree: gradients of this rank.
-        plan: of `plan_buckets` for the same tree.
+        plan: the result of `plan_buckets` for the same tree.
         reduce: maps a list of arrays to the list of their reductions over ranks, elementwise and
             with one collective each, such as `lambda gradients: jax.lax.pmean(gradients, "dp")`.
         strategy: SYNCHRONOUS starts when all gradients are ready; NO_SYNC returns the tree.
@@ -292,7 +292,7 @@ def _in_order(buckets: list[list[Array]], leaves: list[Array], plan: BucketPlan)
 
 
 def _wait(leaves: list[Array], before: list[Array]) -> tuple[list[Array], list[Array]]:
-    """Makes every leaf depend on `before` or else all leaves, so the compiler keeps the order.
+    """Makes every leaf depend on `before`, or on all leaves if it is empty, to fix the order.
 
     The caller must use both results, because a barrier affects only results that are used.
     XLA:CPU strips barriers before it combines all-reduces, and under `check_vma=True` barriers
@@ -326,5 +326,5 @@ def _check_planned(leaves: list[Array], plan: BucketPlan) -> None:
     index, pair = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     raise ConfigError(
         f"got {len(got)} gradients for a plan of {len(planned)}: gradient {index} is {pair[0]}, "
-        f"and the bucket plan expects {pair[1]}; make the plan from the same tree with plan_buckets"
+        f"and the bucket plan expects {pair[1]}; call plan_buckets with the same tree"
     )

@@ -22,7 +22,7 @@ from ..core.typing import Array
 
 
 class Compression(Protocol):
-    """A way to average over a mesh axis in few bytes; instances compare by their fields."""
+    """A compressed mean over a mesh axis; instances compare by their fields."""
 
     def mean(
         self, values: Sequence[Array], axis: str, ranks: int
@@ -30,7 +30,8 @@ class Compression(Protocol):
         """Averages inside `shard_map`.
 
         Args:
-            values: float32, this rank's. If they are equal along other axes, so are the results.
+            values: this rank's float32 arrays. If they are equal along other axes, so are the
+                results.
             axis: the axis to average over.
             ranks: its size.
 
@@ -50,8 +51,8 @@ class Quantized:
 
     An all-to-all gives each of the R ranks 1/R of the blocks, which it averages in float32. It
     quantizes the means, and an all-gather distributes them. This takes `2(R-1)/R · (1 + 4/block)`
-    bytes per number, a quarter of an all-reduce. The rank that quantizes a mean keeps that error
-    times R, because the next mean divides by R.
+    bytes per number, a quarter of an all-reduce. The rank that quantizes a mean adds R times the
+    rounding error to its own error, because the next mean divides by R.
 
     Args:
         kind: `"int8"`, or `"fp8"` with 4 bits of exponent and 3 of mantissa.
@@ -71,7 +72,9 @@ class Quantized:
                 f"unknown kind {self.kind!r}.{did_you_mean(str(self.kind), _LARGEST)}"
             )
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
-            raise ConfigError(f"block is {self.block!r}; give how many numbers share a scale")
+            raise ConfigError(
+                f"block is {self.block!r}; give the number of values that share a scale, at least 1"
+            )
 
     def mean(
         self, values: Sequence[Array], axis: str, ranks: int
@@ -103,19 +106,20 @@ class Quantized:
         return 2 * (ranks - 1) * blocks // ranks * (self.block + 4)
 
     def _count(self, sizes: Sequence[int], ranks: int) -> int:
-        # A block never spans two leaves: along other axes ranks may share only one of the two.
+        # A block never spans two leaves: ranks along other axes may have only one of the two equal.
         return ranks * math.ceil(sum(math.ceil(size / self.block) for size in sizes) / ranks)
 
     def _blocks(self, values: Sequence[Array], ranks: int) -> Array:
         def pad(x):
             return jnp.pad(x.reshape(-1), (0, -x.size % self.block)).reshape(-1, self.block)
 
-        rows = jnp.concatenate([pad(value) for value in values])
+        blocks = jnp.concatenate([pad(value) for value in values])
         count = self._count([value.size for value in values], ranks)
-        return jnp.pad(rows, ((0, count - rows.shape[0]), (0, 0)))
+        return jnp.pad(blocks, ((0, count - blocks.shape[0]), (0, 0)))
 
     def _leaves(self, blocks: Array, like: Sequence[Array]) -> list[Array]:
-        leaves, start = [], 0
+        leaves = []
+        start = 0
         for leaf in like:
             stop = start + math.ceil(leaf.size / self.block)
             leaves.append(blocks[start:stop].reshape(-1)[: leaf.size].reshape(leaf.shape))
@@ -160,8 +164,8 @@ class TopK:
     def __post_init__(self) -> None:
         if not isinstance(self.share, (int, float)) or not 0 < self.share <= 1:
             raise ConfigError(
-                f"share is {self.share!r}; give the part of the numbers that is sent, above 0 and "
-                "at most 1, such as 0.01"
+                f"share is {self.share!r}; give the fraction of numbers to send, above 0 and at "
+                "most 1, such as 0.01"
             )
 
     def mean(
@@ -188,7 +192,7 @@ class TopK:
 
 
 def compression_of(what: Compression | str | None) -> Compression | None:
-    """Looks up a compression by name; returns a compression or None as it is.
+    """Looks up a compression by name; returns a `Compression` or None unchanged.
 
     Raises:
         ConfigError: for an unknown name.
@@ -205,6 +209,6 @@ def compression_of(what: Compression | str | None) -> Compression | None:
         return TopK()
     names = (*_LARGEST, "top_k")
     raise ConfigError(
-        f"there is no compression {what!r:.60}.{did_you_mean(str(what), names)} Or give "
-        "a Quantized or a TopK"
+        f"there is no compression {what!r:.60}.{did_you_mean(str(what), names)} You may also "
+        "give a Quantized or a TopK"
     )

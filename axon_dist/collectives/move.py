@@ -203,14 +203,14 @@ def _all_gather(x: Array, group: ProcessGroup, tiled: bool, dim: int) -> Array:
     dim = check_dim(dim, x.ndim if tiled else x.ndim + 1, x.shape)
     if group.members is None:
         return all_gather_dim(x, group.axes, dim, tiled)
-    rows = _member_rows(x, group)
-    gathered_rows = jnp.concatenate(rows, dim) if tiled else jnp.stack(rows, dim)
-    return keep_outside(gathered_rows, x, group)
+    values = _member_values(x, group)
+    gathered = jnp.concatenate(values, dim) if tiled else jnp.stack(values, dim)
+    return keep_outside(gathered, x, group)
 
 
 def _gather(x: Array, group: ProcessGroup, dst: int) -> Array:
-    rows = _all_gather(x, group, tiled=False, dim=0)
-    return jnp.where(position(group) == dst, rows, jnp.zeros_like(rows))
+    stacked = _all_gather(x, group, tiled=False, dim=0)
+    return jnp.where(position(group) == dst, stacked, jnp.zeros_like(stacked))
 
 
 def _scatter(x: Array, group: ProcessGroup, src: int, dim: int) -> Array:
@@ -231,13 +231,14 @@ def _all_to_all(x: Array, group: ProcessGroup, split_dim: int, concat_dim: int) 
         return jax.lax.all_to_all(
             varying(x, group.axes), group.axes, split_dim, concat_dim, tiled=True
         )
-    slices = [own_slice(row, group, split_dim) for row in _member_rows(x, group)]
+    slices = [own_slice(value, group, split_dim) for value in _member_values(x, group)]
     return keep_outside(jnp.concatenate(slices, concat_dim), x, group)
 
 
-def _member_rows(x: Array, group: ProcessGroup) -> list[Array]:
-    rows = all_gather_dim(x, group.axes, 0, tiled=False)
-    return [rows[rank] for rank in group.members or ()]
+def _member_values(x: Array, group: ProcessGroup) -> list[Array]:
+    """Gathers the values of all ranks of the mesh; returns those of the group's members."""
+    stacked = all_gather_dim(x, group.axes, 0, tiled=False)
+    return [stacked[rank] for rank in group.members or ()]
 
 
 @checked(group=GROUP)
@@ -286,7 +287,7 @@ def reduce_scatter_mean(
         dim: as in `reduce_scatter_sum`.
 
     Returns:
-        As `reduce_scatter_sum`.
+        A pytree as from `reduce_scatter_sum`.
 
     Raises:
         DTypeError: for integers and booleans.
@@ -383,8 +384,8 @@ def ring_all_reduce(x: PyTree, group: ProcessGroup) -> PyTree:
     Every rank cuts its value into N slices. In N - 1 steps each slice goes once around the ring
     and every rank adds its own slice; rank r then has the sum of slice r + 1. In another N - 1
     steps the summed slices go around. Every rank sends 2 (N - 1) / N of the value, which is
-    optimal. It equals `all_reduce_sum` up to the order of additions. It is meant to be read; XLA's
-    all-reduce is faster, because it knows the links.
+    optimal. It equals `all_reduce_sum` up to the order of additions. It shows the algorithm; XLA's
+    all-reduce is faster, because it knows the network.
 
     Args:
         x: a pytree of arrays: this rank's inside `shard_map`, rank-stacked ones outside.
@@ -413,15 +414,15 @@ def _send(x: Array, group: ProcessGroup, pairs: tuple[tuple[int, int], ...]) -> 
 
 def _ring(x: Array, group: ProcessGroup) -> Array:
     size = group.size
-    here = position(group)
+    rank = position(group)
     to_next = tuple((src, (src + 1) % size) for src in range(size))
     slices = pad_dim(varying(x, group.axes).ravel(), 0, size).reshape(size, -1)
     for step in range(size - 1):
-        arrived = _send(slices[(here - step) % size], group, to_next)
-        slices = slices.at[(here - step - 1) % size].add(arrived)
+        arrived = _send(slices[(rank - step) % size], group, to_next)
+        slices = slices.at[(rank - step - 1) % size].add(arrived)
     for step in range(size - 1):
-        arrived = _send(slices[(here + 1 - step) % size], group, to_next)
-        slices = slices.at[(here - step) % size].set(arrived)
+        arrived = _send(slices[(rank + 1 - step) % size], group, to_next)
+        slices = slices.at[(rank - step) % size].set(arrived)
     return keep_outside(slices.ravel()[: x.size].reshape(x.shape), x, group)
 
 
@@ -442,7 +443,7 @@ def _check_pairs(pairs: tuple[tuple[int, int], ...], group: ProcessGroup) -> Non
 
 
 class Mailbox:
-    """A host-only reference of point-to-point messages, to compare `send_recv` programs with.
+    """Point-to-point messages on the host, as a reference for `send_recv` programs.
 
     Messages with the same source, destination and tag arrive in the order in which they were sent;
     different tags do not mix. It uses no devices and no threads.
@@ -497,7 +498,7 @@ class Mailbox:
         if size is not None and queue[0].size != size:
             raise GroupError(
                 f"the message from rank {src} to rank {dst} with tag {tag} has {queue[0].size} "
-                f"elements and {size} were expected; it stays in the box, receive it with "
+                f"elements, but size={size} was expected; it stays in the mailbox: receive it with "
                 f"size={queue[0].size}"
             )
         return queue.popleft()

@@ -1,4 +1,4 @@
-"""Dispatches collectives inside or outside `shard_map`; ranks, and the barrier."""
+"""Runs collectives inside or outside `shard_map`; also ranks, argument checks and the barrier."""
 
 from __future__ import annotations
 
@@ -206,10 +206,10 @@ def rank(group: ProcessGroup) -> Array:
     """
     if is_inside(group):
         return position(group)
-    places = np.full(group.world_size, -1, np.int32)
+    positions = np.full(group.world_size, -1, np.int32)
     for ranks in group.partition():
-        places[list(ranks)] = np.arange(group.size)
-    return jnp.asarray(places)
+        positions[list(ranks)] = np.arange(group.size)
+    return jnp.asarray(positions)
 
 
 @checked(group=GROUP)
@@ -252,8 +252,8 @@ def barrier(group: ProcessGroup) -> None:
         group: any group of the mesh; a group over some axes still waits for all of them.
 
     Raises:
-        GroupError: inside `shard_map` or `jit`. A compiled program is ordered by its data
-            dependences, so a barrier has no effect.
+        GroupError: inside `shard_map` or `jit`, where a barrier has no effect: a compiled program
+            is ordered only by its data dependences.
 
     Example:
         >>> from axon_dist.mesh import World
@@ -262,9 +262,9 @@ def barrier(group: ProcessGroup) -> None:
     total = None if is_inside(group) else _sum_over(group.mesh)()
     if total is None or isinstance(total, Tracer):
         raise GroupError(
-            f"barrier was called for the group {group} inside a compiled function, where order "
-            "follows the data and nothing waits; call it outside of jit and shard_map, or make the "
-            "later value depend on the earlier one with jax.lax.optimization_barrier"
+            f"barrier was called for the group {group} inside a compiled function, where it has no "
+            "effect; call it outside of jit and shard_map, or make the later value depend on the "
+            "earlier one with jax.lax.optimization_barrier"
         )
     jax.effects_barrier()
     total.block_until_ready()

@@ -20,7 +20,7 @@ from .place import check_arrays, each_leaf, keep_outside, members_or, position
 def _extremum(x: Array, group: ProcessGroup, kind: str) -> Array:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise DTypeError(
-            f"complex numbers have no {kind}imum, and got dtype {x.dtype}; reduce x.real, x.imag "
+            f"got dtype {x.dtype}, and complex numbers have no {kind}imum; reduce x.real, x.imag "
             "or abs(x)"
         )
     differentiable = jnp.issubdtype(x.dtype, jnp.floating)
@@ -53,10 +53,10 @@ def _floating(x: Array, group: ProcessGroup, kind: str) -> Array:
 def _floating_jvp(
     group: ProcessGroup, kind: str, primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:
-    """The JVP of `pmax` and `pmin`, which have none in JAX.
+    """The JVP of `pmax` and `pmin`, for which JAX defines none.
 
     The sum below is linear, so JAX can transpose it. The ranks that attain the extremum get equal
-    shares, as in `jax.numpy.max`.
+    shares of the cotangent, as in `jax.numpy.max`.
     """
     (x,) = primals
     (tangent,) = tangents
@@ -67,7 +67,7 @@ def _floating_jvp(
 
 
 class ReduceOp(NamedChoice):
-    """The elementwise operation of a reduction; `"mean"`, `"avg"` and `"prod"` are names too."""
+    """The elementwise operation of a reduction; also found as `"mean"`, `"avg"` and `"prod"`."""
 
     SUM = "sum"
     """The sum."""
@@ -223,7 +223,7 @@ def reduce_slices(slices: Sequence[Any], op: ReduceOp | str = ReduceOp.SUM) -> n
     if len(shapes) != 1:
         raise GroupError(
             f"cannot reduce {len(arrays)} slices of shapes {sorted(shapes)}; give at least one, "
-            "and all of one shape"
+            "all of the same shape"
         )
     functions = {
         "sum": np.sum,
@@ -251,14 +251,14 @@ def mean_leaf(x: Array, group: ProcessGroup) -> Array:
 def product_leaf(x: Array, group: ProcessGroup) -> Array:
     """The product of one array over the group.
 
-    Every rank writes its value into its own row of zeros, and the sum of these is the stack of all
-    values. Its type is invariant, unlike that of an all-gather. Logarithms would lose signs and
-    zeros.
+    Every rank writes its value into its own row of an array of zeros; the sum of these arrays is
+    the stack of all values. Its type is invariant, unlike that of an all-gather. Sums of logarithms
+    would lose signs and zeros.
     """
     x = counted(x)
     is_own_row = jnp.arange(group.size).reshape(-1, *[1] * x.ndim) == position(group)
-    rows = all_sum(jnp.where(is_own_row, x, jnp.zeros_like(x)), group.axes)
-    return keep_outside(jnp.prod(rows, axis=0, dtype=x.dtype), x, group)
+    stacked = all_sum(jnp.where(is_own_row, x, jnp.zeros_like(x)), group.axes)
+    return keep_outside(jnp.prod(stacked, axis=0, dtype=x.dtype), x, group)
 
 
 def check_mean(x: Array) -> None:
@@ -307,17 +307,17 @@ def tree_sum(x: Array, axes: tuple[str, ...], split: Mapping[str, int]) -> Array
         Array([12., 16.], dtype=float32)
     """
     shape: list[int] = []
-    at: dict[str, int] = {}
+    dim_of: dict[str, int] = {}
     for dim, size in enumerate(x.shape):
         for axis in (axis for axis, split_dim in split.items() if split_dim == dim):
-            at[axis] = len(shape)
+            dim_of[axis] = len(shape)
             shape.append(jax.lax.axis_size(axis))
             size //= shape[-1]
         shape.append(size)
     x = x.reshape(shape)
     for axis in reversed(axes):
-        x = _halved(x, axis, at[axis]) if axis in at else _copied(x, axis)
-    return x.reshape([size for dim, size in enumerate(x.shape) if dim not in at.values()])
+        x = _halved(x, axis, dim_of[axis]) if axis in dim_of else _copied(x, axis)
+    return x.reshape([size for dim, size in enumerate(x.shape) if dim not in dim_of.values()])
 
 
 def _halved(x: Array, axis: str, dim: int) -> Array:

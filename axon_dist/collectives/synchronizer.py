@@ -68,10 +68,10 @@ class GradientSynchronizer:
         self._gradients: dict[int, Array] = {}
 
     def prepare(self, tree_or_shapes: PyTree) -> BucketPlan:
-        """Plans the buckets and forgets all gradients.
+        """Plans the buckets and drops all gradients.
 
         Args:
-            tree_or_shapes: as for `plan_buckets`, for example the parameters. Gradients are
+            tree_or_shapes: a tree for `plan_buckets`, for example the parameters. Gradients are
                 numbered in the order of its leaves.
 
         Returns:
@@ -95,9 +95,9 @@ class GradientSynchronizer:
         """Adds the gradient of one parameter.
 
         Args:
-            index: of the parameter among the leaves given to `prepare`.
-            gradient: of the planned dtype, and of the planned shape or, outside `shard_map`,
-                rank-stacked: the planned shape with a leading dim of one row per rank.
+            index: the index of the parameter among the leaves given to `prepare`.
+            gradient: an array of the planned dtype and shape; outside `shard_map` it may be
+                rank-stacked, with a leading dim of one row per rank.
 
         Raises:
             ConfigError: for an index that is out of range or added twice, or another shape.
@@ -129,8 +129,8 @@ class GradientSynchronizer:
         if is_inside(group):
             reduced = _mean(self.plan, group, self.strategy)(gradients)
         else:
-            rows = [jax.ShapeDtypeStruct(g.shape[1:], g.dtype) for g in gradients]
-            plan = plan_buckets(rows, self.bucket_capacity)
+            structs = [jax.ShapeDtypeStruct(g.shape[1:], g.dtype) for g in gradients]
+            plan = plan_buckets(structs, self.bucket_capacity)
             reduced = _stacked_mean(plan, group, self.strategy)(gradients)
         self._gradients = dict(enumerate(reduced))
 
@@ -149,8 +149,7 @@ class GradientSynchronizer:
     def _prepared(self) -> tuple[BucketPlan, Any]:
         if self._planned is None:
             raise ConfigError(
-                "the synchronizer has no plan yet; call prepare(parameters) before handing "
-                "gradients in"
+                "the synchronizer has no plan yet; call prepare(parameters) before adding gradients"
             )
         return self._planned
 
@@ -161,7 +160,7 @@ class GradientSynchronizer:
         missing = self._missing()
         if missing:
             raise ConfigError(
-                f"gradients {missing} of {len(self.plan.shapes)} are missing; hand each in with "
+                f"gradients {missing} of {len(self.plan.shapes)} are missing; add each with "
                 "add_gradient(index, gradient) first"
             )
         return [self._gradients[index] for index in range(len(self._gradients))]
@@ -172,13 +171,14 @@ class GradientSynchronizer:
             raise ConfigError(f"got gradient {index}; the plan has {num}, 0..{num - 1}")
         if index in self._gradients:
             raise ConfigError(
-                f"gradient {index} was handed in already; call clear() before the next step"
+                f"gradient {index} was already added; call clear() before the next step"
             )
-        shape, dtype = self.plan.shapes[index], self.plan.dtypes[index]
+        shape = self.plan.shapes[index]
+        dtype = self.plan.dtypes[index]
         if shape not in (gradient.shape, gradient.shape[1:]):
             raise ConfigError(
-                f"gradient {index} has shape {gradient.shape}; the plan expects {shape}, or that "
-                "behind a leading dim of one row per rank"
+                f"gradient {index} has shape {gradient.shape}; the plan expects {shape}, or "
+                f"(world_size, *{shape}) for rank-stacked gradients"
             )
         if gradient.dtype != dtype:
             raise DTypeError(
@@ -257,9 +257,9 @@ def _averaged(g: Array, group: ProcessGroup) -> Array:
         return mean_leaf(g, group)
     if group.members is not None:
         raise GroupError(
-            f"got a gradient of shape {g.shape} that JAX has already added up over all ranks, so "
-            f"that those of the group {group} cannot be separated; differentiate with respect to "
-            f"jax.lax.pcast(params, {group.axes}, to='varying'), or with check_vma=False"
+            f"got a gradient of shape {g.shape} that JAX has already summed over all ranks, so the "
+            f"sum over the group {group} cannot be recovered; differentiate with respect to "
+            f"jax.lax.pcast(params, {group.axes}, to='varying'), or use check_vma=False"
         )
     return all_sum(g, pending) / group.size
 
@@ -269,8 +269,8 @@ class GradientBucket:
 
     Args:
         capacity: how many elements fit.
-        dtype: of the flat array; gradients of a narrower float dtype are widened, and narrowed
-            again by `extract`, which is exact.
+        dtype: the dtype of the flat array. Gradients of a narrower float dtype are widened, and
+            `extract` narrows them again; both casts are exact.
 
     Raises:
         ConfigError: for a capacity below 1.
@@ -314,11 +314,11 @@ class GradientBucket:
 
     @property
     def size(self) -> int:
-        """The number of elements held."""
+        """The number of elements in the bucket."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     def __len__(self) -> int:
-        """The number of elements held."""
+        """The number of elements in the bucket."""
         return self.size
 
     @property

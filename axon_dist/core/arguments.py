@@ -43,7 +43,7 @@ class ArgumentKind:
 
     Args:
         advice: what to give; follows the word "give" in messages.
-        holds: whether a value is of this kind.
+        holds: returns whether a value is of this kind.
         error: the error to raise if it is not.
     """
 
@@ -127,16 +127,16 @@ def _comparison(
     parameters = inspect.signature(function).parameters.values()
     positional = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
     several = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
-    rows: dict[str, ArgumentKind | None] = {}
+    resolved: dict[str, ArgumentKind | None] = {}
 
     def compare(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not rows:
+        if not resolved:
             # Resolved at the first call: annotations may name classes defined after the function.
-            rows.update({name: kind_of(hint) for name, hint in _hints(function).items()})
-            rows.update(kinds)
+            resolved.update({name: kind_of(hint) for name, hint in _hints(function).items()})
+            resolved.update(kinds)
         names = itertools.chain(positional, itertools.cycle(several))
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-            kind = rows.get(name)
+            kind = resolved.get(name)
             if kind is not None:
                 kind.check(who, name, value)
 
@@ -336,7 +336,7 @@ ITERABLE = ArgumentKind(
 MAPPING = ArgumentKind("a mapping, such as a dict", lambda x: isinstance(x, Mapping))
 ARRAY = ArgumentKind("an array of numbers", _is_array)
 NUMPY = ArgumentKind("an array of numbers", lambda x: _is_array(x) or NUMBER.several().holds(x))
-_ANYTHING = ArgumentKind("what the docstring says", lambda _: True)
+_ANYTHING = ArgumentKind("as the docstring describes", lambda _: True)
 _KNOWN = "axon_dist.", "flax.", "jax", "optax."
 """Modules whose classes are checked by `isinstance`."""
 _PLAIN: MappingProxyType[type, ArgumentKind] = MappingProxyType(

@@ -215,8 +215,8 @@ def join_service(
         address: `host:port` of the service.
         num_processes: the number of processes.
         process_id: the index of this one.
-        local_device_ids: the accelerators of this host that the process uses; None for those
-            of `JAX_LOCAL_DEVICE_IDS`, or all.
+        local_device_ids: the accelerators of this host that the process uses; None for those that
+            `JAX_LOCAL_DEVICE_IDS` lists, or for all if it is not set.
         connect_timeout: seconds to wait for the service to answer.
         heartbeat_timeout: seconds without a heartbeat after which the service declares a process
             dead.
@@ -393,7 +393,7 @@ class OwnContext:
 
 
 def _set_legacy_env(env: Any, meshes: tuple[Any, ...]) -> None:
-    """Does what `with mesh:` does, for any environment."""
+    """Enters an environment as `with mesh:` enters a mesh."""
     mesh_lib.thread_resources.stack.append(env)
     mesh_lib.thread_resources.env = env
     config.mesh_context_manager.set_local(meshes)
@@ -412,12 +412,12 @@ def current_reader() -> Any:
 class ShardingReader(Protocol):
     """Interprets the shardings that a model's code names, inside an `OwnContext`."""
 
-    def stated(self, sharding: NamedSharding | PartitionSpec) -> NamedSharding:
+    def placeholder(self, sharding: NamedSharding | PartitionSpec) -> NamedSharding:
         """A placeholder for a sharding that the model names, until its array is known."""
         ...
 
-    def is_stated(self, sharding: NamedSharding) -> bool:
-        """Whether a sharding was made by `stated`."""
+    def is_placeholder(self, sharding: NamedSharding) -> bool:
+        """Whether a sharding was made by `placeholder`."""
         ...
 
     def is_foreign(self, mesh: Any) -> bool:
@@ -445,15 +445,16 @@ def read_shardings() -> None:
 
 
 def _read_constraints() -> None:
-    create, constraint = pjit._create_sharding_for_array, pjit.sharding_constraint_p
+    create = pjit._create_sharding_for_array
+    constraint = pjit.sharding_constraint_p
     bind = constraint.bind
 
-    def create_stated(mesh: Any, sharding: Any, name: str, api_name: str) -> Any:
+    def create_placeholder(mesh: Any, sharding: Any, name: str, api_name: str) -> Any:
         reader = current_reader()
         if reader is None or not isinstance(sharding, (PartitionSpec, NamedSharding)):
             return create(mesh, sharding, name, api_name)
         if api_name == "with_sharding_constraint":
-            return reader.stated(sharding)
+            return reader.placeholder(sharding)
         if core.trace_state_clean() and not mesh.empty:
             # The caller has set a mesh inside this context, as JAX's `process_allgather` does. No
             # model asks for this sharding.
@@ -476,15 +477,17 @@ def _read_constraints() -> None:
         sharding = params["sharding"]
         return reader.constrain(x, sharding, bind_on)
 
-    pjit._create_sharding_for_array = create_stated
+    pjit._create_sharding_for_array = create_placeholder
     constraint.bind = bind_read
 
 
 def _read_out_shardings() -> None:
-    canonicalize, reshard = sharding_impls.canonicalize_sharding, pjit.reshard_p
-    bind, new_mesh = reshard.bind, pjit._get_new_mesh
+    canonicalize = sharding_impls.canonicalize_sharding
+    reshard = pjit.reshard_p
+    bind = reshard.bind
+    new_mesh = pjit._get_new_mesh
 
-    def canonicalize_stated(sharding: Any, api_name: str, *args: Any, **options: Any) -> Any:
+    def canonicalize_placeholder(sharding: Any, api_name: str, *args: Any, **options: Any) -> Any:
         reader = current_reader()
         if reader is None or not isinstance(sharding, (PartitionSpec, NamedSharding)):
             return canonicalize(sharding, api_name, *args, **options)
@@ -495,27 +498,28 @@ def _read_out_shardings() -> None:
         if isinstance(sharding, NamedSharding) and not any(spec):
             # JAX itself brings closed-over arrays into a `shard_map` this way.
             return canonicalize(sharding, api_name, *args, **options)
-        return reader.stated(spec)
+        return reader.placeholder(spec)
 
     def bind_reshard(x: Array, **params: Any) -> Array:
-        reader, target = current_reader(), params["dst_sharding"]
-        if reader is None or not reader.is_stated(target):
+        reader = current_reader()
+        target = params["dst_sharding"]
+        if reader is None or not reader.is_placeholder(target):
             return bind(x, **params)
         return pjit.with_sharding_constraint(x, target)
 
     def new_mesh_or_none(*args: Any, **options: Any) -> Any:
-        # No axis of a step is explicit, so there is none to make automatic.
+        # A step has no explicit axes, so none of them must become automatic.
         return new_mesh(*args, **options) if current_reader() is None else None
 
     for name, module in list(sys.modules.items()):
         if name.startswith("jax.") and vars(module).get("canonicalize_sharding") is canonicalize:
-            module.canonicalize_sharding = canonicalize_stated  # type: ignore[attr-defined]
+            module.canonicalize_sharding = canonicalize_placeholder  # type: ignore[attr-defined]
     reshard.bind = bind_reshard
     pjit._get_new_mesh = new_mesh_or_none
 
 
 def _forget_explicit_types() -> None:
-    """Lets arrays on a caller's mesh, such as constants of a loss, enter programs without types."""
+    """Drops the explicit mesh from the types of a caller's arrays, such as constants of a loss."""
     kind = jax_array.ArrayImpl
     typed = core.pytype_aval_mappings[kind]
 
@@ -531,7 +535,10 @@ def _forget_explicit_types() -> None:
 
 
 def outside_meshes() -> Any:
-    """A context without a mesh; inside a mesh, JAX 0.10 enters no `shard_map` of another size."""
+    """A context without a mesh.
+
+    Where another mesh is in context, JAX 0.10 refuses a `shard_map` over a mesh of another size.
+    """
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
@@ -548,14 +555,14 @@ def source_line(equation: JaxprEqn) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """A place in a user's program.
+    """One frame of a traceback in a user's program.
 
     Args:
-        file: the whole path.
-        line: from 1.
-        column: of the first character, from 0; None if unknown.
-        end_column: after the last character, or None if that is on another line.
-        function: its qualified name.
+        file: the full path.
+        line: the line number, counted from 1.
+        column: the column of the first character, counted from 0; None if unknown.
+        end_column: the column after the last character, or None if that is on another line.
+        function: the qualified name of the function.
     """
 
     file: str
@@ -585,7 +592,7 @@ _GRADIENT_CALLS = ("value_and_grad_f", "grad_f", "vjp", "linearize", "_vjp")
 def source_frames(
     equation: JaxprEqn, callers: Sequence[JaxprEqn] = ()
 ) -> tuple[list[Frame], Frame | None]:
-    """Where an equation comes from.
+    """Returns the frames of the user's program that made an equation.
 
     Args:
         equation: of a jaxpr.
@@ -593,9 +600,9 @@ def source_frames(
             is called twice, so its equations carry the line of the first call.
 
     Returns:
-        The frames outside JAX, innermost first. For an equation of a backward pass also the frame
-        that asked for the gradient, because its own line is of the forward pass; None for other
-        equations, and in a derivative that the user wrote.
+        The frames outside JAX, innermost first, and the frame that asked for the gradient. That
+        frame is given for equations of a backward pass, whose own line is in the forward pass. It
+        is None for other equations, and in a derivative that the user wrote.
     """
     frames = _own_frames(equation)
     for caller in reversed(callers):
@@ -635,18 +642,18 @@ def new_operation(
     name: str,
     run: Callable[..., tuple[Array, ...]],
     batched: Function | None = None,
-    moved: Function | None = None,
+    jvp: Function | None = None,
 ) -> Primitive:
     """A primitive that appears as one equation in a jaxpr and is compiled as `run`.
 
     Unlike with `jit`, the policies of `jax.checkpoint` see one equation, not those inside.
 
     Args:
-        name: of its equations.
+        name: the name of its equations.
         run: (*arrays, **parameters) -> a tuple of arrays; parameters are hashable.
         batched: (arrays, their batch dims, **parameters) -> (results, their batch dims), the
             batching rule; None applies `jax.vmap` to `run`.
-        moved: (arrays, tangents, **parameters) -> (results, their tangents), the JVP rule as in
+        jvp: (arrays, tangents, **parameters) -> (results, their tangents), the JVP rule as in
             `jax.custom_jvp`; a zero tangent is None. None for operations without a derivative.
 
     Returns:
@@ -657,8 +664,8 @@ def new_operation(
     compiled = functools.cache(lambda items: jax.jit(functools.partial(run, **dict(items))))
 
     def shapes(*avals: ShapedArray, **parameters: Hashable) -> list[ShapedArray]:
-        likes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        results = jax.eval_shape(functools.partial(run, **parameters), *likes)
+        structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        results = jax.eval_shape(functools.partial(run, **parameters), *structs)
         return [avals[0].update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in results]
 
     def mapped(
@@ -672,16 +679,16 @@ def new_operation(
     operation.def_abstract_eval(shapes)
     batching.primitive_batchers[operation] = mapped if batched is None else batched
     mlir.register_lowering(operation, mlir.lower_fun(run, multiple_results=True))
-    if moved is not None:
+    if jvp is not None:
 
-        def derived(
+        def jvp_rule(
             arrays: Sequence[Array], tangents: Sequence[Array | ad.Zero], **parameters: Hashable
         ) -> tuple[list[Array], list[Array]]:
-            moves = [None if isinstance(x, ad.Zero) else x for x in tangents]
-            results, of_results = moved(arrays, moves, **parameters)
-            return list(results), list(of_results)
+            given_tangents = [None if isinstance(x, ad.Zero) else x for x in tangents]
+            results, result_tangents = jvp(arrays, given_tangents, **parameters)
+            return list(results), list(result_tangents)
 
-        ad.primitive_jvps[operation] = derived
+        ad.primitive_jvps[operation] = jvp_rule
     return operation
 
 
@@ -691,10 +698,11 @@ def splash_flops(
     """The matmul FLOPs of a splash attention kernel without a mask; 0 for other kernels.
 
     Args:
-        name: of the kernel. The backward pass is one kernel of five matmuls, or two kernels of four
-            and of three.
-        operands: shapes; the largest is the queries' `[..., T, K]`, with as many keys.
-        results: shapes.
+        name: the kernel's name. The backward pass is one kernel of five matmuls, or two kernels of
+            four and of three.
+        operands: shapes of the operands; the largest is that of the queries, `[..., T, K]`. There
+            are as many keys as queries.
+        results: shapes of the results.
 
     Example:
         >>> splash_flops("splash_mha_fwd_residuals", [(8, 64, 32)], [(8, 64, 32)])
@@ -723,14 +731,14 @@ def splash_gradients(
     """Runs the backward kernels of splash attention with a given logsumexp.
 
     Args:
-        kernel: of `splash_kernel`.
+        kernel: a result of `splash_kernel`.
         query: `[H, T, K]`, scaled.
         key: `[N, T, K]`.
         value: `[N, T, K]`.
         segments: `SegmentIds`, or None.
         log_weight: float32 `[H, T]`, the logsumexp; it may cover more keys than `key` has.
         out: `[H, T, K]`, the attention output over all of those keys.
-        cotangent: of `out`.
+        cotangent: the cotangent of `out`.
 
     Returns:
         The gradients of the scaled queries, of the keys and of the values.
@@ -750,18 +758,18 @@ def splash_gradients(
         (*saved, *masks),
         cotangent,
     )
-    of_query, of_key, of_value = gradients[3:6]
-    return of_query, of_key, of_value
+    d_query, d_key, d_value = gradients[3:6]
+    return d_query, d_key, d_value
 
 
 class _KvSpec(dict[str, Any]):
-    """The key-value spec that Orbax builds of a folder, which is JSON already."""
+    """The key-value spec that Orbax builds for a folder; it is JSON already."""
 
     to_json = dict.copy
 
 
 def _count_nothing(*direction: str) -> None:
-    """Stands in for Orbax's byte counter; None means not counted."""
+    """Replaces Orbax's byte counter; returns None, which means that nothing was counted."""
 
 
 def stop_leaks_of_saves() -> None:
@@ -796,7 +804,7 @@ def end_failed_saves() -> None:
 def array_metadata_store() -> Any:
     """The store in which Orbax 0.12 checks that all processes write shards of one shape.
 
-    None with another Orbax.
+    Returns None if the installed Orbax lacks it.
     """
     with contextlib.suppress(ImportError, AttributeError):
         name = "orbax.checkpoint._src.metadata.array_metadata_store"
@@ -815,7 +823,7 @@ async def _after_all(coroutine: Coroutine[Any, Any, Any]) -> Any:
 def is_computed(value: object) -> bool:
     """Whether a traced value is the result of a single operation.
 
-    Arguments are not, nor are results of an inner program, as of `jax.checkpoint`.
+    False for arguments, and for results of an inner program, such as that of `jax.checkpoint`.
     """
     parent = getattr(getattr(value, "primal", value), "parent", None)
     return parent is not None and not any(inner_programs(parent))

@@ -40,7 +40,8 @@ def cudnn_obstacle(query: Leaf, has_bias: bool = False) -> str | None:
         >>> cudnn_obstacle(jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.float32))
         'it takes bfloat16 and float16, and got float32.'
     """
-    length, features = query.shape[1], query.shape[-1]
+    length = query.shape[1]
+    features = query.shape[-1]
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, and got {query.dtype}."
     if features % 8 or features > MOST_FEATURES:
@@ -158,7 +159,7 @@ def cudnn_attention_gradients(
         causal: as in `cudnn_attention`.
         log_weight: float32 `[B, H, T]`, the logsumexp; it may cover more keys than `key` has.
         out: `[B, T, H, K]`, the attention output over all of those keys.
-        cotangent: of `out`.
+        cotangent: the cotangent of `out`.
 
     Returns:
         The gradients of queries, keys and values.

@@ -1,4 +1,4 @@
-"""Every error a user can get. Messages say what was given, what must hold and what to do."""
+"""Every error a user can get. Messages say what was got, what must hold and what to do."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ AXIS_SYNONYMS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "nodes": ("node", "hosts", "host"),
     }
 )
-"""Other code's names of each mesh axis."""
+"""The names that other libraries use for each mesh axis."""
 
 _ALSO_CALLED: MappingProxyType[str, str] = MappingProxyType(
     {
@@ -210,7 +210,7 @@ def require(
     """Imports an optional module.
 
     Args:
-        name: of the module.
+        name: the module's name.
         extra: the extra of this package that includes it.
         purpose: the start of the message: what needs the module.
         otherwise: the end of the message: an alternative.
@@ -220,8 +220,8 @@ def require(
         The module.
 
     Raises:
-        ConfigError: or `error`, if it is not installed; the message has the command that
-            installs it.
+        ConfigError: if the module is not installed (or `error`, if given); the message has the
+            command that installs it.
 
     Example:
         >>> require("json", "plots", "a plot").__name__

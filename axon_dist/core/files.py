@@ -57,10 +57,10 @@ def as_path(text: Any, label: str, error: type[AxonDistError] = ConfigError) -> 
         >>> as_path("~nobody-here/runs", "run_dir")
         Traceback (most recent call last):
         axon_dist.core.errors.ConfigError: run_dir: got '~nobody-here/runs', and there is no user
-        'nobody-here' whose home that could be; write the path out
+        'nobody-here'; write the path without ~
     """
     if not isinstance(text, (str, os.PathLike)):
-        raise error(f"{label}: got {text!r:.80}, a {type(text).__name__}, which must be a path")
+        raise error(f"{label}: got {text!r:.80}, a {type(text).__name__}; it must be a path")
     shown = repr(str(text))[:80]
     try:
         name = os.fsencode(text)
@@ -71,19 +71,19 @@ def as_path(text: Any, label: str, error: type[AxonDistError] = ConfigError) -> 
             code="path-encoding",
         ) from cause
     if _SCHEME.match(str(text)):
-        # Path would make a local folder of it, and the files would be lost with the machine.
+        # Path would turn it into a local folder, and the files would be lost with the machine.
         raise error(
             f"{label}: got {shown}, the address of an object store; run_dir, checkpoint.dir, data, "
             "weights and model.hub may be at gs:// and s3://, everything else must be a local "
-            "file: mount the store as a folder (gcsfuse, mountpoint-s3) and name that, or copy "
-            "the files"
+            "path: mount the store as a folder (gcsfuse, mountpoint-s3) and give that path, or "
+            "copy the files"
         )
     if not name:
         raise error(f"{label}: got an empty path; name a file or folder, or leave it out")
     if any(letter < 32 or letter == 127 for letter in name):
         raise error(
-            f"{label}: got {shown}, a path with a line break or another control character; take "
-            "that out"
+            f"{label}: got {shown}, a path with a line break or another control character; remove "
+            "it"
         )
     if len(name) > _LONGEST_PATH or max(map(len, name.split(b"/"))) > _LONGEST_NAME:
         raise error(
@@ -95,8 +95,7 @@ def as_path(text: Any, label: str, error: type[AxonDistError] = ConfigError) -> 
     except RuntimeError as cause:
         user = Path(text).parts[0][1:]
         raise error(
-            f"{label}: got {shown}, and there is no user {user!r} whose home that could be; write "
-            "the path out"
+            f"{label}: got {shown}, and there is no user {user!r}; write the path without ~"
         ) from cause
 
 
@@ -130,16 +129,16 @@ def open_regular(
     second name either, because a hard link would have the same effect as a symbolic one.
 
     Args:
-        path: of the file.
-        flags: of `os.open`.
-        mode: of a file that is created.
+        path: the path of the file.
+        flags: the flags for `os.open`.
+        mode: the mode of the file if it is created.
         links: whether to follow a link at the path, as for files that the user names.
 
     Returns:
         The descriptor, which the caller closes.
 
     Raises:
-        OSError: if it is anything else; the reason says what it is.
+        OSError: if the path is not a regular file; the reason says what it is.
     """
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     try:
@@ -148,13 +147,13 @@ def open_regular(
         if error.errno == errno.ELOOP and path.is_symlink():
             raise _refusal(errno.ELOOP, "it is a link, which is not followed", path) from error
         if error.errno == errno.ENXIO:
-            raise _refusal(errno.ENXIO, f"it is {kind_at(path)} and no file", path) from error
+            raise _refusal(errno.ENXIO, f"it is {kind_at(path)}, not a file", path) from error
         raise
     try:
         status = os.fstat(descriptor)
         kind = next((kind for test, kind in _KINDS if test(status.st_mode)), None)
         if kind is not None:
-            raise _refusal(errno.EINVAL, f"it is {kind} and no file", path)
+            raise _refusal(errno.EINVAL, f"it is {kind}, not a file", path)
         if flags & (os.O_WRONLY | os.O_RDWR) and status.st_nlink > 1:
             raise _refusal(errno.EMLINK, "it is a hard link to a file with another name", path)
     except OSError:
@@ -183,7 +182,7 @@ def replacing(path: Path, mode: int = 0o666, *, durable: bool = True) -> Iterato
 
     Args:
         path: the final name; after an error the old file is still there.
-        mode: of the new file, before the process's umask.
+        mode: the mode of the new file, before the process's umask.
         durable: whether to sync the file to disk before this returns; without it a power cut may
             leave an empty file.
 
@@ -191,7 +190,7 @@ def replacing(path: Path, mode: int = 0o666, *, durable: bool = True) -> Iterato
         The file.
 
     Raises:
-        OSError: when it cannot be written.
+        OSError: when the file cannot be written.
 
     Example:
         >>> import tempfile
@@ -280,7 +279,7 @@ def read_bytes(
     """Reads a regular file; refuses pipes and devices, which could block.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         what: names the file in messages, after "cannot read".
         error: the error to raise.
         most: the largest size in bytes.
@@ -292,20 +291,20 @@ def read_bytes(
     Example:
         >>> read_bytes(Path("/dev/zero"), "the config '/dev/zero'")
         Traceback (most recent call last):
-        axon_dist.core.errors.ConfigError: cannot read the config '/dev/zero': it is a device and
-        no file; name a file
+        axon_dist.core.errors.ConfigError: cannot read the config '/dev/zero': it is a device, not
+        a file; name a file
     """
     kind = kind_at(path)
     if kind not in (None, "a file"):
-        raise error(f"cannot read {what}: it is {kind} and no file; name a file")
+        raise error(f"cannot read {what}: it is {kind}, not a file; name a file")
     rewording = reworded(f"cannot read {what}", "name another file", error)
     with rewording, open(open_regular(path, links=links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         contents = file.read(most + 1) if size <= most else b""
     if size > most or len(contents) > most:
         raise error(
-            f"cannot read {what}: it has {max(size, len(contents))} bytes, and such a file has at "
-            f"most {most}; name another one"
+            f"cannot read {what}: it has {max(size, len(contents))} bytes, more than the limit of "
+            f"{most}; name another one"
         )
     return contents
 
@@ -318,7 +317,7 @@ def read_text(
     *,
     links: bool = True,
 ) -> str:
-    """Reads a UTF-8 file, with or without a byte order mark; otherwise as `read_bytes`."""
+    """Reads a UTF-8 file, with or without a byte order mark; see `read_bytes` for the rest."""
     try:
         return read_bytes(path, what, error, most, links=links).decode("utf-8-sig")
     except UnicodeDecodeError as cause:
@@ -356,7 +355,7 @@ def host_memory() -> int:
 
 _ADDRESS = re.compile(r"(gs|s3):/{1,2}([a-z0-9][a-z0-9._-]{1,61}[a-z0-9])(?:/(.*))?", re.DOTALL)
 _KEY = 1024
-"""The most bytes in the name of an object."""
+"""The largest size of an object's name, in bytes."""
 
 _BLOCK = 2**26
 _RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "30s"}
@@ -421,7 +420,7 @@ class Address:
         return result.value if result.state == "value" else None, result.stamp.generation
 
     def version(self) -> bytes:
-        """The present version of the object; also defined if it does not exist."""
+        """The current version of the object; also defined if it does not exist."""
         return self._done(self._store.read(self.key, byte_range=slice(0, 0))).stamp.generation
 
     def write(self, contents: bytes, version: bytes | None = None) -> bytes | None:
@@ -432,8 +431,8 @@ class Address:
             version: write only if the object has this version, see `version`; None for any.
 
         Returns:
-            The new version, or None if the object had another version. A request that was not
-            answered is retried, and may then find its own write.
+            The new version, or None if the object had another version. A request without an answer
+            is retried; None may then mean that the first try did succeed.
         """
         stamp = self._done(self._store.write(self.key, contents, if_equal=version))
         return stamp.generation or None
@@ -465,7 +464,7 @@ class Address:
         if path.is_file():
             return path
         what = f"{self} cannot be copied to {str(path)!r}"
-        advice = "make room there, or set XDG_CACHE_HOME to another folder"
+        advice = "free space there, or set XDG_CACHE_HOME to another folder"
         with reworded(what, advice, StoreError):
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_abandoned(path.parent)
@@ -478,11 +477,13 @@ class Address:
 
     def _blocks(self) -> Iterator[Any]:
         """Reads the object block by block."""
-        start, stop = 0, _BLOCK
+        start = 0
+        stop = _BLOCK
         while stop is not None:
             try:
                 yield self._store.read(self.key, byte_range=slice(start, stop)).result()
-                start, stop = stop, stop + _BLOCK
+                start = stop
+                stop += _BLOCK
             except ValueError as error:
                 # A request for bytes beyond the end fails instead of returning the rest.
                 if "OUT_OF_RANGE" not in str(error):
@@ -534,7 +535,7 @@ def as_place(text: Any, label: str, error: type[AxonDistError] = ConfigError) ->
         error: the error to raise.
 
     Raises:
-        AxonDistError: of type `error`, if it can be neither.
+        AxonDistError: of type `error`, if the text is neither.
 
     Example:
         >>> as_place("s3://bucket/runs/one/", "run_dir")
@@ -564,8 +565,8 @@ def _check_bucket(text: Any, label: str, error: type[AxonDistError]) -> None:
     if match is not None and isinstance(text, (str, Path)):
         raise error(
             f"{label}: got {str(text)!r:.80}, and {match[1]!r:.80} cannot be the name of a bucket: "
-            "it has 3 to 63 of the letters a-z and digits, with dots, hyphens and underscores "
-            "between them"
+            "a name has 3 to 63 characters, of a-z, 0-9, dots, hyphens and underscores, and starts "
+            "and ends with a letter or digit"
         )
 
 
@@ -576,18 +577,18 @@ def all_fetched(addresses: Iterable[Address]) -> list[Path]:
 
 
 def snapshot(folder: Address, wanted: Callable[[str], bool]) -> Path:
-    """A local folder with copies of the present objects of a folder in a bucket.
+    """A local folder with copies of the current objects of a folder in a bucket.
 
     Args:
-        folder: in the bucket.
-        wanted: whether to copy an object, given its name in the folder.
+        folder: the folder in the bucket.
+        wanted: returns whether to copy an object, given its name in the folder.
 
     Raises:
-        StoreError: as `Address.fetched`, or if there is no such object.
+        StoreError: if no object is wanted, or one cannot be fetched, see `Address.fetched`.
     """
     names = [name for name in folder.names() if wanted(name)]
     if not names:
-        raise StoreError(f"there is nothing of that kind at {folder}; correct the address")
+        raise StoreError(f"there are no such objects at {folder}; correct the address")
     copies = all_fetched(folder / name for name in names)
     path = _cache_path(f"{folder} {list(zip(names, copies, strict=True))}")
     for name, copy in zip(names, copies, strict=True):

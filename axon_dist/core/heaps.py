@@ -1,4 +1,4 @@
-"""Keeps the memory of a long run flat: threads of saves fragment the heaps of the C library."""
+"""Keeps the memory of a long run constant, although the threads of saves fragment the C heaps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import os
 
 MOST_HEAPS = 1
-"""Heaps of a process, for all of its threads."""
+"""The number of heaps that all threads of a process share."""
 
 _M_ARENA_MAX = -8
 """The number of this limit in glibc's malloc.h."""
@@ -15,12 +15,12 @@ _M_ARENA_MAX = -8
 def limit_heaps() -> bool:
     """Lets all threads of this process allocate from `MOST_HEAPS` heaps.
 
-    Each save starts threads, and glibc gives threads heaps of their own, up to eight for each core.
-    Without this limit a run that saved by Orbax used 80 MB more. A limit that the user gives by
+    Each save starts threads, and glibc gives threads separate heaps, up to eight for each core.
+    Without this limit a run that saved by Orbax used 80 MB more. A limit that the user sets with
     MALLOC_ARENA_MAX stays.
 
     Returns:
-        Whether there is a limit now: only glibc has one.
+        Whether there is a limit now; only glibc supports one.
 
     Source: mallopt(3), M_ARENA_MAX.
     """
@@ -31,13 +31,13 @@ def limit_heaps() -> bool:
 
 
 def trim_heaps() -> bool:
-    """Gives the free pages of all heaps back to the system, which takes milliseconds.
+    """Returns the free pages of all heaps to the system, which takes milliseconds.
 
-    glibc by itself gives back only what lies behind the newest block of a heap. A run that saved
-    by Orbax grew by 14 to 55 KB with each save, and no longer does.
+    glibc by itself returns only the memory after the newest block of a heap. A run that saved by
+    Orbax grew by 14 to 55 KB with each save; with this call it does not grow.
 
     Returns:
-        Whether the C library can do this: only glibc can.
+        Whether the C library supports this; only glibc does.
 
     Source: malloc_trim(3).
     """

@@ -16,8 +16,8 @@ from .typing import Function, Keys, Path, PyTree
 Around: TypeAlias = Function
 """`around(method, module, *args, **kwargs)` runs in place of `method(module, *args, **kwargs)`."""
 
-# Bridged Linen modules treat all attributes as variables except those with this prefix.
-HELD = "_pytree__around"
+# Bridged Linen modules treat an attribute as a variable unless its name starts with `_pytree__`.
+WRAPPERS = "_pytree__around"
 """The attribute of a module that holds the wrappers of its methods."""
 
 
@@ -33,13 +33,13 @@ class Layers:
 
 
 @dataclasses.dataclass(frozen=True)
-class Beneath:
+class WrappedMethod:
     """A method with the innermost `depth` of its wrappers; compares by value.
 
     Args:
         module_type: the original class.
-        name: of the method.
-        depth: how many wrappers run; 0 is the method itself.
+        name: the name of the method.
+        depth: how many wrappers run; with 0 only the method itself runs.
     """
 
     module_type: type[nnx.Module]
@@ -77,22 +77,22 @@ def wrap_calls(module: nnx.Module, around: Mapping[str, Around]) -> None:
         >>> float(layer(jnp.ones((1, 2))).sum()), isinstance(layer, nnx.Linear)
         (0.0, True)
     """
-    before = getattr(module, HELD, Layers())
+    before = getattr(module, WRAPPERS, Layers())
     after = Layers((*before.layers, *sorted(around.items(), key=lambda item: item[0])))
     original = type(module).__mro__[1] if before.layers else type(module)
     names = tuple(sorted({name for name, _ in after.layers}))
     object.__setattr__(module, "__class__", _open(original, names))
-    setattr(module, HELD, after)
+    setattr(module, WRAPPERS, after)
 
 
 def around_of(module: nnx.Module, name: str) -> tuple[Around, ...]:
     """The wrappers of a method, innermost first."""
-    layers = getattr(module, HELD, Layers()).layers
+    layers = getattr(module, WRAPPERS, Layers()).layers
     return tuple(function for method, function in layers if method == name)
 
 
 # Flax and JAX keep every module class for ever, so wrapping must not make a new class each time.
-# A class depends only on the original class and the method names. Hence a cache without bound.
+# The cache is unbounded for this reason. Its keys are the original class and the method names.
 @functools.cache
 def _open(module_type: type[nnx.Module], names: tuple[str, ...]) -> type[nnx.Module]:
     """A subclass whose methods look up their wrappers in the module."""
@@ -102,7 +102,7 @@ def _open(module_type: type[nnx.Module], names: tuple[str, ...]) -> type[nnx.Mod
         @functools.wraps(getattr(module_type, name))
         def call(self: nnx.Module, *args: object, **kwargs: object) -> PyTree:
             depth = len(around_of(self, name))
-            return Beneath(module_type, name, depth)(self, *args, **kwargs)
+            return WrappedMethod(module_type, name, depth)(self, *args, **kwargs)
 
         return call
 
@@ -126,7 +126,7 @@ DIMS: MappingProxyType[type[nnx.Module], Callable[[Any], dict[str, int]]] = Mapp
         nnx.BatchNorm: lambda _: {"scale": 1, "bias": 1},
     }
 )
-"""How many dims the parameters of a single Flax layer have."""
+"""Returns how many dims each parameter of a single, unstacked Flax layer has."""
 
 
 def num_stacked(module: nnx.Module) -> int | None:

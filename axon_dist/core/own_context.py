@@ -76,7 +76,7 @@ class AxisNames:
             given: maps a name to one axis, several axes, or none.
 
         Raises:
-            ConfigError: if it names an axis that the mesh lacks.
+            ConfigError: if `given` maps a name to an axis that the mesh lacks.
         """
         pairs = {
             name: (axes,) if isinstance(axes, str) else tuple(axes)
@@ -97,9 +97,9 @@ class AxisNames:
         if self.mesh is None:
             return ()
         axes = self.mesh.axis_names
-        given = dict(self.table).get(name)
-        if given is not None:
-            return given
+        listed = dict(self.table).get(name)
+        if listed is not None:
+            return listed
         if name in axes:
             return (name,)
         known = SYNONYMS.get(name)
@@ -108,8 +108,8 @@ class AxisNames:
     def of_annotation(self, spec: PartitionSpec) -> PartitionSpec:
         """Translates a parameter's annotated spec to mesh axes, by the table alone.
 
-        Synonyms are not looked up, because the strategy decides how parameters are split. Names
-        that neither the mesh nor the table has do not split anything.
+        Synonyms are not looked up, because the strategy decides how parameters are split. A name
+        that is in neither the mesh nor the table splits nothing.
         """
         table = dict(self.table)
 
@@ -119,21 +119,22 @@ class AxisNames:
 
         return PartitionSpec(*map(axes_of, spec))
 
-    def stated(self, sharding: NamedSharding | PartitionSpec) -> NamedSharding:
-        """A placeholder for a sharding that a model names, over a mesh of the names in it.
+    def placeholder(self, sharding: NamedSharding | PartitionSpec) -> NamedSharding:
+        """A placeholder for a sharding that a model names.
 
-        The mesh is a stand-in for the author's until the array is known, see `constrain`.
+        Its mesh is a stand-in with the axis names of the spec. `constrain` replaces it by the
+        step's mesh when the array is known.
         """
         if isinstance(sharding, NamedSharding):
-            if self.is_stated(sharding) or not self.is_foreign(sharding.mesh):
+            if self.is_placeholder(sharding) or not self.is_foreign(sharding.mesh):
                 return sharding
             sharding = sharding.spec
         names = tuple(dict.fromkeys(name for entry in sharding for name in _names(entry)))
-        return NamedSharding(_stand_in((STATED, *names)), sharding)
+        return NamedSharding(_stand_in((PLACEHOLDER, *names)), sharding)
 
-    def is_stated(self, sharding: NamedSharding) -> bool:
-        """Whether a sharding was made by `stated`."""
-        return STATED in sharding.mesh.axis_names
+    def is_placeholder(self, sharding: NamedSharding) -> bool:
+        """Whether a sharding was made by `placeholder`."""
+        return PLACEHOLDER in sharding.mesh.axis_names
 
     def is_foreign(self, mesh: Mesh | AbstractMesh) -> bool:
         """Whether a mesh is neither the step's nor the step's inside a `shard_map`."""
@@ -143,44 +144,44 @@ class AxisNames:
     def constrain(
         self, x: Array, sharding: NamedSharding, bind: Callable[[Array, NamedSharding], Array]
     ) -> Array:
-        """Constrains an array as the model asks, as far as the present context allows.
+        """Constrains an array as the model asks, as far as the current context allows.
 
         Dims that the model does not mention, or whose axes the mesh lacks, are left to the
         compiler. Axes that are manual in a `shard_map` are dropped: they split the array already.
 
         Args:
             x: the array.
-            sharding: a result of `stated`, or a sharding over the step's mesh.
+            sharding: a result of `placeholder`, or a sharding over the step's mesh.
             bind: adds a constraint.
 
         Raises:
             UnsupportedError: for an unknown name.
         """
-        is_stated = self.is_stated(sharding)
+        is_placeholder = self.is_placeholder(sharding)
         here = jax.sharding.get_abstract_mesh()
-        if not is_stated and (not here.manual_axes or sharding.mesh == here):
+        if not is_placeholder and (not here.manual_axes or sharding.mesh == here):
             return bind(x, sharding)
         if self.mesh is None:
             return x
-        spec = self._translated(x, sharding.spec) if is_stated else sharding.spec
+        spec = self._translated(x, sharding.spec) if is_placeholder else sharding.spec
         mesh = here if here.manual_axes else self.mesh
         auto = tuple(axis for axis in mesh.axis_names if axis not in here.manual_axes)
-        kept = PartitionSpec(*(_only(entry, auto) for entry in spec))
-        if all(entry is FREE for entry in kept):
+        auto_spec = PartitionSpec(*(_only(entry, auto) for entry in spec))
+        if all(entry is FREE for entry in auto_spec):
             return x
-        return bind(x, NamedSharding(mesh, kept))
+        return bind(x, NamedSharding(mesh, auto_spec))
 
-    def _translated(self, x: Array, stated: PartitionSpec) -> PartitionSpec:
+    def _translated(self, x: Array, spec: PartitionSpec) -> PartitionSpec:
         """Translates a placeholder spec to mesh axes; `FREE` for dims without any."""
         mesh: Any = self.mesh
         entries: list[Any] = [FREE] * x.ndim
         used = set[str]()
-        for dim, entry in enumerate(stated):
+        for dim, entry in enumerate(spec):
             axes: list[str] = []
             for name in _names(entry):
                 meant = self.meant(name)
                 if meant is None:
-                    raise UnsupportedError(self._unknown(name, x, stated))
+                    raise UnsupportedError(self._unknown(name, x, spec))
                 axes += [axis for axis in meant if axis not in used and axis not in axes]
             # Dims that do not divide by their axes are left to the compiler. Not dim 0: the result
             # would then depend on the number of rows in the batch.
@@ -190,19 +191,19 @@ class AxisNames:
                 entries[dim] = tuple(axes)
         return PartitionSpec(*entries)
 
-    def _unknown(self, name: str, x: Array, stated: PartitionSpec) -> str:
+    def _unknown(self, name: str, x: Array, spec: PartitionSpec) -> str:
         axes = () if self.mesh is None else self.mesh.axis_names
         meant = axes[0] if axes else "dp"
         return (
-            f"the model shards an array {x.dtype}{list(x.shape)} as {stated}, and neither the mesh "
-            f"{_sizes(self.mesh)} nor a known other name is called {name!r}."
-            f"{did_you_mean(name, axes)} Say which axes are meant: "
+            f"the model shards an array {x.dtype}{list(x.shape)} as {spec}, but {name!r} is "
+            f"neither an axis of the mesh {_sizes(self.mesh)} nor a known name of one."
+            f"{did_you_mean(name, axes)} Map it to axes: "
             f"build_train_step(axis_names={{{name!r}: {meant!r}}}), or {{{name!r}: ()}} for none"
         )
 
 
-STATED = "named by the model"
-"""The axis name that marks a stand-in mesh made by `AxisNames.stated`."""
+PLACEHOLDER = "named by the model"
+"""The axis name that marks a stand-in mesh made by `AxisNames.placeholder`."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -220,8 +221,7 @@ def _only(entry: Any, axes: tuple[str, ...]) -> Any:
     """Drops all but the given axes from an entry of a spec; `FREE` if none remains."""
     if entry is None or entry is FREE:
         return entry
-    kept = tuple(name for name in _names(entry) if name in axes)
-    return kept or FREE
+    return tuple(name for name in _names(entry) if name in axes) or FREE
 
 
 def _sizes(mesh: Any) -> str:
@@ -315,19 +315,19 @@ def _on_callers_mesh(x: Array) -> Array:
         ordered = np.array(sorted(devices, key=lambda device: device.id))
         arranged = ordered.reshape(abstract.axis_sizes)
         mesh = Mesh(arranged, abstract.axis_names, axis_types=abstract.axis_types)
-    place = NamedSharding(mesh, PartitionSpec())
+    sharding = NamedSharding(mesh, PartitionSpec())
     # JAX sends to the devices of another process only from a mesh that has all of them, and reading
     # a metric needs no move.
-    may_stay = place.device_set == devices or not place.is_fully_addressable
+    may_stay = sharding.device_set == devices or not sharding.is_fully_addressable
     if may_stay and not abstract.explicit_axes:
         return x
-    return _replicated(x, place)
+    return _replicated(x, sharding)
 
 
-def _replicated(x: Array, place: NamedSharding) -> Array:
+def _replicated(x: Array, sharding: NamedSharding) -> Array:
     """Moves a replicated array to another sharding; sends it only to devices that lack it."""
-    held = {shard.device: shard.data for shard in x.addressable_shards}
-    shards = [held[device] for device in place.addressable_devices if device in held]
-    if len(shards) < len(place.addressable_devices):
-        return jax.device_put(x, place)
-    return jax.make_array_from_single_device_arrays(x.shape, place, shards)
+    shard_on = {shard.device: shard.data for shard in x.addressable_shards}
+    shards = [shard_on[device] for device in sharding.addressable_devices if device in shard_on]
+    if len(shards) < len(sharding.addressable_devices):
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)

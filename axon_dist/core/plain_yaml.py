@@ -1,4 +1,4 @@
-"""YAML 1.2 as sections of plain values, read by ruamel.yaml within bounds, and written.
+"""Reads and writes YAML 1.2 files of nested sections, with limits on their size and depth.
 
 Importing this file is cheap, because the command `axon` reads a config before it imports JAX.
 """
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 def read_yaml(path: str | Path, *, links: bool = True) -> JsonDict:
-    """Reads a YAML file that holds a section of keys.
+    """Reads a YAML file whose top level is a mapping.
 
-    `<<: *name` takes over the keys of the section `&name`. Sections at the top whose name begins
-    with `x-` are there for that alone, and left out.
+    `<<: *name` merges in the keys of the section `&name`. Top-level sections whose name begins with
+    `x-` only define such anchors, and are dropped from the result.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         links: whether a link at the path is followed.
 
     Raises:
-        ConfigError: when the file cannot be read, is not YAML, holds something else, or has
-            a key twice.
+        ConfigError: when the file cannot be read, is not YAML, is not a mapping, or has a key
+            twice.
     """
     what = f"the config {str(path)!r}"
     file = as_path(path, "the config")
@@ -45,17 +45,19 @@ def read_yaml(path: str | Path, *, links: bool = True) -> JsonDict:
 
 
 def sections_of(text: str, what: str) -> JsonDict:
-    """Reads the text of a YAML file that holds a section of keys.
+    """Parses the text of a YAML file whose top level is a mapping.
 
     Args:
-        text: of the file.
-        what: what errors call it.
+        text: the contents of the file.
+        what: names the file in messages.
 
     Raises:
-        ConfigError: as `read_yaml` does.
+        ConfigError: for the same texts as in `read_yaml`.
     """
     if len(text) > _MOST_BYTES:
-        raise ConfigError(f"{what} has {len(text)} letters, and a config at most {_MOST_BYTES}")
+        raise ConfigError(
+            f"{what} has {len(text)} characters, more than the limit of {_MOST_BYTES}"
+        )
     data = _parse(text, what)
     if not isinstance(data, dict | None):
         raise ConfigError(f"{what} holds {data!r:.200}; it must be a section of keys and values")
@@ -90,8 +92,8 @@ def apply_override(data: Mapping[str, object], override: str) -> JsonDict:
 def _replaced(data: object, keys: Sequence[str], value: object, override: str) -> JsonDict:
     if not isinstance(data, Mapping | None):
         raise ConfigError(
-            f"cannot apply {override!r:.80}: the key before {keys[0]!r:.80} holds {data!r:.80} and "
-            "not a section; replace it as a whole"
+            f"cannot apply {override!r:.80}: the key before {keys[0]!r:.80} holds {data!r:.80}, "
+            "not a section; replace the whole value"
         )
     first, *rest = keys
     section = dict(data or {})
@@ -100,11 +102,11 @@ def _replaced(data: object, keys: Sequence[str], value: object, override: str) -
 
 
 _MOST_BYTES = 2**18
-"""A config has some thousands; a large one takes a parser in Python too long to be one."""
+"""Configs have some thousands of bytes; ruamel.yaml is too slow for much larger files."""
 
 _DEEPEST = 100
 _MOST_VALUES = 100_000
-"""A config has some hundreds; aliases of aliases can make billions of a few lines."""
+"""Configs have some hundreds of values; nested aliases can make billions from a few lines."""
 
 
 class _BoundedComposer(Composer):
@@ -113,9 +115,9 @@ class _BoundedComposer(Composer):
     _depth = 0
 
     def compose_node(self, parent: Node | None, index: int) -> Node | None:
-        """Reads a value and all within it."""
+        """Composes a value and everything inside it."""
         if self._depth > _DEEPEST:
-            problem = f"values within values, more than {_DEEPEST} deep"
+            problem = f"values are nested more than {_DEEPEST} deep"
             raise ComposerError(None, None, problem, self.parser.peek_event().start_mark)
         self._depth += 1
         node = super().compose_node(parent, index)
@@ -124,10 +126,10 @@ class _BoundedComposer(Composer):
 
 
 def to_yaml(data: object, *, in_one_line: bool = False) -> str:
-    """Plain values as YAML, in the order in which sections have their keys.
+    """Formats plain values as YAML; keys stay in the order of the dicts.
 
     Args:
-        data: sections, lists, texts, numbers, truths and None.
+        data: dicts, lists, strings, numbers, booleans and None.
         in_one_line: writes `{a: 1, b: [2, 3]}` without a line break at the end.
 
     Example:
@@ -149,11 +151,11 @@ def to_yaml(data: object, *, in_one_line: bool = False) -> str:
 
 
 def _parse(text: str, what: str) -> Any:
-    """Reads a text of YAML; the caller may change the result."""
+    """Parses a YAML text; the caller may change the result."""
     return copy.deepcopy(_parsed(text, what))
 
 
-# `axon` looks for misspelt keys first, and reads the same config again.
+# `axon` reads the same config twice: first to look for misspelt keys.
 @functools.lru_cache(maxsize=4)
 def _parsed(text: str, what: str) -> object:
     try:
@@ -166,7 +168,8 @@ def _parsed(text: str, what: str) -> object:
         _check_plain(data, what)
         return data
     except DuplicateKeyError as error:
-        line, key = error.problem_mark.line + 1, str(error.problem).split('"')[1]
+        line = error.problem_mark.line + 1
+        key = str(error.problem).split('"')[1]
         raise ConfigError(
             f"{what} is not YAML in line {line}: the key {key!r:.80} occurs twice",
             code="yaml-duplicate-key",
@@ -178,8 +181,7 @@ def _parsed(text: str, what: str) -> object:
         raise ConfigError(f"{what} is not YAML{line}: {problem}", code="yaml-syntax") from error
     except RecursionError as error:
         raise ConfigError(
-            f"{what} has values within values, too deep to be read; a config has a handful of "
-            "levels"
+            f"{what} is nested too deep to be read; a config needs only a few levels"
         ) from error
     except ConfigError:
         raise
@@ -190,10 +192,12 @@ def _parsed(text: str, what: str) -> object:
 
 
 def _check_size(root: Node | None, what: str) -> None:
-    """Counts values as often as aliases repeat them, before any is made.
+    """Raises if a document is too large once its aliases are expanded.
+
+    Runs before any value is constructed.
 
     Raises:
-        ConfigError: when there are too many, or one is inside itself.
+        ConfigError: when there are too many values, or one contains itself.
     """
     sizes: dict[int, int] = {}
 
@@ -206,8 +210,8 @@ def _check_size(root: Node | None, what: str) -> None:
 
     if root is not None and size(root) > _MOST_VALUES:
         raise ConfigError(
-            f"{what} comes to more than {_MOST_VALUES} values, or has one inside itself, once its "
-            "aliases (*name) are written out; write fewer"
+            f"{what} has more than {_MOST_VALUES} values once its aliases (*name) are expanded, or "
+            "one that contains itself; remove aliases"
         )
 
 
@@ -218,13 +222,13 @@ def _inside(node: Node) -> list[Node]:
 
 
 def _check_plain(data: object, what: str) -> None:
-    """Raises `ConfigError` unless data are what JSON holds too, in numbers of 64 bits."""
+    """Raises `ConfigError` for data that JSON cannot express, or integers beyond 64 bits."""
     if isinstance(data, dict):
         for key, value in data.items():
             if not isinstance(key, str):
                 raise ConfigError(
-                    f"{what} has the key {str(key)!r:.80}, a {type(key).__name__}; keys are "
-                    "texts: correct it, or put it in quotes"
+                    f"{what} has the key {str(key)!r:.80}, a {type(key).__name__}; keys must be "
+                    "strings: put it in quotes"
                 )
             _check_plain(key, what)
             _check_plain(value, what)
@@ -244,6 +248,6 @@ def _check_plain(data: object, what: str) -> None:
             ) from error
     elif not isinstance(data, (str, int, float, bool, type(None))):
         raise ConfigError(
-            f"{what} has a {type(data).__name__}, {data!s:.80}, where only texts, numbers, true, "
-            "false, null, lists and sections can be; put a text in quotes"
+            f"{what} has a {type(data).__name__}, {data!s:.80}; only strings, numbers, true, "
+            "false, null, lists and sections are allowed: put a string in quotes"
         )

@@ -1,4 +1,4 @@
-"""Fields and arguments that have a new name, and take the old one for another release."""
+"""Renamed fields and arguments: the old names work, with a warning, for one more release."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def renamed_arguments(**new_of: str) -> Callable[[Callable[_P, _R]], Callable[_P
             for old, new in new_of.items():
                 if old in kwargs:
                     if new in kwargs:
-                        text = f"{name}() got {new}= and {old}=, its old name; give {new}="
+                        text = f"{name}() got {new}= and {old}=, its old name; give only {new}="
                         raise TypeError(text)
                     text = f"{name}({old}=...) is deprecated; use {new}"
                     warnings.warn(text, DeprecationWarning, stacklevel=2)
@@ -100,13 +100,13 @@ def with_new_names(cls: type[Any], values: Mapping[str, Any], stacklevel: int) -
     for old, new in getattr(cls, "_new_name_of", {}).items():
         if old in found:
             _warn(cls, old, new, stacklevel + 1)
-            # `dataclasses.replace(thing, old=...)` gives the current value by the new name, too.
+            # `dataclasses.replace(thing, old=...)` also passes the current value by the new name.
             found[new] = found.pop(old)
     return found
 
 
 def _set_state(self: Any, state: Mapping[str, Any]) -> None:
-    """Sets the fields that a pickle has; one from before a rename has them by their old names."""
+    """Restores the fields of a pickle, which may have been written under the old names."""
     new_of = type(self)._new_name_of
     # The class is frozen, so its fields cannot be assigned.
     vars(self).update({new_of.get(name, name): value for name, value in state.items()})

@@ -99,8 +99,8 @@ class Comparison:
         """Whether the functions are equal; warns if that is not known.
 
         Args:
-            name: of the first function.
-            otherwise: what happens instead, the end of a sentence about it.
+            name: the name of the first function.
+            otherwise: what happens instead, as the end of a sentence about the first function.
         """
         if not self.was_run:
             warn(f"{name} {otherwise}: the function that would replace it {self.why}")
@@ -126,7 +126,7 @@ def compare(
     except Exception as error:
         traced = "the latter" if programs else "it"
         return _not_run(f"{traced} raises {_named(error)} on arrays of {_described(shapes)}")
-    given = dict(enumerate(jax.tree.leaves(list(arguments))))
+    leaves = dict(enumerate(jax.tree.leaves(list(arguments))))
     numbering = _Numbering()
     numbered = [numbering.of(program) for program in programs]
     one_shapes, other_shapes = (
@@ -136,15 +136,15 @@ def compare(
         return Comparison(False, f"returns arrays of shapes {one_shapes}, not {other_shapes}")
     if list(numbered[0].results) == list(numbered[1].results):
         return Comparison(True)
-    is_shared = set(numbered[0].made) & set(numbered[1].made)
+    shared = set(numbered[0].made) & set(numbered[1].made)
     try:
         with jax.ensure_compile_time_eval():
-            values = _Values(given, numbering)
-            inputs = {k: v for x in numbered for k, v in x.inputs(values, is_shared).items()}
+            values = _Values(leaves, numbering)
+            inputs = {k: v for x in numbered for k, v in x.inputs(values, shared).items()}
         # One program is compiled in much less time than each of its operations alone. It is traced
         # outside the context above, in which JAX would fold `pvary` in a `shard_map`, and fail.
         with jax.default_matmul_precision("highest"):
-            run = jax.jit(lambda inputs: [x.run(inputs, is_shared) for x in numbered])
+            run = jax.jit(lambda inputs: [x.run(inputs, shared) for x in numbered])
             compiled = run.lower(inputs).compile()
         with jax.ensure_compile_time_eval():
             results = [list(map(np.asarray, x)) for x in compiled(inputs)]
@@ -157,7 +157,7 @@ def compare(
 
 
 class _DrawsError(Exception):
-    """A program reads a random key, whose numbers a comparison does not know."""
+    """A program draws random numbers, so its results cannot be compared."""
 
 
 def _not_run(because: str) -> Comparison:
@@ -214,14 +214,14 @@ class _Numbering:
         self._numbers: dict[Hashable, int] = {}
         self.sources: dict[int, tuple[str, Any]] = {}
         # Tracers and keys are compared by identity, so they must stay alive.
-        self._kept: list[Any] = []
+        self._alive: list[Any] = []
 
     def _number(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
     def of_const(self, value: Any) -> int:
         if isinstance(value, Tracer) or _is_key(value):
-            self._kept.append(value)
+            self._alive.append(value)
             number = self._number(("traced", id(value)))
             self.sources[number] = "traced", value
             return number
@@ -275,8 +275,9 @@ class _Numbered:
     """A program with numbered values.
 
     Args:
-        program: as it was traced.
-        made: by number: the equation, its operands and the index among its results.
+        program: the traced program.
+        made: maps a value's number to its equation, the equation's operands, and the index of the
+            value among its results.
         results: the numbers of its outputs.
     """
 
@@ -289,8 +290,8 @@ class _Numbered:
             for v in equation.outvars
         )
 
-    def order(self, is_shared: set[int]) -> list[int]:
-        """The numbers that the results need, operands first."""
+    def order(self, shared: set[int]) -> list[int]:
+        """The numbers of the values that the results need, operands first."""
         order: list[int] = []
         seen: set[int] = set()
         stack = [(number, False) for number in reversed(self.results)]
@@ -303,36 +304,36 @@ class _Numbered:
                 continue
             seen.add(at)
             stack.append((at, True))
-            if self._is_computed(at, is_shared):
+            if self._is_computed(at, shared):
                 stack.extend((x, False) for x in self.made[at][1])
         return order
 
-    def inputs(self, values: _Values, is_shared: set[int]) -> dict[int, Any]:
-        """The values by number that a run starts from: sources, and random shared values."""
+    def inputs(self, values: _Values, shared: set[int]) -> dict[int, Any]:
+        """The values, by number, that a run starts from: sources, and random shared values."""
         known = {}
-        for number in self.order(is_shared):
+        for number in self.order(shared):
             if number not in self.made:
                 known[number] = values.source(number)
-            elif not self._is_computed(number, is_shared):
+            elif not self._is_computed(number, shared):
                 equation, _, index = self.made[number]
                 known[number] = values.random(number, equation.outvars[index].aval)
         return known
 
-    def run(self, inputs: dict[int, Any], is_shared: set[int]) -> list[Any]:
+    def run(self, inputs: dict[int, Any], shared: set[int]) -> list[Any]:
         """Computes the results from the `inputs` of this program."""
         known = dict(inputs)
-        for number in self.order(is_shared):
+        for number in self.order(shared):
             if number not in known:
                 equation, operands, index = self.made[number]
                 known[number] = eval_equation(equation, [known[x] for x in operands])[index]
         return [known[number] for number in self.results]
 
-    def _is_computed(self, number: int, is_shared: set[int]) -> bool:
+    def _is_computed(self, number: int, shared: set[int]) -> bool:
         """Whether an equation is run for a value; shared floats are random numbers instead.
 
         Shared integers are computed too: random ones may be out of bounds as indices.
         """
-        return number in self.made and (number not in is_shared or not self._is_drawn(number))
+        return number in self.made and (number not in shared or not self._is_drawn(number))
 
     def _is_drawn(self, number: int) -> bool:
         """Whether a shared value may be any number of its dtype."""
@@ -344,8 +345,8 @@ class _Numbered:
 class _Values:
     """The values used for the programs' inputs and shared values."""
 
-    def __init__(self, given: dict[int, Any], numbering: _Numbering):
-        self._given = given
+    def __init__(self, arguments: dict[int, Any], numbering: _Numbering):
+        self._arguments = arguments
         self._sources = numbering.sources
         self._made: dict[int, Any] = {}
 
@@ -357,8 +358,8 @@ class _Values:
         if kind == "traced":
             return self.random(number, jax.typeof(value))
         index, aval = value
-        given = self._given[index]
-        return given if isinstance(given, np.ndarray) else self.random(number, aval)
+        argument = self._arguments[index]
+        return argument if isinstance(argument, np.ndarray) else self.random(number, aval)
 
     def random(self, number: int, aval: Any) -> Any:
         """Random numbers of a shape; the same whenever the value has the same number."""

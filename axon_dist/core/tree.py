@@ -80,14 +80,14 @@ def check_depth(
         >>> check_depth(endless)
         Traceback (most recent call last):
         axon_dist.core.errors.ConfigError: a tree has dicts, lists or tuples more than 200 deep in
-        each other, at me/me/me/...; one that holds itself has no end: take it out
+        each other, at me/me/me/...; a tree must not contain itself: remove the cycle
     """
     if not isinstance(tree, (dict, list, tuple)):
         return
     if len(keys) > _DEEPEST:
         raise ConfigError(
             f"a tree has dicts, lists or tuples more than {_DEEPEST} deep in each other, at "
-            f"{'/'.join(map(str, keys[:3]))}/...; one that holds itself has no end: take it out"
+            f"{'/'.join(map(str, keys[:3]))}/...; a tree must not contain itself: remove the cycle"
         )
     seen = {} if seen is None else seen
     # A shared node is visited again only at a greater depth, so DAGs take no exponential time.
@@ -111,7 +111,7 @@ def partition(tree: PyTree, paths: Collection[Path]) -> tuple[PyTree, PyTree]:
 
     Args:
         tree: nested dicts.
-        paths: of leaves; some may be missing in the tree.
+        paths: paths of leaves; some may be missing in the tree.
 
     Returns:
         The leaves not in `paths`, and those in `paths`, as nested dicts.
@@ -141,7 +141,7 @@ def combine(tree: PyTree, other: PyTree) -> PyTree:
         {'a': 1, 'b': {'d': 3, 'c': 2}}
     """
     if not (isinstance(tree, dict) and isinstance(other, dict)):
-        raise ValueError("both trees have a leaf in one place")
+        raise ValueError("both trees have a leaf at the same path")
     shared = {key: combine(tree[key], other[key]) for key in tree.keys() & other.keys()}
     return {**tree, **other, **shared}
 
@@ -246,11 +246,11 @@ def problem_of(leaf: object) -> str | None:
     if isinstance(leaf, jax.Array):
         if isinstance(leaf, Tracer) or not leaf.is_deleted():
             return None
-        return "was deleted, or given away to a function that donates it; make it anew"
+        return "was deleted, or donated to a function; create it again"
     if isinstance(leaf, np.ma.MaskedArray):
         return (
-            "is a masked array, whose mask JAX does not see; give its numbers and its mask as two "
-            "arrays, and weigh by the mask"
+            "is a masked array, and JAX ignores the mask; give the numbers and the mask as two "
+            "arrays, and weight by the mask"
         )
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iufc":
         return None

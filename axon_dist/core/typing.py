@@ -14,7 +14,7 @@ PyTree: TypeAlias = Any
 """Nested containers that `jax.tree` knows, with arrays at the leaves."""
 
 ArrayTree: TypeAlias = Any
-"""A tree whose leaves all have a shape, so no Python numbers."""
+"""A tree whose leaves all have a shape; Python numbers are not allowed."""
 
 Path: TypeAlias = str
 """The path of a leaf in its tree, such as `"blocks/0/attn/kernel"`."""
@@ -29,7 +29,7 @@ Leaf: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 """An array of a tree, or its shape and dtype."""
 
 Batch: TypeAlias = PyTree
-"""Arrays whose dim 0 counts samples; the same number in every leaf."""
+"""Arrays whose dim 0 counts samples; every leaf has the same number of them."""
 
 LossFn: TypeAlias = Callable[..., PyTree]
 """`loss_fn(model, batch)`: a scalar mean or a `Weighted`, or `(either, dict of metrics)`."""

@@ -40,7 +40,7 @@ def pattern_error(pattern: str) -> str | None:
 
     Example:
         >>> pattern_error("blocks/.*/kernel"), pattern_error("(a+)+")
-        (None, 'repeats a group with choices, which can take for ever where a name is nearly found')
+        (None, 'repeats a group with choices, which can take for ever on a near match')
     """
     try:
         re.compile(pattern)
@@ -50,9 +50,9 @@ def pattern_error(pattern: str) -> str | None:
     plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern)
     plain = re.sub(r"\((\?:)?[^()*+{|?]*\)", "x", plain)
     if re.search(r"\)[*+{]", plain):
-        return "repeats a group with choices, which can take for ever where a name is nearly found"
+        return "repeats a group with choices, which can take for ever on a near match"
     if len(re.findall(r"[*+{]", plain)) > _MOST_REPEATS:
-        return f"repeats more than {_MOST_REPEATS} times, which can take for ever, too"
+        return f"has more than {_MOST_REPEATS} repetitions, which can take for ever to match"
     return None
 
 

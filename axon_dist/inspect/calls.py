@@ -294,8 +294,8 @@ def expect_kernels(
         )
     if loss is not None and (positions := largest_logits(module, loss[1])) >= loss[0]:
         wrong.append(
-            f"an array of logits of {positions} positions and {loss[1]} classes, where none "
-            f"should hold those of {loss[0]}"
+            f"an array with the logits of {positions} positions and {loss[1]} classes, but none "
+            f"may hold those of {loss[0]} positions"
         )
     if remat is not None and not is_expected((again := recomputed(module)).count, remat):
         wrong.append(f"instructions that XLA rematerialises by itself: {again}, instead of {remat}")

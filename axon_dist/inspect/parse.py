@@ -304,7 +304,7 @@ def as_module(program: ProgramLike) -> Module:
         start = (text or "").lstrip()[:40]
         raise UnsupportedError(
             f"the program must be optimised HLO, which starts with 'HloModule', but got {start!r}; "
-            "pass jax.jit(f).lower(*args).compile(), not what comes before .compile()"
+            "pass jax.jit(f).lower(*args).compile(), and not the lowered program"
         )
     return parse(text)
 

@@ -282,7 +282,7 @@ class Report:
         kinds = {row.kind for row in self.collectives}
         if self.is_cpu and "reduce-scatter" not in kinds >= {"all-gather", "all-reduce"}:
             yield (
-                "XLA:CPU makes no reduce-scatters: a sum of which each rank keeps a part is "
+                "XLA:CPU has no reduce-scatter: a sum of which each rank keeps a slice is "
                 "all-reduced here, at twice the bytes"
             )
         yield from self.warnings()

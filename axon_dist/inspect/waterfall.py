@@ -176,7 +176,7 @@ class Waterfall:
         """Reads the result of `to_dict`.
 
         Raises:
-            ConfigError: if it is not that of a waterfall, or its rows do not add up.
+            ConfigError: if `plain` is not such a result, or its rows do not add up.
         """
         try:
             losses = tuple(

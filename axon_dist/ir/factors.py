@@ -3,9 +3,9 @@
 An equation has *factors*, as in the op-sharding rules of Shardy: `dot_general` of `[i, k]` and
 `[k, j]` has three. Each dim of an operand or a result is a product of factors, major factor first;
 a dim that a reshape splits in two has two. Each factor has a `Role` in the equation: elements keep
-their place along it, or are summed over it, or each result needs all of it, and so on. Every
-analysis of dims uses this table: of layouts, of dims that need the same sharding, and of dims that
-count samples.
+their position along it, or are summed over it, or each result needs all of it, and so on. Every
+analysis of dims uses this table: of shardings, of dims that need the same sharding, and of dims
+that count samples.
 """
 
 from __future__ import annotations

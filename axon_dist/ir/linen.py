@@ -37,7 +37,7 @@ RunUnit: TypeAlias = Callable[[ClosedJaxpr, Gathers, list[Array]], list[Array]]
 """(program, gather functions of its inputs, inputs) -> results; runs as the equation of a unit."""
 
 SAME_SHARE = 0.5
-"""The least share of equal leaves at which two modules are blocks of one kind."""
+"""The smallest share of equal leaves at which two modules are blocks of one kind."""
 
 ARRAYS: tuple[type, ...] = jax.Array, np.ndarray
 """The types of array leaves; tracers are instances of `jax.Array` too."""

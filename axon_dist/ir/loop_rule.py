@@ -22,22 +22,27 @@ from ..core.words import byte_size, duration
 from .walk import CALLS, LOOPS, Aval, equations, interpret
 
 UNROLLED = 4
-"""Up to this many blocks are always unrolled; more are unrolled if a known cost favours it. A loop
-takes a tenth of the time of four small blocks, and more memory; each unrolled block takes time to
-compile. CPUs have no cost model: most of a test's time there is compile time."""
+"""Up to this many blocks are always unrolled; more are unrolled only if a known cost favours it.
+
+A loop costs a tenth of the time of four small blocks, and more memory; but each unrolled block
+takes time to compile. CPUs have no cost model: compilation takes most of a test's time there.
+"""
 
 STACK_PASSES = 5
-"""How often memory traffic passes over a stack: once to zero it, a read and a write to copy into
-it, a read and a write to copy out. At 124 million parameters and 64 samples of 1024 tokens this
-takes an H100 17.6 ms of a 158.9 ms step; the estimate is 18.1 ms."""
+"""The number of passes over a stack: one to zero it, and a read and a write to copy in and out.
+
+At 124 million parameters and 64 samples of 1024 tokens these take an H100 17.6 ms of a 158.9 ms
+step; the estimate is 18.1 ms.
+"""
 
 GATHERED_BLOCKS = 16
-"""Up to this many blocks that gather their weights are unrolled. A loop gathers one block at a
-time; for unrolled blocks the compiler decides when to gather each. Compiled for h100:8 (FSDP in
-bfloat16, width 512, 8 samples of 512 tokens per device), unrolled blocks take 445 MB of temporaries
-at 8 blocks and a loop 494; at 16 blocks, 810 and 839. Each further block adds 2.4 MB more than in a
-loop. That is less than the 6.3 MB of its gathered weights, so these are freed. Deeper models were
-not compiled, and stay a loop.
+"""Up to this many blocks that gather their weights are unrolled.
+
+A loop gathers one block at a time; for unrolled blocks the compiler decides when to gather each.
+Compiled for h100:8 (FSDP in bfloat16, width 512, 8 samples of 512 tokens per device), unrolled
+blocks take 445 MB of temporaries at 8 blocks and a loop 494; at 16 blocks, 810 and 839. Each
+further block adds 2.4 MB more than in a loop. That is less than the 6.3 MB of its gathered weights,
+so these are freed. Deeper models were not compiled, and stay a loop.
 
 A loop of this many blocks does not save compile time either: the compiler peels and doubles its
 iterations to gather ahead. On one core the loops took 43 and 65 s to compile, unrolled blocks 31
@@ -78,8 +83,8 @@ class LoopCost:
         bandwidth: bytes per second of the device's memory.
         block_seconds: seconds to compile one more block.
         platform: `"cpu"`, `"cuda"` or `"tpu"`; branches for other platforms are ignored.
-        num_shares: over how many devices the arrays of the traced program are divided: the ranks
-            that split the samples in global view, one inside `shard_map`.
+        num_shares: the number of devices that share the arrays of the traced program: the ranks
+            that split the samples in global view; 1 inside `shard_map`.
         most: the largest number of unrolled blocks whose memory is known; None sets no limit.
         loop_blocks: how many unrolled blocks compile in the time of one loop.
     """

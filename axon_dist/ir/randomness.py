@@ -109,8 +109,8 @@ def _note(rows: dict[Drawn, SampleRows | None], drawn: Drawn, sampled: SampleRow
         if drawn[:1] == ("split",):
             what = f"random keys of shape {drawn[1:]}"
         raise UnsupportedError(
-            f"the model draws {what} both with and without a batch dim, and the shape does "
-            "not say which; change the local batch size"
+            f"the model draws {what} both with and without a batch dim, and the shapes are equal; "
+            "change the local batch size"
         )
 
 

@@ -46,7 +46,7 @@ class Stacked:
 
     Args:
         rows: arrays of the same shape and dtype.
-        array: the array itself, if it is at hand; otherwise the rows are stacked when needed.
+        array: the array itself, if it exists already; otherwise the rows are stacked when needed.
     """
 
     def __init__(self, rows: Sequence[Array], array: Array | None = None):

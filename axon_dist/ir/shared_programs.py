@@ -38,7 +38,7 @@ from .walk import (
 )
 
 SMALL = 1024
-"""The most elements of an array that several slices may each compute again."""
+"""The largest array, in elements, that several slices may each compute again."""
 
 DRAWN = frozenset({"random_bits", "random_gamma"})
 """Primitives that draw numbers; only the slices run them."""

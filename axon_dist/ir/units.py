@@ -376,9 +376,9 @@ def _not_one_layer(module: nnx.Module, count: int) -> UnsupportedError:
     """Returns the error for a call of a whole stack of layers; it shows how to call one layer."""
     name = type(module).__name__
     return UnsupportedError(
-        f"a {name} that holds {count} stacked layers is called as a whole, and loops over them "
-        "within its own call: gathered or recomputed as one, it would take the memory of all "
-        f"layers at once. Let {name} be one layer, and loop where it is held: "
+        f"a {name} of {count} stacked layers is called as a whole, and loops over them within its "
+        "own call: gathered or recomputed as one unit, it would take the memory of all layers at "
+        f"once. Let {name} be one layer, and loop over the layers in its parent: "
         "nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, "
         "self.blocks); or keep the layers in an nnx.List"
     )
@@ -395,10 +395,10 @@ def _check_unchanged(module_type: type, leaves: Sequence[object], arguments: PyT
     after = jax.tree.leaves(arguments, is_leaf=_is_node)
     if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
         raise UnsupportedError(
-            f"a call of {module_type.__name__} changes a list or dict that it is given: its "
-            f"arguments had {len(leaves)} leaves and now have {len(after)}. The call is traced "
-            "as a separate program, and the caller gets only what it returns: return the value, or "
-            "keep it in an nnx.Variable"
+            f"a call of {module_type.__name__} changes a list or dict argument, which "
+            f"had {len(leaves)} leaves and now has {len(after)}. The call is traced as a separate "
+            "program, and the caller gets only its results: return the value, or store it in an "
+            "nnx.Variable"
         )
 
 
@@ -422,7 +422,7 @@ def check_some(paths: list[Path], what: str, model: nnx.Module) -> None:
     if not paths:
         raise UnsupportedError(
             f"{what} matches no module of the model; it has modules of the classes "
-            f"{', '.join(names_of(model))}. Name one of them"
+            f"{', '.join(names_of(model))}. Use one of these names"
         )
 
 

@@ -24,10 +24,11 @@ _OURS = "axon: "
 _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(:|$)")
 _ABORTS = ("coordination service", "distributed service")
+"""Words in the log of a process that JAX aborted because the service is gone."""
 _DEATH_SECONDS = 10.0
 _PUMP_SECONDS = 1.0
 _MOST_PUMPS = 256
-"""The most ranks whose output a thread copies; each takes two open files of the launcher."""
+"""The most ranks whose output is copied by threads; each takes two open files of the launcher."""
 _GUARD = (
     'groups=; while read -r group; do groups="$groups -$group"; done; kill -s KILL -- $groups; '
     'rm -rf -- "$0"'
@@ -41,12 +42,12 @@ class Child:
 
     Args:
         rank: its number.
-        process: the process. It leads a session, so keys pressed in the terminal reach only the
-            launcher, and everything that it starts can be ended with it.
+        process: the process. It leads its own session, so keys pressed in the terminal reach only
+            the launcher, and all processes that it starts can be ended with it.
         log: the file for its output.
         pump: the thread that copies its output to the log and the screen; None if the rank writes
             the log itself.
-        was_starting: whether a signal reached it before it could handle one.
+        was_starting: whether a signal reached it before it had a signal handler.
     """
 
     rank: int
@@ -69,10 +70,10 @@ class Child:
     def stop(self, number: int) -> None:
         """Forwards a signal that ends the run.
 
-        A process that starts has no handler yet. SIGINT then raises an exception in the middle of
-        an import, which may turn it into any other error, or into SIGABRT.
+        A process that is still starting has no handler yet. SIGINT then raises an exception in the
+        middle of an import, which may turn it into any other error, or into SIGABRT.
         """
-        self.was_starting |= not _handles(self.process.pid, signal.SIGTERM)
+        self.was_starting |= not _has_handler(self.process.pid, signal.SIGTERM)
         self.send(number)
 
     def send(self, number: int) -> None:
@@ -119,14 +120,14 @@ def start_child(
 ) -> Child:
     """Starts a rank; the output of local rank 0 goes to the standard output too.
 
-    A rank that writes its log itself would fail at a print when the disk is full. So a thread of
-    the launcher copies its output, and goes on reading if the log cannot be written.
+    A rank that wrote its log itself would fail at a print when the disk is full. So a thread of the
+    launcher copies its output, and continues to read it if the log cannot be written.
 
     Args:
         command: program and arguments.
-        env: its environment.
-        rank: its number.
-        log: the file for its output; it is appended to.
+        env: the environment of the rank.
+        rank: the index of the rank.
+        log: the file to which its output is appended.
         tell: called with a sentence when the log cannot be written.
 
     Raises:
@@ -159,7 +160,7 @@ class _Log:
     """The log of a rank; a disk error loses lines, but does not end the rank.
 
     Args:
-        path: of the file; it is appended to.
+        path: the file to append to.
         tell: called with a sentence when the first line is lost.
 
     Raises:
@@ -175,7 +176,7 @@ class _Log:
         except OSError as error:
             if error.errno in NO_FILE:
                 raise LaunchError(
-                    f"cannot write the log {str(path)!r}: {error.strerror}; remove that, or name "
+                    f"cannot write the log {str(path)!r}: {error.strerror}; remove it, or choose "
                     "another folder with --log-dir"
                 ) from error
             self.descriptor = os.open(os.devnull, os.O_WRONLY)
@@ -196,15 +197,15 @@ class _Log:
 
     def _fail(self, error: OSError) -> None:
         if not self._has_failed:
-            self._tell(f"{self._path}: the log loses lines ({error.strerror}); the ranks go on")
+            self._tell(f"{self._path}: the log loses lines ({error.strerror}); the ranks continue")
         self._has_failed = True
 
 
 class Reaper:
     """Kills the process groups of a launcher that died; runs as a separate process.
 
-    The kernel can kill a process whose parent died, but not that process's children. And setting
-    this up takes a fork, which JAX warns about.
+    The kernel can kill a process whose parent died (`PR_SET_PDEATHSIG`), but not that process's
+    children. Setting it would also take a fork, about which JAX warns.
 
     Args:
         remove_folder: a folder to remove when the launcher dies; "" for none.
@@ -235,22 +236,22 @@ class Reaper:
             self._process.stdin.close()
 
 
-def _handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler of a signal; True where the kernel does not say."""
+def _has_handler(pid: int, number: int) -> bool:
+    """Whether a process handles a signal; True if the kernel does not report it."""
     with contextlib.suppress(OSError):
         found = re.search(r"SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
         return found is None or bool(int(found[1], 16) >> number - 1 & 1)
     return True
 
 
-def lasting(tell: Callable[[str], None]) -> Callable[[str], None]:
+def ignoring_closed_terminal(tell: Callable[[str], None]) -> Callable[[str], None]:
     """Wraps `tell` to ignore errors of a closed terminal, which must not end a run."""
 
-    def tell_or_not(line: str) -> None:
+    def tell_if_open(line: str) -> None:
         with contextlib.suppress(OSError):
             tell(line)
 
-    return tell_or_not
+    return tell_if_open
 
 
 def last_message(log: Path) -> str:
@@ -300,7 +301,7 @@ def _copy(source: int, log: _Log, has_screen: bool) -> None:
 
 
 def _show(chunk: bytes) -> bool:
-    """Copies to the screen; returns False once its reader is gone, which must not stop the rank."""
+    """Copies to the screen; returns False if its reader is gone, so that the rank continues."""
     lines = chunk.splitlines(keepends=True)
     try:
         sys.stdout.buffer.write(b"".join(x for x in lines if not x.startswith(_NOISE)))

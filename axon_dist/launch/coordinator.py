@@ -1,10 +1,10 @@
 """The coordination service of `jax.distributed`, as a separate program.
 
 JAX runs the service inside process 0. It then dies with that process, and the others abort without
-learning which process was lost. Here it outlives process 0 until they have found out. It is run by
-its path (`python -P coordinator.py ADDRESS PROCESSES HEARTBEAT SHUTDOWN LINGER`) and imports only
-`jaxlib`, so it starts quickly. It prints `ready`, reads its standard input until process 0 is gone,
-and ends: at once if process 0 sent `bye`, else `LINGER` seconds later.
+learning which process was lost. This program outlives process 0 until they have found out. It is
+run by its path (`python -P coordinator.py ADDRESS PROCESSES HEARTBEAT SHUTDOWN LINGER`) and imports
+only `jaxlib`, so it starts quickly. It prints `ready` and reads its standard input until process 0
+is gone. Then it ends: at once if process 0 sent `bye`, else `LINGER` seconds later.
 """
 
 import os

@@ -44,13 +44,13 @@ def check_settings() -> None:
     Raises:
         LaunchError: with the names of the settings.
     """
-    secure = ("mtls_", "verify_secure_credentials")
-    stated = {name: v for name, v in jax.config.values.items() if any(s in name for s in secure)}
-    if refused := [name for name, value in stated.items() if value]:
+    words = ("mtls_", "verify_secure_credentials")
+    secure = {name: v for name, v in jax.config.values.items() if any(w in name for w in words)}
+    if refused := [name for name, value in secure.items() if value]:
         raise LaunchError(
             f"{', '.join(refused)} would have JAX authenticate the processes of a run to each "
-            "other; their coordination service is started by axon_dist, in the clear. Leave the "
-            "setting out and let no one but the run reach the port, or call "
+            "other, but axon_dist starts their coordination service without encryption. Remove the "
+            "setting and make the port reachable only for the run, or call "
             "jax.distributed.initialize before World.init()"
         )
 
@@ -76,7 +76,7 @@ class Coordinator:
             [sys.executable, "-P", coordinator.__file__, endpoint, *map(str, numbers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # It outlives this process, so it must not keep its output open.
+            # The service outlives this process, so it must not keep this process's stderr open.
             stderr=subprocess.DEVNULL,
             text=True,
         )
@@ -126,7 +126,7 @@ def join(spec: LaunchSpec, silence: float) -> Coordinator | None:
 
 
 def _heartbeat(silence: float) -> int:
-    """JAX's own timeout. It comes second, because JAX aborts without naming the lost process."""
+    """JAX's own timeout, longer than the watchdog's: JAX aborts without naming the lost process."""
     return int(2 * silence) + 10
 
 
@@ -145,7 +145,7 @@ class Timeouts:
     Args:
         launch: seconds until all processes have reported, and until the first collective is done.
         silence: seconds without a heartbeat after which a process counts as lost.
-        step: seconds in which some process must take a step, including compiling and saving.
+        step: seconds within which some process must finish a step, with compilation and saving.
 
     Raises:
         LaunchError: if one is not positive.
@@ -185,7 +185,7 @@ def initialize(
 ) -> None:
     """Connects the processes of a run; does nothing for a single process, or the second time.
 
-    It asks the cluster for what the spec leaves open, lets every process report to process 0, and
+    It asks the cluster for fields that the spec lacks, lets every process report to process 0, and
     starts `jax.distributed` and a watchdog that ends all processes when one is lost. After that, an
     uncaught exception ends this process at once and is reported to the others. SIGTERM keeps its
     meaning.
@@ -205,7 +205,7 @@ def initialize(
     if backend_started():
         raise BackendStartedError(
             f"process {spec.process_id} of {spec.num_processes} has started its JAX backend "
-            "before it met the others; call World.init() before anything makes an array"
+            "before it joined the others; call World.init() before creating any array"
         )
     timeouts = timeouts or Timeouts()
     spec = complete(spec, timeouts)
@@ -221,7 +221,7 @@ def initialize(
     present = rendezvous(spec.coordinator_address, me, timeouts.launch, token)
     if devices_per_process is not None:
         prepare_emulation(devices_per_process)
-    # Longer than our own watchdogs, which can name the lost process.
+    # This timeout is longer than those of our own watchdogs, which can name the lost process.
     _add_flags(watchdog_flags(int(timeouts.step + timeouts.silence)))
     coordinator = join(spec, timeouts.silence)
     watchdog = Watchdog(me.process, present, SharedStore(), timeouts.silence)
@@ -234,7 +234,7 @@ def initialize(
 
 
 def complete(spec: LaunchSpec, timeouts: Timeouts) -> LaunchSpec:
-    """Asks the cluster for what a spec leaves open.
+    """Asks the cluster for the fields that a spec lacks.
 
     Raises:
         LaunchError: if the cluster does not answer.
@@ -260,12 +260,12 @@ def complete(spec: LaunchSpec, timeouts: Timeouts) -> LaunchSpec:
 def leave(code: int, reason: str) -> int:
     """Ends this process if it is one of several; returns the code if it is the only one.
 
-    A normal exit would wait for the others, which wait for this process in a collective. The
-    watchdog tells them the reason, and they end too.
+    A normal exit would wait for the other processes, while they wait for this one in a collective.
+    The watchdog instead posts the reason, and they end too.
 
     Args:
         code: the exit code.
-        reason: one line.
+        reason: why the process ends, in one line.
     """
     if not jax.distributed.is_initialized():
         return code
@@ -273,7 +273,7 @@ def leave(code: int, reason: str) -> int:
 
 
 def leave_after(error: BaseException) -> int:
-    """Like `leave` with code 1, after an exception that was already shown to the user."""
+    """Ends this process with code 1 after an exception that the user has seen; see `leave`."""
     hook = sys.excepthook
     if isinstance(hook, _OnException):
         hook.leave(error)
@@ -313,7 +313,7 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
         return float(env.get(name, default))
     except ValueError:
         raise LaunchError(
-            f"{name} is {env[name]!r:.80}, which is not a number of seconds; set one, or nothing"
+            f"{name} is {env[name]!r:.80}; set a number of seconds, or unset it"
         ) from None
 
 
@@ -333,24 +333,24 @@ def stated_share(env: Mapping[str, str]) -> int | None:
     if _VARIABLE not in env:
         return None
     # JAX treats -1 as unset.
-    stated = _within(env[_VARIABLE], _VARIABLE, -1, MOST_DEVICES)
-    return None if stated == -1 else stated
+    number = _within(env[_VARIABLE], _VARIABLE, -1, MOST_DEVICES)
+    return None if number == -1 else number
 
 
 def _within(text: str, name: str, least: int, most: int) -> int:
-    stated = parse_count(text, name)
-    if not least <= stated <= most:
-        raise LaunchError(f"{name} is {stated}; set a number from {least} to {most}, or nothing")
-    return stated
+    number = parse_count(text, name)
+    if not least <= number <= most:
+        raise LaunchError(f"{name} is {number}; set a number from {least} to {most}, or unset it")
+    return number
 
 
 def share_of(num_devices: int, spec: LaunchSpec, stated: int | None = None) -> int:
     """How many of a run's emulated devices each process has.
 
     Args:
-        num_devices: over all processes.
+        num_devices: the number of devices over all processes.
         spec: how this process was launched.
-        stated: the number per process that the environment sets.
+        stated: the number per process that the environment sets; None if it sets none.
 
     Raises:
         LaunchError: if the processes cannot share them evenly.
@@ -368,8 +368,8 @@ def share_of(num_devices: int, spec: LaunchSpec, stated: int | None = None) -> i
     count = spec.num_processes
     if count is None:
         raise LaunchError(
-            f"cannot share {num_devices} emulated devices among processes that {spec.source} alone "
-            "counts; leave out devices.emulate there"
+            f"cannot share {num_devices} emulated devices among the processes of {spec.source}, "
+            "whose number is not known yet; remove devices.emulate there"
         )
     if num_devices % count:
         raise LaunchError(
@@ -379,8 +379,8 @@ def share_of(num_devices: int, spec: LaunchSpec, stated: int | None = None) -> i
     share = num_devices // count
     if count > 1 and stated not in (None, share):
         raise LaunchError(
-            f"{num_devices} emulated devices over {count} processes make {share} each, but "
-            f"{_VARIABLE}={stated}; leave out --devices-per-process, or emulate {count * stated}"
+            f"{num_devices} emulated devices over {count} processes are {share} for each, but "
+            f"{_VARIABLE}={stated}; remove --devices-per-process, or emulate {count * stated}"
         )
     return share
 
@@ -390,7 +390,7 @@ class EmulatedDevices:
 
     Attributes:
         are_ours: whether `prepare_emulation` set them up before the backend started. XLA reads its
-            flags only once, so a backend that something else started stays without ours.
+            flags only once, so a backend that was started otherwise lacks the flags set there.
     """
 
     are_ours: ClassVar[bool] = False
@@ -400,8 +400,8 @@ def prepare_emulation(num_devices: int, only_cpu: bool = True) -> None:
     """Sets up emulated CPU devices before the backend starts; does nothing afterwards.
 
     Args:
-        num_devices: CPU devices of this process.
-        only_cpu: whether JAX starts no other backend, unless `jax_platforms` names one.
+        num_devices: the number of CPU devices of this process.
+        only_cpu: whether JAX starts only the CPU backend, unless `jax_platforms` is set.
 
     With one thread per core, a loop that never blocks fills XLA's thread pool with devices that
     wait for each other, and the process dies. So the pool gets enough threads for all devices.
@@ -409,11 +409,11 @@ def prepare_emulation(num_devices: int, only_cpu: bool = True) -> None:
     if backend_started():
         return
     fewest = _FEWEST_THREADS if jax.distributed.is_initialized() else 2 * num_devices
-    stated = _within(os.environ.get("NPROC") or "0", "NPROC", 0, _MOST_THREADS)
-    threads = max(fewest, 2 * num_devices, stated, os.cpu_count() or 1)
+    requested = _within(os.environ.get("NPROC") or "0", "NPROC", 0, _MOST_THREADS)
+    threads = max(fewest, 2 * num_devices, requested, os.cpu_count() or 1)
     os.environ["NPROC"] = str(threads)
     _add_flags(rendezvous_flags())
-    # The environment may ask for more devices, for another world later in this process.
+    # The environment may ask for more devices, for a later world in this process.
     asked = getattr(jax.config, "jax_num_cpu_devices")  # noqa: B009
     jax.config.update("jax_num_cpu_devices", max(num_devices, asked))
     if only_cpu and not getattr(jax.config, "jax_platforms"):  # noqa: B009
@@ -422,7 +422,7 @@ def prepare_emulation(num_devices: int, only_cpu: bool = True) -> None:
 
 
 def can_restart() -> bool:
-    """Whether a backend runs that has nothing but CPU devices, set up by this process alone."""
+    """Whether the running backend has only CPU devices that this single process set up."""
     is_ours = backend_started() and EmulatedDevices.are_ours
     return is_ours and jax.default_backend() == "cpu" and not jax.distributed.is_initialized()
 
@@ -438,7 +438,7 @@ def keep_collectives_in_order(devices: Sequence[Any]) -> None:
     """Keeps programs whose collectives XLA:CPU could confuse out of JAX's compilation cache.
 
     Args:
-        devices: of a world; a single device and other platforms are not affected.
+        devices: the devices of a world; a single device and other platforms are not affected.
     """
     is_at_risk = len(devices) > 1 and devices[0].platform == "cpu"
     if is_at_risk and not runs_cached_collectives_in_order():
@@ -452,11 +452,11 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
 def orders_collectives(hlo: str) -> bool:
-    """Whether no two collectives of a program can be confused, in any order.
+    """Whether XLA:CPU can tell all collectives of a program apart, in whatever order they run.
 
     XLA:CPU matches devices in a collective by its kind and channel, and runs the collectives of one
-    computation in order. Loops and branches lose that order when a program is loaded from the
-    cache. So each collective must have its own channel, and be outside loops and branches.
+    computation in order. In a program loaded from the cache, loops and branches lose that order. So
+    each collective must have its own channel, and be outside loops and branches.
 
     Args:
         hlo: the text of an optimised module.

@@ -39,7 +39,7 @@ class LaunchSpec:
         >>> LaunchSpec(num_processes=2, process_id=2)
         Traceback (most recent call last):
             ...
-        axon_dist.core.errors.LaunchError: process 2 of 2 cannot be: processes count from 0 to 1...
+        axon_dist.core.errors.LaunchError: got process 2 of 2; processes count from 0 to 1: check...
     """
 
     coordinator_address: str | None = f"{DEFAULT_HOST}:{DEFAULT_PORT}"
@@ -56,24 +56,25 @@ class LaunchSpec:
     def validate(self) -> None:
         """Raises `LaunchError` unless the process id and the address are valid."""
         if self.num_processes is not None and self.num_processes < 1:
-            raise LaunchError(f"{self.num_processes} processes cannot run; start at least one")
-        process, count = self.process_id, self.num_processes
+            raise LaunchError(f"got {self.num_processes} processes; start at least one")
+        process = self.process_id
+        count = self.num_processes
         if process is not None and count is not None and not 0 <= process < count:
             raise LaunchError(
-                f"process {process} of {count} cannot be: processes count from 0 to {count - 1}; "
-                "check RANK and WORLD_SIZE, or what your launcher sets in their place"
+                f"got process {process} of {count}; processes count from 0 to {count - 1}: check "
+                "RANK and WORLD_SIZE, or the variables that your launcher sets instead"
             )
         if self.coordinator_address is not None:
             split_address(self.coordinator_address)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the cluster need not be asked for anything."""
+        """Whether no field has to be asked from the cluster."""
         return None not in (self.coordinator_address, self.num_processes, self.process_id)
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are or may be other processes."""
+        """Whether there are, or may be, other processes."""
         return self.num_processes != 1
 
 
@@ -101,8 +102,8 @@ def bind_address(address: str) -> tuple[str, int]:
         address: `host:port`.
 
     Returns:
-        Host and port. The host is "", for all addresses, if the name is of another machine that
-        forwards connections, such as a Kubernetes service.
+        Host and port. The host is "", which means all addresses, if the name belongs to another
+        machine that forwards connections, such as a Kubernetes service.
 
     Example:
         >>> bind_address("localhost:29500")[0] in ("127.0.0.1", "::1")
@@ -122,7 +123,7 @@ def parse_host(text: str, name: str) -> str:
     """Checks the name or address of a host, without a port.
 
     Args:
-        text: such as `node0`, `10.0.0.1`, `::1` or `[::1]`.
+        text: a name or address such as `node0`, `10.0.0.1`, `::1` or `[::1]`.
         name: the variable or option, for messages.
 
     Returns:
@@ -140,12 +141,12 @@ def parse_host(text: str, name: str) -> str:
         return host
     address = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
-        # May end with a zone, as in fe80::1%eth0.
+        # The address may end with a zone, as in fe80::1%eth0.
         ipaddress.IPv6Address(address)
     except ValueError:
         what = f"{host!r:.80}" if host else "empty"
         raise LaunchError(
-            f"{name} is {what}; give the name or the address of a host alone, such as localhost "
+            f"{name} is {what}; give only the name or the address of a host, such as localhost "
             "or 10.0.0.1, without a scheme, a port or a path"
         ) from None
     return f"[{address}]"
@@ -159,7 +160,7 @@ def parse_port(text: str, name: str) -> int:
     """
     port = parse_count(text, name)
     if not 1 <= port <= 65535:
-        raise LaunchError(f"{name} is {port}; a port lies in 1..65535, for example {DEFAULT_PORT}")
+        raise LaunchError(f"{name} is {port}; set a port from 1 to 65535, such as {DEFAULT_PORT}")
     return port
 
 
@@ -231,7 +232,7 @@ def _named_cluster(env: Environment) -> LaunchSpec | None:
         return LaunchSpec()
     if name not in _CLUSTERS:
         options = did_you_mean(name, (*_CLUSTERS, "none"))
-        raise LaunchError(f"{CLUSTER} names the cluster {name!r}, which is not known.{options}")
+        raise LaunchError(f"{CLUSTER} names the unknown cluster {name!r}.{options}")
     return _ask_cluster(name)
 
 
@@ -302,7 +303,7 @@ def _jax(env: Environment) -> LaunchSpec | None:
 def _some_missing(env: Environment, missing: Sequence[str]) -> str:
     present = [f"{name}={env[name]}" for name in _JAX_VARIABLES if name in env]
     return (
-        f"{' and '.join(present)} set, {' and '.join(missing)} not; set all of "
+        f"{' and '.join(present)} set, but {' and '.join(missing)} not; set all of "
         f"{', '.join(_JAX_VARIABLES)}, or none for a single process"
     )
 
@@ -315,8 +316,8 @@ def _sagemaker(env: Environment) -> LaunchSpec | None:
     current = env.get("SM_CURRENT_HOST")
     if current not in hosts:
         raise LaunchError(
-            f"SM_CURRENT_HOST={current} is not one of SM_HOSTS={', '.join(hosts)}; both are set by "
-            "SageMaker, check that nothing overwrites them"
+            f"SM_CURRENT_HOST={current} is not one of SM_HOSTS={', '.join(hosts)}; SageMaker sets "
+            "both: check that nothing overwrites them"
         )
     return LaunchSpec(
         coordinator_address=f"{parse_host(hosts[0], 'SM_HOSTS')}:{_port(env)}",
@@ -332,7 +333,7 @@ def _host_list(text: str) -> list[str]:
     except (ValueError, RecursionError):
         hosts = None
     if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts) or not hosts:
-        raise LaunchError(f'SM_HOSTS is {text!r:.80}, which must be a JSON list, as in ["algo-1"]')
+        raise LaunchError(f'SM_HOSTS is {text!r:.80}; it must be a JSON list, as in ["algo-1"]')
     if len(set(hosts)) < len(hosts):
         raise LaunchError(f"SM_HOSTS={text:.80} names a host twice; every host runs one process")
     return sorted(hosts)
@@ -348,8 +349,8 @@ def _ompi(env: Environment) -> LaunchSpec | None:
         return _ask_cluster("ompi", names.num_processes, names.process_id)
     if "MASTER_ADDR" not in env:
         raise LaunchError(
-            f"Open MPI started {names.num_processes} processes, but since version 5 does not tell "
-            "them where the first one runs; add -x MASTER_ADDR=<host of rank 0> to mpirun"
+            f"Open MPI started {names.num_processes} processes, but since version 5 it does not "
+            "tell them where rank 0 runs; add -x MASTER_ADDR=<host of rank 0> to mpirun"
         )
     local = env.get("OMPI_COMM_WORLD_LOCAL_RANK")
     return dataclasses.replace(
@@ -389,8 +390,8 @@ def _ranked(env: Environment, count: str, process: str) -> LaunchSpec:
     if process not in env or count not in env:
         present, missing = (count, process) if count in env else (process, count)
         raise LaunchError(
-            f"{present}={env[present]} is set and {missing} is not; give every process both, as "
-            f"launchers do, or set {CLUSTER}=none for a single process"
+            f"{present}={env[present]} is set, but {missing} is not; set both for every process, "
+            f"as launchers do, or set {CLUSTER}=none for a single process"
         )
     return LaunchSpec(num_processes=_count(env, count, at_least=1), process_id=_count(env, process))
 

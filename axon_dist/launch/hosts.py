@@ -1,7 +1,8 @@
 """Starts a launcher on each of several hosts over ssh, and ends all of them together.
 
-Secrets go through the standard input of ssh, not the command line. The input stays open: a remote
-launcher whose input ends has lost this one, and ends its ranks. So nothing is left on a host.
+Secrets go through the standard input of ssh, not the command line. The input stays open during the
+run: if it ends, the remote launcher has lost this one, and ends its ranks. So no process is left on
+a host.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from pathlib import Path
 from ..core.errors import LaunchError
 from ..core.files import read_text
 from ..core.words import printable
-from .child import lasting
+from .child import ignoring_closed_terminal
 from .environment import DEFAULT_PORT, parse_host
-from .local import INTERRUPTED, USER_ERROR, LaunchPlan, Notice, noticing
+from .local import INTERRUPTED, USER_ERROR, LaunchPlan, ReceivedSignals, handling_signals
 from .rendezvous import TOKEN
 from .watchdog import EXIT_PEER_LOST
 
@@ -34,7 +35,7 @@ _FORWARDED = ("AXON_", "JAX_", "XLA_", "NCCL_", "LIBTPU_", "FI_", "CUDA_", "HF_"
 """Prefixes of variables that are sent to every host: settings of a run, and credentials."""
 
 _UNREACHED = 255
-"""The exit code of ssh itself."""
+"""The exit code of ssh when it cannot connect."""
 
 _END, _POLL_SECONDS, _LAST_SECONDS = "TERM\n", 0.1, 30.0
 _OURS = "axon launch: "
@@ -64,7 +65,7 @@ def read_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
     if not names:
         raise LaunchError("got no host; give --hosts node0,node1 or a file with one on each line")
     if len(set(names)) < len(names):
-        raise LaunchError(f"got a host twice: {', '.join(names)}; each runs one launcher")
+        raise LaunchError(f"got a host twice: {', '.join(names)}; name each host once")
     for name in names:
         parse_host(name.rpartition("@")[2], "a host")
     return tuple(names)
@@ -75,8 +76,8 @@ def launch_hosts(
 ) -> int:
     """Runs a plan on several hosts to its end, with restarts.
 
-    All hosts must have this folder and this Python at the same paths, for example by a shared disk
-    or the same image. Rank 0 runs on host 0; the others must reach it by the given name.
+    All hosts must have this folder and this Python at the same paths, for example on a shared disk
+    or in the same image. Rank 0 runs on host 0; the others must reach it by the given name.
 
     Args:
         hosts: destinations for ssh; host 0 first.
@@ -85,7 +86,7 @@ def launch_hosts(
         tell: called with a line about what happens.
 
     Returns:
-        As `launch`; 76 also if a host was lost.
+        The exit code as from `launch`; 76 also if a host was lost.
 
     Raises:
         LaunchError: if there is no ssh, or a host cannot be reached.
@@ -93,11 +94,11 @@ def launch_hosts(
     if shutil.which("ssh") is None:
         raise LaunchError("there is no ssh on this machine; install it, or run axon launch "
                           "--nnodes N --node-rank R --master-addr HOST on each host")  # fmt: skip
-    tell = lasting(tell)
-    with noticing() as notice:
+    tell = ignoring_closed_terminal(tell)
+    with handling_signals() as received:
         for attempt in range(plan.max_restarts + 1):
-            code = _Attempt(tuple(hosts), plan, tuple(options), tell, notice).run()
-            if code in (0, USER_ERROR) or notice or attempt == plan.max_restarts:
+            code = _Attempt(tuple(hosts), plan, tuple(options), tell, received).run()
+            if code in (0, USER_ERROR) or received or attempt == plan.max_restarts:
                 return code
             tell(f"restart {attempt + 1} of {plan.max_restarts}, on {len(hosts)} hosts")
     raise AssertionError("the loop returns")
@@ -139,7 +140,7 @@ class _Host:
         try:
             self.process.wait(_LAST_SECONDS)
         except subprocess.TimeoutExpired:
-            self.tell(f"{self.name}: its launcher does not end; look for it there")
+            self.tell(f"{self.name}: its launcher does not end; end it on that host")
             self.process.kill()
             self.process.wait()
         if self.reader is not None:
@@ -162,7 +163,7 @@ class _Attempt:
     plan: LaunchPlan
     options: tuple[str, ...]
     tell: Callable[[str], None]
-    notice: Notice
+    received: ReceivedSignals
     started: list[_Host] = dataclasses.field(default_factory=list)
 
     def run(self) -> int:
@@ -195,11 +196,12 @@ class _Attempt:
         host.send(json.dumps({**shared, TOKEN: token}) + "\n")
 
     def _wait(self) -> int:
-        sent, failed = 0, None
+        sent = 0
+        failed = None
         while True:
-            for host in self.started if len(self.notice.numbers) > sent else ():
+            for host in self.started if len(self.received.numbers) > sent else ():
                 host.send(_END)
-            sent = len(self.notice.numbers)
+            sent = len(self.received.numbers)
             codes = [host.code for host in self.started]
             if failed is None:
                 failed = next(
@@ -225,7 +227,7 @@ class _Attempt:
         self.tell(f"{failed.name} {how}; ending the other hosts")
         self._wait_for(self.plan.grace)
         for _ in range(2):
-            # The second signal ends ranks at once that have nothing to save.
+            # The second signal ends at once those ranks that have nothing to save.
             for host in self.started:
                 host.send(_END)
         self._wait_for(2 * self.plan.grace + 1)
@@ -254,10 +256,10 @@ def remote_command(attempt: _Attempt, rank: int) -> str:
 
 
 def attach() -> None:
-    """Ties this launcher to the one that started it over ssh.
+    """Makes this launcher end with the one that started it over ssh.
 
-    The first line of the standard input has variables for the ranks. Each further line, and the end
-    of the input (a lost connection), ends the run like SIGTERM.
+    The first line of the standard input has environment variables for the ranks. Each further line,
+    and the end of the input (a lost connection), ends the run as SIGTERM does.
     """
     variables: Mapping[str, str] = json.loads(sys.stdin.readline() or "{}")
     os.environ.update(variables)

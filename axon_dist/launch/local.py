@@ -24,7 +24,7 @@ from typing import BinaryIO
 from ..core.arguments import check_fields
 from ..core.errors import LaunchError, reworded
 from ..core.files import open_regular
-from .child import Child, Reaper, lasting, start_child
+from .child import Child, Reaper, ignoring_closed_terminal, start_child
 from .distributed import MOST_DEVICES
 from .environment import DEFAULT_PORT, parse_host, parse_port
 from .rendezvous import TOKEN
@@ -108,14 +108,17 @@ def _remove_unless_locked(folder: Path) -> None:
 
 
 USER_ERROR = 2
-"""The exit code of a user error, which a restart would only repeat."""
+"""The exit code of a user error. A restart would fail in the same way."""
 
 INTERRUPTED = 75
-"""The exit code of a run that a signal ended between two steps after it saved: `EX_TEMPFAIL` of
-`sysexits.h`, "try again later". A scheduler restarts it with `--resume auto`."""
+"""The exit code of a run that a signal ended between two steps, after it saved its state.
+
+It is `EX_TEMPFAIL` of `sysexits.h`, "try again later". A scheduler restarts the run with
+`--resume auto`.
+"""
 
 PLANNED = "AXON_PLANNED_WORLD_SIZE"
-"""The variable with the number of processes of a run when none is lost."""
+"""The variable with the planned number of processes of a run, including lost ones."""
 
 ELASTIC = "AXON_ELASTIC"
 """The variable that is set if a run continues without lost processes."""
@@ -127,14 +130,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ENDING = (signal.SIGQUIT, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU)
 """Signals that end a process which does not handle them."""
 _STOPPING_SECONDS = 1800.0
-"""Seconds that the ranks have after a signal, for the step and the save."""
+"""Seconds that the ranks have after a signal to finish the step and save."""
 _LAST_SECONDS = 15.0
-"""Seconds that the other ranks have after one has saved and ended."""
+"""Seconds that the other ranks have to end after one has saved and ended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """What the local launcher starts.
+    """The processes that the local launcher starts.
 
     Args:
         command: the program and its arguments, the same for every rank.
@@ -142,12 +145,12 @@ class LaunchPlan:
         nnodes: the number of hosts that run a launcher.
         node_rank: the index of this host.
         master_addr: the host of rank 0.
-        master_port: a free port there; None finds one, on a single host only.
-        devices_per_process: CPU devices that each process emulates; None leaves it to the command.
+        master_port: a free port on that host; None finds one, on a single host only.
+        devices_per_process: CPU devices that each process emulates; None lets the command decide.
         max_restarts: how often a failed run restarts.
         elastic: restart without the lost processes.
-        rejoin_after: seconds on fewer processes after which all processes start again, between two
-            steps; None never.
+        rejoin_after: seconds on fewer processes after which the run stops between two steps and
+            starts again with all processes; None for never.
         grace: seconds that the other ranks have to end by themselves after one has failed.
         log_dir: the folder for `rank-<r>.log`.
 
@@ -180,8 +183,8 @@ class LaunchPlan:
         if not can_be or self.max_restarts < 0 or self.grace < 0:
             raise LaunchError(
                 f"got {self.num_processes} processes on each of {self.nnodes} hosts, "
-                f"{self.max_restarts} restarts and {self.grace:g} s of grace; the first must lie "
-                f"in 1..{_MOST_PROCESSES}, the second in 1..{_MOST_NODES}, the others be at least 0"
+                f"{self.max_restarts} restarts and {self.grace:g} s of grace; processes must be "
+                f"in 1..{_MOST_PROCESSES}, hosts in 1..{_MOST_NODES}, the others at least 0"
             )
         if not 0 <= self.node_rank < self.nnodes:
             raise LaunchError(
@@ -191,32 +194,31 @@ class LaunchPlan:
         devices = self.devices_per_process
         if devices is not None and not 1 <= devices <= MOST_DEVICES:
             raise LaunchError(
-                f"got {devices} devices per process; a process needs at least one, and makes up at "
-                f"most {MOST_DEVICES}"
+                f"got {devices} devices per process; a process can emulate 1 to {MOST_DEVICES}"
             )
         if self.master_port is not None:
             parse_port(str(self.master_port), "the master port")
         if self.rejoin_after is not None and not (self.elastic and self.rejoin_after > 0):
             raise LaunchError(
                 f"got rejoin_after={self.rejoin_after:g} {'with' if self.elastic else 'without'} "
-                "elastic; processes rejoin a run that has shrunk, after more than 0 seconds: give "
+                "elastic; it needs elastic, and must be more than 0 seconds: give "
                 "--elastic --rejoin-after 600, or neither"
             )
         parse_host(self.master_addr, "the master address")
         if self.nnodes > 1 and self.master_addr in ("localhost", "127.0.0.1", "::1"):
             raise LaunchError(
-                f"{self.nnodes} hosts cannot meet at {self.master_addr}, which is another one on "
-                "each; give the host of node 0 with --master-addr"
+                f"{self.nnodes} hosts cannot connect to {self.master_addr}, which is a different "
+                "machine for each; give the host of node 0 with --master-addr"
             )
         if self.nnodes > 1 and self.elastic:
             raise LaunchError(
-                f"elastic runs shrink on one host, and this one has {self.nnodes}; let the "
+                f"elastic runs must be on one host, and this one has {self.nnodes}; let the "
                 "cluster's scheduler restart it with fewer hosts"
             )
         if self.elastic and not self.max_restarts:
             raise LaunchError(
-                "got elastic and max_restarts=0, so nothing would ever start again without the "
-                "lost; give --max-restarts too, such as --elastic --max-restarts 9"
+                "got elastic with max_restarts=0, so the run would never restart without lost "
+                "processes; give --max-restarts too, such as --elastic --max-restarts 9"
             )
 
 
@@ -275,12 +277,12 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
     Raises:
         LaunchError: if the command does not exist.
     """
-    with noticing() as notice:
-        return _launch(plan, lasting(tell), notice)
+    with handling_signals() as received:
+        return _launch(plan, ignoring_closed_terminal(tell), received)
 
 
 @dataclasses.dataclass(eq=False)
-class Notice:
+class ReceivedSignals:
     """The received signals, and the ranks to which they are forwarded."""
 
     numbers: list[int] = dataclasses.field(default_factory=list)
@@ -297,29 +299,29 @@ class Notice:
 
     @property
     def aborting(self) -> list[int]:
-        """The signals of which the second ends a run at once."""
+        """The received signals other than SIGHUP; the second of them ends a run at once."""
         return [number for number in self.numbers if number != signal.SIGHUP]
 
 
 @contextlib.contextmanager
-def noticing() -> Iterator[Notice]:
-    """Handles the signals that end a run, for the whole life of its ranks."""
-    notice = Notice()
+def handling_signals() -> Iterator[ReceivedSignals]:
+    """Handles the signals that end a run, as long as its ranks live."""
+    received = ReceivedSignals()
     # Under `nohup` SIGHUP stays ignored, here and in the ranks.
     handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     if threading.current_thread() is not threading.main_thread():
         handled = []
-    before = {number: signal.signal(number, notice.take) for number in handled}
+    before = {number: signal.signal(number, received.take) for number in handled}
     if handled and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         # SIGUSR1 asks a rank for a trace. Sent to a whole job, it must not kill the launcher, nor
-        # a rank without a handler yet; ranks inherit that it is ignored.
+        # a rank that has no handler yet: ranks inherit that the signal is ignored.
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
-        yield notice
+        yield received
     finally:
         for number, handler in before.items():
             # A closing terminal sends SIGHUP twice; the second must not prevent the exit code.
-            is_second = number == signal.SIGHUP and notice
+            is_second = number == signal.SIGHUP and received
             signal.signal(number, signal.SIG_IGN if is_second else handler)
 
 
@@ -341,7 +343,7 @@ def _deferring_ends() -> Iterator[None]:
             os.kill(os.getpid(), number)
 
 
-def _launch(plan: LaunchPlan, tell: Callable[[str], None], notice: Notice) -> int:
+def _launch(plan: LaunchPlan, tell: Callable[[str], None], received: ReceivedSignals) -> int:
     # On the PATH, or in the folder of the running Python, like `axon` itself.
     name, *arguments = plan.command
     path = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
@@ -357,26 +359,31 @@ def _launch(plan: LaunchPlan, tell: Callable[[str], None], notice: Notice) -> in
     needs_memory = plan.max_restarts and not os.environ.get(MEMORY)
     with host_folder() if needs_memory else contextlib.nullcontext() as folder:
         memory = {} if folder is None else {MEMORY: str(folder)}
-        return _run_attempts(plan, {**memory, **os.environ}, tell, notice)
+        return _run_attempts(plan, {**memory, **os.environ}, tell, received)
 
 
 def _run_attempts(
-    plan: LaunchPlan, base: Mapping[str, str], tell: Callable[[str], None], notice: Notice
+    plan: LaunchPlan,
+    base: Mapping[str, str],
+    tell: Callable[[str], None],
+    received: ReceivedSignals,
 ) -> int:
-    count, restarts = plan.num_processes, 0
+    count = plan.num_processes
+    restarts = 0
     while True:
         may_restart = restarts < plan.max_restarts
-        attempt = _Attempt(plan, count, tell, base, notice, may_restart=may_restart)
+        attempt = _Attempt(plan, count, tell, base, received, may_restart=may_restart)
         code = attempt.run()
-        if attempt.made_room and not notice and attempt.failed is None:
+        if attempt.stops_to_rejoin and not received and attempt.failed is None:
             count = plan.num_processes
-            tell(f"going on with all {count} processes")
+            tell(f"continuing with all {count} processes")
             continue
-        tried, count = count, next_count(plan, count, attempt.failed)
-        if code == 0 or notice or not count:
+        tried = count
+        count = next_count(plan, count, attempt.failed)
+        if code == 0 or received or not count:
             return code
         if code == USER_ERROR:
-            tell(f"{tried} processes cannot go on with this run; trying {count}")
+            tell(f"{tried} processes cannot continue this run; trying {count}")
             continue
         if restarts == plan.max_restarts:
             return code
@@ -407,15 +414,15 @@ def may_end_at_once(failed: Child, memory: str | None) -> bool:
 
     Args:
         failed: the rank that failed first.
-        memory: the folder in host memory, which may have copies of the state.
+        memory: the folder in host memory that may hold copies of the state.
     """
     # After an abort by JAX the other ranks may know more than the launcher.
     is_killed = failed.was_killed and failed.code != 128 + signal.SIGABRT
     return is_killed and memory is not None and any(Path(memory).glob("*.copy"))
 
 
-def gets_ahead(memory: str | None, since: float) -> bool:
-    """Whether a run has made a copy of its state since a time; True if it makes no copies.
+def has_progressed(memory: str | None, since: float) -> bool:
+    """Whether a run has copied its state to memory since a time; True if it makes no copies.
 
     Args:
         memory: the folder in host memory.
@@ -442,9 +449,9 @@ class _Attempt:
     count: int
     tell: Callable[[str], None]
     base: Mapping[str, str]
-    notice: Notice
+    received: ReceivedSignals
     may_restart: bool = False
-    made_room: bool = False
+    stops_to_rejoin: bool = False
     children: list[Child] = dataclasses.field(default_factory=list)
     late: list[Child] = dataclasses.field(default_factory=list)
     failed: Child | None = None
@@ -453,11 +460,11 @@ class _Attempt:
     def run(self) -> int:
         """Starts the ranks, waits for their end, and leaves none running."""
         remove_folder = "" if MEMORY in os.environ else self.base.get(MEMORY, "")
-        self.notice.children = self.children
+        self.received.children = self.children
         with contextlib.closing(Reaper(remove_folder)) as guard:
             try:
                 self._start(guard)
-                if self.notice:
+                if self.received:
                     # Not all ranks may have got the signal, and none has taken a step.
                     self.late = [child for child in self.children if child.code is None]
                     self._end(self.late)
@@ -468,7 +475,8 @@ class _Attempt:
             finally:
                 for child in self.children:
                     if not child.kill():
-                        self.tell(f"rank {child.rank}, process {child.process.pid}, outlives it")
+                        pid = child.process.pid
+                        self.tell(f"rank {child.rank}, process {pid}, cannot be killed")
         return self._code()
 
     def _code(self) -> int:
@@ -477,9 +485,9 @@ class _Attempt:
             # Ranks that are started by hand end with this code by themselves.
             return EXIT_PEER_LOST if self.failed.was_killed else self.failed.code or 0
         codes = [child.code or 0 for child in self.children if child not in self.late]
-        if self.notice:
+        if self.received:
             # A second signal has an effect only if a rank had not saved yet.
-            aborting = self.notice.aborting[1:]
+            aborting = self.received.aborting[1:]
             if aborting and (self.late or not {0, INTERRUPTED}.issuperset(codes)):
                 return 128 + aborting[-1]
             return INTERRUPTED if any(codes) or len(codes) < self.count else 0
@@ -489,7 +497,7 @@ class _Attempt:
         plan = self.plan
         port = plan.master_port or (free_port() if plan.nnodes == 1 else DEFAULT_PORT)
         for env in rank_environments(plan, self.base, self.count, port):
-            if self.notice:
+            if self.received:
                 return
             rank = int(env["RANK"])
             log = plan.log_dir / f"rank-{rank}.log"
@@ -506,34 +514,34 @@ class _Attempt:
         started = time.time()
         while True:
             # A command that does not handle a signal was ended by it, with 128 + its number.
-            sent = [*self.notice.numbers, *([signal.SIGTERM] if self.made_room else [])]
+            sent = [*self.received.numbers, *([signal.SIGTERM] if self.stops_to_rejoin else [])]
             stopped = {INTERRUPTED, *(128 + number for number in sent)}
             codes = [child.code for child in self.children]
             for child, code in zip(self.children, codes, strict=True):
                 if code and code not in stopped and not child.was_starting:
                     return child
             if None not in codes:
-                # If they ended by themselves meanwhile, there is nothing to rejoin.
-                self.made_room = self.made_room and not stopped.isdisjoint(codes)
+                # If all ranks ended by themselves in the meantime, there is nothing to rejoin.
+                self.stops_to_rejoin = self.stops_to_rejoin and not stopped.isdisjoint(codes)
                 return None
             if self._is_overdue(any(code in stopped for code in codes)):
                 return self._end_late(stopped)
-            if not self.made_room and self._is_time_to_rejoin(started):
+            if not self.stops_to_rejoin and self._is_time_to_rejoin(started):
                 # The ranks stop between two steps, so that lost ones can rejoin.
-                self.made_room = True
+                self.stops_to_rejoin = True
                 self.tell(
-                    f"stopping {self.count} processes after this step, for the others to come back"
+                    f"stopping {self.count} processes after this step, so that others can rejoin"
                 )
                 for child in self.children:
                     child.send(signal.SIGTERM)
             time.sleep(_POLL_SECONDS)
 
     def _is_overdue(self, has_saved: bool) -> bool:
-        """Whether ranks run too long after a signal, or after another rank saved and ended."""
+        """Whether ranks still run too long after a signal, or after another rank ended."""
         seconds = [_LAST_SECONDS] if has_saved else []
-        if self.notice or self.made_room:
+        if self.received or self.stops_to_rejoin:
             seconds.append(_STOPPING_SECONDS)
-        if len(self.notice.aborting) > 1:
+        if len(self.received.aborting) > 1:
             seconds.append(self.plan.grace)
         if not seconds:
             return False
@@ -545,13 +553,13 @@ class _Attempt:
         """Ends overdue ranks; returns the first that did not stop on request as failed."""
         late = [child for child in self.children if child.code is None]
         names = ", ".join(str(child.rank) for child in late)
-        self.tell(f"ranks {names} had to end and did not; ending them (log: {late[0].log})")
+        self.tell(f"ranks {names} did not end in time; ending them (log: {late[0].log})")
         self._end(late)
         if any(child.code in stopped for child in self.children if child not in late):
             # The run stopped as requested: saving needs all ranks, so the state is saved.
             self.late = [child for child in late if child.code not in stopped]
             return None
-        if len(self.notice.aborting) > 1:
+        if len(self.received.aborting) > 1:
             self.late = late
             return None
         return next((child for child in late if child.code and child.code not in stopped), None)
@@ -574,7 +582,7 @@ class _Attempt:
         seconds = self.plan.rejoin_after
         if seconds is None or self.count == self.plan.num_processes:
             return False
-        return time.time() - started > seconds and gets_ahead(self.base.get(MEMORY), started)
+        return time.time() - started > seconds and has_progressed(self.base.get(MEMORY), started)
 
     def _end_others(self, failed: Child) -> None:
         self.tell(f"{failed.describe_end()}; ending the other ranks (log: {failed.log})")

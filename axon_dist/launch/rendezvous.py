@@ -1,8 +1,8 @@
 """The rendezvous: every process reports to process 0 before JAX starts.
 
-JAX aborts a process if a peer does not arrive (`SIGABRT`, no exception, no name). So the processes
-connect here first and learn who is missing. They use a plain socket on the coordinator's port,
-which is free until JAX takes it.
+If a peer does not arrive, JAX aborts a process by `SIGABRT`, without an exception or the name of
+the peer. So the processes first connect here and learn which one is missing. They use a plain
+socket on the coordinator's port, which is free until JAX takes it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _PAUSE_SECONDS = 0.2
 _NOTE_SECONDS = 15.0
 _HELLO_BYTES, _LINE_BYTES = 2**16, 2**24
 _STRANGERS = 64
-"""How many connections of other programs are accepted at a time."""
+"""The most connections of other programs that are open at a time."""
 TOKEN = "AXON_RUN_TOKEN"
 """The variable with the shared secret of a run's processes."""
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "axon_dist")
-"""Libraries whose versions must be equal, because they decide what is computed."""
+"""Libraries whose versions must be equal, because programs and numbers depend on them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ class Peer:
         num_processes: the number of processes that it expects.
         host: the name of its host.
         pid: its process id there.
-        versions: of the libraries that decide what is computed, by name.
-        settings: of JAX and the environment that change a program or its numbers.
+        versions: the versions of `LIBRARIES`, by name.
+        settings: the settings of JAX and the environment that change a program or its numbers.
     """
 
     process: int
@@ -93,8 +93,8 @@ class Peer:
 def rendezvous(address: str, me: Peer, timeout: float, token: str = "") -> tuple[Peer, ...]:
     """Waits until all processes have arrived; every process must call it.
 
-    Each process, including process 0, proves that it knows the token without sending it: by an
-    HMAC-SHA256 of its message and a nonce that the other has drawn.
+    Each process, including process 0, proves that it knows the token without sending it. The proof
+    is an HMAC-SHA256 of its message and of a nonce that the other side has drawn.
 
     Args:
         address: `host:port` of process 0, which listens there during this call.
@@ -106,7 +106,7 @@ def rendezvous(address: str, me: Peer, timeout: float, token: str = "") -> tuple
         All processes, in order.
 
     Raises:
-        LaunchError: on every process that arrived: if a process is missing, arrived twice, expects
+        LaunchError: on every process that arrived, if a process is missing, arrived twice, expects
             another number of processes, or has other library versions or settings.
     """
     meet = _host if me.process == 0 else _attend
@@ -114,7 +114,7 @@ def rendezvous(address: str, me: Peer, timeout: float, token: str = "") -> tuple
 
 
 def find_mistake(present: Mapping[int, Peer], late: Peer) -> str | None:
-    """Returns what is wrong with a new process, or None.
+    """Returns why a new process does not fit the others, or None if it does.
 
     Args:
         present: the processes that have arrived, including process 0.
@@ -133,8 +133,7 @@ def find_mistake(present: Mapping[int, Peer], late: Peer) -> str | None:
         )
     if late.process in present:
         return (
-            f"{present[late.process]} and {late} have the same rank; give each process a RANK of "
-            "its own"
+            f"{present[late.process]} and {late} have the same rank; give each process its own RANK"
         )
     for name, version in main.versions.items():
         other = late.versions.get(name)
@@ -146,15 +145,17 @@ def find_mistake(present: Mapping[int, Peer], late: Peer) -> str | None:
     pair = (main.process, late.process)
     if differences := difference_text(main.settings, late.settings, pair):
         return (
-            f"{main} and {late} would compute different things: {differences}; set the same "
-            "everywhere, in the environment or by jax.config.update before World.init()"
+            f"{main} and {late} would compute different results: {differences}; use the same "
+            "settings everywhere, in the environment or by jax.config.update before World.init()"
         )
     return None
 
 
 def _host(address: str, me: Peer, timeout: float, token: str) -> tuple[Peer, ...]:
-    present, waiting = {0: me}, list[_Connection]()
-    mistake, deadline = None, time.monotonic() + timeout
+    present = {0: me}
+    waiting: list[_Connection] = []
+    mistake = None
+    deadline = time.monotonic() + timeout
     with contextlib.closing(_Listener(address, me.num_processes + _STRANGERS, token)) as listener:
         note = _Note()
         while mistake is None and len(present) < me.num_processes:
@@ -187,8 +188,8 @@ class _Connection:
 
     Args:
         connection: a non-blocking socket.
-        deadline: when it must have identified itself.
-        nonce: that its proof must cover.
+        deadline: the time by which it must have identified itself.
+        nonce: the nonce that its proof must cover.
         received: the bytes of the message so far.
         drawn: the nonce that the caller has drawn.
     """
@@ -209,7 +210,7 @@ class _Listener:
         token: the secret that callers must prove to know.
 
     Attributes:
-        refused: how many callers could not prove it.
+        refused: the number of callers whose proof was wrong.
     """
 
     def __init__(self, address: str, most: int, token: str):
@@ -263,10 +264,11 @@ class _Listener:
             caller.received += chunk
             if b"\n" not in chunk:
                 if not chunk or len(caller.received) > _HELLO_BYTES:
-                    raise ConnectionError("it hung up, or says too much")
+                    raise ConnectionError("it closed the connection, or its message is too long")
                 return None
             message = json.loads(caller.received)
-            fields, nonce = message["peer"], str(message["nonce"])
+            fields = message["peer"]
+            nonce = str(message["nonce"])
             proof = _proof(self.token, "peer", caller.nonce, nonce, fields)
             if not hmac.compare_digest(proof.encode(), str(message["proof"]).encode()):
                 self.refused += 1
@@ -298,7 +300,7 @@ def listen(address: str) -> socket.socket:
     host, port = bind_address(address)
     what = f"process 0 cannot listen on port {port}"
     advice = (
-        "another run, or another process with RANK=0, holds it: end that, or choose another "
+        "another run, or another process with RANK=0, uses it: end it, or choose another "
         "MASTER_PORT"
     )
     with reworded(what, advice, LaunchError):
@@ -311,7 +313,8 @@ def listen(address: str) -> socket.socket:
 
 def _attend(address: str, me: Peer, timeout: float, token: str) -> tuple[Peer, ...]:
     deadline = time.monotonic() + timeout
-    note, trouble = _Note(), "it did not answer"
+    note = _Note()
+    trouble = "it did not answer"
     while time.monotonic() < deadline:
         note.say(f"process {me.process} is waiting for process 0 at {address}: {trouble}")
         try:
@@ -335,19 +338,20 @@ def _report(address: str, me: Peer, deadline: float, token: str) -> JsonDict:
     seconds = max(deadline - time.monotonic(), _PAUSE_SECONDS)
     with socket.create_connection(split_address(address), timeout=seconds) as connection:
         nonce = str(_receive(connection, time.monotonic() + _HELLO_SECONDS)["nonce"])
-        drawn, fields = secrets.token_hex(16), dataclasses.asdict(me)
+        drawn = secrets.token_hex(16)
+        fields = dataclasses.asdict(me)
         proof = _proof(token, "peer", nonce, drawn, fields)
         _send(connection, {"peer": fields, "nonce": drawn, "proof": proof})
-        # Process 0 may have started later, and answers at its own deadline.
+        # Process 0 may have started later, and then answers only at its own, later deadline.
         answer = _receive(connection, time.monotonic() + 2 * seconds + _HELLO_SECONDS)
     if answer.get("refused"):
         raise LaunchError(
-            f"process 0 at {address} has another {TOKEN} than process {me.process}; give all "
-            "processes of a run the same, or none"
+            f"process 0 at {address} has another {TOKEN} than process {me.process}; set the same "
+            "for all processes of a run, or for none"
         )
     proof = _proof(token, "answer", drawn, answer["said"])
     if not hmac.compare_digest(proof.encode(), str(answer["proof"]).encode()):
-        raise ConnectionError(f"what answers there has another {TOKEN}")
+        raise ConnectionError(f"the program that answers has another {TOKEN}")
     return answer["said"]
 
 
@@ -371,15 +375,15 @@ def _receive(connection: socket.socket, deadline: float) -> JsonDict:
         if not chunk:
             raise ConnectionError("process 0 closed the connection")
         if len(line) > _LINE_BYTES or time.monotonic() > deadline:
-            raise ConnectionError("what answers there is not process 0 of a run")
+            raise ConnectionError("the program that answers is not process 0 of a run")
     message = json.loads(line)
     if not isinstance(message, dict):
-        raise ConnectionError("what answers there is not process 0 of a run")
+        raise ConnectionError("the program that answers is not process 0 of a run")
     return message
 
 
 def _missing_text(missing: Sequence[int], count: int, timeout: float, refused: int) -> str:
-    strangers = f"; {refused} that came had another {TOKEN} or none" if refused else ""
+    strangers = f"; {refused} connections had another {TOKEN} or none" if refused else ""
     return (
         f"processes {first_few([*map(str, missing)], 8)} of {count} did not report within "
         f"{timeout:g} s; check that every host started them, that they reach process 0, and that "
@@ -389,7 +393,7 @@ def _missing_text(missing: Sequence[int], count: int, timeout: float, refused: i
 
 
 class _Note:
-    """Prints from time to time what this process waits for."""
+    """Prints every `_NOTE_SECONDS` what this process waits for."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + _NOTE_SECONDS

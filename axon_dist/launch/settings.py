@@ -1,4 +1,4 @@
-"""The settings of a process that change its program or its numbers, as plain text.
+"""Compares the settings of processes that change their program or its numbers.
 
 All processes of a run must compile the same program. If two programs differ, a collective hangs, or
 gloo and NCCL abort without naming the cause.
@@ -36,9 +36,9 @@ JAX_FLAGS = (
 )  # fmt: skip
 """JAX flags to compare; flags that this version of JAX lacks are skipped."""
 FLAG_LISTS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Variables with lists of flags, which are compared one by one, in any order."""
+"""Variables that hold lists of flags. Each flag is compared by itself, so order does not matter."""
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
-"""Other variables that change numbers. Those of memory, XLA_PYTHON_CLIENT_*, do not."""
+"""Other variables that change numbers. Memory settings (XLA_PYTHON_CLIENT_*) do not."""
 _OF_ONE_PROCESS = re.compile(
     r"xla_force_host_platform_device_count|dump|timeout|cache_(dir|file)|autotune_results|"
     r"cuda_data_dir|compilation_parallelism|megascale_.*(port|address|slice_id)"
@@ -54,7 +54,7 @@ def read_settings(env: Mapping[str, str], jax_flags: Mapping[str, object]) -> di
 
     Args:
         env: the environment.
-        jax_flags: such as `jax.config.values`.
+        jax_flags: JAX's flags by name, such as `jax.config.values`.
 
     Example:
         >>> env = {"XLA_FLAGS": "--xla_dump_to=/tmp/0 --xla_cpu_enable_fast_math", "HOME": "/"}
@@ -94,7 +94,7 @@ def difference_text(one: Mapping[str, str], other: Mapping[str, str], pair: tupl
     """
 
     def state(settings: Mapping[str, str], name: str, process: int) -> str:
-        # Another process may send anything, so its values are printed as ASCII and truncated.
+        # Another process may send arbitrary text, so its values are printed as ASCII and truncated.
         value = f"{settings[name]!a:.300}" if name in settings else "not set"
         return f"{value} in process {process}"
 
@@ -107,7 +107,10 @@ def difference_text(one: Mapping[str, str], other: Mapping[str, str], pair: tupl
 
 
 def _split_flags(text: str) -> dict[str, str]:
-    """Splits flags and values; the last of a name counts, and a lone path names a flag file."""
+    """Splits flags and values; a text that is only a path names a file with the flags.
+
+    If a flag occurs several times, the last one counts.
+    """
     if text.strip() and not text.strip().startswith("-"):
         path = Path(text.strip())
         is_readable = kind_at(path) == "a file" and os.access(path, os.R_OK)

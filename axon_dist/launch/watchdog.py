@@ -1,9 +1,9 @@
 """The watchdog: when a process is killed, hangs or fails, the others name it and end.
 
-Without it they would wait in a collective for ever, or JAX would abort them without a name. Every
-process writes a heartbeat to the key-value store of `jax.distributed`. Process 0 reads all of them
-and posts a verdict about lost processes; the others read the verdict and the heartbeat of process
-0. So the traffic grows linearly with the number of processes.
+Without it they would wait in a collective for ever, or JAX would abort them without naming the lost
+process. Every process writes a heartbeat to the key-value store of `jax.distributed`. Process 0
+reads all of them and posts a verdict about lost processes; the others read only the verdict and the
+heartbeat of process 0. So the traffic grows linearly with the number of processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .rendezvous import Peer
 EXIT_PEER_LOST = 76
 """The exit code of a process that ended because another one was lost (`EX_PROTOCOL`).
 
-Unlike with 75, no state was saved, so a restart continues from an older checkpoint."""
+Unlike with `INTERRUPTED` (75), no state was saved, so a restart continues from an older checkpoint.
+"""
 
 _HEARTBEATS, _FAILURES, _BROKEN, _BULLETIN = (
     "axon/watch/heartbeat/",
@@ -31,7 +32,7 @@ _HEARTBEATS, _FAILURES, _BROKEN, _BULLETIN = (
 )
 _SHORTEST, _LONGEST = 0.2, 1.0
 _MISSED = 5
-"""Heartbeats that a process may miss after a collective broke, as it does when a process died."""
+"""Heartbeats that a process may miss after a collective failed, which a dead process may cause."""
 _STACK_LINES = 12
 
 
@@ -48,13 +49,13 @@ class KeyValueStore(Protocol):
 
 
 class Silences:
-    """Measures how long each of several signals has not changed.
+    """Measures for how long each of several signals has not changed.
 
     It counts its own ticks instead of reading a clock, so a process that was stopped or got no CPU
     time does not blame the others.
 
     Args:
-        names: of the signals.
+        names: the names of the signals.
 
     Example:
         >>> silences = Silences([1, 2])
@@ -69,7 +70,7 @@ class Silences:
         self._heard: dict[int, str] = {}
 
     def hear(self, values: Mapping[int, str]) -> None:
-        """Records the present values; a changed value resets its silence."""
+        """Records the current values; a changed value resets its silence."""
         for name, value in values.items():
             if name in self._silence and self._heard.get(name) != value:
                 self._heard[name] = value
@@ -118,7 +119,7 @@ class Watchdog:
         self._stopped.set()
 
     def wait_for_verdict(self) -> None:
-        """Waits after a broken collective until the verdict is known, which ends this process."""
+        """Waits, after a collective failed, for the verdict, which ends this process."""
         self._is_leaving = True
         with contextlib.suppress(Exception):
             self.store.set(f"{_BROKEN}{self.me}", "1")
@@ -168,14 +169,14 @@ class Watchdog:
         if self.me == 0:
             with contextlib.suppress(Exception):
                 post_verdict(self.store, verdict)
-        # After a broken collective the main thread waits here, which tells a reader nothing.
+        # After a failed collective the main thread waits in this class, so its stack says nothing.
         stack = "" if self._is_leaving else _main_stack()
         say(f"axon: {self.present[self.me]}: {verdict}; ending this process\n{stack}")
         os._exit(EXIT_PEER_LOST)
 
 
 def post_failure(store: KeyValueStore, process: int, reason: str) -> None:
-    """Posts why this process ends, for the others."""
+    """Posts the reason why this process ends, for the other processes to read."""
     store.set(f"{_FAILURES}{process}", reason)
     if process == 0:
         # Only process 0 posts verdicts.

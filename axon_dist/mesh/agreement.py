@@ -1,15 +1,15 @@
-"""Checks that all processes run the same program, and names one that hangs.
+"""Checks that all processes run the same program, and finds a process that hangs.
 
 Every process of a run executes the same program on its own part of the data. A process with another
-learning rate, other files or other initial parameters would train without an error, because nothing
-that is exchanged afterwards shows the difference. So before training each process writes its
-arguments, as named facts, to the shared store, and all compare them.
+learning rate, other files or other initial parameters would train without an error, because no
+later exchange shows the difference. So before training each process writes its arguments, as named
+facts, to the shared store, and all compare them.
 
-During training, a process that is alive but takes no step is named, and all end. The watchdog does
-not notice it: its heartbeat comes from a thread, which goes on while the main thread hangs in a
-lock, in a file system that does not answer, or in a batch that never comes. The others then wait
-for it in a collective for ever. So the loop reports its step, and if no step has changed for too
-long, the process that is behind the others is the culprit.
+During training, a process may be alive but take no step. The watchdog does not notice it: its
+heartbeat comes from a thread, which continues while the main thread hangs in a lock, in a file
+system that does not answer, or in a batch that never comes. The others then wait for it in a
+collective for ever. So the loop reports its step. If no step has changed for too long, the process
+behind the others is named, and all processes end.
 """
 
 from __future__ import annotations
@@ -255,14 +255,14 @@ def self_test(world: World, timeout: float) -> None:
         total = int(jax.jit(jnp.sum, out_shardings=replicated)(placed))
     if total != numbers.sum():
         raise LaunchError(
-            f"the self-test added up the ranks 0 to {world.size - 1} over all devices and got "
+            f"the self-test summed the ranks 0 to {world.size - 1} over all devices and got "
             f"{total} instead of {numbers.sum()}; the transport {world.backend} is broken"
         )
 
 
 @contextlib.contextmanager
 def _deadline(world: World, timeout: float) -> Iterator[None]:
-    """Ends the process and names the late ones, unless the body finishes in time."""
+    """Names the late processes and ends this one, unless the body finishes in time."""
     if world.num_processes == 1:
         yield
         return
@@ -293,9 +293,9 @@ def _give_up(world: World, store: SharedStore, timeout: float) -> None:
 
 _STEPS = "axon/watch/step/"
 _MEASURED = 5
-"""How many signs must be measured before the timeout follows them."""
+"""The number of measured signs from which on the timeout follows them."""
 _LEAST = 300.0
-"""The least timeout that follows signs, in seconds."""
+"""The shortest timeout that follows signs, in seconds."""
 _SHORTEST, _LONGEST = 0.2, 5.0
 """The bounds of the seconds between two reports."""
 
@@ -306,9 +306,9 @@ class StepWatch:
     Args:
         me: this process.
         store: the store that all processes share.
-        timeout: seconds in which some process must make progress.
-        follows: whether the timeout applies only to the first steps, and afterwards follows the
-            measured times of steps, validations and saves.
+        timeout: seconds within which some process must make progress.
+        follows: whether the timeout applies only to the first steps, and is afterwards derived from
+            the measured times of steps, validations and saves.
     """
 
     def __init__(self, me: Peer, store: KeyValueStore, timeout: float, follows: bool = False):
@@ -325,7 +325,7 @@ class StepWatch:
         self._signs = 0
 
     def __call__(self, step: int) -> None:
-        """Counts a sign of progress; all processes give the same signs in the same order."""
+        """Counts a sign of progress; all processes must give the same signs in the same order."""
         now = time.monotonic()
         if self._signs:
             self._longest = max(self._longest, now - self._last)
@@ -390,7 +390,7 @@ def find_culprit(reports: Mapping[int, str], timeout: float) -> str:
     after = f"for {timeout:g} s after step {behind[0]['step']}"
     if least == most:
         return (
-            f"no process got any further {after}: the devices hang, or something takes that long; "
+            f"no process made progress {after}: the devices hang, or something takes that long; "
             "raise AXON_STEP_TIMEOUT if it does"
         )
     return (
@@ -412,8 +412,7 @@ def watch_steps(world: World) -> Iterator[Callable[[int], None]]:
         world: the processes to watch; a single one is not watched.
 
     Yields:
-        A function to call with the number of steps taken, after every step and whenever
-        something else is done.
+        A function to call with the number of steps taken: after every step, validation and save.
 
     Example:
         >>> with watch_steps(World.emulate(2)) as sign:

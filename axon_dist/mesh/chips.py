@@ -31,31 +31,44 @@ PIPELINED: Flags = MappingProxyType(gpu_pipelining("all_gather", "reduce_scatter
 """Moves a collective in a loop into the iteration before or after, where compute hides it."""
 
 DOUBLE_BUFFERED: Flags = MappingProxyType({"xla_gpu_enable_while_loop_double_buffering": True})
-"""A loop carries what it gathers for its next iteration, and XLA copies it to keep one buffer for
-all iterations. With double buffering the loop is unrolled by two and has a buffer for each."""
+"""Unrolls loops by two, with one buffer for each half.
+
+A loop carries the weights gathered for its next iteration, and XLA otherwise copies them to keep
+one buffer for all iterations.
+"""
 
 SINGLE_BUFFERED: Flags = MappingProxyType(dict.fromkeys(DOUBLE_BUFFERED, False))
-"""If no loop gathers, double buffering only costs memory: 2.9 of 26.6 GiB in a data-parallel step
-of 1.3 billion parameters with eight microbatches."""
+"""Turns double buffering off for steps in which no loop gathers, where it only costs memory.
+
+It took 2.9 of 26.6 GiB in a data-parallel step of 1.3 billion parameters with eight microbatches.
+"""
 
 IN_PARALLEL: Flags = MappingProxyType({"xla_gpu_experimental_parallel_collective_overlap_limit": 8})
-"""How many collectives may be in flight. With one, gathers that compute cannot hide run one after
-another at the start of a loop, and arrays that go around a ring together wait for each other.
-Inside a node the default is better: gathers are short, and XLA, which assumes that each has the
-links to itself, would start them too late. 70 billion parameters on 64 H100s wait 63 ms with 4,
-12 ms with 8, and 18 ms with 16."""
+"""Sets how many collectives may be in flight.
+
+With one, gathers that compute cannot hide run one after another at the start of a loop, and arrays
+that go around a ring together wait for each other. Inside a node the default is better: gathers are
+short, and XLA, which assumes that each has the links to itself, would start them too late. A step
+of 70 billion parameters on 64 H100s waits 63 ms with 4, 12 ms with 8, and 18 ms with 16.
+"""
 
 SCHEDULED: Flags = MappingProxyType(
     {**dict.fromkeys(IN_PARALLEL, 16), "xla_gpu_enable_latency_hiding_scheduler": True}
 )
-"""XLA knows no rates of GPUs before Hopper, and then starts a collective only where its result is
-needed, unless the latency-hiding scheduler is on. That guesses when each collective ends and
-starts the next too late, so many are allowed in flight: at 6.7 billion parameters 8 A100s wait 84
-of 957 ms with 1, 40 ms with 4, and 4 ms with 16."""
+"""Turns the latency-hiding scheduler on, and allows many collectives in flight.
+
+XLA knows no rates of GPUs before Hopper. Without this scheduler it then starts a collective only
+where its result is needed. The scheduler guesses when each collective ends and starts the next one
+too late, so many are allowed in flight: at 6.7 billion parameters 8 A100s wait 84 of 957 ms with 1,
+40 ms with 4, and 4 ms with 16.
+"""
 
 SUMS_NOT_PIPELINED: Flags = MappingProxyType(gpu_pipelining("all_reduce", on=False))
-"""If gradient all-reduces are the only transfers, compute hides each of them in place. Pipelined
-into the next iteration, the last one would run after the loop, where nothing hides it."""
+"""Turns pipelining off for steps whose only transfers are gradient all-reduces.
+
+Compute hides each of them in place. Pipelined into the next iteration, the last one would run after
+the loop, where nothing hides it.
+"""
 
 NO_WINDOWS: Flags = MappingProxyType({"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"})
 """Turns off windowed einsums (Wang et al., ASPLOS 2023), by which XLA:TPU makes a matmul with a
@@ -105,13 +118,13 @@ class Wiring:
     """How devices of one kind are connected, as compilers need to know it.
 
     Args:
-        platform: of the compiler.
+        platform: the platform of the compiler.
         examples: valid shapes; the last one has several nodes or closed rings.
         num_dims: the valid numbers of dims of a shape.
         max_last_dim: the most devices along the last dim.
         full_ring: a torus axis closes into a ring if its size is a multiple of this; 0 without a
             torus.
-        topology: more arguments of `jax.experimental.topologies.get_topology_desc`.
+        topology: further arguments of `jax.experimental.topologies.get_topology_desc`.
     """
 
     platform: Platform
@@ -131,7 +144,7 @@ class Hardware:
     """The data of one chip; you can describe any machine.
 
     Args:
-        name: in targets and reports.
+        name: the chip's name in targets and reports.
         memory_bytes: device memory, bytes.
         flops: dense bfloat16 matmuls, FLOP/s.
         memory_bandwidth: device memory, bytes/s.
@@ -141,8 +154,8 @@ class Hardware:
         float32_rate: the rate of XLA's default float32 matmuls relative to bfloat16: TF32 runs at
             half, and a TPU multiplies in bfloat16.
         float8_rate: the same for float8, which is cast to bfloat16 on chips without a unit for it.
-        link_latency: of one hop inside a node, seconds.
-        network_latency: of one hop between nodes, seconds.
+        link_latency: the latency of one hop inside a node, seconds.
+        network_latency: the latency of one hop between nodes, seconds.
         source: the source of the numbers.
         kinds: regular expressions for the values of `device.device_kind` of this chip.
         aliases: other names in targets.
@@ -218,7 +231,7 @@ class Hardware:
         """Compiler options of a step.
 
         Args:
-            num_devices: of the mesh.
+            num_devices: the number of devices of the mesh.
             whole: whether no loop gathers weights.
             only_sums: whether gradient all-reduces are the only transfers.
             parallel: whether several transfers are in flight; None: if there are several nodes.
@@ -329,7 +342,7 @@ def _gpu(
     """The row of an NVIDIA GPU.
 
     Args:
-        name: as in `Hardware`, like all arguments that are not listed here.
+        name: the name in `Hardware`. Arguments that are not listed here are as in `Hardware` too.
         memory: `memory_bytes`.
         flops: `flops`.
         hbm: `memory_bandwidth`.
@@ -476,7 +489,7 @@ def hardware(name: str) -> Hardware:
     """
     known = chip_names()
     if name not in known:
-        raise ConfigError(f"no rates are known of {name!r}.{did_you_mean(name, known)}")
+        raise ConfigError(f"the table of chips has no {name!r}.{did_you_mean(name, known)}")
     return HARDWARE[known[name]]
 
 

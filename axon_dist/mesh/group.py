@@ -37,7 +37,7 @@ _ELSEWHERE: MappingProxyType[str, str] = MappingProxyType(
         "axon_dist.rank(group) in group.spmd(function) or shard_map",
     }
 )
-"""Attributes that groups have in other libraries, and what to use here."""
+"""Attributes that groups have in other libraries, and the replacement in this one."""
 
 
 class _Group(type):
@@ -350,7 +350,7 @@ def _mesh_groups(axes: str, device_ids: str | None, joined: str) -> Groups:
 
 
 def _cut(full: int, cuts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Splits an axis into the named parts, as (size before it, size), and those between them."""
+    """Splits an axis into the given parts, (size before it, size), and the parts between them."""
     parts, edge = [], 1
     for before, size in cuts:
         if before > edge:

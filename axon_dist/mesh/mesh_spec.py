@@ -17,7 +17,7 @@ SLOW_AXES = ("pods", "nodes")
 """The axes that may cross slow links; all others stay within a node if nodes are known."""
 
 AXIS_ORDER = (*SLOW_AXES, "pp", "dp", "fsdp", "cp", "ep", "tp")
-"""The axes of this library, outer to inner; inner axes send most and have the fastest links."""
+"""The axes of this library, outer to inner; inner axes send most and need the fastest links."""
 
 
 class _Located(Protocol):
@@ -84,11 +84,11 @@ class MeshSpec:
             if isinstance(size, bool) or not isinstance(size, int) or size == 0 or size < -1:
                 raise MeshError(
                     f"mesh axis {name!r} has size {size!r}; it must be a positive number, or -1 "
-                    "once for the devices that are left"
+                    "for one axis, which takes the remaining devices"
                 )
         unknown = [name for name, size in self.axes if size == -1]
         if len(unknown) > 1:
-            raise MeshError(f"axes {unknown} all have size -1; only one can take what is left")
+            raise MeshError(f"axes {unknown} all have size -1; give it to only one of them")
 
     def resolve(self, num_devices: int) -> MeshSpec:
         """Fills in the size -1 and checks the product.
@@ -217,8 +217,8 @@ def by_links(spec: MeshSpec, devices: Sequence[_Device]) -> list[list[_Device]]:
     fast = [axis for axis in spec.names if axis not in SLOW_AXES]
     if list(spec.names[: len(spec.names) - len(fast)]) != [a for a in spec.names if a in SLOW_AXES]:
         raise MeshError(
-            f"mesh {spec} has {slow[0]!r} behind another axis; axes over slow links come first, "
-            f"so that the others are within: {','.join(f'{a}={spec[a]}' for a in [*slow, *fast])}"
+            f"mesh {spec} has {slow[0]!r} behind another axis; axes over slow links must come "
+            f"first: {','.join(f'{a}={spec[a]}' for a in [*slow, *fast])}"
         )
     kind, nodes = _nodes(devices)
     if len(nodes) == 1:
@@ -230,10 +230,10 @@ def by_links(spec: MeshSpec, devices: Sequence[_Device]) -> list[list[_Device]]:
     if len(sizes) > 1 or not fits:
         axes = "×".join(f"{axis}={spec[axis]}" for axis in fast) or "1"
         raise MeshError(
-            f"mesh {spec} keeps {axes} within a node, which is {within} devices, and there are "
+            f"mesh {spec} needs {axes} = {within} devices within a node, but there are "
             f"{len(nodes)} {_PLURAL[kind]} of {' or '.join(map(str, sizes))} devices; give "
-            f"{' × '.join(slow)} the size {len(nodes)}, or a multiple of it, and the other axes "
-            "together the number of devices of a node"
+            f"{' × '.join(slow)} the size {len(nodes)}, or a multiple of it, and let the product "
+            "of the other axes be the number of devices in a node"
         )
     ordered = [device for node in nodes for device in node]
     return [ordered[start : start + within] for start in range(0, len(ordered), within)]

@@ -22,8 +22,8 @@ class ProductShape:
     """The matmuls of one kernel: `batch` times `[rows, summed] @ [summed, columns]`.
 
     Args:
-        rows: of the result.
-        columns: of the result.
+        rows: the rows of the result.
+        columns: the columns of the result.
         summed: the size of the contracted dim.
         batch: the number of independent matmuls.
         written: bytes per element of the result.
@@ -52,7 +52,7 @@ class AttentionShape:
     """One pass of fused attention.
 
     Args:
-        flops: of its matmuls over all pairs of positions, as if nothing were masked.
+        flops: the FLOPs of its matmuls over all pairs of positions, masked or not.
         length: the number of keys.
         head_dim: the size of a head.
         is_backward: whether it is the backward pass.
@@ -95,7 +95,7 @@ class Rates:
     source: str = ""
 
     def slowdown(self, hidden: float) -> float:
-        """The seconds that compute loses to transfers that it hides, whose kernels use processors.
+        """The seconds that compute loses because hidden transfers use some of the processors.
 
         Args:
             hidden: seconds of transfers that run while the device computes.
@@ -120,7 +120,7 @@ class Rates:
 
         Args:
             shape: the matmuls.
-            rate: of the dtype, relative to bfloat16.
+            rate: the rate of the dtype, relative to bfloat16.
         """
         if min(shape.rows, shape.columns, shape.summed, shape.batch) < 1:
             return 0.0
@@ -165,7 +165,7 @@ _TILES = ((128, 256), (128, 128), (64, 256))
 """Rows and columns of matmul tiles, as in CUTLASS and cuBLAS for Hopper."""
 
 _SPLITS = (1, 2, 4, 8, 16)
-"""Into how many parts a contraction may be split if its tiles do not fill the chip (split-K)."""
+"""The numbers of parts into which a contraction may be split to fill the chip (split-K)."""
 
 _LEAST_SUM = 512
 """The shortest part of a split contraction."""

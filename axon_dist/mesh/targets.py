@@ -30,7 +30,7 @@ class Target:
     """A machine to compile for: a number of devices of one kind and their wiring.
 
     Args:
-        name: as for `parse_target`, such as `"v5p:4x4x4"`.
+        name: a name that `parse_target` reads, such as `"v5p:4x4x4"`.
         platform: `cpu`, `cuda` or `tpu`.
         chip: `cpu`, or a name of `HARDWARE`.
         shape: nodes and devices per node of a GPU cluster, or the dims of a TPU slice.
@@ -132,8 +132,9 @@ def parse_target(name: str) -> Target:
         )
     if shape[-1] > row.max_last_dim:
         raise ConfigError(
-            f"target {name!r} asks for {shape[-1]} {chip} where at most {row.max_last_dim} are "
-            f"wired together; write more of them as in {target.examples[-1]}"
+            f"target {name!r} asks for {shape[-1]} {chip} in one node, but at most "
+            f"{row.max_last_dim} are wired together; write more of them as in "
+            f"{target.examples[-1]}"
         )
     return target
 
@@ -165,7 +166,7 @@ def target_options(target: Target | str) -> CompilerOptions:
 
 def _wiring(chip: str) -> Wiring:
     wiring = EMULATED if chip == _EMULATED else HARDWARE[chip].wiring
-    assert wiring is not None, f"the table says nothing about how {chip} is wired"
+    assert wiring is not None, f"the table has no wiring of {chip}"
     return wiring
 
 
@@ -239,8 +240,8 @@ def prepare_environment(target: Target | str) -> None:
 
     Raises:
         UnsupportedError: if the compiler is not installed.
-        BackendStartedError: if JAX has already started without the CUDA plug-in, and cannot load
-            it any more.
+        BackendStartedError: if JAX has already started without the CUDA plug-in, and can no longer
+            load it.
     """
     target = as_target(target)
     platform = target.platform
@@ -250,9 +251,9 @@ def prepare_environment(target: Target | str) -> None:
     chosen = jax.config.values["jax_platforms"]
     if platform == "cuda" and unset and backend_started() and chosen != "cpu":
         raise BackendStartedError(
-            "JAX has started its backend and left the CUDA compiler out; set "
+            "JAX has started its backend without the CUDA compiler; set "
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 and JAX_PLATFORMS=cpu before the process starts, "
-            "or call prepare_environment('h100:8') before the first array is made"
+            "or call prepare_environment('h100:8') before creating the first array"
         )
     os.environ.update(unset)
     if not backend_started() and not chosen:

@@ -309,7 +309,7 @@ class World:
         if self.process_index not in shares:
             raise MeshError(
                 f"process {self.process_index} owns no device of the mesh {self.spec}, whose "
-                f"devices belong to the processes {sorted(shares)}; lay the mesh over all devices"
+                f"devices belong to the processes {sorted(shares)}; build the mesh of all devices"
             )
         return shares[self.process_index], len(set(shares.values()))
 
@@ -371,7 +371,7 @@ def available_devices() -> list[Any]:
 
 
 def build_mesh(spec: MeshSpec, devices: Sequence[Any]) -> Mesh:
-    """Lays out devices row-major over the axes of a resolved spec; every axis has type Auto.
+    """Arranges devices row-major over the axes of a resolved spec; every axis has type Auto.
 
     On TPUs `jax.make_mesh` orders the devices by the wiring of the slice. Physical axes are split
     only if the mesh axes are not products of whole ones. Elsewhere ranks follow the given order,
@@ -388,7 +388,7 @@ def build_mesh(spec: MeshSpec, devices: Sequence[Any]) -> Mesh:
     if devices[0].platform != "tpu":
         return Mesh(np.array(parts).reshape(spec.sizes), spec.names, axis_types=types)
     if len(parts) > 1:
-        # One torus per rank of the slow axes: no wires connect them.
+        # One torus per rank of the slow axes, because no wires connect these.
         sizes = [size for name, size in spec.axes if name not in SLOW_AXES]
         wired = [
             mesh_utils.create_device_mesh(sizes, part, allow_split_physical_axes=True)
@@ -421,14 +421,14 @@ def _backend_of(devices: Sequence[Any]) -> Backend:
 
 @dataclasses.dataclass(frozen=True)
 class PlaceholderDevice:
-    """A stand-in for a device, good for tracing but not for compiling.
+    """A stand-in for a device; programs for it can be traced but not compiled.
 
     Args:
         id: its number in the mesh.
         platform: `cpu`, `gpu` or `tpu`, as in `jax.Device`.
-        process_index: of the process that owns it.
+        process_index: the index of the process that owns it.
         device_kind: not the name of a chip, so no compiler options are looked up for it.
-        compute_capability: of an NVIDIA GPU, such as `9.0`; None for others.
+        compute_capability: that of an NVIDIA GPU, such as `9.0`; None for other devices.
     """
 
     id: int

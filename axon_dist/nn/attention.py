@@ -104,7 +104,7 @@ class TensorParallelAttention(nnx.Module):
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
     def _shared(self, heads: Array, num_queries: int) -> Array:
-        """Repeats key heads for the query heads that share them; a rank keeps those it needs."""
+        """Repeats key heads for the query heads that share them; slices out those of this rank."""
         axis = manual_axis(self.group)
         if axis is None or heads.shape[-2] < self.num_kv_heads:
             return self._by_heads(jnp.repeat(heads, num_queries // heads.shape[-2], axis=-2))
@@ -163,9 +163,9 @@ def attended(
     more += [name for name in list(bound)[:4] if name in ("args", "kwargs")]
     if more or len(heads) != 3:
         raise UnsupportedError(
-            f"{type(module).__name__}.attend is called with {', '.join(list(bound)[1:])}; where a "
-            "strategy divides attention over devices it can take query, key, value and segments "
-            "alone. Keep what else it needs in the module, such as causal=True"
+            f"{type(module).__name__}.attend is called with {', '.join(list(bound)[1:])}; if a "
+            "strategy splits attention over devices, it takes only query, key, value and segments. "
+            "Store other options in the module, such as causal=True"
         )
     query, key, value = heads
     return query, key, value, segments
@@ -183,8 +183,8 @@ def check_attend(module: nnx.Module) -> None:
     if needed:
         raise UnsupportedError(
             f"{type(module).__name__}.attend needs {', '.join(needed)} besides query, key and "
-            "value, but a strategy that splits attention over devices passes only these. Keep "
-            "what else it needs in the module, such as causal=True",
+            "value, but a strategy that splits attention over devices passes only these three. "
+            "Store other options in the module, such as causal=True",
             code="attend-arguments",
         )
 
@@ -216,12 +216,13 @@ def _check_heads(
 ) -> None:
     if head_dim is None and features % heads:
         raise DivisibilityError(
-            f"features={features} do not divide by num_heads={heads}; change one, or set head_dim"
+            f"features={features} is not a multiple of num_heads={heads}; change one, or set "
+            "head_dim"
         )
     if heads % kv_heads:
         raise DivisibilityError(
-            f"num_heads={heads} do not divide by num_kv_heads={kv_heads}: every key head serves "
-            "the same number of query heads; choose a divisor"
+            f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads}; every key head "
+            "serves the same number of query heads: choose a divisor of num_heads"
         )
     if group is None:
         return

@@ -25,7 +25,7 @@ from ..core.compat import eval_jaxpr, inner_programs
 from ..core.typing import Array
 
 MOST_SCORES = 2**22
-"""The most attention scores, over all heads, of a test input; longer sequences are halved."""
+"""The most attention scores of a test input, over all heads; longer sequences are halved."""
 
 _CLOSE = 5e-5
 """The most that two float32 implementations of one function differ, for values of size 1."""
@@ -123,7 +123,7 @@ def kind_of(
     while heads * tried * tried > MOST_SCORES and tried % 2 == 0:
         tried //= 2
     if heads * tried * tried > 4 * MOST_SCORES:
-        return Unread(f"has {length} positions, an odd number that is too large to try it")
+        return Unread(f"has {length} positions, which are too many to test and cannot be halved")
     program = _program(attend, tried, (heads, key_heads, size), has_segments)
     if isinstance(program, Unread):
         return program
@@ -132,9 +132,7 @@ def kind_of(
         if isinstance(whole, Unread):
             return whole
         if hidden := _unseen(whole, tried, length):
-            return Unread(
-                f"has the number {hidden:g} in it, such as a window that may be that long"
-            )
+            return Unread(f"contains the number {hidden:g}, which may be a window as long as that")
     return _read(_Key(program), tried, (heads, key_heads, size), has_segments)
 
 
@@ -144,10 +142,10 @@ def differs_by_heads(
     num_groups: int,
     has_segments: bool = False,
 ) -> str:
-    """Says why calling a function per group of heads changes its result; "" if it does not.
+    """Returns how calling a function per group of heads changes its result; "" if it does not.
 
     Args:
-        attend: as for `kind_of`; it may compute with values of a module.
+        attend: a function as for `kind_of`; it may also close over the values of a module.
         heads_of: queries `[B, T, H, K]`, keys and values `[B, T, N, K]`, arrays or shapes.
         num_groups: the number of groups of heads.
         has_segments: whether `attend` takes segments, integers `[B, T]`.
@@ -182,7 +180,7 @@ def differs_by_heads(
         cuts = zip(*(np.split(x, num_groups, axis=2) for x in arrays), strict=True)
         pieces = np.concatenate([run(length, list(cut)) for cut in cuts], axis=2)
         worst = float(np.abs(whole - pieces).max())
-        return "" if worst < 1e-3 else f"gives heads other results by {worst:.2g} where others are"
+        return "" if worst < 1e-3 else f"changes by {worst:.2g} when called with some of the heads"
 
     failed = ""
     with jax.ensure_compile_time_eval():
@@ -191,7 +189,7 @@ def differs_by_heads(
                 return compare(size)
             except Exception as error:
                 message = " ".join(str(error).split())
-                failed = f"cannot be called with a part of the heads: {message:.200}"
+                failed = f"cannot be called with only some of the heads: {message:.200}"
     return failed
 
 
@@ -212,12 +210,11 @@ def _program(
         return Unread(f"cannot be tried on one sample of {length} positions: {message:.200}")
     if any(isinstance(value, Tracer) for value in program.consts):
         return Unread(
-            "computes with parameters, random numbers or other values besides queries, keys and "
-            "values"
+            "depends on parameters, random numbers or other values besides queries, keys and values"
         )
     results: list[Any] = list(program.out_avals)
     if len(results) != 1 or results[0].shape != shapes[0]:
-        return Unread("returns something else than an array like the queries")
+        return Unread("does not return one array with the shape of the queries")
     return program
 
 
@@ -294,7 +291,7 @@ class _Trial:
         row = 1 if causal else self.length - 1
         seen = 2 if causal else self.length
         if self.length < 2 or window == 1:
-            return Unread("lets every position see one key alone")
+            return Unread("lets every position see only one key")
         fitted = self._fit(row, seen)
         if fitted is None:
             return Unread("has scores that are not q k^T times a number of its program")
@@ -391,7 +388,7 @@ def _compared(
         if not worst <= close:
             at = np.unravel_index(int(np.nanargmax(differences)), got.shape)
             return Unread(
-                f"seems to be attention {kind}, and differs from that by {worst:.2g} on random "
+                f"seems to be attention {kind}, but differs from it by {worst:.2g} on random "
                 f"inputs, at position {at[1]} of head {at[2]}"
             )
     return kind

@@ -79,7 +79,7 @@ class Layout:
         out_specs: PyTree,
         check_vma: bool = True,
     ) -> Callable[..., Result]:
-        """Applies `shard_map` over all axes that are not manual yet; returns `function` if none is.
+        """Applies `shard_map` over all axes that are not manual yet; does nothing if all are.
 
         Args:
             function: runs on one rank; may name every axis of the mesh.
@@ -113,13 +113,13 @@ class Layout:
         if shape[dim] % size:
             names = "×".join(axes)
             raise DivisibilityError(
-                f"{shape[dim]} {what} of activations of shape {shape} are split over {names}="
-                f"{size} and do not divide; make them a multiple of {size}, or {names} smaller"
+                f"{shape[dim]} {what} of activations of shape {shape} do not divide over {names}="
+                f"{size}; make them a multiple of {size}, or {names} smaller"
             )
         return axes or None
 
     def size(self, axes: Axes) -> int:
-        """Returns into how many parts these axes split a dim together, in the caller's view.
+        """Returns the number of shards into which these axes split a dim, in the caller's view.
 
         Inside a `shard_map`, manual axes do not count: a rank's array is already split over them.
         """

@@ -62,7 +62,7 @@ class _ParallelLinear(nnx.Module):
         split_dim: the split dim of the kernel; the bias is split too if it is 1, the columns.
         use_bias: whether there is a bias.
         group: the ranks that split them.
-        dtypes: of the product (None for that of the parameters) and of the parameters.
+        dtypes: the dtype of the product (None for that of the parameters), and of the parameters.
         inits: the initializers of the whole kernel and the whole bias.
         rngs: source of the initial weights.
     """
@@ -321,15 +321,16 @@ def filled(
     size = math.prod(shape) * jnp.dtype(dtype).itemsize
     if size >= ADDRESSES:  # XLA aborts the process when asked for such an array.
         raise ConfigError(
-            f"a weight of shape {shape} in {jnp.dtype(dtype)} has {size:.1e} bytes, and a process "
-            f"can address {ADDRESSES:.1e}; check the features"
+            f"a weight of shape {shape} in {jnp.dtype(dtype)} has {size:.1e} bytes, but a process "
+            f"can address only {ADDRESSES:.1e}; check the numbers of features"
         )
     if group is None:
         return init(rngs.params(), shape, dtype)
     spec = PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, group.axes[0])
-    place = NamedSharding(group.mesh, spec)
+    sharding = NamedSharding(group.mesh, spec)
     # Layers of equal shape share one compiled program.
-    return jax.jit(init, static_argnums=(1, 2), out_shardings=place)(rngs.params(), shape, dtype)
+    run = jax.jit(init, static_argnums=(1, 2), out_shardings=sharding)
+    return run(rngs.params(), shape, dtype)
 
 
 def pinned(x: Array, group: ProcessGroup | None, dim: int | None) -> Array:
@@ -353,8 +354,8 @@ TABLE_INIT: Initializer = nnx.initializers.normal(0.02)
 class VocabParallelEmbedding(nnx.Module):
     """Looks tokens up in a table `[num_embeddings, features]` whose rows are split.
 
-    Every rank looks up the tokens whose rows it holds; an all-reduce adds the others. `attend` uses
-    the table as a head and leaves the logits split.
+    Every rank looks up the tokens whose rows it holds, and an all-reduce sums the results. `attend`
+    uses the table as a head and leaves the logits split.
 
     Args:
         num_embeddings: size of the vocabulary.
@@ -461,7 +462,14 @@ def vocab_parallel_cross_entropy(
 
 
 def _cross_entropy(logits: Array, labels: Array, start: Array | int, axis: str | None) -> Array:
-    """Cross-entropy of one rank's classes, which begin at `start`; of all classes without axis."""
+    """Computes the cross-entropy, summed over the ranks of `axis`; without it of all classes.
+
+    Args:
+        logits: `[..., V]`, the logits of this rank's classes.
+        labels: `[...]`, ids among all classes.
+        start: the id of this rank's first class.
+        axis: the mesh axis that splits the classes; None if they are not split.
+    """
 
     def total(x):
         return x if axis is None else all_sum(x, axis)

@@ -78,7 +78,7 @@ class LoRAEmbed(nnx.Embed):
 
         Args:
             inputs: integers.
-            out_sharding: as for `nnx.Embed`.
+            out_sharding: see `nnx.Embed`.
         """
         y = super().__call__(inputs, out_sharding=out_sharding)
         a, b = self.promote_dtype(
@@ -103,8 +103,8 @@ class LoRALinearGeneral(nnx.LinearGeneral):
         """Returns the layer's output plus that of the adapter.
 
         Args:
-            inputs: as for `nnx.LinearGeneral`.
-            out_sharding: as for `nnx.LinearGeneral`.
+            inputs: see `nnx.LinearGeneral`.
+            out_sharding: see `nnx.LinearGeneral`.
         """
         y = super().__call__(inputs, out_sharding=out_sharding)
         axes = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
@@ -146,7 +146,7 @@ def lora(
         model: any model; it is not changed.
         rank: columns of `lora_a` and rows of `lora_b`.
         paths: regular expressions, searched for in the paths of `nnx.Linear` and
-            `nnx.LinearGeneral` layers; "" finds them all. A path that finds none of them is
+            `nnx.LinearGeneral` layers; "" matches them all. A pattern that matches none of them is
             searched for in the paths of `nnx.Embed` layers.
         rngs: source of the initial `lora_a`.
         dtype: the dtype that the adapters compute in; None for that of each layer.
@@ -161,7 +161,7 @@ def lora(
         A copy of the model with adapters.
 
     Raises:
-        ConfigError: for a rank below one, a path that finds no layer, or an invalid scale.
+        ConfigError: for a rank below one, a pattern that matches no layer, or an invalid scale.
 
     Example:
         >>> model = lora(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(1))
@@ -274,8 +274,8 @@ def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
         kernel  <-  kernel + scale * lora_a @ lora_b
 
     Args:
-        model: from `lora`, or with `nnx.LoRALinear` layers, such as `step.merge(state)` returns.
-            It is not changed.
+        model: a result of `lora` or `step.merge(state)`, or another model with `nnx.LoRALinear`
+            layers. It is not changed.
         dtype: the dtype of merged kernels; None keeps theirs and rounds the sums to it.
 
     Returns:
@@ -324,7 +324,7 @@ def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
         )
     if not merged:
         raise ConfigError(
-            "merge_lora found no adapters in the model; lora(model, rank, paths) puts them there"
+            "merge_lora found no adapters in the model; lora(model, rank, paths) adds them"
         )
     return plain
 
@@ -336,9 +336,9 @@ def _check_not_tied(model: nnx.Module) -> None:
     """Raises if the head is tied to the embeddings: the adapter does not apply to the head."""
     if getattr(getattr(model, "config", None), "tied_head", False):
         raise ConfigError(
-            "merge_lora got a model whose head is tied to its embeddings, and an adapter of the "
-            "embeddings alone: added to the table it would change the head. Write the adapters by "
-            "save_adapters, or train a model with tied_head=False"
+            "merge_lora got a model whose head is tied to its embeddings, and an adapter that "
+            "applies only to the embeddings: merged into the table it would change the head. Save "
+            "the adapters with save_adapters, or train a model with tied_head=False"
         )
 
 
@@ -371,8 +371,8 @@ def _check_alone(name: Path, layer: _Layer) -> None:
     if array.size != size_in * size_out:
         raise ConfigError(
             f"lora got {name!r}, a layer of {size_in} to {size_out} features "
-            f"whose kernel has the shape {array.shape}: many layers stacked in one. Put the "
-            "adapters into the function that nnx.vmap stacks, where each layer is one"
+            f"whose kernel has the shape {array.shape}: many layers stacked in one. Add the "
+            "adapters in the function that nnx.vmap maps, where it is a single layer"
         )
 
 

@@ -45,8 +45,8 @@ class ActivationCheckpointing:
         interval: blocks per group, or `"sqrt"`.
         policy: `nothing`, `dots`, `dots_no_batch`, `everything`; `offload_dots`, which moves
             matrix products to host memory; or `sums`, which saves tensor-parallel sums, so that
-            recomputing a block repeats no all-reduce: two more activations per block, and a fifth
-            less traffic.
+            recomputing a block repeats no all-reduce. `sums` saves two more activations per block
+            and sends a fifth less.
         classes: names of the block classes; in a bridged Linen model, names of modules without
             their numbers. None takes the repeated blocks.
 
@@ -111,7 +111,7 @@ def summed(x: Array) -> Array:
 
 
 def by_class(*names: str) -> IsUnit:
-    """Returns a predicate: units are the modules of these classes."""
+    """Returns a predicate for units: it holds for modules of these classes."""
     return ClassIs(tuple(names))
 
 

@@ -65,8 +65,8 @@ def splash_kernel(
             "the length must be a multiple of 128; change it, or use attention='auto'."
         )
     keys = next(size for size in _KEY_BLOCKS if length % size == 0)
-    # The fused backward kernel recomputes the scores once, two separate kernels do it twice. But it
-    # writes one addend of the queries' gradient per block of keys, so these must stay few.
+    # The fused backward kernel recomputes the scores once; two separate kernels do so twice. But it
+    # writes one addend of the queries' gradient per block of keys, so it is used for few blocks.
     is_fused = length // keys <= _MOST_ADDENDS
     sizes = splash_attention_kernel.BlockSizes(
         block_q=block,
@@ -91,10 +91,10 @@ def splash_kernel(
 
 
 def splash_obstacle(query: Array) -> str | None:
-    """Returns why the kernel cannot run where this is traced, or None if it can.
+    """Returns why the kernel cannot run in the current context, or None if it can.
 
     It needs blocks of 128 positions, and a TPU as the compilation target. All mesh axes must be
-    manual: the compiler cannot partition a Pallas kernel.
+    manual, because the compiler cannot partition a Pallas kernel.
 
     Args:
         query: `[B, T, H, K]`, in the caller's layout.
@@ -102,7 +102,7 @@ def splash_obstacle(query: Array) -> str | None:
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device
     if device is None or device.platform != "tpu":
-        return "no TPU is compiled for."
+        return "the compilation target is not a TPU."
     if any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in mesh.manual_axes):
         return "the compiler cannot partition a Pallas kernel over devices."
     return no_blocks(query.shape[1])
@@ -116,7 +116,7 @@ def no_blocks(length: int) -> str | None:
 
 
 BLOCK = 512
-"""How many queries and keys one tile of scores has if there is no fused kernel."""
+"""The largest number of queries, and of keys, in one tile of scores without a fused kernel."""
 
 HIDDEN = -1e30
 """The score of a key of another segment. It is finite: if a query sees no key of a block, the
@@ -185,7 +185,7 @@ class BlockAttention:
 
         Args:
             queries: the queries; the fields for gradients are not read.
-            keys: as many positions as queries.
+            keys: the keys and values, for as many positions as there are queries.
             causal: position t sees positions 0 to t.
 
         Returns:
@@ -257,19 +257,19 @@ class _Chunked:
     def forward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array]:
         key_tiles = self._key_tiles(keys)
 
-        def of_queries(_: None, tile: Tile) -> tuple[None, tuple[Array, Array]]:
-            number, query, query_segments, at = tile
+        def attend_tile(_: None, tile: Tile) -> tuple[None, tuple[Array, Array]]:
+            query_tile, query, query_segments, query_positions = tile
             total = query.astype(jnp.float32) * 0
             state = (total, total[..., 0] - jnp.inf, total[..., 0])
 
             def fold(state: Tile, tile: Tile) -> tuple[Tile, None]:
                 total, largest, weight = state
-                place, key, value, key_segments, of = tile
+                key_tile, key, value, key_segments, key_positions = tile
                 scores = _capped(_scores(query, key), self.softcap)
-                scores = _masked(scores, query_segments, key_segments, causal, number, place)
-                scores = self._in_window(scores, at, of)
-                # `largest` is -inf only before the first tile: every query sees its first key, or
-                # hides it with the finite score HIDDEN.
+                scores = _masked(scores, query_segments, key_segments, causal, query_tile, key_tile)
+                scores = self._in_window(scores, query_positions, key_positions)
+                # `largest` is -inf only before the first tile: a query either sees the first key,
+                # or that key has the finite score HIDDEN.
                 higher = jnp.maximum(largest, scores.max(-1))
                 weights = jnp.exp(scores - higher[..., None])
                 decay = jnp.exp(largest - higher)
@@ -281,9 +281,9 @@ class _Chunked:
             return None, (total / weight[..., None], largest + jnp.log(weight))
 
         heads = keys.key.shape[2]
-        rows = (_of_rows(queries.segments), _of_rows(queries.positions))
-        tiles = _numbered(_of_heads(queries.query, heads), *rows)
-        out, log_weight = jax.lax.scan(of_queries, None, tiles)[1]
+        row_tiles = (_tile_rows(queries.segments), _tile_rows(queries.positions))
+        tiles = _numbered(_tile_heads(queries.query, heads), *row_tiles)
+        out, log_weight = jax.lax.scan(attend_tile, None, tiles)[1]
         return _untiled(out), _untiled(log_weight)
 
     def backward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array, Array]:
@@ -291,54 +291,57 @@ class _Chunked:
         dtype = queries.query.dtype
         cotangents = queries.cotangent.astype(dtype)
         by_head = (queries.query, cotangents, queries.log_weight, queries.delta)
-        rows = (_of_rows(queries.segments), _of_rows(queries.positions))
-        tiles = _numbered(*(_of_heads(x, heads) for x in by_head), *rows)
+        row_tiles = (_tile_rows(queries.segments), _tile_rows(queries.positions))
+        tiles = _numbered(*(_tile_heads(x, heads) for x in by_head), *row_tiles)
 
-        def of_keys(of_query: Array, tile: Tile) -> tuple[Array, tuple[Array, Array]]:
-            place, key, value, key_segments, of = tile
+        def add_key_tile(d_query: Array, tile: Tile) -> tuple[Array, tuple[Array, Array]]:
+            key_tile, key, value, key_segments, key_positions = tile
 
             def add(
                 sums: tuple[Array, Array], tile: tuple[Tile, Array]
             ) -> tuple[tuple[Array, Array], Array]:
-                (number, query, cotangent, log_weight, delta, query_segments, at), of_query = tile
+                (query_tile, query, cotangent, log_weight, delta, *rows), d_query = tile
+                query_segments, query_positions = rows
                 products = _scores(query, key)
                 scores = _capped(products, self.softcap)
-                scores = _masked(scores, query_segments, key_segments, causal, number, place)
-                scores = self._in_window(scores, at, of)
+                scores = _masked(scores, query_segments, key_segments, causal, query_tile, key_tile)
+                scores = self._in_window(scores, query_positions, key_positions)
                 weights = jnp.exp(scores - log_weight[..., None])
-                of_value = _product("bngts,bngtk->bnsk", weights.astype(dtype), cotangent)
-                of_weights = _product("bngtk,bnsk->bngts", cotangent, value)
-                of_scores = weights * (of_weights - delta[..., None]) * query.shape[-1] ** -0.5
+                d_value = _product("bngts,bngtk->bnsk", weights.astype(dtype), cotangent)
+                d_weights = _product("bngtk,bnsk->bngts", cotangent, value)
+                d_scores = weights * (d_weights - delta[..., None]) * query.shape[-1] ** -0.5
                 if self.softcap is not None:
-                    of_scores = of_scores * (1 - jnp.tanh(products / self.softcap) ** 2)
-                of_scores = of_scores.astype(dtype)
-                of_key = _product("bngts,bngtk->bnsk", of_scores, query)
-                of_query = of_query + _product("bngts,bnsk->bngtk", of_scores, key)
-                return (sums[0] + of_key, sums[1] + of_value), of_query
+                    d_scores = d_scores * (1 - jnp.tanh(products / self.softcap) ** 2)
+                d_scores = d_scores.astype(dtype)
+                d_key = _product("bngts,bngtk->bnsk", d_scores, query)
+                d_query = d_query + _product("bngts,bnsk->bngtk", d_scores, key)
+                return (sums[0] + d_key, sums[1] + d_value), d_query
 
             sums = (key.astype(jnp.float32) * 0, value.astype(jnp.float32) * 0)
-            sums, of_query = jax.lax.scan(add, sums, (tiles, of_query))
-            return of_query, sums
+            sums, d_query = jax.lax.scan(add, sums, (tiles, d_query))
+            return d_query, sums
 
         key_tiles = self._key_tiles(keys)
-        of_query, of_kv = jax.lax.scan(of_keys, tiles[1].astype(jnp.float32) * 0, key_tiles)
-        of_key, of_value = (_untiled(x[:, :, :, None]) for x in of_kv)
-        return _untiled(of_query), of_key, of_value
+        d_query, d_kv = jax.lax.scan(add_key_tile, tiles[1].astype(jnp.float32) * 0, key_tiles)
+        d_key, d_value = (_untiled(x[:, :, :, None]) for x in d_kv)
+        return _untiled(d_query), d_key, d_value
 
     def _key_tiles(self, keys: Keys) -> Tile:
-        rows = _of_rows(keys.segments), _of_rows(keys.positions)
-        return _numbered(*map(_of_keys, keys[:2]), *rows)
+        row_tiles = _tile_rows(keys.segments), _tile_rows(keys.positions)
+        return _numbered(*map(_tile_keys, keys[:2]), *row_tiles)
 
-    def _in_window(self, scores: Array, at: Array | None, of: Array | None) -> Array:
+    def _in_window(
+        self, scores: Array, query_positions: Array | None, key_positions: Array | None
+    ) -> Array:
         """Hides the scores `[B, N, G, T, S]` of keys outside the window."""
-        if self.window is None or at is None or of is None:
+        if self.window is None or query_positions is None or key_positions is None:
             return scores
-        distance = at[:, :, None] - of[:, None, :]
+        distance = query_positions[:, :, None] - key_positions[:, None, :]
         return jnp.where((distance < self.window)[:, None, None], scores, HIDDEN)
 
 
 class _Cudnn:
-    """cuDNN's flash attention; segments become a bias, made for one pair of blocks at a time."""
+    """cuDNN's flash attention; segments become a bias, computed for one pair of blocks a time."""
 
     def obstacle(self, queries: Queries, keys: Keys) -> str | None:
         return cudnn_obstacle(queries.query, queries.segments is not None)
@@ -397,17 +400,17 @@ class _Splash:
         results = (queries.log_weight, _result(queries), queries.cotangent)
         log_weight, out, cotangent = (x.swapaxes(1, 2) for x in results)
 
-        def of_sample(
+        def sample_gradients(
             query: Array, key: Array, value: Array, *rest: Array
         ) -> tuple[Array, Array, Array]:
             *segments, log_weight, out, cotangent = rest
             ids = segments[0] if segments else None
             return splash_gradients(kernel, query, key, value, ids, log_weight, out, cotangent)
 
-        run = per_sample(jax.vmap(of_sample))
+        run = per_sample(jax.vmap(sample_gradients))
         grads = run(query, key, value, *segments, log_weight, out, cotangent.astype(query.dtype))
-        of_query, of_key, of_value = _wide(x.swapaxes(1, 2) for x in grads)
-        return of_query * query.shape[-1] ** -0.5, of_key, of_value
+        d_query, d_key, d_value = _wide(x.swapaxes(1, 2) for x in grads)
+        return d_query * query.shape[-1] ** -0.5, d_key, d_value
 
     def _kernel(
         self, queries: Queries, causal: bool, save_residuals: bool = False
@@ -430,7 +433,7 @@ BLOCK_KERNELS: MappingProxyType[str, _Chunked | _Cudnn | _Splash] = MappingProxy
 
 
 def _result(queries: Queries) -> Array:
-    """Returns the result of some queries, or an array with the same `delta`.
+    """Returns the attention output of some queries, or an array with the same `delta`.
 
     Kernels use the result only to compute `delta`, its sum of products with the cotangent. If
     queries are sent to other ranks, `delta` is sent instead of the result: one number per head.
@@ -446,8 +449,8 @@ def _result(queries: Queries) -> Array:
 
 
 def _wide(arrays: Iterable[Array]) -> tuple[Array, Array, Array]:
-    of_query, of_key, of_value = (x.astype(jnp.float32) for x in arrays)
-    return of_query, of_key, of_value
+    d_query, d_key, d_value = (x.astype(jnp.float32) for x in arrays)
+    return d_query, d_key, d_value
 
 
 def narrowed(
@@ -455,8 +458,8 @@ def narrowed(
 ) -> tuple[Array, Array, Array]:
     """Casts the gradients of queries, keys and values to the dtypes of these arrays."""
     pairs = zip(gradients, arrays, strict=True)
-    of_query, of_key, of_value = (gradient.astype(x.dtype) for gradient, x in pairs)
-    return of_query, of_key, of_value
+    d_query, d_key, d_value = (gradient.astype(x.dtype) for gradient, x in pairs)
+    return d_query, d_key, d_value
 
 
 _product: Callable[..., Array] = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -482,8 +485,8 @@ def _masked(
     query_segments: Array | None,
     key_segments: Array | None,
     causal: bool,
-    number: Array,
-    place: Array,
+    query_tile: Array,
+    key_tile: Array,
 ) -> Array:
     """Masks the scores of a tile `[B, N, G, T, S]`.
 
@@ -492,18 +495,20 @@ def _masked(
         query_segments: segments of the queries `[B, T]`, or None.
         key_segments: segments of the keys `[B, S]`, or None.
         causal: whether to mask keys after the query.
-        number: the number of the tile of queries.
-        place: the number of the tile of keys.
+        query_tile: the index of the tile of queries.
+        key_tile: the index of the tile of keys.
     """
     if query_segments is not None and key_segments is not None:
         is_same = query_segments[:, :, None] == key_segments[:, None, :]
         scores = jnp.where(is_same[:, None, None], scores, HIDDEN)
     if not causal:
         return scores
-    rows, columns = scores.shape[-2:]
-    at = number * rows + jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
-    of = place * columns + jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
-    return jnp.where(at >= of, scores, -jnp.inf)
+    num_queries, num_keys = scores.shape[-2:]
+    query_offset = jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 0)
+    query_position = query_tile * num_queries + query_offset
+    key_offset = jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 1)
+    key_position = key_tile * num_keys + key_offset
+    return jnp.where(query_position >= key_position, scores, -jnp.inf)
 
 
 def _count(length: int) -> int:
@@ -513,23 +518,23 @@ def _count(length: int) -> int:
 
 
 def _numbered(first: Array, *more: Array | None) -> Tile:
-    """Prepends the numbers of the tiles."""
+    """Prepends the index of each tile."""
     return (jnp.arange(first.shape[0]), first, *more)
 
 
-def _of_heads(x: Array, heads: int) -> Array:
+def _tile_heads(x: Array, heads: int) -> Array:
     """Cuts `[B, T, H, ...]` into tiles `[tiles, B, N, G, T / tiles, ...]` for N heads of keys."""
     count = _count(x.shape[1])
     x = x.reshape(x.shape[0], count, -1, heads, x.shape[2] // heads, *x.shape[3:])
     return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, 4)
 
 
-def _of_keys(x: Array) -> Array:
+def _tile_keys(x: Array) -> Array:
     """Cuts `[B, S, N, K]` into tiles `[tiles, B, N, S / tiles, K]`."""
-    return _of_heads(x, x.shape[2])[:, :, :, 0]
+    return _tile_heads(x, x.shape[2])[:, :, :, 0]
 
 
-def _of_rows(segments: Array | None) -> Array | None:
+def _tile_rows(segments: Array | None) -> Array | None:
     """Cuts `[B, T]` into tiles `[tiles, B, T / tiles]`."""
     if segments is None:
         return None
@@ -537,6 +542,6 @@ def _of_rows(segments: Array | None) -> Array | None:
 
 
 def _untiled(tiles: Array) -> Array:
-    """Undoes `_of_heads`."""
+    """Undoes `_tile_heads`."""
     x = jnp.moveaxis(jnp.moveaxis(tiles, 4, 2), 0, 1)
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], -1, *x.shape[5:])

@@ -3,7 +3,7 @@
 `in_fitting_slots` reads how many rows the busiest expert got, and gives every expert that many
 slots, rounded up to one of a few sizes from 17/16 to 2 times the even share R. All experts are then
 one batched product: no matrix is copied, and each gradient is written once. Beyond 2 R, a loop
-takes the rows of each expert in blocks of R/8,
+multiplies the rows of each expert in blocks of R/8,
 
     y[t] = x[t] W[e],    dx[t] = dy[t] W[e]^T,    dW[e] += x[t]^T dy[t]
 
@@ -31,10 +31,13 @@ LOADS = (17 / 16, 9 / 8, 6 / 5, 3 / 2, 2)
 """The possible numbers of slots of an expert, as multiples of its even share of rows."""
 
 TILE = 8
-"""The number of slots is a multiple of it, as tensor cores require for two-byte numbers."""
+"""Slots per expert are a multiple of this, as tensor cores require for two-byte numbers."""
 
-LEAST, MOST = 16, 512
-"""Rows of a block: fewer do not fill the matrix units, more do not hide latency any better."""
+MIN_BLOCK_ROWS = 16
+"""The fewest rows of a block; fewer do not fill the matrix units."""
+
+MAX_BLOCK_ROWS = 512
+"""The most rows of a block; more do not hide latency any better."""
 
 
 def slot_sizes(num_tokens: int, share: float) -> list[int]:
@@ -61,17 +64,19 @@ def usual_size(sizes: Sequence[int], share: float) -> int:
         2
     """
     most = share + 3 * math.sqrt(share)
-    return next((at for at, size in enumerate(sizes) if size >= most), len(sizes) - 1)
+    return next((index for index, size in enumerate(sizes) if size >= most), len(sizes) - 1)
 
 
 def block_rows(share: float) -> int:
-    """Returns the rows of a block: an eighth of the even share, within `LEAST` and `MOST`.
+    """Returns the rows of a block: an eighth of the even share, within limits.
+
+    The limits are `MIN_BLOCK_ROWS` and `MAX_BLOCK_ROWS`.
 
     Example:
         >>> block_rows(2048.0), block_rows(8.0)
         (256, 16)
     """
-    return min(MOST, max(LEAST, int(share / 8) // TILE * TILE))
+    return min(MAX_BLOCK_ROWS, max(MIN_BLOCK_ROWS, int(share / 8) // TILE * TILE))
 
 
 def _varying(x: Array, *others: Array) -> Array:
@@ -127,29 +132,29 @@ def in_fitting_slots(
     usual = usual_size(capacities, share)
     slotted = [functools.partial(in_assigned_slots, feed, capacity) for capacity in capacities]
 
-    def pulled(run: _Mix, args: _Args, assigned: Assigned, cotangents: Array) -> _Args:
+    def gradients_of(run: _Mix, args: _Args, assigned: Assigned, cotangents: Array) -> _Args:
         def mix(tokens: Array, gates: Array, kernels: PyTree) -> Array:
             return run(tokens, gates, kernels, assigned)
 
         return jax.vjp(mix, *args)[1](cotangents)
 
     def choose(assigned: Assigned, branches: Sequence[Callable[..., T]], *arguments: object) -> T:
-        # The last branch is a loop. It is dropped if the largest size has room for all tokens.
+        # The last branch is a loop. It is dropped if the largest size fits all tokens.
         branches = branches[:-1] if capacities[-1] == len(tokens) else branches
-        branches = [branch if at == usual else _rare(branch) for at, branch in enumerate(branches)]
-        number = jnp.sum(jnp.max(assigned.sizes) > jnp.array(capacities), dtype=jnp.int32)
-        return jax.lax.switch(number, branches, *arguments)
+        branches = [branch if n == usual else _rare(branch) for n, branch in enumerate(branches)]
+        index = jnp.sum(jnp.max(assigned.sizes) > jnp.array(capacities), dtype=jnp.int32)
+        return jax.lax.switch(index, branches, *arguments)
 
     size = block_rows(share)
 
     @jax.custom_vjp
     def run(args: _Args, assigned: Assigned) -> Array:
-        branches = [*slotted, functools.partial(_looped, feed, size)]
+        branches = [*slotted, functools.partial(_loop_over_blocks, feed, size)]
         return choose(assigned, branches, *args, assigned)
 
     def backward(residuals: tuple[_Args, Assigned], cotangents: Array) -> tuple[_Args, None]:
-        branches = [functools.partial(pulled, branch) for branch in slotted]
-        branches.append(functools.partial(_pulled_loop, feed, size))
+        branches = [functools.partial(gradients_of, branch) for branch in slotted]
+        branches.append(functools.partial(_loop_gradients, feed, size))
         args, assigned = residuals
         return choose(assigned, branches, args, assigned, cotangents), None
 
@@ -157,79 +162,79 @@ def in_fitting_slots(
     return run(args, assigned)
 
 
-def _rare(way: Callable[..., T]) -> Callable[..., T]:
+def _rare(branch: Callable[..., T]) -> Callable[..., T]:
     """Marks a branch that a balanced choice of experts hardly ever takes."""
 
     def run(*arguments: object) -> T:
         with jax.named_scope(RARE):
-            return way(*arguments)
+            return branch(*arguments)
 
     return run
 
 
-def _looped(
+def _loop_over_blocks(
     feed: Feed, size: int, tokens: Array, gates: Array, kernels: PyTree, assigned: Assigned
 ) -> Array:
-    """Runs expert by expert, and block by block of its rows."""
+    """Runs one expert after another, and the rows of each in blocks."""
 
-    def step(block: _Block, total: Array, none: PyTree) -> tuple[Array, PyTree]:
+    def step(block: _Block, total: Array, no_carry: PyTree) -> tuple[Array, PyTree]:
         results = _weighed(feed, block.rows(tokens, gates), block.gates(gates), block.kernel)
-        return block.add(total, results, gates.shape[1]), none
+        return block.add(total, results, gates.shape[1]), no_carry
 
     zeros = _varying(jnp.zeros(tokens.shape, jnp.float32), tokens, assigned.expert)
     total, _ = _over_blocks(size, kernels, assigned, step, zeros, lambda kernel: ())
     return total.astype(tokens.dtype)
 
 
-def _pulled_loop(
+def _loop_gradients(
     feed: Feed, size: int, args: _Args, assigned: Assigned, cotangents: Array
 ) -> _Args:
-    """Computes the gradients of `_looped` with respect to tokens, gates and kernels."""
+    """Computes the gradients of `_loop_over_blocks` with respect to tokens, gates and kernels."""
     tokens, gates, kernels = args
     wide = functools.partial(jnp.promote_types, jnp.float32)
 
     def step(block: _Block, sums: PyTree, total: PyTree) -> tuple[PyTree, PyTree]:
-        of_tokens, of_gates = sums
+        d_tokens, d_gates = sums
         kernel = jax.tree.map(lambda x: x.astype(wide(x.dtype)), block.kernel)
         rows = block.rows(tokens, gates)
         weights = block.gates(gates)
         pull = jax.vjp(functools.partial(_weighed, feed), rows, weights, kernel)[1]
         grads = pull(block.rows(cotangents, gates).astype(jnp.float32))
-        of_tokens = block.add(of_tokens, grads[0].astype(jnp.float32), gates.shape[1])
-        return (of_tokens, block.add(of_gates, grads[1], 1)), jax.tree.map(jnp.add, total, grads[2])
+        d_tokens = block.add(d_tokens, grads[0].astype(jnp.float32), gates.shape[1])
+        return (d_tokens, block.add(d_gates, grads[1], 1)), jax.tree.map(jnp.add, total, grads[2])
 
     def zeros(x: Array) -> Array:
         return _varying(jnp.zeros(x.shape, wide(x.dtype)), tokens, assigned.expert)
 
     sums = zeros(tokens), zeros(gates.reshape(-1))
     begin = functools.partial(jax.tree.map, zeros)
-    (of_tokens, of_gates), of_kernels = _over_blocks(size, kernels, assigned, step, sums, begin)
-    of_kernels = jax.tree.map(lambda x, like: x.astype(like.dtype), of_kernels, kernels)
-    return of_tokens.astype(tokens.dtype), of_gates.reshape(gates.shape), of_kernels
+    (d_tokens, d_gates), d_kernels = _over_blocks(size, kernels, assigned, step, sums, begin)
+    d_kernels = jax.tree.map(lambda x, like: x.astype(like.dtype), d_kernels, kernels)
+    return d_tokens.astype(tokens.dtype), d_gates.reshape(gates.shape), d_kernels
 
 
 class _Block(NamedTuple):
     """A block of rows of one expert: their assignments, and which rows of the block are filled."""
 
-    which: Array
+    assignments: Array
     is_filled: Array
     kernel: PyTree
 
-    def rows(self, of_tokens: Array, gates: Array) -> Array:
-        """Returns the rows of the block's tokens, with zeros in unfilled rows."""
-        return RowSource(self.which // gates.shape[1], self.is_filled).take(of_tokens)
+    def rows(self, by_token: Array, gates: Array) -> Array:
+        """Selects the rows of the block's tokens; unfilled rows are zero."""
+        return RowSource(self.assignments // gates.shape[1], self.is_filled).take(by_token)
 
     def gates(self, gates: Array) -> Array:
         """Returns the gates of the assignments."""
-        return gates.reshape(-1)[self.which]
+        return gates.reshape(-1)[self.assignments]
 
     def add(self, total: Array, rows: Array, per_token: int) -> Array:
         """Adds the block's rows to a total with one row per token (per assignment if 1)."""
         # A token is at most once at an expert, so indices are unique, and need no atomics. Unfilled
         # rows get distinct indices out of bounds, which are dropped.
-        behind = len(total) + jnp.arange(len(self.which))
-        place = jnp.where(self.is_filled, self.which // per_token, behind)
-        return total.at[place].add(rows, mode="drop", unique_indices=True)
+        out_of_bounds = len(total) + jnp.arange(len(self.assignments))
+        index = jnp.where(self.is_filled, self.assignments // per_token, out_of_bounds)
+        return total.at[index].add(rows, mode="drop", unique_indices=True)
 
 
 def _over_blocks(
@@ -240,7 +245,7 @@ def _over_blocks(
     shared: PyTree,
     begin: Callable[[PyTree], PyTree],
 ) -> tuple[PyTree, PyTree]:
-    """Runs as many blocks for each expert as its rows need.
+    """Runs a step for each block of each expert's rows.
 
     Args:
         size: the rows of a block.
@@ -259,8 +264,9 @@ def _over_blocks(
 
         def block(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
             number = carry[0] + jnp.arange(size)
-            which = assigned.order[jnp.where(number < count, start + number, 0)]
-            return carry[0] + size, *step(_Block(which, number < count, kernel), *carry[1:])
+            assignments = assigned.order[jnp.where(number < count, start + number, 0)]
+            filled_block = _Block(assignments, number < count, kernel)
+            return carry[0] + size, *step(filled_block, *carry[1:])
 
         carry = jax.lax.while_loop(
             lambda carry: carry[0] < count, block, (count * 0, shared, begin(kernel))
@@ -276,17 +282,20 @@ def _weighed(feed: Feed, rows: Array, gates: Array, kernel: PyTree) -> Array:
 
 @jax.custom_vjp
 def _product(rows: Array, matrix: Array) -> Array:
-    """Multiplies rows by a matrix cast to their dtype; its gradient is summed in its own dtype."""
+    """Multiplies rows by a matrix cast to their dtype.
+
+    The gradient of the matrix is summed in the dtype of the matrix.
+    """
     return rows @ matrix.astype(rows.dtype)
 
 
-def _pulled_product(residuals: tuple[Array, Array], cotangents: Array) -> tuple[Array, Array]:
+def _product_backward(residuals: tuple[Array, Array], cotangents: Array) -> tuple[Array, Array]:
     rows, matrix = residuals
     contracted = (((0,), (0,)), ((), ()))
-    of_matrix = jax.lax.dot_general(
+    d_matrix = jax.lax.dot_general(
         rows, cotangents, contracted, preferred_element_type=matrix.dtype
     )
-    return cotangents @ matrix.astype(rows.dtype).T, of_matrix
+    return cotangents @ matrix.astype(rows.dtype).T, d_matrix
 
 
-_product.defvjp(lambda rows, matrix: (_product(rows, matrix), (rows, matrix)), _pulled_product)
+_product.defvjp(lambda rows, matrix: (_product(rows, matrix), (rows, matrix)), _product_backward)

@@ -22,7 +22,10 @@ from ..core.typing import Array, Path
 from ..core.weighted import per_sample
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
-"""Values and weights get more digits (e4m3), gradients more range (e5m2), arXiv:2209.05433."""
+"""The dtypes of activations and weights (e4m3, more digits) and of gradients (e5m2, more range).
+
+Source: arXiv:2209.05433.
+"""
 
 MULTIPLE = 16
 """cuBLASLt requires the sizes of an fp8 product to be multiples of this."""
@@ -65,12 +68,12 @@ class Fp8Dot:
 
     Each tensor has one scale ("current scaling"): a power of two, found from the largest element of
     the whole tensor. The maximum is over all ranks that hold a part of it, so the rounding does not
-    depend on the mesh if the ranks weigh equally. It is then the only difference from a product in
-    the compute dtype.
+    depend on the mesh if all ranks have equal weight. The rounding is then the only difference from
+    a product in the compute dtype.
 
     Args:
-        axes: the mesh axes that split the samples; the maximum is taken over those of them that a
-            `shard_map` has made manual.
+        axes: the mesh axes that split the samples; the maximum is taken over those that a
+            surrounding `shard_map` has made manual.
         gather: how sharded weights are gathered, in global view; None for unsharded weights.
             Shards are rounded before the gather, which sends one byte per element. The scale is
             that of the whole tensor either way, so the product has the same bits.
@@ -120,7 +123,7 @@ class Fp8Dot:
             raise UnsupportedError(
                 f"got a product with dimension_numbers={dimension_numbers} and {more}; fp8 "
                 "products must contract the last dims with the first dims, and take no further "
-                "arguments; leave the layer out with MixedPrecision.fp8(skip=...)",
+                "arguments; exclude the layer with MixedPrecision.fp8(skip=...)",
                 code="fp8-dimensions",
             )
         dtype = jnp.dtype(preferred_element_type or lhs.dtype)
@@ -153,7 +156,7 @@ def _backward(
 ) -> tuple[Array, Array]:
     x8, w8, like_x, like_w = residuals
     # Gradients of the mean over the samples of a rank are `parts` times those of the whole batch.
-    # Rounding commutes with the powers of two in that factor alone.
+    # Rounding commutes only with powers of two, so the odd factor of `parts` is divided out first.
     parts = _num_parts(dot.axes)
     odd = parts // (parts & -parts)
     g8 = rounded(g / odd if odd > 1 else g, BACKWARD, dot.axes)
@@ -191,7 +194,7 @@ def rounded(x: Array, dtype: DTypeLike, axes: Sequence[str] = ()) -> Rounded:
     Args:
         x: an array of any floating dtype.
         dtype: an fp8 dtype.
-        axes: mesh axes; the maximum is taken over those of them that are manual.
+        axes: mesh axes; the maximum is taken over those that are manual.
 
     Returns:
         The values and their scale.
@@ -219,13 +222,13 @@ def _scale(x: Array, dtype: DTypeLike, axes: Sequence[str] = ()) -> Array:
 
 
 def _manual(axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes that are manual in the present `shard_map`."""
+    """The axes that are manual in the surrounding `shard_map`."""
     current = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(axis for axis in axes if axis in current)
 
 
 def _num_parts(axes: Sequence[str]) -> int:
-    """The number of ranks of a present `shard_map` over which the axes split the samples."""
+    """The number of ranks over which the surrounding `shard_map` splits the samples."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return math.prod(sizes[axis] for axis in _manual(axes))
 
@@ -241,22 +244,22 @@ def values_of(x: Array, scale: Array, dtype: DTypeLike) -> Array:
 def _rounded_weight(w: Array, gather: WeightGather | None) -> Rounded:
     # Ranks that split samples have the same weights, so no maximum over axes is needed.
     scale = _scale(w, FORWARD)
-    (values,) = _rounding().bind(w, scale)
+    (values,) = _round_weight_primitive().bind(w, scale)
     if gather is not None:
         # Gather plain bytes: a compiler may widen a gather to a dtype that its device supports.
         gathered = gather.forward(jax.lax.bitcast_convert_type(values, jnp.uint8))
-        (values,) = _reading().bind(gathered)
+        (values,) = _read_bytes_primitive().bind(gathered)
     return Rounded(values, scale)
 
 
-# These are primitives of their own, so that a remat policy can recompute the weight by name.
+# These are separate primitives, so that a remat policy can recompute the weight by name.
 @functools.cache
-def _rounding() -> Primitive:
+def _round_weight_primitive() -> Primitive:
     return new_operation(WEIGHT, lambda w, scale: (values_of(w, scale, FORWARD),))
 
 
 @functools.cache
-def _reading() -> Primitive:
+def _read_bytes_primitive() -> Primitive:
     return new_operation(WEIGHT, lambda x: (jax.lax.bitcast_convert_type(x, FORWARD),))
 
 
@@ -358,22 +361,22 @@ def _reason(path: Path, layer: DenseLayer, stacks: Sequence[Path], skip: Sequenc
     is_stacked = any(not stack or path.startswith(f"{stack}/") for stack in stacks)
     is_numbered = any(key.isdigit() for key in path.split("/"))
     if any(re.search(pattern, path) for pattern in skip):
-        return "is to be skipped"
+        return "is skipped"
     if not (is_stacked or is_numbered):
-        return "is in no block"
+        return "is not in a block"
     is_custom = layer.dot_general not in (None, jax.lax.dot_general)
     if is_custom or getattr(layer, "dot_general_cls", None) is not None:
         return "has its own dot_general"
     rows, columns = _sizes(layer)
     if getattr(layer, "batch_axis", None) or rows is None:
-        return "multiplies other dims than the last"
+        return "contracts dims other than the last"
     if rows % MULTIPLE or columns % MULTIPLE:
-        return f"is {rows}×{columns}, no multiples of {MULTIPLE}"
+        return f"is {rows}×{columns}, not multiples of {MULTIPLE}"
     return ""
 
 
 def _sizes(layer: DenseLayer) -> tuple[int | None, int]:
-    """Returns the kernel's rows and columns; rows are None if other dims than the last are used."""
+    """Returns the kernel's rows and columns; rows are None unless it contracts the last dims."""
     rows = layer.in_features
     columns = layer.out_features
     if isinstance(rows, int):

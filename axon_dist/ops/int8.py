@@ -73,11 +73,11 @@ class Int8Form:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8:
-    """A weight in int8, as the value of a Variable whose reader widens it.
+    """A weight in int8, as the value of a Variable; whoever reads it must widen it.
 
     Args:
         numbers: int8, in the shape of the weight.
-        scale: bfloat16, of size 1 in one dim.
+        scale: bfloat16, with size 1 in the dim along which weights share a scale.
     """
 
     numbers: Array
@@ -174,5 +174,5 @@ def _batched(
 
 @functools.cache
 def _operation() -> Primitive:
-    # A primitive of its own, so that a remat policy can recompute the weight by name.
+    # A separate primitive, so that a remat policy can recompute the weight by name.
     return new_operation(WIDEN, _widen, _batched)

@@ -1,4 +1,4 @@
-"""Fused linear cross-entropy: the loss of a head `hidden @ kernel`, one chunk of positions a time.
+"""Fused linear cross-entropy: the loss of a head `hidden @ kernel`, chunk by chunk of positions.
 
 The logits of a language model are by far its largest array: `[B, T, V]` in float32, 13 GB for
 64 x 1024 positions and 50 257 tokens. Here, the logits of one chunk are computed, their losses are
@@ -34,11 +34,13 @@ BEFORE_HEAD = "before_head"
 """The method of a model that returns the head's inputs for the loss, instead of logits."""
 
 CHUNK_BYTES = 2**29
-"""The least size limit for the float32 logits of one chunk: large products, but little memory
-compared with a model."""
+"""The default limit for the float32 logits of one chunk, in bytes.
+
+The products are then large, and the logits small compared with a model.
+"""
 
 CHUNK_SHARE = 1 / 64
-"""The limit may be larger than `CHUNK_BYTES`, up to this share of a device's memory."""
+"""The largest limit for a chunk's logits, as a share of a device's memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,7 @@ class HeadLoss:
         soft_cap: as in `linear_cross_entropy`.
         logits_dtype: as in `linear_cross_entropy`.
         num_chunks: as in `linear_cross_entropy`.
-        scores: whether to count the positions at which the likeliest token is the label.
+        scores: whether to count the positions whose likeliest token is the label.
     """
 
     z_loss: float = 0.0
@@ -317,15 +319,15 @@ def evaluate(
         sums, results = chunk(start, jax.tree.map(lambda x: x[0], pieces))
     else:
         sums, results = jax.lax.scan(chunk, start, pieces)
-    total, hits, of_kernel, of_bias = sums
+    total, hits, d_kernel, d_bias = sums
 
     def restored(x, *dims):
         return x.reshape(-1, *dims)[: math.prod(shape)].reshape(*shape, *dims)
 
-    of_hidden = None if results[1] is None else restored(results[1], width)
-    if axis is not None and of_hidden is not None:
-        of_hidden = all_sum(of_hidden, axis)
-    return LossParts(total, hits, restored(results[0]), (of_hidden, of_kernel, of_bias))
+    d_hidden = None if results[1] is None else restored(results[1], width)
+    if axis is not None and d_hidden is not None:
+        d_hidden = all_sum(d_hidden, axis)
+    return LossParts(total, hits, restored(results[0]), (d_hidden, d_kernel, d_bias))
 
 
 def chunk_bytes(width: int, classes: int, memory_bytes: int | None) -> int:
@@ -375,14 +377,14 @@ def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> LossP
     start = 0 if axis is None else jax.lax.axis_index(axis) * classes
     num_classes = classes * (1 if axis is None else jax.lax.axis_size(axis))
     # JAX hoists loop-invariant values out of the loop and keeps them in memory. So `ids` is a
-    # single row, and `jnp.where(is_label, logits, 0.0)`, whose zero would be hoisted as an array
-    # as large as the logits, is avoided.
+    # single row, and this function avoids `jnp.where(is_label, logits, 0.0)`: its zero would be
+    # hoisted as an array as large as the logits.
     ids = jax.lax.broadcasted_iota(at.labels.dtype, (1, classes), 1) + start
     is_label = ids == at.labels[:, None]
 
     logits, slope = _logits(how, at)
     is_narrow = jnp.dtype(at.hidden.dtype).itemsize < 4
-    largest, total = (_online if is_narrow else _in_turn)(logits, over)
+    largest, total = (_one_pass if is_narrow else _two_pass)(logits, over)
     log_total = jnp.log(total) + largest
     smooth = how.label_smoothing
     losses = log_total - (1 - smooth) * over(all_sum, _of_labels(logits, at.labels - start))
@@ -398,24 +400,24 @@ def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> LossP
     grads: Gradients = (None, None, None)
     if any(wants):
         # Recompute the exponentials from the logits: cheaper than keeping them in memory.
-        back = jnp.exp(logits - log_total[:, None]) * (1 + 2 * how.z_loss * log_total)[:, None]
-        back = back - (1 - smooth) * is_label.astype(jnp.float32) - smooth / num_classes
-        back = back * at.weights[:, None] * (1.0 if slope is None else slope)
-        grads = _gradients(at, back, wants)
+        d_logits = jnp.exp(logits - log_total[:, None]) * (1 + 2 * how.z_loss * log_total)[:, None]
+        d_logits = d_logits - (1 - smooth) * is_label.astype(jnp.float32) - smooth / num_classes
+        d_logits = d_logits * at.weights[:, None] * (1.0 if slope is None else slope)
+        grads = _gradients(at, d_logits, wants)
     return LossParts(jnp.sum(losses * at.weights), hits, losses, grads)
 
 
-def _in_turn(logits: Array, over: Callable[..., Array]) -> tuple[Array, Array]:
+def _two_pass(logits: Array, over: Callable[..., Array]) -> tuple[Array, Array]:
     """Computes the maximum of each row and the sum of its exponentials, in two passes."""
     largest = over(all_max, jax.lax.stop_gradient(logits).max(-1))
     return largest, over(all_sum, jnp.exp(logits - largest[:, None]).sum(-1))
 
 
-def _online(logits: Array, over: Callable[..., Array]) -> tuple[Array, Array]:
-    """Computes the same in one pass (Milakov and Gimelshein, arXiv:1805.02867).
+def _one_pass(logits: Array, over: Callable[..., Array]) -> tuple[Array, Array]:
+    """Computes what `_two_pass` computes in one pass (Milakov and Gimelshein, arXiv:1805.02867).
 
-    Its rounding differs within the precision of float32, so products in float32 use two passes.
-    On a GPU, passing over the logits in memory is most of the cost of the loss.
+    The results differ by rounding in float32, so float32 products use two passes. On a GPU, reading
+    the logits from memory is most of the cost of the loss.
     """
 
     def join(a, b):
@@ -451,26 +453,27 @@ def _logits(how: HeadLoss, at: Operands) -> tuple[Array, Array | None]:
     logits = logits.astype(how.logits_dtype).astype(jnp.float32)
     if how.soft_cap is None:
         return logits, None
-    bent = jnp.tanh(logits / how.soft_cap)
-    return how.soft_cap * bent, 1 - bent**2
+    capped = jnp.tanh(logits / how.soft_cap)
+    return how.soft_cap * capped, 1 - capped**2
 
 
-def _gradients(at: Operands, back: Array, wants: Wants) -> Gradients:
+def _gradients(at: Operands, d_logits: Array, wants: Wants) -> Gradients:
     """Computes the gradients of hidden, kernel and bias from that of the logits, `[N, V]`.
 
-    It does not use float16, which cannot represent probabilities before loss scaling.
+    Products are in float32 instead of float16, which cannot represent probabilities before loss
+    scaling.
     """
     dtype = jnp.promote_types(at.hidden.dtype, at.kernel.dtype)
     dtype = jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
-    narrow = back.astype(dtype)
-    of_hidden = of_kernel = of_bias = None
+    narrow = d_logits.astype(dtype)
+    d_hidden = d_kernel = d_bias = None
     if wants[0]:
-        of_hidden = _product(narrow, at.kernel.astype(dtype), (1, 1)).astype(dtype)
+        d_hidden = _product(narrow, at.kernel.astype(dtype), (1, 1)).astype(dtype)
     if wants[1]:
-        of_kernel = _product(at.hidden.astype(dtype), narrow, (0, 0))
+        d_kernel = _product(at.hidden.astype(dtype), narrow, (0, 0))
     if wants[2] and at.bias is not None:
-        of_bias = back.sum(0)
-    return of_hidden, of_kernel, of_bias
+        d_bias = d_logits.sum(0)
+    return d_hidden, d_kernel, d_bias
 
 
 def _product(left: Array, right: Array, dims: tuple[int, int]) -> Array:
@@ -490,51 +493,52 @@ def derivative(run: Run, operands: Operands, tangents: Tangents) -> Values:
     Returns:
         The values, and their tangents.
     """
-    moves = (tangents.hidden, tangents.kernel, tangents.bias)
-    values = run(operands, tuple(x is not None for x in moves))  # type: ignore[arg-type]
+    differentiated = (tangents.hidden, tangents.kernel, tangents.bias)
+    wants = tuple(tangent is not None for tangent in differentiated)
+    values = run(operands, wants)  # type: ignore[arg-type]
 
-    of_total = jnp.zeros((), values.total.dtype)
-    for grad, move in zip(values.grads, moves, strict=True):
-        if move is not None and grad is not None:
-            of_total = of_total + jnp.sum(wide(grad) * wide(move))
+    d_total = jnp.zeros((), values.total.dtype)
+    for grad, tangent in zip(values.grads, differentiated, strict=True):
+        if tangent is not None and grad is not None:
+            d_total = d_total + jnp.sum(wide(grad) * wide(tangent))
     if tangents.weights is not None:
-        of_total = of_total + jnp.sum(values.losses * tangents.weights)
-    return (values.total, values.hits), (of_total, jnp.zeros((), values.hits.dtype))
+        d_total = d_total + jnp.sum(values.losses * tangents.weights)
+    return (values.total, values.hits), (d_total, jnp.zeros((), values.hits.dtype))
 
 
 def differentiable(run: Run) -> Callable[..., tuple[Array, Array]]:
-    """Makes a function of the operands, in their order, with this derivative.
+    """Returns the loss as a differentiable function of the operands.
 
     Args:
         run: computes the loss.
 
     Returns:
-        (hidden, kernel, labels, weights[, bias]) -> (total, hits).
+        (hidden, kernel, labels, weights[, bias]) -> (total, hits); its JVP is `derivative`.
     """
 
     @jax.custom_jvp
     def loss(*operands: Array) -> tuple[Array, Array]:
         return run(Operands(*operands), (False, False, False))[:2]
 
-    def moved(operands: Sequence[Array], tangents: Sequence[Array]) -> Values:
+    def jvp(operands: Sequence[Array], tangents: Sequence[Array]) -> Values:
         def is_zero(x):
             return isinstance(x, jax.custom_derivatives.SymbolicZero)
 
-        moves = Tangents(*(None if is_zero(x) else x for x in tangents))
-        return derivative(run, Operands(*operands), moves)
+        nonzero = Tangents(*(None if is_zero(x) else x for x in tangents))
+        return derivative(run, Operands(*operands), nonzero)
 
-    loss.defjvp(moved, symbolic_zeros=True)
+    loss.defjvp(jvp, symbolic_zeros=True)
     return loss
 
 
-def _here(*operands: Array, how: HeadLoss) -> tuple[Array, Array]:
+def _evaluate_whole(*operands: Array, how: HeadLoss) -> tuple[Array, Array]:
     return evaluate(how, Operands(*operands), (False, False, False))[:2]
 
 
-def _moved(operands: Sequence[Array], tangents: Sequence[Array | None], how: HeadLoss) -> Values:
+def _jvp(operands: Sequence[Array], tangents: Sequence[Array | None], how: HeadLoss) -> Values:
     return derivative(functools.partial(evaluate, how), Operands(*operands), Tangents(*tangents))
 
 
 @functools.cache
 def _operation() -> Primitive:
-    return new_operation(LINEAR_CROSS_ENTROPY, _here, moved=_moved)
+    return new_operation(LINEAR_CROSS_ENTROPY, _evaluate_whole, jvp=_jvp)

@@ -23,7 +23,7 @@ from ..core.weighted import per_sample
 from .attention import BlockAttention, Keys, Queries, merged, narrowed
 
 PIECE = 1024
-"""Positions of a piece: a pair is enough work for a kernel, and its mask is two megabytes."""
+"""Positions in a piece: a pair is enough work for a kernel, and its mask takes two megabytes."""
 
 Tree = TypeVar("Tree", bound=PyTree)
 State: TypeAlias = tuple[Array, ...]
@@ -99,8 +99,8 @@ def _backward(
 
     def visit(sums: State, query_piece: Array, key_piece: Array) -> State:
         more = kernel.backward(_at(queries, query_piece), _at(keys, key_piece))
-        places = (query_piece, key_piece, key_piece)
-        return tuple(x.at[at].add(new) for x, at, new in zip(sums, places, more, strict=True))
+        pieces = (query_piece, key_piece, key_piece)
+        return tuple(x.at[n].add(new) for x, n, new in zip(sums, pieces, more, strict=True))
 
     gradients = _over_pairs(visit, gradients, _cut(segments), causal)
     return *narrowed(map(_uncut, gradients), (query, key, value)), None
@@ -150,5 +150,5 @@ def _uncut(x: Array) -> Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _at(tree: Tree, place: Array) -> Tree:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), tree)
+def _at(tree: Tree, piece: Array) -> Tree:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, piece, keepdims=False), tree)

@@ -30,9 +30,9 @@ Result = TypeVar("Result")
 class MixedPrecision:
     """The dtypes of a training step; float32 by default.
 
-    Parameters are kept, and updated by the optimizer, in `param`. The model computes with copies in
-    `compute`, and gradients are sent in `reduce`. Statistics of norms, softmax and the loss are
-    always float32.
+    Parameters are stored in `param`, and the optimizer updates them in it. The model computes with
+    copies in `compute`, and gradients are reduced in `reduce`. Statistics of norms, softmax and the
+    loss are always float32.
 
     Args:
         param: dtype of parameters and optimizer state.
@@ -80,16 +80,16 @@ class MixedPrecision:
             raise ConfigError(f"products is {self.products!r:.80}; it must be 'fp8', or None")
         if self.skip and self.products is None:
             raise ConfigError(
-                f"skip={self.skip!s:.80} names layers that fp8 leaves out, and products is None; "
-                "set products='fp8', or leave skip out",
+                f"skip={self.skip!s:.80} excludes layers from fp8 products, but products is None; "
+                "set products='fp8', or remove skip",
                 code="skip-without-products",
             )
         if self.gather not in (None, "fp8"):
             raise ConfigError(f"gather is {self.gather!r:.80}; it must be 'fp8', or None")
         if self.gather is not None and self.products is None:
             raise ConfigError(
-                "gather='fp8' gathers the weights of fp8 products, and products is None; "
-                "set products='fp8', or leave gather out",
+                "gather='fp8' gathers the weights of fp8 products, but products is None; "
+                "set products='fp8', or remove gather",
                 code="gather-without-products",
             )
 
@@ -157,7 +157,7 @@ class MixedPrecision:
 def without_gathers(
     choice: MixedPrecision | str | bool | None,
 ) -> MixedPrecision | str | bool | None:
-    """Returns a policy with the same results for steps that gather no weights, as on one device.
+    """Returns a policy with the same results for a step that gathers no weights, as on one device.
 
     Example:
         >>> without_gathers(MixedPrecision.fp8(gather="fp8")) == MixedPrecision.fp8()
@@ -227,11 +227,11 @@ class Casting:
 
 @dataclasses.dataclass(frozen=True)
 class LinenCasting:
-    """Runs a bridged Linen module whose modules get the compute dtype.
+    """Runs a bridged Linen module, and sets the compute dtype on the modules inside it.
 
     These modules exist only while the bridge runs. Each gets the dtype when its first method is
     called; that is `setup` for modules that pass their dtype on to others. A module whose dtype is
-    None keeps promoting its arguments, unless it has a `param_dtype`, as Flax layers do.
+    None still promotes its arguments, unless it has a `param_dtype`, as Flax layers do.
 
     Args:
         policy: param, compute, reduce and output dtype.
@@ -321,7 +321,7 @@ class GradScaler:
         self.validate()
 
     def validate(self) -> None:
-        """Raises `ConfigError` unless every number makes the scale move the right way."""
+        """Raises `ConfigError` unless every number is in its range."""
         for field in dataclasses.fields(self):
             NUMBER.check("GradScaler", field.name, getattr(self, field.name))
         checks = {
@@ -377,8 +377,8 @@ class GradScaler:
         """Restores a state from plain numbers; the inverse of `state_dict`."""
         if missing := {"scale", "good_steps"}.difference(numbers):
             raise ConfigError(
-                f"the state of a loss scale lacks {', '.join(sorted(missing))}; give what "
-                "state_dict returned"
+                f"the state of a loss scale lacks {', '.join(sorted(missing))}; give a result of "
+                "state_dict()"
             )
         return ScalerState(
             scale=jnp.asarray(numbers["scale"], jnp.float32),

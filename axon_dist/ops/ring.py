@@ -32,8 +32,10 @@ from ..core.typing import Array, PyTree
 from .attention import BlockAttention, Keys, Queries, merged, narrowed
 
 AROUND = "around_a_ring"
-"""The checkpoint name of ring attention's result, which every remat policy saves. It is only one
-activation, and recomputing it would send all keys around the ring again."""
+"""The checkpoint name of ring attention's result, which every remat policy saves.
+
+It is only one activation, and recomputing it would send all keys around the ring again.
+"""
 
 Tree = TypeVar("Tree")
 State = TypeVar("State")
@@ -170,19 +172,20 @@ class Ring:
         return jnp.concatenate(list(halves), axis=1)
 
     def positions(self, length: int) -> Array:
-        """Returns the position at each place of the distributed sequence: int32 `[length]`.
+        """Returns the position at each index of the distributed sequence: int32 `[length]`.
 
         Example:
             >>> Ring("cp", 2, True).positions(8).tolist()
             [0, 1, 6, 7, 2, 3, 4, 5]
         """
-        place = jnp.arange(length, dtype=jnp.int32)
+        index = jnp.arange(length, dtype=jnp.int32)
         if not self.causal:
-            return place
-        rows = length // (2 * self.size)
-        rank = place // (2 * rows)
-        is_later = place // rows % 2 == 1
-        return jnp.where(is_later, 2 * self.size - 1 - rank, rank) * rows + place % rows
+            return index
+        piece_length = length // (2 * self.size)
+        rank = index // (2 * piece_length)
+        is_later = index // piece_length % 2 == 1
+        piece = jnp.where(is_later, 2 * self.size - 1 - rank, rank)
+        return piece * piece_length + index % piece_length
 
     def own_positions(self, length: int) -> Array:
         """Returns the `length` positions of this rank: int32 `[1, length]`."""
@@ -190,7 +193,7 @@ class Ring:
         return jax.lax.dynamic_slice_in_dim(every, self.rank * length, length)[None]
 
     def _send(self, half: Array, parity: int, back: bool = False) -> Array:
-        """Sends piece 2r + parity of each rank r to the rank that works on it, or back."""
+        """Sends piece 2r + parity of each rank r to the rank that works on it, or back again."""
 
         def owner(piece):
             return min(piece, 2 * self.size - 1 - piece)
@@ -229,8 +232,8 @@ class Ring:
             return tree
 
         def half(x):
-            rows = x.shape[1] // 2
-            return jax.lax.dynamic_slice_in_dim(x, number * rows, rows, 1)
+            length = x.shape[1] // 2
+            return jax.lax.dynamic_slice_in_dim(x, number * length, length, 1)
 
         return jax.tree.map(half, tree)
 
@@ -284,7 +287,7 @@ class Ring:
         if self.size > 3:
             steps = jnp.arange(2, self.size - 1)
             (state, returned, ahead), _ = jax.lax.scan(step, (state, returned, ahead), steps)
-        # The last step need not send its block on.
+        # The last step sends no block.
         arriving = self.shift(returned)
         state, more = visit(state, ahead, jnp.asarray(self.size - 1))
         return state, self.shift(_added(more, arriving))
@@ -334,7 +337,7 @@ def _forward(
 def _backward(
     ring: Ring, kernel: BlockAttention, residuals: Residuals, cotangent: Array
 ) -> tuple[Array, Array, Array, None]:
-    """Passes blocks around again, with their gradients, which return to their ranks."""
+    """Passes blocks around the ring again, with their gradients, which end at the blocks' ranks."""
     query, key, value, segments, out, log_weight = residuals
     # sum_j p_j (dout . v_j) = dout . out: the softmax's own gradient without the probabilities (Dao
     # et al., FlashAttention, arXiv:2205.14135, appendix B.2).
@@ -342,40 +345,42 @@ def _backward(
     positions = _positions(ring, kernel, query)
     queries = Queries(query, segments, cotangent, log_weight, delta, out, positions)
     keys = Keys(key, value, segments, positions)
-    of_query, of_key, of_value = kernel.backward(queries, keys, ring.causal)
+    d_query, d_key, d_value = kernel.backward(queries, keys, ring.causal)
 
     # Adds the gradients of each pair of pieces to those of the queries and of the keys.
-    def add(precedes, queries, keys, of_query, of_keys):
-        for query_at, key_at in ring.pairs(precedes):
-            gradients = kernel.backward(ring.piece(queries, query_at), ring.piece(keys, key_at))
-            of_query = ring.with_piece(of_query, query_at, functools.partial(_added, gradients[0]))
-            of_keys = ring.with_piece(of_keys, key_at, functools.partial(_added, gradients[1:]))
-        return of_query, of_keys
+    def add(precedes, queries, keys, d_query, d_keys):
+        for query_piece, key_piece in ring.pairs(precedes):
+            gradients = kernel.backward(
+                ring.piece(queries, query_piece), ring.piece(keys, key_piece)
+            )
+            d_query = ring.with_piece(d_query, query_piece, functools.partial(_added, gradients[0]))
+            d_keys = ring.with_piece(d_keys, key_piece, functools.partial(_added, gradients[1:]))
+        return d_query, d_keys
 
     if ring.size > 1 and _queries_are_lighter(query, key):
         # Adds to the gradients of this rank's keys; returns those of the queries that arrived.
-        def host_queries(of_keys, queries, back):
-            of_queries = _zeros(queries.query)
+        def visit_queries(d_keys, queries, back):
+            d_queries = _zeros(queries.query)
             is_before = back > ring.rank
-            of_queries, of_keys = add(is_before, queries, keys, of_queries, of_keys)
-            return of_keys, of_queries.astype(query.dtype)
+            d_queries, d_keys = add(is_before, queries, keys, d_queries, d_keys)
+            return d_keys, d_queries.astype(query.dtype)
 
         sent = queries._replace(out=None)
-        (of_key, of_value), returned = ring.around(host_queries, (of_key, of_value), sent)
-        of_query += returned.astype(jnp.float32)
+        (d_key, d_value), returned = ring.around(visit_queries, (d_key, d_value), sent)
+        d_query += returned.astype(jnp.float32)
     elif ring.size > 1:
         # Adds to the gradients of this rank's queries; returns those of the keys that arrived.
-        def host_keys(of_query, keys, back):
-            of_keys = _zeros(keys.key), _zeros(keys.value)
-            of_query, of_keys = add(back <= ring.rank, queries, keys, of_query, of_keys)
-            return of_query, (of_keys[0].astype(key.dtype), of_keys[1].astype(value.dtype))
+        def visit_keys(d_query, keys, back):
+            d_keys = _zeros(keys.key), _zeros(keys.value)
+            d_query, d_keys = add(back <= ring.rank, queries, keys, d_query, d_keys)
+            return d_query, (d_keys[0].astype(key.dtype), d_keys[1].astype(value.dtype))
 
-        of_query, returned = ring.around(host_keys, of_query, keys)
-        of_key, of_value = (
+        d_query, returned = ring.around(visit_keys, d_query, keys)
+        d_key, d_value = (
             own + others.astype(jnp.float32)
-            for own, others in zip((of_key, of_value), returned, strict=True)
+            for own, others in zip((d_key, d_value), returned, strict=True)
         )
-    return *narrowed((of_query, of_key, of_value), (query, key, value)), None
+    return *narrowed((d_query, d_key, d_value), (query, key, value)), None
 
 
 _attend.defvjp(_forward, _backward)

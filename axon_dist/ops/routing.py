@@ -49,7 +49,7 @@ class Choice:
 
         Args:
             first: the number of the first expert to consider.
-            count: how many experts to consider; `count` itself stands for all others.
+            count: how many experts to consider; all others get the number `count`.
         """
         expert = self.experts.reshape(-1) - first
         expert = jnp.where((expert >= 0) & (expert < count), expert, count)
@@ -64,9 +64,9 @@ class Assigned(NamedTuple):
     Args:
         expert: int32 `[N k]`, the expert of each assignment; E for experts that are not here.
         order: `[N k]`, the assignments sorted by expert.
-        rank: `[N k]`, the place of each assignment in that order.
+        rank: `[N k]`, the position of each assignment in that order.
         sizes: int32 `[E]`, the number of assignments of each expert.
-        starts: int32 `[E]`, the place of each expert's first assignment in that order.
+        starts: int32 `[E]`, the position of each expert's first assignment in that order.
     """
 
     expert: Array
@@ -79,10 +79,10 @@ class Assigned(NamedTuple):
 def in_order(
     feed: Feed, tokens: Array, choice: Choice, kernels: PyTree, first: Array | int = 0
 ) -> Array:
-    """Sums `gate * expert(token)` over the chosen experts of each token that are here.
+    """Sums `gate * expert(token)` over those chosen experts of each token that are on this rank.
 
-    The assignments are sorted by expert, and each expert works on its consecutive rows, any number
-    of them (`jax.lax.ragged_dot`).
+    The assignments are sorted by expert, and each expert processes its consecutive rows, however
+    many they are (`jax.lax.ragged_dot`).
 
     Args:
         feed: the experts.
@@ -138,10 +138,10 @@ def in_slots(
         `[N, D]` in the dtype of the tokens, and how many assignments were dropped, float32.
     """
     assigned = choice.by_expert(first, num_experts)
-    left_out = jnp.sum(jnp.maximum(assigned.sizes - capacity, 0)).astype(jnp.float32)
+    num_dropped = jnp.sum(jnp.maximum(assigned.sizes - capacity, 0)).astype(jnp.float32)
     return in_assigned_slots(
         feed, capacity, tokens, choice.gates, kernels, assigned, there, back
-    ), left_out
+    ), num_dropped
 
 
 def in_assigned_slots(
@@ -154,21 +154,22 @@ def in_assigned_slots(
     there: Exchange = lambda slots: slots,
     back: Exchange = lambda slots: slots,
 ) -> Array:
-    """Computes `in_slots` for assignments that are already sorted; returns only the tokens."""
+    """Computes `in_slots` for assignments that are already sorted, without the count of drops."""
     number = jnp.arange(capacity)
-    is_taken = number < assigned.sizes[:, None]
-    source = assigned.order[jnp.where(is_taken, assigned.starts[:, None] + number, 0)]
-    place = assigned.rank - jnp.append(assigned.starts, 0)[assigned.expert]
-    is_kept = (assigned.expert < len(assigned.sizes)) & (place < capacity)
-    into = RowSource(source.reshape(-1), is_taken.reshape(-1))
-    out = RowSource(jnp.where(is_kept, assigned.expert * capacity + place, 0), is_kept)
-    slots = _moved(jnp.repeat(tokens, gates.shape[1], axis=0), into, out)
+    is_filled = number < assigned.sizes[:, None]
+    source = assigned.order[jnp.where(is_filled, assigned.starts[:, None] + number, 0)]
+    slot = assigned.rank - jnp.append(assigned.starts, 0)[assigned.expert]
+    has_slot = (assigned.expert < len(assigned.sizes)) & (slot < capacity)
+    to_slots = RowSource(source.reshape(-1), is_filled.reshape(-1))
+    from_slots = RowSource(jnp.where(has_slot, assigned.expert * capacity + slot, 0), has_slot)
+    slots = _moved(jnp.repeat(tokens, gates.shape[1], axis=0), to_slots, from_slots)
 
     def product(rows, kernel):
         return jnp.einsum("ecd,edh->ech", rows, kernel)
 
-    results = back(feed(product, there(slots.reshape(*is_taken.shape, -1)), kernels))
-    return _summed(_moved(results.reshape(-1, results.shape[-1]), out, into), gates, tokens.dtype)
+    results = back(feed(product, there(slots.reshape(*is_filled.shape, -1)), kernels))
+    rows = _moved(results.reshape(-1, results.shape[-1]), from_slots, to_slots)
+    return _summed(rows, gates, tokens.dtype)
 
 
 def slots_for(num_tokens: int, per_token: int, num_experts: int, factor: float) -> int:
@@ -194,7 +195,7 @@ def _permuted(rows: Array, order: Array) -> Array:
 
 
 class RowSource(NamedTuple):
-    """For each row, the row it is copied from, and whether there is one; otherwise it is zero."""
+    """A gather of rows: the source of each row, and whether it has one; other rows are zero."""
 
     source: Array
     is_filled: Array
@@ -206,14 +207,14 @@ class RowSource(NamedTuple):
 
 
 @jax.custom_vjp
-def _moved(rows: Array, way: RowSource, back: RowSource) -> Array:
-    """Moves rows; gradients are moved back by `back`, without sums and hence without atomics."""
-    return way.take(rows)
+def _moved(rows: Array, source: RowSource, inverse: RowSource) -> Array:
+    """Moves rows by `source`; gradients move back by `inverse`, a gather that needs no atomics."""
+    return source.take(rows)
 
 
 _moved.defvjp(
-    lambda rows, way, back: (way.take(rows), back),
-    lambda back, cotangents: (back.take(cotangents), None, None),
+    lambda rows, source, inverse: (source.take(rows), inverse),
+    lambda inverse, cotangents: (inverse.take(cotangents), None, None),
 )
 
 

@@ -1,8 +1,8 @@
 """Optimizers that need whole matrices, AdamW in 8 bits, and optimizers that wrap others.
 
 Start reading in `muon.py`; `step/optimizer.py` distributes its matrices over devices.
-`eight_bit.py` stores moments in blocks of 8 bits. The
-optimizers that a config can name are in `train/config/optimizers.py`.
+`eight_bit.py` stores moments with 8 bits per element. The optimizers that a config can name are in
+`train/config/optimizers.py`.
 """
 
 from .eight_bit import DynamicCode as DynamicCode

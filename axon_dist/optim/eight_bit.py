@@ -31,7 +31,7 @@ MIN_SIZE = 4096
 """By default, the moments of parameters with fewer elements stay in full precision."""
 
 _SMALL_BLOCK = 64
-"""Blocks of fewer elements are avoided."""
+"""Blocks run along another dim if they would have fewer elements."""
 
 _DECADES = 7
 """The powers of ten that a code covers."""
@@ -84,12 +84,12 @@ class DynamicCode:
         this moment, and a small moment that became zero would make an update without bound.
 
         Args:
-            x: from -1 to 1, or from 0 to 1; float32.
+            x: float32 numbers from -1 to 1, or from 0 to 1 without negative values.
 
         Returns:
             uint8, like `x`.
         """
-        # Arithmetic instead of a search in the table, because TPUs are slow at gathering.
+        # Computes the code instead of searching a table, because gathers are slow on TPUs.
         size = jnp.abs(x)
         positive = self.values[self.zero + 1 :]
         number = jnp.zeros(x.shape, jnp.int32)
@@ -112,14 +112,14 @@ class DynamicCode:
         """Returns the values of codes, float32."""
         number = codes.astype(jnp.int32) - self.zero
         is_negative = number < 0
-        place = jnp.abs(number) - 1
+        index = jnp.abs(number) - 1
         value = jnp.zeros(codes.shape, jnp.float32)
         first = 0
         for count, scale, width in self._parts:
-            middle = scale * (0.1 + width * ((place - first).astype(jnp.float32) + 0.5))
-            value = jnp.where(place >= first, middle, value)
+            middle = scale * (0.1 + width * ((index - first).astype(jnp.float32) + 0.5))
+            value = jnp.where(index >= first, middle, value)
             first += count
-        value = jnp.where(place >= first, 1.0, value)
+        value = jnp.where(index >= first, 1.0, value)
         return jnp.where(is_negative, -value, value)
 
 
@@ -128,12 +128,12 @@ UNSIGNED = DynamicCode(signed=False)
 
 
 class Quantized(NamedTuple):
-    """An array in blocks.
+    """An array rounded block by block.
 
     Args:
-        codes: uint8, of the shape of the array.
-        scales: the largest absolute value of each block, float32; the shape of the array, except
-            that the dim of the blocks has one entry per block.
+        codes: uint8, in the shape of the array.
+        scales: the largest absolute value of each block, float32. The shape is that of the array,
+            except that the dim along which blocks run has one entry per block.
     """
 
     codes: Any
@@ -144,8 +144,9 @@ def block_dim(shape: Shape) -> int:
     """Returns the dim along which an array is cut into blocks.
 
     It is the last one, unless that is the largest; then it is the one before. FSDP and ZeRO split
-    the largest dim, and blocks run along another, so no shard cuts a block. If this dim is so
-    short that blocks would be small and scales many, blocks run along the largest dim after all.
+    the largest dim and blocks run along another one, so no shard boundary cuts a block. If that
+    other dim is so short that blocks would be small and scales many, blocks run along the largest
+    dim after all.
 
     Example:
         >>> block_dim((1024, 256)), block_dim((256, 1024)), block_dim((3, 1024))
@@ -161,8 +162,8 @@ def quantize(x: Array, code: DynamicCode) -> Quantized:
     """Rounds an array block by block.
 
     Args:
-        x: of at least one dim; computed with in float32.
-        code: the values of a block.
+        x: an array with at least one dim; it is cast to float32.
+        code: the values to which elements are rounded.
 
     Example:
         >>> rounded = quantize(jnp.linspace(-2, 2, 512).reshape(2, 256), SIGNED)
@@ -172,7 +173,7 @@ def quantize(x: Array, code: DynamicCode) -> Quantized:
     blocks, dim = _blocks(x.astype(jnp.float32))
     scales = jnp.max(jnp.abs(blocks), axis=dim + 1, keepdims=True)
     codes = code.encode(blocks / jnp.where(scales > 0, scales, 1.0))
-    return Quantized(_joined(codes, x.shape), jnp.squeeze(scales, dim + 1))
+    return Quantized(_merge_blocks(codes, x.shape), jnp.squeeze(scales, dim + 1))
 
 
 def dequantize(x: Quantized, code: DynamicCode) -> Array:
@@ -184,11 +185,11 @@ def dequantize(x: Quantized, code: DynamicCode) -> Array:
         [-2.979, 0.0]
     """
     blocks, dim = _blocks(code.decode(x.codes))
-    return _joined(blocks * jnp.expand_dims(x.scales, dim + 1), x.codes.shape)
+    return _merge_blocks(blocks * jnp.expand_dims(x.scales, dim + 1), x.codes.shape)
 
 
 def _blocks(x: Array) -> tuple[Array, int]:
-    """Splits the dim of the blocks into blocks and their elements; zeros fill the last block."""
+    """Splits the dim of `block_dim` into blocks and their elements; zeros fill the last block."""
     dim = block_dim(x.shape)
     size = x.shape[dim]
     length = min(BLOCK, size)
@@ -203,14 +204,14 @@ def _scales_shape(shape: Shape) -> Shape:
     return (*shape[:dim], -(-shape[dim] // BLOCK), *shape[dim + 1 :])
 
 
-def _joined(blocks: Array, shape: Shape) -> Array:
+def _merge_blocks(blocks: Array, shape: Shape) -> Array:
     """Inverts `_blocks`."""
     dim = block_dim(shape)
     count, length = blocks.shape[dim : dim + 2]
-    joined = blocks.reshape(*shape[:dim], count * length, *shape[dim + 1 :])
+    merged = blocks.reshape(*shape[:dim], count * length, *shape[dim + 1 :])
     if count * length == shape[dim]:
-        return joined
-    return jax.lax.slice_in_dim(joined, 0, shape[dim], axis=dim)
+        return merged
+    return jax.lax.slice_in_dim(merged, 0, shape[dim], axis=dim)
 
 
 class Adam8bitState(NamedTuple):
@@ -249,9 +250,9 @@ def scale_by_adam_8bit(
         for path, leaf in leaves_with_paths(params):
             if not jnp.issubdtype(leaf.dtype, jnp.floating) or not leaf.ndim:
                 raise ConfigError(
-                    f"moments of 8 bits: the parameter {path!r} is {leaf.dtype}{list(leaf.shape)}, "
-                    "which must be real and have a dim; use optax.adamw for it, such as by "
-                    "axon_dist.optim.by_path",
+                    f"8-bit moments: got the parameter {path!r}, {leaf.dtype}{list(leaf.shape)}; "
+                    "it must be real and have at least one dim: use optax.adamw for it, for "
+                    "example with axon_dist.optim.by_path",
                     code="eight-bit-parameter",
                 )
         scales = jax.tree.map(lambda p: jnp.zeros(_scales_shape(p.shape)), params)
@@ -268,25 +269,25 @@ def scale_by_adam_8bit(
         count = jnp.asarray(optax.safe_increment(state.count))
         structure = jax.tree.structure(updates)
 
-        def one(gradient: Array, *parts: Array) -> tuple[Array, Quantized, Quantized]:
+        def update_leaf(gradient: Array, *moments: Array) -> tuple[Array, Quantized, Quantized]:
             wide = gradient.astype(jnp.float32)
-            mu = b1 * dequantize(Quantized(*parts[:2]), SIGNED) + (1 - b1) * wide
-            nu = b2 * dequantize(Quantized(*parts[2:]), UNSIGNED) + (1 - b2) * wide**2
+            mu = b1 * dequantize(Quantized(*moments[:2]), SIGNED) + (1 - b1) * wide
+            nu = b2 * dequantize(Quantized(*moments[2:]), UNSIGNED) + (1 - b2) * wide**2
             mean = mu / (1 - b1**count)
             root = jnp.sqrt(nu / (1 - b2**count))
             change = (mean / (root + eps)).astype(gradient.dtype)
             return change, quantize(mu, SIGNED), quantize(nu, UNSIGNED)
 
         trees = (updates, state.mu, state.mu_scales, state.nu, state.nu_scales)
-        leaves = [one(*values) for values in zip(*map(jax.tree.leaves, trees), strict=True)]
+        leaves = [update_leaf(*values) for values in zip(*map(jax.tree.leaves, trees), strict=True)]
         columns = zip(*leaves, strict=True) if leaves else ((), (), ())
         changes, mu, nu = (structure.unflatten(column) for column in columns)
-        return changes, Adam8bitState(count, *_parts(mu), *_parts(nu))
+        return changes, Adam8bitState(count, *_codes_and_scales(mu), *_codes_and_scales(nu))
 
     return optax.GradientTransformation(init, update)
 
 
-def _parts(tree: PyTree) -> tuple[PyTree, PyTree]:
+def _codes_and_scales(tree: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the codes and the scales of a tree of `Quantized`."""
 
     def is_quantized(x: object) -> bool:
@@ -307,11 +308,11 @@ def adamw_8bit(
     *,
     min_size: int = MIN_SIZE,
 ) -> optax.GradientTransformation:
-    """AdamW with moments of 8 bits: a quarter of the memory of the optimizer.
+    """AdamW with 8-bit moments: a quarter of the memory of the optimizer state.
 
     Equal to `optax.adamw`, except that the moments of large parameters are rounded when they are
     stored: to one byte per element and a float32 scale per block of up to 256 elements. A block
-    runs along one dim; see `block_dim`. So the state is split over devices like the parameters.
+    runs along one dim (see `block_dim`), so the state is split over devices like the parameters.
 
     Args:
         learning_rate: a number, or a schedule.
@@ -321,7 +322,7 @@ def adamw_8bit(
         weight_decay: the fraction of a parameter that a step at learning rate 1 removes.
         mask: which parameters decay: a tree of flags, or a function of the parameters; None for
             all.
-        min_size: the moments of parameters with fewer elements are those of `optax.adamw`.
+        min_size: parameters with fewer elements have the full-precision moments of `optax.adamw`.
 
     Returns:
         The optax transformation.

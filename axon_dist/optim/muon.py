@@ -28,7 +28,7 @@ Coefficients: TypeAlias = Sequence[float] | Sequence[Sequence[float]]
 """The coefficients of one quintic for all iterations, or of one per iteration."""
 
 JORDAN: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
-"""Steepest at zero (Jordan et al., github.com/KellerJordan/Muon)."""
+"""Coefficients chosen for a steep slope at zero (Jordan et al., github.com/KellerJordan/Muon)."""
 
 PRESETS: MappingProxyType[str, Coefficients] = MappingProxyType(
     {
@@ -80,7 +80,7 @@ class NewtonSchulz:
         """Orthogonalises an array.
 
         Args:
-            x: [m, n], or more dims, as given by `rows` and `columns`.
+            x: `[m, n]`, or an array of more dims, as `rows` and `columns` say.
             coefficients: (a, b, c), or one row of them per iteration.
 
         Returns:
@@ -100,17 +100,17 @@ class NewtonSchulz:
     def _of_matrix(self, x: Array, coefficients: Array) -> Array:
         if x.shape[0] > x.shape[1]:
             return self._of_matrix(x.T, coefficients).T
-        rows = coefficients.astype(x.dtype)
-        rows = jnp.broadcast_to(rows, (self.steps, 3)) if rows.ndim == 1 else rows
+        by_step = coefficients.astype(x.dtype)
+        by_step = jnp.broadcast_to(by_step, (self.steps, 3)) if by_step.ndim == 1 else by_step
         if self.preconditioning == "frobenius":
             x = x / (jnp.linalg.norm(x) + self.eps)
         if self.preconditioning == "spectral":
             x = x / (jnp.linalg.norm(x, ord=2) + self.eps)
-        for number in range(rows.shape[0]):
+        for number in range(by_step.shape[0]):
             gram = x @ x.T.conj()
             if number == 0 and self.preconditioning in ("aol", "schatten"):
                 x, gram = self._scaled(x, gram)
-            a, b, c = rows[number]
+            a, b, c = by_step[number]
             x = a * x + (b * gram + c * gram @ gram) @ x
         return x
 
@@ -181,7 +181,7 @@ def muon(
         nesterov: use Nesterov momentum.
         adaptive: multiplies each update by the inner product of the momentum and its
             orthogonalisation, the dual norm (arXiv:2409.20325).
-        preconditioning: as for `NewtonSchulz`.
+        preconditioning: see `NewtonSchulz`.
         adam_b1: AdamW, for all other parameters: decay of the mean.
         adam_b2: AdamW: decay of the mean of squares.
         adam_eps_root: AdamW: added under the square root.
@@ -285,21 +285,21 @@ def hidden_matrices(model: nnx.Module | Callable[[], nnx.Module]) -> Callable[[P
         module = modules.get(path.rpartition("/")[0])
         if not path.endswith("kernel") or leaf.ndim - lead < 2:
             return None
-        rows = 1
+        num_row_dims = 1
         if isinstance(module, nnx.LinearGeneral):
-            rows = len(module.in_features)
+            num_row_dims = len(module.in_features)
             lead += len(module.batch_axis)
         elif leaf.ndim - lead > 2:
             return None
         dims = tuple(range(lead, leaf.ndim))
-        return Dims(dims[:rows], dims[rows:])
+        return Dims(dims[:num_row_dims], dims[num_row_dims:])
 
     variables = nnx.to_pure_dict(nnx.state(instance, nnx.Param))
     matrices = map_with_path(dims_of, variables)
     if not any(isinstance(leaf, Dims) for leaf in jax.tree.leaves(matrices, is_leaf=_is_dims)):
         raise ConfigError(
             "no block of the model has a kernel of two dims for Muon: blocks are modules that the "
-            "model keeps in lists or stacks by nnx.vmap. Name the matrices by "
+            "model keeps in lists or stacks by nnx.vmap. Name the matrices with "
             "muon_weight_dimension_numbers, or use another optimizer"
         )
     return lambda params: map_with_path(dims_of, params)
@@ -385,16 +385,16 @@ class _Orthogonal:
         return matrixwise(self.newton_schulz, x, coefficients, lead=lead)
 
     def _dims_of(self, tree: PyTree) -> list[Dims | None]:
-        """Returns the dims of every leaf of a tree like the parameters, or of their masked tree."""
+        """Returns the dims of every leaf of a tree like the parameters, masked or not."""
         if self.dims is None:
             return [Dims() if x.ndim == 2 else None for x in jax.tree.leaves(tree)]
         dims = self.dims(tree) if callable(self.dims) else self.dims
         by_leaf: list[Dims | None] = []
 
-        def note(leaf_dims, part):
-            return by_leaf.extend(leaf_dims for _ in jax.tree.leaves(part))
+        def collect(leaf_dims, subtree):
+            return by_leaf.extend(leaf_dims for _ in jax.tree.leaves(subtree))
 
-        jax.tree.map(note, dims, tree, is_leaf=_is_dims)
+        jax.tree.map(collect, dims, tree, is_leaf=_is_dims)
         return by_leaf
 
 

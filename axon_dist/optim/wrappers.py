@@ -70,7 +70,7 @@ SPIKE = "spike"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spikes:
-    """Which steps are skipped: those whose loss or gradient norm is an outlier.
+    """Skips steps whose loss or gradient norm is an outlier.
 
     Args:
         deviations: a step is skipped if its loss, or the norm of its gradient before clipping,
@@ -119,13 +119,13 @@ def watched(
 
     A skipped step changes neither parameters nor moments, nor the step count of a learning-rate
     schedule; a `Trainer` counts it. A spike enters the averages as the largest value that would not
-    have been skipped, so they catch up eventually with a loss that stays higher.
+    have been skipped, so the averages eventually catch up with a loss that stays higher.
     `build_train_step` adds `metrics` of the state to those of the step.
 
     Args:
         optimizer: the optimizer that updates the parameters.
-        clip_norm: clips here instead of in `build_train_step`, which clips before the optimizer
-            sees the gradient; None does not clip.
+        clip_norm: clips gradients to this norm after their norms are measured; None does not clip.
+            `build_train_step` instead clips before the optimizer sees the gradient.
         spikes: which steps are skipped; None skips none.
         layer_norms: reports `grad_norm/L`, `param_norm/L` and `update_norm/L` of every layer L: a
             block such as `blocks/0`, or else the first part of the path.
@@ -170,8 +170,8 @@ def watched(
         metrics = norms(grad=updates, param=params, update=changes)
         averages = state.averages
         if spikes is not None:
-            seen = {"loss": value, "norm": optax.tree.norm(updates)}
-            skips, averages = _judged(spikes, state, seen)
+            observed = {"loss": value, "norm": optax.tree.norm(updates)}
+            skips, averages = _detect_spikes(spikes, state, observed)
             changes = jax.tree.map(lambda u: jnp.where(skips, jnp.zeros_like(u), u), changes)
             inner = jax.tree.map(lambda n, o: jnp.where(skips, o, n), inner, state.inner)
             metrics[SPIKE] = skips.astype(jnp.float32)
@@ -180,24 +180,25 @@ def watched(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _judged(
-    spikes: Spikes, state: Watched, seen: dict[str, Array]
+def _detect_spikes(
+    spikes: Spikes, state: Watched, observed: dict[str, Array]
 ) -> tuple[Array, dict[str, Average]]:
-    """Returns whether a step is skipped, and the next averages."""
+    """Returns whether the step is skipped, and the updated averages."""
     share = jnp.maximum(1 / (state.steps + 1), 1 / spikes.window).astype(jnp.float32)
     skips = jnp.zeros((), bool)
     averages = {}
-    for name, number in seen.items():
+    for name, number in observed.items():
         number = number.astype(jnp.float32)
         mean, variance = state.averages[name]
-        most = mean + spikes.deviations * jnp.sqrt(variance)
-        # `~(<=)` rather than `>`: a NaN is a spike, too.
-        is_spike = (state.steps >= spikes.window) & ~(number <= most)
-        off = jnp.where(is_spike, most, number) - mean
-        is_known = jnp.isfinite(off)
-        moved = Average(mean + share * off, (1 - share) * (variance + share * off * off))
+        limit = mean + spikes.deviations * jnp.sqrt(variance)
+        # `~(<=)` rather than `>`, so that NaN is a spike too.
+        is_spike = (state.steps >= spikes.window) & ~(number <= limit)
+        deviation = jnp.where(is_spike, limit, number) - mean
+        is_known = jnp.isfinite(deviation)
+        updated_variance = (1 - share) * (variance + share * deviation * deviation)
+        updated = Average(mean + share * deviation, updated_variance)
         averages[name] = jax.tree.map(
-            lambda n, o, known=is_known: jnp.where(known, n, o), moved, state.averages[name]
+            lambda n, o, known=is_known: jnp.where(known, n, o), updated, state.averages[name]
         )
         skips = skips | is_spike
     return skips, averages

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.checks import checked
 from ..core.errors import DivisibilityError, NamedChoice, UnsupportedError
-from ..core.modules import HELD, Layers, wrap_calls
+from ..core.modules import WRAPPERS, Layers, wrap_calls
 from ..core.same_function import has_methods_from, is_from
 from ..core.typing import Array, Function
 from ..nn import (
@@ -367,16 +367,16 @@ class DistributedOnce:
         specs = tuple(PartitionSpec(*layout.spec((*x.shape, 1))[:2]) for x in arrays)
         tokens, *more = layout.mapped(distribute, specs, specs, check_vma=False)(*arrays)
         segments, positions = more or (None, ring.positions(length)[None])
-        before = [(one, getattr(one, HELD, Layers())) for one in inner]
+        before = [(one, getattr(one, WRAPPERS, Layers())) for one in inner]
         distributed = dataclasses.replace(self.attention, is_distributed=True)
         try:
             for one, layers in before:
                 pairs = ((n, distributed if a == self.attention else a) for n, a in layers.layers)
-                setattr(one, HELD, Layers(tuple(pairs)))
+                setattr(one, WRAPPERS, Layers(tuple(pairs)))
             out = residual(module, tokens, segments, positions)
         finally:
             for one, layers in before:
-                setattr(one, HELD, layers)
+                setattr(one, WRAPPERS, layers)
         spec = layout.spec(out.shape)
         return layout.mapped(ring.restore, (spec,), spec, check_vma=False)(out)
 

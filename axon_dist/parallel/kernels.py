@@ -39,7 +39,7 @@ from ..ops.linear_loss import (
     differentiable,
     evaluate,
 )
-from ..ops.ring_product import Circle, into_columns, into_rows, pieces_of
+from ..ops.ring_product import MatmulRing, into_columns, into_rows, pieces_of
 
 OPAQUE = ("flash",)
 """The forms of attention that are one opaque kernel; XLA partitions the other forms itself."""
@@ -439,19 +439,19 @@ class _Marked:
         if mark is None or not self._fits(equation, mark, operands[1]):
             return None
         self.used.add(mark.layer)
-        circle = Circle(self.axis, self.layout.mesh.shape[self.axis])
+        ring = MatmulRing(self.axis, self.layout.mesh.shape[self.axis])
         how = DotGeneral(tuple(sorted(equation.params.items())))
         positions = PartitionSpec(None, self.axis)
         features = PartitionSpec(None, None, self.axis)
         if mark.kind == ROWS:
             specs = features, PartitionSpec(self.axis)
-            run = self._mapped(lambda x, w: into_rows(circle, how, x, w), specs, positions)
+            run = self._mapped(lambda x, w: into_rows(ring, how, x, w), specs, positions)
             return [run(mark.source, operands[1])]
-        each = (positions,) * circle.size
-        send = self._mapped(functools.partial(pieces_of, circle), (positions,), each)
+        each = (positions,) * ring.size
+        send = self._mapped(functools.partial(pieces_of, ring), (positions,), each)
         pieces = self._once(mark.source, "pieces", send)
         specs = each, PartitionSpec(None, self.axis)
-        run = self._mapped(lambda x, w: into_columns(circle, how, x, w), specs, features)
+        run = self._mapped(lambda x, w: into_columns(ring, how, x, w), specs, features)
         return [run(pieces, operands[1])]
 
     def _mapped(self, function: Function, ins: Any, outs: Any) -> Function:

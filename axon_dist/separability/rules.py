@@ -400,6 +400,6 @@ def unknown(op: Operation, values: list[Value]) -> Value:
 def unread(name: str) -> str:
     """Returns the reason for an operation that no rule covers."""
     return (
-        f"goes through `{name}`, of which it is not known what it does to samples; "
+        f"goes through `{name}`, whose effect on samples is unknown; "
         "axon_dist.per_sample marks a function that treats them one by one"
     )

@@ -71,22 +71,22 @@ def _placed(mesh: Mesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSh
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
             f"the devices cannot hold an array as {spec} in memory_kind={memory_kind!r}: {error}; "
-            "leave it out for their own memory"
+            "leave memory_kind out for device memory"
         ) from error
 
 
 def put(tree: ArrayTree, places: PyTree) -> PyTree:
     """Puts arrays on devices, like `jax.device_put`.
 
-    Arrays on a single CPU device of this process are sliced by numpy, into views, because JAX
-    would compile a program for each shape.
+    Arrays on a single CPU device of this process are sliced by numpy into views. JAX would compile
+    a program for each shape.
 
     Args:
         tree: arrays.
         places: a tree of their shardings.
 
     Returns:
-        The sharded arrays; the given ones stay usable.
+        The sharded arrays; the arrays in `tree` stay usable.
 
     Example:
         >>> from axon_dist.mesh import World
@@ -96,36 +96,36 @@ def put(tree: ArrayTree, places: PyTree) -> PyTree:
         >>> put(tree, places)["w"].addressable_shards[0].data.shape
         (8, 2)
     """
-    near = jax.tree.map(_on_host, tree, places)
-    return jax.device_put(jax.tree.map(on_devices_of, near, places), places)
+    on_host = jax.tree.map(_on_host, tree, places)
+    return jax.device_put(jax.tree.map(on_devices_of, on_host, places), places)
 
 
-def on_devices_of(leaf: Array | np.ndarray, place: NamedSharding) -> Array | np.ndarray:
-    """Moves an array that has to change both its devices and its memory to the new devices first.
+def on_devices_of(leaf: Array | np.ndarray, sharding: NamedSharding) -> Array | np.ndarray:
+    """Moves an array to the devices of a sharding if both its devices and its memory kind differ.
 
     `jax.device_put` between different sets of devices ignores the memory kind and fails in JAX
     0.10 to 0.12: "Memory kind mismatch with xla::PjRtBuffers".
     """
-    if not isinstance(leaf, jax.Array) or leaf.sharding.device_set == place.device_set:
+    if not isinstance(leaf, jax.Array) or leaf.sharding.device_set == sharding.device_set:
         return leaf
     memory_kind = leaf.sharding.memory_kind
-    if memory_kind is None or place.memory_kind in (None, memory_kind):
+    if memory_kind is None or sharding.memory_kind in (None, memory_kind):
         return leaf
-    return jax.device_put(leaf, place.with_memory_kind(memory_kind))
+    return jax.device_put(leaf, sharding.with_memory_kind(memory_kind))
 
 
-def _on_host(leaf: Array, place: NamedSharding) -> Array | np.ndarray:
+def _on_host(leaf: Array, sharding: NamedSharding) -> Array | np.ndarray:
     """Converts an array on one CPU device of this process to numpy; returns most others unchanged.
 
     JAX cannot move an array to other devices and to another kind of memory at once (0.10 to 0.12),
     so such an array is first moved to the devices.
     """
-    if not isinstance(leaf, jax.Array) or is_key(leaf) or not place.is_fully_addressable:
+    if not isinstance(leaf, jax.Array) or is_key(leaf) or not sharding.is_fully_addressable:
         return leaf
     devices = leaf.sharding.device_set
     kind = leaf.sharding.memory_kind
-    if len(devices) > 1 and devices != place.device_set and kind != place.memory_kind:
-        return jax.device_put(leaf, place.with_memory_kind(kind or "device"))
+    if len(devices) > 1 and devices != sharding.device_set and kind != sharding.memory_kind:
+        return jax.device_put(leaf, sharding.with_memory_kind(kind or "device"))
     is_on_host = len(devices) == 1 and next(iter(devices)).platform == "cpu"
     return np.asarray(leaf) if is_on_host else leaf
 
@@ -162,10 +162,9 @@ def optimizer_decisions(
 
     A leaf belongs to a parameter if its path ends with the parameter's path and the shapes are
     equal; it is then split like the parameter. If some dims are shorter, as for the scales of
-    blocks, it is split like the parameter along the others. Matching by path also works for masked
-    and partitioned transformations, where `optax.tree_map_params` fails. Other leaves, such as
-    factored or flattened moments, are split by the part of the policy that does not depend on
-    paths.
+    blocks, it is split like the parameter along the other dims. Matching by path also works for
+    masked and partitioned transformations, where `optax.tree_map_params` fails. Other leaves, such
+    as factored or flattened moments, are split by the policy's `flexible_part`.
 
     Args:
         policy: the policy of the optimizer state.
@@ -200,20 +199,20 @@ def optimizer_decisions(
 
 
 def _is_shortened(shape: Shape, of: Shape) -> bool:
-    """Whether an array has the shape of another one, except for some dims that are shorter."""
+    """Whether a shape equals another one, except for some dims that are shorter."""
     pairs = [*zip(shape, of, strict=False)]
     is_equal = any(size == full for size, full in pairs)
     return len(shape) == len(of) and is_equal and all(size <= full for size, full in pairs)
 
 
 def _shortened(decision: Decision, shape: Shape, of: Shape) -> Decision:
-    """Applies the decision about an array to one whose shape is shortened."""
-    kept = [
+    """Adapts the decision about an array to a shape with some shorter dims."""
+    axes_by_dim = [
         axes_of(decision.spec, dim) if size == full else ()
         for dim, (size, full) in enumerate(zip(shape, of, strict=True))
     ]
     reason = f"{shape} like its parameter {of}: {decision.reason}"
-    return Decision(spec_of(kept), decision.rule, reason)
+    return Decision(spec_of(axes_by_dim), decision.rule, reason)
 
 
 def _joined(first: Decision, more: Decision) -> Decision:
@@ -227,7 +226,7 @@ def _joined(first: Decision, more: Decision) -> Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Copies(Wrapped):
-    """Splits dim 0 over an axis, one copy per rank, and lays out each copy by another policy.
+    """Splits dim 0 over an axis, one copy per rank, and shards each copy by another policy.
 
     Args:
         policy: the policy of one copy.
@@ -252,9 +251,9 @@ class Copies(Wrapped):
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
         """Decides about one copy."""
-        row = self.policy.decide(path, shape[1:], mesh, PartitionSpec(*tuple(taken)[1:]))
-        why = f"a copy for each of {self.axis}={shape[0]}: {row.reason}"
-        return Decision(PartitionSpec(self.axis, *row.spec), row.rule, why)
+        copy = self.policy.decide(path, shape[1:], mesh, PartitionSpec(*tuple(taken)[1:]))
+        why = f"a copy for each of {self.axis}={shape[0]}: {copy.reason}"
+        return Decision(PartitionSpec(self.axis, *copy.spec), copy.rule, why)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,8 +292,8 @@ def spread(spec: PartitionSpec, shape: Shape) -> PartitionSpec:
     """Adapts a spec to an array that is broadcast against the array of the spec.
 
     Args:
-        spec: of the full array.
-        shape: of the other array; its dims of size 1 are not split.
+        spec: the spec of the full array.
+        shape: the shape of the other array; its dims of size 1 are not split.
 
     Example:
         >>> spread(PartitionSpec("fsdp", "tp"), (1, 64))
@@ -305,11 +304,11 @@ def spread(spec: PartitionSpec, shape: Shape) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class WithMoments(Wrapped):
-    """Lays out trained parameters like their moments, and everything else by another policy.
+    """Shards trained parameters like their moments, and everything else by another policy.
 
     Args:
         policy: the policy of moments.
-        otherwise: for frozen parameters, and for leaves that do not belong to a parameter.
+        otherwise: the policy of frozen parameters, and of leaves that belong to no parameter.
         frozen: the paths of the frozen parameters.
     """
 
@@ -385,13 +384,13 @@ class Explanation:
         return tuple(row for row in self.rows if row.ways == 1)
 
     def check(self, tree: ArrayTree) -> None:
-        """Raises unless the arrays are placed as decided.
+        """Raises if a device holds more bytes of an array than decided.
 
         Args:
             tree: the arrays, or `ShapeDtypeStruct`s with the shardings of a compiled program.
 
         Raises:
-            ClaimError: with the bytes, and the leaves of which a device holds more.
+            ClaimError: with the bytes, and the leaves of which a device holds too much.
         """
         leaves = leaves_with_paths(tree)
         sizes = [shard_bytes(leaf) for _, leaf in leaves]
@@ -405,7 +404,7 @@ class Explanation:
             more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise ClaimError(
                 f"{self.title}: a device holds {sum(sizes):,} bytes, and {self.bytes_per_device:,} "
-                f"of {self.bytes:,} are claimed; lay the arrays out by the strategy's shardings:"
+                f"of {self.bytes:,} are claimed; shard the arrays by the strategy's shardings:"
                 + "".join(f"\n  {line}" for line in wrong[:5])
                 + more
             )
@@ -434,7 +433,7 @@ class Explanation:
 
 
 def explain(policy: Policy, tree: ArrayTree, mesh: HasShape, title: str = "layout") -> Explanation:
-    """Explains how a policy lays out every array of a tree, which rule decided, and why.
+    """Explains how a policy shards every array of a tree, which rule decided, and why.
 
     Args:
         policy: the policy, such as `strategy.params`.
@@ -492,14 +491,14 @@ def _spec_of(leaf: Leaf) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ShardSpec:
-    """How an array, seen as one row of elements, is cut into equal shards.
+    """How a flattened array is cut into equal shards.
 
     Args:
         original_shape: the shape of the array.
-        num_shards: how many ranks share it.
+        num_shards: the number of shards, one per rank.
 
     Raises:
-        ConfigError: when there is no rank to share it.
+        ConfigError: when `num_shards` is below 1.
 
     Example:
         >>> spec = ShardSpec((10,), 4)
@@ -546,7 +545,10 @@ class ShardSpec:
             ConfigError: if the array has another shape.
         """
         if tuple(array.shape) != tuple(self.original_shape):
-            raise ConfigError(f"got an array of shape {array.shape} to cut as {self}")
+            raise ConfigError(
+                f"got an array of shape {array.shape} to cut as {self}; give one of shape "
+                f"{tuple(self.original_shape)}"
+            )
         return jnp.pad(array.reshape(-1), (0, self.padding)).reshape(self.num_shards, -1)
 
     def unshard(self, shards: Array) -> Array:

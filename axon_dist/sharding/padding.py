@@ -93,68 +93,73 @@ def unpad(x: Array, shape: Shape) -> Array:
     return x[tuple(slice(size) for size in shape)]
 
 
-def stored_tree(tree: PyTree, places: PyTree) -> PyTree:
+def stored_tree(tree: PyTree, shardings: PyTree) -> PyTree:
     """Pads leaves from the model's shapes to their stored shapes; inside or outside `jit`.
 
     Args:
         tree: arrays of the model's shapes.
-        places: a `NamedSharding` for each; it need not divide the shape.
+        shardings: a `NamedSharding` for each leaf; it need not divide the shape.
     """
-    return jax.tree.map(
-        lambda x, at: padded(x, stored_shape(np.shape(x), at.spec, at.mesh)), tree, places
-    )
+
+    def one(x: Array, sharding: NamedSharding) -> Any:
+        return padded(x, stored_shape(np.shape(x), sharding.spec, sharding.mesh))
+
+    return jax.tree.map(one, tree, shardings)
 
 
-def stored_shapes(tree: PyTree, places: PyTree) -> PyTree:
-    """Like `stored_tree`, for shapes."""
+def stored_shapes(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Returns the shapes and dtypes of `stored_tree`."""
 
-    def one(x: Leaf, at: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(stored_shape(x.shape, at.spec, at.mesh), x.dtype)
+    def one(x: Leaf, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(stored_shape(x.shape, sharding.spec, sharding.mesh), x.dtype)
 
-    return jax.tree.map(one, tree, places)
+    return jax.tree.map(one, tree, shardings)
 
 
-def padding_of(tree: PyTree, places: PyTree) -> Padding | None:
+def padding_of(tree: PyTree, shardings: PyTree) -> Padding | None:
     """Lists the leaves of a tree whose stored shape is padded.
 
     Args:
         tree: arrays or shapes, in the model's shapes.
-        places: a `NamedSharding` for each.
+        shardings: a `NamedSharding` for each leaf.
 
     Returns:
         The padding; None if every split dim divides.
     """
-    stored = stored_shapes(tree, places)
+    stored = stored_shapes(tree, shardings)
     pairs = zip(leaves_with_paths(tree), jax.tree.leaves(stored), strict=True)
     leaves = [(path, tuple(x.shape)) for (path, x), y in pairs if tuple(x.shape) != y.shape]
     return Padding(tuple(leaves)) if leaves else None
 
 
-def model_tree(stored: PyTree, shapes: PyTree, places: PyTree) -> PyTree:
+def model_tree(stored: PyTree, shapes: PyTree, shardings: PyTree) -> PyTree:
     """Removes the padding of stored leaves and keeps their sharding; inside `jit`.
 
     Args:
         stored: arrays of the stored shapes.
-        shapes: for each, a leaf of the model's shape.
-        places: a `NamedSharding` for each.
+        shapes: arrays or structs of the model's shapes.
+        shardings: a `NamedSharding` for each leaf.
     """
 
-    def one(x: Array, like: Leaf, place: NamedSharding) -> Array:
+    def one(x: Array, like: Leaf, sharding: NamedSharding) -> Array:
         if tuple(x.shape) == tuple(like.shape):
             return x
-        on_device = _in_memory(place)
-        x = x if on_device is place else jax.device_put(x, on_device)
+        on_device = _in_memory(sharding)
+        x = x if on_device is sharding else jax.device_put(x, on_device)
         return jax.lax.with_sharding_constraint(unpad(x, like.shape), on_device)
 
-    return jax.tree.map(one, stored, shapes, places)
+    return jax.tree.map(one, stored, shapes, shardings)
 
 
-def _in_memory(place: NamedSharding) -> NamedSharding:
-    return place if place.memory_kind in (None, "device") else place.with_memory_kind("device")
+def _in_memory(sharding: NamedSharding) -> NamedSharding:
+    """Returns the same sharding in device memory."""
+    if sharding.memory_kind in (None, "device"):
+        return sharding
+    return sharding.with_memory_kind("device")
 
 
 def even_spec(spec: PartitionSpec, shape: Shape, mesh: HasShape) -> PartitionSpec:
-    """Drops axes that do not divide a shape: keeps as many first axes of each dim as divide it.
+    """Drops trailing axes of each dim until the remaining ones divide the dim.
 
     Example:
         >>> from axon_dist.mesh import MeshSpec
@@ -170,11 +175,13 @@ def even_spec(spec: PartitionSpec, shape: Shape, mesh: HasShape) -> PartitionSpe
     return spec_of(dims)
 
 
-def even_places(tree: PyTree, places: PyTree) -> PyTree:
+def even_places(tree: PyTree, shardings: PyTree) -> PyTree:
     """Shardings that divide the model's shapes; see `even_spec`."""
-    return jax.tree.map(
-        lambda x, at: at.update(spec=even_spec(at.spec, x.shape, at.mesh)), tree, places
-    )
+
+    def one(x: Leaf, sharding: NamedSharding) -> NamedSharding:
+        return sharding.update(spec=even_spec(sharding.spec, x.shape, sharding.mesh))
+
+    return jax.tree.map(one, tree, shardings)
 
 
 def for_region(tree: PyTree, specs: PyTree, mesh: HasShape) -> PyTree:
@@ -189,7 +196,7 @@ def for_region(tree: PyTree, specs: PyTree, mesh: HasShape) -> PyTree:
 
 
 def cut_like(tree: PyTree, shapes: PyTree) -> PyTree:
-    """Cuts results of a `shard_map` to the shapes of other leaves."""
+    """Cuts the padding off results of a `shard_map`, down to the shapes of other leaves."""
     return jax.tree.map(lambda x, one: unpad(x, one.shape), tree, shapes)
 
 
@@ -222,7 +229,7 @@ class EvenShards:
 
     Args:
         shape: the model's shape.
-        place: the sharding of the stored, padded array.
+        sharding: the sharding of the stored, padded array.
 
     Example:
         >>> from axon_dist.mesh import World
@@ -233,27 +240,27 @@ class EvenShards:
     """
 
     shape: Shape
-    place: NamedSharding
+    sharding: NamedSharding
 
     @cached_property
     def _dims(self) -> dict[int, int]:
         """For each padded dim, the largest number of devices that divides it."""
-        mesh = self.place.mesh
+        mesh = self.sharding.mesh
         dims = {}
         for dim, size in enumerate(self.shape):
-            count = math.prod(mesh.shape[axis] for axis in axes_of(self.place.spec, dim))
+            count = math.prod(mesh.shape[axis] for axis in axes_of(self.sharding.spec, dim))
             if size % count:
                 dims[dim] = max(n for n in range(1, count + 1) if size % n == 0)
         return dims
 
     @property
     def _is_within_process(self) -> bool:
-        return self.place.is_fully_addressable
+        return self.sharding.is_fully_addressable
 
     @cached_property
     def _here(self) -> NamedSharding:
         """The same sharding in device memory, the only memory where arrays can be sliced."""
-        return _in_memory(self.place)
+        return _in_memory(self.sharding)
 
     @cached_property
     def target(self) -> NamedSharding:
@@ -261,8 +268,8 @@ class EvenShards:
 
         Over several processes the padded dims are not split, because each process must take part.
         """
-        mesh = self.place.mesh
-        spec = self.place.spec
+        mesh = self.sharding.mesh
+        spec = self.sharding.spec
         if not self._is_within_process:
             whole = spec_of(
                 () if d in self._dims else axes_of(spec, d) for d in range(len(self.shape))
@@ -284,11 +291,11 @@ class EvenShards:
 
     @property
     def _recut(self) -> Shape:
-        """The shape of an array over all devices whose first devices hold the model's rows."""
+        """The shape of an array over all devices, of which the first ones hold the model's rows."""
         recut = list(self.shape)
         for dim, count in self._dims.items():
-            axes = axes_of(self.place.spec, dim)
-            ranks = math.prod(self.place.mesh.shape[axis] for axis in axes)
+            axes = axes_of(self.sharding.spec, dim)
+            ranks = math.prod(self.sharding.mesh.shape[axis] for axis in axes)
             recut[dim] = self.shape[dim] // count * ranks
         return tuple(recut)
 
@@ -302,33 +309,33 @@ class EvenShards:
 
     def stored(self, array: Array) -> Array:
         """Converts an array of the model's shape to the stored one; the inverse of `of`."""
-        full = stored_shape(self.shape, self.place.spec, self.place.mesh)
+        full = stored_shape(self.shape, self.sharding.spec, self.sharding.mesh)
         if self._is_within_process:
             array = self._on_all(array)
-        return jax.device_put(_reshaped(self.shape, full, self._here)(array), self.place)
+        return jax.device_put(_reshaped(self.shape, full, self._here)(array), self.sharding)
 
     def _on_all(self, array: Array) -> Array:
         """Extends an array to all devices, with zeros on those without a shard."""
-        held = {shard.device: shard.data for shard in array.addressable_shards}
+        shard_on = {shard.device: shard.data for shard in array.addressable_shards}
         size = self._here.shard_shape(self._recut)
         pieces: list[Array] = []
         for device in self._here.addressable_devices_indices_map(self._recut):
-            at = SingleDeviceSharding(device, memory_kind=self._here.memory_kind)
-            piece = held.get(device)
-            pieces.append(
-                jax.device_put(np.zeros(size, array.dtype), at) if piece is None else piece
-            )
+            piece = shard_on.get(device)
+            if piece is None:
+                sharding = SingleDeviceSharding(device, memory_kind=self._here.memory_kind)
+                piece = jax.device_put(np.zeros(size, array.dtype), sharding)
+            pieces.append(piece)
         return jax.make_array_from_single_device_arrays(self._recut, self._here, pieces)
 
 
 @functools.lru_cache(maxsize=4096)
-def _reshaped(shape: Shape, to: Shape, place: NamedSharding) -> Function:
+def _reshaped(shape: Shape, to: Shape, sharding: NamedSharding) -> Function:
     """A cached program that cuts an array to one shape and pads it to another."""
-    return jax.jit(lambda x: padded(unpad(x, shape), to), out_shardings=place)
+    return jax.jit(lambda x: padded(unpad(x, shape), to), out_shardings=sharding)
 
 
-def _on_devices(shards: Iterable[Any], shape: Shape, place: NamedSharding) -> Array:
+def _on_devices(shards: Iterable[Any], shape: Shape, sharding: NamedSharding) -> Array:
     """Builds an array from the shards on the devices of a sharding."""
-    held = {shard.device: shard.data for shard in shards}
-    pieces = [held[device] for device in place.addressable_devices_indices_map(shape)]
-    return jax.make_array_from_single_device_arrays(shape, place, pieces)
+    shard_on = {shard.device: shard.data for shard in shards}
+    pieces = [shard_on[device] for device in sharding.addressable_devices_indices_map(shape)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)

@@ -47,7 +47,7 @@ class Policy(abc.ABC):
 
     label = ""
     flexible = False
-    """Whether it chooses among dims that other policies left free, instead of fixed ones."""
+    """Whether the policy chooses among the dims that other policies leave free."""
 
     @property
     def name(self) -> str:
@@ -56,12 +56,12 @@ class Policy(abc.ABC):
 
     @property
     def split_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which it splits every array if possible."""
+        """The mesh axes over which the policy splits every array if possible."""
         return ()
 
     @property
     def flexible_part(self) -> Policy:
-        """The part that applies to any array regardless of its path; none of a fixed policy."""
+        """The part that applies to any array, whatever its path; `Replicate` for a fixed policy."""
         return self if self.flexible else Replicate()
 
     @abc.abstractmethod
@@ -71,7 +71,7 @@ class Policy(abc.ABC):
         """Decides about one leaf.
 
         Args:
-            path: of the leaf, such as `"blocks/0/attn/kernel"`.
+            path: the path of the leaf, such as `"blocks/0/attn/kernel"`.
             shape: its global shape.
             mesh: anything with `.shape`, axis name to size.
             taken: dims already claimed by a fixed policy; used only by flexible policies.
@@ -104,8 +104,11 @@ class Replicate(Policy):
         return Decision(PartitionSpec(), self.label, "replicated")
 
 
-TILE, LARGE = 8, 2**20
-"""The rows of a tile in TPU memory, and the elements from which on shards must be whole tiles.
+TILE = 8
+"""The rows of a tile in TPU memory."""
+
+LARGE = 2**20
+"""For arrays of at least this many elements, shards of whole tiles are preferred.
 
 A shard that ends inside a tile is padded for a reduce-scatter. The compute units then run that
 reduce-scatter themselves, so it does not overlap with compute.
@@ -113,7 +116,7 @@ reduce-scatter themselves, so it does not overlap with compute.
 
 
 NO_DIM = "no free dim of"
-"""The start of the reason why a leaf stays whole although it is large enough to split."""
+"""The start of the reason for a leaf that is large enough to split and still stays whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +206,7 @@ class ByRule(Policy):
     """Shards leaves by the first pattern that matches their path; the tensor-parallel rule.
 
     Its `split_axes` are empty, so a strategy does not gather its arrays. To apply ZeRO to some
-    arrays only, write a subclass of `Wrapped` that asks `LargestDim` about these.
+    arrays only, write a subclass of `Wrapped` that delegates to `LargestDim` for these.
 
     Args:
         rules: pairs of a regular expression, searched for in the path, and a PartitionSpec.
@@ -331,12 +334,13 @@ def check_divides(path: Path, shape: Shape, spec: PartitionSpec, mesh: HasShape)
     """
     if lacking := {*spec_axes(spec)}.difference(mesh.shape):
         raise StrategyConflictError(
-            f"{path}: {spec} names the axis {min(lacking)!r}, the mesh has {', '.join(mesh.shape)};"
-            " give the mesh this axis, or name one of its own in the rule"
+            f"{path}: {spec} names the axis {min(lacking)!r}, but the mesh has only "
+            f"{', '.join(mesh.shape)}; add this axis to the mesh, or change the rule"
         )
     if len(spec) > len(shape):
         raise StrategyConflictError(
-            f"{path}: {spec} names {len(spec)} dims, the array of shape {shape} has {len(shape)}; "
+            f"{path}: {spec} names {len(spec)} dims, but the array of shape {shape} has "
+            f"{len(shape)}; "
             "shorten the spec of the rule"
         )
     for dim in range(len(spec)):
@@ -431,12 +435,12 @@ class PerLayer(Wrapped):
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
-        """Decides about one layer of a stack; about other leaves as the policy does."""
+        """Decides about one layer of a stack; other leaves are left to the policy."""
         if not any(path.startswith(f"{stack}/") for stack in self.stacks):
             return self.policy.decide(path, shape, mesh, taken)
-        row = self.policy.decide(path, shape[1:], mesh, PartitionSpec(*tuple(taken)[1:]))
-        spec = PartitionSpec(None, *row.spec) if tuple(row.spec) else PartitionSpec()
-        return Decision(spec, row.rule, f"of each of {shape[0]} stacked layers: {row.reason}")
+        layer = self.policy.decide(path, shape[1:], mesh, PartitionSpec(*tuple(taken)[1:]))
+        spec = PartitionSpec(None, *layer.spec) if tuple(layer.spec) else PartitionSpec()
+        return Decision(spec, layer.rule, f"of each of {shape[0]} stacked layers: {layer.reason}")
 
 
 def same_for_rows(policy: Policy, stacks: frozenset[Path]) -> Policy:
@@ -480,11 +484,12 @@ class FromMetadata(Policy):
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
         """Decides by the annotation of the path, restricted to axes of the mesh."""
-        written = dict(self.annotations).get(path, PartitionSpec())
-        dims = (axes_of(written, dim) for dim in range(len(written)))
+        annotation = dict(self.annotations).get(path, PartitionSpec())
+        dims = (axes_of(annotation, dim) for dim in range(len(annotation)))
         spec = spec_of(tuple(axis for axis in axes if axis in mesh.shape) for axes in dims)
         check_divides(path, shape, spec, mesh)
-        return Decision(spec, self.label, f"annotated {written}" if written else "not annotated")
+        reason = f"annotated {annotation}" if annotation else "not annotated"
+        return Decision(spec, self.label, reason)
 
 
 def annotations_of(model: nnx.Module) -> tuple[tuple[Path, PartitionSpec], ...]:

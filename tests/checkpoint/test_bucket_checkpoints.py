@@ -82,8 +82,8 @@ def damage(server, name, change):
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("COMMITTED", lambda x: b"0", "not belong together"),
-        ("manifest.json", lambda x: x.replace(b'"seen": 1', b'"seen": 2'), "not belong together"),
+        ("COMMITTED", lambda x: b"0", "do not match, so"),
+        ("manifest.json", lambda x: x.replace(b'"seen": 1', b'"seen": 2'), "do not match, so"),
         ("zarr/w/0", lambda x: None, "file zarr/w/0 is missing"),
         ("zarr/w/0", lambda x: bytes([x[0] ^ 1]) + x[1:], "leaf w has checksum"),
         ("zarr/w/0", lambda x: x[:5], "cannot be read"),

@@ -137,7 +137,7 @@ def test_another_kind_of_key(tmp_path):
 def test_states_that_cannot_be_saved_raise(tmp_path):
     with pytest.raises(CheckpointError, match=r"numpy int64, which JAX would turn .* convert it"):
         save_checkpoint(tmp_path / "c", {"n": np.arange(3)})
-    with pytest.raises(CheckpointError, match=r"two leaves .* 'a/b'; rename a key"):
+    with pytest.raises(CheckpointError, match=r"two leaves .* 'a/b'; rename the key"):
         save_checkpoint(tmp_path / "c", {"a/b": 1, "a": {"b": 2}})
     with pytest.raises(UnsupportedError, match=r"w is int4, .* no name.*SHARDED"):
         save_checkpoint(tmp_path / "c", {"w": jnp.ones(4, jnp.int4)}, type=StateDictType.FULL)
@@ -170,8 +170,8 @@ def test_a_state_that_is_none(type, state, message, tmp_path):
     ("meta", "message"),
     [
         ({"ok": 1, "rate": np.float32(3)}, r"JSON, and 'rate' in it cannot be: .* float32 is not"),
-        ({"data": {(1, 2): 3}}, r"JSON, and 'data' in it cannot be: keys must be .*; make it of"),
-        (3, r"meta is of type int; give a mapping that JSON holds"),
+        ({"data": {(1, 2): 3}}, r"JSON, and 'data' in it cannot be: keys must be .*; use dicts"),
+        (3, r"meta is of type int; give a mapping that JSON can"),
     ],
 )
 def test_meta_that_json_does_not_hold(meta, message, tmp_path):
@@ -237,15 +237,15 @@ def entries(folder):
     ("name", "files", "message"),
     [
         ("c", {"c/b.txt": "", "c/a": "", "c/d": "", "c/e": ""},
-         r"lies a folder that holds 'a', 'b.txt', 'd', and 1 more, "
+         r"there is a folder that holds 'a', 'b.txt', 'd', and 1 more, "
          r"which saving would delete; only"),
-        ("c", {"c": "notes"}, r"/c' lies a file, .* only an empty folder or an earlier checkpoint"),
+        ("c", {"c": "notes"}, r"/c' there is a file, .* only an empty folder or an earlier check"),
         ("c", {"c/manifest.json": '{"name": "a web page"}'},
          r"holds 'manifest.json' but no COMMITTED file and no manifest.*/c-checkpoint', or move"),
         ("c", {"c/arrays/mine.npy": ""}, r"a folder that holds 'arrays' but no COMMITTED file"),
-        ("c", {"c.tmp/thesis": ""}, r"at '.*/c\.tmp' lies a folder that holds 'thesis'"),
-        ("c", {"c.old.tmp/thesis": ""}, r"at '.*/c\.old\.tmp' lies a folder that holds 'thesis'"),
-        ("c.tmp", {}, r"c\.tmp' cannot be the name of a checkpoint: .* not end with \.tmp"),
+        ("c", {"c.tmp/thesis": ""}, r"at '.*/c\.tmp' there is a folder that holds 'thesis'"),
+        ("c", {"c.old.tmp/thesis": ""}, r"/c\.old\.tmp' there is a folder that holds 'thesis'"),
+        ("c.tmp", {}, r"c\.tmp' cannot be the name of a checkpoint: .* not with \.tmp"),
     ],
 )  # fmt: skip
 def test_folders_that_are_not_checkpoints_are_not_replaced(name, files, message, tmp_path):
@@ -262,10 +262,12 @@ def test_folders_that_are_not_checkpoints_are_not_replaced(name, files, message,
 def test_a_checkpoint_with_something_in_it_or_a_link_to_one_is_not_replaced(tmp_path):
     save_checkpoint(tmp_path / "c", {"w": jnp.ones(3)})
     (tmp_path / "c" / "notes").write_text("")
-    with pytest.raises(CheckpointError, match=r"/c' lies a checkpoint together with 'notes', whi"):
+    with pytest.raises(
+        CheckpointError, match=r"/c' there is a checkpoint together with 'notes', whi"
+    ):
         save_checkpoint(tmp_path / "c", {"w": jnp.zeros(3)})
     (tmp_path / "link").symlink_to(tmp_path / "c")
-    with pytest.raises(CheckpointError, match=r"/link' lies a symbolic link"):
+    with pytest.raises(CheckpointError, match=r"/link' there is a symbolic link"):
         save_checkpoint(tmp_path / "link", {"w": jnp.zeros(3)})
     assert load_checkpoint(tmp_path / "c", {"w": jnp.zeros(3)})["w"].tolist() == [1, 1, 1]
 

@@ -118,7 +118,7 @@ def test_the_tree_must_be_the_planned_one(tree):
     with pytest.raises(ConfigError, match=r"gradient 1 is float32\[3\].* expects float32\[2, 10\]"):
         reduce_buckets([tree[0], jnp.zeros(3), *tree[2:]], plan, lambda x: x)
     with pytest.raises(
-        ConfigError, match=r"got 5 gradients for a plan of 6: gradient 5 is nothing, .*; make"
+        ConfigError, match=r"got 5 gradients for a plan of 6: gradient 5 is nothing, .*; call"
     ):
         reduce_buckets(tree[:-1], plan, lambda x: x)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Means in few bits: what is sent, what is kept for the next time, and that nothing is lost."""
+"""Compressed means: the bytes sent, the error kept for the next step, and that nothing is lost."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ KINDS = [Quantized("int8", 16), Quantized("fp8", 16), Quantized("int8", 256), To
 
 
 def values(seed=0):
-    """A row for each rank of every leaf; scales differ by four orders of magnitude."""
+    """Rank-stacked leaves whose scales differ by four orders of magnitude."""
     rng = np.random.default_rng(seed)
     draw = lambda n, shape: rng.normal(size=(RANKS, *shape)) * 10.0 ** (-n) * 3
     return [jnp.asarray(draw(n, shape), jnp.float32) for n, shape in enumerate(SHAPES)]
@@ -35,7 +35,7 @@ def mapped(kind):
 
 
 def rounded(blocks, kind):
-    """The nearest numbers of eight bits, in numpy."""
+    """Rounds to the nearest 8-bit numbers in numpy."""
     largest = {"int8": 127.0, "fp8": 448.0}[kind]
     top = np.abs(blocks).max(-1, keepdims=True)
     scale = np.where(top > 0, top / np.float32(largest), 1).astype(np.float32)
@@ -45,7 +45,7 @@ def rounded(blocks, kind):
 
 
 def expected_mean(rows, kind):
-    """Rounded, averaged and rounded again, block by block of each leaf."""
+    """The mean of rounded values, rounded again, block by block of each leaf."""
     if isinstance(kind, TopK):
         flat = rows.reshape(RANKS, -1)
         count = max(1, int(np.ceil(kind.share * flat.shape[1])))
@@ -71,7 +71,7 @@ def test_mean_is_what_was_sent_and_the_rest_is_kept(kind):
         for rank in range(1, RANKS):
             np.testing.assert_array_equal(found[rank], found[0])
         np.testing.assert_allclose(found[0], expected_mean(leaf, kind), rtol=2e-6, atol=1e-7)
-        # Nothing is lost: what was averaged is what all got, and what they keep.
+        # Nothing is lost: the mean of the inputs is the result plus the mean of the kept errors.
         scale = np.abs(leaf).max()
         np.testing.assert_allclose(found[0] + left.mean(0), leaf.mean(0), atol=2e-6 * scale)
     ledger = collectives(run.lower(rows).compile(), mesh)
@@ -98,9 +98,9 @@ def test_wrong_compressions_are_refused():
         compression_of("int9")
     with pytest.raises(ConfigError, match="unknown kind 'int4'"):
         Quantized("int4")
-    with pytest.raises(ConfigError, match="block is 0; give how many numbers"):
+    with pytest.raises(ConfigError, match="block is 0; give the number of values"):
         Quantized("int8", 0)
-    with pytest.raises(ConfigError, match=r"share is 1\.5; give the part"):
+    with pytest.raises(ConfigError, match=r"share is 1\.5; give the fraction"):
         TopK(1.5)
     assert compression_of("top_k") == TopK()
     assert compression_of(None) is None

@@ -1,4 +1,4 @@
-"""Every collective: values and gradients equal those of the dense expression, wherever called."""
+"""Every collective: values and gradients equal the dense expression, inside and outside."""
 
 import functools
 
@@ -82,7 +82,7 @@ def cotangent_of(shape):
 
 @functools.cache
 def expectations(kind):
-    """Value and gradient of every dense expression for a kind of group, by one program."""
+    """Computes value and gradient of every dense expression for a kind of group in one program."""
     group = GROUPS[kind](World.emulate(8, "dp=2,tp=4"))
 
     @jax.jit
@@ -123,7 +123,7 @@ def test_inside_shard_map(name, kind, check_vma, make_world, x):
     check(inside, name, kind, x)
 
 
-# All go through the same code there; one sums, one grows, one shrinks, one leaves some ranks out.
+# All share the same code there; one sums, one grows, one shrinks, and one excludes some ranks.
 @pytest.mark.sample("sum", "all_gather", "reduce_scatter_sum", "send_recv")
 @pytest.mark.parametrize("name", TABLE)
 def test_on_rank_stacked_arrays(name, make_world, x):

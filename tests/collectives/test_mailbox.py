@@ -31,7 +31,7 @@ def test_messages_of_one_address_are_first_in_first_out(addresses):
 def test_a_wrong_size_raises_and_keeps_the_message():
     mailbox = Mailbox(2)
     mailbox.send([1.0, 2.0, 3.0], 0, 1)
-    with pytest.raises(GroupError, match=r"has 3 elements and 2 were expected.*size=3"):
+    with pytest.raises(GroupError, match=r"has 3 elements, but size=2 was expected.*size=3"):
         mailbox.recv(0, 1, size=2)
     assert mailbox.recv(0, 1, size=3).tolist() == [1, 2, 3]
 

@@ -79,7 +79,7 @@ OPS = ["sum", "product", "min", "max", "average"]
 DTYPES = ["bfloat16", "float16", "complex64", "int8", "int32", "bool"]
 
 
-# Every operation on every dtype; of a list of ranks every operation once, and every dtype.
+# Every operation on every dtype; for groups by ranks, every operation once and every dtype once.
 @pytest.mark.sample(
     *(f"None-{dtype}-{op}" for dtype in DTYPES for op in OPS),
     *("ranks1-bfloat16-average", "ranks1-float16-min", "ranks1-complex64-product"),
@@ -134,7 +134,7 @@ def test_nan_outside_the_group_stays_there(make_world):
 
 @pytest.mark.parametrize("op", list(ReduceOp))
 def test_result_is_typed_invariant(op, make_world):
-    """`out_specs=P()` under `check_vma=True` accepts only what is the same everywhere."""
+    """`out_specs=P()` under `check_vma=True` accepts only values that are equal on all ranks."""
     world = make_world("dp=2,tp=2")
     group = world.default_group
     reduce = in_shard_map(lambda v: all_reduce(v, group, op), world.mesh, True, replicated=True)
@@ -164,7 +164,7 @@ def test_ties_share_the_gradient(make_world):
 
 
 def test_bfloat16_in_a_partly_manual_shard_map(make_world):
-    """XLA:CPU aborts the process on a plain psum here; min, max and gradients take the same way."""
+    """XLA:CPU aborts the process on a plain psum here; min, max and gradients use the same code."""
     world = make_world("dp=2,tp=2")
     group = world.group("dp")
     x = np.arange(4).astype(jnp.bfloat16)
@@ -203,7 +203,7 @@ def test_reduce_slices():
     assert reduce_slices([[1, 2], [3, 4]], "Average").tolist() == [2, 3]
     assert reduce_slices([[-1.0], [2.0], [0.0]], "product").tolist() == [0]
     assert reduce_slices([[4, 1], [3, 2]], "min").tolist() == [3, 1]
-    with pytest.raises(GroupError, match=r"shapes \[\(1,\), \(2,\)\].* all of one shape"):
+    with pytest.raises(GroupError, match=r"shapes \[\(1,\), \(2,\)\].* all of the same shape"):
         reduce_slices([[1, 2], [3]])
     with pytest.raises(GroupError, match="0 slices"):
         reduce_slices([])

@@ -9,7 +9,7 @@ from axon_dist.core.errors import DTypeError, GroupError
 
 
 def local_gradient(group, check_vma, loss, w, x):
-    """The gradient of each rank's own loss, synchronised, of a replicated parameter."""
+    """The synchronised gradient of each rank's own loss with respect to a replicated parameter."""
     mesh = group.mesh
 
     def body(w, x):
@@ -42,7 +42,7 @@ def test_scalar_data_parallelism(check_vma, make_world):
 
 
 def test_a_gradient_that_varies_over_some_axes_only(make_world):
-    """Parameters cast to varying over dp alone: JAX sums over tp, the rest is ours."""
+    """Parameters cast to varying over dp alone: JAX sums over tp, and the library over dp."""
     group = make_world("dp=2,tp=2").default_group
 
     def body(w, x):
@@ -63,7 +63,7 @@ def test_lists_of_ranks(make_world):
     x = jnp.array([1.0, 2.0, 3.0, 4.0])
     assert sync_gradient(x, group).tolist() == [2, 2, 2, 4]
     loss = lambda w, x: w * x[0]
-    with pytest.raises(GroupError, match=r"already added up over all ranks.*pcast\(params"):
+    with pytest.raises(GroupError, match=r"already summed over all ranks.*pcast\(params"):
         local_gradient(group, True, loss, 1.0, x)
 
 

@@ -90,7 +90,7 @@ def test_mistakes_with_gradients(group):
         sync.add_gradient(0, jnp.zeros(2))
     sync.prepare([(2,), (3,)])
     sync.add_gradient(0, jnp.zeros(2))
-    with pytest.raises(ConfigError, match=r"gradient 0 was handed in already; call clear\(\)"):
+    with pytest.raises(ConfigError, match=r"gradient 0 was already added; call clear\(\)"):
         sync.add_gradient(0, jnp.zeros(2))
     for index in (2, -1):
         with pytest.raises(ConfigError, match=rf"got gradient {index}; the plan has 2, 0\.\.1"):
@@ -100,7 +100,7 @@ def test_mistakes_with_gradients(group):
     with pytest.raises(DTypeError, match="dtype bfloat16, and the plan expects float32; cast"):
         sync.add_gradient(1, jnp.zeros(3, jnp.bfloat16))
     for incomplete in (lambda: sync.sync_all(group), sync.extract):
-        with pytest.raises(ConfigError, match=r"gradients \[1\] of 2 are missing; hand each in"):
+        with pytest.raises(ConfigError, match=r"gradients \[1\] of 2 are missing; add each with"):
             incomplete()
 
 

@@ -240,5 +240,5 @@ class Holder(nnx.Module):
 def test_a_stack_that_loops_over_itself_is_refused_with_what_works():
     assert stacks_of(Holder()) == {"blocks": DEPTH}
     step = build_train_step(Holder(), optax.sgd(0.1), squares, fsdp(), World.emulate(2, "fsdp=2"))
-    with pytest.raises(UnsupportedError, match=r"Whole that holds 4 stacked layers.*nnx.scan\("):
+    with pytest.raises(UnsupportedError, match=r"Whole of 4 stacked layers.*nnx.scan\("):
         step.lower(BATCH)

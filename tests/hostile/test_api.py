@@ -303,9 +303,9 @@ def test_an_error_of_python_stays_as_it_is():
         ),
         (
             lambda: axon_dist.sharding.shardings(Replicate(), NUMBERS, WORLD.mesh, "attic"),
-            "cannot hold an array as .* in memory_kind='attic': .*leave it out",
+            "cannot hold an array as .* in memory_kind='attic': .*leave memory_kind out",
         ),
-        (lambda: axon_dist.checkpoint.Manifest.from_json(""), "manifest.json is not one that a sa"),
+        (lambda: axon_dist.checkpoint.Manifest.from_json(""), "manifest.json was not written by a"),
         (lambda: muon_of(True), "has True for an array of shape .8, 8.; give an optax.contrib.Muo"),
         (lambda: axon_dist.precision.cast_floating(NUMBERS, "x"), "cast_floating got dtype='x'"),
         (lambda: candidates(num_devices=10**40), "an int; give a number, 1 to 10"),
@@ -317,7 +317,7 @@ def test_an_error_of_python_stays_as_it_is():
         (lambda: axon_dist.reduce_scatter_sum(STACKED, GROUP, pad="x"), "give True or False"),
         (lambda: World(WORLD.mesh, "x"), "Valid: emulated, gloo, nccl, tpu"),
         (lambda: axon_dist.load_weights(NET, "w", cast="x"), "cast='x', a str; give True or False"),
-        (lambda: axon_dist.GradScaler().load_state_dict({}), "lacks good_steps, scale; give what"),
+        (lambda: axon_dist.GradScaler().load_state_dict({}), "lacks good_steps, scale; give a"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )

@@ -872,7 +872,7 @@ def run(*arguments, **options):
     ("arguments", "words"),
     [
         (["train", b"\xff.yaml"], b"cannot read the config"),
-        (["train", "/dev/zero"], b"it is a device and no file"),
+        (["train", "/dev/zero"], b"it is a device, not a file"),
     ],
     ids=["name", "device"],
 )

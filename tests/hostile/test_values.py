@@ -88,8 +88,8 @@ LEAVES = {
     "long double": (np.ones((16, 4), np.longdouble), "is a numpy array of <f16, which JAX lacks"),
     "other byte order": (np.ones((16, 4), ">f4"), "is a numpy array of >f4, which JAX lacks"),
     "other order of integers": (np.ones((16, 4), ">i4"), "is a numpy array of >i4"),
-    "masked": (np.ma.ones((16, 4)), "is a masked array, whose mask JAX does not see"),
-    "deleted": (deleted, "was deleted, or given away"),
+    "masked": (np.ma.ones((16, 4)), "is a masked array, and JAX ignores the mask"),
+    "deleted": (deleted, "was deleted, or donated"),
     "shape": (SHAPES["x"], "contains a shape, float32.*instead of an array"),
     "time span": (np.zeros((16, 4), "m8[s]"), "numpy array of timedelta64"),
     "void": (np.zeros((16, 4), "V4"), "give numbers or booleans"),
@@ -338,7 +338,7 @@ def test_states_without_their_arrays(step, tmp_path):
     refused(lambda: step(step.abstract_state, BATCH), "ShapeDtypeStruct, not an array")
     for kind in ("sharded", "full"):
         refused(lambda kind=kind: axon_dist.save_checkpoint(tmp_path / kind, state, type=kind),
-                "was deleted, or given away by a step")  # fmt: skip
+                "was deleted, or donated to a step")  # fmt: skip
 
 
 STACKED = jnp.asarray(np.ones((8, 8), np.float32))

@@ -78,10 +78,10 @@ def test_an_expectation_that_fails_says_what_was_found():
     expect_kernels(HLO, attention=range(1, 10))
     with pytest.raises(ClaimError, match=r"5 fused kernels .* instead of 6 \(3 __cudnn\$fmhaSo"):
         expect_kernels(HLO, attention=6)
-    with pytest.raises(ClaimError, match=r"logits of 8 positions and 96 classes, where none"):
+    with pytest.raises(ClaimError, match=r"logits of 8 positions and 96 classes, but none"):
         expect_kernels(HLO, loss=(8, 96))
     padded = HLO.replace("f32[2,4,96]", "f32[2,4,100]")
-    with pytest.raises(ClaimError, match=r"logits of 8 positions and 96 classes, where none"):
+    with pytest.raises(ClaimError, match=r"logits of 8 positions and 96 classes, but none"):
         expect_kernels(padded, loss=(8, 96))
     with pytest.raises(ClaimError, match=r"by itself: 3 instructions, .*, instead of 0"):
         expect_kernels(HLO, remat=0)

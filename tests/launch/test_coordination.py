@@ -8,7 +8,7 @@ from axon_dist.launch import distributed as coordination
 
 
 def settings(**values):
-    """What JAX is told, on any version of it."""
+    """Sets JAX options, including ones that this version lacks."""
     return mock.patch.object(coordination.jax, "config", types.SimpleNamespace(values=values))
 
 
@@ -18,7 +18,9 @@ def settings(**values):
 )
 def test_processes_that_shall_prove_who_they_are(told):
     with settings(jax_mtls_key_file=None, **told):
-        pattern = rf"^{next(iter(told))} would .* in the clear.*jax\.distributed\.initialize before"
+        pattern = (
+            rf"^{next(iter(told))} would .* without encryption.*jax\.distributed\.initialize before"
+        )
         with pytest.raises(LaunchError, match=pattern):
             coordination.check_settings()
 

@@ -32,8 +32,8 @@ def test_each_process_makes_up_its_share():
     ("spec", "stated", "words"),
     [
         (LaunchSpec(num_processes=3), None, r"8 emulated devices evenly among 3 processes"),
-        (FOUR, 1, r"8 .* over 4 processes make 2 each, but JAX_NUM_CPU_DEVICES=1.*emulate 4"),
-        (LaunchSpec(num_processes=None, source="k8s"), None, r"that k8s alone counts"),
+        (FOUR, 1, r"8 .* over 4 processes are 2 for each, but JAX_NUM_CPU_DEVICES=1.*emulate 4"),
+        (LaunchSpec(num_processes=None, source="k8s"), None, r"the processes of k8s, whose number"),
     ],
 )
 def test_devices_that_cannot_be_shared(spec, stated, words):
@@ -102,7 +102,7 @@ print(float(metrics["loss"]), float(step(state, {"tokens": tokens})[1]["loss"]))
 
 @pytest.mark.slow
 def test_a_ring_runs_again_where_there_is_a_cache(tmp_path):
-    """It aborted or hung in most second runs with jaxlib 0.12, whose cache it had filled."""
+    """With jaxlib 0.12, most second runs, from a filled cache, aborted or hung."""
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
     env |= {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),

@@ -1,4 +1,4 @@
-"""How many heaps of the C library the threads of a run allocate from."""
+"""The number of C library heaps from which the threads of a run allocate."""
 
 import os
 import platform

@@ -110,7 +110,7 @@ def test_restarts_run_out(tmp_path):
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(("numbers", "code"), [([15], 75), ([1] * 3, 75), ([15, 15], 143)])
 def test_a_signal_while_ranks_are_started_ends_them(tmp_path, monkeypatch, count, numbers, code):
-    """It comes after a rank has started, and before the launcher knows of it."""
+    """The signal comes after a rank has started, and before the launcher knows of the rank."""
     started = []
 
     def start(*arguments):
@@ -121,7 +121,7 @@ def test_a_signal_while_ranks_are_started_ends_them(tmp_path, monkeypatch, count
 
     monkeypatch.setattr(local, "start_child_as_it_is", local.start_child, raising=False)
     monkeypatch.setattr(local, "start_child", start)
-    # Whoever runs the tests may ignore it.
+    # The process that runs the tests may ignore this signal.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         assert launch(plan(tmp_path, "time.sleep(100)", count, max_restarts=3), print) == code
@@ -137,7 +137,7 @@ def test_asking_for_a_trace_ends_neither_the_launcher_nor_a_rank_that_starts(tmp
 
     def tell(line):
         told.append(line)
-        # The launcher takes signals already, and no rank has started.
+        # The launcher already handles signals, and no rank has started.
         signal.raise_signal(signal.SIGUSR1)
 
     program = "os.kill(os.getpid(), signal.SIGUSR1)"
@@ -150,7 +150,7 @@ def test_asking_for_a_trace_ends_neither_the_launcher_nor_a_rank_that_starts(tmp
 
 
 def test_a_signal_that_ends_commands_that_save_nothing(tmp_path):
-    """They may start again as well as those that have saved."""
+    """Such commands can be restarted just like those that saved their state."""
     program = "time.sleep(.3); rank or os.kill(os.getppid(), 15); time.sleep(100)"
     assert launch(plan(tmp_path, program, count=2, max_restarts=3), print) == INTERRUPTED
 
@@ -168,7 +168,7 @@ def test_a_signal_in_the_middle_of_a_start(tmp_path, handles, code):
 
 
 def test_the_launcher_lives_until_a_new_rank_is_watched():
-    """Otherwise nobody would end the rank."""
+    """Otherwise nothing would end the rank."""
     program = (
         "import os, signal; from axon_dist.launch import local\n"
         "with local._deferring_ends():\n"
@@ -192,7 +192,7 @@ def test_a_full_disk_costs_lines_of_a_log(tmp_path):
     output.close()
     assert log(tmp_path, 0) == "first\nlast\n"
     assert told == [f"{tmp_path}/rank-0.log: the log loses lines (No space left on device); "
-                    "the ranks go on"]  # fmt: skip
+                    "the ranks continue"]  # fmt: skip
 
 
 def test_a_log_that_cannot_be_made_costs_its_lines(tmp_path, monkeypatch):
@@ -237,9 +237,9 @@ def test_elastic_goes_on_without_the_lost(tmp_path):
     made = plan(tmp_path, program, count=4, max_restarts=1, elastic=True)
     assert launch(made, told.append) == 0
     assert log(tmp_path, 0).split() == ["4", "3", "2"]
-    # A refusal is no restart: with 8 of which 4 can go on there are three.
+    # A refused size does not count as a restart: if 4 of 8 can continue, 7, 6 and 5 are refused.
     assert [line for line in told if "restart" in line] == ["restart 1 of 1, with 3 processes"]
-    assert told[-1] == "3 processes cannot go on with this run; trying 2"
+    assert told[-1] == "3 processes cannot continue this run; trying 2"
 
 
 @pytest.mark.full
@@ -267,13 +267,13 @@ def test_signals_reach_the_ranks_and_end_the_restarts(tmp_path):
     ("fields", "words"),
     [
         ({"command": ()}, r"no command; give one after --"),
-        ({"num_processes": 0}, r"got 0 processes .* must lie in 1\.\.4096"),
+        ({"num_processes": 0}, r"got 0 processes .* must be in 1\.\.4096"),
         ({"max_restarts": -1}, r"-1 restarts"),
         ({"nnodes": 2, "node_rank": 2, "master_addr": "a"}, r"node rank 2 of 2 .* 0 to 1"),
-        ({"nnodes": 2}, r"2 hosts cannot meet at localhost.*--master-addr"),
+        ({"nnodes": 2}, r"2 hosts cannot connect to localhost.*--master-addr"),
         ({"nnodes": 2, "master_addr": "a", "elastic": True}, r"elastic .* one host, .* has 2"),
         ({"devices_per_process": 0}, r"0 devices per process"),
-        ({"master_port": 70000}, r"70000; a port lies in"),
+        ({"master_port": 70000}, r"70000; set a port from 1"),
         ({"command": ("no-such-program",)}, r"no program 'no-such-program'; .* on the PATH"),
     ],
 )
@@ -284,7 +284,7 @@ def test_wrong_plans(tmp_path, fields, words):
 
 @pytest.mark.full
 def test_interrupted_ranks_are_no_failure(tmp_path):
-    """They end one after the other, each with its state saved, and nothing starts again."""
+    """The ranks end one after the other, each with its state saved, and no rank restarts."""
     said = []
     made = plan(tmp_path, "time.sleep(rank); print('saved'); sys.exit(75)", max_restarts=3)
     assert launch(made, said.append) == INTERRUPTED
@@ -297,7 +297,7 @@ STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 @pytest.mark.full
 def test_a_stopped_rank_does_not_keep_a_lost_run(tmp_path):
-    """76 is no saved state: the other rank is killed, and the run starts again."""
+    """Code 76 means that no state was saved: the other rank is killed, and the run restarts."""
     said = []
     program = f"{STOPPED} if rank else (time.sleep(.5), sys.exit(76))"
     assert launch(plan(tmp_path, program, count=2, max_restarts=1), said.append) == EXIT_PEER_LOST
@@ -314,7 +314,7 @@ def test_the_last_ranks_have_a_deadline(tmp_path, monkeypatch, answer, code):
     said = []
     program = f"rank or sys.exit(75)\n{answer}"
     assert launch(plan(tmp_path, program, count=2), said.append) == code
-    assert "ranks 1 had to end and did not" in said[1]
+    assert "ranks 1 did not end in time" in said[1]
 
 
 def is_running(process):
@@ -336,7 +336,7 @@ def test_no_rank_outlives_the_launcher(tmp_path, number, code, text):
         "print(os.getpid(), other.pid, os.environ['AXON_MEMORY'], flush=True); time.sleep(100)"
     )
     starter = (
-        # Whoever runs the tests may ignore these.
+        # The process that runs the tests may ignore these signals.
         "import signal, sys; [signal.signal(n, signal.SIG_DFL) for n in (1, 3)]; "
         "from axon_dist.launch.local import LaunchPlan, launch; "
         "from pathlib import Path; sys.exit(launch(LaunchPlan("

@@ -1,4 +1,4 @@
-"""The folder in memory that a launcher keeps, and what a run that shrank does with it."""
+"""The launcher's folder in host memory, and its use by a run that has shrunk."""
 
 import os
 import sys
@@ -11,9 +11,9 @@ import pytest
 from axon_dist.core.errors import LaunchError
 from axon_dist.launch import MEMORY, PLANNED, LaunchPlan, launch
 from axon_dist.launch.child import Child
-from axon_dist.launch.local import gets_ahead, host_folder, may_end_at_once
+from axon_dist.launch.local import has_progressed, host_folder, may_end_at_once
 
-# Each start notes what it got; the first one dies, a start of two waits to be stopped.
+# Each start records its environment; the first one dies, a start of two waits for the stop signal.
 STOPS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))"
 PROGRAM = f"""
 import os, pathlib, signal, sys, time
@@ -66,8 +66,8 @@ def test_ranks_that_were_lost_come_back_between_two_steps(tmp_path, program):
     ]
     assert told[-3:] == [
         "restart 1 of 1, with 2 processes",
-        "stopping 2 processes after this step, for the others to come back",
-        "going on with all 3 processes",
+        "stopping 2 processes after this step, so that others can rejoin",
+        "continuing with all 3 processes",
     ]
 
 
@@ -85,13 +85,13 @@ def test_only_what_a_signal_killed_ends_the_others_at_once(tmp_path, code, has_c
 
 
 def test_a_run_gets_ahead_once_it_has_made_a_copy_of_its_own(tmp_path):
-    assert gets_ahead(None, 1e9)
-    assert gets_ahead(str(tmp_path), 1e9)
+    assert has_progressed(None, 1e9)
+    assert has_progressed(str(tmp_path), 1e9)
     copy = tmp_path / "step_00000002-a-0.copy"
     copy.touch()
     os.utime(copy, (1000, 1000))
-    assert not gets_ahead(str(tmp_path), 2000.0)
-    assert gets_ahead(str(tmp_path), 500.0)
+    assert not has_progressed(str(tmp_path), 2000.0)
+    assert has_progressed(str(tmp_path), 500.0)
 
 
 def test_rejoining_needs_a_run_that_can_shrink():
@@ -126,7 +126,7 @@ def test_a_host_without_such_memory_has_none(tmp_path):
 
 
 def test_leavings_of_strangers_are_passed_over(tmp_path, monkeypatch):
-    """A pipe, a link or a folder of another user, of the name that one of ours would have."""
+    """Ignores a pipe, a link or another user's folder with the name of a launcher's folder."""
     mine, root = tmp_path / "mine", tmp_path / "root"
     prefix = f"axon-{os.getuid()}-"
     mine.mkdir()

@@ -17,7 +17,7 @@ LATE_OPTAX = {**Peer.here(0, 1).versions, "optax": "0.0"}
 
 
 def call(peers, timeout=5.0):
-    """The answer that each gets, or its error."""
+    """Returns the answer that each process gets, or its error."""
     address = f"localhost:{free_port()}"
 
     def one(me):
@@ -54,7 +54,7 @@ def test_no_process_0():
 
 
 @pytest.mark.sample(
-    "fields0-have the same rank; give each process a RANK of its own",
+    "fields0-have the same rank; give each process its own RANK",
     "fields1-expects 4; give all the same WORLD_SIZE",
     "fields2-runs jax 0.1; install one version everywhere",
     "fields4-words4",
@@ -62,14 +62,14 @@ def test_no_process_0():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"process": 1, "pid": 7}, "have the same rank; give each process a RANK of its own"),
+        ({"process": 1, "pid": 7}, "have the same rank; give each process its own RANK"),
         ({"num_processes": 4}, "expects 4; give all the same WORLD_SIZE"),
         ({"versions": {"jax": "0.1"}}, "runs jax 0.1; install one version everywhere"),
         ({"versions": LATE_OPTAX}, "runs optax 0.0; install one version everywhere"),
         (
             {"settings": {**Peer.here(0, 1).settings, "jax_enable_x64": "True"}},
-            "compute different things: jax_enable_x64 is 'False' in process 0 and 'True' in "
-            "process 2; set the same everywhere",
+            "compute different results: jax_enable_x64 is 'False' in process 0 and 'True' in "
+            "process 2; use the same settings everywhere",
         ),
     ],
 )
@@ -109,14 +109,14 @@ def test_strangers_on_the_port_are_ignored():
 
 @contextlib.contextmanager
 def hosted(count=2, timeout=20.0, token=""):
-    """Process 0, waiting; its address and what becomes of it."""
+    """Runs process 0 in a thread; yields its address and the future of its result."""
     address = f"localhost:{free_port()}"
     with ThreadPoolExecutor(1) as pool:
         yield address, pool.submit(rendezvous, address, Peer.here(0, count), timeout, token)
 
 
 def knock(address):
-    """A connection to process 0, once it listens."""
+    """Connects to process 0 as soon as it listens."""
     host, port = address.split(":")
     deadline = time.monotonic() + 10
     while True:
@@ -156,7 +156,7 @@ def test_more_strangers_than_are_listened_to_are_let_go(monkeypatch):
     monkeypatch.setattr("axon_dist.launch.rendezvous._HELLO_SECONDS", 1.0)
     with hosted() as (address, host), contextlib.ExitStack() as stack:
         silent = [stack.enter_context(knock(address)) for _ in range(12)]
-        # Those let in hear a number, the others nothing.
+        # Accepted connections receive a nonce, the others nothing.
         heard = [connection.recv(1000) for connection in silent]
         assert sum(not text for text in heard) >= 12 - 5
         assert rendezvous(address, Peer.here(1, 2), 10.0) == host.result()
@@ -203,7 +203,7 @@ def test_who_has_another_token_is_refused_and_named_to_both():
     with hosted(timeout=2.0, token="secret-one") as (address, host):
         with pytest.raises(LaunchError, match="has another AXON_RUN_TOKEN than process 1") as mine:
             rendezvous(address, Peer.here(1, 2), 5.0, "secret-two")
-        with pytest.raises(LaunchError, match="1 that came had another AXON_RUN_TOKEN") as theirs:
+        with pytest.raises(LaunchError, match="1 connections had another AXON_RUN_TOKEN") as theirs:
             host.result()
     assert "secret-" not in f"{mine.value} {theirs.value}"
 
@@ -218,7 +218,9 @@ def test_a_process_0_with_another_token_is_not_believed():
                 connection.sendall(b'{"said": {"mistake": null, "present": []}, "proof": "1"}\n')
 
         threading.Thread(target=lie, daemon=True).start()
-        with pytest.raises(LaunchError, match="what answers there has another AXON_RUN_TOKEN"):
+        with pytest.raises(
+            LaunchError, match="the program that answers has another AXON_RUN_TOKEN"
+        ):
             rendezvous(f"localhost:{server.getsockname()[1]}", Peer.here(1, 2), 0.2, "secret-one")
 
 
@@ -230,7 +232,7 @@ def test_with_one_token_all_learn_of_all():
 def test_it_listens_where_it_is_looked_for_alone():
     with listen(f"localhost:{free_port()}") as server:
         assert server.getsockname()[0] in ("127.0.0.1", "::1")
-    # An address that leads to another machine, which hands connections on.
+    # An address of another machine, which forwards connections.
     with listen(f"192.0.2.1:{free_port()}") as server:
         assert server.getsockname()[0] in ("::", "0.0.0.0")
 

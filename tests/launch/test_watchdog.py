@@ -21,12 +21,12 @@ class Shelf(dict):
 
 
 class Ended(Exception):
-    """Represents the end of a process."""
+    """Raised in place of the end of a process."""
 
 
 @pytest.fixture
 def said():
-    """What a process says before it ends."""
+    """Collects the messages that a process prints before it ends."""
     lines = []
 
     def end(code):
@@ -38,7 +38,7 @@ def said():
 
 
 def run(dog, store, rounds, also=()):
-    """Lets time pass for a watchdog, in turns instead of threads."""
+    """Runs the periods of a watchdog in a loop instead of in threads."""
     beats = iter(range(10**6))
     dog._stopped = mock.Mock(wait=mock.Mock(side_effect=[False] * rounds + [True]))
 
@@ -107,5 +107,5 @@ def test_a_failure_is_told_at_once(said, failed, reader):
 def test_a_stopped_process_does_not_blame_the_others():
     silences = Silences([1])
     silences.hear({1: "a"})
-    silences.tick(1.0)  # an hour may have passed, but this process did not live through it
+    silences.tick(1.0)  # an hour may have passed, but this process was stopped meanwhile
     assert silences.longer_than(2.0) == []

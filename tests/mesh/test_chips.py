@@ -203,7 +203,7 @@ def test_the_planner_and_inspect_agree_about_a_ring(name, ranks, stride):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h10O:8", "no rates are known of 'h10O'. Did you mean 'h100'"),
+        ("h10O:8", "the table of chips has no 'h10O'. Did you mean 'h100'"),
         ("h100:", "cannot read the number of devices '' in 'h100:'; write it as in h100:8"),
         ("h100:0", "cannot read the number of devices '0'"),
         ("v5p:2xx2", "cannot read the number of devices '2xx2'"),

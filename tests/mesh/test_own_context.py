@@ -188,7 +188,7 @@ def test_an_unknown_name_is_refused_and_a_table_maps_it():
             lambda: Model("rows"), optax.sgd(0.1), loss_fn, ddp(), world, batch=BATCH, **options
         )
 
-    with pytest.raises(UnsupportedError, match=r"called 'rows'.*axis_names=\{'rows': 'dp'\}"):
+    with pytest.raises(UnsupportedError, match=r"'rows' is neither.*axis_names=\{'rows': 'dp'\}"):
         build()
     build(axis_names={"rows": "dp"})
 

@@ -62,7 +62,7 @@ def test_axes_keep_the_order_they_are_given_in():
         ("dp=-2", "'dp' has size -2"),
         ({"dp": True}, "'dp' has size True"),
         ({"dp": 2.0}, "'dp' has size 2.0"),
-        ("dp=-1,tp=-1", r"axes \['dp', 'tp'\] all have size -1; only one"),
+        ("dp=-1,tp=-1", r"axes \['dp', 'tp'\] all have size -1; give it to only one"),
         ("dp", "cannot read 'dp' in mesh 'dp'; write axes as name=size"),
         ("dp=two", "cannot read 'dp=two'"),
     ],

@@ -54,7 +54,7 @@ def test_who_is_behind_holds_the_others_up(hangs):
 
 def test_where_all_are_equal_nobody_is_blamed():
     text = verdict_after(30, lambda number, process: 4 if number == 0 else None)
-    assert text.startswith("no process got any further for 2 s after step 4: the devices hang, or")
+    assert text.startswith("no process made progress for 2 s after step 4: the devices hang, or")
 
 
 def test_two_may_hang():

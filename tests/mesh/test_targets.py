@@ -46,7 +46,7 @@ def test_targets_are_read(name, platform, shape, num_devices):
         ("h100:eight", "shape 'eight'"),
         ("v5p:2x2", r"shape '2x2' of target 'v5p:2x2'; write it as in v5p:2x2x2"),
         ("v5e:0x4", "shape '0x4'"),
-        ("h100:16", "asks for 16 h100 where at most 8 are wired together.*h100:8x8"),
+        ("h100:16", "asks for 16 h100 in one node, but at most 8 are wired together.*h100:8x8"),
     ],
 )
 def test_wrong_targets_name_a_right_one(name, message):
@@ -144,7 +144,7 @@ def test_cuda_after_the_backend_has_started_without_it(monkeypatch):
     monkeypatch.setattr(environment, "missing_compiler", lambda target: None)
     monkeypatch.setattr(environment, "backend_started", lambda: True)
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
-    with pytest.raises(BackendStartedError, match=r"left the CUDA compiler out.*before"):
+    with pytest.raises(BackendStartedError, match=r"without the CUDA compiler.*before"):
         prepare_environment("h100:8")
 
 

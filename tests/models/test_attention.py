@@ -161,4 +161,4 @@ def test_the_attention_that_runs_is_reported_with_advice(monkeypatch):
 
 def test_the_kernel_of_tpus_is_for_tpus_alone():
     query, *_ = heads(length=128)
-    assert attention.splash_obstacle(query) == "no TPU is compiled for."
+    assert attention.splash_obstacle(query) == "the compilation target is not a TPU."

@@ -146,7 +146,7 @@ def test_elastic_bits_go_on_with_as_many_as_divide_the_logical_shards(tmp_path):
     wait_for(launcher, runs, lambda log, rows: len(rows) > EVERY + 1)
     os.kill(pid_of(launcher, 2), signal.SIGKILL)
     assert launcher.wait(300) == 0, runs.log("run")
-    assert runs.log("run").count("3 processes cannot go on with this run; trying 2") == 1
+    assert runs.log("run").count("3 processes cannot continue this run; trying 2") == 1
     assert "2 of 4 processes: 2 microbatches" in runs.log("run")
     assert "resuming after step" in runs.log("run")
     assert final_bits(tmp_path / "run") == runs.finish("alone", 4)
@@ -170,7 +170,7 @@ def test_a_run_shrinks_onto_a_program_compiled_ahead_and_grows_again(tmp_path, m
         kept = "'jit_train_step' took at least"
         wait_for(launcher, runs, lambda log, rows: log.count(kept) == 2 and len(rows) > 10)
         os.kill(pid_of(launcher, 1), signal.SIGKILL)
-        wait_for(launcher, runs, lambda log, rows: "going on with all 4 processes" in log)
+        wait_for(launcher, runs, lambda log, rows: "continuing with all 4 processes" in log)
         seen = len(runs.records("run"))
         wait_for(launcher, runs, lambda log, rows: len(rows) > seen + 5)
         launcher.terminate()
@@ -179,7 +179,7 @@ def test_a_run_shrinks_onto_a_program_compiled_ahead_and_grows_again(tmp_path, m
         launcher.kill()
     steps = [record["step"] for record in runs.records("run")]
     assert steps == list(range(1, len(steps) + 1))
-    alone, fewer, whole = re.split(r"restart 1 of 3|going on with all", runs.log("run"))
+    alone, fewer, whole = re.split(r"restart 1 of 3|continuing with all", runs.log("run"))
     assert "microbatches" not in alone + whole
     assert "3 of 4 processes: 2 microbatches per step instead of 1" in fewer
     assert "cache hit for 'jit_train_step'" in fewer

@@ -19,9 +19,9 @@ assert jax.config.values["jax_enable_x64"] == (kind == "differ" and rank == 1)
 print("met", World.emulate(2).num_processes, flush=True)
 """
 WORDS = (
-    "would compute different things: jax_enable_x64 is 'False' in process 0 and 'True' in process "
-    "1, XLA_FLAGS --xla_cpu_enable_fast_math is not set in process 0 and 'true' in process 1; set "
-    "the same everywhere"
+    "would compute different results: jax_enable_x64 is 'False' in process 0 and 'True' in process "
+    "1, XLA_FLAGS --xla_cpu_enable_fast_math is not set in process 0 and 'true' in process 1; use "
+    "the same settings everywhere"
 )
 
 

@@ -17,7 +17,7 @@ X = np.random.default_rng(0).normal(size=(2, 5, 16)).astype(np.float32)
 
 
 def reference(layer, x, causal):
-    """Heads one by one in NumPy."""
+    """Computes attention head by head in NumPy."""
     q, k, v = (np.asarray(x @ w.kernel[...] + w.bias[...]) for w in (layer.q, layer.k, layer.v))
     size, share = layer.head_dim, layer.num_heads // layer.num_kv_heads
     mixed = []

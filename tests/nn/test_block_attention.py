@@ -1,4 +1,4 @@
-"""Attention with some of the keys: every kernel gives what the tiled products give, and merges."""
+"""Attention to a block of keys: every kernel equals the tiled products, and results merge."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def random(seed, *shape):
 
 
 def arrays(length=128, heads=2, kv_heads=1, size=8, segmented=False):
-    """Queries with a result that counts other keys too, and keys."""
+    """Returns queries whose result covers further keys too, and a block of keys."""
     segments = jnp.arange(length)[None] // 48 if segmented else None
     shape = (1, length, heads, size)
     keys = Keys(*(random(n, 1, length, kv_heads, size) for n in (1, 2)), segments)
@@ -60,7 +60,7 @@ def test_tiles_are_parts_of_one_softmax(monkeypatch):
 @pytest.mark.sample("False")
 @pytest.mark.parametrize("causal", [True, False])
 def test_documents_of_a_packed_row_are_alone(causal, monkeypatch):
-    """Piece by piece it is the attention of all, whose scores of other documents are hidden."""
+    """Attention piece by piece equals that of the whole row with other documents masked."""
     monkeypatch.setattr(packed, "PIECE", 8)
     query, key, value = (random(n, 2, 32, heads, 8) for n, heads in ((0, 4), (1, 2), (2, 2)))
     lengths = [[5, 3, 14, 10], [20, 1, 1, 10]]  # within pieces, over several, of one token
@@ -108,19 +108,19 @@ def test_stand_ins_of_a_result_have_its_delta(scale):
 @pytest.mark.full
 def test_a_query_that_sees_no_key_of_a_block_takes_nothing_from_it():
     queries, keys = arrays(length=8)
-    apart = Keys(keys.key, keys.value, jnp.full((1, 8), 7))
+    other_segment = Keys(keys.key, keys.value, jnp.full((1, 8), 7))
     mine = queries._replace(segments=jnp.zeros((1, 8), jnp.int32))
     state = (queries.out, queries.log_weight)
-    got = merged(PLAIN.forward(mine, apart, False), state)
+    got = merged(PLAIN.forward(mine, other_segment, False), state)
     for ours, theirs in zip(got, state, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
-    for gradient in PLAIN.backward(mine, apart, False):
+    for gradient in PLAIN.backward(mine, other_segment, False):
         np.testing.assert_array_equal(gradient, 0)
 
 
 def test_a_form_that_cannot_run_says_why():
     queries, keys = arrays()
-    with pytest.raises(UnsupportedError, match=r"attention='flash' around a ring, .*no TPU"):
+    with pytest.raises(UnsupportedError, match=r"attention='flash' around a ring, .*not a TPU"):
         BlockAttention("flash").forward(queries, keys)
     with pytest.raises(UnsupportedError, match=r"attention='cudnn' around a ring, blocks of"):
         BlockAttention("cudnn").forward(queries, keys)

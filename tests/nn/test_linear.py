@@ -1,4 +1,4 @@
-"""Column and row layers, the feed-forward made of them: both views against the dense product."""
+"""Column and row layers, and their feed-forward: both views against the dense product."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def dense(layer, x):
 
 
 def per_rank(layer, group, out_specs):
-    """The layer inside `shard_map`, every rank with its own shards and the whole input."""
+    """Runs the layer inside `shard_map`: every rank has its own shards and the whole input."""
     graphdef, state = nnx.split(layer)
     layouts = specs(ByPlan(plan_of(layer), group.axes[0]), nnx.to_pure_dict(state), group.mesh)
 

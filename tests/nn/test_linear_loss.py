@@ -10,7 +10,7 @@ from axon_dist.inspect import flops
 from axon_dist.ir.walk import equations
 from axon_dist.models import cross_entropy
 from axon_dist.nn import linear_cross_entropy, linear_scores
-from axon_dist.ops.linear_loss import HeadLoss, Operands, _in_turn, _online, evaluate
+from axon_dist.ops.linear_loss import HeadLoss, Operands, _one_pass, _two_pass, evaluate
 
 RNG = np.random.default_rng(0)
 HIDDEN = RNG.normal(size=(4, 6, 8)).astype(np.float32)
@@ -66,7 +66,7 @@ def test_only_what_moves_has_a_gradient_computed():
         ).high
     )
     one = 2 * LABELS.size * KERNEL.size
-    assert count((0, 1)) == 3 * one  # the logits once, and a product for either gradient
+    assert count((0, 1)) == 3 * one  # the logits once, and one product for each gradient
     assert count(0) == 2 * one
 
 
@@ -141,7 +141,7 @@ def reads_logits(equation):
 
 
 def traced(dtype, **options):
-    """The equations of a chunk of 32 positions and 100 classes, and what its loop is given."""
+    """The equations of a chunk of 32 positions and 100 classes, and the inputs of its loop."""
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((64, 8), (8, 100))]
     loss = lambda h, k, labels: linear_cross_entropy(h, k, labels, num_chunks=2, **options).mean
     labels = jax.ShapeDtypeStruct((64,), jnp.int32)
@@ -160,10 +160,10 @@ def test_three_products_and_one_pass_over_logits_in_half_precision(logits_dtype)
         and reads_logits(e)
         and e.primitive.name != "jit"
     ]
-    # The statistics, the logits of the labels, and the product that gives the hidden states'.
+    # The statistics, the logits of the labels, and the product for the gradient of hidden states.
     assert sorted(over_logits) == ["dot_general", "gather", "reduce"]
     assert sum(e.primitive.name == "dot_general" for e in found) == 3
-    # A constant of the size of all logits would be made before the loop, and read in each turn.
+    # A constant as large as all logits would be hoisted out of the loop and read in each iteration.
     assert (32, 100) not in given
 
 
@@ -180,7 +180,7 @@ def test_one_pass_gives_what_two_give():
     low, high = np.float32(-np.inf), np.float32(3e4)
     rows = np.array([[low, 1, 2], [3, low, low], [high, -high, high], [0, 0, 0]], np.float32)
     whole = lambda reduce, x: x
-    one, two = (jax.jit(f, static_argnums=1)(rows, whole) for f in (_online, _in_turn))
+    one, two = (jax.jit(f, static_argnums=1)(rows, whole) for f in (_one_pass, _two_pass))
     np.testing.assert_array_equal(one[0], two[0])
     np.testing.assert_allclose(one[1], two[1], rtol=1e-6)
 
@@ -189,7 +189,7 @@ def test_one_pass_gives_what_two_give():
 @pytest.mark.parametrize("classes", [50_257, 128_256])
 @pytest.mark.parametrize(("lean", "nats", "times"), [(0.0, 1e-3, 1.2), (10.0, 2e-3, 4.0)])
 def test_bfloat16_logits_and_products_in_bfloat16(classes, lean, nats, times):
-    """How far from float32, and by how much more than the rounding of the products alone.
+    """Compares the error against float32 with that of rounding only the products.
 
     `lean` draws the hidden states toward their labels, as training does: large logits lose more.
     """
@@ -219,7 +219,7 @@ def test_bfloat16_logits_and_products_in_bfloat16(classes, lean, nats, times):
     ("memory_bytes", "chunks"), [(None, 4), (16 * 2**30, 4), (80 * 2**30, 2), (1000 * 2**30, 1)]
 )
 def test_chunks_grow_with_the_head_and_the_memory_of_the_chip(memory_bytes, chunks):
-    """4096 positions of an 8B, traced: each chunk passes over the 2.1 GB gradient of the head."""
+    """Traces 4096 positions of an 8B model, whose chunks each read the head's 2.1 GB gradient."""
     shapes = (4096, 4096), (4096, 128_256), (4096,), (4096,)
     dtypes = jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.float32
     operands = [jax.ShapeDtypeStruct(*one) for one in zip(shapes, dtypes, strict=True)]

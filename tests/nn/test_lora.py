@@ -1,4 +1,4 @@
-"""Adapters on the layers of a model, and the plain model into which they merge."""
+"""Adapters on the layers of a model, and the plain model that results from merging them."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ class Net(nnx.Module):
 
 
 def moved(model):
-    """Adapters that are no longer zero."""
+    """Sets the adapters to nonzero values."""
     for number, (_, variable) in enumerate(nnx.iter_graph(model)):
         if isinstance(variable, nnx.LoRAParam):
             drawn = np.random.default_rng(number).normal(size=variable.shape)
@@ -90,7 +90,7 @@ def test_adapters_that_cannot_be_merged_are_refused():
 
 
 def test_a_wider_export_keeps_the_bits_of_the_adapters():
-    """The sum of a kernel in bfloat16 and a small product is that of float32."""
+    """Adds a small product to a bfloat16 kernel in float32, so that its bits survive."""
     model = lora(nnx.Linear(8, 8, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(1))
     model.lora.lora_b.set_value(jnp.full((2, 8), 1e-4))
     product = model.lora.lora_a[...] @ model.lora.lora_b[...]

@@ -50,7 +50,7 @@ DEFAULT = ("tensor",)
 
 
 def batches(name):
-    """Rows that divide by the devices."""
+    """Batches whose number of samples divides by the number of devices."""
     rows = 6 if name == "fsdp 3" else 8
     return [{"tokens": x[:rows]} for x in TOKENS]
 

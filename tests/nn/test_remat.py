@@ -1,4 +1,4 @@
-"""Activation checkpointing: how much is kept, which blocks repeat, and what is refused."""
+"""Activation checkpointing: the saved memory, which blocks are recomputed, and the errors."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def test_sums_are_kept_and_nothing_else():
 
 
 class Block(nnx.Module):
-    """Holds layers in a list of its own."""
+    """A block with its own list of layers."""
 
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs)])

@@ -1,4 +1,4 @@
-"""Ring and Ulysses attention on split sequences against whole attention in NumPy."""
+"""Ring and Ulysses attention on split sequences against attention on whole ones in NumPy."""
 
 import functools
 
@@ -27,7 +27,7 @@ def heads(length, num, size=4):
 
 
 def whole(query, key, value, causal):
-    """Softmax attention in one piece, with grouped heads."""
+    """Softmax attention over the whole sequence, with grouped heads."""
     share = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, share, axis=2) for x in (key, value))
     scores = jnp.einsum("bthk,bshk->bhts", query, key) * query.shape[-1] ** -0.5
@@ -93,7 +93,7 @@ def test_ulysses_equals_whole_attention(make_world, size):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_every_rank_has_the_same_work(size):
-    """Pairs of pieces are visible exactly where a causal mask says so, two per rank and step."""
+    """The causal mask allows exactly two pairs of pieces per rank and step."""
     mask = np.tril(np.ones((2 * size, 2 * size), int))
     seen = np.zeros_like(mask)
     for rank in range(size):
@@ -125,7 +125,7 @@ def test_dealing_is_undone(make_world, size):
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_backwards_the_lighter_half_goes_around(make_world, kv_heads):
-    """Keys, values and their gradients; or queries, cotangents, their gradients and two numbers."""
+    """Sends keys, values and their gradients, or queries, cotangents, gradients and two numbers."""
     world = make_world("cp=4")
     attend = split(functools.partial(ring_attention, axis="cp", causal=False), world.mesh)
     arrays = [heads(16, 4, 8), heads(16, kv_heads, 8), heads(16, kv_heads, 8)]

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from axon_dist import World
-from axon_dist.ops.ring_product import Circle, into_columns, into_rows, pieces_of
+from axon_dist.ops.ring_product import MatmulRing, into_columns, into_rows, pieces_of
 
 RNG = np.random.default_rng(0)
 X, UP, GATE, DOWN = (
@@ -22,12 +22,12 @@ def dense(x, up, gate, down):
 
 def ringed(size):
     mesh = World.emulate(size, f"tp={size}").mesh
-    circle = Circle("tp", size)
+    ring = MatmulRing("tp", size)
 
     def local(x, up, gate, down):
-        pieces = pieces_of(circle, x)
-        hidden, gates = (into_columns(circle, jnp.matmul, pieces, kernel) for kernel in (up, gate))
-        return into_rows(circle, jnp.matmul, jnp.tanh(hidden) * gates, down)
+        pieces = pieces_of(ring, x)
+        hidden, gates = (into_columns(ring, jnp.matmul, pieces, kernel) for kernel in (up, gate))
+        return into_rows(ring, jnp.matmul, jnp.tanh(hidden) * gates, down)
 
     columns, rows = P(None, "tp"), P("tp")
     specs = (POSITIONS, columns, columns, rows)
@@ -54,6 +54,7 @@ def test_values_and_gradients_are_those_of_the_product(size):
 def test_nothing_travels_but_single_pieces():
     program = jax.make_jaxpr(lambda *a: ringed(4)(*a))(X, UP, GATE, DOWN)
     text = str(program)
-    assert text.count("ppermute[") == 3 + 3  # In once for both kernels, and out once.
+    # One ring sends the input pieces for both kernels, and one sums the outputs.
+    assert text.count("ppermute[") == 3 + 3
     assert "all_gather" not in text
     assert "psum" not in text

@@ -1,4 +1,4 @@
-"""The token table and the cross-entropy split by vocabulary against the whole ones."""
+"""Vocabulary-parallel embedding and cross-entropy against the unsplit ones."""
 
 import jax
 import jax.numpy as jnp

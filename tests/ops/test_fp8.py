@@ -34,7 +34,7 @@ E4M3, E5M2 = np.dtype(FORWARD), np.dtype(BACKWARD)
 
 
 def by_numpy(x, dtype):
-    """Rounded by the rule, and wide again."""
+    """Rounds to fp8 in NumPy, and casts back."""
     scale = 2.0 ** np.ceil(np.log2(np.abs(x).max() / float(jnp.finfo(dtype).max)))
     return (x / scale).astype(np.float32).astype(dtype).astype(np.float64) * scale
 
@@ -48,11 +48,11 @@ def test_forward_in_e4m3_and_gradients_in_e5m2():
     np.testing.assert_allclose(y, x8 @ w8, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dx, g8 @ w8.T, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dw, x8.T @ g8, rtol=1e-5, atol=1e-5)
-    assert np.abs(y - x @ w).max() > 1e-2  # and it does round
+    assert np.abs(y - x @ w).max() > 1e-2  # and rounding does change the values
 
 
 class Doubling:
-    """In place of a gather: what it makes of a weight, and of its gradient."""
+    """Stands in for a gather of two equal shards, and for the reduction of their gradient."""
 
     def forward(self, weight):
         return jnp.concatenate([weight, weight])
@@ -64,9 +64,9 @@ class Doubling:
 @pytest.mark.full
 def test_a_product_gathers_its_weight_and_hands_the_gradient_on():
     x, w = (jax.random.normal(jax.random.key(n), (16, 16))[: 16 - n * 8] for n in range(2))
-    apart = lambda x, w: Fp8Dot((), Doubling())(x, w, LAST_FIRST)
+    sharded = lambda x, w: Fp8Dot((), Doubling())(x, w, LAST_FIRST)
     joined = lambda x, w: Fp8Dot()(x, jnp.concatenate([w, w]), LAST_FIRST)
-    (y, pull), (want, pull_joined) = jax.vjp(apart, x, w), jax.vjp(joined, x, w)
+    (y, pull), (want, pull_joined) = jax.vjp(sharded, x, w), jax.vjp(joined, x, w)
     np.testing.assert_array_equal(y, want)
     for one, other in zip(pull(y), pull_joined(y), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
@@ -76,7 +76,7 @@ def test_a_product_gathers_its_weight_and_hands_the_gradient_on():
     ("dtype", "sums"), [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")]
 )
 def test_ranks_add_up_in_the_dtype_of_the_product(dtype, sums):
-    """Where it has the range for values that are not scaled yet."""
+    """Provided that this dtype has enough range for values that are not scaled yet."""
     x, w = jnp.ones((8, 16), dtype), jnp.ones((16, 16), dtype)
     run = lambda x, w: jax.vjp(lambda x, w: Fp8Dot()(x, w, LAST_FIRST), x, w)[1](x)
     found = [e.outvars[0].aval.dtype.name for e in products_of(jax.make_jaxpr(run)(x, w).jaxpr)]
@@ -131,13 +131,13 @@ def once_and_again(x, dtype):
     dtype=st.sampled_from([FORWARD, BACKWARD]),
 )
 def test_rounding_is_idempotent(values, power, dtype):
-    """Though its scale may be half as large, where the largest was rounded down."""
+    """Even though the second scale may be half the first, if the largest value was rounded down."""
     once, again = once_and_again(np.array(values, np.float32) * np.float32(2.0**power), dtype)
     np.testing.assert_array_equal(again, once)
 
 
 def test_small_values_in_float16_stay_finite():
-    """The inverse of their scale is beyond float16."""
+    """The inverse of their scale overflows float16."""
     x = jnp.full((2, 16), 1e-4, jnp.float16)
     found = rounded(x, FORWARD)
     np.testing.assert_allclose(found.values.astype(np.float32) * found.scale, 1e-4, rtol=0.07)
@@ -183,7 +183,7 @@ def test_layers_are_those_of_blocks():
     config = TransformerConfig.preset("tiny", tied_head=False)
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     assert len(fp8_layers(model)) == 7 * config.num_layers
-    assert fp8_reasons(model)["lm_head"] == "is in no block"
+    assert fp8_reasons(model)["lm_head"] == "is not in a block"
     assert len(fp8_layers(model, ("mlp/",))) == 4 * config.num_layers
 
 
@@ -194,9 +194,9 @@ def test_why_layers_take_no_part():
     narrow = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     assert fp8_reasons(nnx.Sequential(own, first, split, narrow)) == {
         "layers/0": "has its own dot_general",
-        "layers/1": "multiplies other dims than the last",
+        "layers/1": "contracts dims other than the last",
         "layers/2": "",
-        "layers/3": "is 16×8, no multiples of 16",
+        "layers/3": "is 16×8, not multiples of 16",
     }
 
 
@@ -213,7 +213,7 @@ WIDTH, DEPTH = 32, 2
 
 
 class Blocks(nnx.Module):
-    """Blocks of a layer that computes in fp8, and one that is too narrow for it."""
+    """Blocks with a layer that computes in fp8, and one that is too narrow for it."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -254,7 +254,7 @@ def split_by_features():
     ids=["fsdp", "tp"],
 )
 def test_fp8_weights_are_gathered_as_bytes(make, mesh, tp):
-    """Twice, forward and backward, and all else as it computes; gradients as before."""
+    """They are gathered twice, forward and backward; all other transfers are unchanged."""
     step = built(make(), mesh)
     batch = {"x": jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)}
     ledger = collectives(step.lower(batch).compile(), step.world.mesh)
@@ -264,17 +264,17 @@ def test_fp8_weights_are_gathered_as_bytes(make, mesh, tp):
         sent[dtype] += row.wire_bytes * row.count
     wide, narrow = DEPTH * WIDTH * WIDTH / tp, DEPTH * WIDTH * 8 / tp
     ring = 1 - tp / 8
-    # Nothing asks for the gradient of what the first block is given, nor for its weights again.
+    # The gradient of the first block's input is not needed, so its weights are gathered only once.
     again = wide - WIDTH * WIDTH / tp
     assert sent == {"u8": (wide + again) * ring, "f32": 2 * 4 * narrow * ring}
-    # XLA:CPU spells a reduce-scatter as an all-reduce.
+    # XLA:CPU lowers a reduce-scatter to an all-reduce.
     reduced = ledger.total_wire_bytes("all-reduce", "fsdp") / 2
     assert reduced == pytest.approx(4 * (wide + narrow) * ring, rel=0.01)
 
 
 @pytest.mark.full
 def test_weights_that_travel_as_bytes_change_no_bit():
-    """The largest element of the parts is that of the whole, so both round to the same values."""
+    """Shards are rounded with the scale of the whole weight, so both round to the same values."""
     x = jax.random.normal(jax.random.key(0), (16, WIDTH))
     found = []
     for gather in ("fp8", None):
@@ -325,18 +325,20 @@ def test_parameters_gathered_once_do_not_travel_in_fp8():
 def test_products_that_are_none_are_refused():
     with pytest.raises(ConfigError, match="gather is 'int8'; it must be 'fp8', or None"):
         MixedPrecision(products="fp8", gather="int8")
-    with pytest.raises(ConfigError, match="gathers the weights of fp8 products, and prod"):
+    with pytest.raises(ConfigError, match="gathers the weights of fp8 products, but prod"):
         MixedPrecision(gather="fp8")
     with pytest.raises(ConfigError, match="products is 'fp4'; it must be 'fp8', or None"):
         MixedPrecision(products="fp4")
-    with pytest.raises(ConfigError, match="names layers that fp8 leaves out, and products is None"):
+    with pytest.raises(
+        ConfigError, match="excludes layers from fp8 products, but products is None"
+    ):
         MixedPrecision(skip=("mlp",))
     with pytest.raises(UnsupportedError, match="contract the last dims with the first dims"):
         Fp8Dot()(jnp.ones((16, 4)), jnp.ones((16, 4)), (((0,), (0,)), ((), ())))
 
 
 def test_gradients_of_three_ranks_are_rounded_as_those_of_one(make_world):
-    """A third of the samples has a mean with thrice the gradient, which no power of two is."""
+    """The mean over a third of the samples has three times the gradient, not a power of two."""
     rng = np.random.default_rng(0)
     x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((6, 16), (16, 16)))
     x[-1] *= 9

@@ -1,4 +1,4 @@
-"""The program of an H100: a kernel of fp8 operands for each of a layer's products, and bytes."""
+"""The program of an H100: an fp8 kernel for each of a layer's products, and the bytes sent."""
 
 import functools
 import math
@@ -42,7 +42,7 @@ def compiled(precision, scan=True, target="h100:8"):
 
 
 def products_in_fp8(module) -> int:
-    """How many a step runs, its loops counted turn by turn, fusions looked into."""
+    """Counts the fp8 products of a step, including loop iterations and fusions."""
     found = 0
     for visit in visits(module):
         fusions = [one for one in visit.computation.instructions if one.opcode == "fusion"]
@@ -63,7 +63,7 @@ def test_three_products_per_layer(scan):
 
 
 def sent(step, module, kind):
-    """Bytes by the narrowest dtype of a collective."""
+    """Counts the bytes sent, by the narrowest dtype of each collective."""
     found: dict[str, float] = dict.fromkeys(("u8", "bf16", "f32"), 0.0)
     for row in collectives(module, step.world.mesh).select(kind).rows:
         for narrow in [dtype for dtype in found if dtype in row.dtypes][:1]:
@@ -72,13 +72,13 @@ def sent(step, module, kind):
 
 
 def test_bytes_are_four_in_place_of_six():
-    """Gathered twice, two bytes or one; reduced once, in bfloat16 and nothing wider."""
+    """Two gathers, of two bytes or one, and one reduction in bfloat16."""
     step, module = compiled("fp8")
     narrow_step, narrow_module = compiled(MixedPrecision.fp8(gather="fp8"))
     layers = fp8_layers(step.model_spec.abstract)
     count = sum(math.prod(step.model_spec.shapes[f"{layer}/kernel"]) for layer in layers)
     wide, narrow = sent(step, module, "all-gather"), sent(narrow_step, narrow_module, "all-gather")
-    # Everything else that is sent, tokens and vectors, is the same in both.
+    # All other transfers, of tokens and vectors, are the same in both.
     rest = wide["bf16"] - 2 * 2 * count * RING
     assert wide["u8"] == 0
     assert 0 <= rest < 0.1 * count

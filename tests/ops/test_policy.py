@@ -95,7 +95,7 @@ def test_statistics_of_norms_are_float32():
 
 
 class Outer(nn.Module):
-    """Hands its own dtype to a layer, and has another that only promotes."""
+    """Passes its own dtype to one layer, and has another that only promotes."""
 
     dtype: type = jnp.float32
 

@@ -1,4 +1,4 @@
-"""The loss scale moves as its rule says, without a host in the loop."""
+"""The loss scale follows its rule, without a transfer to the host."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The compiled distributed update: exchanges there and back, and nothing in between."""
+"""The compiled distributed update has two all-to-alls, and no other collective between them."""
 
 import re
 
@@ -43,7 +43,7 @@ def built(mesh, strategy, optimizer=None):
 
 
 def update_of(step):
-    """The update alone, compiled with its arguments where a step has them."""
+    """Compiles only the update, with its arguments sharded as in a step."""
     plan = step.plan
     placed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
     state = jax.tree.map(placed, step.abstract_state, step.state_shardings)
@@ -69,7 +69,7 @@ def test_one_exchange_there_and_back_and_products_divided():
     )
     compiled = update_of(step).compile()
     assert [c.kind for c in collectives(compiled, step.spec.mesh)] == ["all-to-all"] * 2
-    # 1 matrix per device, where all of the work would be 6.
+    # 1 matrix per device instead of all 6.
     assert flops(compiled).high == of_newton_schulz(16, 32)
     assert not re.search(r"\bwhile\(", str(compiled.as_text()))
 

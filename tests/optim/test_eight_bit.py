@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits: the code, its errors, and the state of a step on devices."""
+"""AdamW with 8-bit moments: the code, its errors, and the state of a step on devices."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ CODES = {"signed": DynamicCode(True), "unsigned": DynamicCode(False)}
 
 
 def table(signed):
-    """The values of the paper, made decade by decade: middles of equal parts of [0.1, 1]."""
+    """The values of the paper, decade by decade: midpoints of equal parts of [0.1, 1]."""
     found = [0.0, 1.0]
     for decade in range(7):
         edges = np.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1)
@@ -120,7 +120,7 @@ def on_one_device(num_steps, optimizer):
 
 
 def test_trains_as_adamw_does():
-    """The loss stays within a thousandth of the first one of that with moments in float32."""
+    """The loss differs from that with float32 moments by at most 0.1% of the first loss."""
     _, state, losses = on_one_device(40, optimizer())
     _, full_state, full = on_one_device(40, optax.adamw(1e-2, weight_decay=0.1))
     assert full[-1] < 0.1 * full[0]
@@ -159,7 +159,7 @@ def test_a_step_on_devices_is_that_on_one(name, tmp_path):
     want, want_state, _ = on_one_device(3, optimizer())
     weights = step.weights(state)
     for path, x in leaves_with_paths(want):
-        # A gradient that differs by a rounding may lead to the next code, in few elements.
+        # A gradient that differs by rounding may change the code of a few elements by one.
         difference = np.abs(np.asarray(weights[path]) - x)
         assert difference.max() < 1e-3, path
         assert (difference > 2e-6).mean() < 1e-3, path
@@ -190,7 +190,7 @@ def test_scales_are_split_like_their_parameter():
 
 
 def test_what_has_no_moments_of_8_bits_is_refused():
-    with pytest.raises(ConfigError, match="'z' is complex64") as error:
+    with pytest.raises(ConfigError, match="'z', complex64") as error:
         adamw_8bit(1e-3).init({"z": jnp.zeros((64, 64), jnp.complex64)})
     assert error.value.code == "eight-bit-parameter"
     with pytest.raises(ConfigError, match="min_size"):

@@ -53,7 +53,7 @@ def test_equals_optax_and_has_its_state(name):
     mine, want = ours.init(PARAMS), theirs.init(PARAMS)
     for step in range(2):
         grads = jax.tree.map(lambda x, step=step: jnp.sin(x * (step + 1)), PARAMS)
-        # Each goes on with the state of the other.
+        # Each continues from the state of the other.
         got, mine_next = jax.jit(ours.update)(grads, want, PARAMS)
         expected, want_next = jax.jit(theirs.update)(grads, mine, PARAMS)
         assert jax.tree.structure((got, mine_next)) == jax.tree.structure((expected, want_next))

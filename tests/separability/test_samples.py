@@ -388,7 +388,7 @@ COUPLED = {
         lambda p, b: jnp.mean(
             jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(b["x"].shape, jnp.float32), b["x"])
         ),
-        "goes through `pure_callback`, of which it is not known",
+        "goes through `pure_callback`, whose effect on samples is",
     ),
     "a gradient by the size of the batch": (
         lambda p, b: jnp.mean(
@@ -441,7 +441,7 @@ def test_a_sort_that_calls_its_dim_otherwise_is_not_known(monkeypatch):
     monkeypatch.setattr(factors, "FACTORS", {**factors.FACTORS, "my_sort": factors.FACTORS["sort"]})
     use = find(lambda p, b: jnp.mean(sort.bind(b["x"], dim=0)))
     assert use.loss.kind is Use.COUPLED
-    assert use.loss.why.startswith("goes through `my_sort`, of which it is not known")
+    assert use.loss.why.startswith("goes through `my_sort`, whose effect on samples is")
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

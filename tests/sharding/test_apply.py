@@ -1,4 +1,4 @@
-"""Optimizer moments lie as their parameter would, whatever transformation wraps them."""
+"""Optimizer moments are sharded like their parameter, whatever transformation wraps them."""
 
 import jax
 import jax.numpy as jnp

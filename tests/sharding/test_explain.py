@@ -1,4 +1,4 @@
-"""The table says what was decided and why; the check measures whether it came true."""
+"""The table shows each decision with its reason; the check compares it with real arrays."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Layouts that a model's author annotated are honoured, logical names and smaller meshes too."""
+"""A model's annotated shardings are followed, also with logical names and on smaller meshes."""
 
 import flax.linen as nn
 import jax

@@ -1,4 +1,4 @@
-"""Arrays whose dims do not divide: padded where they are stored, and cut for every reader."""
+"""Arrays whose dims do not divide are stored padded, and unpadded for every reader."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def test_there_and_back(mesh, spec, shape):
     stored = jax.jit(lambda tree: stored_tree(tree, places), out_shardings=places)(tree)
     whole = np.asarray(stored["w"])
     assert whole.shape == stored_shape(shape, spec, place.mesh)
-    assert whole.sum() == values.sum()  # What pads it is zero.
+    assert whole.sum() == values.sum()  # The padding is zero.
     assert padding_of(tree, places).shapes == {"w": shape}
     whole = NamedSharding(place.mesh, P())
     back = jax.jit(lambda stored: model_tree(stored, tree, places), out_shardings=whole)(stored)

@@ -1,4 +1,4 @@
-"""Policies decide as their rule says, on every shape and mesh, and conflicts name both sides."""
+"""Policies follow their rule on every shape and mesh, and conflicts name both policies."""
 
 import math
 
@@ -12,7 +12,7 @@ from axon_dist.mesh import MeshSpec
 from axon_dist.sharding import ByRule, LargestDim, Merge, Replicate, axes_of, shard_count, spec_axes
 
 MESH = MeshSpec(dp=2, fsdp=4, tp=2)
-# Fewer than 2^20 elements: of a larger leaf a dim of whole tiles goes first.
+# Fewer than 2^20 elements: larger leaves prefer a dim of whole tiles.
 SHAPES = st.lists(st.integers(1, 31), max_size=4).map(tuple)
 
 
@@ -31,7 +31,7 @@ def test_largest_dim_splits_the_largest_that_divides(shape, min_elements):
         assert spec == P()
         return
     if not divisible:
-        # One row more at most on each device, and of all dims the least padding.
+        # At most one more row on each device, along the dim with the least padding.
         (dim,) = [dim for dim in range(len(spec)) if axes_of(spec, dim)]
         waste = {d: (-size % 4) / size for d, size in enumerate(shape) if size >= 4}
         assert waste[dim] == min(waste.values())
@@ -44,7 +44,7 @@ def test_largest_dim_splits_the_largest_that_divides(shape, min_elements):
 
 @given(tiles=st.integers(32, 64), rows=st.integers(520, 600).map(lambda rows: 4 * rows))
 def test_a_dim_of_whole_tiles_goes_before_a_larger_one(tiles, rows):
-    """A tile has 8 rows, and there are 4 ranks; a small leaf is cut where it is largest."""
+    """A tile has 8 rows, and there are 4 ranks; a small leaf is split along its largest dim."""
     rule = LargestDim(("fsdp",))
     for shape in ((rows, 32 * tiles), (32 * tiles, rows)):
         large = math.prod(shape) >= 2**20 and rows % 32
@@ -105,12 +105,14 @@ def test_a_rule_for_a_dim_that_does_not_divide():
 
 
 def test_a_rule_with_more_dims_than_the_array():
-    with pytest.raises(StrategyConflictError, match=r"names 2 dims, the array of shape .8,. has 1"):
+    with pytest.raises(
+        StrategyConflictError, match=r"names 2 dims, but the array of shape .8,. has"
+    ):
         ByRule(((r"b", P(None, "tp")),))("b", (8,), MESH)
 
 
 def test_a_rule_with_an_axis_that_the_mesh_lacks():
-    said = r"b: .*'ep'.* names the axis 'ep', the mesh has .*fsdp.*; give the mesh this axis, or"
+    said = r"b: .*'ep'.* names the axis 'ep', but the mesh has only .*fsdp.*; add this axis to"
     with pytest.raises(StrategyConflictError, match=said):
         ByRule(((r"b", P("ep")),))("b", (8,), MESH)
 

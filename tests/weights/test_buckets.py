@@ -45,5 +45,5 @@ def test_a_snapshot_is_that_of_its_folder(store, address, tmp_path, files):
 
 
 def test_nothing_there(address):
-    with pytest.raises(StoreError, match=r"nothing of that kind at .*://bucket/models/llama"):
+    with pytest.raises(StoreError, match=r"no such objects at .*://bucket/models/llama"):
         find_tensors(address)

@@ -133,7 +133,7 @@ def test_auto_falls_back_to_the_newest_good_checkpoint_and_says_so(config):
     resumed = train(config("run"), console, resume="auto")
     text = console.file.getvalue()
     assert "step_00000004': file arrays/" in text
-    assert "going back to the one before it" in text
+    assert "going back to the previous one" in text
     assert "resuming after step 2" in text
     assert bits(resumed.result.state) == good
 
@@ -259,7 +259,7 @@ def test_a_run_goes_on_when_it_cannot_save_and_says_so_at_the_end(config, monkey
     with pytest.raises(CheckpointError, match=r"last state is not saved: .*No space left on dev"):
         train(config("run"), console)
     text = console.file.getvalue()
-    assert text.count("No space left on device; what was saved before stays. Make room") == 5
+    assert text.count("No space left on device; earlier checkpoints stay. Free space") == 5
     assert "finished after 6 steps" in text
 
     monkeypatch.undo()

@@ -121,7 +121,7 @@ def test_a_step_that_does_not_fit_gives_exit_code_1(capsys, few):
     [
         (["--params", "7e9"], "plan needs either --target, such as h100:8, or --devices"),
         (["--devices", "8"], "plan needs either a config or --params"),
-        (["--params", "7e9", "--target", "h10:8"], "no rates are known of 'h10'. Did you mean"),
+        (["--params", "7e9", "--target", "h10:8"], "the table of chips has no 'h10'. Did you mean"),
         (["--params", "lots", "--devices", "8"], "cannot read 'lots' as a number of parameters"),
         (
             [str(CONFIGS / "zero1.yaml"), "--devices", "8", "--batch", "64"],

@@ -11,16 +11,19 @@ from axon_dist.train.cli.main import main
 CONFIG = "devices: {{emulate: 8}}\nrun_dir: {folder}/run\n"
 TORCH = {"MASTER_ADDR": "192.168.1.100", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
 WRONG = [
-    ({"RANK": "8", "WORLD_SIZE": "8"}, "process 8 of 8 cannot be: processes count from 0 to 7"),
-    ({"RANK": "1"}, "RANK=1 is set and WORLD_SIZE is not; give every process both"),
-    ({"WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set and RANK is not; give every process both"),
+    ({"RANK": "8", "WORLD_SIZE": "8"}, "got process 8 of 8; processes count from 0 to 7"),
+    ({"RANK": "1"}, "RANK=1 is set, but WORLD_SIZE is not; set both for every process"),
+    ({"WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set, but RANK is not; set both for every process"),
     (TORCH | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc', which is not an integer"),
-    (TORCH | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000; a port lies in 1..65535"),
+    (TORCH | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000; set a port from 1 to 65535"),
     (TORCH | {"RANK": "-1"}, "RANK=-1 must be at least 0"),
     (TORCH | {"WORLD_SIZE": "3", "RANK": "0"}, "8 emulated devices"),
     ({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "b"}, "SM_CURRENT_HOST=b is not one of"),
-    ({"AXON_CLUSTER": "slrum"}, "AXON_CLUSTER names the cluster 'slrum', which is not known"),
-    (TORCH | {"AXON_LAUNCH_TIMEOUT": "soon"}, "AXON_LAUNCH_TIMEOUT is 'soon', which is not a num"),
+    ({"AXON_CLUSTER": "slrum"}, "AXON_CLUSTER names the unknown cluster 'slrum'"),
+    (
+        TORCH | {"AXON_LAUNCH_TIMEOUT": "soon"},
+        "AXON_LAUNCH_TIMEOUT is 'soon'; set a number of seconds",
+    ),
     (TORCH | {"AXON_STEP_TIMEOUT": "-1"}, "AXON_STEP_TIMEOUT=-1 must be more than 0 seconds"),
 ]
 

@@ -50,7 +50,7 @@ optimizer:
         ("train.steps", r"cannot read 'train.steps'; write key.path=value"),
         ("=3", r"cannot read '=3'; write key.path=value"),
         ("a=[1", r"'a=\[1' is not YAML"),
-        ("name.first=x", r"the key before 'first' holds 'run' and not a section; replace it"),
+        ("name.first=x", r"the key before 'first' holds 'run', not a section; replace the"),
     ],
 )
 def test_bad_overrides(override, message):
