@@ -205,7 +205,8 @@ class Hosts:
         self.launchers[rank].wait()
         while environ.exists():
             time.sleep(0.01)
-        shutil.rmtree(memory[1])
+        # A launcher that starts removes the memory of launchers that are dead, here on one machine.
+        shutil.rmtree(memory[1], ignore_errors=True)
         self.launchers[rank] = self.start(rank)
 
     def until(self, is_there: Callable[[], bool]) -> None:
