@@ -94,7 +94,7 @@ def test_the_tags_of_a_template_say_what_is_learned():
 def test_tags_within_a_macro_are_refused():
     macro = "{% macro m(x) %}{{ x }}{% generation %}b{% endgeneration %}{% endmacro %}"
     template = Rendered("t", macro + "a{{ m('c') }}", {})
-    with pytest.raises(ValueError, match="a tag of generation within a macro"):
+    with pytest.raises(ValueError, match="a generation tag inside a macro"):
         template.pieces([ASK, ANSWER])
 
 

@@ -272,7 +272,7 @@ def test_files_of_records_that_are_damaged(tmp_path, write):
     for part in (whole[:60], whole[: len(whole) // 2], b"\xff" * 300, b""):
         with open(path, "wb") as file:
             file.write(part)
-        with pytest.raises(ConfigError, match=r"write it anew|save the data set anew|no record"):
+        with pytest.raises(ConfigError, match=r"write it again|save the data set again|no record"):
             load_images(records(path), 3, 3)
     with pytest.raises(ConfigError, match=r"must be of one kind, .parquet, .arrow, .array_record"):
         load_images(records(__file__), 3, 3)

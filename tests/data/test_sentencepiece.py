@@ -88,7 +88,7 @@ def test_what_is_no_model_is_refused(path, tmp_path):
     for content in (b"", b"garbage" * 100):
         file = tmp_path / "b.model"
         file.write_bytes(content)
-        with pytest.raises(ConfigError, match="is not a model that sentencepiece reads"):
+        with pytest.raises(ConfigError, match="is not a model that sentencepiece can read"):
             load_tokenizer(str(file))
     with pytest.raises(ConfigError, match=r"is not a file .* SentencePiece \.model"):
         load_tokenizer(str(tmp_path / "none.model"))

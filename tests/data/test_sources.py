@@ -292,7 +292,7 @@ def test_without_pyarrow_the_extra_is_named(monkeypatch, texts):
     ("text", "fields", "message"),
     [
         ('{"text": "a"}\n\n{"text": 3}\n', {}, r"a.jsonl:3 has 3 under 'text', which must be a te"),
-        ('{"text": "a"}\nnone\n', {}, r"a.jsonl:2 is no JSON: .*; correct or remove it"),
+        ('{"text": "a"}\nnone\n', {}, r"a.jsonl:2 is not valid JSON: .*; correct or remove it"),
         ('{"text": "a"}\n[1]\n', {}, r"a.jsonl:2 holds \[1\], which must be an object with field"),
         ('{"txt": "a"}\n{"txt": "b"}', {}, r"has no field 'text', .* or data.text. Did you mean"),
         ("\n \n", {}, r"a.jsonl holds no record; give files with records"),
@@ -553,7 +553,11 @@ def test_without_jinja_the_extra_and_the_named_templates_are_told(tmp_path, monk
             r"template='chatm' is neither a template nor a file; .* chatml",
         ),
         ({}, {"messages": None, "template": "plain"}, r"data.template='plain' is one of chats: na"),
-        ({}, {"text": "t"}, r"data.text='t' and data.messages='messages' both say what is read"),
+        (
+            {},
+            {"text": "t"},
+            r"data.text='t' and data.messages='messages' both name the field to read",
+        ),
     ],
 )
 def test_chats_that_cannot_be(tmp_path, record, fields, message):

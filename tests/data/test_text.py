@@ -134,7 +134,7 @@ def test_a_file_on_both_sides_is_refused(folder):
     overlapping = TextSource(
         files=(str(folder / "*.txt"),), validation_files=(str(folder / "a.txt"),)
     )
-    with pytest.raises(ConfigError, match=r"1 files are in .*a\.txt.*take them out of one"):
+    with pytest.raises(ConfigError, match=r"1 files are in .*a\.txt.*remove the files from one"):
         load_text(overlapping)
 
 
@@ -172,7 +172,7 @@ def test_a_state_names_the_tokenizer_that_changed(folder, tokenizer_file):
     state = loader().state()
     loader().restore(state)
     (folder / "a.txt").write_text("this is a is this" * 2)
-    with pytest.raises(ConfigError, match=r"taken with contents=.* the files hold something else"):
+    with pytest.raises(ConfigError, match=r"taken with contents=.* the files have changed"):
         loader().restore(state)
     path = folder / "words.json"
     path.write_text(path.read_text().replace('"far"', '"fair"'))

@@ -30,7 +30,7 @@ LIES = {
     "cut": ({"a": row(0, 8)}, 4, "cut off"),
     "twice": (TWICE, 16, "twice"),
     "deep": ("[" * 100_000, 0, "cannot read"),
-    "shape": ({"a": row(0, 8, [2.0])}, 8, "whole numbers"),
+    "shape": ({"a": row(0, 8, [2.0])}, 8, "integers"),
     "bool": ({"a": row(0, 4, [True])}, 4, "whole numbers"),
     "offsets": ({"a": row(0.0, 8.0)}, 8, "whole numbers"),
     "dtype": ({"a": row(0, 8, dtype="F31")}, 8, "F31"),
@@ -123,13 +123,13 @@ def test_a_late_token_that_is_none(tmp_path, token):
     tokens[70_000] = token
     np.save(tmp_path / "a.npy", tokens)
     samples = TokenSource(files=(str(tmp_path / "a.npy"),)).open(16)
-    with pytest.raises(ConfigError, match=rf"the token {token}, and tokens count from 0"):
+    with pytest.raises(ConfigError, match=rf"the token {token}, but tokens count from 0"):
         samples.train(np.array([70_000 // 16]))
 
 
 def test_unpaired_surrogates_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "aa"}\n' * 20 + '{"text": "\\ud800"}\n')
-    with pytest.raises(ConfigError, match=r"a.jsonl:21 holds '\\ud800', half a letter"):
+    with pytest.raises(ConfigError, match=r"a.jsonl:21 has '\\ud800', a lone surrogate"):
         JsonlSource(files=(str(tmp_path / "a.jsonl"),)).open(16)
 
 
@@ -203,7 +203,7 @@ def test_arrow_with_flipped_bytes(tmp_path, seed):
     start = contents.index(struct.pack("<3i", 0, 21, 42)) + 4 * seed + 4
     contents[start : start + 4] = b"\xff\xff\xff\x7f"
     (tmp_path / "a.arrow").write_bytes(contents)
-    with pytest.raises(ConfigError, match="no stream of Arrow"):
+    with pytest.raises(ConfigError, match="not an Arrow stream"):
         DatasetsSource(files=(str(tmp_path / "a.arrow"),)).open(16)
 
 
