@@ -154,7 +154,7 @@ _PIECES = 256
 
 
 def _in_memory(stream: np.ndarray) -> np.ndarray:
-    """Returns a stream for a checksum; for one in files, only its length and evenly spaced pieces."""
+    """Returns a stream for a checksum; of a stream in files, its length and some pieces."""
     if type(stream) is np.ndarray or len(stream) <= _PIECE:
         return stream[np.arange(len(stream))]
     starts = spread_starts(len(stream), _PIECE - 1, _PIECES)

@@ -289,7 +289,7 @@ _compiled = jax.jit(_generate, static_argnames=_STATIC)
 
 
 def _decoder(graphdef: nnx.GraphDef, leaves: PyTree, has_cache: bool) -> Any:
-    """Returns the model in eval mode; a new copy at each call, because a scan must not mutate it."""
+    """Returns a new copy of the model in eval mode, because a scan must not mutate the model."""
     model = nnx.merge(graphdef, leaves, copy=True)
     model.eval()
     return model if has_cache else Recomputing(model)

@@ -158,7 +158,7 @@ def test_workers_begin_anew_and_say_what_is_wrong(tmp_path):
     one.restore({**one.state(), "samples_seen": 0})
     np.testing.assert_array_equal(next(one)["x"], first)
     (tmp_path / "ant" / "0.png").write_bytes(b"no image")
-    with pytest.raises(ConfigError, match=r"ant/0.png is no image that can be decoded"):
+    with pytest.raises(ConfigError, match=r"ant/0.png is not an image that can be decoded"):
         [next(one) for _ in range(12)]
     one = ImageLoader(images, global_batch=4, num_workers=1, num_ahead=0)
     next(one)
@@ -218,7 +218,7 @@ JPEG = encoded(3, (64, 64), "JPEG")
 @pytest.mark.filterwarnings("ignore:Image size")
 def test_an_image_that_lies(data, message):
     with pytest.raises(
-        ConfigError, match=rf"^it is no image that can be decoded: .*{message}.*; write"
+        ConfigError, match=rf"^it is not an image that can be decoded: .*{message}.*; write"
     ):
         decode("it", data, (8, 8, 3))
 
@@ -228,17 +228,17 @@ def test_folders_that_are_refused(tmp_path):
         with pytest.raises(ConfigError, match=message):
             load_images(folder(str(tmp_path), **fields), 3, 3)
 
-    refused("has no folders with images; name a folder that has one folder for each class")
+    refused("has no folders with images; name a folder that has one subfolder per class")
     (tmp_path / "ant").mkdir()
     (tmp_path / "ant" / "0.png").write_bytes(encoded(0))
     os.mkfifo(tmp_path / "ant" / "1.png")
-    refused(r"ant/1.png is a pipe, no file; remove it")
+    refused(r"ant/1.png is a pipe and must be a file; remove it")
     (tmp_path / "ant" / "1.png").unlink()
     (tmp_path / "ant" / "2.png").symlink_to("nowhere")
-    refused(r"ant/2.png is a link to nothing, no file; remove it")
+    refused(r"ant/2.png is a dangling link and must be a file; remove it")
     (tmp_path / "ant" / "2.png").unlink()
     (tmp_path / "ant" / "round").symlink_to(tmp_path)
-    refused(r"ant/round is a link to a folder, which may lead round in circles")
+    refused(r"ant/round is a link to a folder, which may form a cycle")
     with pytest.raises(ConfigError, match=r"matches no folder but a file \(looked from"):
         load_images(folder(str(tmp_path / "ant" / "0.png")), 3, 3)
     with pytest.raises(ConfigError, match=r"got 2, but .* has the label 2"):

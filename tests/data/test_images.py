@@ -149,7 +149,7 @@ def test_a_file_on_both_sides(tmp_path):
         (source("a", validation_fraction=0.0), r"validation_fraction=0.0 must lie between 0 and 1"),
         (
             source("a", validation_files=("b",), validation_fraction=0.2),
-            r"validation_fraction=0.2 and data.validation_files=\('b',\) both say",
+            r"validation_fraction=0.2 and data.validation_files=\('b',\) both define",
         ),
         (ImageSource(files=("a",), image_size=0), r"image_size=0 must be at least 1"),
         (SyntheticImages(num_images=1), r"num_images=1 must be at least 2"),

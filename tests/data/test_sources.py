@@ -118,7 +118,7 @@ def test_other_contents_of_a_mapped_file_are_other_data(bins):
 @pytest.mark.parametrize(
     ("name", "content", "fields", "message"),
     [
-        ("a.bin", b"123", {}, r"has 3 bytes, which are no uint16 tokens of 2 bytes each; set data"),
+        ("a.bin", b"123", {}, r"has 3 bytes, which is not a whole number of uint16 tokens"),
         ("a.bin", b"", {}, r"has 0 bytes"),
         (
             "a.bin",
@@ -191,7 +191,7 @@ def test_long_texts_are_split_so_that_every_token_is_a_target_once(tmp_path):
     assert documents(everything(source.open(4))) == ["abcde", "efghi", "ij\0", "k\0"]
     dropped = JsonlSource((path,), (held,), text="body", too_long="drop").open(4)
     assert documents(everything(dropped)) == ["k\0"]
-    assert "1 documents are left out" in dropped.description
+    assert "1 documents are dropped" in dropped.description
 
 
 def test_prompts_are_seen_and_not_learned(chats):
@@ -235,7 +235,7 @@ def test_parquet_is_jsonl_in_columns(tmp_path, texts):
         np.testing.assert_array_equal(ours[name], theirs[name])
     with pytest.raises(ConfigError, match=r"has no column 'tex'; .*Did you mean 'text'\?"):
         ParquetSource((path,), text="tex").open(40)
-    with pytest.raises(ConfigError, match=r"texts.jsonl is not a parquet file that pyarrow"):
+    with pytest.raises(ConfigError, match=r"texts.jsonl is not a Parquet file that pyarrow"):
         ParquetSource((texts,)).open(40)
 
 
@@ -295,7 +295,7 @@ def test_without_pyarrow_the_extra_is_named(monkeypatch, texts):
         ('{"text": "a"}\nnone\n', {}, r"a.jsonl:2 is not valid JSON: .*; correct or remove it"),
         ('{"text": "a"}\n[1]\n', {}, r"a.jsonl:2 holds \[1\], which must be an object with field"),
         ('{"txt": "a"}\n{"txt": "b"}', {}, r"has no field 'text', .* or data.text. Did you mean"),
-        ("\n \n", {}, r"a.jsonl holds no record; give files with records"),
+        ("\n \n", {}, r"a.jsonl has no record; give files with records"),
         ('{"text": ""}\n{"text": ""}', {}, r"none of 1 documents has from 2 to 9 tokens"),
         ("", {"prompt": "q"}, r"data.prompt='q' and data.response=None: name both fields"),
         ("", {"text": "t", "prompt": "q", "response": "a"}, r"data.text='t' and data.prompt='q'"),

@@ -109,10 +109,10 @@ def test_byte_tokens_end_a_document_with_zero():
         ({"validation_fraction": 0.0}, r"validation_fraction=0.0 must lie between 0 and 1"),
         ({"validation_fraction": 1.0}, r"validation_fraction=1.0 must lie between 0 and 1"),
         ({"max_bytes": 0}, r"max_bytes=0 must be at least 1; leave it out"),
-        ({"files": "a.txt"}, r"data.files='a.txt' is a single text: write a list"),
+        ({"files": "a.txt"}, r"data.files='a.txt' is a string: write a list"),
         (
             {"files": ("a",), "validation_files": ("b",), "validation_fraction": 0.2},
-            r"validation_fraction=0.2 and data.validation_files=\('b',\) both say what validation",
+            r"validation_fraction=0.2 and data.validation_files=\('b',\) both define the validation",
         ),
         ({"validation_files": ("x",)}, r"validation_files=\('x',\) without data.files: name"),
     ],

@@ -30,7 +30,7 @@ LIES = {
     "cut": ({"a": row(0, 8)}, 4, "cut off"),
     "twice": (TWICE, 16, "twice"),
     "deep": ("[" * 100_000, 0, "cannot read"),
-    "shape": ({"a": row(0, 8, [2.0])}, 8, "integers"),
+    "shape": ({"a": row(0, 8, [2.0])}, 8, "whole numbers"),
     "bool": ({"a": row(0, 4, [True])}, 4, "whole numbers"),
     "offsets": ({"a": row(0.0, 8.0)}, 8, "whole numbers"),
     "dtype": ({"a": row(0, 8, dtype="F31")}, 8, "F31"),
