@@ -105,7 +105,7 @@ def test_every_parameter_has_a_gradient():
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"stage_sizes": ()}, ConfigError, r"stage_sizes=\(\) must name at least one stage"),
+        ({"stage_sizes": ()}, ConfigError, r"stage_sizes=\(\) must have at least one stage"),
         ({"stage_sizes": (2, 0)}, ConfigError, r"each of 1 block or more"),
         ({"block": "basik"}, ConfigError, r"block='basik' is not a block.*'basic'"),
         ({"stem": "large"}, ConfigError, r"stem='large' is not a stem"),

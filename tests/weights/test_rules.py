@@ -95,7 +95,7 @@ NARROW = {name: x.astype(jnp.bfloat16) for name, x in hub.llama_tensors().items(
         ({UP: hub.llama_tensors()[UP].astype(np.float16)}, {},
          f"{UP} is float16 and blocks/1/mlp/up/kernel is float32 (cast=True converts)"),
         ({UP: np.ones((24, 16), np.int8)}, {}, "is int8 and blocks/1/mlp/up/kernel is float32 (on"),
-        ({}, {"tied_head": True}, "lm_head.weight must repeat model.embed_tokens.weight bit"),
+        ({}, {"tied_head": True}, "lm_head.weight must equal model.embed_tokens.weight bit"),
         ({"layers.1.mlp.up_proj.weight": hub.llama_tensors()[UP]}, {},
          "are for blocks/1/mlp/up/kernel"),
         ({UP: None}, {"scan_layers": True}, f"missing in the files: {UP}."),
@@ -144,11 +144,11 @@ def test_names_in_few_words():
         (WeightRule(("a", "b"), ("c", "d")), "has 2 names and 2 paths; give one name, or one path"),
         (
             WeightRule(r"a(?P<i>\d+)", "b"),
-            "the path 'b' has the places [], the name 'a(?P<i>\\\\d+)' the",
+            "the path 'b' has the fields [], but the name 'a(?P<i>\\\\d+)' has",
         ),
         (WeightRule("a", "b", stack="i"), "the name 'a' has no group 'i' to stack"),
         (WeightRule("a(", "b"), "'a(' is not a regular expression"),
-        (WeightRule("a", "b", "x -> y"), "must name every dim once on either side"),
+        (WeightRule("a", "b", "x -> y"), "must name every dim once on each side"),
         (WeightRule("a", "b", dim=-1), "has dim=-1; count dims from 0"),
         (
             WeightRule("a", "b", split_sizes=(1, 2)),
@@ -165,14 +165,14 @@ def test_a_rule_that_means_nothing(rule, text):
 @pytest.mark.parametrize(
     ("rules", "text"),
     [
-        ((WeightRule("bias", "bias"),), "no rule says under which name to write kernel"),
+        ((WeightRule("bias", "bias"),), "no rule gives a name for kernel"),
         (
             (WeightRule("x.y", "bias"), WeightRule("k", "kernel")),
-            "'x.y' of a rule fits more than one text",
+            "'x.y' of a rule matches more than one text",
         ),
         (
             (WeightRule(".*", "bias"), WeightRule("k", "kernel")),
-            "'.*' of a rule fits more than one text",
+            "'.*' of a rule matches more than one text",
         ),
         (
             (
@@ -188,7 +188,7 @@ def test_a_rule_that_means_nothing(rule, text):
         ),
         (
             (WeightRule("w", ("kernel", "more")), WeightRule("b", "bias")),
-            "needs more, which the model lacks",
+            "needs more, which the model does not have",
         ),
         (
             (WeightRule(("k", "l"), "kernel", dim=1), WeightRule("b", "bias")),
@@ -210,7 +210,7 @@ def test_large_weights_are_cut_into_files_and_never_mixed(tmp_path):
     keys = {"eos_token_id": [2, 3]}
     save_weights(model, tmp_path / "hub", "hf-llama", max_file=3500, dtype="bfloat16", keys=keys)
     assert json.loads((tmp_path / "hub" / "config.json").read_text())["eos_token_id"] == [2, 3]
-    with pytest.raises(ConfigError, match=r"got keys=.* without a hub's format"):
+    with pytest.raises(ConfigError, match=r"got keys=.* without a hub format"):
         save_weights(model, tmp_path / "w.safetensors", keys=keys)
     names = sorted(path.name for path in (tmp_path / "hub").iterdir())
     assert names[:2] == ["config.json", "model-00001-of-00003.safetensors"]
@@ -220,10 +220,10 @@ def test_large_weights_are_cut_into_files_and_never_mixed(tmp_path):
                         cast=True)  # fmt: skip
     rounded = model.lm_head.kernel[...].astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_array_equal(back.lm_head.kernel[...], rounded)
-    with pytest.raises(ConfigError, match=r"holds other weights, model-00001-of-00003"):
+    with pytest.raises(ConfigError, match=r"has other weights, model-00001-of-00003"):
         save_weights(model, tmp_path / "hub", "hf-llama")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"config.json' is there, and is not the config of these"):
+    with pytest.raises(ConfigError, match=r"config.json' exists, but is not the config of these"):
         save_weights(model, tmp_path / "w.safetensors", "hf-llama")
 
 
@@ -267,7 +267,7 @@ def test_files_that_cannot_be_read(tmp_path):
         ({**hub.GPT2, "activation_function": "mish"}, "activation_function='mish'"),
         (
             {"model_type": "bert"},
-            "is of the family 'bert'; those known here are gpt2, llama, mistral, qwen2",
+            "is of the family 'bert'; the supported families are gpt2, llama, mistral, qwen2",
         ),
     ],
     ids=range(6),

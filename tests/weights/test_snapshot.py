@@ -59,7 +59,7 @@ def test_every_field_of_the_function_is_compared(field, folder):
 def test_all_that_differs_is_said_and_what_to_do(folder):
     config = hub_config(folder, rope_theta=10_000.0, norm_eps=0.1)
     wanted = (r"norm_eps is 0.1 and 1e-05 there, rope_theta is 10000.0 and 500.0 there\. .*"
-              r"model: {hub: .*}, in Python by hub_config\('.*'\); or name in differ=")  # fmt: skip
+              r"model: {hub: .*}, in Python with hub_config\('.*'\); or list the fields")  # fmt: skip
     for files in (folder, folder / "model.safetensors", [str(folder / "model.safetensors")]):
         with pytest.raises(ConfigError, match=wanted):
             load_weights(factory(config), files, "hf-llama")
@@ -173,9 +173,13 @@ def test_a_model_of_one_family_is_not_loaded_nor_written_as_another(tmp_path):
             load_weights(factory(plain), folder, "hf-llama")
     for name in PARTS:
         if name not in PLAIN:
-            with pytest.raises(UnsupportedError, match=r"cannot be saved as .*, which has|experts cannot be"):
+            with pytest.raises(
+                UnsupportedError, match=r"cannot be saved as .*, which has|experts cannot be"
+            ):
                 save_weights(factory(plain)(), tmp_path / "out", name)
-    with pytest.raises(UnsupportedError, match=r"with windows=\(4, 0\) cannot be saved as Mistral, which has"):
+    with pytest.raises(
+        UnsupportedError, match=r"with windows=\(4, 0\) cannot be saved as Mistral, which has"
+    ):
         save_weights(factory(of_family("hf-mistral", windows=(4, 0)))(), tmp_path / "out",
                      "hf-mistral")  # fmt: skip
 
