@@ -141,7 +141,7 @@ REFUSED = {
         {"messages": [ASK, {**CALLING, "content": None}]},
         "no content in message 2, which the template .* writes as None",
     ),
-    "neither": ("chatml", {"messages": [ASK, {**ANSWER, "content": None}]}, "as message 2, which"),
+    "neither": ("chatml", {"messages": [ASK, {**ANSWER, "content": None}]}, "as message 2, whose"),
     "parts": (
         "bars and parts",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, ANSWER]},

@@ -104,7 +104,7 @@ def test_classes_of_the_validation_have_the_numbers_of_training(tmp_path):
     images = load_images(folder(root, validation_files=(held,)), 3, 3)
     assert pixels(images.validation) == [(0, 2), (1, 2)]
     dogs = folders(tmp_path / "other", 2, ["dog"])
-    with pytest.raises(ConfigError, match=r"other/dog is of no class that data.files has"):
+    with pytest.raises(ConfigError, match=r"other/dog is not a class of data.files"):
         load_images(folder(root, validation_files=(dogs,)), 3, 3)
     with pytest.raises(ConfigError, match=r"1 files are in data.files and in data.val"):
         load_images(folder(root, validation_files=(root,)), 3, 3)
@@ -212,7 +212,7 @@ JPEG = encoded(3, (64, 64), "JPEG")
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot identify"),
         (b"P5 16384 8192 255\n", "it has 134217728 pixels, more than 67108864"),
         (b"P5 99999 99999 255\n", "exceeds limit"),
-        (encoded(3, form="TIFF", mode="F"), "mode F, and not of 8 or 16 bits"),
+        (encoded(3, form="TIFF", mode="F"), "mode is F, which is neither 8 nor 16 bits"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Image size")
@@ -243,7 +243,9 @@ def test_folders_that_are_refused(tmp_path):
         load_images(folder(str(tmp_path / "ant" / "0.png")), 3, 3)
     with pytest.raises(ConfigError, match=r"got 2, but .* has the label 2"):
         load_images(folder(folders(tmp_path / "many")), 3, 2)
-    with pytest.raises(ConfigError, match=r"model.channels: got 2, and an image has 1, 3 or 4"):
+    with pytest.raises(
+        ConfigError, match=r"model.channels: got 2, but encoded images have 1, 3 or 4"
+    ):
         load_images(folder(str(tmp_path / "many")), 2, 3)
 
 
@@ -274,7 +276,9 @@ def test_files_of_records_that_are_damaged(tmp_path, write):
             file.write(part)
         with pytest.raises(ConfigError, match=r"write it again|save the data set again|no record"):
             load_images(records(path), 3, 3)
-    with pytest.raises(ConfigError, match=r"must be of one kind, .parquet, .arrow, .array_record"):
+    with pytest.raises(
+        ConfigError, match=r"must all be files of one kind, one of .parquet, .arrow, .array_record"
+    ):
         load_images(records(__file__), 3, 3)
 
 
@@ -306,7 +310,7 @@ def test_a_data_set_of_the_hub(monkeypatch, tmp_path):
     assert asked == [("org/name", "sub", "train")]
     assert "9 records for training, 3 for validation" in found.description
     saved(monkeypatch, path, length=5)
-    with pytest.raises(ConfigError, match=r"has 5 rows, and its files have 12.*save_to_disk"):
+    with pytest.raises(ConfigError, match=r"has 5 rows, but its files have 12.*save_to_disk"):
         DatasetsSource(files=("org/name",)).open(16)
 
 

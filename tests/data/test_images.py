@@ -146,7 +146,7 @@ def test_a_file_on_both_sides(tmp_path):
     ("bad", "message"),
     [
         (ImageSource(), r"data.files names no file.*data.kind=synthetic_images"),
-        (source("a", validation_fraction=0.0), r"validation_fraction=0.0 must lie between 0 and 1"),
+        (source("a", validation_fraction=0.0), r"validation_fraction=0.0 must be between 0 and 1"),
         (
             source("a", validation_files=("b",), validation_fraction=0.2),
             r"validation_fraction=0.2 and data.validation_files=\('b',\) both define",

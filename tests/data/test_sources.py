@@ -143,7 +143,9 @@ def test_files_that_are_no_tokens(tmp_path, name, content, fields, message):
     with pytest.raises(ConfigError, match=r"data.files names no file: name files of tokens"):
         TokenSource().open(2)
     np.save(tmp_path / "floats.npy", np.ones(3))
-    with pytest.raises(ConfigError, match=r"holds float64 \(3,\), which must be integers of one"):
+    with pytest.raises(
+        ConfigError, match=r"has float64 \(3,\) and must be a 1-D array of integers"
+    ):
         TokenSource((str(tmp_path / "floats.npy"),)).open(2)
 
 
@@ -293,13 +295,13 @@ def test_without_pyarrow_the_extra_is_named(monkeypatch, texts):
     [
         ('{"text": "a"}\n\n{"text": 3}\n', {}, r"a.jsonl:3 has 3 under 'text', which must be a te"),
         ('{"text": "a"}\nnone\n', {}, r"a.jsonl:2 is not valid JSON: .*; correct or remove it"),
-        ('{"text": "a"}\n[1]\n', {}, r"a.jsonl:2 holds \[1\], which must be an object with field"),
+        ('{"text": "a"}\n[1]\n', {}, r"a.jsonl:2 is \[1\], which must be an object with field"),
         ('{"txt": "a"}\n{"txt": "b"}', {}, r"has no field 'text', .* or data.text. Did you mean"),
         ("\n \n", {}, r"a.jsonl has no record; give files with records"),
         ('{"text": ""}\n{"text": ""}', {}, r"none of 1 documents has from 2 to 9 tokens"),
         ("", {"prompt": "q"}, r"data.prompt='q' and data.response=None: name both fields"),
         ("", {"text": "t", "prompt": "q", "response": "a"}, r"data.text='t' and data.prompt='q'"),
-        ("", {"end_token": "x"}, r"data.end_token='x' needs a data.tokenizer that knows it"),
+        ("", {"end_token": "x"}, r"data.end_token='x' needs a data.tokenizer that has this token"),
     ],
 )
 def test_records_that_cannot_be(tmp_path, text, fields, message):
@@ -348,7 +350,9 @@ def test_rows_of_a_mixture_have_all_arrays(mixture):
     assert one.num_validated() == mixture.num_validation > 8
     counts = np.bincount(mixture.spread(mixture.num_validation)[:, 0])
     assert (counts <= [part.num_validation for part in mixture._parts]).all()
-    with pytest.raises(ConfigError, match=r"data.weights: got \[1\] for 3 sources, which must be"):
+    with pytest.raises(
+        ConfigError, match=r"data.weights: got \[1\] for 3 sources; give one number"
+    ):
         Mixture(mixture._parts, [1])
 
 
@@ -390,7 +394,7 @@ def test_sequences_of_samples_have_equal_lengths_and_32_bits():
     assert {name: x.dtype for name, x in batch.items()} == {"x": np.float32, "n": np.int32}
     assert batch["n"].tolist() == [3, 1]
     other = Sequences([*rows[:2], {"x": [1.0], "n": 2}], rows, "rows")
-    with pytest.raises(ConfigError, match=r"sample 2 of rows has x float32\[1\], n int32\[\], and"):
+    with pytest.raises(ConfigError, match=r"sample 2 of rows has x float32\[1\], n int32\[\], but"):
         other.train(np.array([0, 2]))
     for bad, message in (
         ([{"x": 2**40}], r"integers up to 1099511627776, beyond 32 bits"),
@@ -544,7 +548,11 @@ def test_without_jinja_the_extra_and_the_named_templates_are_told(tmp_path, monk
         ({"talk": TALK}, {}, r"a.jsonl:2 has no field 'messages', which must hold a chat; set d"),
         ({"messages": "hi"}, {}, r"a.jsonl:2 has 'hi', which must be a list of messages; write"),
         ({"messages": []}, {}, r"a.jsonl:2 has \[\], which must be a list of messages"),
-        ({"messages": [TALK[1], {"role": "user"}]}, {}, r"a.jsonl:2 has .* as message 2, which mu"),
+        (
+            {"messages": [TALK[1], {"role": "user"}]},
+            {},
+            r"a.jsonl:2 has .* as message 2, whose role",
+        ),
         ({"messages": TALK[:2]}, {}, r"messages of system, user alone, and none of an assistant"),
         ({"messages": [{**TALK[2], "role": "bot"}, *TALK]}, {}, r"a.jsonl:2 has the role 'bot', w"),
         (
@@ -552,7 +560,11 @@ def test_without_jinja_the_extra_and_the_named_templates_are_told(tmp_path, monk
             {"template": "chatm"},
             r"template='chatm' is neither a template nor a file; .* chatml",
         ),
-        ({}, {"messages": None, "template": "plain"}, r"data.template='plain' is one of chats: na"),
+        (
+            {},
+            {"messages": None, "template": "plain"},
+            r"data.template='plain' applies to chats only: na",
+        ),
         (
             {},
             {"text": "t"},

@@ -106,13 +106,13 @@ def test_byte_tokens_end_a_document_with_zero():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"validation_fraction": 0.0}, r"validation_fraction=0.0 must lie between 0 and 1"),
-        ({"validation_fraction": 1.0}, r"validation_fraction=1.0 must lie between 0 and 1"),
+        ({"validation_fraction": 0.0}, r"validation_fraction=0.0 must be between 0 and 1"),
+        ({"validation_fraction": 1.0}, r"validation_fraction=1.0 must be between 0 and 1"),
         ({"max_bytes": 0}, r"max_bytes=0 must be at least 1; leave it out"),
         ({"files": "a.txt"}, r"data.files='a.txt' is a string: write a list"),
         (
             {"files": ("a",), "validation_files": ("b",), "validation_fraction": 0.2},
-            r"validation_fraction=0.2 and data.validation_files=\('b',\) both define the validation",
+            r"validation_fraction=0.2 and data.validation_files=\('b',\) both define",
         ),
         ({"validation_files": ("x",)}, r"validation_files=\('x',\) without data.files: name"),
     ],

@@ -59,7 +59,7 @@ def test_every_field_of_the_function_is_compared(field, folder):
 def test_all_that_differs_is_said_and_what_to_do(folder):
     config = hub_config(folder, rope_theta=10_000.0, norm_eps=0.1)
     wanted = (r"norm_eps is 0.1 and 1e-05 there, rope_theta is 10000.0 and 500.0 there\. .*"
-              r"model: {hub: .*}, in Python with hub_config\('.*'\); or list the fields")  # fmt: skip
+              r"model: {hub: .*}, in Python with hub_config\('.*'\); or list the f")  # fmt: skip
     for files in (folder, folder / "model.safetensors", [str(folder / "model.safetensors")]):
         with pytest.raises(ConfigError, match=wanted):
             load_weights(factory(config), files, "hf-llama")

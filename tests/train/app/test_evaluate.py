@@ -130,7 +130,7 @@ def test_the_command_prints_and_writes_the_same(run, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["nowhere"], "there is no run in 'nowhere', for it has no config.yaml; name a folder"),
-        (["{run}", "--step", "7"], "got step 7, and the checkpoints in '{run}/checkpoints' are of"),
+        (["{run}", "--step", "7"], "got step 7, but the checkpoints in '{run}/checkpoints' have"),
         (["{run}", "mesh=dp=3"], "mesh dp=3 needs 3 devices and got 1"),
         (["{run}", "--data", "none.txt"], "data.files: 'none.txt' matches no file"),
     ],
@@ -190,7 +190,7 @@ def test_the_command_goes_on_with_prompts(run, tmp_path, capsys):
         (["{run}", "--prompt", "a", "data.tokenizer=no.json"], "data.tokenizer='no.json' is not"),
         (
             ["{run}", "--prompt", "a", "model={{kind: vit, preset: tiny}}", MADE_UP],
-            "is trained on images, and generating needs a text model; name another",
+            "is trained on images, but generation needs a text model; name another",
         ),
     ],
 )  # fmt: skip
@@ -207,7 +207,7 @@ def test_a_completion_without_a_letter_is_said(monkeypatch, capsys):
     said = capsys.readouterr().err.splitlines()
     assert said == [
         "axon: after 'hi' the model ends the text at once; --past-end continues past that",
-        "axon: after 'so' the model adds 3 tokens that show no letter, such as blanks",
+        "axon: after 'so' the model adds 3 tokens without visible characters, such as spaces",
     ]
 
 

@@ -156,5 +156,5 @@ def test_files_with_fewer_bytes_than_what_is_frozen(tmp_path):
         step: Any = types.SimpleNamespace(model_spec=model_spec)
         config: Any = types.SimpleNamespace(frozen_dtype=asked)
         said.append(Run(config, step, step, step)._dtype_line([file]))
-    line = "the files are bfloat16; frozen_dtype: bfloat16 keeps the frozen weights so"
+    line = "the files are bfloat16; frozen_dtype: bfloat16 keeps frozen weights in it"
     assert said == [line, None, None]

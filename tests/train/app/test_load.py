@@ -79,7 +79,7 @@ def test_missing_files_are_named(tiny, tmp_path):
     with pytest.raises(ConfigError, match=r"there is no run in 'runs/none', for it has no config"):
         load_model("runs/none")
     done = train(RunConfig.from_dict({**tiny, "train": {**tiny["train"], "eval_every": 0}}))
-    with pytest.raises(CheckpointError, match=r"got step 5, and .* are of the steps 6; name one"):
+    with pytest.raises(CheckpointError, match=r"got step 5, but .* have the steps 6; name one"):
         load_model(done.directory.path, step=5)
     (done.directory.checkpoints / "step_00000006").rename(tmp_path / "away")
     with pytest.raises(CheckpointError, match="there is no finished checkpoint in"):

@@ -35,7 +35,7 @@ def other(tmp_path):
 def test_one_run_at_a_time_and_the_lock_of_a_killed_run_is_none(other, tmp_path):
     with (
         pytest.raises(ConfigError, match=rf"run_dir: '.*' is in use by process {other.pid} on \S+, "
-                      r"since 2\d\d\d-.*; wait for its end, stop it, or name another folder"),
+                      r"since 2\d\d\d-.*; wait until it ends, stop it, or name another folder"),
         locked(tmp_path, "run_dir", print),
     ):  # fmt: skip
         raise AssertionError
@@ -95,7 +95,7 @@ def test_a_lock_without_support_is_not_reported_as_another_run(tmp_path, monkeyp
 
     monkeypatch.setattr("axon_dist.train.app.lock.fcntl.flock", fail)
     with (
-        pytest.raises(ConfigError, match=r"run_dir: cannot find out .* cannot be locked: broken"),
+        pytest.raises(ConfigError, match=r"run_dir: cannot determine .* cannot be locked: broken"),
         locked(tmp_path, "run_dir", print),
     ):
         pass

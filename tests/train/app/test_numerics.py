@@ -56,7 +56,7 @@ def test_a_finding_beyond_rounding_is_wrong():
 
 
 def test_too_few_devices_and_unknown_names(world):
-    with pytest.raises(MeshError, match="needs a mesh with two axes, and got 2 devices; give an"):
+    with pytest.raises(MeshError, match="needs a mesh with two axes, but got 2 devices; give an"):
         check_numerics(devices(world, 2))
     with pytest.raises(ConfigError, match=r"unknown sentinel 'cov'\. Did you mean 'conv'"):
         check_numerics(devices(world), ["cov"])

@@ -61,7 +61,7 @@ def test_a_foreign_folder_is_refused(foreign, tmp_path, monkeypatch):
         folder.chmod(0o770)
     (said,) = told()
     assert said.startswith(f"compiled programs are not kept: '{tmp_path}/axon_dist")
-    assert "an executable is code; make it writable by user" in said
+    assert "an executable is code; make it writable only by user" in said
     assert jax.config.values["jax_compilation_cache_dir"] is None
 
 

@@ -220,7 +220,9 @@ def test_checkpoints_of_two_runs_do_not_mix(config, tmp_path):
     }
     train(config("one", **shared))
     assert [path.name for path in (tmp_path / "shared").iterdir()] == ["step_00000002"]
-    with pytest.raises(ConfigError, match=r"checkpoint.dir: .* of another run; name another, or"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.dir: .* of another run; name another folder, or"
+    ):
         train(config("two", **shared))
 
 
@@ -305,7 +307,7 @@ def test_a_resumed_run_is_told_as_a_whole(config, tiny, monkeypatch):
     second = train(config("run", **steady), console, resume="auto")
     text = console.file.getvalue()
     assert text.count("config: train.steps: 3 -> 6") == 1
-    assert f"metrics.jsonl: 1 of {len(lines)} lines cannot be read and are dropped, the fir" in text
+    assert f"metrics.jsonl: 1 of {len(lines)} lines cannot be read and are dropped; the fir" in text
     result = second.result
     assert (result.first_step, result.num_steps, len(result.train_curve)) == (3, 6, 6)
     assert drawn.call_args.args[1] == result.train_curve

@@ -115,7 +115,7 @@ def test_a_run_goes_on_without_matplotlib_and_its_program_and_says_why(tiny):
 def test_a_folder_holds_one_run(tiny):
     config = RunConfig.from_dict(tiny)
     create_directory(config)
-    with pytest.raises(ConfigError, match=r"run_dir: '.*run' holds a run already; name another"):
+    with pytest.raises(ConfigError, match=r"run_dir: '.*run' already contains a run; name another"):
         create_directory(config)
 
 
@@ -307,7 +307,7 @@ def test_a_device_without_memory_says_what_to_change(tiny, tmp_path):
         train(RunConfig.from_dict(tiny))
     message = str(caught.value)
     assert message.startswith("a device has no memory left (RESOURCE_EXHAUSTED: Out of memory all")
-    assert "parallel=fsdp; take less at a time, train.accumulate=2; recompute" in message
+    assert "parallel=fsdp; use smaller microbatches with train.accumulate=2; recompute" in message
     assert "'remat={interval: 1}'" in message
     assert (tmp_path / "run" / "memory.prof").stat().st_size > 0
     assert f"in '{tmp_path / 'run' / 'memory.prof'}'" in message
@@ -328,7 +328,7 @@ def test_on_a_known_chip_the_planner_is_asked_too(tiny, chip, monkeypatch):
     monkeypatch.setattr(config_plans, "FEW", 0)
     tiny |= {"mesh": "dp=2", "devices": {"emulate": 2}}
     plans = advice(build_run(RunConfig.from_dict(tiny)))
-    assert re.match(r"axon plan would take ddp on mesh dp=2, .* GB on a emulated", plans[0])
+    assert re.match(r"axon plan suggests ddp on mesh dp=2, .* GB on a emulated", plans[0])
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ def test_says_what_is_here(capsys):
 
 
 def test_says_whether_the_chip_is_known(capsys, chip, monkeypatch):
-    told = "emulated: steps are compiled with 1 XLA option chosen for it"
+    told = "emulated: steps are compiled with 1 XLA option for this chip"
     assert machine.devices()["chip"] == told
     monkeypatch.setattr("axon_dist.mesh.chips.HARDWARE", {})
     assert machine.devices()["chip"] == "CPU: steps are compiled with the defaults of XLA"

@@ -60,8 +60,8 @@ def test_an_unknown_option_is_suggested_one(capsys):
     [
         ("train.stepz=3", "train.stepz: there is no such key. Did you mean 'steps'?"),
         ("optimizer.lr=abc", "optimizer.lr: there is no such key. Did you mean 'learning_rate'?"),
-        ("optimizer={name:adamw}", "got the key 'name:adamw' without a value; YAML needs a blank"),
-        ("train={steps:3}", "got the key 'steps:3' without a value; YAML needs a blank after the"),
+        ("optimizer={name:adamw}", "got the key 'name:adamw' without a value; YAML needs a space"),
+        ("train={steps:3}", "got the key 'steps:3' without a value; YAML needs a space after the"),
         ("train.steps=ten", "train.steps: got 'ten', which must be a whole number"),
         ("mesh=dp=3", "mesh dp=3 needs 3 devices and got 8"),
         ("data.files=[/none/*]", "data.files: '/none/*' matches no file"),

@@ -111,7 +111,7 @@ def test_a_convolutional_model_is_planned(capsys, few):
 @pytest.mark.full
 def test_a_step_that_does_not_fit_gives_exit_code_1(capsys, few):
     text = out_of(capsys, "--params", "350M", "--devices", "2", "--memory", "1GB", code=1)
-    assert "comes nearest" in " ".join(text.split())
+    assert "needs the least" in " ".join(text.split())
     assert "are the train state" in " ".join(text.split())
     assert "Lines of a config" not in text
 
@@ -125,7 +125,7 @@ def test_a_step_that_does_not_fit_gives_exit_code_1(capsys, few):
         (["--params", "lots", "--devices", "8"], "cannot read 'lots' as a number of parameters"),
         (
             [str(CONFIGS / "zero1.yaml"), "--devices", "8", "--batch", "64"],
-            "got a config together with --batch; a config sets these itself",
+            "got a config together with --batch; the config defines these",
         ),
         (
             ["--params", "7e9", "--devices", "8", "--memory", "80"],

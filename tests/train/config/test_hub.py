@@ -75,7 +75,7 @@ def test_an_export_has_the_tokens_of_the_run(snapshot, tmp_path, monkeypatch):
     copied = {path.name for path in (tmp_path / "out").iterdir()} - {"model.safetensors"}
     assert copied == {path.name for path in snapshot.iterdir()} - {"model.safetensors"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
-    assert said == ["the tensors are float32; for half the size give --dtype bfloat16"]
+    assert said == ["the tensors are float32; --dtype bfloat16 halves the size"]
 
     (snapshot / "tokenizer.json").unlink()
     config, said = RunConfig.from_dict(plain), []
@@ -83,7 +83,7 @@ def test_an_export_has_the_tokens_of_the_run(snapshot, tmp_path, monkeypatch):
     assert [line.partition(":")[0] for line in said] == ["the tokenizer is not copied"]
     said = []
     assert exported(dataclasses.replace(config, weights=None), "drawn", dtype="float32")[1] is None
-    assert said[0].startswith("config.json has no ids of tokens: data.tokenizer=")
+    assert said[0].startswith("config.json has no token ids: data.tokenizer=")
     said, on_bytes = [], RunConfig.from_dict({**plain, "weights": None, **SHORT})
     assert exported(on_bytes, "bytes", dtype="float32") == [None, 0, None]
     assert said == ["no tokenizer.json is written, because the run names no data.tokenizer"]
