@@ -119,7 +119,7 @@ def test_the_lease_of_a_live_run_is_its_own(folder):
     with Lease(folder, "run_dir", told.append, seconds=0.6).renewing():
         begun = time.monotonic()
         with pytest.raises(ConfigError, match=r"run_dir: '.*://bucket/run' is in use by process "
-                           r"\d+ on \S+, since 2\d\d\d-.*; wait until it ends, stop it"):  # fmt: skip
+                           r"\d+ on \S+, since 2\d\d\d-.*; wait until it ends"):  # fmt: skip
             Lease(folder, "run_dir", told.append, seconds=5.0)
         assert time.monotonic() - begun < 5.0
     assert "waiting up to 5 s to see whether that process is alive" in told[0]

@@ -54,7 +54,7 @@ def test_lines_wait_for_space_on_the_disk(tmp_path, monkeypatch):
     writer.close()
     assert path.read_text().splitlines() == [f'{{"step": {n}, "a": {n}.0}}' for n in (1, 2, 3)]
     assert told == [
-        "metrics.jsonl: lines wait to be written (No space left on device); the run continues"
+        "metrics.jsonl: lines cannot be written yet (No space left on device); the run continues"
     ]
 
 
@@ -86,7 +86,7 @@ def test_a_tracker_that_fails_ends_no_run():
     writer.write(1, {})
     writer.write(2, {})
     writer.close()
-    assert told == ["Wandb: metrics are not kept (RuntimeError: no network); the run continues"]
+    assert told == ["Wandb: metrics are lost (RuntimeError: no network); the run continues"]
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path):

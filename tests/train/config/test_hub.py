@@ -49,7 +49,7 @@ SHORT = {"data": {"sequence_length": 16}}
 def test_a_hub_value_that_is_no_snapshot_names_its_key(snapshot, tmp_path):
     for model, text in (
         ({"hub": str(tmp_path)}, "cannot open|no such|cannot read"),
-        ({"hub": str(snapshot), "preset": "tiny"}, "got preset and hub, which both give sizes"),
+        ({"hub": str(snapshot), "preset": "tiny"}, "got preset and hub, which both set sizes"),
         ({"hub": str(snapshot), "num_head": 3}, "model.num_head: there is no such key"),
     ):
         with pytest.raises((ConfigError, CheckpointError), match=text):

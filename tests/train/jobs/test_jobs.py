@@ -137,7 +137,7 @@ def test_sbatch_checks_and_takes_the_file(tmp_path, monkeypatch):
     assert check_job(SCHEDULERS["slurm"], file) == ["sbatch --test-only"]
     assert submit_job(SCHEDULERS["slurm"], file) == f"job 7 {file}"
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho no such partition >&2; exit 3\n")
-    with pytest.raises(LaunchError, match=r"refuses the job file .*code 3.*no such partition"):
+    with pytest.raises(LaunchError, match=r"rejects the job file .*code 3.*no such partition"):
         check_job(SCHEDULERS["slurm"], file)
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     with pytest.raises(LaunchError, match="there is no sbatch on this machine"):

@@ -255,7 +255,7 @@ def test_a_signal_in_a_validation_ends_it_and_saves(world, eval_every, save_ever
     assert result.num_steps == saved_at
     assert saved[-1] == (saved_at, None)
     assert result.reason == ("finished" if saved_at == 6 else "SIGTERM")
-    assert f"SIGTERM: left the validation after step {saved_at}" in progress.notes
+    assert f"SIGTERM: aborted the validation after step {saved_at}" in progress.notes
     assert [step for step, _ in result.validation_curve] == list(range(2, saved_at, 2))[:eval_every]
 
 
@@ -329,7 +329,7 @@ def test_impossible_options(options, message):
     ],
 )
 def test_a_period_needs_its_function(world, option, name, function):
-    message = rf"{option}=2 and the trainer has no {name} function; give it one, or leave {option}"
+    message = rf"{option}=2, but the trainer has no {name} function; give it one, or leave {option}"
     with pytest.raises(ConfigError, match=message):
         fit(FakeStep(world), 3, **{option: 2})
     assert fit(FakeStep(world), 3, **{option: 2, name: function}).is_finished
@@ -437,7 +437,7 @@ def test_spikes_are_counted_and_told_and_in_no_mean(world):
 def test_nothing_to_do(world):
     with pytest.raises(ConfigError, match="there is no batch to train on; give the trainer"):
         fit(FakeStep(world), 1, batches=[])
-    with pytest.raises(ConfigError, match="has taken 3 steps and the run ends at step 3; raise"):
+    with pytest.raises(ConfigError, match="has taken 3 steps, but the run ends at step 3; raise"):
         fit(FakeStep(world), 3, state=FakeState(jnp.int32(3), {}))
     with pytest.raises(ConfigError, match="validation gave no batch; give at least one"):
         fit(FakeStep(world), 1, validation=list)
