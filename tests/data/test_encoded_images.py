@@ -1,4 +1,4 @@
-"""Images of folders and records: what a batch holds, where a run goes on, what is refused."""
+"""Images from folders and records: contents of batches, resuming, and errors."""
 
 import io
 import itertools
@@ -20,7 +20,7 @@ SIZE = 8
 
 
 def encoded(number, size=(SIZE, SIZE), form="PNG", mode="RGB"):
-    """An image whose pixels all are its number."""
+    """Returns an image whose pixels all equal its number."""
     fill = number if mode in ("L", "F") else (number,) * len(mode)
     file = io.BytesIO()
     Image.new(mode, size, fill).save(file, form)
@@ -57,7 +57,7 @@ def arrow(folder, table=None):
 
 
 def message(*fields):
-    """A protobuf of (number, bytes)."""
+    """Encodes a protobuf of (number, bytes)."""
     return b"".join(
         bytes([8 * number + 2, len(x) & 127 | 128, len(x) >> 7]) + x for number, x in fields
     )
@@ -84,7 +84,7 @@ def folder(*roots, **fields):
 
 
 def pixels(images):
-    """The number of each image, with its label."""
+    """Returns the number of each image, with its label."""
     x, y = images.take(np.arange(len(images)))
     assert (x.dtype, x.shape[1:]) == (np.uint8, (SIZE, SIZE, 3))
     assert (x == x[:, :1, :1, :1]).all()
@@ -283,7 +283,7 @@ def test_files_of_records_that_are_damaged(tmp_path, write):
 
 
 def saved(monkeypatch, path, length=12):
-    """`datasets`, which has one data set in one file."""
+    """Replaces `datasets` by a module with one dataset in one file."""
     found = types.SimpleNamespace(cache_files=[{"filename": path}])
     asked = []
 
@@ -343,7 +343,7 @@ def written(image, form="PNG", **options):
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("size", [(32, 32), (48, 32), (300, 200)])
 def test_an_image_is_upright_as_a_viewer_shows_it(orientation, size):
-    """Also where a JPEG is decoded at less than its size."""
+    """The same for a JPEG that is decoded at a reduced size."""
     pixels = np.zeros((size[1], size[0], 3), np.uint8)
     pixels[: size[1] // 4] = 255
     exif = Image.Exif()

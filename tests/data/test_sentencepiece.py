@@ -1,4 +1,4 @@
-"""A SentencePiece model as a tokenizer: ids, prompts, chats, and files that are none."""
+"""SentencePiece models as tokenizers: ids, prompts, chats, and invalid files."""
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def test_control_symbols_of_a_chat_are_single_tokens(path):
     learned = ids[is_learned]
     assert end in learned
     assert start not in learned
-    # The first piece may also hold the end of the header, and is then not learned.
+    # The first piece may also contain the end of the header, and is then not learned.
     assert tokenizer.decode(learned).strip() in ("fine é", "ine é")
 
 

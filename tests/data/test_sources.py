@@ -1,4 +1,4 @@
-"""Files of tokens, jsonl and parquet, packed rows and mixtures, under the one counter."""
+"""Files of tokens, JSONL and Parquet, packed rows and mixtures, all with one counter as state."""
 
 import bz2
 import gzip
@@ -34,7 +34,7 @@ NUMBERS = np.arange(1000, dtype=np.uint16)
 
 @pytest.fixture
 def bins(tmp_path):
-    """nanoGPT's files, whose tokens are positions."""
+    """Files in nanoGPT's format, whose tokens are positions."""
     NUMBERS.tofile(tmp_path / "train.bin")
     NUMBERS[:300].tofile(tmp_path / "val.bin")
     return tmp_path
@@ -57,12 +57,12 @@ def texts(tmp_path):
 
 
 def everything(samples):
-    """All training rows, in order."""
+    """Returns all training rows, in order."""
     return samples.train(np.arange(samples.identity["num_samples"]))
 
 
 def documents(batch):
-    """The texts in rows of bytes."""
+    """Returns the texts in rows of bytes."""
     return sorted(
         bytes(tokens[segments == number].tolist()).decode()
         for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True)
@@ -161,7 +161,7 @@ def test_packing_loses_nothing_and_fits(lengths):
     assert sorted(itertools.chain.from_iterable(rows)) == list(range(len(lengths)))
     sums = [sum(lengths[n] for n in row) for row in rows]
     assert max(sums) <= 20
-    # No two rows would fit into one.
+    # No two documents fit into one row.
     assert len(sums) == 1 or sum(sorted(sums)[:2]) > 20
 
 
@@ -271,7 +271,7 @@ def test_tokens_are_made_once_and_again_where_anything_changed(tmp_path, monkeyp
     assert again.identity == first.identity
     np.testing.assert_array_equal(everything(again)["tokens"], rows)
     assert all(part.stat().st_mtime_ns == time for part, time in kept.items())
-    # A part that was cut off is made anew, and so is all where the file is another.
+    # A truncated part is made again; after a change of the file, all parts are.
     os.truncate(parts[0], 100)
     np.testing.assert_array_equal(everything(source.open(40))["tokens"], rows)
     path.write_text("\n".join(lines).replace("number 7 ", "number 8 ") + "\n")
@@ -326,7 +326,7 @@ def test_a_mixture_has_its_shares_in_every_stretch(mixture):
     which = np.array([np.searchsorted(mixture._starts, order[g], "right") - 1 for g in range(2000)])
     assert [(which == part).sum() for part in range(3)] == [1000, 600, 400]
     assert [(which[500:600] == part).sum() for part in range(3)] == [50, 30, 20]
-    # The smaller part comes around in epochs of its own, each in another order.
+    # The smaller source has its own epochs, each in a different order.
     size = int(np.diff(mixture._starts)[0])
     mine = [order[g] for g in range(2000) if which[g] == 0]
     epochs = [mine[i : i + size] for i in range(0, 3 * size, size)]
@@ -442,7 +442,7 @@ TALK = [
 
 
 def learned(batch):
-    """The texts of each document of bytes that are targets, turn by turn."""
+    """Returns the texts of each document's target bytes, turn by turn."""
     found = []
     for tokens, segments, mask in zip(
         *(batch[k] for k in ("tokens", "segments", "mask")), strict=True
@@ -488,7 +488,7 @@ JINJA = (
 
 
 def snapshot(folder, template):
-    """The files of a hub's tokenizer, of which each character is a word."""
+    """Writes the files of a hub tokenizer in which each character is a word."""
     letters = sorted({*"<>systemuassistantBe brief.2+3?46,é "})
     words = {letter: n for n, letter in enumerate(["[UNK]", "</s>", *letters])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
@@ -508,7 +508,7 @@ def test_the_template_of_a_tokenizer_is_its_own(tmp_path):
     assert "chats as tokenizer_config.json" in samples.description
     batch = everything(samples)
     mask = (batch["mask"] != 0) & (batch["segments"] != 0)
-    # The end of an answer is one token, and learned.
+    # The end of an answer is a single token, and is learned.
     assert batch["tokens"][mask].tolist().count(1) == 2
     shown = samples.show(batch["tokens"][mask]).replace(" ", "")
     assert shown == "4</s>6,é.</s>"
@@ -589,7 +589,7 @@ def test_compressed_lines_are_those_of_the_plain_file(tmp_path, suffix):
     path = lines(tmp_path / "a.jsonl", [{"text": f"text {i}"} for i in range(40)])
     packed = tmp_path / f"b.jsonl{suffix}"
     content = pathlib.Path(path).read_bytes()
-    # Two members, one behind the other, as `cat a.gz b.gz` makes them.
+    # Two concatenated members, as written by `cat a.gz b.gz`.
     packed.write_bytes(compress(content[:100]) + compress(content[100:]))
     both = [JsonlSource((str(name),), validation_fraction=0.5).open(20) for name in (path, packed)]
     first, second = (everything(samples) for samples in both)
@@ -603,7 +603,7 @@ def test_compressed_lines_are_those_of_the_plain_file(tmp_path, suffix):
 
 
 def test_a_flipped_bit_of_kept_tokens_is_noticed(tmp_path, monkeypatch):
-    """At once where the file is small; else when the block that it is in is first read."""
+    """In a small file on opening; in a large file when the damaged block is first read."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": f"number {i} " * 40}) + "\n" for i in range(600)))
     source = JsonlSource((str(path),))

@@ -163,7 +163,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
 
 
 def test_a_state_names_the_tokenizer_that_changed(folder, tokenizer_file):
-    """Also where the files differ, as tokens do that another tokenizer makes."""
+    """The same if the files differ, or the tokens of a different tokenizer."""
 
     def loader():
         text = load_text(source(folder, tokenizer=tokenizer_file))
@@ -178,7 +178,7 @@ def test_a_state_names_the_tokenizer_that_changed(folder, tokenizer_file):
     path.write_text(path.read_text().replace('"far"', '"fair"'))
     with pytest.raises(ConfigError, match=r"taken with tokenizer=.* data.tokenizer or data.end_to"):
         loader().restore(state)
-    # A state of an older version does not say which tokenizer there was.
+    # A state of an older version does not contain the tokenizer.
     old = {name: value for name, value in state.items() if name != "tokenizer"}
     with pytest.raises(ConfigError, match="taken with contents="):
         loader().restore(old)

@@ -1,4 +1,4 @@
-"""The parts of families of decoders, against a plain numpy model that knows them all."""
+"""The options of decoder families, compared with a plain numpy model that supports all of them."""
 
 import dataclasses
 import functools
@@ -56,14 +56,14 @@ ROWS = {
 
 
 def made(fields, **more):
-    """A config, and a function that makes its model, whose norms and biases are not all equal."""
+    """Returns a config and a function that makes its model, with distinct norms and biases."""
     config = dataclasses.replace(BASE, **fields, **more)
 
     def make():
         model = Transformer(config, rngs=nnx.Rngs(0))
         state = nnx.state(model, nnx.Param)
         steps = iter(np.linspace(1, 2, 1000, dtype=np.float32))
-        # In numpy: JAX would compile a program for each shape.
+        # Initialize in numpy, because JAX would compile a program for each shape.
         wave = lambda x: np.sin(next(steps) * np.arange(x.size, dtype=x.dtype)).reshape(x.shape)
         moved = lambda x: jnp.asarray(np.asarray(x) + np.float32(0.3) * wave(x))
         nnx.update(model, jax.tree.map(moved, state))
@@ -78,7 +78,7 @@ def whole(model, tokens):
 
 
 class Plain:
-    """The model in float64, head by head."""
+    """Computes the model in float64, head by head."""
 
     def __init__(self, config, weights):
         self.config, self.w = config, {path: np.float64(x) for path, x in weights.items()}
@@ -156,7 +156,7 @@ def capped(x, cap):
 
 
 def slowed(frequency, i, half, config):
-    """A frequency as its scaling says, one at a time."""
+    """Scales one frequency according to the scaling."""
     scaling = config.rope_scaling
     if scaling is None:
         return frequency

@@ -13,7 +13,7 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3)).astype(np.uin
 
 
 def plain_forward(model, images):
-    """The same function in float64 numpy, from the weights alone, a patch and a head at a time."""
+    """Computes the same function in float64 numpy from the weights, by patch and head."""
     weights = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(nnx.state(model)))
     config, size = model.config, model.config.patch_size
     apply = lambda x, layer: x @ layer["kernel"] + layer.get("bias", 0)
@@ -76,7 +76,7 @@ def count_params(**config):
 
 @pytest.mark.parametrize(
     ("name", "layers", "count"),
-    # Published: 86,567,656, with a class token, its position and biases of keys, 14 x 768.
+    # Published: 86,567,656, including a class token, its position and biases of keys, 14 x 768.
     [("b16", 12, 86_556_904), ("1b", 40, 1_012_552_296)],
 )
 def test_presets_have_their_parameters(name, layers, count):

@@ -1,4 +1,4 @@
-"""Weights of hubs in and out: what is computed with them, and that not a bit of them changes."""
+"""Hub weights, loaded and saved: the model computes the same, and no bit changes."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Rules of one's own: joining, splitting, stacking; and all that does not fit is named."""
+"""User-defined rules: concatenating, splitting, stacking; all mismatches are named."""
 
 import json
 import re
@@ -26,7 +26,7 @@ from . import hub
 
 
 class Pair(nnx.Module):
-    """Two layers, the first of them fused."""
+    """Two layers; the first is fused."""
 
     def __init__(self, width=4):
         rngs = nnx.Rngs(0)
@@ -119,7 +119,7 @@ def test_casting_is_asked_for_and_kept_arrays_are_named(tmp_path):
     )
     first = Transformer(model.config, rngs=nnx.Rngs(0))
     kept = llama(tmp_path, {UP: None}, keep=r"blocks/1/mlp/up/.*")
-    # Drawn in a compiled program, which some versions of JAX round otherwise.
+    # Initialized in a compiled program, whose rounding differs in some versions of JAX.
     np.testing.assert_allclose(
         kept.blocks[1].mlp.up.kernel[...], first.blocks[1].mlp.up.kernel[...], rtol=1e-6
     )

@@ -1,4 +1,4 @@
-"""Weights belong to one function: the `config.json` in their folder is compared with the model."""
+"""Weights belong to one function: the `config.json` next to them is compared with the model."""
 
 import dataclasses
 import json
@@ -101,7 +101,7 @@ def test_a_config_that_cannot_be_compared(folder):
         file.write_text(text)
         with pytest.raises(error, match=r"config\.json"):
             load_weights(factory(config), folder, "hf-llama")
-        load_weights(factory(config), folder, rules)  # whose author says what the tensors are
+        load_weights(factory(config), folder, rules)  # the user defines what the tensors are
     file.unlink()
     load_weights(factory(config), folder, "hf-llama")
 
@@ -113,7 +113,7 @@ def test_native_weights_know_no_config(folder, tmp_path):
 
 
 PLAIN = ("hf-llama", "hf-mistral", "hf-phi3")
-"""The families whose files can hold a plain Llama."""
+"""The families whose files can store a plain Llama."""
 
 PARTS = {
     "hf-llama": {"rope_scaling": RopeScaling("llama3")},
@@ -218,7 +218,7 @@ def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path):
     one, other = ({"w": np.full(2, x, np.float32)} for x in (1, 2))
     safetensors.save_file(one, tmp_path / "model.safetensors")
     safetensors.save_file(other, tmp_path / "model.fp16.safetensors")
-    assert find_tensors(tmp_path)["w"].open()[0] == 1  # by its name, as the hub's library does
+    assert find_tensors(tmp_path)["w"].open()[0] == 1  # by name, as the hub's library does
     safetensors.save_file(other, tmp_path / "model-00001-of-00001.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "model-00001-of-00001.safetensors"}}))

@@ -1,4 +1,4 @@
-"""Runs, data and weights in buckets, against a server of this machine."""
+"""Runs, data and weights in buckets, with a server on this machine."""
 
 import json
 import pathlib
@@ -39,7 +39,7 @@ def metrics(contents):
 
 
 def drop_after(store, step):
-    """As if the machine had died after the checkpoint of a step."""
+    """Simulates a machine that died after the checkpoint of a step."""
     for name in store.names("bucket/run/checkpoints/"):
         if int(name.split("/")[3].removeprefix("step_")) > step:
             del store.objects[name]
@@ -108,7 +108,7 @@ def folder(store, request):
 
 
 def elsewhere(store, **changes):
-    """Makes the lease that of a process of another machine."""
+    """Makes the lease look like that of a process on another machine."""
     generation, contents = store.objects[f"bucket/run/{LEASE}"]
     holder = json.loads(contents) | {"machine": "another", "token": "its"} | changes
     store.objects[f"bucket/run/{LEASE}"] = generation + 50_000, json.dumps(holder).encode()

@@ -1,4 +1,4 @@
-"""A disk that refuses: a run goes on or ends in a sentence, and nothing that was saved is lost."""
+"""Disk errors: a run continues or ends with a message, and no saved data is lost."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ def test_links_and_pipes_in_the_folder_of_a_run(tmp_path, name, way):
 
 
 def test_lines_wait_for_space_on_the_disk(tmp_path, monkeypatch):
-    """A line of which only a part was written goes on where it stopped."""
+    """A partially written line is completed."""
     told, write, left = [], os.write, [7]
 
     def refuse(descriptor, data):

@@ -1,4 +1,4 @@
-"""After training: a run is evaluated and goes on with texts as in plain JAX, on any mesh."""
+"""After training: evaluation and generation give the results of plain JAX, on any mesh."""
 
 import json
 
@@ -21,7 +21,7 @@ MADE_UP = "data={{kind: synthetic_images, image_size: 16}}"
 
 
 def trained(folder, **changes):
-    """A run on a little text."""
+    """A run on a small text."""
     for name, count in (("train", 40), ("validation", 37)):
         (folder / f"{name}.txt").write_text(f"{name}: the quick brown fox jumps. " * count)
     config = {
@@ -47,7 +47,7 @@ def trained(folder, **changes):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of four steps, in a pipeline, with dropout that has to rest."""
+    """A run of four steps in a pipeline, with dropout, which must be off in evaluation."""
     pipeline = {"ddp": {}, "pipeline": {"num_microbatches": 2}}
     folder = tmp_path_factory.mktemp("eval")
     return trained(folder, mesh="pp=2,dp=4", devices={"emulate": 8}, parallel=pipeline,
@@ -56,13 +56,13 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain_run(tmp_path_factory):
-    """A run of one step of one device, for what is refused."""
+    """A run of one step on one device, for error cases."""
     changes = {"model": {"num_layers": 1}, "train": {"steps": 1, "eval_every": 0}}
     return trained(tmp_path_factory.mktemp("plain"), **changes)
 
 
 def greedy(run, prompt, num_tokens):
-    """The likeliest bytes behind a prompt, one after another, on one device."""
+    """Returns the likeliest bytes after a prompt, one by one, on one device."""
     model, _ = load_model(run)
     model.eval()
     tokens = list(prompt.encode())
@@ -73,7 +73,7 @@ def greedy(run, prompt, num_tokens):
 
 
 def plainly(run, step=None):
-    """Loss and accuracy over all validation windows at once, on one device."""
+    """Computes loss and accuracy over all validation windows at once, on one device."""
     model, config = load_model(run, step)
     model.eval()
     data = config.data

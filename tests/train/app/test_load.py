@@ -88,7 +88,7 @@ def test_missing_files_are_named(tiny, tmp_path):
 
 @pytest.mark.full
 def test_a_run_that_freezes_and_averages_is_one_model(tiny):
-    """Frozen parameters are read from where they are, and the average in place of the others."""
+    """Frozen parameters are read from their section, and the average replaces trained ones."""
     tiny |= {"trainable": "attention/", "checkpoint": {"every": 0}}
     tiny["train"] |= {"steps": 2, "ema": 0.5, "eval_every": 2, "eval_batches": 1}
     done = train(RunConfig.from_dict(tiny))

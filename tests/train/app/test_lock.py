@@ -23,7 +23,7 @@ with locked(Path(sys.argv[1]), "run_dir", print):
 
 @pytest.fixture
 def other(tmp_path):
-    """Another process that holds the folder."""
+    """Starts another process that has the folder's lock."""
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
@@ -74,7 +74,7 @@ def test_without_locks_it_says_so(tmp_path, monkeypatch):
 
 
 def test_a_lock_that_was_given_back_meanwhile_is_taken_anew(tmp_path, monkeypatch):
-    """The run before removes its file between our opening it and our locking it."""
+    """The previous run removes its file after we open it and before we lock it."""
     flock, seen = fcntl.flock, []
 
     def slow(file, kind):

@@ -1,4 +1,4 @@
-"""The page of a run: all parts, nothing asked for outside it, and whatever is broken is said."""
+"""The page of a run: all sections, no external files, and a note about every broken record."""
 
 import html.parser
 import itertools
@@ -86,7 +86,7 @@ def folder(tmp_path):
 
 
 class Page(html.parser.HTMLParser):
-    """Tags, addresses and the text of each section."""
+    """Collects tags, addresses and the text of each section."""
 
     def __init__(self, text):
         super().__init__()
@@ -131,7 +131,7 @@ def test_all_parts_are_drawn_and_nothing_is_asked_for(folder):
     for key, words in expected.items():
         assert words in page.texts[key], key
     assert "1:30" in page.texts["time"]  # the restart, from 110 to 200
-    assert "exposed" not in page.texts["collectives"]  # of CPUs nothing is known of it
+    assert "exposed" not in page.texts["collectives"]  # unknown for CPUs
     assert "1 number of the metrics not finite" in page.texts[""]
 
 

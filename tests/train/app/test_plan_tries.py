@@ -1,4 +1,4 @@
-"""How often a candidate is traced until it fits; the traces here are arithmetic."""
+"""The number of traces of a candidate until it fits; traces are replaced by arithmetic."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ WORK = Workload(
 
 @pytest.fixture
 def tries(monkeypatch):
-    """Returns the plan and the tries of ddp on 4 devices, given the estimate and the truth."""
+    """Returns the plan and the tries of ddp on 4 devices, for an estimate and the true value."""
 
     def run(estimate, sample_bytes, fixed=4 * GB, usable=70, kept=None):
         tried = []
@@ -70,7 +70,7 @@ def test_blocks_are_recomputed_where_one_sample_does_not_fit(tries):
     plan, tried = tries(estimate=4 * GB, sample_bytes=100 * GB)
     assert plan.fits
     assert tried[-1] == (64, True)
-    # What another candidate keeps shows it before a trace.
+    # The residuals of another candidate make a better first guess.
     plan, tried = tries(estimate=4 * GB, sample_bytes=100 * GB, kept=25.0)
     assert plan.fits
     assert tried == [(64, True)]

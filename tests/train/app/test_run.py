@@ -68,7 +68,7 @@ def test_a_run_leaves_everything_in_its_folder(tiny, tmp_path):
     assert (last["seen/tokens"], last["seen/epoch"] > 0) == (6 * 8 * 16, True)
     rates = RunConfig.from_dict(tiny).optimizer.rates(6)
     assert last["optimizer/learning_rate"] == pytest.approx(float(rates[5]))
-    assert "time/model_flops_utilization" not in last  # nobody knows what a CPU computes
+    assert "time/model_flops_utilization" not in last  # the FLOP/s of a CPU are unknown
     spent = sum(summary["seconds"].values())
     assert summary["seconds"]["compile"] == summary["compile_seconds"]
     assert last["time/elapsed_seconds"] <= spent
@@ -156,7 +156,7 @@ def sections():
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Configs of every kind of model and data of images, as plain data."""
+    """Configs of every kind of model and image data, as plain data."""
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (40, 16, 16, 3)).astype(np.uint8)
     files = {side: str(tmp_path / f"{side}.npz") for side in ("train", "held")}
@@ -207,7 +207,7 @@ def test_a_run_on_images(pictures, tmp_path, number):
 
 
 def every_kind_of_text(folder):
-    """A `data` section of each kind of tokens, and the files that it names."""
+    """Returns a `data` section of each kind of token data, and the files that it names."""
     rows = [{"q": "to be, ", "a": "or not to be"}] * 40
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
@@ -248,7 +248,7 @@ def every_kind_of_text(folder):
 
 @pytest.mark.full
 def test_every_field_is_used_by_a_run(tiny, pictures, tmp_path, monkeypatch):
-    """Records which fields a run reads, except to check and write the config itself."""
+    """Records the fields that a run reads, except to check and write the config itself."""
     schema = [cls for cls in {*sections(), *variants()} if not inspect.isabstract(cls)]
     schema.remove(MeshSpec)
     used = set()

@@ -55,7 +55,7 @@ def test_the_network_between_two_processes(tmp_path):
         text=True,
         timeout=300,
     )
-    # A busy machine may find one of two equal processes slow.
+    # On a busy machine, one of two equal processes may look slow.
     assert done.returncode in (0, 1), done.stderr
     text = (tmp_path / "rank-0.log").read_text()
     assert "nodes    2 ranks, " in text

@@ -1,4 +1,4 @@
-"""From a run to plain Flax, and to a hub's layout, by the command."""
+"""Exports a run to plain Flax and to a hub format, with the command."""
 
 import json
 from typing import Any

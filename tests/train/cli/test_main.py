@@ -118,7 +118,7 @@ def test_an_interruption_is_no_traceback(capsys, monkeypatch):
 
 
 def test_an_interruption_may_come_as_another_error(capsys, monkeypatch):
-    """An import of C code that SIGINT interrupts raises `ImportError`."""
+    """If SIGINT interrupts an import of C code, the import raises `ImportError`."""
 
     def interrupted(*_):
         try:
@@ -228,7 +228,7 @@ def test_verbs_without_arrays_do_not_import_jax(arguments, code):
         "try: code = main.main(sys.argv[1:])\n"
         "except SystemExit as end: code = end.code\n"
         "heavy = {'jax', 'numpy', 'flax', 'rich', 'yaml'} & set(sys.modules)\n"
-        # Keys of a config are read by it.
+        # These read the keys of a config.
         "heavy -= {'yaml'} if '=' in sys.argv[-1] else set()\n"
         "sys.exit(f'imports {heavy}' if heavy else code)"
     )

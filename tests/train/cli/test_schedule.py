@@ -9,7 +9,7 @@ SIZES = ("--stages", "4", "--microbatches", "8")
 
 @pytest.fixture(autouse=True)
 def no_columns(monkeypatch):
-    """In a pipe whose width nobody has said, a line stays one line."""
+    """In a pipe of unknown width, lines are not wrapped."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 

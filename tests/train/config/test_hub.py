@@ -95,7 +95,7 @@ def with_adapters(snapshot, **changes):
 
 
 def moved_from(config):
-    """The model of a config with adapters and norms that differ from their first values."""
+    """Returns a config's model, with adapters and norms that differ from their initial values."""
     model = drawn(lambda: model_of(config))
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         variable[...] = variable[...] + 1

@@ -171,7 +171,7 @@ def test_mistakes(data, message):
 
 
 def schema_types(value):
-    """The dataclasses a config can be made of, all variants included."""
+    """Returns the dataclasses that a config can consist of, including all variants."""
     yield RunConfig
     yield from (type(getattr(value, f.name)) for f in dataclasses.fields(value))
     yield from (kind.sizes for kind in MODELS.values())

@@ -1,4 +1,4 @@
-"""Models, losses, data and optimizers of the user's own, by dotted path."""
+"""User-defined models, losses, data and optimizers, by dotted path."""
 
 import itertools
 import json
