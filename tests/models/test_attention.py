@@ -156,7 +156,7 @@ def test_the_attention_that_runs_is_reported_with_advice(monkeypatch):
     assert "the length of 1000 is not a multiple of 128; a length that is a multiple" in told
     assert describe_attention("auto", "gpu", "bfloat16", shape) == "the fused kernel of cuDNN"
     told = describe_attention("auto", "gpu", "bfloat16", shape, segments=True)
-    assert told.endswith("reads masks [B, 1, 1024, 1024] that are made of the segments")
+    assert told.endswith("reads masks [B, 1, 1024, 1024] made from the segments")
 
 
 def test_the_kernel_of_tpus_is_for_tpus_alone():

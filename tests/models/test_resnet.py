@@ -112,7 +112,7 @@ def test_every_parameter_has_a_gradient():
         ({"width": 0}, ConfigError, r"width=0 must be at least 1"),
         ({"norm_momentum": 1.0}, ConfigError, r"norm_momentum=1.0 must lie in \[0, 1\)"),
         ({"norm_eps": 0.0}, ConfigError, r"norm_eps=0.0 must be above 0"),
-        ({"param_dtype": "int8"}, DTypeError, r"param_dtype='int8' has no fractions"),
+        ({"param_dtype": "int8"}, DTypeError, r"param_dtype='int8' must be a floating-point"),
     ],
 )
 def test_validate_names_value_and_remedy(fields, error, message):

@@ -79,7 +79,7 @@ def test_it_is_a_value():
             r"logits_dtype='bfloat16' is for chunked .* of 256 makes whole logits: set logits=",
         ),
         ({"dtype": "bfloat15"}, DTypeError, r"dtype='bfloat15' is not a dtype.*'bfloat16'"),
-        ({"param_dtype": "int32"}, DTypeError, r"param_dtype='int32' has no fractions.*'float32'"),
+        ({"param_dtype": "int32"}, DTypeError, r"param_dtype='int32' must be a floating-point.*'float32'"),
     ],
 )
 def test_validate_names_value_and_remedy(fields, error, message):

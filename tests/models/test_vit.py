@@ -104,7 +104,7 @@ def test_images_of_another_size_are_refused():
         ({"ffn_width": -1}, ConfigError, r"hidden_size=-1 must be at least 1"),
         ({"dropout": 1.0}, ConfigError, r"dropout=1.0 must lie in \[0, 1\)"),
         ({"norm_eps": 0.0}, ConfigError, r"norm_eps=0.0 must be above 0"),
-        ({"dtype": "int8"}, DTypeError, r"dtype='int8' has no fractions"),
+        ({"dtype": "int8"}, DTypeError, r"dtype='int8' must be a floating-point"),
         ({"attention": "flush"}, ConfigError, r"Did you mean 'flash'\?"),
     ],
 )

@@ -256,7 +256,7 @@ def test_files_that_cannot_be_read(tmp_path):
     [
         (
             {**hub.LLAMA, "rope_scaling": {"rope_type": "longrope"}},
-            "positions of the kind 'longrope'",
+            "RoPE scaling of the kind 'longrope'",
         ),
         ({**hub.LLAMA, "hidden_act": "mish"}, "hidden_act='mish'"),
         ({**hub.LLAMA, "attention_bias": True}, "attention_bias=True and mlp_bias=False"),
@@ -279,5 +279,5 @@ def test_a_model_that_would_compute_something_else_is_refused(data, text, tmp_pa
 
 
 def test_a_format_is_of_a_transformer():
-    with pytest.raises(ConfigError, match=r"'hf-llama' is one of a Transformer, and the model is"):
+    with pytest.raises(ConfigError, match=r"'hf-llama' needs a Transformer, but the model is"):
         load_weights(Pair, "nowhere", "hf-llama")
