@@ -166,10 +166,10 @@ def test_models_and_options_unfit_for_generation_are_refused():
         ([[1]], {"end": 99}, "got token 99, but the model has tokens from 0 to 16"),
         ([[1] * 9], {}, r"9 tokens plus 6 new tokens exceeds max_length=12 .* at most 3 tokens"),
         ([[1]], {"num_tokens": 0}, "num_tokens=0, an int; give a whole number, at least 1"),
-        ([[1]], {"temperature": -1.0}, r"temperature=-1.0 must be 0 or lie in \[1e-6, 1e6\]"),
+        ([[1]], {"temperature": -1.0}, r"temperature=-1.0 must be 0 or in \[1e-6, 1e6\]"),
         ([[1]], {"temperature": 0, "top_k": 2}, "temperature=0 .* top_k=2 has no effect"),
         ([[1]], {"top_k": 0}, "top_k=0, an int; give a whole number, at least 1"),
-        ([[1]], {"top_p": 1.5}, r"top_p=1.5 must lie in \(0, 1\]"),
+        ([[1]], {"top_p": 1.5}, r"top_p=1.5 must be in \(0, 1\]"),
     ],
 )
 def test_mistakes_are_named(prompts, options, message):

@@ -110,7 +110,7 @@ def test_every_parameter_has_a_gradient():
         ({"block": "basik"}, ConfigError, r"block='basik' is not a block.*'basic'"),
         ({"stem": "large"}, ConfigError, r"stem='large' is not a stem"),
         ({"width": 0}, ConfigError, r"width=0 must be at least 1"),
-        ({"norm_momentum": 1.0}, ConfigError, r"norm_momentum=1.0 must lie in \[0, 1\)"),
+        ({"norm_momentum": 1.0}, ConfigError, r"norm_momentum=1.0 must be in \[0, 1\)"),
         ({"norm_eps": 0.0}, ConfigError, r"norm_eps=0.0 must be above 0"),
         ({"param_dtype": "int8"}, DTypeError, r"param_dtype='int8' must be a floating-point"),
     ],

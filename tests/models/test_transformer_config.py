@@ -68,7 +68,7 @@ def test_it_is_a_value():
         ({"width": 30}, ConfigError, r"width=30 does not divide by num_heads=4.*head_dim"),
         ({"num_kv_heads": 3}, ConfigError, r"num_heads=4.*num_kv_heads=3.*use a divisor"),
         ({"head_dim": 7}, ConfigError, r"heads of 7 .*must be even"),
-        ({"dropout": 1.0}, ConfigError, r"dropout=1.0 must lie in \[0, 1\)"),
+        ({"dropout": 1.0}, ConfigError, r"dropout=1.0 must be in \[0, 1\)"),
         ({"norm_eps": 0.0}, ConfigError, r"norm_eps=0.0 must be above 0"),
         ({"rope_theta": -1.0}, ConfigError, r"rope_theta=-1.0 must be above 0"),
         ({"attention": "flush"}, ConfigError, r"attention='flush'.*Did you mean 'flash'\?"),
@@ -79,7 +79,7 @@ def test_it_is_a_value():
             r"logits_dtype='bfloat16' is for chunked .* of 256 makes whole logits: set logits=",
         ),
         ({"dtype": "bfloat15"}, DTypeError, r"dtype='bfloat15' is not a dtype.*'bfloat16'"),
-        ({"param_dtype": "int32"}, DTypeError, r"param_dtype='int32' must be a floating-point.*'float32'"),
+        ({"param_dtype": "int32"}, DTypeError, r"param_dtype='int32' must be a floating-point"),
     ],
 )
 def test_validate_names_value_and_remedy(fields, error, message):

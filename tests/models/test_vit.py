@@ -102,7 +102,7 @@ def test_images_of_another_size_are_refused():
         ({"num_heads": 5}, ConfigError, r"width=32 does not divide by num_heads=5"),
         ({"num_layers": 0}, ConfigError, r"num_layers=0 must be at least 1"),
         ({"ffn_width": -1}, ConfigError, r"hidden_size=-1 must be at least 1"),
-        ({"dropout": 1.0}, ConfigError, r"dropout=1.0 must lie in \[0, 1\)"),
+        ({"dropout": 1.0}, ConfigError, r"dropout=1.0 must be in \[0, 1\)"),
         ({"norm_eps": 0.0}, ConfigError, r"norm_eps=0.0 must be above 0"),
         ({"dtype": "int8"}, DTypeError, r"dtype='int8' must be a floating-point"),
         ({"attention": "flush"}, ConfigError, r"Did you mean 'flash'\?"),

@@ -130,7 +130,7 @@ def test_shorthands():
         ({"remat": {"interval": 0}}, r"^remat: checkpoint interval is 0; it must be at least 1"),
         ({"loss_scale": {"growth_factor": 1}}, r"^loss_scale: "),
         ({"loggers": "wandbb"}, r"^loggers\[0\].name: .* Did you mean 'wandb'\?"),
-        ({"data": {"validation_fraction": 2.0}}, r"^data.validation_fraction=2.0 must lie between"),
+        ({"data": {"validation_fraction": 2.0}}, r"^data.validation_fraction=2.0 must be between"),
         ({"name": "a/b"}, r"^name: got 'a/b', which must be usable as a folder name"),
         (
             {"data": {"sequence_length": 2000}},
