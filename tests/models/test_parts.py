@@ -274,7 +274,7 @@ def test_a_ring_knows_no_windows(make_world):
         ({"qk_norm": "heads"}, "is not a norm of queries and keys. Did you mean 'head'"),
         ({"rope_scaling": RopeScaling("ntk")}, "rope_scaling.kind='ntk' is not a kind of scaling"),
         ({"rope_scaling": RopeScaling(low=4.0)}, "low=4.0 must be below rope_scaling.high=4.0"),
-        ({"rope_scaling": RopeScaling(attention_factor=2.0)}, "is one of kind 'yarn'"),
+        ({"rope_scaling": RopeScaling(attention_factor=2.0)}, "is an option of kind 'yarn'"),
         ({"attention_scale": 0.0}, "attention_scale=0.0 must be above 0"),
     ],
     ids=range(14),
