@@ -80,8 +80,8 @@ class Conversation:
         if not any(self.learned):
             roles = ", ".join(dict.fromkeys(message["role"] for message in self.messages))
             if any(message["role"] == LEARNED for message in self.messages):
-                raise ValueError(f"messages of {roles}, whose weights leave none to learn")
-            raise ValueError(f"messages of {roles} alone, and none of an {LEARNED} to learn")
+                raise ValueError(f"messages of {roles}, whose weights exclude all from learning")
+            raise ValueError(f"only messages of {roles}, and none of an {LEARNED} to learn")
 
     def to_json(self) -> JsonDict:
         """Returns the JSON object that is sent to the template process."""
@@ -171,8 +171,8 @@ def _is_learned(message: Message, number: int) -> bool:
             raise ValueError(f"{weight!r:.40} as {name} of message {number}, which must be 0 or 1")
         if weight and not is_assistant:
             raise ValueError(
-                f"{weight!r} as {name} of message {number}, of {message['role']!r:.40}; only what "
-                f"an {LEARNED} says can be learned"
+                f"{weight!r} as {name} of message {number}, of {message['role']!r:.40}; only "
+                f"messages of an {LEARNED} can be learned"
             )
         if not weight:
             return False

@@ -145,7 +145,7 @@ class Images:
         train: for training.
         validation: for validation; no image is in both.
         shape: height, width and channels of an image.
-        description: one sentence for people.
+        description: a one-sentence description for users.
 
     Example:
         >>> images = load_images(SyntheticImages(num_images=20, image_size=8), 3, num_classes=10)

@@ -51,7 +51,7 @@ class Loader:
         vocab_size: raise if a batch has a token that is not below this; None for no check.
 
     Attributes:
-        description: describes the data in one sentence for people.
+        description: a one-sentence description of the data.
 
     Raises:
         ConfigError: a value is out of range.

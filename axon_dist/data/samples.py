@@ -181,7 +181,7 @@ class Samples(Protocol):
 
     @property
     def description(self) -> str:
-        """One sentence for people."""
+        """A one-sentence description of the data."""
         ...
 
     @property
@@ -278,7 +278,7 @@ class Sequences(TwoSides):
     Args:
         train: the dataset for training.
         validation: the dataset for validation.
-        description: one sentence for people.
+        description: a one-sentence description for users.
 
     Raises:
         ConfigError: when a side is empty, or its samples are not arrays.

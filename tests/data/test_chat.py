@@ -153,8 +153,12 @@ REFUSED = {
         "as a part of message 1, which must be a text",
     ),
     "half a weight": ("chatml", {"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "0.5 as weight of"),
-    "a user's": ("chatml", {"messages": [{**ASK, "train": 1}, ANSWER]}, "only what an assistant"),
-    "no weight": ("chatml", {"messages": [ASK, {**ANSWER, "weight": 0}]}, "weights leave none"),
+    "a user's": (
+        "chatml",
+        {"messages": [{**ASK, "train": 1}, ANSWER]},
+        "only messages of an assistant",
+    ),
+    "no weight": ("chatml", {"messages": [ASK, {**ANSWER, "weight": 0}]}, "weights exclude all"),
     "documents by name": (
         "plain",
         {"messages": [ASK, ANSWER], "documents": [{"text": "d"}]},

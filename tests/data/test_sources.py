@@ -553,7 +553,7 @@ def test_without_jinja_the_extra_and_the_named_templates_are_told(tmp_path, monk
             {},
             r"a.jsonl:2 has .* as message 2, whose role",
         ),
-        ({"messages": TALK[:2]}, {}, r"messages of system, user alone, and none of an assistant"),
+        ({"messages": TALK[:2]}, {}, r"only messages of system, user, and none of an assistant"),
         ({"messages": [{**TALK[2], "role": "bot"}, *TALK]}, {}, r"a.jsonl:2 has the role 'bot', w"),
         (
             {},

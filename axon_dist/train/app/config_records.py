@@ -84,8 +84,8 @@ def record_config(config: RunConfig, steps: int = 3) -> Recording:
 
 
 def _title(config: RunConfig, step: TrainStep) -> str:
-    parts = step.batch_layout.num_microbatches
-    microbatches = f", {parts} microbatches" if parts > 1 else ""
+    count = step.batch_layout.num_microbatches
+    microbatches = f", {count} microbatches" if count > 1 else ""
     precision = "" if config.precision is None else f", {config.precision}"
     return f"{step.strategy.name} on {step.world.spec}{precision}{microbatches}"
 

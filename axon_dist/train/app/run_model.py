@@ -71,7 +71,7 @@ def load_model(
     Args:
         run: the folder of a run.
         step: which checkpoint: the number of its step, `"best"`, or None for the newest.
-        tell: takes a sentence about each newer checkpoint that is damaged and skipped.
+        tell: called with a message about each newer checkpoint that is damaged and skipped.
         trust: whether functions that the run's config names may be imported and called.
 
     Returns:
@@ -87,7 +87,7 @@ def load_model(
     Example:
         >>> load_model("runs/none")
         Traceback (most recent call last):
-        axon_dist.core.errors.ConfigError: there is no run in 'runs/none', for it has no ...
+        axon_dist.core.errors.ConfigError: there is no run in 'runs/none', because it has no ...
     """
     config = run_config(run, trust=trust)
     folder = find_checkpoint(run, config, step, tell)
@@ -112,7 +112,7 @@ def run_config(run: str | Path, overrides: Sequence[str] = (), *, trust: bool = 
     directory = open_directory(run)
     if kind_at(directory.config) is None:
         raise ConfigError(
-            f"there is no run in {str(run)!r}, for it has no {directory.config.name}; name a "
+            f"there is no run in {str(run)!r}, because it has no {directory.config.name}; name a "
             "folder that axon train has made, such as runs/<name>-<time>"
         )
     if directory.config.is_symlink():
@@ -136,10 +136,10 @@ def find_checkpoint(
         run: the folder of the run.
         config: the config of the run; it may name another folder for checkpoints.
         step: the number of its step, `"best"`, or None for the newest.
-        tell: takes a sentence about each newer checkpoint that is damaged and skipped.
+        tell: called with a message about each newer checkpoint that is damaged and skipped.
 
     Raises:
-        CheckpointError: when there is no such checkpoint; it lists the existing ones.
+        CheckpointError: when there is no such checkpoint; the message lists the existing ones.
     """
     default = as_place(run, "the run") / "checkpoints"
     elsewhere = config.checkpoint.dir

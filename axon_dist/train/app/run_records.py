@@ -173,7 +173,7 @@ def read_recorded(folder: str | Path) -> Recorded:
         folder: the folder of a run, even if the run has not ended or its files are damaged.
 
     Raises:
-        ConfigError: when there is no such folder, or it holds no records of a run.
+        ConfigError: when the folder does not exist, or has no records of a run.
     """
     directory = open_directory(folder)
     if not directory.path.is_dir():

@@ -267,8 +267,8 @@ def build_run(config: RunConfig) -> Run:
     world = build_world(config)
     step, note = step_for(config, world)
     check_memory(config, step)
-    parts = step.batch_layout.num_microbatches
-    loader = build_loader(config, world, step.strategy.batch_axes, parts)
+    num_microbatches = step.batch_layout.num_microbatches
+    loader = build_loader(config, world, step.strategy.batch_axes, num_microbatches)
     for batch in _batches(config, loader):
         step.check(batch)
     sets = {}

@@ -69,8 +69,9 @@ def train_replicas(
     states = [_of_replica(_first_state(alone, first), number) for number in range(count)]
     # A step donates its state, so the outer parameters must be a copy.
     outer = jax.tree.map(jnp.copy, states[0].params)
-    fragments = loop.fragment_paths({path: leaf.size for path, leaf in leaves_with_paths(outer)})
-    outer_states = [loop.outer.init(outer) for _ in fragments]
+    sizes = {path: leaf.size for path, leaf in leaves_with_paths(outer)}
+    fragment_paths = loop.fragment_paths(sizes)
+    outer_states = [loop.outer.init(outer) for _ in fragment_paths]
     averages: dict[str, Any] = {}
     for number, batch in enumerate(batches):
         for replica in range(count):
@@ -79,13 +80,15 @@ def train_replicas(
             for name in COMPARED:
                 total = averages.setdefault(metric_of(name, number), 0.0)
                 averages[metric_of(name, number)] = total + np.asarray(metrics[name]) / count
-        for part in loop.due(number + 1):
+        for fragment in loop.due(number + 1):
             means = jax.tree.map(lambda *p: sum(p) / count, *(state.params for state in states))
             grads = jax.tree.map(jnp.subtract, outer, means)
-            updates, outer_states[part] = loop.outer.update(grads, outer_states[part], outer)
+            updates, outer_states[fragment] = loop.outer.update(
+                grads, outer_states[fragment], outer
+            )
             updated = optax.apply_updates(outer, updates)
-            outer = _replaced(outer, updated, fragments[part])
-            states = [_follow(state, updated, fragments[part]) for state in states]
+            outer = _replaced(outer, updated, fragment_paths[fragment])
+            states = [_follow(state, updated, fragment_paths[fragment]) for state in states]
     return averages, params_of(alone.merge(dataclasses.replace(states[0], params=outer)))
 
 

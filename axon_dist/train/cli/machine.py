@@ -289,7 +289,7 @@ def _launch_here(options: dict[str, Any]) -> int:
 
 
 def _write_job(
-    named: Mapping[str, str], given: Mapping[str, Any], overrides: tuple[str, ...]
+    named: Mapping[str, str], options: Mapping[str, Any], overrides: tuple[str, ...]
 ) -> int:
     """Writes the job file of a scheduler, checks it, and submits it if requested."""
     if len(named) > 1:
@@ -303,12 +303,12 @@ def _write_job(
             )
     scheduler = SCHEDULERS[name]
     config = load_config(path, ("devices.emulate=null", *overrides))
-    fields = {key: value for key, value in given.items() if key not in ("out", "submit")}
+    fields = {key: value for key, value in options.items() if key not in ("out", "submit")}
     fields = {"name": config.name, **{key: value for key, value in fields.items() if value}}
     job = Job(config=path, overrides=overrides, **fields)
     # Raise for a mesh that does not fit the devices now, not after the job has waited in a queue.
     config.mesh.resolve(job.nodes * job.gpus)
-    file = given["out"] or Path(job.name + scheduler.suffix)
+    file = options["out"] or Path(job.name + scheduler.suffix)
     check_output("--out", file)
     text = scheduler.write(job)
     write_output("--out", file, text)
@@ -319,7 +319,7 @@ def _write_job(
     _tell(f"wrote {file}; {by}")
     if PLACEHOLDER in text:
         _tell(f"{PLACEHOLDER} is a placeholder: build an image from the Dockerfile, give --image")
-    if given["submit"]:
+    if options["submit"]:
         _tell(submit_job(scheduler, file))
     else:
         print(f"{' '.join(scheduler.submit)} {file}")

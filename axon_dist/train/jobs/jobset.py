@@ -35,7 +35,7 @@ spec:
         action: FailJobSet
         onJobFailureReasons: [PodFailurePolicy]
         onJobFailureMessagePatterns: ['.*exit code {final} .*']
-      # {interrupted}: a signal ended the run and its state is saved; a drained node is no failure.
+      # {interrupted}: a signal ended the run and its state is saved. A node drain is not a failure.
       - name: interrupted
         action: RestartJobSetAndIgnoreMaxRestarts
         onJobFailureReasons: [PodFailurePolicy]

@@ -129,7 +129,7 @@ def test_the_command_prints_and_writes_the_same(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "there is no run in 'nowhere', for it has no config.yaml; name a folder"),
+        (["nowhere"], "there is no run in 'nowhere', because it has no config.yaml; name a folder"),
         (["{run}", "--step", "7"], "got step 7, but the checkpoints in '{run}/checkpoints' have"),
         (["{run}", "mesh=dp=3"], "mesh dp=3 needs 3 devices and got 1"),
         (["{run}", "--data", "none.txt"], "data.files: 'none.txt' matches no file"),

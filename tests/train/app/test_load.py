@@ -76,7 +76,9 @@ def test_statistics_of_ranks_are_averaged_and_dtypes_stay(tmp_path):
 
 @pytest.mark.full
 def test_missing_files_are_named(tiny, tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no run in 'runs/none', for it has no config"):
+    with pytest.raises(
+        ConfigError, match=r"there is no run in 'runs/none', because it has no config"
+    ):
         load_model("runs/none")
     done = train(RunConfig.from_dict({**tiny, "train": {**tiny["train"], "eval_every": 0}}))
     with pytest.raises(CheckpointError, match=r"got step 5, but .* have the steps 6; name one"):
