@@ -309,7 +309,7 @@ class Recomputing:
     model: Callable[[Array], Array]
 
     def start_cache(self, padding: Array, length: int) -> tuple[Array, Array]:
-        """Returns zeros `[B, S]` for the tokens, and their counts `[B]`, minus the padding."""
+        """Returns zeros `[B, S]` for tokens, and counts `[B]` that start at minus the padding."""
         return jnp.zeros((padding.shape[0], length), jnp.int32), -padding
 
     def decode(

@@ -63,7 +63,7 @@ class Place:
     padding: Array
 
     def positions(self, length: int) -> Array:
-        """Returns the next `length` positions, without counting padding, int32 `[B, T]`."""
+        """Returns the next `length` positions, int32 `[B, T]`; 0 for padding."""
         indices = self.start + jnp.arange(length)
         return jnp.maximum(indices - self.padding[:, None], 0)
 

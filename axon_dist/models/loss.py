@@ -28,7 +28,7 @@ LossOutput: TypeAlias = Weighted | tuple[Weighted, dict[str, Array]]
 def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array]) -> LossOutput:
     """Sums `-log p(token[t+1] | tokens[..t])` over the tokens that count.
 
-    A large vocabulary does not need all logits in memory. If the model has a method
+    The logits of a large vocabulary need not all be in memory. If the model has a method
     `before_head(tokens)` that returns the inputs of `linear_cross_entropy` other than labels and
     weights, `{"hidden": [B, T, D], "kernel": [D, V]}`, the loss is computed one chunk of positions
     at a time. If there is no such method, or it returns None, all logits are computed at once.

@@ -217,9 +217,9 @@ class RunConfig:
             of a device allows. The memory is read from the traced step and, if it is close to the
             limit, from the compiled step. On devices of unknown memory, such as emulated ones,
             `auto` recomputes nothing.
-        unroll: the maximum number of blocks that are unrolled instead of run as a loop, where the
-            strategy splits or recomputes them; None leaves it to `scan_layers`. It does not change
-            the numbers.
+        unroll: where the strategy splits or recomputes blocks, up to this many blocks are unrolled,
+            and more blocks run as a loop; None leaves it to `scan_layers`. It does not change the
+            numbers.
         scan_layers: whether equal blocks run as one loop, `true`, or are unrolled, `false`; `auto`
             decides by the costs on the devices, and a run, `axon plan` and `axon inspect` report
             the choice. Blocks that `model.scan_layers` stacks are always a loop. It does not change
