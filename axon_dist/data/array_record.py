@@ -62,7 +62,9 @@ class ArrayRecordSource(DocumentSource):
 
 def _opened(path: Path) -> Any:
     if kind_at(path) != "a file":
-        raise ConfigError(f"{path} is {kind_at(path)} and must be a file; correct data.files")
+        raise ConfigError(
+            f"{path} is {kind_at(path)} and must be a file; correct data.files", code="not-a-file"
+        )
     module: Any = importlib.import_module("array_record.python.array_record_module")
     # Corrupt bytes may make the C++ reader raise any kind of exception.
     advice = "write it again, or take it out of data.files"

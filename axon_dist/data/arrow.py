@@ -35,12 +35,15 @@ def check_columns(path: Path, wanted: Sequence[str], names: Sequence[str]) -> No
     """Raises `ConfigError` unless a table has each wanted column exactly once."""
     twice = next((name for name in wanted if names.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"{path} has the column {twice!r} twice; write it again with one")
+        raise ConfigError(
+            f"{path} has the column {twice!r} twice; write it again with one", code="column-twice"
+        )
     missing = next((name for name in wanted if name not in names), None)
     if missing is not None:
         raise ConfigError(
             f"{path} has no column {missing!r}; correct the column name in the data section."
-            f"{did_you_mean(missing, names)}"
+            f"{did_you_mean(missing, names)}",
+            code="no-such-column",
         )
 
 
@@ -176,7 +179,8 @@ def _batches(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
     except Exception as error:  # corrupt bytes may make the C++ reader raise anything
         raise ConfigError(
             f"{path} is not an Arrow stream that pyarrow can read ({error}): save the data set "
-            "again with save_to_disk, or take it out of data.files"
+            "again with save_to_disk, or take it out of data.files",
+            code="not-arrow",
         ) from error
 
 
@@ -201,7 +205,8 @@ def _files_of(text: str) -> Sequence[TextFile]:
     if not files or stored != len(dataset):
         raise ConfigError(
             f"data.files: {text!r} has {len(dataset)} rows, but its files have {stored}: rows were "
-            "selected, or the dataset is in memory; save it with save_to_disk and name that folder"
+            "selected, or the dataset is in memory; save it with save_to_disk and name that folder",
+            code="dataset-not-saved",
         )
     return files
 

@@ -111,11 +111,15 @@ class DocumentSource:
         fields = {name: x for name in ("text", "prompt", "messages") if (x := getattr(self, name))}
         if len(fields) > 1:
             named = " and ".join(f"data.{name}={x!r}" for name, x in fields.items())
-            raise ConfigError(f"{named} both name the field to read: leave one of them out")
+            raise ConfigError(
+                f"{named} both name the field to read: leave one of them out",
+                code="two-fields-to-read",
+            )
         if self.template is not None and self.messages is None:
             raise ConfigError(
                 f"data.template={self.template!r} applies to chats only: name the field that holds "
-                "them, as in data.messages=messages, or leave data.template out"
+                "them, as in data.messages=messages, or leave data.template out",
+                code="template-without-chats",
             )
         if self.buckets is not None and not 1 <= self.buckets <= MOST_BUCKETS:
             raise ConfigError(
@@ -132,7 +136,8 @@ class DocumentSource:
         if self.end_token is not None and self.tokenizer is None:
             raise ConfigError(
                 f"data.end_token={self.end_token!r} needs a data.tokenizer that has this token; "
-                "set one, or leave data.end_token out: documents of bytes end with a zero"
+                "set one, or leave data.end_token out: documents of bytes end with a zero",
+                code="end-token-without-tokenizer",
             )
 
     @property
@@ -251,7 +256,9 @@ class DocumentSource:
         indexed = folder.index(files, self.scan, self.suffix)
         if not any(span[2] for file in indexed for span in file.spans):
             names = ", ".join(str(file.path) for file in indexed)
-            raise ConfigError(f"data.files: {names} has no record; give files with records.")
+            raise ConfigError(
+                f"data.files: {names} has no record; give files with records.", code="no-records"
+            )
 
         def make(path: Path, span: Span) -> Iterator[Document]:
             with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -298,7 +305,8 @@ class DocumentSource:
             raise ConfigError(
                 f"{origin} has {error}; write "
                 '[{"role": "user", "content": ...}, {"role": "assistant", "content": ...}], or '
-                "remove the record"
+                "remove the record",
+                code="malformed-chat",
             ) from error
         try:
             pieces = template.pieces(chat)
@@ -307,7 +315,8 @@ class DocumentSource:
         if not any(is_learned and text for text, is_learned in pieces):
             raise ConfigError(
                 f"{origin} has messages in which the template {template.name!r} marks nothing to "
-                "learn; correct its {% generation %} tags, or remove the record"
+                "learn; correct its {% generation %} tags, or remove the record",
+                code="nothing-learned",
             )
         utf8("".join(text for text, _ in pieces), origin)
         return pieces
@@ -516,7 +525,8 @@ def object_of(text: bytes, origin: str) -> Mapping[str, Any]:
     if not isinstance(record, dict):
         raise ConfigError(
             f"{origin} is {record!r:.60}, which must be an object with fields; "
-            'write {"text": ...}'
+            'write {"text": ...}',
+            code="record-not-an-object",
         )
     return record
 

@@ -137,7 +137,9 @@ def _check_decodes(shape: Shape) -> None:
     _pillow("Image")
     if shape[2] not in _MODES:
         raise ConfigError(
-            f"model.channels: got {shape[2]}, but encoded images have 1, 3 or 4 channels; change it"
+            f"model.channels: got {shape[2]}, but encoded images have 1, 3 or 4 channels; "
+            "change it",
+            code="image-channels",
         )
 
 
@@ -168,13 +170,17 @@ class ImageFolder(ImageSource):
         for file in files:
             for folder in _folders_in(file.path):
                 if folder.name not in known:
-                    raise ConfigError(f"{folder} is not a class of data.files; remove or rename it")
+                    raise ConfigError(
+                        f"{folder} is not a class of data.files; remove or rename it",
+                        code="unknown-image-class",
+                    )
                 label = known.index(folder.name)
                 rows += [(os.fsencode(p), size, label) for p, size in _images_in(folder)]
         if not rows:
             raise ConfigError(
                 f"data.files: {', '.join(str(f.path) for f in files)} has no folders with images; "
-                "name a folder that has one subfolder per class"
+                "name a folder that has one subfolder per class",
+                code="no-image-folders",
             )
         paths, sizes, labels = zip(*sorted(rows), strict=True)
         # Arrays rather than lists of strings, because each worker process gets a copy.
@@ -203,13 +209,15 @@ def _images_in(folder: Path) -> list[tuple[str, int]]:
         if links := [name for name in folders if os.path.islink(os.path.join(root, name))]:
             raise ConfigError(
                 f"{os.path.join(root, links[0])} is a link to a folder, which may form a cycle; "
-                "link the folder of the class itself, or its images"
+                "link the folder of the class itself, or its images",
+                code="link-to-folder",
             )
         images = [name for name in files if os.path.splitext(name)[1].lower() in SUFFIXES]
         for path in (os.path.join(root, name) for name in images):
             if (kind := kind_at(Path(path))) != "a file":
                 raise ConfigError(
-                    f"{path} is {kind or 'a dangling link'} and must be a file; remove it"
+                    f"{path} is {kind or 'a dangling link'} and must be a file; remove it",
+                    code="not-a-file",
                 )
             sized.append((path, os.path.getsize(path)))
     return sized
@@ -251,7 +259,8 @@ class ImageRecords(ImageSource):
             raise ConfigError(
                 f"data.files: {', '.join(self.files)} must all be files of one kind, one of "
                 f"{', '.join(READERS)}; name such files, or set data.kind=image_folder to read "
-                "folders"
+                "folders",
+                code="mixed-record-files",
             )
         # `prompt` and `response` are the two fields that the source reads.
         reader = READERS[end](files=self.files, prompt=self.label, response=self.image)

@@ -225,12 +225,14 @@ def held_out_fraction(fraction: float | None, validation_files: Sequence[str] = 
         return HELD_OUT_FRACTION
     if not 0.0 < fraction < 1.0:
         raise ConfigError(
-            f"data.validation_fraction={fraction} must be between 0 and 1, for example 0.1."
+            f"data.validation_fraction={fraction} must be between 0 and 1, for example 0.1.",
+            code="validation-fraction-range",
         )
     if validation_files:
         raise ConfigError(
             f"data.validation_fraction={fraction} and data.validation_files={validation_files} "
-            "both define the validation data: leave one of them out."
+            "both define the validation data: leave one of them out.",
+            code="two-validation-sets",
         )
     return fraction
 
@@ -261,7 +263,8 @@ def check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) ->
     if shared:
         raise ConfigError(
             f"{len(shared)} files are in data.files and in data.validation_files, for example "
-            f"{min(shared)}: validation data must not be trained on; remove the files from one."
+            f"{min(shared)}: validation data must not be trained on; remove the files from one.",
+            code="files-in-both-sets",
         )
 
 
@@ -305,7 +308,8 @@ def _match(pattern: str, wanted: str) -> list[TextFile]:
     if base == Path("/") and "**" in expanded.parts:
         raise ConfigError(
             f"data.files: {pattern!r} would search the whole machine: name a folder, as in "
-            "'/data/texts/**/*.txt'."
+            "'/data/texts/**/*.txt'.",
+            code="glob-of-whole-machine",
         )
     paths = [Path(path) for path in glob.glob(str(expanded), recursive=True)]
     matches = [
@@ -370,5 +374,6 @@ def check_fits(files: Iterable[TextFile], factor: int = 1) -> None:
         raise ConfigError(
             f"data.files: the files need {size / 1e9:.4g} GB in memory, and this host has "
             f"{memory / 1e9:.4g} GB: give fewer, or convert them to files of tokens, which stay on "
-            "disk (data.kind=tokens)."
+            "disk (data.kind=tokens).",
+            code="files-exceed-memory",
         )

@@ -53,7 +53,8 @@ class ImageSource:
         if not self.files:
             raise ConfigError(
                 "data.files names no file: name .npz files with images and labels, or use "
-                "synthetic images, data.kind=synthetic_images."
+                "synthetic images, data.kind=synthetic_images.",
+                code="no-image-files",
             )
         held_out_fraction(self.validation_fraction, self.validation_files)
         _check_size(self.image_size)
@@ -303,7 +304,8 @@ def _read_file(path: Path, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.
         raise ConfigError(
             f"{path} has images of {images.dtype} {images.shape}, which must be uint8 (N, "
             f"{', '.join(map(str, shape))}): data.image_size sets height and width, the model sets "
-            "the channels. Change these, or convert the images."
+            "the channels. Change these, or convert the images.",
+            code="image-shape",
         )
     if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
         raise ConfigError(

@@ -183,7 +183,8 @@ class Loader:
         if count is None:
             raise ConfigError(
                 f"the samples of {self.description} have no num_validation, the number of "
-                "validation samples; define this property, or set the number of batches"
+                "validation samples; define this property, or set the number of batches",
+                code="no-validation-count",
             )
         return count
 
@@ -323,12 +324,14 @@ def _checked(batch: LocalBatch, vocab_size: int | None) -> LocalBatch:
     if vocab_size is not None and (largest := int(batch["tokens"].max())) >= vocab_size:
         raise ConfigError(
             f"model.vocab_size: got {vocab_size}, but the data has the token {largest}; set it to "
-            f"at least {largest + 1}, or use files with tokens of this model's tokenizer"
+            f"at least {largest + 1}, or use files with tokens of this model's tokenizer",
+            code="vocabulary-too-small",
         )
     if vocab_size is not None and (smallest := int(batch["tokens"].min())) < 0:
         raise ConfigError(
             f"data.files: the data has the token {smallest}, but tokens count from 0; write the "
-            "files again"
+            "files again",
+            code="negative-token",
         )
     return batch
 
@@ -337,7 +340,8 @@ def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
     is_state = isinstance(state, Mapping) and all(map(is_whole, state.values()))
     if not is_state:
         raise ConfigError(
-            f"the data state {state!r:.80} must be a dict of integers: give what state() returned."
+            f"the data state {state!r:.80} must be a dict of integers: give what state() returned.",
+            code="malformed-data-state",
         )
     # States of older versions have no checksums.
     here = {name: value for name, value in here.items() if name in state or name not in _CONTENTS}
@@ -362,7 +366,8 @@ def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
         raise ConfigError(
             f"the data state was taken with {of_old}, but this loader has {of_new}{reason}: the "
             "remaining samples would differ. Use the same "
-            f"{', '.join(['data', *sizes])} and seed, or start the data from the beginning."
+            f"{', '.join(['data', *sizes])} and seed, or start the data from the beginning.",
+            code="data-state-differs",
         )
     if not 0 <= state["samples_seen"] < _MOST_SEEN:
         raise ConfigError(
@@ -441,7 +446,8 @@ def by_workers(make: Callable[[int], T], numbers: Iterator[int], count: int) -> 
                 process.join(1)
                 raise ConfigError(
                     f"a data worker ended with exit code {process.exitcode}; it was killed, "
-                    "perhaps because memory ran out: lower data.num_workers"
+                    "perhaps because memory ran out: lower data.num_workers",
+                    code="data-worker-lost",
                 ) from error
             if isinstance(item, Exception):
                 raise item

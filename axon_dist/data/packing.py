@@ -169,7 +169,8 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
     if not len(pieces):
         raise ConfigError(
             f"none of {len(lengths)} documents has from 2 to {length + 1} tokens; give other "
-            "documents, or change data.sequence_length"
+            "documents, or change data.sequence_length",
+            code="no-document-fits",
         )
 
     def packed_rows() -> list[np.ndarray]:

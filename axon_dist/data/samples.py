@@ -59,7 +59,8 @@ def windows_at(stream: np.ndarray, starts: np.ndarray, length: int) -> np.ndarra
             if not 0 <= token < 2**31:
                 raise ConfigError(
                     f"data.files: the data has the token {token}, but tokens count from 0 to "
-                    "2^31 - 1; write the files again"
+                    "2^31 - 1; write the files again",
+                    code="token-out-of-range",
                 )
     return windows.astype(np.int32)
 
@@ -335,7 +336,8 @@ def _arrays(side: Any, number: int) -> dict[str, np.ndarray]:
     if odd or not arrays:
         raise ConfigError(
             f"sample {number} is {sample!r:.200}, which must be a dict of arrays of numbers; "
-            f"{odd[0] if odd else 'it'} is not one"
+            f"{odd[0] if odd else 'it'} is not one",
+            code="sample-not-arrays",
         )
     return arrays
 
@@ -395,7 +397,8 @@ class Mixture:
         if len(parts) != len(weights) or not parts or min(weights) <= 0:
             raise ConfigError(
                 f"data.weights: got {list(weights)} for {len(parts)} sources; give one number "
-                "above 0 per source"
+                "above 0 per source",
+                code="mixture-weights",
             )
         if any(getattr(part, "buckets", None) is not None for part in parts):
             raise ConfigError(

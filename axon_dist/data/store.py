@@ -120,7 +120,8 @@ class FileNumbers:
             what = "has shrunk" if is_same else "was replaced by another file"
             raise ConfigError(
                 f"{self.path} {what} while it was read; write new data under another name, and "
-                "start again"
+                "start again",
+                code="file-changed-while-read",
             )
         return np.frombuffer(data, self.dtype)
 
@@ -354,7 +355,8 @@ class Folder:
             if wanted is not None:
                 raise ConfigError(
                     f"data.cache: tokens cannot be cached in {str(self.path)!r}: {error.strerror}; "
-                    "name a writable folder"
+                    "name a writable folder",
+                    code="cache-not-writable",
                 ) from error
             self._temporary = tempfile.TemporaryDirectory(prefix="axon_tokens_")
             self.note = (
@@ -386,7 +388,8 @@ class Folder:
                 spans = scan(file.path, digest.update)
                 if _stamp(file.path) != stamp:
                     raise ConfigError(
-                        f"{file.path} changed while it was read; start again when it is complete"
+                        f"{file.path} changed while it was read; start again when it is complete",
+                        code="file-changed-while-read",
                     )
                 row = [stamp, now, digest.hexdigest(), spans]
                 known[str(file.path)] = row

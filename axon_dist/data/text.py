@@ -70,7 +70,8 @@ class TextSource:
             if isinstance(getattr(self, field), str):
                 raise ConfigError(
                     f"data.{field}={getattr(self, field)!r} is a string: write a list, even for "
-                    "one pattern."
+                    "one pattern.",
+                    code="files-not-a-list",
                 )
         held_out_fraction(self.validation_fraction, self.validation_files)
         if self.max_bytes is not None and self.max_bytes < 1:
@@ -180,7 +181,8 @@ def _fit(files: Sequence[TextFile], max_bytes: int | None) -> Sequence[TextFile]
     if not readable:
         raise ConfigError(
             f"data.max_bytes={max_bytes} is less than the first file, {files[0].path} of "
-            f"{files[0].size} bytes: raise it, because the limit never cuts a file."
+            f"{files[0].size} bytes: raise it, because the limit never cuts a file.",
+            code="max-bytes-too-small",
         )
     return readable
 

@@ -261,7 +261,8 @@ def _read(path: str) -> tuple[str, Any]:
         # A panic of the library, which is written in Rust, is not an `Exception`.
         raise ConfigError(
             f"data.tokenizer={path!r} is not a tokenizer.json that tokenizers "
-            f"{tokenizers.__version__} can read ({error!s:.200}): save it with Tokenizer.save."
+            f"{tokenizers.__version__} can read ({error!s:.200}): save it with Tokenizer.save.",
+            code="not-a-tokenizer",
         ) from error
 
 
@@ -285,7 +286,8 @@ def _encoded(path: str, model: Any, text: str, **options: bool) -> Any:
             raise
         raise ConfigError(
             f"data.tokenizer={path!r} cannot encode {text!r:.60} ({error!s:.200}): give it an "
-            "unknown token, or train it on such texts"
+            "unknown token, or train it on such texts",
+            code="cannot-encode",
         ) from error
 
 
@@ -294,7 +296,8 @@ def _ids(path: str, ids: list[int], vocab_size: int) -> np.ndarray:
     if (most := max(ids, default=0)) >= vocab_size:
         raise ConfigError(
             f"data.tokenizer={path!r} adds the token {most}, but its vocabulary ends at "
-            f"{vocab_size - 1}; correct its post_processor"
+            f"{vocab_size - 1}; correct its post_processor",
+            code="token-beyond-vocabulary",
         )
     return np.array(ids, np.min_scalar_type(vocab_size - 1))
 
@@ -347,7 +350,8 @@ def utf8(text: str, origin: str) -> bytes:
     except UnicodeEncodeError as error:
         raise ConfigError(
             f"{origin} has {text[error.start]!a}, a lone surrogate, which UTF-8 cannot encode; "
-            "correct or remove it"
+            "correct or remove it",
+            code="lone-surrogate",
         ) from error
 
 

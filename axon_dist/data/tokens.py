@@ -86,7 +86,8 @@ class Windows:
             if len(stream) <= length:
                 raise ConfigError(
                     f"the {side} text has {len(stream)} tokens, fewer than one window of "
-                    f"{length + 1}: give more text in data.files, or a shorter length."
+                    f"{length + 1}: give more text in data.files, or a shorter length.",
+                    code="text-too-short",
                 )
         self.text: Text = text
         self.length: int = length
@@ -324,7 +325,8 @@ def _stream(source: TokenSource, patterns: tuple[str, ...]) -> Any:
     if len(kinds) > 1:
         raise ConfigError(
             f"data.files: {', '.join(patterns)} has tokens of {' and '.join(kinds)}, which are "
-            "read as one stream and must be of one dtype; write the files again"
+            "read as one stream and must be of one dtype; write the files again",
+            code="mixed-token-dtypes",
         )
     return Joined(parts)
 
@@ -337,7 +339,8 @@ def _map(path: Path, dtype: str) -> FileNumbers:
     if not size or size % width:
         raise ConfigError(
             f"{path} has {size} bytes, which is not a whole number of {dtype} tokens of {width} "
-            "bytes each; set data.dtype to the dtype that the file was written with"
+            "bytes each; set data.dtype to the dtype that the file was written with",
+            code="partial-token",
         )
     kind = np.dtype(dtype).newbyteorder("<")
     tokens = FileNumbers(path, kind, 0, size // width, path.stat().st_ino)
@@ -345,7 +348,8 @@ def _map(path: Path, dtype: str) -> FileNumbers:
     if dtype == "uint16" and len(tokens) > 2 and not some[1::2].any() and some.any():
         raise ConfigError(
             f"{path}: every other token is 0, as if the file had numbers of 4 bytes; set "
-            "data.dtype=uint32"
+            "data.dtype=uint32",
+            code="wrong-token-width",
         )
     return tokens
 
@@ -356,16 +360,21 @@ def _map_npy(path: Path) -> FileNumbers:
     with reworded(f"{path} is not an .npy file", advice, of=Exception):
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(tokens, np.memmap):
-        raise ConfigError(f"{path} is an .npz archive and must be one array: write it with np.save")
+        raise ConfigError(
+            f"{path} is an .npz archive and must be one array: write it with np.save",
+            code="npz-archive",
+        )
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui" or not len(tokens):
         raise ConfigError(
             f"{path} has {tokens.dtype} {tokens.shape} and must be a 1-D array of integers; save "
-            "token ids one after another"
+            "token ids one after another",
+            code="tokens-not-1d",
         )
     numbers = FileNumbers(path, tokens.dtype, tokens.offset, len(tokens), path.stat().st_ino)
     if (smallest := int(_some(numbers).min())) < 0:
         raise ConfigError(
-            f"{path} has the token {smallest}, but tokens count from 0; write the file again"
+            f"{path} has the token {smallest}, but tokens count from 0; write the file again",
+            code="negative-token",
         )
     return numbers
 

@@ -89,7 +89,7 @@ def check_at_least_one(config: object, fields: tuple[str, ...]) -> None:
         most = MOST_LAYERS if field == "num_layers" else _MOST_SIZE
         WHOLE.check(type(config).__name__, field, value)
         if value < 1:
-            raise ConfigError(f"{field}={value} must be at least 1; raise it.")
+            raise ConfigError(f"{field}={value} must be at least 1; raise it.", code="below-one")
         if value > most:
             raise ConfigError(f"{field}={value} must be at most {most}; lower it.")
 
@@ -101,7 +101,8 @@ def check_above_zero(config: object, fields: tuple[str, ...]) -> None:
         if not _LEAST_FLOAT < getattr(config, field) < _MOST_FLOAT:
             raise ConfigError(
                 f"{field}={getattr(config, field)} must be above 0 and representable in float32; "
-                "change it."
+                "change it.",
+                code="not-above-zero",
             )
 
 
@@ -126,7 +127,9 @@ def check_rate(config: object, field: str) -> None:
     rate = getattr(config, field)
     REAL.check(type(config).__name__, field, rate)
     if not 0.0 <= rate < 1.0:
-        raise ConfigError(f"{field}={rate} must be in [0, 1); 0 turns it off.")
+        raise ConfigError(
+            f"{field}={rate} must be in [0, 1); 0 turns it off.", code="dropout-range"
+        )
 
 
 def check_floats(config: object) -> None:
@@ -144,12 +147,14 @@ def _check_float(field: str, dtype: Any) -> None:
     if not is_dtype(dtype, jnp.floating):
         raise DTypeError(
             f"{field}={dtype!r:.80} must be a floating-point dtype, for example 'float32' or "
-            "'bfloat16'."
+            "'bfloat16'.",
+            code="dtype-not-float",
         )
     if jnp.dtype(dtype).itemsize > 4 and not has_64_bits():
         raise DTypeError(
             f"{field}={dtype!r:.80} is truncated to 32 bits by JAX; use 'float32', or set "
-            "JAX_ENABLE_X64=1."
+            "JAX_ENABLE_X64=1.",
+            code="dtype-needs-x64",
         )
 
 
@@ -212,12 +217,14 @@ class ExpertConfig:
         if self.per_token > self.count:
             raise ConfigError(
                 f"experts.per_token={self.per_token} is more than experts.count={self.count}, but "
-                "a token goes to distinct experts; lower per_token or raise count."
+                "a token goes to distinct experts; lower per_token or raise count.",
+                code="too-many-experts-per-token",
             )
         for field in ("shared", "balance", "z_loss", "bias_rate"):
             if not 0 <= getattr(self, field) < _MOST_FLOAT:
                 raise ConfigError(
                     f"experts.{field}={getattr(self, field)} must be 0 or more and representable "
-                    "in float32; change it."
+                    "in float32; change it.",
+                    code="expert-option-range",
                 )
         check_choice("experts.balance_per", self.balance_per, BALANCE, "known")

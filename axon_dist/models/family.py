@@ -413,7 +413,8 @@ class Family:
         if len(sizes) > 1 or (sizes and (misses_some or not self.windows)):
             raise UnsupportedError(
                 f"a Transformer with windows={config.windows} cannot be saved as {self.name}, "
-                f"which has {_WINDOWS[self.windows]}; use another format, or 'native'"
+                f"which has {_WINDOWS[self.windows]}; use another format, or 'native'",
+                code="windows-not-in-format",
             )
         entries: dict[str, Any] = {}
         if self.windows:
@@ -450,7 +451,8 @@ class Family:
         if experts is None:
             raise UnsupportedError(
                 f"a Transformer without experts cannot be saved as {self.name}; use another "
-                "format, or 'native'"
+                "format, or 'native'",
+                code="no-experts-for-format",
             )
         wanted = {"shared": 0, "bias_rate": 0.0, **({} if keys.normalize else {"normalize": True})}
         require(experts, self.name, wanted)
@@ -518,5 +520,6 @@ def require(config: object, family: str, wanted: Mapping[str, Any]) -> None:
         if getattr(config, field) != value:
             raise UnsupportedError(
                 f"a Transformer with {field}={getattr(config, field)!r} cannot be saved as "
-                f"{family}, which has {field}={value!r}; use another format, or 'native'"
+                f"{family}, which has {field}={value!r}; use another format, or 'native'",
+                code="field-not-in-format",
             )

@@ -283,6 +283,7 @@ def config_of(model: nnx.Module, name: str) -> TransformerConfig:
     if not isinstance(model, Transformer):
         raise ConfigError(
             f"the format {name!r} needs a Transformer, but the model is a "
-            f"{type(model).__name__}; give rules for it: WeightRules((WeightRule(...), ...))"
+            f"{type(model).__name__}; give rules for it: WeightRules((WeightRule(...), ...))",
+            code="format-needs-transformer",
         )
     return model.config

@@ -54,17 +54,20 @@ class Sampling:
         if self.temperature != 0 and not 1e-6 <= self.temperature <= 1e6:
             raise ConfigError(
                 f"temperature={self.temperature} must be 0 or in [1e-6, 1e6]; 0 takes the "
-                "likeliest token, 1 draws from the unchanged distribution"
+                "likeliest token, 1 draws from the unchanged distribution",
+                code="temperature-range",
             )
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise ConfigError(
-                f"top_p={self.top_p} must be in (0, 1]; leave it out to draw from all tokens"
+                f"top_p={self.top_p} must be in (0, 1]; leave it out to draw from all tokens",
+                code="top-p-range",
             )
         for name in ("top_k", "top_p"):
             if self.temperature == 0 and getattr(self, name) is not None:
                 raise ConfigError(
                     f"temperature=0 takes the likeliest token, so {name}={getattr(self, name)} has "
-                    "no effect; leave one of them out"
+                    "no effect; leave one of them out",
+                    code="sampling-without-effect",
                 )
 
 
@@ -339,7 +342,10 @@ def _aligned(prompts: Prompts) -> tuple[np.ndarray, np.ndarray]:
                 "token ids, and prompts are a sequence of those, such as [[1, 2, 3]]"
             )
         if not row.size:
-            raise ConfigError(f"prompt {number} is empty; it needs at least one token to continue")
+            raise ConfigError(
+                f"prompt {number} is empty; it needs at least one token to continue",
+                code="empty-prompt",
+            )
     longest = max(map(len, rows))
     padding = np.array([longest - len(row) for row in rows], np.int32)
     pairs = zip(rows, padding, strict=True)
@@ -355,7 +361,8 @@ def _check_fits(model: nnx.Module, tokens: np.ndarray, num_tokens: int, end: int
         raise ConfigError(
             f"a prompt of {tokens.shape[1]} tokens plus {num_tokens} new tokens exceeds "
             f"max_length={length} of the model; shorten the prompt, or generate at most "
-            f"{max(length - tokens.shape[1], 0)} tokens"
+            f"{max(length - tokens.shape[1], 0)} tokens",
+            code="prompt-too-long",
         )
     known = range(size) if isinstance(size, int) else range(np.iinfo(np.int32).max)
     asked = [int(tokens.min()), int(tokens.max()), *([] if end is None else [operator.index(end)])]
@@ -363,7 +370,8 @@ def _check_fits(model: nnx.Module, tokens: np.ndarray, num_tokens: int, end: int
         if token not in known:
             raise ConfigError(
                 f"got token {token}, but the model has tokens from 0 to {known[-1]}; encode the "
-                "prompt with the tokenizer that the model was trained with"
+                "prompt with the tokenizer that the model was trained with",
+                code="unknown-token",
             )
 
 
@@ -451,19 +459,22 @@ def _check_causal(
     if logits.shape[:-1] != padded.shape:
         raise UnsupportedError(
             f"{kind} maps tokens of shape {padded.shape} to {logits.shape}, but generation needs "
-            "logits for every position, [B, T, V]; wrap it in a module that returns these"
+            "logits for every position, [B, T, V]; wrap it in a module that returns these",
+            code="no-logits-per-position",
         )
     seen, other = (x[~is_after].astype(np.float32) for x in (logits, again))
     if not np.isfinite(seen).all():
         raise UnsupportedError(
             f"the logits of {kind} for {length} positions are not finite; generate fewer tokens if "
-            "that exceeds its maximum length"
+            "that exceeds its maximum length",
+            code="logits-not-finite",
         )
     if np.abs(seen - other).max() > _TOLERANCE * max(np.abs(seen).max(), 1.0):
         raise UnsupportedError(
             f"{kind} has no cache (start_cache and decode), and its logits depend on later tokens "
             "or differ from call to call; for generation, each position may see only earlier "
-            "positions, and dropout must be off: give it a causal mask, or a cache"
+            "positions, and dropout must be off: give it a causal mask, or a cache",
+            code="model-not-causal",
         )
 
 

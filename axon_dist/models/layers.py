@@ -323,11 +323,14 @@ class MLP(nnx.Module):
         if not is_list or len(sizes) < 2 or min(sizes) < 1:
             raise ConfigError(
                 f"sizes={sizes!r:.80} must have at least an input and an output width, each 1 or "
-                "more, for example (784, 256, 10)."
+                "more, for example (784, 256, 10).",
+                code="mlp-sizes",
             )
         check_choice("activation", activation, ACTIVATIONS, "an activation")
         if not 0.0 <= dropout < 1.0:
-            raise ConfigError(f"dropout={dropout} must be in [0, 1); 0 turns it off.")
+            raise ConfigError(
+                f"dropout={dropout} must be in [0, 1); 0 turns it off.", code="dropout-range"
+            )
         RNGS.check("MLP", "rngs", rngs)
         self.layers = nnx.List(
             nnx.Linear(num_inputs, num_outputs, rngs=rngs)

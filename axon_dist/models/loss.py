@@ -182,7 +182,8 @@ def _check_batch(batch: object, *names: str) -> None:
         kind = f"a {type(batch).__name__}" if has is None else f"a dict of {', '.join(has)}"
         raise ConfigError(
             f"the loss got {kind} as its batch, but needs {' and '.join(map(repr, names))}; use "
-            "data with these names, or a loss that reads the names of the data"
+            "data with these names, or a loss that reads the names of the data",
+            code="batch-names",
         )
 
 
@@ -301,7 +302,8 @@ def _predict(
         raise ConfigError(
             f"the batch has segments, several documents in a row, but {type(model).__name__} does "
             "not take them: make it accept model(tokens, segments=...), and attend only within "
-            "equal segments"
+            "equal segments",
+            code="model-without-segments",
         )
     return run(tokens[:, :-1], segments=segments[:, :-1])
 

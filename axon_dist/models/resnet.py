@@ -98,13 +98,15 @@ class ResNetConfig(Presets):
         if not sizes or min(sizes) < 1 or sum(sizes) > MOST_LAYERS:
             raise ConfigError(
                 f"stage_sizes={sizes!r:.80} must have at least one stage, each of 1 block or more, "
-                f"and at most {MOST_LAYERS} blocks in total, for example (3, 4, 6, 3)."
+                f"and at most {MOST_LAYERS} blocks in total, for example (3, 4, 6, 3).",
+                code="stage-sizes",
             )
         check_choice("block", self.block, EXPANSION, "a block")
         check_choice("stem", self.stem, ("imagenet", "small"), "a stem")
         if not 0.0 <= self.norm_momentum < 1.0:
             raise ConfigError(
-                f"norm_momentum={self.norm_momentum} must be in [0, 1), for example 0.9."
+                f"norm_momentum={self.norm_momentum} must be in [0, 1), for example 0.9.",
+                code="norm-momentum-range",
             )
         check_above_zero(self, ("norm_eps",))
         check_floats(self)

@@ -78,13 +78,15 @@ class RopeScaling:
         if self.attention_factor is not None and self.kind != "yarn":
             raise ConfigError(
                 f"rope_scaling.attention_factor is an option of kind 'yarn', not of "
-                f"{self.kind!r}; leave it out"
+                f"{self.kind!r}; leave it out",
+                code="attention-factor-kind",
             )
 
         if not self.truncate and self.kind != "yarn":
             raise ConfigError(
                 f"rope_scaling.truncate=False is an option of kind 'yarn', not of {self.kind!r}; "
-                "leave it out"
+                "leave it out",
+                code="truncate-kind",
             )
 
     def slowed(self, frequency: Array, theta: float) -> Array:

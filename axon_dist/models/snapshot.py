@@ -160,7 +160,8 @@ def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any], Path]:
     known = ", ".join(row.model_type for row in FORMATS.values())
     raise UnsupportedError(
         f"{str(file)!r} is of the family {kind!r:.80}; the supported families are {known}. Make "
-        "the model yourself, and give load_weights your own rules"
+        "the model yourself, and give load_weights your own rules",
+        code="unknown-family",
     )
 
 
@@ -226,7 +227,8 @@ def check_snapshot(
                 f"the model is not the one of {str(file)!r}: {', '.join(diffs)}. Its weights would "
                 "belong to a different function: take the sizes from there, in a config with "
                 f"model: {{hub: {file.parent}}}, in Python with hub_config({str(file.parent)!r})"
-                "; or list the fields that may differ in differ=(...)"
+                "; or list the fields that may differ in differ=(...)",
+                code="snapshot-differs",
             )
 
 

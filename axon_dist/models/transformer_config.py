@@ -286,7 +286,8 @@ class TransformerConfig(Presets):
             raise ConfigError(
                 f"logits_dtype={self.logits_dtype!r} is for chunked logits, but logits="
                 f"{self.logits!r} with a vocabulary of {self.vocab_size} makes whole logits: set "
-                "logits='chunked', or leave logits_dtype out."
+                "logits='chunked', or leave logits_dtype out.",
+                code="logits-dtype-without-chunks",
             )
 
     def _check_biases(self) -> None:
@@ -295,12 +296,14 @@ class TransformerConfig(Presets):
             if self.bias:
                 raise ConfigError(
                     "bias=True gives the linear layers of the blocks biases, but experts have "
-                    "none: leave bias out, or experts."
+                    "none: leave bias out, or experts.",
+                    code="bias-with-experts",
                 )
         if self.bias and self.qkv_bias:
             raise ConfigError(
                 "bias=True gives every linear layer of the blocks a bias, and qkv_bias=True only "
-                "those of queries, keys and values: leave one of them out."
+                "those of queries, keys and values: leave one of them out.",
+                code="bias-and-qkv-bias",
             )
 
     def _check_rotation(self) -> None:
@@ -311,17 +314,20 @@ class TransformerConfig(Presets):
             raise ConfigError(
                 f"positions={self.positions!r} with rope_scaling, local_rope_theta or "
                 "rotary_fraction, which define how queries and keys are rotated: leave these out, "
-                "or set positions='rotary'."
+                "or set positions='rotary'.",
+                code="rotation-without-rotary",
             )
         if self.rotary_fraction > 1 or int(self.key_size * self.rotary_fraction) % 2:
             raise ConfigError(
                 f"rotary_fraction={self.rotary_fraction} of heads of size {self.key_size} must be "
-                "an even number of features, at most all: change it."
+                "an even number of features, at most all: change it.",
+                code="rotary-fraction",
             )
         if self.local_rope_theta is not None and not any(self.windows):
             raise ConfigError(
                 f"local_rope_theta={self.local_rope_theta} is for layers with a window, but no "
-                "layer has one: set windows, or leave it out."
+                "layer has one: set windows, or leave it out.",
+                code="local-theta-without-windows",
             )
 
     def _check_attention(self) -> None:
@@ -334,12 +340,14 @@ class TransformerConfig(Presets):
                 f"attention={self.attention!r} supports neither windows nor a softcap, but got "
                 f"windows={self.windows} with max_length={self.max_length} and "
                 f"attention_softcap={self.attention_softcap}: set attention='auto', leave the "
-                "softcap out, or lower max_length to the windows."
+                "softcap out, or lower max_length to the windows.",
+                code="attention-without-windows",
             )
         if self.logit_softcap is not None and self.logits == "chunked":
             raise ConfigError(
                 f"logit_softcap={self.logit_softcap} needs whole logits: set logits='auto', or "
-                "leave it out."
+                "leave it out.",
+                code="softcap-with-chunks",
             )
 
     def _check_heads(self) -> None:
@@ -351,12 +359,14 @@ class TransformerConfig(Presets):
         if self.num_heads % self.kv_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} does not divide by num_kv_heads={self.kv_heads}: "
-                "every key head is shared by the same number of query heads; use a divisor."
+                "every key head is shared by the same number of query heads; use a divisor.",
+                code="heads-divide",
             )
         if self.positions == "rotary" and self.key_size % 2:
             raise ConfigError(
                 f"heads of size {self.key_size} cannot be rotated in pairs: head_dim must be even; "
-                "set head_dim, change width or num_heads, or use learned positions."
+                "set head_dim, change width or num_heads, or use learned positions.",
+                code="odd-head-size",
             )
 
 

@@ -48,12 +48,15 @@ class Form:
         if not self.text:
             return
         if self.text.count("->") != 1:
-            raise ConfigError(f"the form {self.text!r} must have two sides, as in 'a b -> b a'")
+            raise ConfigError(
+                f"the form {self.text!r} must have two sides, as in 'a b -> b a'", code="form-sides"
+            )
         left, right = ([name for group in side for name in group] for side in self._sides)
         if sorted(left) != sorted(right) or len(set(left)) < len(left) or not left:
             raise ConfigError(
                 f"the form {self.text!r} must name every dim once on each side, as in "
-                "'out in -> in out'"
+                "'out in -> in out'",
+                code="form-names",
             )
 
     @property
@@ -135,7 +138,8 @@ class Form:
         if len(left) != len(shape):
             raise ConfigError(
                 f"the form {self.text!r} has {len(left)} dims, but the array has the shape "
-                f"{list(shape)}"
+                f"{list(shape)}",
+                code="form-dims",
             )
         sizes = dict(self.sizes)
         for group, size in zip(left, shape, strict=True):
@@ -157,7 +161,10 @@ def _groups(side: str) -> Side:
         raise ConfigError(f"cannot read {side.strip()!r} in a form; write 'name (name name)'")
     groups = tuple(tuple((inside or name).split()) for inside, name in _DIM.findall(side))
     if _DIM.sub("", side).strip() or () in groups:
-        raise ConfigError(f"the parentheses in {side.strip()!r} are empty or not balanced")
+        raise ConfigError(
+            f"the parentheses in {side.strip()!r} are empty or not balanced",
+            code="form-parentheses",
+        )
     return groups
 
 
@@ -258,7 +265,8 @@ class WeightRule:
             if fields != groups:
                 raise ConfigError(
                     f"{self}: the path {path!r} has the fields {sorted(fields)}, but the name "
-                    f"{name!r} has the groups {sorted(groups)}; they must be the same"
+                    f"{name!r} has the groups {sorted(groups)}; they must be the same",
+                    code="rule-groups-differ",
                 )
 
     def match(self, name: str) -> tuple[int, dict[str, str]] | None:
@@ -300,7 +308,8 @@ class WeightRule:
             raise ConfigError(
                 f"the name {self.names[number]!r} of a rule matches more than one text, so no "
                 "tensor can be written under it; escape dots (\\.), and use only literal text, "
-                "named groups and optional text"
+                "named groups and optional text",
+                code="rule-name-ambiguous",
             )
         literal = [re.sub(r"\\(.)", r"\1", text) for text in texts]
         values = [groups[name] for name, _ in _GROUP.findall(written)]

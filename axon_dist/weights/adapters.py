@@ -287,7 +287,8 @@ class _Fitting:
         if own not in self.entries:
             raise CheckpointError(
                 f"the adapters in {str(entry.path.parent)!r} replace rows of {name}, which is in "
-                "no file of weights; name the snapshot before them: [snapshot, adapters]"
+                "no file of weights; name the snapshot before them: [snapshot, adapters]",
+                code="adapter-rows-without-table",
             )
         table = np.array(self.entries[own].open())
         table[list(entry.tokens or ())] = entry.open().astype(table.dtype)
@@ -328,7 +329,8 @@ class _Fitting:
             raise CheckpointError(
                 f"the adapters in {str(folder)!r} have the layer {layer}, but the model has no "
                 f"adapter at {' + '.join(paths)}; add one with lora(model, {rank}, "
-                f"({paths[0].rpartition('/')[0]!r}, ...)), or {_MERGE}"
+                f"({paths[0].rpartition('/')[0]!r}, ...)), or {_MERGE}",
+                code="adapter-missing-in-model",
             )
         if len(paths) == 1:
             end = ("lora_embedding_A", "lora_embedding_B")
@@ -375,7 +377,8 @@ class _Fitting:
                 raise CheckpointError(
                     f"the adapter of {layer} has the shapes {list(a.shape)} and {list(b.shape)}, "
                     f"but those at {' + '.join(lora_paths)} have the ranks {ranks}; give each the "
-                    f"rank {len(a)} with lora(model, {len(a)}, ...), or {_MERGE}"
+                    f"rank {len(a)} with lora(model, {len(a)}, ...), or {_MERGE}",
+                    code="adapter-shapes",
                 )
             ratio = np.float32(factors["B"].scale / self.scales.get(path, 1.0))
             factor = part[:, blocks[number]] if is_blocked else part
@@ -504,7 +507,8 @@ def check_named(paths: Iterable[str], rules: WeightRules) -> None:
         raise ConfigError(
             f"peft has no name for the adapters {shorten(unnamed)}: in files of this format their "
             "layers are parts of larger ones. Merge them into the kernels with merge_lora(model), "
-            "and use save_weights"
+            "and use save_weights",
+            code="adapters-without-name",
         )
 
 

@@ -36,7 +36,8 @@ def find_tensors(files: Files) -> dict[str, TensorEntry]:
     several = [files] if isinstance(files, str | Path) else files
     if not isinstance(several, Sequence) or not several:
         raise CheckpointError(
-            f"got {files!r:.80} as the files of weights; give a path, or a list of paths"
+            f"got {files!r:.80} as the files of weights; give a path, or a list of paths",
+            code="weight-files",
         )
     tensors: dict[str, TensorEntry] = {}
     for each in several:

@@ -104,7 +104,10 @@ def outgoing(
         rule, (_, groups) = hit
         paths = rule.paths_of(groups)
         if absent := [other for other in paths if other not in weights]:
-            raise ConfigError(f"{rule} needs {shorten(absent)}, which the model does not have")
+            raise ConfigError(
+                f"{rule} needs {shorten(absent)}, which the model does not have",
+                code="parameter-missing-in-model",
+            )
         done.update(paths)
         for tensor in _tensors(rule, groups, {p: weights[p] for p in paths}, dtype):
             _check_read_back(tensor, rules)
@@ -113,7 +116,8 @@ def outgoing(
             tensors[tensor.name] = tensor
     if unnamed:
         raise ConfigError(
-            f"no rule gives a name for {shorten(unnamed)}; add rules, or write the native format"
+            f"no rule gives a name for {shorten(unnamed)}; add rules, or write the native format",
+            code="arrays-without-rule",
         )
     return list(tensors.values())
 
@@ -397,13 +401,17 @@ def _whole_modules(
         if not hits:
             raise ConfigError(
                 f"save_adapters got modules={pattern!r}, which matches no parameter; there are "
-                f"{shorten(list(plain))}"
+                f"{shorten(list(plain))}",
+                code="module-pattern",
             )
         wanted |= hits
     named = {path: t.name for t in everything for path in t.paths}
     unnamed = [p for p in wanted if p not in named and not _is_own(p, table)]
     if unnamed:
-        raise ConfigError(f"peft has no name for {shorten(unnamed)}; do not train or name them")
+        raise ConfigError(
+            f"peft has no name for {shorten(unnamed)}; do not train or name them",
+            code="module-without-name",
+        )
     names = {t.name.rpartition(".")[0] for t in everything if wanted & {*t.paths}}
     return sorted(names)
 
@@ -418,13 +426,15 @@ def _check_whole(whole: list[str], adapted: Mapping[str, float], model: nnx.Modu
     if both := [layer for layer in whole if layer in adapted]:
         raise ConfigError(
             f"save_adapters got layers that both have adapters and are trained themselves, "
-            f"{shorten(both)}, which peft's modules_to_save does not support; {advice}"
+            f"{shorten(both)}, which peft's modules_to_save does not support; {advice}",
+            code="adapted-and-trained",
         )
     is_tied = getattr(getattr(model, "config", None), "tied_head", False)
     if is_tied and (tables := [x for x in whole if x.rpartition(".")[2] in _TABLES]):
         raise ConfigError(
             f"save_adapters got {shorten(tables)}, a trained embedding table that is tied to the "
-            f"head; peft's modules_to_save would untie the two; {advice}"
+            f"head; peft's modules_to_save would untie the two; {advice}",
+            code="trained-tied-table",
         )
 
 
@@ -469,7 +479,8 @@ class _Export:
         if others := sorted(path.name for path in present if path.name not in known):
             raise ConfigError(
                 f"{str(folder)!r} has other weights, {', '.join(others[:3])}, that would be read "
-                "together with these; remove them, or name another folder"
+                "together with these; remove them, or name another folder",
+                code="other-weights-in-folder",
             )
         if self.config is None or not config_path.exists():
             return
@@ -477,7 +488,8 @@ class _Export:
         if old != _json(self.config).encode():
             raise ConfigError(
                 f"{str(config_path)!r} exists, but is not the config of these weights; remove it, "
-                "or name another folder"
+                "or name another folder",
+                code="other-config-in-folder",
             )
 
     @property
@@ -517,7 +529,8 @@ def _weights(
         if step is None:
             raise ConfigError(
                 "a state alone does not define the model; give its step, too: "
-                "save_weights(state, path, step=step)"
+                "save_weights(state, path, step=step)",
+                code="state-without-step",
             )
         return step.model_spec.abstract, step.weights(model)
     if not isinstance(model, nnx.Module):
@@ -530,7 +543,10 @@ def _weights(
 
 def _float_dtype(name: str | None) -> np.dtype | None:
     if name is not None and not is_dtype(name, jnp.floating):
-        raise DTypeError(f"dtype={name!r} must be a float dtype, such as 'float32' or 'bfloat16'")
+        raise DTypeError(
+            f"dtype={name!r} must be a float dtype, such as 'float32' or 'bfloat16'",
+            code="dtype-not-float",
+        )
     return None if name is None else jnp.dtype(name)
 
 
@@ -562,7 +578,10 @@ def _hub_config(
 ) -> JsonDict | None:
     if not isinstance(rules, str) or rules not in FORMATS:
         if keys:
-            raise ConfigError(f"got keys={keys} without a hub format; leave them out, or name one")
+            raise ConfigError(
+                f"got keys={keys} without a hub format; leave them out, or name one",
+                code="keys-without-hub-format",
+            )
         return None
     config = FORMATS[rules].to_hub(config_of(model, rules))
     return {**config, **({} if dtype is None else {"torch_dtype": dtype}), **keys}

@@ -56,7 +56,8 @@ def record_config(config: RunConfig, steps: int = 3) -> Recording:
     if world.num_processes > 1:
         raise ConfigError(
             f"bisect records in one process, but there are {world.num_processes}; run it in one "
-            "process, on a mesh of its devices"
+            "process, on a mesh of its devices",
+            code="several-processes",
         )
     step = build_step(config, world, metrics=COMPARED)
     check_memory(config, step)

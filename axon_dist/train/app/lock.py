@@ -81,11 +81,13 @@ def _take(path: Path, folder: Path, key: str, tell: Callable[[str], None]) -> in
             if error.errno not in _IN_USE:
                 raise ConfigError(
                     f"{key}: cannot determine whether another run writes to {str(folder)!r}: its "
-                    f"{path.name} cannot be locked: {error.strerror}; name another folder"
+                    f"{path.name} cannot be locked: {error.strerror}; name another folder",
+                    code="cannot-lock",
                 ) from error
             raise ConfigError(
                 f"{key}: {str(folder)!r} is in use by {_holder(path)}; wait until it ends, stop "
-                "it, or name another folder"
+                "it, or name another folder",
+                code="folder-in-use",
             ) from None
         if _is_at(file, path):
             break
@@ -227,7 +229,8 @@ class Lease:
             if watched is not None and version != watched and not is_free:
                 raise ConfigError(
                     f"{self._key}: {str(self._folder)!r} is in use by {_who(holder)}; wait until "
-                    "it ends, stop it, or name another folder"
+                    "it ends, stop it, or name another folder",
+                    code="folder-in-use",
                 )
             if is_free or (watched is not None and time.monotonic() >= end):
                 self._holder["renewed"] += 1

@@ -362,7 +362,8 @@ def check_numerics(
     if len(devices) < 4 or len(devices) % 2:
         raise MeshError(
             f"comparing layouts needs a mesh with two axes, but got {len(devices)} devices; give "
-            "an even number, at least four, such as World.emulate(4).mesh.devices.flat"
+            "an even number, at least four, such as World.emulate(4).mesh.devices.flat",
+            code="too-few-devices",
         )
     selected = [name for name, row in SENTINELS.items() if full or row.core]
     selected = selected if names is None else list(names)

@@ -113,7 +113,8 @@ def run_config(run: str | Path, overrides: Sequence[str] = (), *, trust: bool = 
     if kind_at(directory.config) is None:
         raise ConfigError(
             f"there is no run in {str(run)!r}, because it has no {directory.config.name}; name a "
-            "folder that axon train has made, such as runs/<name>-<time>"
+            "folder that axon train has made, such as runs/<name>-<time>",
+            code="no-run",
         )
     if directory.config.is_symlink():
         raise ConfigError(
@@ -168,7 +169,8 @@ def find_checkpoint(
     if step not in steps:
         raise CheckpointError(
             f"got step {step!r}, but the checkpoints in {str(folder)!r} have the steps "
-            f"{', '.join(map(str, steps))}; name one of these, or best, or none for the newest"
+            f"{', '.join(map(str, steps))}; name one of these, or best, or none for the newest",
+            code="no-such-step",
         )
     return folder / step_name(int(step))
 

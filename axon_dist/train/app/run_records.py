@@ -199,7 +199,9 @@ def read_recorded(folder: str | Path) -> Recorded:
         waterfall=waterfall,
     )
     if not (recorded.rows or recorded.summary or recorded.program or recorded.config):
-        raise ConfigError(f"{str(folder)!r} has no records of a run: {'; '.join(notes)}")
+        raise ConfigError(
+            f"{str(folder)!r} has no records of a run: {'; '.join(notes)}", code="no-records-of-run"
+        )
     return recorded
 
 

@@ -299,7 +299,8 @@ def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> 
     if not hasattr(data, "validation_files"):
         raise ConfigError(
             f"got {key} {named} for a run whose data are not read from files; leave {key} out, or "
-            "change the data, as in data={kind: images, files: [...]} or data={kind: text}"
+            "change the data, as in data={kind: images, files: [...]} or data={kind: text}",
+            code="data-not-from-files",
         )
     changes = {"validation_files": tuple(files), "validation_fraction": None}
     if isinstance(data, TextData) and not data.files:

@@ -257,7 +257,8 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
     if world.num_processes > 1:
         raise ConfigError(
             f"verify compares with one device of this process, but there are {world.num_processes} "
-            "processes; run it in one process, on a mesh of its devices"
+            "processes; run it in one process, on a mesh of its devices",
+            code="several-processes",
         )
     step = build_step(config, world, _optimizer(), COMPARED, change_outer_loop=synchronizing_soon)
     check_memory(config, step)

@@ -256,7 +256,8 @@ def launch_processes(arguments: argparse.Namespace) -> int:
         if value:
             raise LaunchError(
                 f"got --{name} without a scheduler; give one of "
-                f"{', '.join(f'--{other} CONFIG' for other in SCHEDULERS)}, or leave it out"
+                f"{', '.join(f'--{other} CONFIG' for other in SCHEDULERS)}, or leave it out",
+                code="no-scheduler",
             )
     return _launch_here(options)
 
@@ -299,7 +300,8 @@ def _write_job(
         if word.startswith("-") or "=" not in word:
             raise LaunchError(
                 f"got {word!r:.80} after the config; put all options first, and then only "
-                "key.path=value arguments"
+                "key.path=value arguments",
+                code="option-after-config",
             )
     scheduler = SCHEDULERS[name]
     config = load_config(path, ("devices.emulate=null", *overrides))

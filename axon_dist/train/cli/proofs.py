@@ -54,7 +54,8 @@ def bisect(arguments: argparse.Namespace) -> int:
     if len(targets) != wanted:
         raise ConfigError(
             f"got {len(targets)} programs to bisect, but this needs {wanted}: axon bisect A B, "
-            "axon bisect --python PATH A, or axon bisect --record FILE A"
+            "axon bisect --python PATH A, or axon bisect --record FILE A",
+            code="program-count",
         )
     _check_options(arguments, targets, overrides)
     if any(map(_is_function, targets)):
@@ -74,7 +75,10 @@ def _check_options(
 ) -> None:
     """Raises for options that would have no effect."""
     if overrides and not all(target.endswith(_CONFIGS) for target in targets):
-        raise ConfigError(f"got {overrides[0]!r:.80}, which applies only to configs; leave it out")
+        raise ConfigError(
+            f"got {overrides[0]!r:.80}, which applies only to configs; leave it out",
+            code="override-without-config",
+        )
     unused = [] if any(_is_function(target) for target in targets) else _OF_FUNCTIONS
     unused = [*unused, "other_mesh"] if len(targets) == 1 else unused
     unused = [*unused, "json"] if arguments.record is not None else unused
@@ -174,7 +178,8 @@ def _record_elsewhere(
         last = (done.stderr.strip() or "no message").splitlines()[-1]
         raise ConfigError(
             f"--python: {arguments.python} ended with exit code {done.returncode}: {last:.300}; "
-            "axon_dist must be installed there, too"
+            "axon_dist must be installed there, too",
+            code="other-python-failed",
         )
 
 

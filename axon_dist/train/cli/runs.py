@@ -114,7 +114,8 @@ def train_config(arguments: argparse.Namespace) -> int:
     if arguments.resume is not None:
         raise ConfigError(
             f"got --resume {arguments.resume} with --dry-run, which trains nothing; leave one of "
-            "them out"
+            "them out",
+            code="resume-with-dry-run",
         )
     lines = dry_run(config).lines()
     if process_index() == 0:

@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.memory is not None and not arguments.search:
         raise ConfigError(
             f"got --memory {arguments.memory:g} without --search; a named schedule defines its own "
-            "memory: add --search, or leave --memory out"
+            "memory: add --search, or leave --memory out",
+            code="memory-without-search",
         )
     _check_alone(arguments)
     costs = _costs(arguments)
@@ -134,7 +135,8 @@ def _schedule(arguments: argparse.Namespace) -> Schedule:
         if asked not in (None, size):
             raise ConfigError(
                 f"got {option} {asked}, but the table {arguments.name!r} has {size}; leave "
-                f"{option} out, because a table defines its own sizes"
+                f"{option} out, because a table defines its own sizes",
+                code="table-sets-sizes",
             )
     return table
 
@@ -151,7 +153,8 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
         raise ConfigError(
             f"got --stages {sizes[0]} and --microbatches {sizes[1]} with {takes_all}, which makes "
             f"many tables; lower their product to {_MOST_SEARCHED}: more microbatches rarely "
-            "change the order of the schedules"
+            "change the order of the schedules",
+            code="too-many-tables",
         )
     return sizes
 

@@ -72,7 +72,8 @@ def check_output(option: str, path: str | Path | None) -> None:
     if _is_foreign_link(file):
         raise ConfigError(
             f"{option} {path}: this is a link, which is not followed; name its target, or another "
-            "file"
+            "file",
+            code="is-a-link",
         )
     is_device = kind_at(file) == "a device"
     if not os.access(file if is_device else folder, os.W_OK):

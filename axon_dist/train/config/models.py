@@ -324,7 +324,8 @@ class LossFactory(UserCode):
         if not inspect.isclass(function) and list(parameters_of(function) or ())[:1] == ["model"]:
             raise ConfigError(
                 f"loss.factory: {self.path} takes a model, so it is itself a loss, not a factory; "
-                "write loss: {function: " + self.path + "}"
+                "write loss: {function: " + self.path + "}",
+                code="loss-as-factory",
             )
         super().validate()
 
@@ -401,7 +402,8 @@ def _task_of(data: object, user_loss: LossFn | None) -> Task[Any]:
     if user_loss is None:
         raise ConfigError(
             "loss: missing, but a user-defined model with user-defined data has no default; set "
-            "loss: {function: package.module:loss}, a function of a model and a batch"
+            "loss: {function: package.module:loss}, a function of a model and a batch",
+            code="no-loss",
         )
     return UserTask(user_loss)
 

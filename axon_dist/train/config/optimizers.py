@@ -49,7 +49,9 @@ class Group:
             if why := pattern_error(path):
                 raise ConfigError(f"paths: {path!r:.80} {why}")
         if not self.paths:
-            raise ConfigError("paths is empty; write a regular expression, such as head")
+            raise ConfigError(
+                "paths is empty; write a regular expression, such as head", code="empty-group-paths"
+            )
         if self.frozen and (self.rate != 1 or self.weight_decay is not None):
             raise ConfigError(
                 "got frozen=true with rate or weight_decay, which apply to trained parameters; "
@@ -93,7 +95,8 @@ class Optimizer(abc.ABC):
             if group.weight_decay is not None and not isinstance(self, Decaying):
                 raise ConfigError(
                     f"groups[{number}].weight_decay: got {group.weight_decay}, but this optimizer "
-                    f"has no weight decay; leave it out, or use {' or '.join(decaying)}"
+                    f"has no weight decay; leave it out, or use {' or '.join(decaying)}",
+                    code="no-weight-decay",
                 )
 
     def build(self, num_steps: int, make_model: Factory | None = None) -> Transform:
@@ -121,7 +124,8 @@ class Optimizer(abc.ABC):
                     raise ConfigError(
                         f"optimizer.groups[{number}].paths: no parameter of the model has "
                         f"{' or '.join(group.paths)} in its path; paths are, for example, "
-                        f"{', '.join(paths[:: max(1, len(paths) // 4)][:5])}"
+                        f"{', '.join(paths[:: max(1, len(paths) // 4)][:5])}",
+                        code="group-without-parameter",
                     )
         members = {
             "|".join(f"(?:{path})" for path in group.paths): self._member(group, num_steps)
@@ -276,11 +280,15 @@ class SGD(Optimizer):
         """Raises `ConfigError` for options that need a momentum above 0."""
         super().validate()
         if self.nesterov and not self.momentum:
-            raise ConfigError("nesterov=true needs a momentum above 0, but got 0; set momentum")
+            raise ConfigError(
+                "nesterov=true needs a momentum above 0, but got 0; set momentum",
+                code="nesterov-without-momentum",
+            )
         if self.momentum_dtype is not None and not self.momentum:
             raise ConfigError(
                 f"momentum_dtype={self.momentum_dtype} needs a momentum above 0, but got 0; set "
-                "momentum"
+                "momentum",
+                code="dtype-without-momentum",
             )
 
     def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:

@@ -70,7 +70,8 @@ def load_untrusted(
             raise ConfigError(
                 f"{str(path)!r} names the function {name!r:.200} under {key:.200}, which would run "
                 "as your own code; read that function, and add --trust, or trust=True in Python, "
-                "if you trust the author of the file"
+                "if you trust the author of the file",
+                code="untrusted-function",
             )
     return RunConfig.from_dict(data)
 

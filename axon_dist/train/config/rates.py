@@ -31,7 +31,8 @@ class RateSchedule(abc.ABC):
         if self.warmup_steps and self.warmup_fraction:
             raise ConfigError(
                 f"got warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction}, "
-                "which both set the length of the warmup; leave one of them out"
+                "which both set the length of the warmup; leave one of them out",
+                code="two-warmups",
             )
 
     def build(self, peak: float, num_steps: int) -> optax.Schedule:
@@ -45,7 +46,8 @@ class RateSchedule(abc.ABC):
             key = "warmup_steps" if self.warmup_steps else "warmup_fraction"
             raise ConfigError(
                 f"{key}={getattr(self, key)} leaves no step of a run of {num_steps} steps after "
-                f"the warmup: lower optimizer.schedule.{key} or raise train.steps"
+                f"the warmup: lower optimizer.schedule.{key} or raise train.steps",
+                code="warmup-too-long",
             )
         after = self.after_warmup(peak, num_steps - steps, steps)
         if not steps:
@@ -119,7 +121,8 @@ class WarmupStableDecay(RateSchedule):
             raise ConfigError(
                 f"decay_fraction={self.decay_fraction} is {decay} steps, but the run has only "
                 f"{num_steps} after the warmup; lower optimizer.schedule.decay_fraction or the "
-                "warmup"
+                "warmup",
+                code="decay-too-long",
             )
         return optax.linear_schedule(
             peak, peak * self.final_fraction, decay, transition_begin=num_steps - decay

@@ -419,7 +419,10 @@ def _read_choice(choice: OneOf, value: object, path: str) -> Any:
         data = {**_pick(choice.presets[name], preset, _join(path, "preset")), **data}
     if name in choice.hubs and HUB in data:
         if preset is not None:
-            raise ConfigError(f"{path}: got preset and hub, which both set sizes; leave one out")
+            raise ConfigError(
+                f"{path}: got preset and hub, which both set sizes; leave one out",
+                code="preset-and-hub",
+            )
         hub = data.pop(HUB)
         data = {**_checked(lambda: choice.hubs[name](hub), _join(path, HUB)), **data}
     return _read_dataclass(variant, data, path)
@@ -430,7 +433,8 @@ def _read_user_code(choice: OneOf, key: str, value: Mapping[str, object], path: 
     others = [other for other in (choice.tag, *choice.user_code) if other in value and other != key]
     if others:
         raise ConfigError(
-            f"{path}: got {key} and {others[0]}, which exclude each other; leave one of them out"
+            f"{path}: got {key} and {others[0]}, which exclude each other; leave one of them out",
+            code="user-code-and-kind",
         )
     cls = choice.user_code[key]
     function = value[key]

@@ -335,7 +335,8 @@ class RunConfig:
         if not self.name.isprintable() or "/" in self.name or not 0 < len(self.name) <= 100:
             raise ConfigError(
                 f"name: got {self.name!r:.120}, which must be usable as a folder name: 1 to 100 "
-                "printable characters without a slash"
+                "printable characters without a slash",
+                code="run-name",
             )
         for key, path in (("run_dir", self.run_dir), ("checkpoint.dir", self.checkpoint.dir)):
             if path is not None:
@@ -354,11 +355,12 @@ class RunConfig:
         if profile is not None and profile.at + profile.steps - 1 > self.train.steps:
             raise ConfigError(
                 f"train.profile: got at={profile.at} and steps={profile.steps}, but the run ends "
-                f"with step {self.train.steps}; lower them"
+                f"with step {self.train.steps}; lower them",
+                code="profile-after-end",
             )
         names = [next(n for n, row in LOGGERS.items() if row is type(x)) for x in self.loggers]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(f"loggers: got {twice[0]} twice; name it once")
+            raise ConfigError(f"loggers: got {twice[0]} twice; name it once", code="logger-twice")
         self.optimizer.build(self.train.steps)
         MixedPrecision.of(self.precision)
         read_strategies(self.parallel)
@@ -371,7 +373,8 @@ class RunConfig:
             *others, last = (name for name, row in DATA.items() if row in task.data)
             raise ConfigError(
                 f"data.kind: got {kind}, but the model is a {model}, which needs "
-                f"{', '.join(others)} or {last}; change data.kind or model.kind"
+                f"{', '.join(others)} or {last}; change data.kind or model.kind",
+                code="data-kind-of-model",
             )
         task.check(self.model, self.data)
         if self.train.peak_flops is not None and task.item != "tokens":
@@ -400,24 +403,28 @@ class RunConfig:
             if re.fullmatch(r"[\w.-]+", name) is None or not files:
                 raise ConfigError(
                     f"validation.{name}: got {list(files)}; each set needs at least one file, and "
-                    "a name of letters, digits, dots, - and _"
+                    "a name of letters, digits, dots, - and _",
+                    code="validation-set",
                 )
         best = train.best
         if not best.metric.startswith("validation/"):
             raise ConfigError(
                 f"train.best.metric: got {best.metric!r:.80}, which must be a validation metric, "
-                "such as validation/loss"
+                "such as validation/loss",
+                code="best-metric-not-validation",
             )
         name, slash, _ = best.metric.removeprefix("validation/").partition("/")
         if slash and name not in self.validation:
             raise ConfigError(
                 f"train.best.metric: got {best.metric!r:.80}, but there is no set {name!r:.80} in "
-                f"validation.{did_you_mean(name, self.validation)}"
+                f"validation.{did_you_mean(name, self.validation)}",
+                code="best-metric-unknown-set",
             )
         if best.patience and not train.eval_every:
             raise ConfigError(
                 f"train.best.patience: got {best.patience}, but train.eval_every=0 validates only "
-                "at the end; set train.eval_every"
+                "at the end; set train.eval_every",
+                code="patience-without-validations",
             )
 
 

@@ -417,17 +417,20 @@ class MixtureData(SequenceOptions):
         if len(self.weights) != len(self.sources) or not self.sources:
             raise ConfigError(
                 f"data.weights: got {list(self.weights)} for {len(self.sources)} sources; give one "
-                "number above 0 per source"
+                "number above 0 per source",
+                code="mixture-weights",
             )
         if len(units := {source.unit for source in self.sources}) > 1:
             raise ConfigError(
                 f"data.sources: got losses in {' and '.join(sorted(units))}, which cannot be "
-                "mixed; give all sources a tokenizer, or none of them"
+                "mixed; give all sources a tokenizer, or none of them",
+                code="mixed-loss-units",
             )
         if len(named := {source.tokenizer for source in self.sources} - {None}) > 1:
             raise ConfigError(
                 f"data.sources: got the tokenizers {' and '.join(sorted(named))}, whose tokens "
-                "mean different things; use one tokenizer for all sources"
+                "mean different things; use one tokenizer for all sources",
+                code="mixed-tokenizers",
             )
 
     @property

@@ -59,7 +59,8 @@ class UserCode:
         if reserved is not None:
             raise ConfigError(
                 f"{self.section}.{reserved}: the run itself passes this argument to {self.path}; "
-                "leave it out"
+                "leave it out",
+                code="reserved-argument",
             )
         if params is None:
             return
@@ -82,7 +83,8 @@ class UserCode:
             raise ConfigError(
                 f"{self.full_key}: {self.path} takes ({', '.join(params)}), but is called with "
                 f"{' and '.join(words) or 'nothing'}: {error}; set the missing keys next to "
-                f"{self.key}, and make the function accept the others"
+                f"{self.key}, and make the function accept the others",
+                code="user-code-arguments",
             ) from None
 
     def find(self) -> Callable[..., Any]:
@@ -115,7 +117,8 @@ class UserCode:
         except SystemExit as error:
             raise ConfigError(
                 f"{self.full_key}: {self.path} ended the program with SystemExit({error.code!r}); "
-                "it must return a value or raise another error"
+                "it must return a value or raise another error",
+                code="user-code-exits",
             ) from error
         except Exception as error:
             if not isinstance(error, AxonDistError):
@@ -160,7 +163,8 @@ def find(path: str, key: str) -> Callable[..., Any]:
         target = getattr(target, name)
     if not callable(target):
         raise ConfigError(
-            f"{key}: {path} is {target!r:.80} and must be a function or class; name one"
+            f"{key}: {path} is {target!r:.80} and must be a function or class; name one",
+            code="not-callable",
         )
     return target
 
@@ -176,12 +180,14 @@ def _import(name: str, key: str) -> Any:
         if absent is not None and f"{name}.".startswith(f"{absent}."):
             raise ConfigError(
                 f"{key}: there is no module {absent!r}, neither in {here} nor on Python's path; "
-                "correct the path, or start in the folder that contains it"
+                "correct the path, or start in the folder that contains it",
+                code="no-such-module",
             ) from error
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"{key}: importing {name} fails with {type(error).__name__}: {error} "
-            f"({last.filename}:{last.lineno}); python -c 'import {name}' shows the traceback"
+            f"({last.filename}:{last.lineno}); python -c 'import {name}' shows the traceback",
+            code="import-failed",
         ) from error
 
 

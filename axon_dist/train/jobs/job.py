@@ -103,17 +103,20 @@ class Job:
         if _NAME.fullmatch(self.name) is None:
             raise LaunchError(
                 f"a job cannot be called {self.name!r:.80}; give --name at most 42 lower-case "
-                "letters, digits and dashes, starting with a letter"
+                "letters, digits and dashes, starting with a letter",
+                code="job-name",
             )
         if not self.shared.startswith("/") or re.search(r"[\s'\"$\\]", self.shared):
             raise LaunchError(
                 f"the shared folder {self.shared!r:.80} must be an absolute path without spaces "
-                "and quotes, which all nodes can access; give it with --shared"
+                "and quotes, which all nodes can access; give it with --shared",
+                code="shared-folder",
             )
         for text in (self.config, self.image, self.accelerator, *self.overrides):
             if re.search(r"[\n\r\0]", text) or not text:
                 raise LaunchError(
-                    f"{text!r:.80} cannot be written into a job file; it must be one line of text"
+                    f"{text!r:.80} cannot be written into a job file; it must be one line of text",
+                    code="job-text",
                 )
 
     @property

@@ -90,7 +90,8 @@ def submit_job(scheduler: Scheduler, path: Path) -> str:
     if shutil.which(program) is None:
         raise LaunchError(
             f"there is no {program} on this machine, so the job was not submitted; copy {path} to "
-            f"a machine that has it, and run: {' '.join(scheduler.submit)} {path.name}"
+            f"a machine that has it, and run: {' '.join(scheduler.submit)} {path.name}",
+            code="scheduler-not-installed",
         )
     return _run((*scheduler.submit, str(path)), "rejects the job")
 

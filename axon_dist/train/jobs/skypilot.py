@@ -64,5 +64,7 @@ def check(text: str) -> str | None:
         for mount in data["file_mounts"].values():
             jsonschema.validate(mount, schemas.get_storage_schema())
     except jsonschema.ValidationError as error:
-        raise LaunchError(f"SkyPilot rejects the task: {error.message}") from error
+        raise LaunchError(
+            f"SkyPilot rejects the task: {error.message}", code="job-rejected"
+        ) from error
     return "the schemas of SkyPilot"

@@ -239,7 +239,8 @@ class LoopOptions:
         if self.peak_flops is not None and (self.items_per_step is None or self.item != "tokens"):
             raise ConfigError(
                 f"peak_flops={self.peak_flops} needs items_per_step in tokens to measure "
-                f"utilization, but got {self.items_per_step} {self.item}; set it"
+                f"utilization, but got {self.items_per_step} {self.item}; set it",
+                code="peak-flops-without-items",
             )
 
 

@@ -71,7 +71,9 @@ class JsonlWriter:
                 code="not-a-file",
             )
         if self._path.is_symlink():
-            raise ConfigError(f"{str(path)!r} is a link, which is not followed; name its target")
+            raise ConfigError(
+                f"{str(path)!r} is a link, which is not followed; name its target", code="is-a-link"
+            )
         self._tell = tell
         self._waiting = bytearray()
         self._is_refused = False

@@ -191,7 +191,8 @@ class Trainer:
             if record.step >= options.num_steps:
                 raise ConfigError(
                     f"the state has taken {record.step} steps, but the run ends at step "
-                    f"{options.num_steps}; raise the number of steps"
+                    f"{options.num_steps}; raise the number of steps",
+                    code="no-step-left",
                 )
             first_step = record.first_step
             with self.progress.phase("compiling the train step"), sheet.on(COMPILE):
