@@ -1,9 +1,10 @@
 """Batches of text, tokens, records and images: file discovery, train/validation split, loading.
 
-The loader shuffles, shards by process and resumes. This package knows no devices: a process and the
-number of processes are plain numbers. Start reading in `loader.py`. `samples.py` defines what a
-loader yields; `tokens.py` and `packing.py` turn documents into rows. Sources of records:
-`documents.py` (JSONL), `arrow.py`, `array_record.py`; of images: `images.py`, `encoded_images.py`.
+The loader shuffles, shards by process and resumes. This package does not use JAX devices: the
+process index and the process count are plain integers. Start reading in `loader.py`. `samples.py`
+defines what a loader yields; `tokens.py` and `packing.py` turn documents into rows. Sources of
+records are in `documents.py` (JSONL), `arrow.py` and `array_record.py`; sources of images are in
+`images.py` and `encoded_images.py`.
 """
 
 from .array_record import ArrayRecordSource as ArrayRecordSource

@@ -48,7 +48,7 @@ class ArrayRecordSource(DocumentSource):
         """Reads a run of records."""
         first, stop, _, _ = span
         what = f"{path} cannot be read from record {first} on"
-        with reworded(what, "write it anew", of=Exception):
+        with reworded(what, "write it again", of=Exception):
             records = _opened(path).read(first, stop)
         for number, record in enumerate(records, start=first):
             origin = f"record {number} of {path}"
@@ -56,17 +56,19 @@ class ArrayRecordSource(DocumentSource):
                 yield origin, object_of(record, origin)
                 continue
             what = f"{origin} is neither JSON nor a tf.train.Example"
-            with reworded(what, "write it anew", of=DecodeError):
+            with reworded(what, "write it again", of=DecodeError):
                 yield origin, example_of(record)
 
 
 def _opened(path: Path) -> Any:
     if kind_at(path) != "a file":
-        raise ConfigError(f"{path} is {kind_at(path)}, and must be a file; correct data.files")
+        raise ConfigError(
+            f"{path} is {kind_at(path)} and must be a file; correct data.files", code="not-a-file"
+        )
     module: Any = importlib.import_module("array_record.python.array_record_module")
     # Corrupt bytes may make the C++ reader raise any kind of exception.
-    advice = "write it anew, or take it out of data.files"
-    with reworded(f"{path} is no file of ArrayRecord", advice, of=Exception):
+    advice = "write it again, or take it out of data.files"
+    with reworded(f"{path} is not an ArrayRecord file", advice, of=Exception):
         return module.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
 
 
@@ -82,12 +84,12 @@ _MESSAGES: Mapping[str, Mapping[int, tuple[int | str, int]]] = MappingProxyType(
         "Example": {1: ("Features", _ONE)},
     }
 )
-"""The fields of messages by number: descriptor type or message name, and label."""
+"""The fields of each message, by field number: descriptor type or message name, and label."""
 
 
 @functools.cache
 def _example() -> Any:
-    """Builds the class of `tf.train.Example`, so that TensorFlow is not needed."""
+    """Builds the message class of `tf.train.Example` without TensorFlow."""
     file = descriptor_pb2.FileDescriptorProto(name="axon_dist.proto", package="axon_dist")
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
@@ -104,13 +106,13 @@ def _example() -> Any:
 
 
 def example_of(data: bytes) -> dict[str, Any]:
-    """Parses a `tf.train.Example`; its fields are bytes, float or int, or lists of them.
+    """Parses a `tf.train.Example`, whose fields are bytes, float or int, or lists of these.
 
     Args:
         data: the serialized message.
 
     Raises:
-        DecodeError: when `data` is something else.
+        DecodeError: when `data` is not such a message.
 
     Example:
         >>> example_of(bytes.fromhex("0a120a100a0161120b0a090a0768656c6c6f2121"))

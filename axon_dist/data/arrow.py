@@ -1,5 +1,7 @@
-"""Arrow tables: Parquet files, and Hugging Face `datasets`: from the hub, from `save_to_disk`, or
-as Arrow files."""
+"""Arrow tables from Parquet files or Hugging Face `datasets`.
+
+A dataset comes from the hub, from `save_to_disk`, or from Arrow files.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,15 @@ def check_columns(path: Path, wanted: Sequence[str], names: Sequence[str]) -> No
     """Raises `ConfigError` unless a table has each wanted column exactly once."""
     twice = next((name for name in wanted if names.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"{path} has the column {twice!r} twice; write it anew with one")
+        raise ConfigError(
+            f"{path} has the column {twice!r} twice; write it again with one", code="column-twice"
+        )
     missing = next((name for name in wanted if name not in names), None)
     if missing is not None:
         raise ConfigError(
-            f"{path} has no column {missing!r}; name the one that is meant in the data section."
-            f"{did_you_mean(missing, names)}"
+            f"{path} has no column {missing!r}; correct the column name in the data section."
+            f"{did_you_mean(missing, names)}",
+            code="no-such-column",
         )
 
 
@@ -84,15 +89,16 @@ class ParquetSource(DocumentSource):
         for part in parts_of(path):
             update(part)
         firsts = itertools.accumulate(counts, initial=0)
-        places = zip(groups, counts, firsts, strict=False)
-        return [(group, group + 1, count, first) for group, count, first in places]
+        # `firsts` has one more entry, the total.
+        entries = zip(groups, counts, firsts, strict=False)
+        return [(group, group + 1, count, first) for group, count, first in entries]
 
     def read(self, path: Path, span: Span) -> Iterator[Record]:
         """Reads the wanted columns of a row group."""
         group, _, _, first = span
         with self._reading(path) as file:
             columns = columns_of(self, path, file.schema_arrow.names)
-            # Row groups may be of any size; only some rows at a time are in memory.
+            # A row group may be larger than memory, so only `_ROWS` rows are loaded at a time.
             for batch in file.iter_batches(_ROWS, [group], list(columns)):
                 yield from rows_of(batch, columns, batch.num_rows, first, path)
                 first += batch.num_rows
@@ -100,8 +106,8 @@ class ParquetSource(DocumentSource):
     @contextlib.contextmanager
     def _reading(self, path: Path) -> Iterator[Any]:
         parquet = require("pyarrow.parquet", "parquet", str(path))
-        what = f"{path} is not a parquet file that pyarrow reads"
-        advice = "write it anew, or take it out of data.files"
+        what = f"{path} is not a Parquet file that pyarrow can read"
+        advice = "write it again, or take it out of data.files"
         with reworded(what, advice, of=Exception), parquet.ParquetFile(path) as file:
             yield file
 
@@ -112,8 +118,8 @@ class DatasetsSource(DocumentSource):
 
     Each of `files` is `org/name`, `org/name:subset`, a folder written by `save_to_disk`, or a glob
     of `.arrow` files. The split follows an `@`; it defaults to `train`, also in `validation_files`.
-    A dataset that was filtered or shuffled must be saved first: its selection of rows is not in its
-    files.
+    Save a filtered or shuffled dataset with `save_to_disk` first: its files do not record which
+    rows were selected.
 
     Example:
         >>> split = ("Salesforce/wikitext:wikitext-103-raw-v1@validation",)
@@ -132,21 +138,21 @@ class DatasetsSource(DocumentSource):
         for part in parts_of(path):
             update(part)
         spans: list[Span] = []
-        first = count = start = place = 0
-        for batch, place in _batches(path):
+        first = count = start = end = 0
+        for batch, end in _batches(path):
             count += batch.num_rows
-            if place - start >= PART:
-                spans.append((start, place, count, first))
-                start = place
+            if end - start >= PART:
+                spans.append((start, end, count, first))
+                start = end
                 first += count
                 count = 0
-        return [*spans, (start, place, count, first)]
+        return [*spans, (start, end, count, first)]
 
     def read(self, path: Path, span: Span) -> Iterator[Record]:
         """Reads the wanted columns of a run of record batches."""
         start, stop, _, first = span
-        for batch, place in _batches(path, start):
-            if place > stop:
+        for batch, end in _batches(path, start):
+            if end > stop:
                 return
             columns = columns_of(self, path, batch.schema.names)
             yield from rows_of(batch, columns, batch.num_rows, first, path)
@@ -172,8 +178,9 @@ def _batches(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
         return  # the end-of-stream marker
     except Exception as error:  # corrupt bytes may make the C++ reader raise anything
         raise ConfigError(
-            f"{path} is no stream of Arrow that pyarrow reads ({error}): save the data set "
-            "anew with save_to_disk, or take it out of data.files"
+            f"{path} is not an Arrow stream that pyarrow can read ({error}): save the data set "
+            "again with save_to_disk, or take it out of data.files",
+            code="not-arrow",
         ) from error
 
 
@@ -197,8 +204,9 @@ def _files_of(text: str) -> Sequence[TextFile]:
     stored = sum(map(_num_rows, files))
     if not files or stored != len(dataset):
         raise ConfigError(
-            f"data.files: {text!r} has {len(dataset)} rows, and its files have {stored}, for rows "
-            "were selected, or it is in memory; save it with save_to_disk, and name that folder"
+            f"data.files: {text!r} has {len(dataset)} rows, but its files have {stored}: rows were "
+            "selected, or the dataset is in memory; save it with save_to_disk and name that folder",
+            code="dataset-not-saved",
         )
     return files
 

@@ -1,7 +1,7 @@
-"""Batches of rows of similar length: less padding, where documents are not packed.
+"""Length buckets: less padding for documents that are not packed.
 
-A row of each document is padded to the next of a few lengths, and a batch has rows of one length.
-Every length is a program of its own for the compiler, so there are few.
+Each document is a row, padded to the next larger bucket length. All rows of a batch have the same
+length. There are only a few lengths, because each one is a separate program to compile.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from axon_dist.core.errors import ConfigError
 from .samples import random_of
 
 _MOST_LENGTHS = 64
-"""Among how many lengths, at even distances, those of the buckets are chosen."""
+"""The number of evenly spaced candidate lengths that the bucket lengths are chosen from."""
 
 _ORDER = 3
-"""The purpose of these random numbers; see `random_of`."""
+"""The `kind` argument of `random_of` for shuffling buckets."""
 
 
 def bucket_lengths(needed: np.ndarray, longest: int, count: int) -> tuple[int, ...]:
     """Chooses the lengths that leave the least padding.
 
     Args:
-        needed: the tokens that a model sees of each row, from 1 to `longest`, `[N]`.
+        needed: for each row, the number of tokens that the model sees, from 1 to `longest`, `[N]`.
         longest: the largest length.
-        count: how many lengths at most.
+        count: the maximum number of lengths.
 
     Returns:
         The lengths in ascending order; the last one is `longest`.
@@ -41,7 +41,8 @@ def bucket_lengths(needed: np.ndarray, longest: int, count: int) -> tuple[int, .
     width = longest // pieces
     rows = np.bincount(-(-np.maximum(needed, 1) // width), minlength=pieces + 1)[: pieces + 1]
     up_to = np.cumsum(rows)
-    # total[k][j]: the least sum of lengths of the rows in the first j pieces, with k lengths.
+    # Dynamic programming. total[k][j] is the smallest possible sum of padded lengths, over the rows
+    # of at most j * width tokens, with k bucket lengths.
     total = np.full((count + 1, pieces + 1), np.inf)
     total[:, 0] = 0
     last = np.zeros((count + 1, pieces + 1), int)
@@ -51,11 +52,11 @@ def bucket_lengths(needed: np.ndarray, longest: int, count: int) -> tuple[int, .
             last[k, j] = int(sums.argmin())
             total[k, j] = sums[last[k, j]]
     lengths = []
-    place = pieces
+    j = pieces
     for k in range(count, 0, -1):
-        if place:
-            lengths.append(place * width)
-            place = int(last[k, place])
+        if j:
+            lengths.append(j * width)
+            j = int(last[k, j])
     return tuple(reversed(lengths))
 
 
@@ -65,7 +66,8 @@ class Buckets:
 
     Args:
         lengths: in ascending order.
-        needed: the tokens that a model sees of each row, `[N]`; at most the last length.
+        needed: for each row, the number of tokens that the model sees, `[N]`; none exceeds the last
+            length.
     """
 
     lengths: tuple[int, ...]
@@ -82,11 +84,11 @@ class Buckets:
         return float(np.array(self.lengths)[self.which].mean())
 
     def length_of(self, numbers: np.ndarray) -> int:
-        """Returns the length of a batch of some rows: that of the longest of them."""
+        """Returns the padded length of a batch of these rows: the bucket of the longest row."""
         return self.lengths[int(self.which[numbers].max())]
 
     def order(self, seed: int, batch: int) -> BucketOrder:
-        """Returns an endless order in which a batch has rows of one bucket.
+        """Returns an endless order of rows in which each batch has rows of one bucket.
 
         Args:
             seed: the seed of the order.
@@ -98,7 +100,7 @@ class Buckets:
         if len(self.needed) < batch:
             raise ConfigError(
                 f"data.buckets: {len(self.needed)} rows do not fill a batch of {batch}; leave "
-                "buckets out, or take a smaller train.global_batch",
+                "buckets out, or lower train.global_batch",
                 code="buckets-rows",
             )
         return BucketOrder(self, seed, batch)
@@ -107,9 +109,9 @@ class Buckets:
 class BucketOrder:
     """The rows of an endless run: item `g` is row `g mod n` of epoch `g div n`.
 
-    In each epoch all rows are shuffled. Those that do not fill a batch, other ones in each epoch,
-    are left out. The rest are sorted by bucket and cut into batches, and the batches are shuffled.
-    A batch at the border of two buckets has rows of both, and the length of the larger.
+    Each epoch shuffles all rows and drops the last ones, which do not fill a batch; so each epoch
+    drops different rows. The others are sorted by bucket and cut into batches, and the batches are
+    shuffled. A batch at the boundary of two buckets has rows of both and the larger length.
 
     Args:
         buckets: the bucket of each row.
@@ -125,8 +127,8 @@ class BucketOrder:
         self._known: tuple[int, np.ndarray] | None = None
 
     def __getitem__(self, sample: int) -> int:
-        epoch, place = divmod(sample, self._num_batches * self._batch)
-        return int(self._rows(epoch)[place])
+        epoch, index = divmod(sample, self._num_batches * self._batch)
+        return int(self._rows(epoch)[index])
 
     def _rows(self, epoch: int) -> np.ndarray:
         if self._known is None or self._known[0] != epoch:

@@ -1,7 +1,8 @@
-"""Chat templates: built-in ones, and Jinja templates of hubs, rendered in a separate process.
+"""Chat templates: built-in ones, and Jinja templates from the Hugging Face hub.
 
-A hub's template writes the same bytes as `transformers.apply_chat_template`. If a record has a
-field that its template does not write, that is an error; nothing is dropped silently.
+Jinja templates are rendered in a separate process. The text is byte for byte that of
+`transformers.apply_chat_template`. A record with a field that the template does not write is an
+error; nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ LEARNED = "assistant"
 """The role whose turns are learned."""
 
 Message: TypeAlias = Mapping[str, Any]
-"""`role`, a text; `content`, a text or a list of parts; and other fields of the template."""
+"""`role`, a string; `content`, a string or a list of parts; and other template fields."""
 
 Pieces: TypeAlias = Sequence[tuple[str, bool]]
-"""A text in pieces, each with a flag: whether it is learned."""
+"""A text in pieces, each with a flag that says whether the model learns it."""
 
 
 WRITTEN_FIELDS = (
@@ -48,7 +49,7 @@ WEIGHTS = ("weight", "train")
 """Fields of a message that say whether it is learned; templates do not see them."""
 
 OPTIONAL_FIELDS = ("tools", "documents", "chat_template_kwargs", "functions")
-"""Fields of a record, other than its messages, that are passed to a template, or refused."""
+"""Fields of a record, other than its messages, that are passed to a template or rejected."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Conversation:
 
     @classmethod
     def of(cls, messages: Sequence[Message]) -> Conversation:
-        """Makes a conversation of messages alone; the assistant's are learned."""
+        """Makes a conversation from messages only; the assistant's messages are learned."""
         return cls(messages, [message["role"] == LEARNED for message in messages])
 
     def validate(self) -> None:
@@ -79,11 +80,11 @@ class Conversation:
         if not any(self.learned):
             roles = ", ".join(dict.fromkeys(message["role"] for message in self.messages))
             if any(message["role"] == LEARNED for message in self.messages):
-                raise ValueError(f"messages of {roles}, whose weights leave none to learn")
-            raise ValueError(f"messages of {roles} alone, and none of an {LEARNED} to learn")
+                raise ValueError(f"messages of {roles}, whose weights exclude all from learning")
+            raise ValueError(f"only messages of {roles}, and none of an {LEARNED} to learn")
 
     def to_json(self) -> JsonDict:
-        """Returns the form in which it is sent to the template process."""
+        """Returns the JSON object that is sent to the template process."""
         return {
             "messages": list(self.messages),
             "tools": self.tools,
@@ -97,10 +98,10 @@ def parse_conversation(record: Mapping[str, Any], field: str) -> Conversation:
 
     Args:
         record: with messages, and perhaps `tools`, `documents` and `chat_template_kwargs`.
-        field: where the messages are.
+        field: the field that holds the messages.
 
     Raises:
-        ValueError: saying in words what the record has instead.
+        ValueError: when the chat is malformed; the message describes what the record has instead.
     """
     messages = record[field]
     if not isinstance(messages, list) or not messages:
@@ -127,7 +128,7 @@ def parse_conversation(record: Mapping[str, Any], field: str) -> Conversation:
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    """Returns a list of schemas; tables often store it as one JSON string."""
+    """Returns a list of schemas; parses the JSON string that tables often store instead."""
     parsed = tools
     if isinstance(tools, str):
         with contextlib.suppress(ValueError):
@@ -155,7 +156,7 @@ def _check_message(message: Any, number: int) -> None:
     has_content = isinstance(content, str) or (content is None and calls)
     if not has_content or not isinstance(fields.get("role"), str):
         raise ValueError(
-            f"{message!r:.60} as message {number}, which must have a text as role and content"
+            f"{message!r:.60} as message {number}, whose role and content must both be texts"
         )
 
 
@@ -170,8 +171,8 @@ def _is_learned(message: Message, number: int) -> bool:
             raise ValueError(f"{weight!r:.40} as {name} of message {number}, which must be 0 or 1")
         if weight and not is_assistant:
             raise ValueError(
-                f"{weight!r} as {name} of message {number}, of {message['role']!r:.40}; only what "
-                f"an {LEARNED} says can be learned"
+                f"{weight!r} as {name} of message {number}, of {message['role']!r:.40}; only "
+                f"messages of an {LEARNED} can be learned"
             )
         if not weight:
             return False
@@ -307,8 +308,8 @@ class Rendered:
                 the template may write in part.
 
         Raises:
-            ValueError: saying what the template rejects or does not write, or why the answers in
-                the text cannot be found.
+            ValueError: when the template rejects the chat or does not write a part of it, or when
+                the answers in the text cannot be found.
         """
         is_record = isinstance(chat, Conversation)
         if not isinstance(chat, Conversation):
@@ -325,7 +326,7 @@ class Rendered:
         try:
             written = self.process.write(chat, prefixes, [variant for _, variant in variants])
         except ValueError as error:
-            raise ValueError(f"messages that its template refuses: {error}") from error
+            raise ValueError(f"messages that its template rejects: {error}") from error
         for (what, _), is_same in zip(variants, written.same, strict=True):
             if is_same:
                 raise ValueError(_not_written(what, self.name))
@@ -342,16 +343,16 @@ class Rendered:
         return _cut(written.text, spans)
 
     def _answers(self, turns: Sequence[int], written: Written) -> dict[int, tuple[int, int]]:
-        """Returns where in the text each of these turns begins and ends."""
+        """Returns the start and end in the text of each of these turns, by message number."""
         answers: dict[int, tuple[int, int]] = {}
         end = 0
         for number, start, stop in zip(turns, written.ends[::2], written.ends[1::2], strict=True):
             if start is None or stop is None or not end <= start <= stop:
                 raise ValueError(
-                    f"message {number + 1}, which the template {self.name!r} writes otherwise "
-                    "where more follows it, so that it is not known what of the text is the "
-                    "answer; mark answers in the template by {% generation %}, or choose "
-                    "data.template among " + ", ".join(TEMPLATES)
+                    f"message {number + 1}, which the template {self.name!r} writes differently "
+                    "when more messages follow, so the answer cannot be located in the text; mark "
+                    "answers in the template with {% generation %}, or set data.template to one of "
+                    + ", ".join(TEMPLATES)
                 )
             answers[number] = (start, stop)
             end = stop
@@ -384,21 +385,22 @@ class Rendered:
         return variants
 
     def _names(self, field: str) -> bool:
-        """Whether the template mentions a field; then the template decides whether to write it."""
+        """Whether the template mentions a field; if so, it decides itself whether to write it."""
         return re.search(rf"\b{re.escape(field)}\b", self.source) is not None
 
     def _check_messages(self, chat: Conversation, text: str) -> None:
-        """Raises if the template leaves out a message, such as those after the fourth."""
-        place = 0
+        """Raises if the template leaves out a message, for example all after the fourth."""
+        end = 0
         missing: list[int] = []
         for number, message in enumerate(chat.messages):
             content = content_text(message).strip()
-            found = text.find(content, place)
+            found = text.find(content, end)
             if found < 0:
                 missing.append(number)
             else:
-                place = found + len(content)
-        # The template may have changed these texts, so it is asked whether they change the result.
+                end = found + len(content)
+        # The template may have rewritten these contents. Render the chat with each one changed: if
+        # the text stays the same, the template ignores that message.
         variants = [
             dataclasses.replace(
                 chat,
@@ -412,7 +414,7 @@ class Rendered:
                 raise ValueError(_not_written(f"message {number + 1}", self.name))
 
     def _check_functions(self, chat: Conversation, text: str) -> None:
-        """Raises if the template leaves out a tool, or one of several calls."""
+        """Raises if the template leaves out a tool or a tool call."""
         calls = [call for message in chat.messages for call in message.get("tool_calls") or ()]
         named = [_function_name(one) for one in (*(chat.tools or ()), *calls)]
         for name in dict.fromkeys(named):
@@ -422,13 +424,13 @@ class Rendered:
                 )
 
     def _check_parts(self, chat: Conversation, text: str) -> None:
-        """Raises if the template wrote a list of parts, or None, as its Python `str`."""
+        """Raises if the template wrote the Python `str` of a list of parts or of None."""
         for number, message in enumerate(chat.messages, start=1):
             content = message.get("content", "")
             if isinstance(content, list) and str(content) in text:
                 raise ValueError(
                     f"a list of parts as content of message {number}, which the template "
-                    f"{self.name!r} writes as Python prints it; give the content as one text"
+                    f"{self.name!r} writes as a Python list; give the content as one text"
                 )
             if content is None and "None" in text and "None" not in self.source:
                 raise ValueError(
@@ -453,7 +455,7 @@ def _changed(message: Message) -> Message:
 
 
 def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Pieces:
-    """Cuts a text into pieces; those in the spans, which are in order, are learned."""
+    """Cuts a text into pieces; the pieces inside the spans, which are sorted, are learned."""
     pieces: list[tuple[str, bool]] = []
     end = 0
     for start, stop in spans:
@@ -463,22 +465,23 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Pieces:
 
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""The tag that marks learned text in a template."""
+"""The template tag around learned text."""
 
 _RENDERING = "rendered as by transformers 4.57, whole"
-"""Changed when the template environment changes, so that cached tokens are made again."""
+"""Part of a template's identity. Change it with the template environment: cached tokens are then
+made again."""
 
 
 ChatTemplate: TypeAlias = Turns | Rendered
-"""Turns messages into one text, in which the assistant's turns and their ends are learned."""
+"""Renders messages as one text; the assistant's turns and their end markers are learned."""
 
 MOST_LETTERS = 2**24
-"""The most characters of the text of a chat."""
+"""The maximum number of characters of a rendered chat."""
 
 _MEMORY = 2**30
-"""The most bytes of memory of a template process."""
+"""The memory limit of a template process, in bytes."""
 _SECONDS = 5.0
-"""The most seconds for one chat."""
+"""The time limit of one chat, in seconds of CPU time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -487,9 +490,9 @@ class Written:
 
     Args:
         text: the text of the chat.
-        spans: the parts of the text between generation tags.
-        ends: for each prefix the length of its text; None if the text does not begin with it.
-        same: whether each variant has the same text.
+        spans: start and end of each part of the text between generation tags.
+        ends: for each prefix, the length of its text; None if `text` does not begin with it.
+        same: for each variant, whether its text equals `text`.
     """
 
     text: str
@@ -521,11 +524,12 @@ class TemplateProcess:
 
         Args:
             chat: the messages and other inputs of the template.
-            prefixes: numbers of first messages, each with whether to add a generation prompt.
+            prefixes: pairs: how many first messages to render, and whether to add a generation
+                prompt.
             variants: chats whose texts are compared with that of `chat`.
 
         Raises:
-            ValueError: saying in one line why the template rejects the chat.
+            ValueError: when the template rejects the chat; the message is one line.
         """
         question = {
             "chat": chat.to_json(),
@@ -563,8 +567,8 @@ class TemplateProcess:
         try:
             process.stdin.write(json.dumps(question).encode() + b"\n")
             process.stdin.flush()
-            # The process limits its own CPU time to `_SECONDS`; it could also block, so wait for
-            # a limited time.
+            # The process limits its own CPU time to `_SECONDS`. It could block without using CPU
+            # time, so the wait is limited, too.
             line = _line_of(process.stdout.fileno(), time.monotonic() + 4 * _SECONDS)
         except OSError:
             line = b""
@@ -573,7 +577,7 @@ class TemplateProcess:
             _end(process)
             raise ValueError(
                 f"it takes more than {_SECONDS:g} seconds or {_MEMORY / 2**30:g} GiB, or writes "
-                f"more than {MOST_LETTERS} letters"
+                f"more than {MOST_LETTERS} characters"
             )
         answer = json.loads(line)
         if isinstance(answer, str):
@@ -582,11 +586,11 @@ class TemplateProcess:
 
 
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT")
-"""The variables that a process needs to find Python's libraries; it gets no others."""
+"""The only environment variables that a template process gets: those that locate libraries."""
 
 
 def _line_of(file: int, deadline: float) -> bytes:
-    """Reads a line from a pipe; returns a part of it if it ends early, is late or is too long."""
+    """Reads a line from a pipe; returns an incomplete line on end of file, timeout or overflow."""
     line = bytearray()
     while not line.endswith(b"\n") and len(line) <= 8 * MOST_LETTERS:
         if not select.select([file], [], [], max(0, deadline - time.monotonic()))[0]:
@@ -622,14 +626,14 @@ TEMPLATES: MappingProxyType[str, Turns] = MappingProxyType(
         ),
     }
 )
-"""The built-in templates, by their names in `data.template`."""
+"""The built-in templates, by their name in `data.template`."""
 
 _TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
-"""The files next to a hub's tokenizer that may hold its template."""
+"""The files next to a hub tokenizer that may hold its chat template."""
 
 
 def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
-    """Finds the template of a name, a file or a tokenizer.
+    """Finds the chat template for a name, a file or a tokenizer.
 
     Args:
         template: a key of `TEMPLATES`, a Jinja file, or a `tokenizer_config.json`; None takes the
@@ -662,34 +666,35 @@ _ANSWER = "answer"
 
 
 def ask(template: ChatTemplate, messages: Sequence[Message]) -> tuple[str, str]:
-    """Writes messages up to the point where the model answers.
+    """Renders messages up to the start of the model's answer.
 
     Args:
         template: a chat template.
         messages: the conversation so far; the last message is not the assistant's.
 
     Returns:
-        The text to continue, and the text that ends an answer.
+        The prompt for the model, and the text that ends an answer.
 
     Raises:
-        ValueError: saying what the template refuses or does not write.
+        ValueError: when the template rejects the messages, or does not write one of them.
 
     Example:
         >>> ask(TEMPLATES["plain"], [{"role": "user", "content": "2 + 2?"}])
         ('User: 2 + 2?\\nAssistant: ', '\\n')
     """
-    # Ask for the text of an answer instead of a generation prompt, which not every template writes.
+    # Not every template writes a generation prompt. So render a dummy answer, and cut the text at
+    # this answer.
     pieces = template.pieces([*messages, {"role": LEARNED, "content": _ANSWER}])
-    places = [number for number, (_, is_learned) in enumerate(pieces) if is_learned]
-    if not places or _ANSWER not in pieces[places[-1]][0]:
+    learned = [number for number, (_, is_learned) in enumerate(pieces) if is_learned]
+    if not learned or _ANSWER not in pieces[learned[-1]][0]:
         raise ValueError("messages whose answer the template does not mark as learned")
-    before = "".join(text for text, _ in pieces[: places[-1]])
-    opening, _, ending = pieces[places[-1]][0].rpartition(_ANSWER)
+    before = "".join(text for text, _ in pieces[: learned[-1]])
+    opening, _, ending = pieces[learned[-1]][0].rpartition(_ANSWER)
     return before + opening, ending
 
 
 def _template_in(path: Path) -> Rendered | None:
-    """Returns the template of a file; None if it is a tokenizer config without one."""
+    """Returns the chat template in a file; None for a tokenizer config without a template."""
     config = _config_in(path) if path.suffix == ".json" else {}
     source = config.get("chat_template")
     tool_source = None

@@ -1,7 +1,7 @@
 """Renders one chat template, with limits on memory, time and output length.
 
-`chat.py` starts this as a separate program. It imports nothing from the package. It reads one JSON
-question per line and answers each with one line of JSON. The first question is the template. An
+`chat.py` starts this as a separate program, which imports nothing from the package. It reads one
+JSON request per line and answers each with one line of JSON. The first request is the template. An
 answer that is a string is an error message.
 
 A template gets the same environment as in `transformers` (`utils/chat_template_utils.py`): an
@@ -21,7 +21,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Answers questions until the input ends."""
+    """Answers requests until the input ends."""
     memory = int(sys.argv[1])
     seconds = float(sys.argv[2])
     letters = int(sys.argv[3])
@@ -33,7 +33,7 @@ def main() -> None:
         resource.setrlimit(limit, (0, 0))
     renderer: Renderer | None = None
     for line in sys.stdin:
-        # The signal kills the process, even inside one long multiplication.
+        # SIGPROF kills the process, even inside one long multiplication.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             if renderer is None:
@@ -43,7 +43,7 @@ def main() -> None:
             else:
                 answer = renderer.answer(json.loads(line))
         except BaseException as error:  # a template may raise anything, for example by 1 / 0
-            text = "more than the memory it may have" if isinstance(error, MemoryError) else error
+            text = "it exceeds its memory limit" if isinstance(error, MemoryError) else error
             answer = " ".join(f"{type(error).__name__}: {text}"[:400].split())
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(json.dumps(answer) + "\n")
@@ -72,13 +72,14 @@ class Renderer:
         """Renders a chat and compares it with renderings of prefixes and variants.
 
         Args:
-            question: `chat`, the messages and other template inputs; `prefixes`, pairs of a number
-                of first messages and whether to add a generation prompt; `variants`, other chats.
+            question: `chat`, the messages and other template inputs; `prefixes`, pairs: how many
+                first messages to render, and whether to add a generation prompt; `variants`, other
+                chats.
 
         Returns:
-            `text`; `spans`, the parts between generation tags; `ends`, for each prefix the length
-            of its text, or None if the text of the chat does not begin with it; `same`, whether
-            each variant has the same text.
+            `text`; `spans`, start and end of each part between generation tags; `ends`, for each
+            prefix the length of its text, or None if `text` does not begin with it; `same`, for
+            each variant, whether its text equals `text`.
         """
         chat = question["chat"]
         text = self._text(chat, asks=False)
@@ -106,7 +107,7 @@ class Renderer:
         for part in self._template.generate(**inputs):
             self._length += len(part)
             if self._length > self._letters:
-                raise ValueError(f"it writes more than {self._letters} letters")
+                raise ValueError(f"it writes more than {self._letters} characters")
             parts.append(part)
         return "".join(parts)
 
@@ -120,8 +121,8 @@ class Renderer:
             # Inside a macro or an assigned block, the offset of the text is not yet known.
             if text[start:end] != part:
                 raise ValueError(
-                    "a tag of generation within a macro, a filter or an assignment, so that it is "
-                    "not known where its text is"
+                    "a generation tag inside a macro, a filter or an assignment, so its text "
+                    "cannot be located"
                 )
         return spans
 

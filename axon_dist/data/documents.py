@@ -26,17 +26,18 @@ from .store import Document, Folder, Span, TokenStore, digest_of
 from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, utf8
 
 Record = tuple[str, Any]
-"""The origin of a record, such as file and line, for messages; and the record."""
+"""The origin of a record for error messages, such as file and line; and the record."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DocumentSource:
     """Which files hold records, and which of their fields a model learns.
 
-    The model learns all of a `text` record. Of a record with a prompt and a response, it sees both
-    and learns only the response. Of a chat, a list of `{role, content}`, it learns all turns of the
-    assistant. Rows have segment ids, one per document: tokens attend only within their document,
-    positions restart in each, and the first token of a document is not a target.
+    All of a `text` record is learned. If a record has a prompt and a response, the model sees both
+    and learns only the response. If a record is a chat, a list of `{role, content}`, the model
+    learns all turns of the assistant. Rows have segment ids, one per document: tokens attend only
+    within their document, positions restart in each document, and the first token of a document is
+    not a target.
 
     Args:
         files: paths or globs.
@@ -110,16 +111,20 @@ class DocumentSource:
         fields = {name: x for name in ("text", "prompt", "messages") if (x := getattr(self, name))}
         if len(fields) > 1:
             named = " and ".join(f"data.{name}={x!r}" for name, x in fields.items())
-            raise ConfigError(f"{named} both say what is read: leave one of them out")
+            raise ConfigError(
+                f"{named} both name the field to read: leave one of them out",
+                code="two-fields-to-read",
+            )
         if self.template is not None and self.messages is None:
             raise ConfigError(
-                f"data.template={self.template!r} is one of chats: name their field, "
-                "data.messages=messages, or leave it out"
+                f"data.template={self.template!r} applies to chats only: name the field that holds "
+                "them, as in data.messages=messages, or leave data.template out",
+                code="template-without-chats",
             )
         if self.buckets is not None and not 1 <= self.buckets <= MOST_BUCKETS:
             raise ConfigError(
                 f"data.buckets={self.buckets} must be from 1 to {MOST_BUCKETS}, because each is a "
-                "program to compile; change it",
+                "separate program to compile; change it",
                 code="buckets-range",
             )
         if self.buckets is not None and self.packed:
@@ -130,8 +135,9 @@ class DocumentSource:
             )
         if self.end_token is not None and self.tokenizer is None:
             raise ConfigError(
-                f"data.end_token={self.end_token!r} needs a data.tokenizer that knows it; bytes "
-                "end with a zero: leave it out"
+                f"data.end_token={self.end_token!r} needs a data.tokenizer that has this token; "
+                "set one, or leave data.end_token out: documents of bytes end with a zero",
+                code="end-token-without-tokenizer",
             )
 
     @property
@@ -158,23 +164,23 @@ class DocumentSource:
 
         Args:
             path: the path of the file.
-            update: is called with all bytes of the file, for a digest.
+            update: called with all bytes of the file, for a digest.
 
         Returns:
-            The parts that `read` takes.
+            The parts, as arguments of `read`.
 
         Raises:
-            ConfigError: when it is no such file, or its reader is not installed.
+            ConfigError: when the file has another format, or its reader is not installed.
         """
-        raise TypeError(f"{type(self).__name__} does not say how its files are read")
+        raise TypeError(f"{type(self).__name__} does not define how its files are read")
 
     def read(self, path: Path, span: Span) -> Iterator[Record]:
         """Yields the records of a part of a file.
 
         Raises:
-            ConfigError: when one cannot be read.
+            ConfigError: when a record cannot be read.
         """
-        raise TypeError(f"{type(self).__name__} does not say how its files are read")
+        raise TypeError(f"{type(self).__name__} does not define how its files are read")
 
     def open(self, length: int) -> PackedRows:
         """Tokenizes the records, or reads cached tokens; samples are rows of `length + 1` tokens.
@@ -239,10 +245,10 @@ class DocumentSource:
         """Makes documents of all records, or reads cached ones.
 
         Args:
-            folder: where they are cached.
+            folder: the folder of the token cache.
             files: the files to read.
             how: everything that documents depend on besides the files.
-            document: makes a document of a record.
+            document: turns a record into a document.
 
         Raises:
             ConfigError: when there is no record, or one cannot be read.
@@ -250,7 +256,9 @@ class DocumentSource:
         indexed = folder.index(files, self.scan, self.suffix)
         if not any(span[2] for file in indexed for span in file.spans):
             names = ", ".join(str(file.path) for file in indexed)
-            raise ConfigError(f"data.files: {names} holds no record; give files with records.")
+            raise ConfigError(
+                f"data.files: {names} has no record; give files with records.", code="no-records"
+            )
 
         def make(path: Path, span: Span) -> Iterator[Document]:
             with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -297,7 +305,8 @@ class DocumentSource:
             raise ConfigError(
                 f"{origin} has {error}; write "
                 '[{"role": "user", "content": ...}, {"role": "assistant", "content": ...}], or '
-                "remove the line"
+                "remove the record",
+                code="malformed-chat",
             ) from error
         try:
             pieces = template.pieces(chat)
@@ -306,7 +315,8 @@ class DocumentSource:
         if not any(is_learned and text for text, is_learned in pieces):
             raise ConfigError(
                 f"{origin} has messages in which the template {template.name!r} marks nothing to "
-                "learn; correct its {% generation %} tags, or remove the line"
+                "learn; correct its {% generation %} tags, or remove the record",
+                code="nothing-learned",
             )
         utf8("".join(text for text, _ in pieces), origin)
         return pieces
@@ -334,10 +344,10 @@ class DocumentSource:
 
 
 MOST_BUCKETS = 32
-"""The most lengths of rows; each is a program to compile."""
+"""The maximum number of row lengths; each is a separate program to compile."""
 
 _THREADS = 8
-"""Threads that tokenize; tokenizers and readers release the GIL while they work."""
+"""The number of tokenizing threads; tokenizers and readers release the GIL while they work."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -395,7 +405,7 @@ class JsonlSource(DocumentSource):
     suffix: ClassVar[str] = ".jsonl"
 
     def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
-        """Divides a file at line ends; a compressed file is one part, read from its start."""
+        """Divides a file at line ends; a compressed file is one part, since it cannot be seeked."""
         if path.suffix in COMPRESSED:
             for part in parts_of(path):
                 update(part)
@@ -459,7 +469,7 @@ class _ZstdFile(io.RawIOBase):
             self._packed = self._packed or self._file.read(2**16)
             if not self._packed:
                 if self._frame is not None:
-                    raise EOFError("the file ends within a frame")
+                    raise EOFError("the file ends in the middle of a frame")
                 return 0
             self._frame = self._frame or self._decompressor.decompressobj()
             self._content = self._frame.decompress(self._packed)
@@ -485,13 +495,14 @@ COMPRESSED = frozenset({".gz", ".xz", ".bz2", ".zst"})
 """The suffixes of compressed files."""
 
 _MOST_LINE = 2**28
-"""The most bytes of a line of a compressed file: a small file may unpack to more than memory."""
+"""The maximum bytes of a line of a compressed file, which may unpack to more than memory."""
 
 
 def _unpacked_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields the lines of a compressed file, numbered from 1."""
-    # Each library raises its own errors for corrupt bytes. O_NONBLOCK: opening a FIFO never hangs.
-    advice = "write it anew, or take it out of data.files"
+    # Each library raises its own errors for corrupt bytes. Without O_NONBLOCK, opening a FIFO could
+    # hang.
+    advice = "write it again, or take it out of data.files"
     rewording = reworded(f"{path} cannot be unpacked", advice, of=Exception)
     with (
         rewording,
@@ -509,18 +520,19 @@ def _unpacked_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def object_of(text: bytes, origin: str) -> Mapping[str, Any]:
     """Parses a JSON object; raises `ConfigError` for anything else."""
-    with reworded(f"{origin} is no JSON", "correct or remove it", of=MALFORMED):
+    with reworded(f"{origin} is not valid JSON", "correct or remove it", of=MALFORMED):
         record = json.loads(text)
     if not isinstance(record, dict):
         raise ConfigError(
-            f"{origin} holds {record!r:.60}, which must be an object with fields; "
-            'write {"text": ...}'
+            f"{origin} is {record!r:.60}, which must be an object with fields; "
+            'write {"text": ...}',
+            code="record-not-an-object",
         )
     return record
 
 
 PART = 2**23
-"""The bytes of a file that are read at a time."""
+"""The number of bytes of a file that are read at a time."""
 
 
 def parts_of(path: Path) -> Iterator[bytes]:

@@ -28,7 +28,7 @@ SUFFIXES = frozenset(
 """The suffixes of image files in folders."""
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""The formats that Pillow may decode; for some others it would run external programs."""
+"""The formats that Pillow may decode; for some others it would start external programs."""
 
 _MODES: Mapping[int, str] = MappingProxyType({1: "L", 3: "RGB", 4: "RGBA"})
 _MOST_PIXELS = 2**26
@@ -42,8 +42,8 @@ class EncodedImages:
     """Images that are decoded on demand, center-cropped and resized.
 
     Args:
-        read: the number of an image -> its origin, for messages, and its bytes.
-        labels: the labels of all images that `read` knows, integers.
+        read: maps the number of an image to its origin, for error messages, and its bytes.
+        labels: the integer labels of all images that `read` can read.
         numbers: the images of this set, `[N]`.
         shape: height, width and channels of the decoded images.
         contents: a checksum of all images.
@@ -65,7 +65,7 @@ class EncodedImages:
         return np.stack(images), self.labels[stored]
 
     def checksum(self) -> int:
-        """A checksum of the source, the selection and the labels."""
+        """Returns a checksum of the source, the selection and the labels."""
         return checksum(np.array([self.contents]), self.numbers, self.labels)
 
     def part(self, mask: np.ndarray) -> EncodedImages:
@@ -76,11 +76,11 @@ class EncodedImages:
 def decode(origin: str, data: bytes, shape: Shape) -> np.ndarray:
     """Decodes an image, applies its EXIF orientation, crops it to the aspect ratio and resizes it.
 
-    The result looks as in a viewer: unless the model has an alpha channel, transparent pixels are
-    blended with white.
+    Transparent pixels are blended with white, as image viewers show them, unless the model has an
+    alpha channel.
 
     Args:
-        origin: the file or record that holds it, for messages.
+        origin: the file or record that holds the image, for error messages.
         data: the bytes of a file.
         shape: height, width and channels: 1 grey, 3 colors, 4 with transparency.
 
@@ -88,21 +88,22 @@ def decode(origin: str, data: bytes, shape: Shape) -> np.ndarray:
         uint8 `[H, W, C]`.
 
     Raises:
-        ConfigError: when it is no image, is truncated, has too many pixels, or has 32-bit pixels.
+        ConfigError: when `data` is not an image, is truncated, has too many pixels, or has 32-bit
+            pixels.
     """
     height, width, channels = shape
     pillow = _pillow("Image")
     ops = _pillow("ImageOps")
     # Pillow raises a dozen kinds of errors for corrupt bytes.
-    advice = "write it anew, or remove it"
-    rewording = reworded(f"{origin} is no image that can be decoded", advice, of=Exception)
+    advice = "write it again, or remove it"
+    rewording = reworded(f"{origin} is not an image that can be decoded", advice, of=Exception)
     with rewording, pillow.open(io.BytesIO(data), formats=_FORMATS) as image:
         if (pixels := image.width * image.height) > _MOST_PIXELS:
             raise ValueError(f"it has {pixels} pixels, more than {_MOST_PIXELS}")
         if image.mode in ("I", "F"):
-            raise ValueError(f"its pixels are of mode {image.mode}, and not of 8 or 16 bits")
-        # Decode a JPEG at reduced size if at least twice the wanted size is left. Both dims use the
-        # longer side, because the image may be rotated only afterwards.
+            raise ValueError(f"its pixel mode is {image.mode}, which is neither 8 nor 16 bits")
+        # Decode a JPEG at a reduced size that is still at least twice the wanted one. Both dims use
+        # the longer side, because the image may be rotated afterwards.
         longest = 2 * max(width, height)
         image.draft(None, (longest, longest))
         upright = ops.exif_transpose(image)
@@ -136,8 +137,9 @@ def _check_decodes(shape: Shape) -> None:
     _pillow("Image")
     if shape[2] not in _MODES:
         raise ConfigError(
-            f"model.channels: got {shape[2]}, and an image has 1, 3 or 4 numbers for a pixel; "
-            "change it"
+            f"model.channels: got {shape[2]}, but encoded images have 1, 3 or 4 channels; "
+            "change it",
+            code="image-channels",
         )
 
 
@@ -169,14 +171,16 @@ class ImageFolder(ImageSource):
             for folder in _folders_in(file.path):
                 if folder.name not in known:
                     raise ConfigError(
-                        f"{folder} is of no class that data.files has; remove or rename it"
+                        f"{folder} is not a class of data.files; remove or rename it",
+                        code="unknown-image-class",
                     )
                 label = known.index(folder.name)
                 rows += [(os.fsencode(p), size, label) for p, size in _images_in(folder)]
         if not rows:
             raise ConfigError(
                 f"data.files: {', '.join(str(f.path) for f in files)} has no folders with images; "
-                "name a folder that has one folder for each class"
+                "name a folder that has one subfolder per class",
+                code="no-image-folders",
             )
         paths, sizes, labels = zip(*sorted(rows), strict=True)
         # Arrays rather than lists of strings, because each worker process gets a copy.
@@ -204,13 +208,17 @@ def _images_in(folder: Path) -> list[tuple[str, int]]:
     for root, folders, files in os.walk(folder):
         if links := [name for name in folders if os.path.islink(os.path.join(root, name))]:
             raise ConfigError(
-                f"{os.path.join(root, links[0])} is a link to a folder, which may lead round in "
-                "circles; link the folder of the class itself, or its images"
+                f"{os.path.join(root, links[0])} is a link to a folder, which may form a cycle; "
+                "link the folder of the class itself, or its images",
+                code="link-to-folder",
             )
         images = [name for name in files if os.path.splitext(name)[1].lower() in SUFFIXES]
         for path in (os.path.join(root, name) for name in images):
             if (kind := kind_at(Path(path))) != "a file":
-                raise ConfigError(f"{path} is {kind or 'a link to nothing'}, no file; remove it")
+                raise ConfigError(
+                    f"{path} is {kind or 'a dangling link'} and must be a file; remove it",
+                    code="not-a-file",
+                )
             sized.append((path, os.path.getsize(path)))
     return sized
 
@@ -225,8 +233,9 @@ READERS: MappingProxyType[str, type[DocumentSource]] = MappingProxyType(
 class ImageRecords(ImageSource):
     """Records with an image and a label, in Parquet, Arrow or ArrayRecord files.
 
-    An image is the bytes of a JPEG, a PNG..., or `{bytes: ...}`, as in Hugging Face's image
-    datasets. The first run copies the images to `cache`, which allows random access.
+    The image field holds the bytes of a JPEG, PNG or other image file, or `{bytes: ...}` as in
+    Hugging Face's image datasets. The first run copies the images to `cache`, which allows random
+    access.
 
     Args:
         image: the field of the image.
@@ -248,8 +257,10 @@ class ImageRecords(ImageSource):
         end, *others = ends
         if end is None or others:
             raise ConfigError(
-                f"data.files: {', '.join(self.files)} must be of one kind, {', '.join(READERS)}; "
-                "name such files, or take a folder, data.kind=image_folder"
+                f"data.files: {', '.join(self.files)} must all be files of one kind, one of "
+                f"{', '.join(READERS)}; name such files, or set data.kind=image_folder to read "
+                "folders",
+                code="mixed-record-files",
             )
         # `prompt` and `response` are the two fields that the source reads.
         reader = READERS[end](files=self.files, prompt=self.label, response=self.image)
@@ -284,7 +295,7 @@ class ImageRecords(ImageSource):
 
 
 _LABEL = 8
-"""The bytes of a label."""
+"""The number of bytes of a label."""
 
 
 def _labels(documents: StoredDocuments) -> np.ndarray:

@@ -22,12 +22,12 @@ _NOT_PROSE = frozenset(
     {"test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data", "ensurepip"}
     | {"site-packages", "dist-packages", "__pycache__"}
 )
-"""Folders of the standard library left out: tests, other people's code, and generated tables."""
+"""Folders of the standard library to skip: tests, third-party code and generated tables."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class TextFile:
-    """A file, or a byte range of it, and the name that decides its side of the split.
+    """A file, or a byte range of it, and the name by which it is split.
 
     Args:
         name: path relative to the folder of the pattern that found it, with forward slashes, so
@@ -109,11 +109,11 @@ def split_files(
     """Splits files into training and validation by a hash of their names.
 
     A file is for validation if the first eight bytes of the SHA-256 of its name, read as a number
-    in [0, 1), are below `fraction`. So its side does not depend on the order, the machine, or which
-    other files there are.
+    in [0, 1), are below `fraction`. So the result for a file depends neither on the order, nor on
+    the machine, nor on the other files.
 
     Args:
-        files: what to split.
+        files: the files to split.
         fraction: the expected share of files for validation, in (0, 1).
 
     Returns:
@@ -126,15 +126,16 @@ def split_files(
     """
     sides: tuple[list[TextFile], list[TextFile]] = ([], [])
     for file in files:
-        sides[_place(file.name) < fraction].append(file)
+        sides[_hash_fraction(file.name) < fraction].append(file)
     return tuple(sides[0]), tuple(sides[1])
 
 
 FEW = 10
-"""If one side would get fewer files than this, a share of files is not about a share of bytes."""
+"""If one side would get fewer files than this, split by bytes: a share of so few files may be far
+from that share of the bytes."""
 
 _LINE = 2**16
-"""Longer lines may be cut in the middle."""
+"""The search distance in bytes for a line end; longer lines may be cut in the middle."""
 
 
 def split_bytes(
@@ -143,12 +144,12 @@ def split_bytes(
     """Splits files into training and validation so that validation has a share of their bytes.
 
     Files go to validation in the order of their hashes, as in `split_files`, until the share is
-    reached. The file in which that happens goes to one side if validation is then between half and
-    one and a half times its share. Otherwise it is cut at the end of a line, and its rest is for
-    validation.
+    reached. The file that crosses the share is put on one side as a whole if validation then has
+    between half and one and a half times its share. Otherwise the file is cut at a line end, and
+    the part after the cut goes to validation.
 
     Args:
-        files: what to split.
+        files: the files to split.
         fraction: the share of the bytes for validation, in (0, 1).
 
     Returns:
@@ -162,7 +163,7 @@ def split_bytes(
     wanted = fraction * sum(file.size for file in files)
     validation = []
     reached = 0
-    for file in sorted(files, key=lambda file: _place(file.name)):
+    for file in sorted(files, key=lambda file: _hash_fraction(file.name)):
         if reached + file.size > wanted:
             break
         validation.append(file)
@@ -188,15 +189,18 @@ def split_bytes(
 
 
 def _cut(file: TextFile, size: int) -> int:
-    """Returns where to cut a file: after the last line break within a size, else by character."""
-    place = file.start + size
-    begin = max(file.start, place - _LINE)
-    before = dataclasses.replace(file, start=begin, stop=place).read()
+    """Returns the offset at which to cut a file.
+
+    Cuts after the last line break within `size` bytes, or between two characters if there is none.
+    """
+    limit = file.start + size
+    begin = max(file.start, limit - _LINE)
+    before = dataclasses.replace(file, start=begin, stop=limit).read()
     if b"\n" in before:
         return begin + before.rindex(b"\n") + 1
     # In UTF-8, a byte 10xxxxxx continues a character.
-    rest = dataclasses.replace(file, start=place, stop=file.start + file.size).read()[:4]
-    return place + len(rest) - len(rest.lstrip(bytes(range(0x80, 0xC0))))
+    rest = dataclasses.replace(file, start=limit, stop=file.start + file.size).read()[:4]
+    return limit + len(rest) - len(rest.lstrip(bytes(range(0x80, 0xC0))))
 
 
 HELD_OUT_FRACTION = 0.1
@@ -204,7 +208,7 @@ HELD_OUT_FRACTION = 0.1
 
 
 def held_out_fraction(fraction: float | None, validation_files: Sequence[str] = ()) -> float:
-    """Returns the share to hold out for validation.
+    """Returns the share of the data for validation.
 
     Args:
         fraction: the value of `data.validation_fraction`; None for a tenth.
@@ -221,21 +225,23 @@ def held_out_fraction(fraction: float | None, validation_files: Sequence[str] = 
         return HELD_OUT_FRACTION
     if not 0.0 < fraction < 1.0:
         raise ConfigError(
-            f"data.validation_fraction={fraction} must lie between 0 and 1, for example 0.1."
+            f"data.validation_fraction={fraction} must be between 0 and 1, for example 0.1.",
+            code="validation-fraction-range",
         )
     if validation_files:
         raise ConfigError(
             f"data.validation_fraction={fraction} and data.validation_files={validation_files} "
-            "both say what validation reads: leave one of them out."
+            "both define the validation data: leave one of them out.",
+            code="two-validation-sets",
         )
     return fraction
 
 
 def drawn(count: int, fraction: float, what: str = "images") -> np.ndarray:
-    """Draws a mask of a share of `count` things, the same every time.
+    """Draws a mask that selects a share of `count` items, the same mask every time.
 
     Raises:
-        ConfigError: when it selects none or all of them.
+        ConfigError: when the mask selects none or all of them.
     """
     num_validation = round(count * fraction)
     if num_validation in (0, count):
@@ -251,23 +257,24 @@ def check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) ->
     """Checks that no file is on both sides.
 
     Raises:
-        ConfigError: when a file is; the message names one.
+        ConfigError: when a file is on both sides; the message names one.
     """
     shared = {file.path.resolve() for file in train} & {file.path.resolve() for file in validation}
     if shared:
         raise ConfigError(
             f"{len(shared)} files are in data.files and in data.validation_files, for example "
-            f"{min(shared)}: validation must hold what training never sees; take them out of one."
+            f"{min(shared)}: validation data must not be trained on; remove the files from one.",
+            code="files-in-both-sets",
         )
 
 
 def says_little(train: float, validation: float, what: str) -> str:
-    """Returns a note for people if training got less than 80 % of the data, else "".
+    """Returns a note for users if training has less than 80 % of the data, else "".
 
     Args:
-        train: how much there is for training.
-        validation: how much there is for validation.
-        what: the unit of both.
+        train: the amount of training data.
+        validation: the amount of validation data.
+        what: the unit of both amounts.
 
     Example:
         >>> says_little(10, 205, "bytes")
@@ -283,7 +290,8 @@ def says_little(train: float, validation: float, what: str) -> str:
 _MOST = 0.8
 
 
-def _place(name: str) -> float:
+def _hash_fraction(name: str) -> float:
+    """Maps a name to a hash in [0, 1)."""
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
@@ -299,8 +307,9 @@ def _match(pattern: str, wanted: str) -> list[TextFile]:
     )
     if base == Path("/") and "**" in expanded.parts:
         raise ConfigError(
-            f"data.files: {pattern!r} would look through the whole machine: name a folder, as in "
-            "'/data/texts/**/*.txt'."
+            f"data.files: {pattern!r} would search the whole machine: name a folder, as in "
+            "'/data/texts/**/*.txt'.",
+            code="glob-of-whole-machine",
         )
     paths = [Path(path) for path in glob.glob(str(expanded), recursive=True)]
     matches = [
@@ -357,13 +366,14 @@ def check_fits(files: Iterable[TextFile], factor: int = 1) -> None:
         factor: bytes of memory per byte of a file.
 
     Raises:
-        ConfigError: when they need more than the memory of this host.
+        ConfigError: when they need more memory than this host has.
     """
     size = factor * sum(file.size for file in files)
     memory = host_memory()
     if size > memory:
         raise ConfigError(
             f"data.files: the files need {size / 1e9:.4g} GB in memory, and this host has "
-            f"{memory / 1e9:.4g} GB: give fewer, or tokens in files, data.kind=tokens, which stay "
-            "on the disk."
+            f"{memory / 1e9:.4g} GB: give fewer, or convert them to files of tokens, which stay on "
+            "disk (data.kind=tokens).",
+            code="files-exceed-memory",
         )

@@ -32,7 +32,7 @@ class ImageSource:
         files: paths or globs.
         validation_files: paths or globs for validation; empty to split `files`.
         validation_fraction: the share of images for validation, in (0, 1), if there are no
-            `validation_files`; always the same images; None for a tenth.
+            `validation_files`; the same images every time; None for a tenth.
         image_size: height and width of an image, in pixels.
 
     Example:
@@ -52,8 +52,9 @@ class ImageSource:
         """
         if not self.files:
             raise ConfigError(
-                "data.files names no file: name .npz files with images and labels, or take images "
-                "that are made up, data.kind=synthetic_images."
+                "data.files names no file: name .npz files with images and labels, or use "
+                "synthetic images, data.kind=synthetic_images.",
+                code="no-image-files",
             )
         held_out_fraction(self.validation_fraction, self.validation_files)
         _check_size(self.image_size)
@@ -84,10 +85,10 @@ class ImageSource:
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticImages:
-    """Synthetic images, so that a run needs no files: noise over a pattern of the class.
+    """Synthetic images for runs without files: the pattern of a class, plus noise.
 
-    An image depends only on its number and is made on demand. A model can learn them. They have the
-    sizes and the speed of a real image set, but not its difficulty.
+    An image depends only on its number and is made on demand. The classes can be learned, but are
+    much easier than those of a real image set.
 
     Args:
         num_images: the number of images.
@@ -145,7 +146,7 @@ class Images:
         train: for training.
         validation: for validation; no image is in both.
         shape: height, width and channels of an image.
-        description: one sentence for people.
+        description: a one-sentence description for users.
 
     Example:
         >>> images = load_images(SyntheticImages(num_images=20, image_size=8), 3, num_classes=10)
@@ -225,7 +226,7 @@ class ArrayImages:
         return self.images[numbers], self.labels[numbers]
 
     def checksum(self) -> int:
-        """A checksum of every pixel and label."""
+        """Returns a checksum of every pixel and label."""
         return checksum(self.images, self.labels)
 
     def part(self, mask: np.ndarray) -> ArrayImages:
@@ -257,7 +258,7 @@ class MadeImages:
         return np.stack(images), np.array(labels)
 
     def checksum(self) -> int:
-        """A checksum of everything that the images are computed from."""
+        """Returns a checksum of the values that determine the images."""
         return checksum(self.numbers, np.array((*self.shape, self.num_classes)))
 
     def part(self, mask: np.ndarray) -> MadeImages:
@@ -292,7 +293,7 @@ def _read_file(path: Path, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.
     rewording = reworded(what, advice, of=Exception)
     # Opened here, because numpy does not close a file that is not an archive.
     with rewording, path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        # A small archive can unpack to more than memory.
+        # A small archive may unpack to more than the memory of this host.
         size = sum(item.file_size for item in arrays.zip.infolist())
         memory = host_memory()
         if size > memory:
@@ -302,8 +303,9 @@ def _read_file(path: Path, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.
     if images.dtype != np.uint8 or images.shape[1:] != shape:
         raise ConfigError(
             f"{path} has images of {images.dtype} {images.shape}, which must be uint8 (N, "
-            f"{', '.join(map(str, shape))}): height and width are data.image_size, and the "
-            "channels are the model's. Change these, or convert the images."
+            f"{', '.join(map(str, shape))}): data.image_size sets height and width, the model sets "
+            "the channels. Change these, or convert the images.",
+            code="image-shape",
         )
     if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
         raise ConfigError(

@@ -31,27 +31,27 @@ T = TypeVar("T")
 class Loader:
     """Endless batches of samples.
 
-    An iterator over this process's rows of each global batch. The order of samples depends only on
+    Iterates over this process's rows of each global batch. The order of samples depends only on
     the samples and the seed. The state is one number: the samples yielded so far over all
-    processes. Prefetched batches that were not yielded are not counted, so a resumed run repeats no
-    sample and skips none.
+    processes. Batches that were prefetched but not yielded do not count, so a resumed run neither
+    repeats nor skips a sample.
 
     Args:
-        samples: what to read.
+        samples: the samples to read.
         global_batch: rows per step over all processes, B.
-        seed: of the order, in [0, 2^32).
-        process: which process this is, from 0.
-        num_processes: how many share every batch.
-        num_microbatches: the number of microbatches of a step, K. A process has its rows of each,
-            one microbatch after another, so that a sample is at the same place of the same
+        seed: the seed of the order, in [0, 2^32).
+        process: the index of this process, from 0.
+        num_processes: the number of processes that share each batch.
+        num_microbatches: the number of microbatches of a step, K. A process has its rows of each
+            microbatch, one microbatch after another. So a sample has the same position in the same
             microbatch for any number of processes.
-        num_ahead: batches that a thread prefetches; 0 to load each on demand.
-        num_workers: processes that make whole batches in turn, each from a copy of the samples; 0
-            leaves that to the thread.
-        vocab_size: every batch is checked to have tokens below this; None for no check.
+        num_ahead: the number of batches that a thread prefetches; 0 to load each on demand.
+        num_workers: the number of processes that make whole batches in turn, each from a copy of
+            the samples; 0 to make them in the thread.
+        vocab_size: raise if a batch has a token that is not below this; None for no check.
 
     Attributes:
-        description: describes the data in one sentence for people.
+        description: a one-sentence description of the data.
 
     Raises:
         ConfigError: a value is out of range.
@@ -98,7 +98,7 @@ class Loader:
         self.num_samples: int = samples.identity["num_samples"]
         self._share = process, num_processes
         self._rows = local_rows(global_batch, *self._share)
-        self._places = _places(global_batch, num_microbatches, self._share)
+        self._local_samples = _local_samples(global_batch, num_microbatches, self._share)
         order = getattr(samples, "order", functools.partial(shuffled, self.num_samples))
         self._buckets: Buckets | None = getattr(samples, "buckets", None)
         self._order: Any = order(seed)
@@ -119,21 +119,21 @@ class Loader:
         return batch
 
     def state(self) -> dict[str, int]:
-        """Returns the position in the data, as JSON; it does not depend on the processes.
+        """Returns the position in the data, as JSON; independent of the number of processes.
 
         Returns:
             `samples_seen`, and the `seed` and identity of the samples, such as `num_samples` per
-            epoch. With buckets also `global_batch`, because they are cut into batches.
+            epoch. With buckets also `global_batch`, because the order then depends on it.
         """
         position = {"samples_seen": self._samples_seen, "seed": self.seed, **self.samples.identity}
         return position if self._buckets is None else position | {"global_batch": self.global_batch}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Continues where `state` was called; batch size and number of processes may differ.
+        """Continues from a state; the batch size and the number of processes may differ.
 
         Args:
-            state: the result of `state()` of a loader with the same samples and seed; with buckets
-                also of the same batch size.
+            state: the result of `state()` of a loader with the same samples and seed, and with
+                buckets also the same batch size.
 
         Raises:
             ConfigError: the state belongs to other samples or another seed, or is not a state.
@@ -144,15 +144,15 @@ class Loader:
         self._batches = self._start()
 
     def validation_batches(self, num_batches: int | None = None) -> Iterator[LocalBatch]:
-        """Makes this process's rows of batches spread evenly over the validation samples.
+        """Yields this process's rows of batches spread evenly over the validation samples.
 
-        The batches are the same every time, and the same in total for any number of processes. No
-        sample is in two batches: with fewer than `num_batches * global_batch` samples there are
-        fewer batches. If the last batch has fewer samples than the others, it is a `FilledBatch`:
-        `samples` has its samples, and its own rows repeat them up to the size of the others.
+        The global batches are the same every time, and for any number of processes. No sample is in
+        two batches: with fewer than `num_batches * global_batch` samples there are fewer batches.
+        If the last batch has fewer samples than the others, it is a `FilledBatch`: its field
+        `samples` has these samples, and its rows repeat them up to the size of the other batches.
 
         Args:
-            num_batches: how many global batches at most; None for all samples.
+            num_batches: the maximum number of global batches; None for all samples.
 
         Returns:
             An iterator of batches as in training.
@@ -160,12 +160,12 @@ class Loader:
         Raises:
             ConfigError: fewer than one batch.
         """
-        places = self.samples.spread(self.num_validated(num_batches))
-        starts = range(0, len(places), self.global_batch)
-        return (self._validation(places[at : at + self.global_batch]) for at in starts)
+        indices = self.samples.spread(self.num_validated(num_batches))
+        starts = range(0, len(indices), self.global_batch)
+        return (self._validation(indices[at : at + self.global_batch]) for at in starts)
 
     def num_validated(self, num_batches: int | None = None) -> int:
-        """Returns how many samples `validation_batches` takes.
+        """Returns the number of samples that `validation_batches` yields.
 
         Raises:
             ConfigError: fewer than one batch; or None, and the samples have no `num_validation`.
@@ -182,36 +182,37 @@ class Loader:
         count = getattr(self.samples, "num_validation", None)
         if count is None:
             raise ConfigError(
-                f"the samples of {self.description} do not say how many there are for validation; "
-                "give them the property num_validation, or ask for a number of batches"
+                f"the samples of {self.description} have no num_validation, the number of "
+                "validation samples; define this property, or set the number of batches",
+                code="no-validation-count",
             )
         return count
 
-    def _validation(self, places: np.ndarray) -> LocalBatch:
-        if len(places) == self.global_batch:
-            return _known(self.samples.validation(places[self._rows]), self._vocab_size)
-        samples = _known(self.samples.validation(places), self._vocab_size)
-        again = np.arange(self.global_batch)[self._rows] % len(places)
-        return FilledBatch({name: x[again] for name, x in samples.items()}, samples)
+    def _validation(self, indices: np.ndarray) -> LocalBatch:
+        if len(indices) == self.global_batch:
+            return _checked(self.samples.validation(indices[self._rows]), self._vocab_size)
+        samples = _checked(self.samples.validation(indices), self._vocab_size)
+        repeated = np.arange(self.global_batch)[self._rows] % len(indices)
+        return FilledBatch({name: x[repeated] for name, x in samples.items()}, samples)
 
     def _start(self) -> Generator[LocalBatch]:
         """Yields the batches from the current position on, prefetched by a thread or by workers."""
-        # Locals, because workers get a copy of `load`, which must not contain the loader.
+        # Locals, because workers get a pickled copy of `load`, which must not contain the loader.
         samples = self.samples
         order = self._order
-        rows = self._places
+        local = self._local_samples
         vocab_size = self._vocab_size
         buckets = self._buckets
         whole = np.arange(self.global_batch)
 
         def load(start: int) -> LocalBatch:
             if buckets is None:
-                numbers = np.array([order[sample] for sample in (start + rows).tolist()])
-                return _known(samples.train(numbers), vocab_size)
+                numbers = np.array([order[sample] for sample in (start + local).tolist()])
+                return _checked(samples.train(numbers), vocab_size)
             # All processes pad their rows to the length of the whole batch.
             numbers = np.array([order[sample] for sample in (start + whole).tolist()])
             padded: Any = samples
-            return _known(padded.train(numbers[rows], buckets.length_of(numbers)), vocab_size)
+            return _checked(padded.train(numbers[local], buckets.length_of(numbers)), vocab_size)
 
         starts = itertools.count(self._samples_seen, self.global_batch)
         batches = (
@@ -221,11 +222,11 @@ class Loader:
 
 
 class TextLoader(Loader):
-    """Endless batches of windows of a text, as `next_token_loss` takes them.
+    """Endless batches of windows of a text, for `next_token_loss`.
 
     Args:
         text: the text to read.
-        length: tokens a model sees, T; windows hold T + 1.
+        length: the number of tokens that a model sees, T; windows have T + 1.
         global_batch: rows per step over all processes, B.
         options: the other arguments of `Loader`.
 
@@ -245,7 +246,7 @@ class TextLoader(Loader):
 
 
 class ImageLoader(Loader):
-    """Endless batches of images, as `classification_loss` takes them.
+    """Endless batches of images, for `classification_loss`.
 
     Args:
         images: the images to read.
@@ -297,11 +298,11 @@ class Pictures(TwoSides):
         return {"x": x, "y": y.astype(np.int32)}
 
 
-def _places(global_batch: int, num_microbatches: int, share: tuple[int, int]) -> np.ndarray:
+def _local_samples(global_batch: int, num_microbatches: int, share: tuple[int, int]) -> np.ndarray:
     """Returns the rows of a global batch that a process has, microbatch by microbatch.
 
     Example:
-        >>> _places(8, 2, (0, 2)).tolist(), _places(8, 2, (1, 2)).tolist()
+        >>> _local_samples(8, 2, (0, 2)).tolist(), _local_samples(8, 2, (1, 2)).tolist()
         ([0, 1, 4, 5], [2, 3, 6, 7])
     """
     size, rest = divmod(global_batch, num_microbatches)
@@ -315,17 +316,22 @@ def _places(global_batch: int, num_microbatches: int, share: tuple[int, int]) ->
     return np.arange(global_batch).reshape(num_microbatches, size)[:, rows].reshape(-1)
 
 
-def _known(batch: LocalBatch, vocab_size: int | None) -> LocalBatch:
-    """Checks the tokens of a batch: out-of-range tokens would silently look up wrong rows."""
+def _checked(batch: LocalBatch, vocab_size: int | None) -> LocalBatch:
+    """Returns a batch; raises for tokens out of range.
+
+    The embedding lookup would silently read wrong rows for them.
+    """
     if vocab_size is not None and (largest := int(batch["tokens"].max())) >= vocab_size:
         raise ConfigError(
             f"model.vocab_size: got {vocab_size}, but the data has the token {largest}; set it to "
-            f"at least {largest + 1}, or give files of this model's tokens"
+            f"at least {largest + 1}, or use files with tokens of this model's tokenizer",
+            code="vocabulary-too-small",
         )
     if vocab_size is not None and (smallest := int(batch["tokens"].min())) < 0:
         raise ConfigError(
-            f"data.files: the data has the token {smallest}, and tokens count from 0; write the "
-            "files anew"
+            f"data.files: the data has the token {smallest}, but tokens count from 0; write the "
+            "files again",
+            code="negative-token",
         )
     return batch
 
@@ -334,9 +340,10 @@ def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
     is_state = isinstance(state, Mapping) and all(map(is_whole, state.values()))
     if not is_state:
         raise ConfigError(
-            f"the data state {state!r:.80} is no dict of whole numbers: give what state() returned."
+            f"the data state {state!r:.80} must be a dict of integers: give what state() returned.",
+            code="malformed-data-state",
         )
-    # States of an older version have no checksums.
+    # States of older versions have no checksums.
     here = {name: value for name, value in here.items() if name in state or name not in _CONTENTS}
     missing = [name for name in here if name not in state]
     if missing:
@@ -349,7 +356,7 @@ def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
         if name not in ("samples_seen", "seed", "num_samples") and name not in _CONTENTS
     ]
     changed = [name for name in here if name != "samples_seen" and state[name] != here[name]]
-    # Report the cause first: another tokenizer also changes contents and the number of samples.
+    # Report the root cause first: another tokenizer also changes contents and num_samples.
     changed.sort(key=lambda name: (name not in _MADE_BY, name == "contents"))
     if changed:
         name = changed[0]
@@ -357,9 +364,10 @@ def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
         of_new = f"{name}={here[name]}"
         reason = _CONTENTS.get(name, "")
         raise ConfigError(
-            f"the data state was taken with {of_old}, this loader has {of_new}{reason}: the "
-            f"samples left would be others. Use the same {', '.join(['data', *sizes])} and seed, "
-            "or start the data anew."
+            f"the data state was taken with {of_old}, but this loader has {of_new}{reason}: the "
+            "remaining samples would differ. Use the same "
+            f"{', '.join(['data', *sizes])} and seed, or start the data from the beginning.",
+            code="data-state-differs",
         )
     if not 0 <= state["samples_seen"] < _MOST_SEEN:
         raise ConfigError(
@@ -370,17 +378,17 @@ def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
 
 _MADE_BY = ("tokenizer", "template")
 _CONTENTS = {
-    "contents": " (a checksum: the files hold something else, or are read in another way)",
-    "tokenizer": " (a checksum: data.tokenizer or data.end_token is another one)",
-    "template": " (a checksum: data.template, or that of the tokenizer, is another one)",
+    "contents": " (a checksum: the files have changed, or are read differently)",
+    "tokenizer": " (a checksum: data.tokenizer or data.end_token has changed)",
+    "template": " (a checksum: data.template, or that of the tokenizer, has changed)",
 }
-"""What a changed checksum of the samples means."""
+"""Explains each changed checksum of the samples."""
 
 _MOST_SEEN = 2**62
 
 
 def ahead(items: Iterator[T], count: int) -> Generator[T]:
-    """Yields the same items; a thread prefetches `count` of them.
+    """Yields the items of an iterator; a thread prefetches `count` of them.
 
     Example:
         >>> list(itertools.islice(ahead(map(str, itertools.count()), 2), 3))
@@ -394,7 +402,7 @@ def ahead(items: Iterator[T], count: int) -> Generator[T]:
             waiting.append(pool.submit(next, items))
             yield item
     finally:
-        # `shutdown(cancel_futures=True)` fails at interpreter exit, when modules are already empty.
+        # `shutdown(cancel_futures=True)` fails at interpreter exit, after modules were cleared.
         for future in waiting:
             future.cancel()
         pool.shutdown()
@@ -403,11 +411,11 @@ def ahead(items: Iterator[T], count: int) -> Generator[T]:
 
 
 def by_workers(make: Callable[[int], T], numbers: Iterator[int], count: int) -> Generator[T]:
-    """Yields the results of a function for endless numbers, in order, computed by processes.
+    """Yields `make(number)` for each of endless numbers, in order, computed by processes.
 
     A worker makes its next item while its last one waits to be read. Workers end with the process
-    that started them. They ignore signals to the process group: on these, that process continues
-    until it has saved.
+    that started them. They ignore signals sent to the process group, because the parent process
+    keeps running after such a signal until it has saved.
 
     Args:
         make: the function; every process gets a copy.
@@ -415,7 +423,7 @@ def by_workers(make: Callable[[int], T], numbers: Iterator[int], count: int) -> 
         count: the number of processes.
 
     Raises:
-        ConfigError: when a process ends; errors of `make` are raised as they are.
+        ConfigError: when a process ends; errors of `make` are raised unchanged.
     """
     context = multiprocessing.get_context("spawn")
     function = cloudpickle.dumps(make)
@@ -437,8 +445,9 @@ def by_workers(make: Callable[[int], T], numbers: Iterator[int], count: int) -> 
             except (EOFError, OSError) as error:
                 process.join(1)
                 raise ConfigError(
-                    f"a worker that makes batches ended with exit code {process.exitcode}; it was "
-                    "killed, perhaps for memory: lower data.num_workers"
+                    f"a data worker ended with exit code {process.exitcode}; it was killed, "
+                    "perhaps because memory ran out: lower data.num_workers",
+                    code="data-worker-lost",
                 ) from error
             if isinstance(item, Exception):
                 raise item
@@ -468,7 +477,7 @@ def _work(pipe: Any, function: bytes) -> None:
             item = make(number)
         except AxonDistError as error:
             item = error
-        except Exception as error:  # from a user's samples; may not be picklable
+        except Exception as error:  # raised by a user's samples; may not be picklable
             item = RuntimeError(f"{type(error).__name__}: {error}")
         try:
             pipe.send(item)

@@ -21,7 +21,7 @@ TooLong: TypeAlias = Literal["split", "drop", "refuse"]
 
 
 class Documents(Protocol):
-    """Documents by number, tokenized when they are read, in the thread that reads them."""
+    """Documents by number; tokens are read on demand, in the thread that asks for them."""
 
     def __len__(self) -> int:
         """Returns the number of documents."""
@@ -47,15 +47,15 @@ class Documents(Protocol):
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """Packs items into rows by best fit decreasing.
 
-    Items are placed from longest to shortest, each into the open row with the least sufficient
-    space. This needs at most 11/9 of the fewest rows possible.
+    Items are placed from longest to shortest, each into the open row with the smallest free space
+    that suffices. The number of rows is at most about 11/9 of the optimum.
 
     Args:
         lengths: the length of each item, from 1 to the capacity, `[N]`.
         capacity: the length of a row.
 
     Returns:
-        For each row the numbers of its items.
+        For each row, the numbers of its items.
 
     Example:
         >>> pack(np.array([3, 5, 2, 4, 1]), 5)
@@ -67,16 +67,16 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     sizes = lengths.tolist()
     for number in np.argsort(-lengths, kind="stable").tolist():
         size = sizes[number]
-        place = bisect.bisect_left(spaces, size)
-        if place == len(spaces):
+        smallest = bisect.bisect_left(spaces, size)
+        if smallest == len(spaces):
             rows.append([])
             row = len(rows) - 1
             space = capacity
         else:
-            space = spaces[place]
+            space = spaces[smallest]
             row = open_rows[space].pop()
             if not open_rows[space]:
-                spaces.pop(place)
+                spaces.pop(smallest)
         rows[row].append(number)
         if rest := space - size:
             if not open_rows.setdefault(rest, []):
@@ -90,10 +90,10 @@ class RowLayout:
     """The pieces of documents in each row.
 
     Args:
-        documents: where the pieces come from.
+        documents: the documents that the pieces are cut from.
         pieces: document, first token and one past the last token, int64 `[P, 3]`.
-        order: the pieces, row after row, `[P]`.
-        ends: where each row ends in that order, `[R]`.
+        order: the numbers of the pieces, row after row, `[P]`.
+        ends: the end of each row in `order`, `[R]`.
         num_dropped: the number of documents left out.
     """
 
@@ -123,17 +123,17 @@ class RowLayout:
         segments = np.zeros((len(numbers), size), np.int32)
         mask = np.zeros((len(numbers), size), np.int8)
         for row, number in enumerate(numbers.tolist()):
-            place = 0
+            offset = 0
             first = int(self.ends[number - 1]) if number else 0
             placed = self.order[first : int(self.ends[number])]
             for segment, piece in enumerate(self.pieces[placed].tolist(), start=1):
                 document, start, stop = piece
                 ids, is_learned = self.documents.take(document)
-                here = slice(place, place + stop - start)
+                here = slice(offset, offset + stop - start)
                 tokens[row, here] = ids[start:stop]
                 segments[row, here] = segment
                 mask[row, here] = is_learned[start:stop]
-                place += stop - start
+                offset += stop - start
         return {"tokens": tokens, "segments": segments, "mask": mask}
 
 
@@ -141,14 +141,14 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
     """Decides which documents share a row of `length + 1` tokens.
 
     Args:
-        documents: what to lay out.
-        length: tokens a model sees, T.
-        packed: whether a row holds as many documents as fit, or one.
+        documents: the documents to lay out.
+        length: the number of tokens that a model sees, T.
+        packed: whether a row has as many documents as fit, or only one.
         too_long: what to do with documents of more than T + 1 tokens. Consecutive pieces of a split
             document share one token, so that every token but the first is a target once.
 
     Raises:
-        ConfigError: when a document is too long and `too_long` is `refuse`, or none is left.
+        ConfigError: when a document is too long and `too_long` is `refuse`, or none remains.
     """
     lengths = documents.lengths()
     long = np.flatnonzero(lengths > length + 1)
@@ -168,8 +168,9 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
     pieces = np.stack([document, start, stop], axis=1).astype(np.int64)
     if not len(pieces):
         raise ConfigError(
-            f"none of {len(lengths)} documents has from 2 to {length + 1} tokens; give others, or "
-            "another data.sequence_length"
+            f"none of {len(lengths)} documents has from 2 to {length + 1} tokens; give other "
+            "documents, or change data.sequence_length",
+            code="no-document-fits",
         )
 
     def packed_rows() -> list[np.ndarray]:
@@ -190,16 +191,16 @@ class PackedRows(TwoSides):
     Args:
         train: documents for training.
         validation: documents for validation.
-        length: tokens a model sees, T.
-        packed: whether a row holds as many documents as fit, or one.
+        length: the number of tokens that a model sees, T.
+        packed: whether a row has as many documents as fit, or only one.
         too_long: what to do with documents that do not fit into a row.
         has_mask: whether only a part of a document is learned.
         vocab_size: token ids are below it.
-        description: one sentence for people.
+        description: one sentence for users.
         show: decodes tokens to text.
         made_by: checksums of the tokenizer and other inputs of the tokens, by name.
-        num_buckets: how many lengths training rows are padded to at most, where they are not
-            packed; None pads all to `length`.
+        num_buckets: without packing, the maximum number of lengths that training rows are padded
+            to; None pads all rows to `length`.
 
     Attributes:
         buckets: the lengths of training rows; None if all have one.
@@ -252,7 +253,7 @@ class PackedRows(TwoSides):
         if self.buckets is not None:
             text += f", padded to {' or '.join(map(str, self._lengths))} tokens"
         if dropped:
-            text += f"; {dropped} documents are left out"
+            text += f"; {dropped} documents are dropped"
         if none_packed:
             text += f"; no two fit into {length} tokens: raise data.sequence_length"
         self.description: str = text
@@ -284,11 +285,11 @@ class PackedRows(TwoSides):
         return checksum(np.array([*sums, *map(int, self._how)]))
 
     def train(self, numbers: np.ndarray, length: int | None = None) -> LocalBatch:
-        """Takes rows for training, padded to a length; None for that of all rows."""
+        """Returns training rows, padded to `length`; None for the length of the samples."""
         return self.take(self.sides[0], numbers, length)
 
     def take(self, side: RowLayout, numbers: np.ndarray, length: int | None = None) -> LocalBatch:
-        """Takes rows of a side, padded to a length; None for that of all rows."""
+        """Returns rows of a side, padded to `length`; None for the length of the samples."""
         batch = side.take(numbers, (self.length if length is None else length) + 1)
         if not self._has_mask:
             del batch["mask"]

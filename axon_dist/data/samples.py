@@ -1,8 +1,8 @@
 """`Samples`: the numbered samples of a loader; user sequences, and mixtures.
 
-With W windows in the stream, sample `g` of an endless run is the window at place `g mod W` of epoch
-`g div W`; each epoch is shuffled anew. A global batch of B is the next B samples, and process `p`
-of `P` holds its rows `[p B/P, (p+1) B/P)`. The counter is the only state, so a run can continue
+With W windows in the stream, sample `g` of an endless run is window number `g mod W` of epoch
+`g div W`; each epoch is reshuffled. A global batch of B is the next B samples, and process `p`
+of `P` has its rows `[p B/P, (p+1) B/P)`. The counter is the only state, so a run can continue
 with another number of processes or another batch size.
 """
 
@@ -22,15 +22,15 @@ from ..core.errors import ConfigError, DivisibilityError
 def num_windows(num_tokens: int, length: int) -> int:
     """Counts the windows of `length + 1` tokens in a stream.
 
-    Each window starts at the last token of the one before, so that every token but the first is a
-    target exactly once.
+    Each window starts at the last token of the previous window, so that every token but the first
+    is a target exactly once.
 
     Args:
-        num_tokens: tokens in the stream.
-        length: tokens a model sees, T; a window has one more to predict.
+        num_tokens: the number of tokens in the stream.
+        length: the number of tokens that a model sees, T; a window has one more to predict.
 
     Returns:
-        How many windows fit; remaining tokens at the end are not used.
+        The number of windows that fit; remaining tokens at the end are not used.
 
     Example:
         >>> num_windows(9, 4), num_windows(8, 4)
@@ -58,18 +58,19 @@ def windows_at(stream: np.ndarray, starts: np.ndarray, length: int) -> np.ndarra
         for token in (int(windows.min()), int(windows.max())):
             if not 0 <= token < 2**31:
                 raise ConfigError(
-                    f"data.files: the data has the token {token}, and tokens count from 0 to "
-                    "2^31 - 1; write the files anew"
+                    f"data.files: the data has the token {token}, but tokens count from 0 to "
+                    "2^31 - 1; write the files again",
+                    code="token-out-of-range",
                 )
     return windows.astype(np.int32)
 
 
 def local_rows(global_batch: int, process: int, num_processes: int) -> slice:
-    """Returns which rows of a global batch a process holds.
+    """Returns the slice of a global batch that belongs to a process.
 
     Args:
         global_batch: rows over all processes.
-        process: the number of the process, from 0.
+        process: the index of the process, from 0.
         num_processes: the number of processes.
 
     Returns:
@@ -143,7 +144,7 @@ def spread_starts(num_tokens: int, length: int, num_samples: int) -> np.ndarray:
 
 
 def random_of(kind: int, number: int) -> np.random.Generator:
-    """Returns a generator that depends only on a purpose (`kind`) and a number."""
+    """Returns a generator that depends only on its purpose (`kind`) and a number."""
     return np.random.Generator(np.random.Philox(key=np.array([kind, number], np.uint64)))
 
 
@@ -175,26 +176,26 @@ images `{"x": uint8 [B / P, H, W, C], "y": int32 [B / P]}`."""
 class Samples(Protocol):
     """The samples of a loader.
 
-    It may have a method `order(seed)`. It returns a grain dataset whose item `g` is the number of
-    sample `g` of an endless run. Without it every epoch is shuffled anew.
+    Samples may have a method `order(seed)`, which returns a grain dataset: its item `g` is the
+    number of sample `g` of an endless run. Without this method, every epoch is reshuffled.
     """
 
     @property
     def description(self) -> str:
-        """One sentence for people."""
+        """A one-sentence description of the data."""
         ...
 
     @property
     def identity(self) -> dict[str, int]:
-        """Everything that the order of samples depends on, including `num_samples` for training.
+        """All values that determine the order of samples, including `num_samples` for training.
 
         `contents` is a checksum of the samples, because other files may have the same size.
-        `tokenizer` and `template`, if present, are checksums of these.
+        `tokenizer` and `template`, if present, are checksums of the tokenizer and the template.
         """
         ...
 
     def train(self, numbers: np.ndarray) -> LocalBatch:
-        """Returns the training samples of some numbers, `[B]`, each below `num_samples`."""
+        """Returns the training samples with these numbers, `[B]`, each below `num_samples`."""
         ...
 
     @property
@@ -203,11 +204,11 @@ class Samples(Protocol):
         ...
 
     def spread(self, count: int) -> np.ndarray:
-        """Returns places of `count` validation samples, `[count, ...]`, the same every time."""
+        """Returns indices of `count` validation samples, `[count, ...]`, the same every time."""
         ...
 
     def validation(self, places: np.ndarray) -> LocalBatch:
-        """Returns the validation samples at some of the places."""
+        """Returns the validation samples at some of the indices that `spread` returned."""
         ...
 
 
@@ -220,7 +221,7 @@ class TokenSamples(Samples, Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """A bound above all token ids that were seen."""
+        """A number above all token ids that were seen."""
         ...
 
     @property
@@ -229,22 +230,23 @@ class TokenSamples(Samples, Protocol):
         ...
 
     def show(self, tokens: np.ndarray) -> str:
-        """Decodes tokens to text for people."""
+        """Decodes tokens to readable text."""
         ...
 
 
 class TwoSides:
-    """Samples for training and for validation, each by its number.
+    """Samples for training and for validation, each side numbered from 0.
 
     Attributes:
-        sides: the training and the validation side, each with a length; subclasses define the type.
+        sides: the training and the validation side; both have a length, and subclasses define
+            their type.
     """
 
     sides: tuple[Any, Any]
 
     def take(self, side: Any, numbers: np.ndarray) -> LocalBatch:
         """Returns some samples of a side."""
-        raise TypeError(f"{type(self).__name__} does not say what its samples are")
+        raise TypeError(f"{type(self).__name__} does not define how to take samples")
 
     def train(self, numbers: np.ndarray) -> LocalBatch:
         """Takes samples for training."""
@@ -265,7 +267,7 @@ class TwoSides:
 
 
 _CHECKED = 64
-"""How many samples of a user's sequence go into its checksum."""
+"""The number of samples of a user's sequence that go into its checksum."""
 
 
 class Sequences(TwoSides):
@@ -277,7 +279,7 @@ class Sequences(TwoSides):
     Args:
         train: the dataset for training.
         validation: the dataset for validation.
-        description: one sentence for people.
+        description: a one-sentence description for users.
 
     Raises:
         ConfigError: when a side is empty, or its samples are not arrays.
@@ -320,7 +322,7 @@ class Sequences(TwoSides):
             row_shapes = {name: (x.shape, x.dtype) for name, x in row.items()}
             if row_shapes != shapes:
                 raise ConfigError(
-                    f"sample {number} of {self.description} has {_written(row)}, and the first one "
+                    f"sample {number} of {self.description} has {_written(row)}, but the first one "
                     f"has {_written(self.example)}; all need the same shapes and dtypes: pad them",
                     code="samples-differ",
                 )
@@ -334,7 +336,8 @@ def _arrays(side: Any, number: int) -> dict[str, np.ndarray]:
     if odd or not arrays:
         raise ConfigError(
             f"sample {number} is {sample!r:.200}, which must be a dict of arrays of numbers; "
-            f"{odd[0] if odd else 'it'} is none"
+            f"{odd[0] if odd else 'it'} is not one",
+            code="sample-not-arrays",
         )
     return arrays
 
@@ -363,14 +366,14 @@ def _written(row: Mapping[str, np.ndarray]) -> str:
 
 
 _OF_ONES = {"segments": np.int32, "mask": np.int8}
-"""Arrays that are ones if a source lacks them: one document, in which every token is a target."""
+"""Arrays that default to ones: the row is one document, in which every token is a target."""
 
 
 class Mixture:
-    """A mixture of sources; every stretch of a run has samples of each in proportion to its weight.
+    """A mixture of sources; every part of a run has samples of each in proportion to its weight.
 
     The source and the number of sample `g` of a run depend only on `g`, the weights and the seed.
-    Each source has its own epochs: a source that is small for its weight is repeated more often.
+    Each source has its own epochs: a small source with a large weight is repeated more often.
 
     Args:
         parts: the sources, all of one sequence length.
@@ -393,13 +396,14 @@ class Mixture:
     def __init__(self, parts: Sequence[TokenSamples], weights: Sequence[float]):
         if len(parts) != len(weights) or not parts or min(weights) <= 0:
             raise ConfigError(
-                f"data.weights: got {list(weights)} for {len(parts)} sources, which must be a "
-                "number above 0 for each; write as many"
+                f"data.weights: got {list(weights)} for {len(parts)} sources; give one number "
+                "above 0 per source",
+                code="mixture-weights",
             )
         if any(getattr(part, "buckets", None) is not None for part in parts):
             raise ConfigError(
-                "data.buckets of a source in a mixture: rows of a batch come from several sources, "
-                "and need one length; leave buckets out, or pack the rows",
+                "data.buckets of a source in a mixture: the rows of a batch come from several "
+                "sources and need one length; leave buckets out, or pack the rows",
                 code="buckets-mixture",
             )
         self._parts = parts
@@ -417,7 +421,7 @@ class Mixture:
 
     @property
     def identity(self) -> dict[str, int]:
-        """The identities of all parts, combined, and their weights."""
+        """The combined identities of the sources, and their weights."""
         parts = [part.identity for part in self._parts]
         sums = np.array([part["contents"] for part in parts])
         sizes = ("length", "num_samples", "contents")
@@ -432,7 +436,7 @@ class Mixture:
         }
 
     def order(self, seed: int) -> grain.MapDataset[int]:
-        """Shuffles each part separately, anew in each epoch, and mixes them by weight.
+        """Reshuffles each source in each of its epochs, and mixes the sources by weight.
 
         Args:
             seed: the seed of the order.
@@ -440,14 +444,14 @@ class Mixture:
         parts = []
         for number, part in enumerate(self._parts):
             start = int(self._starts[number])
-            # With one seed, parts of equal size would be shuffled in the same way.
+            # With the same seed, sources of equal size would be shuffled in the same way.
             part_seed = (seed + number * 0x9E3779B9) % 2**32
             order = shuffled(part.identity["num_samples"], part_seed)
             parts.append(order.map(lambda sample, start=start: start + sample))
         return grain.MapDataset.mix(parts, self._shares.tolist())
 
     def train(self, numbers: np.ndarray) -> LocalBatch:
-        """Takes training samples, each from its part."""
+        """Takes training samples, each from its source."""
         which = np.searchsorted(self._starts, numbers, side="right") - 1
         rows = [
             self._parts[part].train(np.array([number - self._starts[part]]))
@@ -457,17 +461,17 @@ class Mixture:
 
     @property
     def num_validation(self) -> int:
-        """The most validation samples without repeating any of a part."""
+        """The largest number of validation samples that repeats none of any source."""
         counts = [part.num_validation for part in self._parts]
         most = max(1, int((np.array(counts) / self._shares).min()))
         part_of = self._parts_of(most)
-        # By rounding, the shares may take one sample more of a part than it has.
+        # Because of rounding, the shares may take one sample more of a source than it has.
         while most > 1 and (np.bincount(part_of[:most], minlength=len(counts)) > counts).any():
             most -= 1
         return most
 
     def _parts_of(self, count: int) -> np.ndarray:
-        """Returns the part of each of the first `count` validation samples, by the weights."""
+        """Returns the source of each of the first `count` validation samples, by the weights."""
         order = grain.MapDataset.mix(
             [grain.MapDataset.source([n]).repeat() for n in range(len(self._parts))],
             self._shares.tolist(),
@@ -475,18 +479,18 @@ class Mixture:
         return np.array([order[g] for g in range(count)])
 
     def spread(self, count: int) -> np.ndarray:
-        """Returns part and place of validation samples, by the same weights, `[count, 2]`."""
+        """Returns source and index of validation samples, by the same weights, `[count, 2]`."""
         part_of = self._parts_of(count)
-        places = np.zeros(count, np.int64)
+        indices = np.zeros(count, np.int64)
         for number, part in enumerate(self._parts):
             if num := int((part_of == number).sum()):
-                places[part_of == number] = part.spread(num)
-        return np.stack([part_of, places], axis=1)
+                indices[part_of == number] = part.spread(num)
+        return np.stack([part_of, indices], axis=1)
 
     def validation(self, places: np.ndarray) -> LocalBatch:
-        """Takes validation samples of the parts."""
+        """Takes validation samples, each from its source."""
         return self._concatenate(
-            [self._parts[p].validation(np.array([place])) for p, place in places.tolist()]
+            [self._parts[p].validation(np.array([index])) for p, index in places.tolist()]
         )
 
     def _concatenate(self, rows: list[LocalBatch]) -> LocalBatch:

@@ -1,18 +1,18 @@
-"""The token cache: files next to the data, each written once by one process for all.
+"""The token cache: files next to the data, each written by one process and read by all.
 
 One process tokenizes a part of the data. The file appears under its name once it is complete:
 
     8 bytes      "axontok2"
     4 x 8 bytes  N documents, T tokens of W bytes, and whether there is a mask of learned tokens
-    N x 8 bytes  where each document ends
+    N x 8 bytes  the end of each document, in tokens
     T bytes      the mask of learned tokens, if there is one
     T x W bytes  the tokens
     B x 4 bytes  the CRC-32 of each 64 KiB block of the three sections above
     4 bytes      the CRC-32 of the first 40 bytes and of these checksums
 
 The file name is a digest of the source and the options. Opening a file checks some of its blocks,
-or all of them if it is small; a damaged file is made again. Every other block is checked when it is
-first read.
+or all blocks of a small file; a damaged file is made again. The other blocks are checked when they
+are first read.
 """
 
 from __future__ import annotations
@@ -48,25 +48,27 @@ Document = tuple[np.ndarray, np.ndarray | None]
 """Tokens `[n]`, and which of them are learned; None for all."""
 
 Span = tuple[int, int, int, int]
-"""A part of a file: its start and end, its number of documents, and that of all parts before it."""
+"""A part of a file: start, end, its number of documents, and the number in all earlier parts."""
 
 _FOLDER = ".axon_tokens"
 _MAGIC = b"axontok2"
 _HEAD = 40
 _BLOCK = 2**16
 _SAMPLE = 2**12
-"""The number of blocks, over all parts together, that are checked when they are opened."""
+"""The number of blocks, over all parts together, that are checked when the parts are opened."""
 _WAIT = 0.05
 _SETTLED = 2 * 10**9
-"""A file is unchanged if its timestamps are, provided they are older than these nanoseconds.
+"""Unchanged timestamps prove that a file is unchanged only if they are older than this, in ns.
 
-A change within the resolution of timestamps could otherwise be missed.
+A later change within the resolution of timestamps could otherwise be missed.
 """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FileNumbers:
-    """An array in a file, read on demand, not mapped: a mapped file that shrinks kills a process.
+    """An array in a file, read on demand.
+
+    The file is not memory-mapped: if a mapped file shrinks, SIGBUS kills the process.
 
     Args:
         path: the file.
@@ -89,12 +91,12 @@ class FileNumbers:
 
     def __getitem__(self, index: np.ndarray) -> np.ndarray:
         """Copies some elements; consecutive ones are read at once."""
-        places = index.ravel()
-        ends = np.append(np.flatnonzero(np.diff(places) != 1) + 1, len(places)).tolist()
-        numbers = np.empty(len(places), self.dtype)
+        flat = index.ravel()
+        ends = np.append(np.flatnonzero(np.diff(flat) != 1) + 1, len(flat)).tolist()
+        numbers = np.empty(len(flat), self.dtype)
         begin = 0
-        for end in ends if len(places) else ():
-            numbers[begin:end] = self.read(int(places[begin]), int(places[end - 1]) + 1)
+        for end in ends if len(flat) else ():
+            numbers[begin:end] = self.read(int(flat[begin]), int(flat[end - 1]) + 1)
             begin = end
         return numbers.reshape(index.shape)
 
@@ -106,19 +108,20 @@ class FileNumbers:
         """
         width = self.dtype.itemsize
         size = (stop - first) * width
-        moved = "leave files where they are while they are read"
-        rewording = reworded(f"{self.path} cannot be read any more", moved)
+        advice = "do not move or remove files while they are read"
+        rewording = reworded(f"{self.path} cannot be read any more", advice)
         with rewording, open(open_regular(self.path, links=True), "rb", buffering=0) as file:
             is_same = os.fstat(file.fileno()).st_ino == self.inode
             data = os.pread(file.fileno(), size, self.start + first * width)
             if self.sums is not None and is_same:
-                place = self.start + first * width
-                self.sums.check(file.fileno(), place, place + size)
+                offset = self.start + first * width
+                self.sums.check(file.fileno(), offset, offset + size)
         if len(data) < size or not is_same:
             what = "has shrunk" if is_same else "was replaced by another file"
             raise ConfigError(
-                f"{self.path} {what} while it was read; write data under another name, and start "
-                "again"
+                f"{self.path} {what} while it was read; write new data under another name, and "
+                "start again",
+                code="file-changed-while-read",
             )
         return np.frombuffer(data, self.dtype)
 
@@ -130,8 +133,8 @@ class BlockSums:
     Args:
         path: the file.
         sums: the CRC-32 of each block.
-        size: the bytes of all blocks, which begin after the header.
-        checked: which blocks were found good.
+        size: the total bytes of the blocks, which begin after the header.
+        checked: whether each block was checked and is undamaged.
     """
 
     path: Path
@@ -150,12 +153,12 @@ class BlockSums:
             if not self.is_good(descriptor, block):
                 raise ConfigError(
                     f"{self.path}: the {_BLOCK} bytes from {_HEAD + block * _BLOCK} on are "
-                    "damaged; remove the file, so that it is made again, and check the disk",
+                    "damaged; remove the file, which is then made again, and check the disk",
                     code="damaged-token-cache",
                 )
 
     def is_good(self, descriptor: int, block: int) -> bool:
-        """Whether a block has its checksum."""
+        """Whether a block matches its checksum."""
         first = block * _BLOCK
         data = os.pread(descriptor, min(_BLOCK, self.size - first), _HEAD + first)
         self.checked[block] = zlib.crc32(data) == self.sums[block]
@@ -187,7 +190,7 @@ class TokenStore:
         return [part.tokens for part in self._parts]
 
     def take(self, number: int, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of a document, or its first `most`, and which of them are learned."""
+        """Returns the tokens of a document and which of them are learned; at most `most` tokens."""
         which = int(np.searchsorted(self._firsts, number, side="right")) - 1
         part = self._parts[which]
         row = number - int(self._firsts[which])
@@ -209,7 +212,7 @@ class _Part:
 
     @staticmethod
     def open(path: Path, most: int = _SAMPLE) -> _Part:
-        """Reads where documents end, and checks some blocks of the file.
+        """Reads the ends of documents, and checks some blocks of the file.
 
         Args:
             path: the file.
@@ -226,10 +229,10 @@ class _Part:
                 raise ValueError(f"{path} holds no tokens")
             if not 0 <= total <= status.st_size:
                 raise ValueError(f"{path} holds no tokens")
-            place = _HEAD + 8 * count
-            stop = place + total * (width + bool(has_mask))
+            body = _HEAD + 8 * count
+            stop = body + total * (width + bool(has_mask))
             sums = _read_sums(file, path, head, stop, status.st_size)
-            _check_some(sums, file.fileno(), place, most)
+            _check_some(sums, file.fileno(), body, most)
             file.seek(_HEAD)
             ends = np.frombuffer(file.read(8 * count), "<i8")
         last = int(ends[-1]) if count else 0
@@ -239,8 +242,8 @@ class _Part:
         def numbers(dtype: str, start: int) -> FileNumbers:
             return FileNumbers(path, np.dtype(dtype), start, total, status.st_ino, sums)
 
-        tokens = numbers(f"<u{width}", place + (total if has_mask else 0))
-        return _Part(ends, tokens, numbers("i1", place) if has_mask else None)
+        tokens = numbers(f"<u{width}", body + (total if has_mask else 0))
+        return _Part(ends, tokens, numbers("i1", body) if has_mask else None)
 
     @staticmethod
     def write(path: Path, documents: Iterator[Document]) -> None:
@@ -288,32 +291,38 @@ def _read_sums(file: BinaryIO, path: Path, head: bytes, stop: int, size: int) ->
     sums = file.read(4 * count)
     own = file.read(4)
     if zlib.crc32(head + sums) != int.from_bytes(own, "little"):
-        raise ValueError(f"{path} has other checksums than were written")
+        raise ValueError(f"the checksums of {path} are damaged")
     return BlockSums(path, np.frombuffer(sums, "<u4"), stop - _HEAD, np.zeros(count, bool))
 
 
-def _check_some(sums: BlockSums, descriptor: int, place: int, most: int) -> None:
-    """Checks the blocks that say where documents end, and some others at even distances.
+def _check_some(sums: BlockSums, descriptor: int, body: int, most: int) -> None:
+    """Checks the blocks with the ends of documents, and some evenly spaced others.
+
+    Args:
+        sums: the checksums.
+        descriptor: the open file.
+        body: the byte offset after the ends of documents.
+        most: the number of evenly spaced blocks.
 
     Raises:
         ValueError: when a block is damaged.
     """
     count = len(sums.sums)
-    of_ends = range(-(-(place - _HEAD) // _BLOCK))
+    of_ends = range(-(-(body - _HEAD) // _BLOCK))
     some = np.linspace(0, count - 1, min(count, most)).astype(int).tolist() if count else []
     for block in sorted({*of_ends, *some}):
         if not sums.is_good(descriptor, block):
-            raise ValueError(f"{sums.path} is not what was written")
+            raise ValueError(f"{sums.path} is damaged")
 
 
 def _sample_of(paths: Sequence[Path]) -> int:
-    """Returns how many blocks of each part are checked when it is opened."""
+    """Returns the number of blocks to check when a part is opened."""
     return max(2, _SAMPLE // max(1, len(paths)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Indexed:
-    """A file, the digest of its contents, and the parts in which it is read."""
+    """A file, the digest of its contents, and the parts to read it in."""
 
     path: Path
     digest: str
@@ -328,8 +337,8 @@ class Folder:
     """The folder of the token cache.
 
     Args:
-        files: the data.
-        wanted: the folder; None for one next to the first file.
+        files: the data files.
+        wanted: the folder; None for the default, next to the first file.
     """
 
     def __init__(self, files: Sequence[TextFile], wanted: str | None = None):
@@ -346,26 +355,27 @@ class Folder:
             if wanted is not None:
                 raise ConfigError(
                     f"data.cache: tokens cannot be cached in {str(self.path)!r}: {error.strerror}; "
-                    "name a folder that can be written to"
+                    "name a writable folder",
+                    code="cache-not-writable",
                 ) from error
             self._temporary = tempfile.TemporaryDirectory(prefix="axon_tokens_")
             self.note = (
-                f"; tokens are made again at every start, because {self.path} is not writable: "
+                f"; every start tokenizes again, because {self.path} is not writable: "
                 "name a folder in data.cache"
             )
             self.path = Path(self._temporary.name)
 
     def index(self, files: Sequence[TextFile], scan: Scan, kind: str) -> list[Indexed]:
-        """Indexes files; does not read files that are unchanged since the last time.
+        """Indexes files; reads only those that are new or have changed since the last time.
 
         Args:
-            files: the data.
+            files: the data files.
             scan: indexes a new or changed file.
-            kind: identifies `scan`; another kind has another index.
+            kind: identifies `scan`; each kind has its own index.
         """
         names = "\n".join([kind, *(str(file.path) for file in files)])
-        place = self.path / f"{digest_of(names.encode())}.json"
-        known = _read_index(place)
+        index_path = self.path / f"{digest_of(names.encode())}.json"
+        known = _read_index(index_path)
         indexed = []
         changed = False
         for file in files:
@@ -378,14 +388,15 @@ class Folder:
                 spans = scan(file.path, digest.update)
                 if _stamp(file.path) != stamp:
                     raise ConfigError(
-                        f"{file.path} was changed while it was read; start again when it is whole"
+                        f"{file.path} changed while it was read; start again when it is complete",
+                        code="file-changed-while-read",
                     )
                 row = [stamp, now, digest.hexdigest(), spans]
                 known[str(file.path)] = row
             indexed.append(Indexed(file.path, row[2], [tuple(span) for span in row[3]]))
         if changed:
             text = json.dumps(known)
-            with _written(place) as file:
+            with _written(index_path) as file:
                 file.write(f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode())
         return indexed
 
@@ -395,12 +406,12 @@ class Folder:
         how: Sequence[object],
         make: Callable[[Path, Span], Iterator[Document]],
     ) -> TokenStore:
-        """Makes the parts that are missing; processes that start meanwhile share the work.
+        """Makes the missing parts; processes that run at the same time share the work.
 
         Args:
-            files: the data.
+            files: the data files.
             how: everything that tokens depend on besides the data.
-            make: makes the documents of a part of a file.
+            make: yields the documents of a part of a file.
         """
         spans = [(file, span) for file in files for span in file.spans if span[2]]
         parts = [(file.digest, span[:2], [*how]) for file, span in spans]
@@ -408,7 +419,7 @@ class Folder:
         paths = [self.path / f"{name}.tokens" for name in names]
         most = _sample_of(paths)
         todo = [number for number, path in enumerate(paths) if not _is_complete(path, most)]
-        # Each process begins with another part, so that they seldom compete for the same one.
+        # Each process begins with a different part, so that processes rarely compete for one.
         turn = os.getpid() % max(1, len(todo))
         todo = todo[turn:] + todo[:turn]
         while todo:
@@ -429,8 +440,8 @@ class Folder:
         """Returns arrays from the cache, or computes and stores them.
 
         Args:
-            name: a digest of everything that they depend on.
-            make: computes them.
+            name: a digest of everything that the arrays depend on.
+            make: computes the arrays.
         """
         path = self.path / f"{name}.npz"
         # numpy checks the checksums and raises a dozen kinds of errors. An unreadable file is made
@@ -457,7 +468,7 @@ def digest_of(*texts: bytes) -> str:
 
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[bool]:
-    """Tries to take a lock for the block; yields whether this process has it."""
+    """Tries to lock a file during the `with` block; yields whether this process has the lock."""
     advice = "remove it, or name another folder"
     with reworded(f"data.cache: {str(path)!r} cannot be locked", advice):
         try:
@@ -465,7 +476,7 @@ def _claimed(path: Path) -> Iterator[bool]:
         except OSError as error:
             if error.errno not in NO_FILE:
                 raise
-            # A link or a pipe is in the way; remove it, not its target.
+            # The path is a link or a pipe; remove it, not its target.
             path.unlink(missing_ok=True)
             descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     with open(descriptor, "rb") as file:
@@ -519,8 +530,8 @@ _MOST_INDEX = 2**30
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[Any]:
     """Opens a file to write; it appears under its name once it is complete."""
-    advice = "make room, remove what is there, or name another folder"
+    advice = "free disk space, remove what is at this path, or name another folder"
     rewording = reworded(f"data.cache: {str(path)!r} cannot be written", advice)
-    # Not durable: a file damaged by a power cut fails its checksums and is made again.
+    # Not synced to disk: a file damaged by a power cut fails its checksums and is made again.
     with rewording, replacing(path, durable=False) as file:
         yield file

@@ -69,8 +69,9 @@ class TextSource:
         for field in ("files", "validation_files"):
             if isinstance(getattr(self, field), str):
                 raise ConfigError(
-                    f"data.{field}={getattr(self, field)!r} is a single text: write a list, even "
-                    "of one pattern."
+                    f"data.{field}={getattr(self, field)!r} is a string: write a list, even for "
+                    "one pattern.",
+                    code="files-not-a-list",
                 )
         held_out_fraction(self.validation_fraction, self.validation_files)
         if self.max_bytes is not None and self.max_bytes < 1:
@@ -180,7 +181,8 @@ def _fit(files: Sequence[TextFile], max_bytes: int | None) -> Sequence[TextFile]
     if not readable:
         raise ConfigError(
             f"data.max_bytes={max_bytes} is less than the first file, {files[0].path} of "
-            f"{files[0].size} bytes: raise it, since a limit cuts no file."
+            f"{files[0].size} bytes: raise it, because the limit never cuts a file.",
+            code="max-bytes-too-small",
         )
     return readable
 
@@ -188,7 +190,7 @@ def _fit(files: Sequence[TextFile], max_bytes: int | None) -> Sequence[TextFile]
 def _indexed(
     folder: Folder, files: Sequence[TextFile], tokenizer: Tokenizer
 ) -> tuple[Any, list[object]]:
-    """Returns the tokens of files, each one document, and what they depend on."""
+    """Returns the tokens of files, each of them one document, and a key of what determines them."""
     indexed = [
         dataclasses.replace(entry, spans=[(file.start, file.start + file.size, 1, 0)])
         for file, entry in zip(files, folder.index(files, _scan, "text"), strict=True)

@@ -27,14 +27,14 @@ class Tokenizer:
     Args:
         name: the name in messages.
         vocab_size: every id is below it.
-        encode: maps the content of a file to a 1-D array of ids, in the smallest dtype that holds
-            them all; raises UnicodeDecodeError if it needs UTF-8 and gets something else.
+        encode: maps the content of a file to a 1-D array of ids, in the smallest dtype that fits
+            all ids; raises UnicodeDecodeError if it needs UTF-8 and the content is not UTF-8.
         prompt: maps the beginning of a document to a 1-D array of ids, without an end token.
-        decode: maps ids to text for people.
-        answer: maps a prompt and a response to the ids of both together, and how many of them
-            belong to the prompt.
-        chat: maps a text in pieces, each with whether it is learned, to ids and a bool array of
-            which are learned; the end of the document is learned if the last piece is.
+        decode: maps ids to readable text.
+        answer: maps a prompt and a response to the ids of both together, and the number of ids
+            that belong to the prompt.
+        chat: maps `Pieces` to ids and a bool array that is True for learned ids; the end token is
+            learned if the last piece is.
         end: the id that ends a document; None if there is none.
         digest: differs between tokenizers that make different tokens.
 
@@ -87,8 +87,8 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
 
     Returns:
         The tokenizer. The post-processor of a `tokenizer.json` adds special tokens; SentencePiece
-        adds none. In a chat, the control symbols of a `.model`, such as `</s>`, stand for
-        themselves, and each text between them is encoded by itself.
+        adds none. In a chat, the control symbols of a `.model`, such as `</s>`, become their own
+        tokens, and each text between two of them is encoded separately.
 
     Raises:
         ConfigError: there is no such file, it is not a tokenizer, it has no such token, or the
@@ -113,7 +113,7 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
             f"data.end_token={end_token!r} is not in the vocabulary of {path}: name a token that "
             "is, or leave it out."
         )
-    # The special tokens that the post-processor appends to any text.
+    # Encode a known token to find the special tokens that the post-processor appends to any text.
     last = encoded_by(known)
     suffix = [*last.ids[len(last.ids) - _num_suffix(last) :], *added]
 
@@ -166,7 +166,7 @@ def _load_sentencepiece(path: str, end_token: str | None) -> Tokenizer:
     added = () if end is None else (end,)
 
     def spans(text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encodes a text; returns ids, and where in the text each begins and ends."""
+        """Encodes a text; returns ids, and start and end of each in the text."""
         found = model.encode(text, return_type="offset_mapping")
         return found["ids"], found["offsets"]
 
@@ -188,16 +188,16 @@ def _load_sentencepiece(path: str, end_token: str | None) -> Tokenizer:
         letters = np.concatenate([np.full(len(text), learned) for text, learned in pieces])
         ids: list[int] = []
         is_learned: list[bool] = []
-        place = 0
+        begin = 0
         for match in [*symbol.finditer(text), None]:
             stop = match.start() if match else len(text)
-            found, offsets = spans(text[place:stop])
+            found, offsets = spans(text[begin:stop])
             ids += found
-            is_learned += [_holds(letters, place + a, place + b) for a, b in offsets]
+            is_learned += [_all_learned(letters, begin + a, begin + b) for a, b in offsets]
             if match:
                 ids.append(controls[match.group()])
-                is_learned.append(_holds(letters, *match.span()))
-                place = match.end()
+                is_learned.append(_all_learned(letters, *match.span()))
+                begin = match.end()
         is_learned += [pieces[-1][1] for _ in added]
         return _ids(path, [*ids, *added], vocab_size), np.array(is_learned, bool)
 
@@ -220,8 +220,8 @@ def _read_sentencepiece(path: str) -> tuple[bytes, Any]:
     library = require("sentencepiece", "sentencepiece", f"data.tokenizer={path!r}", other)
     content = read_bytes(_file_at(path), f"data.tokenizer={path!r}", most=_MOST_BYTES)
     processor = library.SentencePieceProcessor()
-    advice = "write it by SentencePieceTrainer, or name a tokenizer.json"
-    what = f"data.tokenizer={path!r} is not a model that sentencepiece reads"
+    advice = "write it with SentencePieceTrainer, or name a tokenizer.json"
+    what = f"data.tokenizer={path!r} is not a model that sentencepiece can read"
     with reworded(what, advice, of=Exception):
         processor.LoadFromSerializedProto(content)
         if not processor.get_piece_size():
@@ -253,7 +253,7 @@ def _read(path: str) -> tuple[str, Any]:
         model.no_padding()
         state = model.normalizer.__getstate__() if model.normalizer else b"{}"
         if (growth := _growth(json.loads(state))) > _MOST_GROWTH:
-            raise ValueError(f"its normalizer can make {growth} letters of one")
+            raise ValueError(f"its normalizer can turn one character into {growth}")
         return text, model
     except (ConfigError, KeyboardInterrupt, SystemExit):
         raise
@@ -261,7 +261,8 @@ def _read(path: str) -> tuple[str, Any]:
         # A panic of the library, which is written in Rust, is not an `Exception`.
         raise ConfigError(
             f"data.tokenizer={path!r} is not a tokenizer.json that tokenizers "
-            f"{tokenizers.__version__} reads ({error!s:.200}): save it with Tokenizer.save."
+            f"{tokenizers.__version__} can read ({error!s:.200}): save it with Tokenizer.save.",
+            code="not-a-tokenizer",
         ) from error
 
 
@@ -269,7 +270,7 @@ _MOST_GROWTH = 64
 
 
 def _growth(normalizer: Any) -> int:
-    """Returns how many characters a normalizer's replacements can make of one character."""
+    """Returns the most characters that a normalizer's replacements make of one character."""
     parts = normalizer.get("normalizers", ())
     length = max(1, len(normalizer.get("content", "")))
     return length * math.prod(map(_growth, parts))
@@ -284,8 +285,9 @@ def _encoded(path: str, model: Any, text: str, **options: bool) -> Any:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         raise ConfigError(
-            f"data.tokenizer={path!r} cannot encode {text!r:.60} ({error!s:.200}): give it a "
-            "token for what it does not know, or train it on such texts"
+            f"data.tokenizer={path!r} cannot encode {text!r:.60} ({error!s:.200}): give it an "
+            "unknown token, or train it on such texts",
+            code="cannot-encode",
         ) from error
 
 
@@ -293,8 +295,9 @@ def _ids(path: str, ids: list[int], vocab_size: int) -> np.ndarray:
     """Returns ids in the smallest dtype for the vocabulary; raises for ids outside it."""
     if (most := max(ids, default=0)) >= vocab_size:
         raise ConfigError(
-            f"data.tokenizer={path!r} adds the token {most}, and its vocabulary ends at "
-            f"{vocab_size - 1}; correct its post_processor"
+            f"data.tokenizer={path!r} adds the token {most}, but its vocabulary ends at "
+            f"{vocab_size - 1}; correct its post_processor",
+            code="token-beyond-vocabulary",
         )
     return np.array(ids, np.min_scalar_type(vocab_size - 1))
 
@@ -307,15 +310,16 @@ def _tokens_of_chat(
     text = "".join(text for text, _ in pieces)
     encoded = _encoded(path, exact, text, add_special_tokens=False)
     letters = np.concatenate([np.full(len(text), learned) for text, learned in pieces])
-    is_learned = [_holds(letters, start, end) for start, end in encoded.offsets]
+    is_learned = [_all_learned(letters, start, end) for start, end in encoded.offsets]
     ids = _ids(path, [*encoded.ids, *added], vocab_size)
     return ids, np.array([*is_learned, *[pieces[-1][1] for _ in added]], bool)
 
 
-def _holds(letters: np.ndarray, start: int, end: int) -> bool:
-    """Whether all characters of a token are learned; an empty token counts as its next character.
+def _all_learned(letters: np.ndarray, start: int, end: int) -> bool:
+    """Whether all characters of a token are learned.
 
-    A normalizer may add a token before a text that covers none of its characters.
+    A normalizer may add a token before a text, which covers no character. It counts as the next
+    character.
     """
     if start == end:
         start = min(start, len(letters) - 1)
@@ -324,7 +328,7 @@ def _holds(letters: np.ndarray, start: int, end: int) -> bool:
 
 
 def _with_exact_offsets(text: str, model: Any) -> Any:
-    """Returns the same tokenizer, but with offsets that cover all characters of a token.
+    """Returns the same tokenizer with offsets that cover all characters of a token.
 
     The post-processor of byte-level tokenizers trims spaces off the offsets of tokens
     (`trim_offsets`, the default). A token that is only a space then has empty offsets. Without
@@ -345,8 +349,9 @@ def utf8(text: str, origin: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{origin} holds {text[error.start]!a}, half a letter, which UTF-8 cannot encode; "
-            "correct or remove it"
+            f"{origin} has {text[error.start]!a}, a lone surrogate, which UTF-8 cannot encode; "
+            "correct or remove it",
+            code="lone-surrogate",
         ) from error
 
 
@@ -361,7 +366,8 @@ _MOST_BYTES = 2**28
 """The most bytes of a tokenizer.json."""
 
 _OFFSETS = b"untrimmed"
-"""Changed when the rule for learned tokens changes, so that caches are made again."""
+"""Part of a tokenizer's digest. Change it with the rule for learned tokens: caches are then made
+again."""
 
 
 def _num_suffix(encoded: Any) -> int:

@@ -29,12 +29,12 @@ class Text:
         train: 1-D unsigned integers, the training files one after another; may be memory-mapped.
         validation: the same for the validation files; no token is in both.
         vocab_size: token ids are below it.
-        description: one sentence for people.
+        description: one sentence for users.
         document_end: the token that ends a document; windows then have segment ids. None if windows
             ignore document boundaries.
-        validation_bytes: the size of the validation files; bytes that end a document count.
-        show: decodes tokens to text for people.
-        contents: a checksum of the text; None computes one of the tokens.
+        validation_bytes: the size of the validation files, including bytes that end a document.
+        show: decodes tokens to readable text.
+        contents: a checksum of the text; None computes it from the tokens.
         made_by: checksums of the tokenizer and other inputs of the tokens, by name.
 
     Example:
@@ -59,7 +59,7 @@ class Windows:
 
     Args:
         text: training and validation tokens, one dim each.
-        length: tokens a model sees, T; windows hold T + 1.
+        length: the number of tokens that a model sees, T; windows have T + 1.
 
     Attributes:
         num_validation: the number of consecutive windows in the validation text; remaining tokens
@@ -85,8 +85,9 @@ class Windows:
         for side, stream in (("training", text.train), ("validation", text.validation)):
             if len(stream) <= length:
                 raise ConfigError(
-                    f"the {side} text has {len(stream)} tokens, less than one window of "
-                    f"{length + 1}: give more text in data.files, or a shorter length."
+                    f"the {side} text has {len(stream)} tokens, fewer than one window of "
+                    f"{length + 1}: give more text in data.files, or a shorter length.",
+                    code="text-too-short",
                 )
         self.text: Text = text
         self.length: int = length
@@ -117,7 +118,7 @@ class Windows:
         return self._cut(self.text.train, numbers * self.length)
 
     def spread(self, count: int) -> np.ndarray:
-        """Returns first positions of windows spread over the validation text."""
+        """Returns start positions of windows spread evenly over the validation text."""
         return spread_starts(len(self.text.validation), self.length, count)
 
     def validation(self, places: np.ndarray) -> LocalBatch:
@@ -154,7 +155,7 @@ _PIECES = 256
 
 
 def _in_memory(stream: np.ndarray) -> np.ndarray:
-    """Returns a stream; of one in files, only its length and evenly spread pieces."""
+    """Returns a stream for a checksum; of a stream in files, its length and some pieces."""
     if type(stream) is np.ndarray or len(stream) <= _PIECE:
         return stream[np.arange(len(stream))]
     starts = spread_starts(len(stream), _PIECE - 1, _PIECES)
@@ -163,7 +164,7 @@ def _in_memory(stream: np.ndarray) -> np.ndarray:
 
 
 _LOOK = 2**16
-"""How many tokens of a file are checked before a run; every batch is checked again."""
+"""The number of tokens of a file that are checked before a run; each batch is checked again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +247,7 @@ def map_tokens(source: TokenSource) -> Text:
     if end is not None and end > most:
         raise ConfigError(
             f"data.document_end={end} does not fit into files of {train.dtype.name}, whose largest "
-            f"token is {most}, so that no document would end; name the token that the files have",
+            f"token is {most}, so no document would end; name the token that ends documents there",
             code="document-end-too-large",
         )
     if source.validation_files:
@@ -308,13 +309,13 @@ class Joined:
         if isinstance(index, slice):
             start, stop, _ = index.indices(len(self))
             return Joined(self._parts, self._start + start, self._start + stop)
-        places = np.asarray(index) + self._start
-        part_of = np.searchsorted(self._ends, places, side="right")
-        tokens = np.empty(places.shape, self._parts[0].dtype)
+        indices = np.asarray(index) + self._start
+        part_of = np.searchsorted(self._ends, indices, side="right")
+        tokens = np.empty(indices.shape, self._parts[0].dtype)
         for number in np.unique(part_of).tolist():
             mask = part_of == number
             part = self._parts[number]
-            tokens[mask] = part[places[mask] - (self._ends[number] - len(part))]
+            tokens[mask] = part[indices[mask] - (self._ends[number] - len(part))]
         return tokens
 
 
@@ -324,7 +325,8 @@ def _stream(source: TokenSource, patterns: tuple[str, ...]) -> Any:
     if len(kinds) > 1:
         raise ConfigError(
             f"data.files: {', '.join(patterns)} has tokens of {' and '.join(kinds)}, which are "
-            "read as one stream and must be of one dtype; write the files anew"
+            "read as one stream and must be of one dtype; write the files again",
+            code="mixed-token-dtypes",
         )
     return Joined(parts)
 
@@ -336,16 +338,18 @@ def _map(path: Path, dtype: str) -> FileNumbers:
     width = np.dtype(dtype).itemsize
     if not size or size % width:
         raise ConfigError(
-            f"{path} has {size} bytes, which are no {dtype} tokens of {width} bytes each; set "
-            "data.dtype to what the file was written with"
+            f"{path} has {size} bytes, which is not a whole number of {dtype} tokens of {width} "
+            "bytes each; set data.dtype to the dtype that the file was written with",
+            code="partial-token",
         )
     kind = np.dtype(dtype).newbyteorder("<")
     tokens = FileNumbers(path, kind, 0, size // width, path.stat().st_ino)
     some = _some(tokens)
     if dtype == "uint16" and len(tokens) > 2 and not some[1::2].any() and some.any():
         raise ConfigError(
-            f"{path}: every other token is 0, as if the file held numbers of 4 bytes; set "
-            "data.dtype=uint32"
+            f"{path}: every other token is 0, as if the file had numbers of 4 bytes; set "
+            "data.dtype=uint32",
+            code="wrong-token-width",
         )
     return tokens
 
@@ -357,17 +361,20 @@ def _map_npy(path: Path) -> FileNumbers:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(tokens, np.memmap):
         raise ConfigError(
-            f"{path} is an archive, .npz, and must be one array: write it with np.save"
+            f"{path} is an .npz archive and must be one array: write it with np.save",
+            code="npz-archive",
         )
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui" or not len(tokens):
         raise ConfigError(
-            f"{path} holds {tokens.dtype} {tokens.shape}, which must be integers of one dim; save "
-            "token ids one after another"
+            f"{path} has {tokens.dtype} {tokens.shape} and must be a 1-D array of integers; save "
+            "token ids one after another",
+            code="tokens-not-1d",
         )
     numbers = FileNumbers(path, tokens.dtype, tokens.offset, len(tokens), path.stat().st_ino)
     if (smallest := int(_some(numbers).min())) < 0:
         raise ConfigError(
-            f"{path} has the token {smallest}, and tokens count from 0; write the file anew"
+            f"{path} has the token {smallest}, but tokens count from 0; write the file again",
+            code="negative-token",
         )
     return numbers
 

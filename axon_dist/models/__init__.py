@@ -1,11 +1,11 @@
 """Small reference models in plain Flax NNX, written for one device, and their losses.
 
 The models contain no parallelism: strategies shard them from outside, by the paths of their leaves.
-Start reading in `transformer.py`; `transformer_config.py` has its named sizes, `layers.py` its
-layers, `attention.py` the attention implementations; `generate.py` continues prompts. `vit.py` and
-`resnet.py` classify images. `formats.py` has a row for each family of decoders on hubs,
-`weight_rules.py` maps their tensors to parameters, and `snapshot.py` compares a model with the
-config of a snapshot.
+Start reading in `transformer.py`; `transformer_config.py` has its presets, `layers.py` its layers
+and `attention.py` the attention implementations; `generate.py` continues prompts. `vit.py` and
+`resnet.py` classify images. `formats.py` has an entry for each decoder family on the Hugging Face
+hub, `weight_rules.py` maps their tensors to parameters, and `snapshot.py` compares a model with
+the config of a snapshot.
 """
 
 from .attention import ATTENTION_FORMS as ATTENTION_FORMS

@@ -128,12 +128,12 @@ def einsum_attention(
 
 
 def capped(scores: Array, softcap: float | None) -> Array:
-    """Caps scores softly, `c tanh(score / c)` (arXiv:2408.00118); None for no cap."""
+    """Soft-caps scores, `c tanh(score / c)` (arXiv:2408.00118); None for no cap."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def in_window(distance: Array, window: Array | int) -> Array:
-    """Whether a key, `distance` positions before its query, is within the window."""
+    """Whether a key `distance` positions before its query is within the window; 0 for no window."""
     return (distance < window) | (jnp.asarray(window) == 0)
 
 
@@ -160,7 +160,7 @@ def cudnn_attention(
 
 
 def cudnn_obstacle(query: Leaf, key: Leaf, value: Leaf, segments: Leaf | None = None) -> str | None:
-    """Says why cuDNN cannot compute attention of these arrays, or None if it can.
+    """Returns why cuDNN cannot compute attention of these arrays, or None if it can.
 
     The dtype must be bfloat16 or float16, the head size a multiple of 8 up to 256 (in a train step
     on chips before Hopper, up to 128), and with segments the length even. The answer is the same on
@@ -177,7 +177,7 @@ def cudnn_obstacle(query: Leaf, key: Leaf, value: Leaf, segments: Leaf | None = 
 def auto_attention(
     query: Array, key: Array, value: Array, causal: bool = True, segments: Array | None = None
 ) -> Array:
-    """Computes attention with the fused kernel of the platform if it can, else by `einsum`."""
+    """Computes attention with the platform's fused kernel if that can run, else with `einsum`."""
     if splash_obstacle(query) is None:
         return flash_attention(query, key, value, causal, segments)
     arrays = (query, key, value) if segments is None else (query, key, value, segments)
@@ -199,7 +199,7 @@ def describe_attention(
     segments: bool = False,
     tiled: bool = False,
 ) -> str:
-    """Says in one sentence which attention runs in a train step, and what would fuse it.
+    """Describes in one sentence which attention runs in a train step, and how to get a fused one.
 
     Args:
         form: a key of `ATTENTION_FORMS`.
@@ -207,7 +207,7 @@ def describe_attention(
         dtype: the dtype of queries, keys and values.
         shape: (positions, heads, size of a head).
         segments: whether batches have segment ids.
-        tiled: whether plain products make scores tile by tile, as ring attention does.
+        tiled: whether matrix products compute scores tile by tile, as ring attention does.
 
     Returns:
         The sentence.
@@ -228,16 +228,16 @@ def describe_attention(
     why = no_blocks(length) if kernel == "flash" else fused_obstacle(heads_of, segments)
     if why is not None:
         reason = " ".join(why.split()).rstrip(".")
-        return f"{plain}, for {kernel} cannot run: {reason}; {_CURES[kernel]}"
+        return f"{plain}, because {kernel} cannot run: {reason}; {_CURES[kernel]}"
     piece = length // num_pieces(length)
-    more = f", and reads masks [B, 1, {piece}, {piece}] that are made of the segments"
+    more = f", and reads masks [B, 1, {piece}, {piece}] made from the segments"
     return _NAMES[kernel] + (more if kernel == "cudnn" and segments else "")
 
 
 _NAMES = MappingProxyType(
     {
         "einsum": "einsum, which stores the scores of all pairs",
-        "tiles": "plain products, whose scores lie in memory a tile at a time",
+        "tiles": "matrix products, which keep one tile of the scores in memory at a time",
         "cudnn": "the fused kernel of cuDNN",
         "flash": "the fused kernel for TPUs (splash attention)",
     }

@@ -38,7 +38,7 @@ class Presets:
     """The base class of config dataclasses with named presets.
 
     Attributes:
-        presets: values of its fields, by name.
+        presets: the field values of each preset, by its name.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, object]]]
@@ -62,7 +62,7 @@ class Presets:
 
 
 def numerics(config: Any) -> dict[str, Any]:
-    """Returns the dtypes of a config as keyword arguments of Flax layers."""
+    """Returns the dtypes of a config, as keyword arguments for Flax layers."""
     return {
         "dtype": config.dtype and jnp.dtype(config.dtype),
         "param_dtype": jnp.dtype(config.param_dtype),
@@ -81,14 +81,15 @@ def check_fields(cls: type, changes: Mapping[str, object]) -> None:
 def check_at_least_one(config: object, fields: tuple[str, ...]) -> None:
     """Raises `ConfigError` unless each of these fields or properties is 1 or more.
 
-    The upper bounds: a dim has at most 2^31 - 1 elements, and each layer adds to the program.
+    There are upper bounds, too: a dim has at most 2^31 - 1 elements, and each layer adds to the
+    program.
     """
     for field in fields:
         value = getattr(config, field)
         most = MOST_LAYERS if field == "num_layers" else _MOST_SIZE
         WHOLE.check(type(config).__name__, field, value)
         if value < 1:
-            raise ConfigError(f"{field}={value} must be at least 1; set it so.")
+            raise ConfigError(f"{field}={value} must be at least 1; raise it.", code="below-one")
         if value > most:
             raise ConfigError(f"{field}={value} must be at most {most}; lower it.")
 
@@ -99,8 +100,9 @@ def check_above_zero(config: object, fields: tuple[str, ...]) -> None:
         REAL.check(type(config).__name__, field, getattr(config, field))
         if not _LEAST_FLOAT < getattr(config, field) < _MOST_FLOAT:
             raise ConfigError(
-                f"{field}={getattr(config, field)} must be above 0, and a number that float32 "
-                "holds; set it so."
+                f"{field}={getattr(config, field)} must be above 0 and representable in float32; "
+                "change it.",
+                code="not-above-zero",
             )
 
 
@@ -125,7 +127,9 @@ def check_rate(config: object, field: str) -> None:
     rate = getattr(config, field)
     REAL.check(type(config).__name__, field, rate)
     if not 0.0 <= rate < 1.0:
-        raise ConfigError(f"{field}={rate} must lie in [0, 1); 0 turns it off.")
+        raise ConfigError(
+            f"{field}={rate} must be in [0, 1); 0 turns it off.", code="dropout-range"
+        )
 
 
 def check_floats(config: object) -> None:
@@ -142,13 +146,15 @@ def _check_float(field: str, dtype: Any) -> None:
         )
     if not is_dtype(dtype, jnp.floating):
         raise DTypeError(
-            f"{field}={dtype!r:.80} has no fractions: a model needs a floating-point dtype, "
-            "for example 'float32' or 'bfloat16'."
+            f"{field}={dtype!r:.80} must be a floating-point dtype, for example 'float32' or "
+            "'bfloat16'.",
+            code="dtype-not-float",
         )
     if jnp.dtype(dtype).itemsize > 4 and not has_64_bits():
         raise DTypeError(
-            f"{field}={dtype!r:.80} is a dtype of which JAX keeps 32 bits; take 'float32', or set "
-            "JAX_ENABLE_X64=1."
+            f"{field}={dtype!r:.80} is truncated to 32 bits by JAX; use 'float32', or set "
+            "JAX_ENABLE_X64=1.",
+            code="dtype-needs-x64",
         )
 
 
@@ -168,22 +174,23 @@ class ExpertConfig:
         count: the number of experts, E.
         per_token: the number of experts that a token goes to, k.
         width: hidden size of one expert; None for that of the config's feed-forward.
-        shared: the number of further experts that every token goes to, computed as one feed-forward
-            of that many times the width (DeepSeekMoE, arXiv:2401.06066); 0 for none.
-        balance: the weight of the balance term `E sum_e f_e P_e`, with the share f of assignments
-            that expert e gets and its mean probability P (Switch Transformers, arXiv:2101.03961,
-            equation 4). The term is 1 if all experts get equally much. 0 leaves it out.
+        shared: the number of shared experts, which every token goes to. They are computed as one
+            feed-forward of `shared` times the width (DeepSeekMoE, arXiv:2401.06066); 0 for none.
+        balance: the weight of the load-balancing term `E sum_e f_e P_e`, with the share f_e of
+            assignments that expert e gets and its mean probability P_e (Switch Transformers,
+            arXiv:2101.03961, equation 4). The term is 1 if all experts get equally many tokens. 0
+            leaves it out.
         balance_per: `"batch"` counts over all tokens of a (micro)batch, on all devices, and
             therefore couples its samples: with K microbatches, the term is the mean of K terms.
             `"sequence"` counts within each sequence and takes the mean, which does not depend on
-            how a batch is cut (DeepSeek-V3, arXiv:2412.19437, equation 17).
+            how a batch is split (DeepSeek-V3, arXiv:2412.19437, equation 17).
         z_loss: the weight of `mean(logsumexp(x W)^2)`, which keeps the router's logits small
             (ST-MoE, arXiv:2202.08906, equation 5). 0 leaves it out.
         normalize: divide the gates by their sum if a token goes to several experts.
-        bias_rate: by how much a bias of each expert moves after each (micro)batch: up if the expert
-            got fewer tokens than the mean, else down. The bias is added to the probabilities only
-            for the choice, not to the gates, and has no gradient (DeepSeek-V3, section 2.1.2). It
-            is a buffer of the model. 0 leaves it out.
+        bias_rate: the step by which a bias of each expert changes after each (micro)batch: up if
+            the expert got fewer tokens than the mean, else down. The bias affects only the choice
+            of experts, not the gates, and has no gradient (DeepSeek-V3, section 2.1.2). It is a
+            buffer of the model. 0 leaves it out.
 
     Example:
         >>> ExpertConfig(count=64, per_token=6, shared=2).validate()
@@ -200,7 +207,7 @@ class ExpertConfig:
     bias_rate: float = 0.0
 
     def validate(self) -> None:
-        """Checks that the numbers fit each other.
+        """Checks that the values are consistent.
 
         Raises:
             ConfigError: a number is out of range, or a name is unknown.
@@ -209,13 +216,15 @@ class ExpertConfig:
         check_flags(self)
         if self.per_token > self.count:
             raise ConfigError(
-                f"experts.per_token={self.per_token} is more than experts.count={self.count}: a "
-                "token goes to different experts; lower the one or raise the other."
+                f"experts.per_token={self.per_token} is more than experts.count={self.count}, but "
+                "a token goes to distinct experts; lower per_token or raise count.",
+                code="too-many-experts-per-token",
             )
         for field in ("shared", "balance", "z_loss", "bias_rate"):
             if not 0 <= getattr(self, field) < _MOST_FLOAT:
                 raise ConfigError(
-                    f"experts.{field}={getattr(self, field)} must be 0 or more, and a number that "
-                    "float32 holds; set it so."
+                    f"experts.{field}={getattr(self, field)} must be 0 or more and representable "
+                    "in float32; change it.",
+                    code="expert-option-range",
                 )
         check_choice("experts.balance_per", self.balance_per, BALANCE, "known")

@@ -23,15 +23,15 @@ class Balance(nnx.Variable):
 
 
 class ExpertReport(nnx.Variable):
-    """The report of a layer of experts on its last training pass: a row of `Findings`."""
+    """The `Findings` of an expert layer in its last training pass, as one array."""
 
 
 class Findings(NamedTuple):
-    """The report of layers of experts to the loss.
+    """The auxiliary loss terms and metrics of expert layers.
 
     Args:
-        balance: the balance term, unweighted.
-        router_z: the z term, unweighted.
+        balance: the load-balancing term, unweighted.
+        router_z: the z-loss term, unweighted.
         dropped: the share of assignments dropped because an expert was full.
         load: the load of the busiest expert, as a multiple of an even share.
     """
@@ -45,9 +45,9 @@ class Findings(NamedTuple):
 class Experts(nnx.Module):
     """`sum over chosen e of g_e expert_e(x)`, plus the shared expert, for each token.
 
-    The experts are stacked: `up` and `gate` are `[E, D, F]`, `down` is `[E, F, D]`. All tokens of
-    all samples go through `mix_experts`, a function of arrays, and all sums over samples through
-    `sum_samples`, so that a strategy can replace both.
+    The experts are stacked: `up` and `gate` are `[E, D, F]`, `down` is `[E, F, D]`. The method
+    `mix_experts` computes the experts for all tokens, and `sum_samples` all sums over samples, so
+    that a strategy can replace both.
 
     Args:
         config: sizes and numerics, including `config.experts`.
@@ -55,7 +55,7 @@ class Experts(nnx.Module):
     """
 
     hidden_dims = MappingProxyType({"gate": -1, "up": -1, "down": -2})
-    """The dim of each kernel that holds hidden features."""
+    """The dim of hidden features of each kernel."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         experts = config.experts
@@ -83,7 +83,7 @@ class Experts(nnx.Module):
         self.experts: ExpertConfig = experts
         self.activation: str = config.activation
         self.dtype = config.dtype and jnp.dtype(config.dtype)
-        # Set by `eval()`: evaluation neither updates the bias nor reports.
+        # `eval()` sets it to True: evaluation neither updates the bias nor stores a report.
         self.deterministic: bool = False
 
     @property
@@ -119,18 +119,18 @@ class Experts(nnx.Module):
         Args:
             tokens: `[B, T, D]`.
             gates: float32 `[B, T, k]`.
-            expert_ids: int32 `[B, T, k]`, the numbers of the experts.
+            expert_ids: int32 `[B, T, k]`, the indices of the chosen experts.
             kernels: the kernels of all experts.
 
         Returns:
             `[B, T, D]`, and the share of dropped assignments, which is 0 here.
         """
 
-        def rows(x):
+        def flat(x):
             return x.reshape(-1, x.shape[-1])
 
-        choice = Choice(rows(expert_ids), rows(gates))
-        mixed = in_order(self.feed, rows(tokens), choice, kernels)
+        choice = Choice(flat(expert_ids), flat(gates))
+        mixed = in_order(self.feed, flat(tokens), choice, kernels)
         return mixed.reshape(tokens.shape), jnp.zeros((), jnp.float32)
 
     def feed(self, product: Product, rows: Array, kernels: dict[str, Array]) -> Array:
@@ -154,7 +154,7 @@ class Experts(nnx.Module):
         return jnp.sum(x, axis=0, dtype=x.dtype), x.shape[0]
 
     def _choose(self, scores: Array) -> tuple[Array, Array]:
-        """Returns the gates and the numbers of the chosen experts, `[B, T, k]`."""
+        """Returns the gates and the indices of the chosen experts, `[B, T, k]`."""
         ranked = jax.lax.stop_gradient(scores)
         if self.experts.bias_rate:
             ranked = ranked + self.bias[...]
@@ -171,8 +171,8 @@ class Experts(nnx.Module):
         chosen = expert_ids[..., None]
         numbers = jax.lax.broadcast_to_rank(jnp.arange(count), chosen.ndim)
         is_routed = jnp.any(chosen == numbers, axis=-2)
-        # Integers, because a sum of fractions depends on the order of addition, which could change
-        # the sign of its difference from the mean.
+        # Count in integers: a float sum depends on the order of addition, which could flip the sign
+        # of its difference from the mean and thus the update of the bias.
         counts = jnp.sum(is_routed, axis=1, dtype=jnp.int32)
         each = expert_ids.shape[1] * experts.per_token
         total, samples = self.sum_samples(counts)
@@ -181,7 +181,7 @@ class Experts(nnx.Module):
         is_of_batch = experts.balance_per == "batch"
         of_sample = jnp.sum(counts / each * probability, axis=-1, keepdims=True)
         router_z = jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2, axis=1, keepdims=True)
-        # One sum for both: if ranks have different samples, it is a collective.
+        # One sum for both, because it is a collective if ranks have different samples.
         summands = [probability if is_of_batch else of_sample, router_z]
         total, samples = self.sum_samples(jnp.concatenate(summands, axis=-1))
         mean = (total / samples)[:-1]

@@ -1,7 +1,7 @@
-"""`Family`: converts hub configs and weights of a model family to and from `TransformerConfig`.
+"""`Family`: converts a model family's hub configs and weights to and from those of a `Transformer`.
 
-Hub models and this package both rotate the pairs (i, i + K/2), so queries and keys need no
-permutation.
+Models on the hub and this package both rotate the pairs (i, i + K/2), so the kernels of queries and
+keys need no permutation.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .weight_rules import WeightRule, WeightRules
 
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 LAYER = "layer"
-"""The group of a tensor name that has the number of the layer."""
+"""The regular-expression group of the layer index in a tensor name."""
 EXPERT = "expert"
-"""The group of a tensor name that has the number of the expert."""
+"""The regular-expression group of the expert index in a tensor name."""
 
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -34,7 +34,7 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
         "tanh": "tanh",
     }
 )
-"""Maps hub names of activations to names of this package; of two names the first is written."""
+"""Maps hub names of activations to names of this package; if several fit, the first is written."""
 
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -69,7 +69,7 @@ _FIXED: Mapping[str, Any] = {
     "attention_softcap": None,
     "logit_softcap": None,
 }
-"""The defaults of a family, unless its row says otherwise or has a key for the field."""
+"""Field values of every family, unless it overrides them or has a config key for the field."""
 
 _TURNED = "out in -> in out"
 _BEFORE = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
@@ -83,7 +83,7 @@ _NORMS = {"before": _BEFORE, "after": _AFTER, "both": _BOTH}
 RESOLVED: Mapping[str, str] = MappingProxyType(
     {"num_kv_heads": "kv_heads", "head_dim": "key_size", "ffn_width": "hidden_size"}
 )
-"""Fields of a `TransformerConfig` -> the properties with their defaults resolved."""
+"""Maps fields of a `TransformerConfig` to the properties that resolve their defaults."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,14 +91,14 @@ class TensorNames:
     """The tensor names of a family.
 
     Args:
-        model: the prefix of all tensors except the head; it may be absent.
+        model: the optional prefix of all tensors except the head.
         layers: the list of blocks.
         tokens: the token embedding.
         positions: the table of learned positions, if the family has one.
         final: the last norm.
-        norms: hub names of a block's norms -> names in a `Block`; None for those of Llama.
-        form: the form of kernels.
-        unused: a regular expression of other tensors that a block may have.
+        norms: maps hub names of a block's norms to names in a `Block`; None for those of Llama.
+        form: how to rearrange kernels, as in `WeightRule`.
+        unused: a regular expression of tensors in a block that belong to no parameter.
     """
 
     model: str = "model"
@@ -135,7 +135,8 @@ class ExpertKeys:
         width: the key of their hidden size.
         module: the name of the layer, whose `gate` is the router.
         names: the names of the kernels `gate`, `up` and `down`.
-        normalize: the key of whether gates are divided by their sum; None if they always are.
+        normalize: the key that says whether gates are divided by their sum; None if they always
+            are.
     """
 
     count: str
@@ -147,27 +148,27 @@ class ExpertKeys:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
-    """A family of decoders on hubs.
+    """A family of decoders on the hub.
 
     Args:
-        name: the name for people.
+        name: the name in messages.
         model_type: the `model_type` in `config.json`.
         architecture: the class of its models in `transformers`.
-        fixed: fields of `TransformerConfig` that are fixed in this family; override `_FIXED`.
-        keys: fields of a `TransformerConfig` -> keys of `config.json`, in addition to `sizes`.
-        defaults: values of keys that a config may leave out, None for no value; the family has an
+        fixed: fields of `TransformerConfig` with one value in this family; overrides `_FIXED`.
+        keys: maps further fields of a `TransformerConfig` to keys of `config.json`.
+        defaults: values of keys that a config may omit, None for no value. The family has an
             optional key only if it is listed here.
-        only: keys of which a `Transformer` supports only these values; others raise.
-        windows: `"all"` if all layers have a window, `"listed"` if the config lists them; empty if
-            none has one.
+        only: keys, each with the values that a `Transformer` supports; other values raise.
+        windows: `"all"` if all layers have a window, `"listed"` if the config lists the layers with
+            one; empty if no layer has a window.
         activation: the key of the activation.
         scalings: the supported kinds of RoPE scaling.
         scales_embeddings: whether embeddings are scaled by the square root of the width.
-        linear: the names of linear layers; one name for several layers if they are fused.
-        experts: the names of experts, if the family has some.
-        sizes: fields of a `TransformerConfig` -> keys of `config.json`.
+        linear: maps hub names of linear layers to names in a `Block`; a fused layer has several.
+        experts: the keys and names of experts, if the family has experts.
+        sizes: maps fields of a `TransformerConfig` to keys of `config.json`.
         names: the names of its tensors.
-        written: (config) -> further entries to write.
+        written: returns further entries of `config.json` for a config.
     """
 
     name: str
@@ -286,7 +287,8 @@ class Family:
             **self._window_keys(config),
             **self._expert_keys(config),
             **(self.written(config) if self.written else {}),
-            # A `Transformer` has no such ids, and defaults of hubs may exceed its vocabulary.
+            # A `Transformer` has no special tokens. Without these entries, transformers would use
+            # the family's default ids, which may exceed the vocabulary.
             **dict.fromkeys(TOKEN_IDS),
             "torch_dtype": config.param_dtype,
         }
@@ -298,7 +300,7 @@ class Family:
 
     @property
     def _bias_keys(self) -> tuple[str, ...]:
-        """The keys that turn on biases, if the family may have them in all linear layers."""
+        """The keys that enable biases, if the family may have them in all linear layers."""
         return tuple(key for key in ("attention_bias", "mlp_bias") if self._has(key))
 
     def _has(self, key: str) -> bool:
@@ -306,8 +308,8 @@ class Family:
 
     def _beyond(self, what: str) -> UnsupportedError:
         return UnsupportedError(
-            f"this {self.name} has {what}, which a Transformer does not support: its logits would "
-            "differ. Use a model without it",
+            f"this {self.name} model has {what}, which a Transformer does not support: its logits "
+            "would differ. Use a model without it",
             code="model-not-supported",
         )
 
@@ -333,7 +335,7 @@ class Family:
         if self._has("rope_local_base_freq") and has_windows and theta:
             fields["local_rope_theta"] = float(theta)
         elif local and local != rope:
-            raise self._beyond("rotary positions of its own in layers with a window")
+            raise self._beyond("separate rotary parameters for layers with a window")
         return fields
 
     def _scaling(self, rope: Mapping[str, Any], data: Mapping[str, Any]) -> RopeScaling | None:
@@ -343,7 +345,7 @@ class Family:
         odd = [key for key in ("mscale", "mscale_all_dim") if rope.get(key)]
         more = "".join(f" with {key}" for key in odd)
         if kind not in self.scalings or odd:
-            raise self._beyond(f"rotary positions of the kind {kind!r}{more}")
+            raise self._beyond(f"RoPE scaling of the kind {kind!r}{more}")
         low, high = _TURNS.get(kind, ("low_freq_factor", "high_freq_factor"))
         before = rope.get("original_max_position_embeddings", data["max_position_embeddings"])
         if kind == "linear":
@@ -400,7 +402,7 @@ class Family:
         each = tuple(0 if full else size for full in is_full)
         if not any(each):
             return ()
-        # The shortest period that repeats to all windows.
+        # Find the shortest prefix that, repeated, gives the windows of all layers.
         periods = ((each[:p], count // p, each[: count % p]) for p in range(1, count + 1))
         return next(first for first, times, rest in periods if first * times + rest == each)
 
@@ -410,8 +412,9 @@ class Family:
         misses_some = self.windows == "all" and 0 in each
         if len(sizes) > 1 or (sizes and (misses_some or not self.windows)):
             raise UnsupportedError(
-                f"a Transformer with windows={config.windows} is no {self.name}, which has "
-                f"{_WINDOWS[self.windows]}; use another format, or 'native'"
+                f"a Transformer with windows={config.windows} cannot be saved as {self.name}, "
+                f"which has {_WINDOWS[self.windows]}; use another format, or 'native'",
+                code="windows-not-in-format",
             )
         entries: dict[str, Any] = {}
         if self.windows:
@@ -447,7 +450,9 @@ class Family:
             return {}
         if experts is None:
             raise UnsupportedError(
-                f"a Transformer without experts is no {self.name}; use another format, or 'native'"
+                f"a Transformer without experts cannot be saved as {self.name}; use another "
+                "format, or 'native'",
+                code="no-experts-for-format",
             )
         wanted = {"shared": 0, "bias_rate": 0.0, **({} if keys.normalize else {"normalize": True})}
         require(experts, self.name, wanted)
@@ -465,21 +470,25 @@ _TURNS = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_slow", "beta_fast"),
 }
-_WINDOWS = {"": "none", "all": "one in every layer", "listed": "the same wherever there is one"}
+_WINDOWS = {
+    "": "no windows",
+    "all": "a window in every layer",
+    "listed": "windows of one size",
+}
 
 
 def _norm_parts(config: TransformerConfig) -> list[tuple[str, str]]:
-    """Returns the parameters of a norm, as (name in files, name in the model)."""
+    """Returns the parameters of a norm, as pairs (name in files, name in the model)."""
     return [({"scale": "weight"}.get(name, name), name) for name in NORMS[config.norm]]
 
 
 def block_rules(config: TransformerConfig, rows: Iterable[tuple[Any, ...]]) -> list[WeightRule]:
-    """Makes the rules of the parameters of blocks, for a list of blocks or stacked blocks.
+    """Makes the rules for the parameters of blocks, either a list of blocks or stacked blocks.
 
     Args:
-        config: the config of the model; `scan_layers` means stacked blocks.
-        rows: name, path or paths within a block, form, and the dim of a split. The tensors of
-            experts are stacked, after the dim of stacked layers.
+        config: the config of the model; with `scan_layers`, blocks are stacked.
+        rows: name, path or paths within a block, form, and the dim along which a fused tensor is
+            split. The tensors of experts are stacked, after the dim of stacked layers.
     """
     start = "blocks/" if config.scan_layers else f"blocks/{{{LAYER}}}/"
     lead = (LAYER,) if config.scan_layers else ()
@@ -493,11 +502,11 @@ def block_rules(config: TransformerConfig, rows: Iterable[tuple[Any, ...]]) -> l
 
 
 def sizes_of(config: TransformerConfig, names: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the sizes of a config under the names of a family, with defaults resolved.
+    """Returns the sizes of a config by their keys in a family, with defaults resolved.
 
     Args:
         config: the config of the model.
-        names: fields of a `TransformerConfig` -> keys of `config.json`.
+        names: maps fields of a `TransformerConfig` to keys of `config.json`.
     """
     return {
         hub_name: getattr(config, RESOLVED.get(own_name, own_name))
@@ -510,6 +519,7 @@ def require(config: object, family: str, wanted: Mapping[str, Any]) -> None:
     for field, value in wanted.items():
         if getattr(config, field) != value:
             raise UnsupportedError(
-                f"a Transformer with {field}={getattr(config, field)!r} is no {family}, which has "
-                f"{field}={value!r}; use another format, or 'native'"
+                f"a Transformer with {field}={getattr(config, field)!r} cannot be saved as "
+                f"{family}, which has {field}={value!r}; use another format, or 'native'",
+                code="field-not-in-format",
             )

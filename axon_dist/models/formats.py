@@ -1,4 +1,4 @@
-"""The families of decoders on hubs, one row each, and the formats named after them."""
+"""The table of decoder families on the hub, and the weight formats named after them."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
         ),
     }
 )
-"""The families by name; the name of a format is `hf-` and this name."""
+"""The families by name; the format of a family is called `hf-` and this name."""
 
 NATIVE_NAME = "native"
 
@@ -248,12 +248,12 @@ def rules_for(rules: WeightRules | str | None, model: nnx.Module) -> WeightRules
     """Returns the table of rules for a model.
 
     Args:
-        rules: a table; the name of a format; None for the native one.
+        rules: a table; the name of a format; or None for the native format.
         model: the model; its arrays may be shapes.
 
     Raises:
-        ConfigError: for an unknown name, or a model that is not a `Transformer`.
-        UnsupportedError: for a `Transformer` of another family.
+        ConfigError: the format is unknown, or it needs a `Transformer` and the model is not one.
+        UnsupportedError: the `Transformer` is not of the family of the format.
     """
     if isinstance(rules, WeightRules):
         return rules
@@ -282,7 +282,8 @@ def config_of(model: nnx.Module, name: str) -> TransformerConfig:
     """
     if not isinstance(model, Transformer):
         raise ConfigError(
-            f"the format {name!r} is one of a Transformer, and the model is a "
-            f"{type(model).__name__}; give rules of its own: WeightRules((WeightRule(...), ...))"
+            f"the format {name!r} needs a Transformer, but the model is a "
+            f"{type(model).__name__}; give rules for it: WeightRules((WeightRule(...), ...))",
+            code="format-needs-transformer",
         )
     return model.config

@@ -26,12 +26,13 @@ class Sampling:
     """How the next token is drawn: from the most likely part of `softmax(logits / temperature)`.
 
     Args:
-        temperature: 0 takes the likeliest token; below 1 sharpens, above 1 flattens.
-        top_k: draw among this many of the likeliest tokens; None for all.
-        top_p: draw among the fewest of the likeliest tokens whose probabilities, after `top_k`, add
-            up to at least this (nucleus sampling, arXiv:1904.09751); None for all.
+        temperature: 0 takes the likeliest token; a value below 1 sharpens the distribution, a value
+            above 1 flattens it.
+        top_k: draw only from this many of the likeliest tokens; None for all.
+        top_p: draw only from the smallest set of the likeliest tokens whose probabilities, after
+            `top_k`, add up to at least this (nucleus sampling, arXiv:1904.09751); None for all.
 
-    Of tokens that are equally likely, the lower id counts as likelier.
+    If two tokens are equally likely, the one with the lower id counts as likelier.
 
     Example:
         >>> Sampling(temperature=0.8, top_p=0.9).validate()
@@ -45,30 +46,33 @@ class Sampling:
         """Checks the values.
 
         Raises:
-            ConfigError: one is out of range, or has no effect in combination with another.
+            ConfigError: a value is out of range, or has no effect because of another one.
         """
         REAL.check("Sampling", "temperature", self.temperature)
         COUNT.or_none().check("Sampling", "top_k", self.top_k)
         REAL.or_none().check("Sampling", "top_p", self.top_p)
         if self.temperature != 0 and not 1e-6 <= self.temperature <= 1e6:
             raise ConfigError(
-                f"temperature={self.temperature} must be 0 or lie in [1e-6, 1e6]; 0 takes the "
-                "likeliest token, 1 draws from the distribution as it is"
+                f"temperature={self.temperature} must be 0 or in [1e-6, 1e6]; 0 takes the "
+                "likeliest token, 1 draws from the unchanged distribution",
+                code="temperature-range",
             )
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise ConfigError(
-                f"top_p={self.top_p} must lie in (0, 1]; leave it out to draw among all tokens"
+                f"top_p={self.top_p} must be in (0, 1]; leave it out to draw from all tokens",
+                code="top-p-range",
             )
         for name in ("top_k", "top_p"):
             if self.temperature == 0 and getattr(self, name) is not None:
                 raise ConfigError(
-                    f"temperature=0 takes the likeliest token, so that {name}="
-                    f"{getattr(self, name)} would change nothing; leave one of them out"
+                    f"temperature=0 takes the likeliest token, so {name}={getattr(self, name)} has "
+                    "no effect; leave one of them out",
+                    code="sampling-without-effect",
                 )
 
 
 def kept_logits(logits: Array, sampling: Sampling) -> Array:
-    """Returns the logits to draw from: `log p` up to a constant, minus infinity for the tail.
+    """Returns the logits to sample from: `log p` up to a constant, -inf for excluded tokens.
 
     Args:
         logits: `[..., V]`.
@@ -87,12 +91,12 @@ def kept_logits(logits: Array, sampling: Sampling) -> Array:
     top_p = 1.0 if sampling.top_p is None else sampling.top_p
     if count == size and top_p == 1.0:
         return scaled
-    # Sorted, the likeliest first; of equal ones the lower id comes first.
+    # Sorted by logit, the likeliest first; for equal logits the lower id comes first.
     values, ids = jax.lax.top_k(scaled, count)
     if top_p < 1.0:
         probabilities = jax.nn.softmax(values, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        # Always keep the first, even if rounding makes the difference above `top_p`.
+        # Always keep the likeliest token, even if rounding makes its `before` exceed `top_p`.
         is_in_nucleus = (before < top_p).at[..., 0].set(True)
         values = jnp.where(is_in_nucleus, values, -jnp.inf)
     nothing = jnp.full_like(scaled, -jnp.inf)
@@ -105,7 +109,7 @@ def draw(key: Array, logits: Array, sampling: Sampling) -> Array:
     Args:
         key: one typed key.
         logits: `[B, V]`.
-        sampling: how to draw.
+        sampling: the options of the draw.
 
     Returns:
         Token ids, int32 `[B]`.
@@ -125,11 +129,11 @@ class Decoder(Protocol):
     """A model with a cache of earlier tokens, such as `Transformer`."""
 
     def start_cache(self, padding: Array, length: int) -> PyTree:
-        """Makes an empty cache for rows that start with some padding, int32 `[B]`."""
+        """Makes an empty cache for rows that start with `padding` positions, int32 `[B]`."""
         ...
 
     def decode(self, tokens: Array, cache: PyTree) -> tuple[Array, PyTree]:
-        """Takes further tokens `[B, T]`; returns logits after the last, `[B, V]`, and the cache."""
+        """Returns logits `[B, V]` after further tokens `[B, T]`, and the extended cache."""
         ...
 
 
@@ -138,7 +142,7 @@ class Generated:
     """The result of `generate`.
 
     Args:
-        tokens: the new tokens of each row, int32 `[B, N]`; after the end token, it is repeated.
+        tokens: the new tokens of each row, int32 `[B, N]`; the end token is repeated to the end.
         lengths: the number of new tokens of each row, including the end token, `[B]`.
     """
 
@@ -184,17 +188,17 @@ def generate(
     tokens are the same as on one device. Dropout is off.
 
     A model without `start_cache` and `decode` is run over its whole sequence for each token. It
-    must map tokens `[B, T]` to logits `[B, T, V]` and be causal, which is checked first. So is a
-    model that inherits `decode` and has a call, or layers, of its own that compute other logits;
-    a warning says so.
+    must map tokens `[B, T]` to logits `[B, T, V]` and be causal, which is checked first. A model
+    that inherits `decode`, but overrides its call or layers so that they compute other logits, is
+    run in the same way, with a warning.
 
     Args:
         model: a `Transformer`, any `Decoder`, or any causal model of tokens.
         prompts: B sequences of token ids, each with its own length of at least 1.
         num_tokens: the number of tokens to add, N.
         temperature: 0 takes the likeliest token; see `Sampling`.
-        top_k: draw among this many of the likeliest tokens; None for all.
-        top_p: draw among the fewest that together have at least this probability; None for all.
+        top_k: draw only from this many of the likeliest tokens; None for all.
+        top_p: draw only from the fewest tokens that together have this probability; None for all.
         seed: the seed of the draws; each row draws differently.
         end: the token that ends a row; None generates `num_tokens` for all rows.
 
@@ -202,8 +206,8 @@ def generate(
         The new tokens.
 
     Raises:
-        ConfigError: when there is no prompt, an empty one, a token that the model does not know, a
-            value that is out of range, or more tokens than the model can see at once.
+        ConfigError: when there is no prompt, a prompt is empty, a token is outside the vocabulary,
+            a value is out of range, or there are more tokens than the model's `max_length`.
         UnsupportedError: when a model without a cache is not causal, or gives no logits.
 
     Example:
@@ -234,7 +238,7 @@ def generate(
     try:
         hash(graphdef)
     except TypeError:
-        # An unhashable graphdef cannot be a static argument, so this compiles at every call.
+        # An unhashable graphdef cannot be a static argument, so every call compiles again.
         run = jax.jit(functools.partial(_generate, **options))
     added = np.asarray(run(leaves, tokens, padding, jax.random.key(seed)))
     is_end = np.zeros_like(added, bool) if end is None else added == end
@@ -273,7 +277,7 @@ def _generate(
         token, is_over = take(logits, number, is_over)
         return (token, cache, is_over), token
 
-    # Minus one: the last token is drawn, but never an input.
+    # Minus one, because the last token is drawn but is never an input.
     size = tokens.shape[1] + num_tokens - 1
     cache = _decoder(graphdef, leaves, has_cache).start_cache(padding, size)
     logits, cache = decode(tokens, cache)
@@ -288,7 +292,7 @@ _compiled = jax.jit(_generate, static_argnames=_STATIC)
 
 
 def _decoder(graphdef: nnx.GraphDef, leaves: PyTree, has_cache: bool) -> Any:
-    """Returns the model in eval mode; merged at each call, as a scan must not mutate it."""
+    """Returns a new copy of the model in eval mode, because a scan must not mutate the model."""
     model = nnx.merge(graphdef, leaves, copy=True)
     model.eval()
     return model if has_cache else Recomputing(model)
@@ -296,10 +300,10 @@ def _decoder(graphdef: nnx.GraphDef, leaves: PyTree, has_cache: bool) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Recomputing:
-    """Makes a causal model without a cache a `Decoder`: its cache is all tokens so far.
+    """Wraps a causal model without a cache as a `Decoder`, whose cache is all earlier tokens.
 
-    Rows begin at position 0, so that absolute positions are right. After the tokens so far there
-    are zeros, which a causal model does not see.
+    Rows begin at position 0, so that absolute positions are right. The positions after the last
+    token are zeros, which a causal model does not see.
 
     Args:
         model: maps tokens `[B, S]` to logits `[B, S, V]`.
@@ -308,7 +312,7 @@ class Recomputing:
     model: Callable[[Array], Array]
 
     def start_cache(self, padding: Array, length: int) -> tuple[Array, Array]:
-        """Returns empty tokens `[B, S]` and their counts `[B]`, which padding makes negative."""
+        """Returns zeros `[B, S]` for tokens, and counts `[B]` that start at minus the padding."""
         return jnp.zeros((padding.shape[0], length), jnp.int32), -padding
 
     def decode(
@@ -318,7 +322,8 @@ class Recomputing:
         history, counts = cache
         rows = jnp.arange(history.shape[0])[:, None]
         columns = counts[:, None] + jnp.arange(tokens.shape[1])
-        # Padding falls before column 0; move it out of bounds, where `drop` writes nothing.
+        # Padding has negative columns, which would wrap around; move them out of bounds, where
+        # `drop` writes nothing.
         columns = jnp.where(columns < 0, history.shape[1], columns)
         history = history.at[rows, columns].set(tokens, mode="drop")
         counts = counts + tokens.shape[1]
@@ -326,7 +331,7 @@ class Recomputing:
 
 
 def _aligned(prompts: Prompts) -> tuple[np.ndarray, np.ndarray]:
-    """Left-pads prompts, so that all rows end together; int32 `[B, T]` and `[B]`."""
+    """Left-pads prompts to one length; returns tokens `[B, T]` and padding `[B]`, int32."""
     rows = [np.asarray(row) for row in prompts]
     if not rows:
         raise ConfigError("got no prompt; give at least one, such as [[1, 2, 3]]")
@@ -338,7 +343,8 @@ def _aligned(prompts: Prompts) -> tuple[np.ndarray, np.ndarray]:
             )
         if not row.size:
             raise ConfigError(
-                f"prompt {number} is empty; it needs at least one token to go on from"
+                f"prompt {number} is empty; it needs at least one token to continue",
+                code="empty-prompt",
             )
     longest = max(map(len, rows))
     padding = np.array([longest - len(row) for row in rows], np.int32)
@@ -353,25 +359,27 @@ def _check_fits(model: nnx.Module, tokens: np.ndarray, num_tokens: int, end: int
     length = getattr(config, "max_length", None)
     if isinstance(length, int) and tokens.shape[1] + num_tokens > length:
         raise ConfigError(
-            f"a prompt of {tokens.shape[1]} tokens and {num_tokens} more are longer than "
-            f"max_length={length} of the model; shorten the prompt, or ask for "
-            f"{max(length - tokens.shape[1], 0)} tokens at most"
+            f"a prompt of {tokens.shape[1]} tokens plus {num_tokens} new tokens exceeds "
+            f"max_length={length} of the model; shorten the prompt, or generate at most "
+            f"{max(length - tokens.shape[1], 0)} tokens",
+            code="prompt-too-long",
         )
     known = range(size) if isinstance(size, int) else range(np.iinfo(np.int32).max)
     asked = [int(tokens.min()), int(tokens.max()), *([] if end is None else [operator.index(end)])]
     for token in asked:
         if token not in known:
             raise ConfigError(
-                f"got token {token}, and the model knows tokens from 0 to {known[-1]}; encode the "
-                "prompt with the tokenizer that it was trained with"
+                f"got token {token}, but the model has tokens from 0 to {known[-1]}; encode the "
+                "prompt with the tokenizer that the model was trained with",
+                code="unknown-token",
             )
 
 
 def _decodes_as_called(model: nnx.Module, tokens: np.ndarray, padding: np.ndarray) -> bool:
-    """Whether `decode` computes the logits of a call: of the prompts, and of one more token.
+    """Whether `decode` computes the same logits as a call, for the prompts and one more token.
 
-    Only a `decode` of this library in a model with methods of the user's is tried. One that the
-    user wrote is taken as it is.
+    This is tested only if `decode` is from this library and the model has user-defined methods. A
+    user-defined `decode` is trusted.
 
     Raises:
         UnsupportedError: when the call does not map tokens to logits of the same shape.
@@ -400,9 +408,9 @@ def _decodes_as_called(model: nnx.Module, tokens: np.ndarray, padding: np.ndarra
         decoded, called = (np.asarray(x, np.float32) for x in run(leaves, tokens, padding))
     except (TypeError, ValueError, AttributeError) as error:
         raise UnsupportedError(
-            f"{kind.__name__} inherits decode, which must give the logits of a call, and the two "
+            f"{kind.__name__} inherits decode, which must give the logits of a call, but the two "
             f"cannot be compared: {type(error).__name__}: {' '.join(str(error).split()):.200}. "
-            "Let a call map tokens [B, T] to logits [B, T, V], or give the model a method decode",
+            "Make the call map tokens [B, T] to logits [B, T, V], or override decode",
             code="decode-not-compared",
         ) from error
     difference = float(np.abs(decoded - called).max())
@@ -411,14 +419,14 @@ def _decodes_as_called(model: nnx.Module, tokens: np.ndarray, padding: np.ndarra
     own = sorted(x.__name__ for x in kinds if not has_methods_from(x, *ours))
     warn(
         f"{kind.__name__} inherits decode, whose logits differ by {difference:.2g} from those of "
-        f"a call, since {', '.join(own)} computes other ones; each new token therefore takes a "
-        "call of the model on the whole sequence. A method decode that computes the same is faster"
+        f"a call, because {', '.join(own)} computes other logits; so each new token needs a call "
+        "of the model on the whole sequence. Override decode with a matching one for more speed"
     )
     return False
 
 
 def _tolerance(model: nnx.Module) -> float:
-    """Returns how far equal logits may differ, relative to the largest."""
+    """Returns the tolerance for comparing logits, relative to the largest."""
     leaves = jax.tree.leaves(nnx.state(model))
     dtypes = {str(leaf.dtype) for leaf in leaves}
     dtypes |= {
@@ -432,7 +440,10 @@ def _tolerance(model: nnx.Module) -> float:
 def _check_causal(
     model: nnx.Module, tokens: np.ndarray, padding: np.ndarray, num_tokens: int
 ) -> None:
-    """Raises unless a model without a cache is causal: tries two continuations of the prompts."""
+    """Raises unless a model without a cache is causal.
+
+    Compares the logits of the prompts for two different continuations.
+    """
     kind = type(model).__name__
     graphdef, leaves = nnx.split(model)
     length = tokens.shape[1] + num_tokens - 1
@@ -447,20 +458,23 @@ def _check_causal(
     logits, again = (np.asarray(run(leaves, np.where(is_after, x, padded))) for x in (0, 1))
     if logits.shape[:-1] != padded.shape:
         raise UnsupportedError(
-            f"{kind} maps tokens of shape {padded.shape} to {logits.shape}, and generating needs "
-            "logits for every position, [B, T, V]; wrap it in a module that gives these"
+            f"{kind} maps tokens of shape {padded.shape} to {logits.shape}, but generation needs "
+            "logits for every position, [B, T, V]; wrap it in a module that returns these",
+            code="no-logits-per-position",
         )
     seen, other = (x[~is_after].astype(np.float32) for x in (logits, again))
     if not np.isfinite(seen).all():
         raise UnsupportedError(
-            f"the logits of {kind} for {length} positions are not finite; ask for fewer tokens if "
-            "that is more than it can see at once"
+            f"the logits of {kind} for {length} positions are not finite; generate fewer tokens if "
+            "that exceeds its maximum length",
+            code="logits-not-finite",
         )
     if np.abs(seen - other).max() > _TOLERANCE * max(np.abs(seen).max(), 1.0):
         raise UnsupportedError(
-            f"{kind} has no cache (start_cache and decode), and its logits depend on the tokens "
-            "behind, or differ from call to call; to generate, each position must see those before "
-            "it alone, and dropout must rest: give it a causal mask, or a cache"
+            f"{kind} has no cache (start_cache and decode), and its logits depend on later tokens "
+            "or differ from call to call; for generation, each position may see only earlier "
+            "positions, and dropout must be off: give it a causal mask, or a cache",
+            code="model-not-causal",
         )
 
 

@@ -1,7 +1,7 @@
-"""Layers of the models: norms, attention with its KV cache, feed-forwards; pixels.
+"""Layers of the models: norms, attention with its KV cache, feed-forwards, and pixel scaling.
 
-Attention at position t needs only the keys and values of positions 0 to t. A `Cache` holds these
-for every layer in arrays of fixed length, which a loop can carry.
+Attention at position t needs only the keys and values of positions 0 to t. A `Cache` stores these
+for every layer in arrays of fixed length, so that a `lax.scan` can carry it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Past:
     """Cached keys and values of one layer, or of several layers with a leading dim.
 
     Args:
-        keys: `[B, S, N, K]`, already rotated; entries after the positions seen are ignored.
+        keys: `[B, S, N, K]`, already rotated; entries after the positions so far are ignored.
         values: `[B, S, N, K]`.
     """
 
@@ -38,7 +38,7 @@ class Past:
     values: Array
 
     def extended(self, keys: Array, values: Array, start: Array) -> Past:
-        """Returns a copy with `[B, T, N, K]` written at the positions from `start` on."""
+        """Returns a copy with keys and values `[B, T, N, K]` written from position `start` on."""
 
         def write(old, new):
             return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, axis=1)
@@ -51,24 +51,24 @@ class Past:
 class Place:
     """The positions of the tokens of a call within their sequences.
 
-    Rows of different lengths end together: shorter rows are left-padded. No position sees padding,
-    and padding does not count as a position.
+    Shorter rows are left-padded, so that all rows end together. No position sees padding, and
+    padding does not count as a position.
 
     Args:
         start: the number of earlier positions, including padding; an int32 scalar.
-        padding: how many of them are padding, int32 `[B]`.
+        padding: the number of these that are padding, int32 `[B]`.
     """
 
     start: Array
     padding: Array
 
     def positions(self, length: int) -> Array:
-        """Returns `length` positions, counted without padding, int32 `[B, T]`; 0 for padding."""
+        """Returns the next `length` positions, int32 `[B, T]`; 0 for padding."""
         indices = self.start + jnp.arange(length)
         return jnp.maximum(indices - self.padding[:, None], 0)
 
     def visible(self, length: int, size: int, window: Array | None = None) -> Array:
-        """Returns which of `size` positions each of `length` positions sees, `[B, T, S]`."""
+        """Returns the attention mask of `length` queries and `size` keys, bool `[B, T, S]`."""
         query = self.start + jnp.arange(length)
         key = jnp.arange(size)
         is_before = key[None, None, :] <= query[None, :, None]
@@ -139,7 +139,7 @@ class RMSNorm(nnx.Module):
         self.plus_one = plus_one
 
     def __call__(self, x: Array) -> Array:
-        """Normalises the last dim in float32 and returns the dtype of `x`."""
+        """Normalises the last dim in float32; returns an array in the dtype of `x`."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         scale = self.scale[...].astype(jnp.float32)
@@ -156,7 +156,7 @@ def rms_norm(config: TransformerConfig, width: int) -> RMSNorm:
 class LayerWindow(nnx.Variable):
     """The attention window of a layer, int32; 0 for none.
 
-    It is data rather than a constant, so that all blocks remain the same program.
+    It is data rather than a constant, so that all blocks run the same program.
     """
 
 
@@ -192,21 +192,21 @@ class SelfAttention(nnx.Module):
         if window is not None:
             self.window = LayerWindow(window)
         self.softcap = config.attention_softcap
-        # Attention forms already divide by the square root of the head size; this is the rest of
-        # the scale.
+        # Attention forms already divide scores by the square root of the head size; multiply
+        # queries by the remaining factor.
         self.scale = config.score_scale * size**0.5
-        # No fused kernel caps scores, or takes a window as data.
+        # No fused kernel here can cap scores or take a window as data.
         self.is_special = config.has_special_scores
         self.form = "einsum" if self.is_special else config.attention
 
     def __call__(
         self, x: Array, segments: Array | None = None, positions: Array | None = None
     ) -> Array:
-        """Maps `[B, T, D]` to `[B, T, D]`; position t sees those of 0 to t in its own segment.
+        """Maps `[B, T, D]` to `[B, T, D]`; position t sees positions 0 to t of its own segment.
 
         Args:
             x: the residual stream.
-            segments: integers `[B, T]`, the document of each position; None for one in each row.
+            segments: integers `[B, T]`, the document of each position; None for one per row.
             positions: integers `[B, T]`, for rotating queries and keys; None for the sequence
                 index.
         """
@@ -216,7 +216,7 @@ class SelfAttention(nnx.Module):
         return self.out(mixed.reshape(*x.shape[:2], -1))
 
     def decode(self, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
-        """Maps further positions `[B, T, D]`, seeing the cached ones; extends the cache."""
+        """Maps further positions `[B, T, D]`, which see cached ones; returns the extended cache."""
         positions = place.positions(x.shape[1])
         query, key, value = self._projected(x, positions)
         past = past.extended(key, value, place.start)
@@ -227,7 +227,7 @@ class SelfAttention(nnx.Module):
     def attend(
         self, query: Array, key: Array, value: Array, segments: Array | None = None
     ) -> Array:
-        """Computes attention, in the form of the config."""
+        """Computes attention with the implementation that the config selects."""
         if not self.is_special:
             return ATTENTION_FORMS[self.form](query, key, value, segments=segments)
         return einsum_attention(
@@ -323,12 +323,15 @@ class MLP(nnx.Module):
         is_list = isinstance(sizes, Sequence) and all(map(is_whole, sizes))
         if not is_list or len(sizes) < 2 or min(sizes) < 1:
             raise ConfigError(
-                f"sizes={sizes!r:.80} must name at least an input and an output width, each 1 or "
-                "more, for example (784, 256, 10)."
+                f"sizes={sizes!r:.80} must have at least an input and an output width, each 1 or "
+                "more, for example (784, 256, 10).",
+                code="mlp-sizes",
             )
         check_choice("activation", activation, ACTIVATIONS, "an activation")
         if not 0.0 <= dropout < 1.0:
-            raise ConfigError(f"dropout={dropout} must lie in [0, 1); 0 turns it off.")
+            raise ConfigError(
+                f"dropout={dropout} must be in [0, 1); 0 turns it off.", code="dropout-range"
+            )
         RNGS.check("MLP", "rngs", rngs)
         self.layers = nnx.List(
             nnx.Linear(num_inputs, num_outputs, rngs=rngs)
@@ -354,16 +357,16 @@ def linear(
     bias: bool | None = None,
     rngs: nnx.Rngs,
 ) -> nnx.Linear:
-    """Makes a kernel `[num_inputs, num_outputs]` in the dtypes of the config.
+    """Makes a linear layer with kernel `[num_inputs, num_outputs]` in the dtypes of the config.
 
     Args:
         config: dtypes and depth.
         num_inputs: size of the last dim of the input.
         num_outputs: size of the last dim of the output.
-        residual: the output is added to the residual stream. As in GPT-2, its initial weights are
-            divided by `sqrt(2 * num_layers)`, so that the sum of all branches does not grow with
-            depth.
-        bias: whether it has a bias; None leaves it to the config.
+        residual: whether the output is added to the residual stream. As in GPT-2, initial weights
+            are then divided by `sqrt(2 * num_layers)`, so that the sum of all branches does not
+            grow with depth.
+        bias: whether the layer has a bias; None for the config's `bias`.
         rngs: source of the initial weights.
 
     Returns:
@@ -381,7 +384,7 @@ def linear(
 
 
 def dropout_layer(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Makes dropout; it has a random stream only if its rate is above 0."""
+    """Makes a dropout layer, with a random stream only if its rate is above 0."""
     return nnx.Dropout(rate, rngs=rngs if rate else None)
 
 
@@ -395,9 +398,9 @@ def init_std(config: TransformerConfig) -> float:
 
 
 def pixels(images: Array, dtype: DTypeLike) -> Array:
-    """Maps bytes to [-1, 1]; leaves the values of floats.
+    """Maps bytes to [-1, 1]; float images keep their values.
 
-    Images are transferred to the device as bytes, a quarter of the size of floats.
+    So images can be transferred to the device as bytes, a quarter of the size of floats.
 
     Args:
         images: `[B, H, W, C]`, unsigned bytes or floats.

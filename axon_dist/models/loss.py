@@ -28,10 +28,10 @@ LossOutput: TypeAlias = Weighted | tuple[Weighted, dict[str, Array]]
 def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array]) -> LossOutput:
     """Sums `-log p(token[t+1] | tokens[..t])` over the tokens that count.
 
-    For a large vocabulary, the full logits never exist. If the model has a method
+    The logits of a large vocabulary need not all be in memory. If the model has a method
     `before_head(tokens)` that returns the inputs of `linear_cross_entropy` other than labels and
     weights, `{"hidden": [B, T, D], "kernel": [D, V]}`, the loss is computed one chunk of positions
-    at a time. If there is no such method, or it returns None, the logits are computed.
+    at a time. If there is no such method, or it returns None, all logits are computed at once.
 
     If the model has a method `auxiliary()` that returns a scalar and a dict of metrics, it is
     called after the model, and the scalar is added to the mean loss. Mixtures of experts use this
@@ -42,16 +42,16 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
         batch: `"tokens"`, integer `[B, T + 1]`; optionally `"mask"`, `[B, T + 1]`, zero for padding
             or prompt tokens that must not count as targets (the first column never does);
             `"weight"`, `[B]`, the weight of each sample; and `"segments"`, integer `[B, T + 1]`,
-            the document of each token if a row has several, 0 for padding: they are passed to the
-            model, and neither padding nor the first token of a document counts as a target.
+            the document of each token if a row has several, 0 for padding. Segments are passed to
+            the model, and neither padding nor the first token of a document counts as a target.
 
     Returns:
         The sum of the losses in nats, float32, and the number of tokens that count; with metrics
         if the model has any.
 
     Raises:
-        ConfigError: the mask or the segments have another shape than the tokens, the model takes
-            no segments, or `before_head` or `auxiliary` returns something else.
+        ConfigError: the shape of the mask or the segments is not that of the tokens, the model
+            takes no segments, or `before_head` or `auxiliary` returns a value of the wrong form.
 
     Example:
         >>> uniform = lambda tokens: jnp.zeros((*tokens.shape, 4))
@@ -132,10 +132,10 @@ def classification_loss(
 
 
 def is_likeliest(logits: Array, labels: Array) -> Array:
-    """Whether `argmax(logits)` is the label, as 1 or 0; of equal logits the first counts.
+    """Whether `argmax(logits)` is the label, as 1 or 0; ties go to the first class.
 
-    It uses a maximum and a minimum, which XLA partitions if classes are sharded over devices; for
-    an argmax it would gather the logits.
+    The code uses a maximum and a minimum, which XLA can partition if classes are sharded over
+    devices; for an argmax, XLA would gather the logits.
 
     Args:
         logits: `[..., C]`.
@@ -154,8 +154,8 @@ def is_likeliest(logits: Array, labels: Array) -> Array:
 def cross_entropy(logits: Array, labels: Array) -> Array:
     """Computes `logsumexp(logits) - logits[label]` in float32.
 
-    The label's logit is selected by comparison with an iota instead of indexing: XLA fuses it, its
-    gradient has no scatter, and it partitions if classes are sharded over devices.
+    The label's logit is selected by comparison with an iota instead of indexing: XLA fuses this,
+    its gradient needs no scatter, and XLA can partition it if classes are sharded over devices.
 
     Args:
         logits: `[..., C]`.
@@ -181,13 +181,14 @@ def _check_batch(batch: object, *names: str) -> None:
     if has is None or not set(names) <= set(has):
         kind = f"a {type(batch).__name__}" if has is None else f"a dict of {', '.join(has)}"
         raise ConfigError(
-            f"the loss got {kind} for a batch, and reads {' and '.join(map(repr, names))} of it; "
-            "let the data give these names, or write a loss that reads others"
+            f"the loss got {kind} as its batch, but needs {' and '.join(map(repr, names))}; use "
+            "data with these names, or a loss that reads the names of the data",
+            code="batch-names",
         )
 
 
 def _with_auxiliary(model: Callable[..., Array], loss: Weighted) -> LossOutput:
-    """Adds the model's auxiliary loss to the mean; also returns metrics, if the model has any."""
+    """Adds the model's auxiliary loss to the mean loss; also returns its metrics, if any."""
     method = getattr(model, AUXILIARY, None)
     auxiliary = None if method is None else method()
     if auxiliary is None:
@@ -195,9 +196,9 @@ def _with_auxiliary(model: Callable[..., Array], loss: Weighted) -> LossOutput:
     is_pair = isinstance(auxiliary, tuple) and len(auxiliary) == 2
     if not is_pair or np.shape(auxiliary[0]) or not isinstance(auxiliary[1], Mapping):
         raise ConfigError(
-            f"{type(model).__name__}.{AUXILIARY} returned {_described(auxiliary)}; the loss adds "
-            "what it returns, a pair of a scalar and a dict of metrics, or None for no term. "
-            "Return these, or give the method another name",
+            f"{type(model).__name__}.{AUXILIARY} returned {_described(auxiliary)}; it must return "
+            "a pair of a scalar, which the loss adds, and a dict of metrics, or None for no term. "
+            "Return these, or rename the method",
             code="auxiliary-result",
         )
     more, metrics = auxiliary
@@ -211,7 +212,7 @@ def _before_head(
     """Returns a model's inputs for `linear_cross_entropy`, or None to compute its logits.
 
     Raises:
-        UnsupportedError: when the model's call returns other logits than its `before_head` implies.
+        UnsupportedError: when the logits of the model's call differ from those of `before_head`.
     """
     method = getattr(model, BEFORE_HEAD, None)
     head = None if method is None else _predict(model, batch, method)
@@ -219,9 +220,9 @@ def _before_head(
         return None
     if not isinstance(head, Mapping) or not {"hidden", "kernel"} <= set(head):
         raise ConfigError(
-            f"{type(model).__name__}.{BEFORE_HEAD} returned {_described(head)}; the loss reads "
-            "'hidden' and 'kernel' of it. Return a dict of these, or None for the logits of a "
-            "call, or give the method another name",
+            f"{type(model).__name__}.{BEFORE_HEAD} returned {_described(head)}; it must return a "
+            "dict with 'hidden' and 'kernel', or None to use the logits of a call. Return these, "
+            "or rename the method",
             code="before-head-result",
         )
     if not isinstance(model, nnx.Module):
@@ -237,20 +238,20 @@ def _before_head(
         raise UnsupportedError(
             f"the logits from {name} are not those of a call of the model: the product with the "
             f"head {compared.why}. The loss uses {BEFORE_HEAD} instead of the call: make both "
-            f"compute the same, or remove {BEFORE_HEAD}",
+            f"compute the same logits, or remove {BEFORE_HEAD}",
             code="before-head-differs",
         )
-    # The model's call defines its logits.
+    # The call defines the logits of a model, so do not use an inherited `before_head` that differs.
     warn(
-        f"the loss makes all logits of {kind.__name__} at once, as its call does, and not a chunk "
-        f"of positions at a time: the product of {name} with the head {compared.why}. Make both "
-        f"compute the same to save that memory, or let {BEFORE_HEAD} return None"
+        f"the loss makes all logits of {kind.__name__} at once, as its call does, instead of one "
+        f"chunk of positions at a time: the product of {name} with the head {compared.why}. Make "
+        f"both compute the same to save that memory, or let {BEFORE_HEAD} return None"
     )
     return None
 
 
 def _described(value: object) -> str:
-    """Names the type of a value, with the keys of a dict and the types in a tuple."""
+    """Describes the type of a value, with the keys of a dict and the types in a tuple."""
     if isinstance(value, Mapping):
         return f"a dict of {sorted(map(str, value))}"
     if isinstance(value, tuple):
@@ -291,7 +292,7 @@ def _predict(
     batch: Mapping[str, Array],
     method: Callable[..., Any] | None = None,
 ) -> Any:
-    """Runs a model, or one of its methods, on the input tokens, with segments if there are any."""
+    """Runs a model or one of its methods on the input tokens, with segments if there are any."""
     tokens = batch["tokens"]
     segments = batch.get("segments")
     run = model if method is None else method
@@ -299,9 +300,10 @@ def _predict(
         return run(tokens[:, :-1])
     if not _takes_segments(model):
         raise ConfigError(
-            f"the batch has segments, several documents in a row, and {type(model).__name__} takes "
-            "none: let it be called as model(tokens, segments=...), and attend within equal "
-            "segments alone"
+            f"the batch has segments, several documents in a row, but {type(model).__name__} does "
+            "not take them: make it accept model(tokens, segments=...), and attend only within "
+            "equal segments",
+            code="model-without-segments",
         )
     return run(tokens[:, :-1], segments=segments[:, :-1])
 

@@ -41,7 +41,7 @@ RESNET_PRESETS: MappingProxyType[str, Mapping[str, object]] = MappingProxyType(
 """Named sizes of arXiv:1512.03385, table 1; `tiny` is for images of a few pixels."""
 
 EXPANSION = MappingProxyType({"basic": 1, "bottleneck": 4})
-"""The ratio of a block's output features to those of its convolutions, by kind of block."""
+"""The ratio of a block's output features to its width, by kind of block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,8 @@ class ResNetConfig(Presets):
         num_classes: number of logits.
         stage_sizes: blocks of each stage; the first block of every stage but the first halves the
             image and doubles the features.
-        block: `basic`, two convolutions of 3 x 3; or `bottleneck`, 1 x 1, 3 x 3 and 1 x 1.
+        block: `basic`, two 3 x 3 convolutions; or `bottleneck`, 1 x 1, 3 x 3 and 1 x 1
+            convolutions.
         width: features of the first stage's convolutions.
         channels: numbers per pixel.
         stem: `imagenet`, a 7 x 7 convolution and a pool, each of which halves the image; or
@@ -96,14 +97,16 @@ class ResNetConfig(Presets):
         sizes = self.stage_sizes
         if not sizes or min(sizes) < 1 or sum(sizes) > MOST_LAYERS:
             raise ConfigError(
-                f"stage_sizes={sizes!r:.80} must name at least one stage, each of 1 block or more, "
-                f"and at most {MOST_LAYERS} together, for example (3, 4, 6, 3)."
+                f"stage_sizes={sizes!r:.80} must have at least one stage, each of 1 block or more, "
+                f"and at most {MOST_LAYERS} blocks in total, for example (3, 4, 6, 3).",
+                code="stage-sizes",
             )
         check_choice("block", self.block, EXPANSION, "a block")
         check_choice("stem", self.stem, ("imagenet", "small"), "a stem")
         if not 0.0 <= self.norm_momentum < 1.0:
             raise ConfigError(
-                f"norm_momentum={self.norm_momentum} must lie in [0, 1), for example 0.9."
+                f"norm_momentum={self.norm_momentum} must be in [0, 1), for example 0.9.",
+                code="norm-momentum-range",
             )
         check_above_zero(self, ("norm_eps",))
         check_floats(self)
@@ -119,11 +122,11 @@ class ResNet(nnx.Module):
     v1.5). In training mode, BatchNorm uses the statistics of its batch.
 
     Args:
-        config: the shape; checked here.
+        config: the sizes; validated here.
         rngs: source of the initial weights.
 
     Raises:
-        ConfigError: a size is not possible.
+        ConfigError: a size is out of range.
         DTypeError: a dtype of the config is not floating-point.
 
     Example:
@@ -168,7 +171,7 @@ class ResNet(nnx.Module):
         kernel = self.stem.conv.kernel[...]
         x = nnx.relu(self.stem(pixels(images, self.config.dtype or kernel.dtype)))
         if self.config.stem == "imagenet":
-            edges: Any = ((1, 1), (1, 1))  # flax takes them, its annotation does not
+            edges: Any = ((1, 1), (1, 1))  # supported by flax, but not in its annotation
             x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=edges)
         for block in self.blocks:
             x = block(x)

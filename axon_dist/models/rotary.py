@@ -23,26 +23,26 @@ from .config import check_above_zero, check_at_least_one, check_choice
 class RopeScaling:
     """RoPE scaling, for sequences longer than those of the original training.
 
-    With w the wavelength of a pair, in positions, and n the `original_length`:
+    Each kind divides the frequency of some pairs by the factor, leaves other pairs unchanged, and
+    interpolates between the two. With w the wavelength of a pair, in positions, and n the
+    `original_length`:
 
-    | kind | slows by the factor | leaves |
+    | kind | divides the frequency of | leaves unchanged |
     |---|---|---|
     | `linear` | all pairs | none |
     | `llama3` | pairs with w > n / low | pairs with w < n / high |
     | `yarn` | pairs with fewer than low turns in n | pairs with more than high turns in n |
 
-    and interpolates between the two.
-
     Args:
         kind: a key of `ROPE_SCALINGS`.
         factor: the ratio of the new length to the original one.
         original_length: the sequence length of the original training, n; unused by `linear`.
-        low: a pair with fewer turns within n is slowed by the whole factor.
-        high: a pair with more turns within n is not slowed.
-        attention_factor: under `yarn`, multiplies queries and keys each; None for
+        low: the frequency of a pair with fewer turns within n is divided by the whole factor.
+        high: the frequency of a pair with more turns within n is unchanged.
+        attention_factor: for `yarn`, the multiplier of queries and of keys; None for
             `0.1 ln(factor) + 1`.
-        truncate: under `yarn`, whether the pairs at which the interpolation begins and ends are
-            rounded outwards to whole ones, as for most models; False for fractions, as for gpt-oss.
+        truncate: for `yarn`, whether the pair numbers at which the interpolation begins and ends
+            are rounded outwards to integers, as in most models; False for fractions, as in gpt-oss.
 
     Example:
         >>> scaling = RopeScaling("llama3", factor=8.0, original_length=8192)
@@ -59,7 +59,7 @@ class RopeScaling:
     truncate: bool = True
 
     def validate(self) -> None:
-        """Checks that the numbers fit each other.
+        """Checks that the values are consistent.
 
         Raises:
             ConfigError: a number is out of range, or the kind is unknown.
@@ -73,27 +73,29 @@ class RopeScaling:
         if self.low >= self.high:
             raise ConfigError(
                 f"rope_scaling.low={self.low} must be below rope_scaling.high={self.high}: pairs "
-                "that turn less often are slowed more; swap them",
+                "with fewer turns are scaled more; swap the two",
                 code="rope-scaling-order",
             )
         if self.attention_factor is not None and self.kind != "yarn":
             raise ConfigError(
-                f"rope_scaling.attention_factor is one of kind 'yarn', not of {self.kind!r}; leave "
-                "it out"
+                f"rope_scaling.attention_factor is an option of kind 'yarn', not of "
+                f"{self.kind!r}; leave it out",
+                code="attention-factor-kind",
             )
 
         if not self.truncate and self.kind != "yarn":
             raise ConfigError(
-                f"rope_scaling.truncate=False is one of kind 'yarn', not of {self.kind!r}; leave "
-                "it out"
+                f"rope_scaling.truncate=False is an option of kind 'yarn', not of {self.kind!r}; "
+                "leave it out",
+                code="truncate-kind",
             )
 
     def slowed(self, frequency: Array, theta: float) -> Array:
-        """Returns the scaled angles by which pairs turn from one position to the next.
+        """Returns the scaled frequencies of pairs, in radians per position.
 
         Args:
-            frequency: the angles without scaling, float32 `[K/2]`.
-            theta: base of their wavelengths.
+            frequency: the frequencies without scaling, float32 `[K/2]`.
+            theta: base of the wavelengths.
         """
         return ROPE_SCALINGS[self.kind](self, frequency, theta)
 
@@ -130,7 +132,7 @@ def _yarn(scaling: RopeScaling, frequency: Array, theta: float) -> Array:
         last = math.ceil(last)
     first = max(first, 0)
     last = min(last, 2 * half - 1)
-    # As in the published code, avoid a ramp of zero width.
+    # Avoid a ramp of zero width, as the published code does.
     width = last - first if last != first else 1e-3
     slow = jnp.clip((jnp.arange(half, dtype=jnp.float32) - first) / width, 0, 1)
     return slow * frequency / scaling.factor + (1 - slow) * frequency
@@ -150,7 +152,8 @@ class Rotary:
         theta: base of the wavelengths.
         fraction: the share of a head's features that are rotated, the first ones.
         scaling: the scaling of wavelengths.
-        local_theta: base in layers with a window, without scaling; None for the same in all layers.
+        local_theta: base in layers with a window, which are not scaled; None for `theta` in all
+            layers.
     """
 
     theta: float
@@ -182,7 +185,7 @@ class Rotary:
 
 
 def frequencies(count: int, theta: float) -> Array:
-    """Returns the angles by which `count` pairs turn from one position to the next, float32."""
+    """Returns the frequencies of `count` pairs, in radians per position, float32."""
     return theta ** (-jnp.arange(count, dtype=jnp.float32) / count)
 
 

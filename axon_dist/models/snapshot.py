@@ -1,7 +1,7 @@
 """Hub snapshots: fetches them, and checks that a model matches their `config.json`.
 
-Names and shapes of tensors do not determine the RoPE base, the number of heads, or the epsilon of
-norms: weights that fit may still belong to another function.
+Names and shapes of tensors determine neither the RoPE base, nor the number of heads, nor the
+epsilon of norms. So weights whose shapes fit a model may still belong to a different function.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Files = str | Path | Sequence[str | Path]
 
 ENDING = ".safetensors"
 INDEX = ".index.json"
-"""The suffix of the index of a sharded file, which says which tensor is where."""
+"""The suffix of the index of sharded weights, which maps tensors to files."""
 
 REMOTE = "hf://"
 """The prefix of a Hugging Face repository: `hf://org/name`, or `hf://org/name@revision`."""
@@ -48,7 +48,7 @@ _WEIGHTS = (f"*{ENDING}", f"*{ENDING}{INDEX}", CONFIG_FILE, ADAPTER_CONFIG)
 
 
 def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
-    """Returns the local path of a hub's repository or a bucket's folder; downloads if needed.
+    """Returns the local path of a hub repository or a bucket's folder; downloads it if needed.
 
     Args:
         path: a local path, which is returned unchanged; `hf://`, which is downloaded to the cache
@@ -91,7 +91,7 @@ def _copied(place: Place, patterns: tuple[str, ...]) -> Path:
 
 
 def config_files(files: Files) -> list[Path]:
-    """Returns the configs in the folders of files, each of them once."""
+    """Returns the paths of the configs in the folders of files, each once."""
     several = [files] if isinstance(files, str | Path) or not isinstance(files, Sequence) else files
     paths = [as_path(fetched(path), "the weights", CheckpointError) for path in several]
     folders = dict.fromkeys(path if path.is_dir() else path.parent for path in paths)
@@ -99,7 +99,7 @@ def config_files(files: Files) -> list[Path]:
 
 
 def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
-    """Reads the `TransformerConfig` for the weights of a hub's repository.
+    """Reads the `TransformerConfig` for the weights of a hub repository.
 
     Args:
         path: a local snapshot with a `config.json`, or that file; or `hf://org/name`.
@@ -110,8 +110,8 @@ def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
 
     Raises:
         CheckpointError: when it cannot be read.
-        UnsupportedError: for a family without a row in `FORMATS`, or a model that a `Transformer`
-            cannot represent.
+        UnsupportedError: when the family is not in `FORMATS`, or a `Transformer` cannot represent
+            the model.
 
     Example:
         >>> import tempfile
@@ -140,7 +140,7 @@ def format_name(path: str | Path) -> str:
 
     Raises:
         CheckpointError: when the config cannot be read.
-        UnsupportedError: for a family without a row in `FORMATS`.
+        UnsupportedError: when the family is not in `FORMATS`.
     """
     return _read_config(path)[0]
 
@@ -159,8 +159,9 @@ def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any], Path]:
             return name, data, file
     known = ", ".join(row.model_type for row in FORMATS.values())
     raise UnsupportedError(
-        f"{str(file)!r} is of the family {kind!r:.80}; those known here are {known}. Make the "
-        "model yourself, and give load_weights rules of your own"
+        f"{str(file)!r} is of the family {kind!r:.80}; the supported families are {known}. Make "
+        "the model yourself, and give load_weights your own rules",
+        code="unknown-family",
     )
 
 
@@ -186,15 +187,15 @@ def check_snapshot(
     Args:
         files: as for `load_weights`.
         model: the model; its arrays may be shapes. Models of other classes are not checked.
-        rules: as for `load_weights`. With the name of a hub's format, the config must be readable
-            as one; with custom rules, an unreadable config is ignored.
+        rules: as for `load_weights`. For the name of a hub format, the config must be readable as
+            that of a `Transformer`; for custom rules, an unreadable config is ignored.
         differ: fields of a `TransformerConfig` in which the model may differ, such as `rope_theta`
             for training on longer sequences.
 
     Raises:
         ConfigError: naming every field that differs, with both values.
-        CheckpointError: when the config cannot be read, with a hub's format.
-        UnsupportedError: when a `Transformer` cannot represent it, with a hub's format.
+        CheckpointError: when a hub format is named and the config cannot be read.
+        UnsupportedError: when a hub format is named and a `Transformer` cannot represent it.
 
     Example:
         >>> import json, tempfile
@@ -224,9 +225,10 @@ def check_snapshot(
         if diffs:
             raise ConfigError(
                 f"the model is not the one of {str(file)!r}: {', '.join(diffs)}. Its weights would "
-                "be those of another function: take the sizes from there, in a config by "
-                f"model: {{hub: {file.parent}}}, in Python by hub_config({str(file.parent)!r})"
-                "; or name in differ=(...) what is to differ"
+                "belong to a different function: take the sizes from there, in a config with "
+                f"model: {{hub: {file.parent}}}, in Python with hub_config({str(file.parent)!r})"
+                "; or list the fields that may differ in differ=(...)",
+                code="snapshot-differs",
             )
 
 
@@ -238,7 +240,7 @@ def token_ids(files: Files) -> dict[str, Any]:
 
     Raises:
         CheckpointError: when it cannot be read.
-        UnsupportedError: when it is of a family without a row in `FORMATS`.
+        UnsupportedError: when its family is not in `FORMATS`.
     """
     entries = {key: x for file in config_files(files) for key, x in _read_config(file)[1].items()}
     return {key: entries[key] for key in TOKEN_IDS if key in entries}
@@ -248,7 +250,7 @@ def _differences(
     config: TransformerConfig, hub: TransformerConfig, differ: Iterable[str]
 ) -> Iterator[str]:
     got = meaning(config)
-    # The same `max_length`, because windows beyond it do not matter.
+    # Use the same `max_length`, because a window longer than it has no effect.
     wanted = meaning(dataclasses.replace(hub, max_length=config.max_length))
     for field in wanted:
         if got[field] != wanted[field] and field.partition(".")[0] not in differ:

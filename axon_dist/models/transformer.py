@@ -35,7 +35,7 @@ from .transformer_config import TransformerConfig
 class Block(nnx.Module):
     """One layer: `x += attention(norm(x))`, then `x += mlp(norm(x))`.
 
-    By `config.norms`, the norms are before, after or around both.
+    `config.norms` places the norms before, after, or both before and after each branch.
 
     Args:
         config: sizes and numerics.
@@ -64,14 +64,14 @@ class Block(nnx.Module):
     ) -> Array:
         """Maps the residual stream `[B, T, D]` to `[B, T, D]`; arguments as for `SelfAttention`."""
         mixed = self.attention(self._normed("attention_norm", x), segments, positions)
-        return self._rest(x, mixed)
+        return self._after_attention(x, mixed)
 
     def decode(self, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
-        """Maps further positions `[B, T, D]`, seeing the cached ones; extends the cache."""
+        """Maps further positions `[B, T, D]`, which see cached ones; returns the extended cache."""
         mixed, past = self.attention.decode(self._normed("attention_norm", x), past, place)
-        return self._rest(x, mixed), past
+        return self._after_attention(x, mixed), past
 
-    def _rest(self, x: Array, mixed: Array) -> Array:
+    def _after_attention(self, x: Array, mixed: Array) -> Array:
         """Computes the part of the block after attention."""
         x = x + self.dropout(self._normed("attention_after_norm", mixed))
         fed = self.mlp(self._normed("mlp_norm", x))
@@ -89,18 +89,18 @@ _CONFIG = instance_of(
 class Transformer(nnx.Module):
     """A decoder-only language model: RMSNorm, RoPE, grouped-query attention, SwiGLU by default.
 
-    With other norms, positions and feed-forward in its config it is GPT-2 (preset `"gpt2"`).
+    The config can change norms, positions and feed-forward to those of GPT-2 (preset `"gpt2"`).
 
     `logits = head(blocks(embed(tokens)))`. The three parts are separate methods, so that a model
     can be cut between any two blocks. Positions come from the sequence index, so that a block needs
     only the residual stream.
 
     Args:
-        config: the shape; checked here.
+        config: the sizes; validated here.
         rngs: source of the initial weights (`params`) and of dropout.
 
     Raises:
-        ConfigError: the sizes do not fit each other.
+        ConfigError: the sizes are inconsistent.
         DTypeError: a dtype of the config is not floating-point.
 
     Example:
@@ -131,7 +131,7 @@ class Transformer(nnx.Module):
             tokens: integer `[B, T]`, T at most `config.max_length`.
             segments: integers `[B, T]`, the document of each token, if a row has several: tokens
                 see only their own document, and positions restart in each. None for one document
-                in each row.
+                per row.
 
         Returns:
             Logits `[B, T, vocab_size]`, float32; row t predicts token t + 1.
@@ -139,17 +139,17 @@ class Transformer(nnx.Module):
         Raises:
             ConfigError: the sequence is longer than `config.max_length`.
         """
-        return self.head(self.residual(tokens, *_places(segments)))
+        return self.head(self.residual(tokens, *_with_positions(segments)))
 
     def attention_flops(self, length: int) -> int:
         """Returns the attention FLOPs per token, forward and backward; `6 L H Q T` without windows.
 
-        Scores and weighted sums are two products of `2 H Q T` FLOPs in each of L layers, the
-        backward pass costs twice as much, and a causal mask leaves half of them (arXiv:2204.02311,
-        appendix B, counts both halves).
+        Scores and weighted sums are two products of `2 H Q T` FLOPs in each of L layers, for H
+        heads of size Q. The backward pass costs twice as much, and a causal mask leaves half of the
+        total (arXiv:2204.02311, appendix B, counts both halves).
 
         Args:
-            length: the tokens of a sequence, T.
+            length: the number of tokens of a sequence, T.
         """
         config = self.config
         spans = (2 * w - w * w / length if 0 < w < length else length for w in config.layer_windows)
@@ -160,12 +160,12 @@ class Transformer(nnx.Module):
     ) -> Array:
         """Returns the residual stream after the last block.
 
-        The order of tokens in a row only decides which of them attention sees; positions are given
-        by `positions`.
+        The order of tokens in a row determines only which tokens attention sees; their positions
+        come from `positions`.
 
         Args:
             tokens: integers `[B, T]`.
-            segments: integers `[B, T]`, the document of each token; None for one in each row.
+            segments: integers `[B, T]`, the document of each token; None for one per row.
             positions: integers, `[B, T]` or `[1, T]`; None for the sequence index.
 
         Returns:
@@ -188,8 +188,8 @@ class Transformer(nnx.Module):
 
         Returns:
             `hidden`, `[B, T, D]`, and `kernel`, `[D, V]`, with `logits = hidden @ kernel`, and
-            options of the loss. None if the config asks for whole logits, or if the head is not a
-            plain product, such as one with an adapter.
+            options of the loss. None if the config selects whole logits, or if the head is not a
+            plain product, for example because it has an adapter.
         """
         if not self.config.chunks_logits:
             return None
@@ -197,7 +197,7 @@ class Transformer(nnx.Module):
         kernel = _plain_kernel(layer)
         if kernel is None:
             return None
-        x = self.final_norm(self.residual(tokens, *_places(segments)))
+        x = self.final_norm(self.residual(tokens, *_with_positions(segments)))
         dtype = layer.dtype or jnp.promote_types(x.dtype, kernel.dtype)
         return {
             "hidden": x.astype(dtype),
@@ -209,8 +209,8 @@ class Transformer(nnx.Module):
         """Returns the auxiliary loss of the experts in the last call, and their metrics.
 
         Returns:
-            A scalar, the sum over layers of their weighted terms; and as metrics the means over
-            layers of `Findings`. None without experts.
+            A scalar, the sum over layers of their weighted terms; and as metrics, the means of
+            `Findings` over layers. None without experts.
         """
         experts = self.config.experts
         if experts is None:
@@ -243,12 +243,12 @@ class Transformer(nnx.Module):
         return Cache(past, Place(jnp.zeros((), jnp.int32), padding))
 
     def decode(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
-        """Predicts the token after some more tokens, without recomputing earlier ones.
+        """Predicts the token after further tokens, without recomputing earlier ones.
 
-        Equals `self(all tokens so far)[:, -1]`, with each row taken without its padding.
+        Equals `self(all tokens so far)[:, -1]` for each row without its padding.
 
         Args:
-            tokens: integers `[B, T]`; all of a prompt, or the one token that was drawn last.
+            tokens: integers `[B, T]`: a whole prompt, or the token that was drawn last.
             cache: the cache of earlier tokens.
 
         Returns:
@@ -305,7 +305,7 @@ class Transformer(nnx.Module):
 
 
 def positions_in(segments: Array) -> Array:
-    """Counts the positions of every document from 0.
+    """Returns positions that count from 0 in every document.
 
     Args:
         segments: integers `[B, T]`, equal within a document and different in adjacent documents.
@@ -323,15 +323,16 @@ def positions_in(segments: Array) -> Array:
     return index - jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
 
 
-def _places(segments: Array | None) -> tuple[Array, ...]:
+def _with_positions(segments: Array | None) -> tuple[Array, ...]:
+    """Returns segments and positions; nothing for one document per row."""
     return () if segments is None else (segments, positions_in(segments))
 
 
 def scan_layers(stacked: nnx.Module, x: Array, *more: Array | None) -> Array:
     """Applies the layers of a stacked module one after another in one `lax.scan`.
 
-    Equals `for i in range(L): x = layer_i(x)`, where layer i holds row i of every leaf. State that
-    a layer updates, such as the count of its dropout stream, is written back.
+    Equals `for i in range(L): x = layer_i(x)`, where layer i has row i of every leaf. State that
+    a layer updates, such as the counter of its dropout stream, is written back.
 
     Args:
         stacked: a module that maps `x` to an array of the same shape; leaves have a leading dim L.
@@ -354,13 +355,13 @@ def scan_layers(stacked: nnx.Module, x: Array, *more: Array | None) -> Array:
 
 
 def decode_layers(stacked: Block, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
-    """Like `scan_layers`, for the `decode` of layers in eval mode.
+    """Applies the `decode` of stacked layers in eval mode, one after another in one `lax.scan`.
 
     Args:
-        stacked: a block, its leaves with a leading dim L.
+        stacked: a block whose leaves have a leading dim L.
         x: further positions `[B, T, D]`.
-        past: the cache, its arrays with a leading dim L.
-        place: the place of these positions.
+        past: the cache, whose arrays have a leading dim L.
+        place: the positions of `x` in their sequences.
 
     Returns:
         The output of the last layer, and the new cache.
@@ -385,11 +386,12 @@ def _plain_kernel(layer: nnx.Linear | nnx.Embed) -> Array | None:
         plain = nnx.Linear.__call__
         if getattr(layer, "bias", None) is not None:
             return None
-    # A custom product or dtype promotion is not a plain product either.
+    # With a custom product or dtype promotion, the head is not a plain product either.
     hooks = (getattr(layer, name, None) for name in ("dot_general", "promote_dtype"))
     if not all(hook is None or is_from(hook, "jax.", "flax.", "axon_dist.") for hook in hooks):
         return None
-    # Metadata may hold a read hook, such as an all-gather; only the layer itself may read it then.
+    # Metadata may have a hook that runs on reads, such as an all-gather. Then only the layer itself
+    # may read the kernel.
     if inspect.unwrap(method) is not inspect.unwrap(plain) or any(
         callable(value) for value in weight.get_metadata().values()
     ):
@@ -431,4 +433,7 @@ def _norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
             # The fast variance, E[x^2] - E[x]^2, loses digits if features are far from zero.
             plain = {**numerics(config), "epsilon": config.norm_eps, "use_fast_variance": False}
             return nnx.LayerNorm(config.width, **plain, rngs=rngs)
-    raise ConfigError(f"norm={config.norm!r} is a name of NORMS that no layer is made of here")
+    raise ConfigError(
+        f"norm={config.norm!r} is in NORMS, but has no layer in transformer.py",
+        code="norm-without-layer",
+    )

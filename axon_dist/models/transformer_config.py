@@ -1,12 +1,12 @@
-"""The shape of a decoder-only transformer as an immutable value.
+"""`TransformerConfig`: the sizes of a decoder-only transformer, and its presets.
 
-A preset fixes shapes only. `"gpt2-124m"` and `"gpt2-medium"` have the width, depth, heads,
-vocabulary, context and tied head of GPT-2 (Radford et al. 2019), `"gpt3-175b"` those of GPT-3
-(arXiv:2005.14165, table 2.1), but with the layers of this library: RMSNorm, rotary positions and a
-gated feed-forward, whose three kernels of 8/3 of the width have as many weights as two of 4 times
-the width. `"gpt2"` is GPT-2 of 124 M as published, including its layers, and `"llama-8b"`,
-`"llama-70b"` and `"llama-405b"` are Llama 3 (arXiv:2407.21783, table 3). `"1b"`, `"7b"` and `"8b"`
-are the shapes that this library's benchmarks use.
+Most presets define only sizes. `"gpt2-124m"` and `"gpt2-medium"` have the width, depth, heads,
+vocabulary, context and tied head of GPT-2 (Radford et al. 2019), and `"gpt3-175b"` those of GPT-3
+(arXiv:2005.14165, table 2.1), but all with the layers of this library: RMSNorm, rotary positions
+and a gated feed-forward, whose three kernels of 8/3 of the width have as many weights as two
+kernels of 4 times the width. `"gpt2"` is GPT-2 of 124 M as published, including its layers.
+`"llama-8b"`, `"llama-70b"` and `"llama-405b"` are Llama 3 (arXiv:2407.21783, table 3). `"1b"`,
+`"7b"` and `"8b"` are the sizes that this library's benchmarks use.
 """
 
 from __future__ import annotations
@@ -78,20 +78,20 @@ PRESETS: MappingProxyType[str, Mapping[str, object]] = MappingProxyType(
 NORMS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {"rms": ("scale",), "rms_plus_one": ("scale",), "layer": ("scale", "bias")}
 )
-"""The norms of a decoder, each with its parameters of `width` numbers. `_norm` in `transformer.py`
-makes the layer; `family.py` reads the names of its parameters here."""
+"""The norms of a decoder, each with the names of its parameters, which have `width` numbers.
+`_norm` in `transformer.py` makes the layers; `family.py` reads the names of their parameters."""
 
 _CHOICES: tuple[tuple[str, Collection[str], str], ...] = (
     ("attention", ATTENTION_FORMS, "a form of attention"),
     ("norm", NORMS, "a norm"),
-    ("norms", ("before", "after", "both"), "a place of norms"),
+    ("norms", ("before", "after", "both"), "a placement of norms"),
     ("qk_norm", ("none", "head", "all"), "a norm of queries and keys"),
     ("positions", ("rotary", "learned"), "a kind of positions"),
     ("activation", ACTIVATIONS, "an activation"),
     ("logits", ("auto", "whole", "chunked"), "a way to make logits"),
     ("logits_dtype", ("float32", "bfloat16"), "a dtype of logits"),
 )
-"""Fields with named choices: the field, its valid names, and what they name."""
+"""Fields with named choices: the field, its valid names, and a description of the choice."""
 
 LARGE_VOCABULARY = 16_384
 """The vocabulary size from which `logits="auto"` makes logits in chunks."""
@@ -111,8 +111,8 @@ class TransformerConfig(Presets):
         num_kv_heads: key and value heads, each shared by `num_heads / num_kv_heads` query heads
             (grouped-query attention, arXiv:2305.13245); None for as many as query heads.
         head_dim: size of one head, an even number if it is rotated; None for `width / num_heads`.
-        ffn_width: hidden size of the feed-forward; None for 4 x width, or, if it is gated, for 8/3
-            of the width, rounded up to a multiple of 64, which has as many weights.
+        ffn_width: hidden size of the feed-forward; None for 4 x width, or for a gated one for 8/3
+            of the width, rounded up to a multiple of 64, which has about as many weights.
         max_length: the longest sequence the model accepts.
         tied_head: the head reuses the embedding table instead of having its own kernel.
         dropout: rate on the embeddings and on the output of every residual branch, in [0, 1).
@@ -123,41 +123,43 @@ class TransformerConfig(Presets):
         dtype: dtype of the matrix products; None for that of the parameters. Norms, softmax and
             logits are float32 in either case.
         attention: how attention is computed, see `axon_dist.models.attention`.
-        scan_layers: keep all blocks in one stacked block and run it in a `lax.scan`. The function
-            and the initial weights are the same, but compile time and memory under remat do not
-            grow with depth; a list is easier to inspect.
+        scan_layers: stack all blocks into one and run it in a `lax.scan`. The function and the
+            initial weights are the same, but compile time and memory under remat do not grow with
+            depth; a list of blocks is easier to inspect.
         norm: `"rms"` for RMSNorm; `"rms_plus_one"` for RMSNorm that multiplies by 1 + scale, so
             that weight decay pulls towards the identity (Gemma); `"layer"` for LayerNorm with scale
             and bias.
-        norms: `"before"` attention and feed-forward; `"after"` them, before the residual sum (OLMo
-            2); or `"both"` (Gemma 2).
+        norms: where norms are: `"before"` attention and feed-forward; `"after"` them, before the
+            residual sum (OLMo 2); or `"both"` (Gemma 2).
         qk_norm: RMSNorm of queries and keys before their rotation: `"head"` per head (Qwen3),
             `"all"` over the features of all heads together (OLMo 2), or `"none"`.
         positions: `"rotary"` rotates queries and keys by their position; `"learned"` adds a row of
             a trained table `[max_length, width]` to every embedding.
         rope_scaling: scales rotary positions for longer sequences; None for no scaling.
         rotary_fraction: the share of each head's features that is rotated, the first ones.
-        local_rope_theta: base of the rotary wavelengths in layers with a window, which are then not
-            scaled either (Gemma 3); None for the same in all layers.
-        windows: the number of positions that a layer sees, including its own; 0 for all. The list
-            is repeated over the layers: `(4096,)` is a window in every layer, `(512, 0)` one in
-            every other. Windows are data of the blocks, so that all blocks remain one program.
+        local_rope_theta: base of the rotary wavelengths in layers with a window, which then ignore
+            `rope_scaling` (Gemma 3); None for `rope_theta` in all layers.
+        windows: the number of positions that each position sees, including itself; 0 for all. The
+            list is repeated over the layers: `(4096,)` is a window in every layer, `(512, 0)` a
+            window in every other layer. Windows are data of the blocks, so that all blocks run the
+            same program.
         attention_scale: the multiplier of products of queries and keys; None for
             `head_dim ** -0.5`.
         attention_softcap: c of `c tanh(score / c)`, which caps scores (Gemma 2); None for no cap.
             With it, or with windows shorter than `max_length`, no fused kernel runs.
-        logit_softcap: the same for the logits, which are then made whole.
+        logit_softcap: the same for the logits, which are then not made in chunks.
         embedding_scale: the multiplier of embeddings (Gemma: the square root of the width).
         gated: the feed-forward is `down(act(gate(x)) * up(x))`; otherwise `down(act(up(x)))`.
         activation: the activation of the feed-forward, a key of `ACTIVATIONS`.
         bias: the linear layers of the blocks have biases. The bias of keys has no effect, because
-            softmax is invariant to it; it exists for weights that have it.
+            softmax is invariant to it; it exists so that weights with such a bias can be loaded.
         qkv_bias: only the linear layers of queries, keys and values have biases (Qwen2).
-        logits: how a loss computes logits. `"whole"` makes all of them, `[B, T, V]`; `"chunked"`
-            makes them one chunk of positions at a time, at the same FLOPs, without ever holding
-            all; `"auto"` chunks for vocabularies of 16 384 tokens and more.
-        logits_dtype: the dtype of chunked logits. `"bfloat16"` halves the traffic of the loss and
-            **changes its numbers**: logits are rounded to three digits, as by a head in bfloat16.
+        logits: how a loss computes logits. `"whole"` makes all of them at once, `[B, T, V]`;
+            `"chunked"` makes them one chunk of positions at a time, with the same FLOPs and less
+            memory; `"auto"` chunks for vocabularies of 16 384 tokens and more.
+        logits_dtype: the dtype of chunked logits. `"bfloat16"` halves the memory traffic of the
+            loss and **changes its numbers**: logits are rounded to three digits, as by a head in
+            bfloat16.
         experts: makes the feed-forward of every block a mixture of experts; None for a dense one.
             Experts have no biases.
 
@@ -239,7 +241,7 @@ class TransformerConfig(Presets):
 
     @property
     def has_windows(self) -> bool:
-        """Whether any layer sees less than all of the longest sequence."""
+        """Whether any layer has a window shorter than the longest sequence."""
         return any(0 < window < self.max_length for window in self.layer_windows)
 
     @property
@@ -249,7 +251,7 @@ class TransformerConfig(Presets):
 
     @property
     def layer_data(self) -> tuple[int, ...] | None:
-        """The windows that blocks hold as data; None if no block needs one."""
+        """The windows that blocks store as data; None if no block needs one."""
         is_needed = self.local_rope_theta is not None or self.has_windows
         return self.layer_windows if is_needed else None
 
@@ -259,7 +261,7 @@ class TransformerConfig(Presets):
         return self.key_size**-0.5 if self.attention_scale is None else self.attention_scale
 
     def validate(self) -> None:
-        """Checks that the sizes fit each other.
+        """Checks that the sizes are consistent.
 
         Raises:
             ConfigError: a size is not positive, heads do not divide, or a name is unknown.
@@ -282,9 +284,10 @@ class TransformerConfig(Presets):
         self._check_biases()
         if self.logits_dtype != "float32" and not self.chunks_logits:
             raise ConfigError(
-                f"logits_dtype={self.logits_dtype!r} is for chunked logits, and logits="
-                f"{self.logits!r} makes those of {self.vocab_size} tokens whole: set "
-                "logits='chunked', or leave logits_dtype out."
+                f"logits_dtype={self.logits_dtype!r} is for chunked logits, but logits="
+                f"{self.logits!r} with a vocabulary of {self.vocab_size} makes whole logits: set "
+                "logits='chunked', or leave logits_dtype out.",
+                code="logits-dtype-without-chunks",
             )
 
     def _check_biases(self) -> None:
@@ -292,13 +295,15 @@ class TransformerConfig(Presets):
             self.experts.validate()
             if self.bias:
                 raise ConfigError(
-                    "bias=True gives the linear layers of the blocks biases, and experts have "
-                    "none: leave bias out, or experts."
+                    "bias=True gives the linear layers of the blocks biases, but experts have "
+                    "none: leave bias out, or experts.",
+                    code="bias-with-experts",
                 )
         if self.bias and self.qkv_bias:
             raise ConfigError(
-                "bias=True gives every linear layer of the blocks a bias, and qkv_bias=True those "
-                "of queries, keys and values alone: leave one of them out."
+                "bias=True gives every linear layer of the blocks a bias, and qkv_bias=True only "
+                "those of queries, keys and values: leave one of them out.",
+                code="bias-and-qkv-bias",
             )
 
     def _check_rotation(self) -> None:
@@ -308,18 +313,21 @@ class TransformerConfig(Presets):
         if self.positions != "rotary" and asked != (None, None, 1.0):
             raise ConfigError(
                 f"positions={self.positions!r} with rope_scaling, local_rope_theta or "
-                "rotary_fraction, which say how queries and keys are rotated: leave these out, or "
-                "take positions='rotary'."
+                "rotary_fraction, which define how queries and keys are rotated: leave these out, "
+                "or set positions='rotary'.",
+                code="rotation-without-rotary",
             )
         if self.rotary_fraction > 1 or int(self.key_size * self.rotary_fraction) % 2:
             raise ConfigError(
-                f"rotary_fraction={self.rotary_fraction} of heads of {self.key_size} must be an "
-                "even number of features, and not more than all: choose another."
+                f"rotary_fraction={self.rotary_fraction} of heads of size {self.key_size} must be "
+                "an even number of features, at most all: change it.",
+                code="rotary-fraction",
             )
         if self.local_rope_theta is not None and not any(self.windows):
             raise ConfigError(
-                f"local_rope_theta={self.local_rope_theta} is for layers with a window, and no "
-                "layer has one: set windows, or leave it out."
+                f"local_rope_theta={self.local_rope_theta} is for layers with a window, but no "
+                "layer has one: set windows, or leave it out.",
+                code="local-theta-without-windows",
             )
 
     def _check_attention(self) -> None:
@@ -329,15 +337,17 @@ class TransformerConfig(Presets):
                 raise ConfigError(f"windows={self.windows} must be 0 or more each; 0 sees all.")
         if self.attention not in ("auto", "einsum") and self.has_special_scores:
             raise ConfigError(
-                f"attention={self.attention!r} computes whole causal attention of plain scores, "
-                f"and windows={self.windows} with max_length={self.max_length} and "
-                f"attention_softcap={self.attention_softcap} ask for more: take attention='auto', "
-                "or a max_length within the windows."
+                f"attention={self.attention!r} supports neither windows nor a softcap, but got "
+                f"windows={self.windows} with max_length={self.max_length} and "
+                f"attention_softcap={self.attention_softcap}: set attention='auto', leave the "
+                "softcap out, or lower max_length to the windows.",
+                code="attention-without-windows",
             )
         if self.logit_softcap is not None and self.logits == "chunked":
             raise ConfigError(
-                f"logit_softcap={self.logit_softcap} is applied to whole logits: take "
-                "logits='auto', or leave it out."
+                f"logit_softcap={self.logit_softcap} needs whole logits: set logits='auto', or "
+                "leave it out.",
+                code="softcap-with-chunks",
             )
 
     def _check_heads(self) -> None:
@@ -349,12 +359,14 @@ class TransformerConfig(Presets):
         if self.num_heads % self.kv_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} does not divide by num_kv_heads={self.kv_heads}: "
-                "every key head serves the same number of query heads; choose a divisor."
+                "every key head is shared by the same number of query heads; use a divisor.",
+                code="heads-divide",
             )
         if self.positions == "rotary" and self.key_size % 2:
             raise ConfigError(
-                f"heads of {self.key_size} cannot be rotated in pairs: head_dim must be even; "
-                "set head_dim, change width or num_heads, or take learned positions."
+                f"heads of size {self.key_size} cannot be rotated in pairs: head_dim must be even; "
+                "set head_dim, change width or num_heads, or use learned positions.",
+                code="odd-head-size",
             )
 
 
@@ -362,9 +374,9 @@ def num_params(config: TransformerConfig) -> int:
     """Counts the parameters of a `Transformer` without making it.
 
     With width D, layers L, heads H and kv heads N of size K, feed-forward F and vocabulary V:
-    `V D (1 or 2) + L (2 D H K + 2 D N K + 3 D F + 2 D) + D`, with the table counted once if tied. A
+    `V D (1 or 2) + L (2 D H K + 2 D N K + 3 D F + 2 D) + D`, where a tied table counts once. A
     plain feed-forward has `2 D F`; biases, LayerNorms and learned positions are added. With E
-    experts and S shared ones of hidden size F, `3 D F (E + S) + D E` replaces `3 D F`.
+    experts and S shared experts of hidden size F, `3 D F (E + S) + D E` replaces `3 D F`.
 
     Args:
         config: a valid config.
@@ -386,8 +398,9 @@ def num_params(config: TransformerConfig) -> int:
     heads = config.num_heads + config.kv_heads
     kernels = 3 if config.gated else 2
     norm = width * len(NORMS[config.norm])
-    places = 4 if config.norms == "both" else 2
-    block = 2 * width * config.key_size * heads + kernels * width * hidden + places * norm + router
+    num_norms = 4 if config.norms == "both" else 2
+    block = 2 * width * config.key_size * heads + kernels * width * hidden
+    block += num_norms * norm + router
     q_and_kv = config.key_size * (config.num_heads + 2 * config.kv_heads)
     block += config.key_size * {"none": 0, "head": 2, "all": heads}[config.qk_norm]
     if config.qkv_bias:

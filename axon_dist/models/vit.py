@@ -101,7 +101,7 @@ class ViTConfig(Presets):
         return 4 * self.width if self.ffn_width is None else self.ffn_width
 
     def validate(self) -> None:
-        """Checks that the sizes fit each other.
+        """Checks that the sizes are consistent.
 
         Raises:
             ConfigError: a size is not positive, patches or heads do not divide, or a name is
@@ -133,14 +133,14 @@ class ViT(nnx.Module):
     """A vision transformer: pre-norm blocks over image patches, then mean pooling.
 
     `logits = head(mean(norm(blocks(patches(image) + positions))))`, with bidirectional attention.
-    Patches are cut by a reshape, so that all products are matrix products.
+    Patches are cut by a reshape instead of a convolution, so that all products are matrix products.
 
     Args:
-        config: the shape; checked here.
+        config: the sizes; validated here.
         rngs: source of the initial weights (`params`) and of dropout.
 
     Raises:
-        ConfigError: the sizes do not fit each other.
+        ConfigError: the sizes are inconsistent.
         DTypeError: a dtype of the config is not floating-point.
 
     Example:
@@ -223,7 +223,7 @@ class ViTBlock(nnx.Module):
 class ViTAttention(nnx.Module):
     """Bidirectional self-attention, with `q`, `k`, `v` and `out` layers; all but `k` have biases.
 
-    Keys have no bias, because softmax is invariant to it: its gradient would be only rounding
+    Keys have no bias, because softmax is invariant to it: its gradient would be pure rounding
     noise, which Adam would amplify.
 
     Args:
@@ -249,7 +249,7 @@ class ViTAttention(nnx.Module):
         return self.out(self.attend(query, key, value).reshape(*x.shape[:2], -1))
 
     def attend(self, query: Array, key: Array, value: Array) -> Array:
-        """Computes attention, in the form of the config."""
+        """Computes attention with the implementation that the config selects."""
         return ATTENTION_FORMS[self.form](query, key, value, self.causal)
 
     def _heads(self, x: Array) -> Array:

@@ -18,18 +18,18 @@ _TOKEN = re.compile(r"\(|\)|[a-z]\w*")
 _DIM = re.compile(r"\(([^()]+)\)|([a-z]\w*)")
 
 Side = tuple[tuple[str, ...], ...]
-"""The named dims of one side; each group is merged into one dim of the array."""
+"""The named dims of one side of a form; each inner tuple is merged into one dim of the array."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
     """A rearrangement of dims in the notation of einops: `"out in -> in out"` transposes.
 
-    Dims in parentheses are merged into one, the last of them varying fastest. Nothing else happens
-    to an array, so swapping the two sides gives the inverse.
+    Dims in parentheses are merged into one dim, in which the last of them varies fastest. Values do
+    not change, so swapping the two sides gives the inverse.
 
     Args:
-        text: both sides; empty leaves arrays of any shape unchanged.
+        text: both sides; an empty text leaves arrays of any shape unchanged.
         sizes: the sizes of dims that cannot be inferred from shapes.
 
     Raises:
@@ -48,24 +48,27 @@ class Form:
         if not self.text:
             return
         if self.text.count("->") != 1:
-            raise ConfigError(f"the form {self.text!r} needs two sides, as in 'out in -> in out'")
+            raise ConfigError(
+                f"the form {self.text!r} must have two sides, as in 'a b -> b a'", code="form-sides"
+            )
         left, right = ([name for group in side for name in group] for side in self._sides)
         if sorted(left) != sorted(right) or len(set(left)) < len(left) or not left:
             raise ConfigError(
-                f"the form {self.text!r} must name every dim once on either side, as in "
-                "'out in -> in out'"
+                f"the form {self.text!r} must name every dim once on each side, as in "
+                "'out in -> in out'",
+                code="form-names",
             )
 
     @property
     def inverse(self) -> Form:
-        """The form from the parameter to the file."""
+        """The form that maps a parameter back to its tensor."""
         return Form(" -> ".join(reversed(self.text.split(" -> "))), self.sizes)
 
     def shape_of(self, shape: Shape) -> Shape:
-        """Returns the shape of the result for an array of a shape.
+        """Returns the shape of the result for an array of this shape.
 
         Raises:
-            ConfigError: when the shape does not fit; `fault` says why without raising.
+            ConfigError: when the shape does not fit; `fault` returns the reason instead.
         """
         if not self.text:
             return tuple(shape)
@@ -73,7 +76,7 @@ class Form:
         return tuple(math.prod(sizes[name] for name in group) for group in self._sides[1])
 
     def fault(self, shape: Shape) -> str | None:
-        """Returns why arrays of a shape cannot be rearranged, or None if they can."""
+        """Returns why arrays of this shape cannot be rearranged, or None if they can."""
         try:
             self.shape_of(shape)
         except ConfigError as error:
@@ -81,7 +84,7 @@ class Form:
         return None
 
     def apply(self, array: np.ndarray) -> np.ndarray:
-        """Rearranges all of an array; returns a view if possible."""
+        """Rearranges an array; returns a view if possible."""
         return self._spread(array).reshape(self.shape_of(array.shape))
 
     def take(self, array: np.ndarray, index: Sequence[slice]) -> np.ndarray:
@@ -109,7 +112,7 @@ class Form:
 
     @property
     def leading(self) -> int:
-        """The dim of the result that varies slowest in the file."""
+        """The dim of the result whose index varies slowest in the file."""
         if not self.text:
             return 0
         first = self._sides[0][0][0]
@@ -121,7 +124,7 @@ class Form:
         return _groups(left), _groups(right)
 
     def _spread(self, array: np.ndarray) -> np.ndarray:
-        """Returns a view of the array with every named dim separate, in the order of the result."""
+        """Returns a view of the array with one dim per name, in the order of the result."""
         if not self.text:
             return array
         sizes = self._bind(array.shape)
@@ -133,7 +136,11 @@ class Form:
     def _bind(self, shape: Shape) -> dict[str, int]:
         left = self._sides[0]
         if len(left) != len(shape):
-            raise ConfigError(f"the form {self.text!r} takes {len(left)} dims, not {list(shape)}")
+            raise ConfigError(
+                f"the form {self.text!r} has {len(left)} dims, but the array has the shape "
+                f"{list(shape)}",
+                code="form-dims",
+            )
         sizes = dict(self.sizes)
         for group, size in zip(left, shape, strict=True):
             known = math.prod(sizes[name] for name in group if name in sizes)
@@ -154,14 +161,18 @@ def _groups(side: str) -> Side:
         raise ConfigError(f"cannot read {side.strip()!r} in a form; write 'name (name name)'")
     groups = tuple(tuple((inside or name).split()) for inside, name in _DIM.findall(side))
     if _DIM.sub("", side).strip() or () in groups:
-        raise ConfigError(f"the parentheses in {side.strip()!r} do not pair up around names")
+        raise ConfigError(
+            f"the parentheses in {side.strip()!r} are empty or not balanced",
+            code="form-parentheses",
+        )
     return groups
 
 
 _GROUP = re.compile(r"\(\?P<(\w+)>([^()]*)\)")
 _OPTIONAL = re.compile(r"\(\?:([^()|]*)\)\?")
 _IS_PATTERN = re.compile(r"(?<!\\)[.^$*+?{}\[\]|()]|\\[a-zA-Z0-9]")
-_PLACE = re.compile(r"\{(\w+)\}")
+_FIELD = re.compile(r"\{(\w+)\}")
+"""A replacement field of a path, such as `{layer}`."""
 
 
 @renamed_fields(parts="split_sizes")
@@ -169,19 +180,20 @@ _PLACE = re.compile(r"\{(\w+)\}")
 class WeightRule:
     r"""One row of the table: names of tensors, paths of parameters, and how to convert them.
 
-    Several names are concatenated into one parameter; several paths split one tensor. With `stack`,
-    the tensors of all layers are the rows of one parameter, as in a model that scans its layers.
+    A rule with several names concatenates their tensors into one parameter; a rule with several
+    paths splits one tensor. With `stack`, the tensors of all layers are the rows of one parameter,
+    as in a model that scans its layers.
 
     Args:
-        names: regular expressions of whole names; named groups such as `(?P<layer>\d+)` are the
-            numbers of layers. For writing, the rest must be literal text with escaped dots, or
-            optional text such as `(?:model\.)?`, which is written.
+        names: regular expressions of whole names; named groups such as `(?P<layer>\d+)` are layer
+            indices. For writing, the rest must be literal text with escaped dots, or optional text
+            such as `(?:model\.)?`, which is written.
         paths: paths of parameters with these groups, such as `"blocks/{layer}/mlp/up/kernel"`.
-        form: the dims of a tensor -> those of the parameter, such as `"out in -> in out"`.
+        form: maps the dims of a tensor to those of the parameter, as in `"out in -> in out"`.
         sizes: the sizes of dims in `form` that cannot be inferred from shapes.
         dim: the dim of the parameter along which tensors are concatenated; or the dim, after
             `form`, along which a tensor is split.
-        stack: a group that no path has; its values index dim 0 of the parameter. Several groups
+        stack: a group that the paths lack; its values index dim 0 of the parameter. Several groups
             index its first dims.
         split_sizes: the lengths of the concatenated tensors along `dim`, for splitting the
             parameter when it is written; None for equal lengths.
@@ -225,7 +237,7 @@ class WeightRule:
         """Checks that names, paths and form are consistent.
 
         Raises:
-            ConfigError: naming the rule and its fault.
+            ConfigError: the rule is inconsistent; the message names it.
         """
         if not self.names or not self.paths or (len(self.names) > 1 and len(self.paths) > 1):
             raise ConfigError(
@@ -249,41 +261,42 @@ class WeightRule:
                 raise ConfigError(f"{self}: the name {name!r} has no group {group!r} to stack")
         groups -= {*self.stacked}
         for path in self.paths:
-            places = set(_PLACE.findall(path))
-            if places != groups:
+            fields = set(_FIELD.findall(path))
+            if fields != groups:
                 raise ConfigError(
-                    f"{self}: the path {path!r} has the places {sorted(places)}, the name {name!r} "
-                    f"the groups {sorted(groups)}; they must be the same"
+                    f"{self}: the path {path!r} has the fields {sorted(fields)}, but the name "
+                    f"{name!r} has the groups {sorted(groups)}; they must be the same",
+                    code="rule-groups-differ",
                 )
 
     def match(self, name: str) -> tuple[int, dict[str, str]] | None:
-        """Returns the number of the name that matches and its groups; None if none matches."""
+        """Returns the index of the matching name and its groups; None if no name matches."""
         for number, pattern in enumerate(self.names):
             if hit := _compiled(pattern, self).fullmatch(name):
                 return number, hit.groupdict()
         return None
 
     def paths_of(self, groups: Mapping[str, str]) -> tuple[Path, ...]:
-        """Returns the paths of the parameters for some values of the groups."""
+        """Returns the paths of the parameters for these values of the groups."""
         return tuple(path.format_map(groups) for path in self.paths)
 
     def groups_of(self, path: Path) -> tuple[int, dict[str, str]] | None:
-        """The inverse of `paths_of`: returns the number of the path that matches and its groups."""
+        """Inverts `paths_of`: returns the index of the matching path and its groups."""
         inside = dict(_GROUP.findall(self.names[0]))
         for number, template in enumerate(self.paths):
-            parts = _PLACE.split(template)
+            parts = _FIELD.split(template)
             texts = [re.escape(part) for part in parts[::2]]
-            places = [f"(?P<{name}>{inside.get(name, '[^/]+')})" for name in parts[1::2]]
-            pattern = "".join(a + b for a, b in zip(texts, [*places, ""], strict=True))
+            groups = [f"(?P<{name}>{inside.get(name, '[^/]+')})" for name in parts[1::2]]
+            pattern = "".join(a + b for a, b in zip(texts, [*groups, ""], strict=True))
             if hit := re.fullmatch(pattern, path):
                 return number, hit.groupdict()
         return None
 
     def name_of(self, number: int, groups: Mapping[str, str]) -> str:
-        """The inverse of `match`: returns the name of a tensor.
+        """Inverts `match`: returns the name of a tensor.
 
         Args:
-            number: the number of the name in `names`.
+            number: the index of the name in `names`.
             groups: the values of its groups.
 
         Raises:
@@ -293,9 +306,10 @@ class WeightRule:
         texts = _GROUP.split(written)[::3]
         if any(_IS_PATTERN.search(text) for text in texts):
             raise ConfigError(
-                f"the name {self.names[number]!r} of a rule fits more than one text, so that "
-                "nothing can be written under it; escape dots (\\.), and keep to literal text, "
-                "named groups and optional text"
+                f"the name {self.names[number]!r} of a rule matches more than one text, so no "
+                "tensor can be written under it; escape dots (\\.), and use only literal text, "
+                "named groups and optional text",
+                code="rule-name-ambiguous",
             )
         literal = [re.sub(r"\\(.)", r"\1", text) for text in texts]
         values = [groups[name] for name, _ in _GROUP.findall(written)]
@@ -313,8 +327,8 @@ class WeightRules:
         rules: the rows.
         ignored: regular expressions of names that may be in a file but belong to no parameter,
             such as masks.
-        copies: regular expressions of names -> names of tensors that they must repeat bit for bit,
-            such as a head tied to the embeddings. They are checked, and then not used.
+        copies: maps regular expressions of names to names of tensors that these must equal bit for
+            bit, such as a head tied to the embeddings. They are checked, and then not used.
         own: regular expressions of paths whose arrays are in no file, because models make them.
 
     Example:
@@ -330,7 +344,7 @@ class WeightRules:
         """Checks every row.
 
         Raises:
-            ConfigError: naming the row and its fault.
+            ConfigError: a rule is inconsistent; the message names it.
         """
         for rule in self.rules:
             rule.validate()
@@ -352,10 +366,10 @@ _MOST = 8
 
 
 def shorten(names: Iterable[str]) -> str:
-    """Lists names; those that differ only in their numbers are listed as one.
+    """Lists names; names that differ only in their numbers are merged.
 
     Args:
-        names: such as those of tensors.
+        names: names of tensors, for example.
 
     Example:
         >>> shorten(["norm", *(f"blocks/{i}/kernel" for i in (0, 1, 2, 5))])

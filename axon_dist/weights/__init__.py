@@ -1,4 +1,4 @@
-"""Loads and saves weights: safetensors files, under a model's own names or a hub's.
+"""Loads and saves weights as safetensors files, with the model's own names or a hub's.
 
 A table of rules maps tensors to parameters (`weight_rules.py` in `models`); loading and saving
 use the same table. Start reading in `load.py` and `save.py`.
@@ -21,5 +21,5 @@ from .save import MAX_FILE as MAX_FILE
 from .save import save_adapters as save_adapters
 from .save import save_weights as save_weights
 
-Rule = WeightRule  # its name in 0.1
-HubFormat = Family  # what a row of `FORMATS` is
+Rule = WeightRule  # the name in version 0.1
+HubFormat = Family  # the type of the values of `FORMATS`

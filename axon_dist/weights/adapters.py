@@ -2,12 +2,14 @@
 
 A PEFT folder has safetensors and an `adapter_config.json`. A layer `NAME` has the tensors
 `base_model.model.NAME.lora_A.weight`, `[r, in]`, and `...lora_B.weight`, `[out, r]`; an embedding
-has `lora_embedding_A` and `lora_embedding_B`. PEFT scales their product by `lora_alpha / r`. If
-the model's adapter has another scale, loading multiplies `lora_b` by the ratio of the two.
+has `lora_embedding_A` and `lora_embedding_B`. PEFT scales the product of A and B by
+`lora_alpha / r`. If the model's adapter has a different scale, loading multiplies `lora_b` by the
+ratio of the two.
 
 A fused layer of the file, such as `qkv_proj`, is several layers of the model. It has one adapter
-in the file and one per part in the model. Loading gives each part all of A and its own rows of B.
-Saving concatenates the A of all parts and makes B block-diagonal, so its rank is the sum of ranks.
+in the file and one adapter per part in the model. Loading gives each part all of A and its own rows
+of B. Saving concatenates the A of all parts and makes B block-diagonal, so the rank in the file is
+the sum of the ranks.
 """
 
 from __future__ import annotations
@@ -47,9 +49,9 @@ _PREFIX = re.escape(PREFIX)
 _ROWS = ".token_adapter"
 _FORMS = (("A", "a", "r in -> in r"), ("B", "b", "out r -> r out"))
 _PLAIN = ("out in -> in out", "")
-"""Forms of kernels whose outputs have the same order in files and in the model."""
+"""Forms of kernels that keep the order of output features between file and model."""
 
-_MERGE = "merge them with peft's merge_and_unload and load the weights that it makes"
+_MERGE = "merge them with peft's merge_and_unload and load the merged weights"
 
 _ONLY: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -57,7 +59,7 @@ _ONLY: Mapping[str, tuple[object, ...]] = {
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
     "bias": (None, "none", "all", "lora_only"),
 }
-"""Config keys with their supported values; others are refused."""
+"""Config keys with their supported values; other values raise."""
 
 _FREE = frozenset(
     (
@@ -78,12 +80,12 @@ _FREE = frozenset(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdapterTensor(TensorEntry):
-    """An adapter tensor, with what `adapter_config.json` says about it.
+    """An adapter tensor, with its options from `adapter_config.json`.
 
     Args:
         stored: the tensor in the file.
-        scale: the scale of the LoRA product that it is a factor of.
-        tokens: the rows of an embedding table that it replaces; None if it is a whole tensor.
+        scale: the scale of the LoRA product that this tensor is a factor of.
+        tokens: the rows of an embedding table that this tensor replaces; None for a whole tensor.
         ties: whether a tied head changes together with a replaced table.
     """
 
@@ -123,7 +125,7 @@ class ArrayEntry(TensorEntry):
 
 
 def adapter_rules(rules: WeightRules) -> WeightRules:
-    """Returns the rules for the adapters of the kernels and embeddings that `rules` name.
+    """Returns the rules for the adapters of the kernels and embeddings in `rules`.
 
     Args:
         rules: the rules of the model.
@@ -162,7 +164,7 @@ def list_adapters(folder: Path) -> dict[str, TensorEntry]:
 
     Raises:
         CheckpointError: when the folder has no readable adapters.
-        UnsupportedError: when `lora` has no adapters of that kind.
+        UnsupportedError: when `lora` does not support adapters of that kind.
     """
     file = folder / ADAPTER_CONFIG
     what = f"{str(file)!r} is not an adapter config of peft"
@@ -181,7 +183,7 @@ def list_adapters(folder: Path) -> dict[str, TensorEntry]:
 
 def _refused(folder: Path, what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"the adapters of {str(folder)!r} have {what}, which an adapter here cannot have; {_MERGE}",
+        f"the adapters of {str(folder)!r} have {what}, which is not supported; {_MERGE}",
         code="adapter-not-supported",
     )
 
@@ -214,7 +216,7 @@ def _described(name: str, entry: TensorEntry, config: Mapping[str, Any]) -> Adap
 
 
 def _tokens_of(layer: str, indices: Any) -> tuple[int, ...]:
-    """Returns the tokens of a layer: a list is for the embeddings, a dict is by layer."""
+    """Returns the tokens of a layer; `indices` is a list for the embeddings, or a dict by layer."""
     if isinstance(indices, Mapping):
         indices = next(v for k, v in indices.items() if layer == k or layer.endswith(f".{k}"))
     return tuple(int(index) for index in indices)
@@ -222,7 +224,7 @@ def _tokens_of(layer: str, indices: Any) -> tuple[int, ...]:
 
 @dataclasses.dataclass
 class _Fitting:
-    """Converts tensors of weights and adapters into those that the model's rules name."""
+    """Converts tensors of weights and adapters to the names and layout of the model's rules."""
 
     entries: dict[str, TensorEntry]
     rules: WeightRules
@@ -230,7 +232,7 @@ class _Fitting:
     scales: Mapping[LeafPath, float]
 
     def run(self) -> dict[str, TensorEntry]:
-        """Returns all tensors; raises for those that no layer of the model can take."""
+        """Returns all tensors; raises if no layer of the model can use one of them."""
         adapters = {n: e for n, e in self.entries.items() if isinstance(e, AdapterTensor)}
         layers: dict[str, dict[str, AdapterTensor]] = {}
         changed: list[str] = []
@@ -259,13 +261,13 @@ class _Fitting:
         return None
 
     def _own_name(self, name: str) -> str:
-        """Returns the name of a tensor in the base weights, which may lack a prefix."""
+        """Returns the name that a tensor has in the base weights, where a prefix may be missing."""
         short = name.removeprefix("model.").removeprefix("transformer.")
         known = (n for n in (name, short) if n in self.entries)
         return next(known, name)
 
     def _replace(self, name: str, entry: AdapterTensor) -> list[str]:
-        """Replaces a base weight by an adapter tensor; returns its name if values change."""
+        """Replaces a base weight with an adapter tensor; returns its name if values change."""
         own = self._own_name(name)
         is_copy = any(re.fullmatch(pattern, own) for pattern in self.rules.copies)
         if self._rule_of(own) is None and not is_copy:
@@ -280,12 +282,13 @@ class _Fitting:
         own = self._own_name(name)
         is_copy = any(re.fullmatch(pattern, own) for pattern in self.rules.copies)
         if own not in self.entries and is_copy:
-            # A tied head has no tensor of its own: it is the table.
+            # A tied head has no separate tensor: it is the embedding table.
             return own
         if own not in self.entries:
             raise CheckpointError(
-                f"the adapters in {str(entry.path.parent)!r} have rows of {name}, which no file of "
-                "weights has; name the snapshot before them: [snapshot, adapters]"
+                f"the adapters in {str(entry.path.parent)!r} replace rows of {name}, which is in "
+                "no file of weights; name the snapshot before them: [snapshot, adapters]",
+                code="adapter-rows-without-table",
             )
         table = np.array(self.entries[own].open())
         table[list(entry.tokens or ())] = entry.open().astype(table.dtype)
@@ -293,7 +296,7 @@ class _Fitting:
         return own
 
     def _check_tied(self, changed: Sequence[str], adapters: Mapping[str, AdapterTensor]) -> None:
-        """Raises if table and head differ but the model has one array for both."""
+        """Raises if the embeddings and the head differ, but the model has one array for both."""
         for pattern, original in self.rules.copies.items():
             head = next((n for n in self.entries if re.fullmatch(pattern, n)), None)
             table = next((n for n in self.entries if re.fullmatch(original, n)), None)
@@ -314,7 +317,7 @@ class _Fitting:
                 )
 
     def _fit(self, layer: str, factors: dict[str, AdapterTensor]) -> None:
-        """Adds the adapter of a layer, rescaled for the model's adapter."""
+        """Adds the adapter of a layer, rescaled to the scale of the model's adapter."""
         folder = next(iter(factors.values())).path.parent
         found = self._rule_of(self._own_name(f"{layer}.weight"))
         if found is None or not _is_adaptable(found[0]) or {*factors} != {"A", "B"}:
@@ -324,9 +327,10 @@ class _Fitting:
         if not any(f"{path}/lora_a" in self.shapes for path in lora_paths):
             rank = factors["A"].shape[0]
             raise CheckpointError(
-                f"the adapters in {str(folder)!r} have the layer {layer}, and the model has no "
-                f"adapter at {' + '.join(paths)}; put one there by lora(model, {rank}, "
-                f"({paths[0].rpartition('/')[0]!r}, ...)), or {_MERGE}"
+                f"the adapters in {str(folder)!r} have the layer {layer}, but the model has no "
+                f"adapter at {' + '.join(paths)}; add one with lora(model, {rank}, "
+                f"({paths[0].rpartition('/')[0]!r}, ...)), or {_MERGE}",
+                code="adapter-missing-in-model",
             )
         if len(paths) == 1:
             end = ("lora_embedding_A", "lora_embedding_B")
@@ -349,7 +353,10 @@ class _Fitting:
         paths: Sequence[LeafPath],
         lora_paths: Sequence[LeafPath],
     ) -> None:
-        """Splits the adapter of a fused layer: each part gets all of A, or its own rows of A."""
+        """Splits the adapter of a fused layer by its parts.
+
+        Each part gets its rows of B, and all of A, or only its rows of A if B is block-diagonal.
+        """
         a = factors["A"].open()
         b = factors["B"].open()
         sizes = [self.shapes[path][-1] for path in paths]
@@ -358,7 +365,7 @@ class _Fitting:
         rows = [b[start:stop] for start, stop in itertools.pairwise(row_bounds)]
         rank_bounds = [*itertools.accumulate(ranks, initial=0)]
         blocks = [slice(start, stop) for start, stop in itertools.pairwise(rank_bounds)]
-        # B is block-diagonal, as `save_adapters` writes it: zero outside each part's block.
+        # Whether B is block-diagonal, as `save_adapters` writes it: zero outside each part's block.
         is_blocked = sum(ranks) == len(a) and not any(
             np.delete(part, np.r_[block], axis=1).any()
             for part, block in zip(rows, blocks, strict=True)
@@ -369,8 +376,9 @@ class _Fitting:
             if row_bounds[-1] != len(b) or (not is_blocked and rank != len(a)):
                 raise CheckpointError(
                     f"the adapter of {layer} has the shapes {list(a.shape)} and {list(b.shape)}, "
-                    f"and those at {' + '.join(lora_paths)} have the ranks {ranks}; give each the "
-                    f"rank {len(a)} by lora(model, {len(a)}, ...), or {_MERGE}"
+                    f"but those at {' + '.join(lora_paths)} have the ranks {ranks}; give each the "
+                    f"rank {len(a)} with lora(model, {len(a)}, ...), or {_MERGE}",
+                    code="adapter-shapes",
                 )
             ratio = np.float32(factors["B"].scale / self.scales.get(path, 1.0))
             factor = part[:, blocks[number]] if is_blocked else part
@@ -383,7 +391,7 @@ class _Fitting:
 
 
 def _own_end(name: str, tables: Iterable[str | None]) -> bool:
-    """Whether an adapter tensor belongs to one of these tables."""
+    """Whether an adapter tensor belongs to one of these embedding tables."""
     layer = name.rpartition(".")[0].removesuffix(".base_layer").removesuffix(_ROWS)
     return any(t is not None and layer.endswith(t.removesuffix(".weight")) for t in tables)
 
@@ -394,7 +402,7 @@ def fitted(
     model: nnx.Module,
     targets: Mapping[LeafPath, Any],
 ) -> dict[str, TensorEntry]:
-    """Converts the adapters among tensors to those of a model, split by part and rescaled.
+    """Converts the adapters among tensors to those of a model: splits and rescales them.
 
     Args:
         entries: the tensors of all files, by name.
@@ -439,9 +447,9 @@ def adapter_config(
         shapes: the shapes of the written tensors, by name.
         scales: the scales of the LoRA products, by layer name.
         layers: the names of all layers of the model that could have adapters.
-        base: the path or name of the base model, for people and for peft.
+        base: the path or name of the base model, for users and for peft.
         rslora: whether scales are `alpha / sqrt(rank)`.
-        modules: the names of layers that are written whole.
+        modules: the names of layers whose parameters are written in full.
 
     Raises:
         ConfigError: when there is no tensor.
@@ -464,8 +472,8 @@ def adapter_config(
     }
     rank = max(ranks.values())
     alpha = max(a for layer, a in alphas.items() if ranks[layer] == rank)
-    # peft adapts every layer whose name ends in a target module, so the short names are right
-    # only if all layers with these endings have adapters.
+    # peft adapts every layer whose name ends in a target module. So short names are right only if
+    # all layers with these endings have adapters; otherwise list full names.
     ends = {layer.rpartition(".")[2] for layer in ranks}
     same_end = {layer for layer in layers if layer.rpartition(".")[2] in ends}
     return {
@@ -487,19 +495,20 @@ def adapter_config(
 
 
 def _number(value: float) -> float:
-    """Rounds away float error: 16.000000000000004 becomes 16."""
+    """Removes float rounding errors: 16.000000000000004 becomes 16."""
     near = round(value, 9)
     return int(near) if near == int(near) else value
 
 
 def check_named(paths: Iterable[str], rules: WeightRules) -> None:
-    """Raises `ConfigError` for adapters that no rule names."""
+    """Raises `ConfigError` if there are adapters without a rule."""
     unnamed = [p for p in paths if not any(rule.groups_of(p) for rule in rules.rules)]
     if unnamed:
         raise ConfigError(
             f"peft has no name for the adapters {shorten(unnamed)}: in files of this format their "
-            "layers are parts of larger ones. Add them to the kernels by merge_lora(model), and "
-            "save_weights"
+            "layers are parts of larger ones. Merge them into the kernels with merge_lora(model), "
+            "and use save_weights",
+            code="adapters-without-name",
         )
 
 

@@ -1,4 +1,4 @@
-"""Finds the tensors of a file, of several files, or of a folder written by a hub or PEFT."""
+"""Finds the tensors of a file, of several files, or of a hub or PEFT folder."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..models.snapshot import ADAPTER_CONFIG, ENDING, INDEX, Files, fetched
 from .adapters import list_adapters
 
 MOST_INDEX = 2**28
-"""The most bytes of an index file, which has a line for every tensor."""
+"""The maximum number of bytes of an index file, which has a line for every tensor."""
 
 
 def find_tensors(files: Files) -> dict[str, TensorEntry]:
-    """Reads the headers of safetensors files, but no values.
+    """Reads the headers of safetensors files, without values.
 
     Args:
         files: one file or several; a `.index.json` that maps tensors to files in its folder; a
-            folder, such as the local snapshot of a hub's repository, with such an index, with one
+            folder, such as the local snapshot of a hub repository, with such an index, with one
             file, or with adapters written by peft; `hf://org/name`; or a file or folder at
             `gs://` or `s3://`.
 
     Returns:
-        Where every tensor is in its file, by name.
+        The entry of every tensor, which locates it in its file, by name.
 
     Raises:
         CheckpointError: when there is no file, one cannot be read, or two tensors have the same
@@ -36,7 +36,8 @@ def find_tensors(files: Files) -> dict[str, TensorEntry]:
     several = [files] if isinstance(files, str | Path) else files
     if not isinstance(several, Sequence) or not several:
         raise CheckpointError(
-            f"got {files!r:.80} for the files of weights; give a path, or a list of them"
+            f"got {files!r:.80} as the files of weights; give a path, or a list of paths",
+            code="weight-files",
         )
     tensors: dict[str, TensorEntry] = {}
     for each in several:
@@ -65,7 +66,7 @@ def _of_folder(folder: Path) -> dict[str, TensorEntry]:
     adapters = [folder / ADAPTER_CONFIG] if (folder / ADAPTER_CONFIG).is_file() else []
     if len(sets := [*named, *adapters]) > 1 and not _is_of_index(single, index, sets):
         raise CheckpointError(
-            f"the folder {str(folder)!r} has two sets of weights, by "
+            f"the folder {str(folder)!r} has two sets of weights: "
             f"{' and '.join(path.name for path in sets)}; name the file to read, or remove the "
             "other set",
             code="two-sets-of-weights",
@@ -83,7 +84,7 @@ def _of_folder(folder: Path) -> dict[str, TensorEntry]:
 
 
 def _is_of_index(single: Path, index: Path, sets: Sequence[Path]) -> bool:
-    """Whether the two sets are really one: an index, and the only file that it names."""
+    """Whether two sets are the same weights: an index, and the only file that it names."""
     if list(sets) != [index, single]:
         return False
     return all(entry.path == single for entry in _of_index(index).values())
@@ -93,16 +94,16 @@ def _of_index(path: Path) -> dict[str, TensorEntry]:
     what = f"cannot read {str(path)!r} as the index of safetensors files"
     with reworded(what, "name the files themselves", CheckpointError, MALFORMED):
         text = read_text(path, f"the index {str(path)!r}", CheckpointError, MOST_INDEX)
-        places: dict[str, str] = json.loads(text)["weight_map"]
-        files = sorted(set(places.values()))
+        file_of: dict[str, str] = json.loads(text)["weight_map"]
+        files = sorted(set(file_of.values()))
         if odd := [file for file in files if "/" in file or kind_at(path.parent / file) is None]:
             raise ValueError(f"it names {odd[0]!r:.80}, but its folder has no such file")
-    there = {file: list_tensors(path.parent / file) for file in files}
-    for name, file in places.items():
-        if name not in there[file]:
+    entries = {file: list_tensors(path.parent / file) for file in files}
+    for name, file in file_of.items():
+        if name not in entries[file]:
             raise CheckpointError(
                 f"the index {str(path)!r} has {name} in {file!r}, which lacks it; download "
                 "the files again",
                 code="tensor-not-in-file",
             )
-    return {name: there[file][name] for name, file in places.items()}
+    return {name: entries[file][name] for name, file in file_of.items()}

@@ -28,10 +28,10 @@ from .match import ParameterSource, match_weights
 
 
 def place(source: ParameterSource, target: jax.ShapeDtypeStruct) -> Array:
-    """Reads a parameter shard by shard, each put on its devices before the next is read.
+    """Reads a parameter shard by shard; puts each shard on its devices before it reads the next.
 
     Args:
-        source: where its values are in the files.
+        source: the parts of files that hold the parameter.
         target: its shape, dtype and sharding. Only shards on devices of this process are read,
             each of them once.
 
@@ -42,15 +42,15 @@ def place(source: ParameterSource, target: jax.ShapeDtypeStruct) -> Array:
     indices = sharding.addressable_devices_indices_map(target.shape)
     devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in indices.items():
-        parts = (part.indices(n)[:2] for part, n in zip(index, target.shape, strict=True))
-        devices_of.setdefault(tuple(parts), []).append(device)
+        bounds = (dim.indices(n)[:2] for dim, n in zip(index, target.shape, strict=True))
+        devices_of.setdefault(tuple(bounds), []).append(device)
     shards: list[Array] = []
-    for parts, devices in devices_of.items():
-        values = source.read([slice(*part) for part in parts])
+    for bounds, devices in devices_of.items():
+        values = source.read([slice(*bound) for bound in bounds])
         for device in devices:
             kind = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             shards.append(jax.device_put(values, kind))
-        # The host copy cannot be freed before the transfer has ended.
+        # Wait, because the host copy cannot be freed before the transfer has ended.
         jax.block_until_ready(shards)
     return jax.make_array_from_single_device_arrays(target.shape, sharding, shards)
 
@@ -89,20 +89,21 @@ def load_weights(
     r"""Fills the initial state of a training step, or a plain model, from safetensors files.
 
     The result is the same as making the model on one device, replacing its arrays by those of the
-    files, and sharding it by the strategy. But it works shard by shard: host memory never holds
-    more than one shard and a piece of the file. Names and shapes are compared first, so a mismatch
-    raises before any array is made.
+    files, and sharding it by the strategy. But loading works shard by shard: host memory never
+    holds more than one shard and a piece of the file. Names and shapes are compared first, so a
+    mismatch raises before any array is made.
 
     Args:
         model: a step of any strategy; or an `nnx.Module`; or a function of no arguments that makes
-            one, whose initial values are then not computed.
-        files: a safetensors file, several, or a folder with one, or with its index, such as the
-            local snapshot of a hub's repository. Every process of a run reads what it needs.
-            `[snapshot, adapters]` fills a model made by `lora` from both; peft wrote the latter.
-        rules: which tensor is which array; a key of `FORMATS` for a `Transformer`; None if tensors
-            are named by the paths of the model's arrays, as `save_weights` names them.
-        cast: convert between float dtypes, rounding to nearest; otherwise tensors must have the
-            dtype of the model's arrays.
+            a module, whose initial values are then not computed.
+        files: a safetensors file, several files, or a folder with one file or an index, such as the
+            local snapshot of a hub repository. Every process of a run reads what it needs.
+            `[snapshot, adapters]` fills a model made by `lora` from a snapshot and from adapters
+            that peft wrote.
+        rules: the table that maps tensors to arrays; or a key of `FORMATS` for a `Transformer`; or
+            None if tensors are named by the paths of arrays, as `save_weights` names them.
+        cast: whether to convert between float dtypes, rounding to nearest; otherwise tensors must
+            have the dtype of the model's arrays.
         keep: regular expressions of paths; their arrays keep the model's initial values if the
             files have none, such as `r".*/lora_[ab]"`.
         differ: fields of a `TransformerConfig` in which the model may differ from the
@@ -114,10 +115,10 @@ def load_weights(
         module, its arrays on the default device.
 
     Raises:
-        CheckpointError: naming tensors that are missing, left over, or of another shape or dtype;
-            or when a file cannot be read.
-        ConfigError: when the rules are invalid, or are no format; or when the model is not the one
-            that a `config.json` next to the files describes.
+        CheckpointError: when tensors are missing, left over, or have the wrong shape or dtype, or
+            when a file cannot be read.
+        ConfigError: when the rules are invalid or the format is unknown, or when the model is not
+            the one that a `config.json` next to the files describes.
         LaunchError: when the processes of a run see different files.
 
     Example:
@@ -148,16 +149,16 @@ def load_weights(
     def replaced(tree):
         return map_with_path(lambda path, leaf: arrays.get(path, leaf), tree)
 
-    first: Any = source.arrays
+    initial: Any = source.arrays
     if source.make is not None:
-        both = [*leaves_with_paths(model_spec.weights), *leaves_with_paths(model_spec.buffers)]
-        absent = {path for path, _ in both} - set(arrays)
+        leaves = [*leaves_with_paths(model_spec.weights), *leaves_with_paths(model_spec.buffers)]
+        absent = {path for path, _ in leaves} - set(arrays)
         make = source.make
-        # Arrays that the files replace are never computed.
+        # Compute initial values only for arrays that are not in the files.
         drawn = InSlices(lambda: _only(make(), absent), dict.fromkeys(absent, here))
         arrays |= drawn() if absent else {}
-        first = model_spec.weights, model_spec.buffers
-    return model_spec.merge(*map(replaced, first))
+        initial = model_spec.weights, model_spec.buffers
+    return model_spec.merge(*map(replaced, initial))
 
 
 def check_weights(
@@ -169,7 +170,7 @@ def check_weights(
     keep: str | Iterable[str] = (),
     differ: str | Iterable[str] = (),
 ) -> None:
-    """Compares names, shapes and dtypes of files with a step: the checks of `load_weights`.
+    """Runs the checks of `load_weights`: compares names, shapes and dtypes of files with a step.
 
     Args:
         step: the step.
@@ -180,7 +181,7 @@ def check_weights(
         differ: as for `load_weights`.
 
     Raises:
-        AxonDistError: whatever `load_weights` would raise before it reads an array.
+        AxonDistError: any error that `load_weights` would raise before it reads an array.
     """
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     _Wanted(files, rules, cast, keep, differ).of_step(step)
@@ -197,12 +198,12 @@ class _Wanted:
     differ: str | Iterable[str]
 
     def of_step(self, step: TrainStep) -> dict[Path, ParameterSource]:
-        """Finds the sources of a step and checks that all processes found the same."""
+        """Finds the sources of a step's parameters; checks that all processes find the same."""
         try:
             sources = self.find(step.model_spec.abstract, step.weight_targets)
             error = None
         except AxonDistError as caught:
-            # Raised only after `agree`, which all processes must reach.
+            # Raise it only after `agree`, which all processes must reach.
             sources = {}
             error = caught
         if step.world.num_processes > 1:
@@ -218,7 +219,7 @@ class _Wanted:
         return sources
 
     def find(self, model: nnx.Module, targets: Mapping[Path, Any]) -> dict[Path, ParameterSource]:
-        """Returns the sources of some arrays of a model."""
+        """Returns the source of each target, an array of the model."""
         table = rules_for(self.rules, model)
         table.validate()
         check_snapshot(self.files, model, self.rules, self.differ)

@@ -19,7 +19,7 @@ from ..core.words import first_few
 from ..models.weight_rules import Form, WeightRule, WeightRules, shorten
 
 CHUNK = 64 * 2**20
-"""The most bytes of a file that are in memory at a time, unless one row has more."""
+"""The maximum bytes of a file that are in memory at a time, unless a single row is larger."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +30,10 @@ class TensorPart:
         entry: the tensor.
         form: maps the dims of the tensor to those of the parameter.
         row: the index in the leading (stacked) dims of the parameter, which the tensor lacks.
-        dim: the dim, after `form`, along which tensor or parameter is cut; None if neither is.
-        start: where the part begins along `dim` in the tensor.
-        at: where it begins along `dim` in the parameter.
-        size: its length along `dim`.
+        dim: the dim, after `form`, along which tensor or parameter is cut; None if neither is cut.
+        start: the start of the part along `dim` in the tensor.
+        at: the start of the part along `dim` in the parameter.
+        size: the length of the part along `dim`.
     """
 
     entry: TensorEntry
@@ -59,7 +59,8 @@ class TensorPart:
             out = out[row - rows.start, ...]
         if self.dim is not None:
             wanted = inner[self.dim]
-            low, high = max(wanted.start, self.at), min(wanted.stop, self.at + self.size)
+            low = max(wanted.start, self.at)
+            high = min(wanted.stop, self.at + self.size)
             if low >= high:
                 return
             here = slice(low - wanted.start, high - wanted.start)
@@ -69,7 +70,7 @@ class TensorPart:
         self._copy(out, inner)
 
     def _copy(self, out: np.ndarray, index: list[slice]) -> None:
-        """Copies in chunks, each with a new memory map: a map keeps every page it touched."""
+        """Copies in chunks, each with a new memory map: a map keeps all pages that were read."""
         if not index:
             out[...] = self.form.take(self.entry.open(), ())
             return
@@ -91,8 +92,8 @@ class ParameterSource:
 
     Args:
         shape: the shape of the parameter.
-        dtype: its dtype, to which values are converted.
-        pieces: the parts, which cover it without gaps.
+        dtype: the dtype of the parameter, to which values are converted.
+        pieces: the parts, which cover the parameter without gaps.
 
     Example:
         >>> import tempfile
@@ -148,10 +149,10 @@ class _Matching:
         if any(texts):
             raise CheckpointError(
                 f"the weights in {files} do not fit the model: "
-                f"{'; '.join(filter(None, texts))}. Nothing was loaded: make the model "
-                "with the sizes of these weights, or give rules that name them, and list unwanted "
-                "tensors in their `ignored`; keep=(...) names parameters that keep their initial "
-                "values",
+                f"{'; '.join(filter(None, texts))}. Nothing was loaded: make the model with the "
+                "sizes of these weights, or give rules that name these tensors; list unwanted "
+                "tensors in the rules' `ignored`, and parameters that keep their initial values in "
+                "keep=(...)",
                 code="weights-do-not-fit",
             )
 
@@ -161,8 +162,8 @@ class _Matching:
                 same = next(filter(re.compile(original).fullmatch, self.entries), None)
                 if same is None or not _is_same(self.entries[name], self.entries[same]):
                     self.others.append(
-                        f"{name} must repeat {same or original} bit for bit, and does not: the "
-                        "model holds one array in place of both"
+                        f"{name} must equal {same or original} bit for bit, but does not: the "
+                        "model has one array for both"
                     )
 
     def targets(self) -> list[_Target]:
@@ -188,7 +189,7 @@ class _Matching:
         return list(targets.values())
 
     def pieces(self, target: _Target, shapes: Mapping[Path, Shape]) -> dict[Path, list[TensorPart]]:
-        """Returns the parts of the parameters of a target; records missing tensors."""
+        """Returns the parts of a target's parameters; records missing tensors."""
         rule = target.rule
         form = rule.as_form
         lead = len(rule.stacked)
@@ -257,16 +258,16 @@ def match_weights(
     Args:
         entries: the tensors, by name.
         targets: the parameters by path, anything with shape and dtype.
-        rules: which tensor is which parameter.
-        files: names the files in messages.
+        rules: the table that maps tensors to parameters.
+        files: the description of the files in error messages.
         cast: whether floats of other dtypes are converted.
         keep: regular expressions of paths that may be missing.
 
     Returns:
-        The sources by path, in the order of the targets; without missing ones that `keep` allows.
+        The sources by path, in the order of the targets, without missing ones that `keep` allows.
 
     Raises:
-        CheckpointError: naming what is missing, left over, of another shape or dtype.
+        CheckpointError: when tensors are missing, left over, or have the wrong shape or dtype.
     """
     matching = _Matching(entries, rules)
     matching.check_copies()
@@ -304,14 +305,15 @@ def _add_up(tensors: list[Shape], params: list[Shape], dim: int) -> bool:
 def _cuts(
     tensors: list[Any], params: list[Shape], dim: int
 ) -> dict[tuple[int, int], tuple[int, int, int, int | None]]:
-    """Returns start, at, size and dim of each part, by the numbers of parameter and tensor."""
+    """Returns start, at, size and dim of each part, by the indices of parameter and tensor."""
     if len(tensors) == len(params) == 1:
         return {(0, 0): (0, 0, 0, None)}
     sizes = [shape[dim] for shape in (params if len(tensors) == 1 else tensors)]
-    places = enumerate(zip(itertools.accumulate([0, *sizes]), sizes, strict=False))
+    # `accumulate` yields one more number, the total.
+    spans = enumerate(zip(itertools.accumulate([0, *sizes]), sizes, strict=False))
     if len(tensors) == 1:
-        return {(number, 0): (start, 0, size, dim) for number, (start, size) in places}
-    return {(0, number): (0, at, size, dim) for number, (at, size) in places}
+        return {(number, 0): (start, 0, size, dim) for number, (start, size) in spans}
+    return {(0, number): (0, at, size, dim) for number, (at, size) in spans}
 
 
 def _name(target: _Target, number: int, row: tuple[int, ...]) -> str:

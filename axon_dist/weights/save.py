@@ -1,4 +1,4 @@
-"""`save_weights`: writes a model as safetensors, under its own names or a hub's."""
+"""`save_weights`: writes a model as safetensors, with its own names or those of a hub format."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Outgoing:
     Args:
         name: the name of the tensor.
         rule: the rule that reads it.
-        paths: the parameters that it is made of.
+        paths: the parameters that the tensor is made from.
         dtype: the dtype of the tensor.
         shape: the shape of the tensor.
-        row: the index in the leading (stacked) dims of the parameter; empty takes all.
-        cut: start and stop along `rule.dim` of the parameter; None takes all.
+        row: the index in the leading (stacked) dims of the parameter; empty for all.
+        cut: start and stop along `rule.dim` of the parameter; None for all.
     """
 
     name: str
@@ -84,12 +84,12 @@ def outgoing(
 
     Args:
         weights: anything with shape and dtype, by path.
-        rules: which tensor is which array.
+        rules: the table that maps tensors to arrays.
         dtype: replaces other float dtypes; None keeps them.
 
     Raises:
-        ConfigError: when no rule names an array, the name is not unique, or another rule would
-            read it back.
+        ConfigError: when an array has no rule, a name is not unique, or a different rule would read
+            the tensor back.
     """
     tensors: dict[str, Outgoing] = {}
     unnamed = []
@@ -104,7 +104,10 @@ def outgoing(
         rule, (_, groups) = hit
         paths = rule.paths_of(groups)
         if absent := [other for other in paths if other not in weights]:
-            raise ConfigError(f"{rule} needs {shorten(absent)}, which the model lacks")
+            raise ConfigError(
+                f"{rule} needs {shorten(absent)}, which the model does not have",
+                code="parameter-missing-in-model",
+            )
         done.update(paths)
         for tensor in _tensors(rule, groups, {p: weights[p] for p in paths}, dtype):
             _check_read_back(tensor, rules)
@@ -113,8 +116,8 @@ def outgoing(
             tensors[tensor.name] = tensor
     if unnamed:
         raise ConfigError(
-            f"no rule says under which name to write {shorten(unnamed)}; add rules, or write "
-            "native names"
+            f"no rule gives a name for {shorten(unnamed)}; add rules, or write the native format",
+            code="arrays-without-rule",
         )
     return list(tensors.values())
 
@@ -136,8 +139,8 @@ def _tensors(
             extent = [*shape]
             if cut is not None:
                 extent[rule.dim] = cut[1] - cut[0]
-            counted = dict(zip(rule.stacked, map(str, row), strict=True))
-            name = rule.name_of(number, {**groups, **counted})
+            indices = dict(zip(rule.stacked, map(str, row), strict=True))
+            name = rule.name_of(number, {**groups, **indices})
             form = rule.as_form.inverse
             if fault := form.fault(tuple(extent)):
                 raise ConfigError(f"{rule} cannot write {' + '.join(leaves)}: {fault}")
@@ -171,7 +174,7 @@ def _check_read_back(tensor: Outgoing, rules: WeightRules) -> None:
 
 
 MAX_FILE = 5 * 10**9
-"""The most bytes of a file; larger weights are written as several files, as hubs do."""
+"""The maximum bytes of a file; larger weights are written as several files, as on the hub."""
 
 
 @in_own_context
@@ -187,24 +190,25 @@ def save_weights(
 ) -> None:
     """Writes every array of a model except its random streams; the inverse of `load_weights`.
 
-    All processes of a run call it. Process 0 writes, with one tensor in its memory at a time.
+    All processes of a run call it. Process 0 writes the files, with one tensor in memory at a time.
 
     Args:
         model: an `nnx.Module`; or the state of a step, together with `step`.
-        path: a file that ends in `.safetensors`, or a folder, in which it is `model.safetensors`.
-            The file appears under its name once it is complete. In a hub's format a `config.json`
-            is written next to it.
-        rules: as for `load_weights`, in reverse: which array is which tensor.
+        path: a file that ends in `.safetensors`, or a folder for `model.safetensors`. The file
+            appears under its name once it is complete. With a hub format, a `config.json` is
+            written next to it.
+        rules: as for `load_weights`, applied in reverse.
         step: the step of that state.
         dtype: the dtype of floats, such as `"bfloat16"`; None keeps that of the model.
-        max_file: the most bytes of a file. Larger weights go into several files
-            `model-00001-of-00003.safetensors`, and `model.safetensors.index.json` says which
-            tensor is where. A single tensor is never split.
-        keys: of a hub's `config.json` that no model knows, such as `{"eos_token_id": 2}`.
+        max_file: the maximum bytes of a file. Larger weights go into several files
+            `model-00001-of-00003.safetensors`, and `model.safetensors.index.json` maps tensors to
+            files. A single tensor is never split.
+        keys: further entries of a hub's `config.json`, which a model does not determine, such as
+            `{"eos_token_id": 2}`.
 
     Raises:
-        ConfigError: when the rules do not name an array or cannot be reversed, or another
-            `config.json` or other weights are there that would be mixed with these.
+        ConfigError: when the rules do not name an array or cannot be reversed, or when the folder
+            has a different `config.json` or other weights that would be mixed with these.
         CheckpointError: when the files cannot be written.
         UnsupportedError: when the model is not of the family of a format.
 
@@ -237,20 +241,21 @@ def save_adapters(
     base: str | None = None,
     modules: str | tuple[str, ...] = (),
 ) -> None:
-    """Writes the adapters of a model as peft does: `adapter_config.json` and safetensors.
+    """Writes the adapters of a model in peft's format: `adapter_config.json` and safetensors.
 
-    `load_weights(model, [snapshot, path], rules)` reads them, as `PeftModel.from_pretrained` does.
+    `load_weights(model, [snapshot, path], rules)` and `PeftModel.from_pretrained` can read them.
     The adapted kernels are not written. Other parameters that the step trains, such as a head or
-    norms, are written whole, as `modules_to_save`. All processes of a run call it.
+    norms, are written in full, as `modules_to_save`. All processes of a run call it.
 
     Args:
-        model: from `axon_dist.lora`; or the state of a step of such a model, together with `step`.
+        model: a model from `axon_dist.lora`; or the state of a step of such a model, with `step`.
         path: a folder.
-        rules: the format of the base model, or rules of its kernels.
+        rules: the format of the base model, or rules for its kernels.
         step: the step of that state.
         dtype: the dtype of floats, such as `"bfloat16"`; None keeps that of the adapters.
         base: the path or name of the base model, such as `"org/name"`, for peft; None writes null.
-        modules: regular expressions of paths of further parameters; their layers are written whole.
+        modules: regular expressions of paths of further parameters, whose layers are written in
+            full.
 
     Raises:
         ConfigError: when the model has no adapters, when the format has no names for them, or when
@@ -311,8 +316,8 @@ class JoinedAdapters(Outgoing):
     Args:
         members: the factor of each part, by its number.
         sizes: the number of outputs of each part.
-        ranks: the rank of each part; 0 for one without an adapter.
-        factors: the multiplier of B of each part.
+        ranks: the rank of each part; 0 for a part without an adapter.
+        factors: the multiplier of B for each part.
     """
 
     members: Mapping[int, Outgoing] = dataclasses.field(default_factory=dict)
@@ -344,7 +349,7 @@ def _combined(
     scales: Mapping[str, float],
     plain: Mapping[Path, Any],
 ) -> tuple[list[Outgoing], dict[str, float]]:
-    """Combines the adapters of the parts of each fused layer; returns tensors and scales."""
+    """Combines the adapters of each fused layer's parts; returns tensors, and scales by layer."""
     fused = {t.name.removesuffix(".weight"): t for t in everything if len(t.paths) > 1}
     groups: dict[tuple[str, str], dict[int, Outgoing]] = {}
     single: list[Outgoing] = []
@@ -388,21 +393,25 @@ def _whole_modules(
     everything: list[Outgoing],
     table: WeightRules,
 ) -> list[str]:
-    """Returns the layers that are written whole: trained ones, and those `modules` name."""
+    """Returns the layers that are written in full: trained ones, and those that `modules` match."""
     patterns = (modules,) if isinstance(modules, str) else modules
     wanted = {path for path in trained if path in plain}
     for pattern in patterns:
         hits = {path for path in plain if re.search(pattern, path)}
         if not hits:
             raise ConfigError(
-                f"save_adapters got modules={pattern!r}, which finds no parameter; there are such "
-                f"as {shorten(list(plain))}"
+                f"save_adapters got modules={pattern!r}, which matches no parameter; there are "
+                f"{shorten(list(plain))}",
+                code="module-pattern",
             )
         wanted |= hits
     named = {path: t.name for t in everything for path in t.paths}
     unnamed = [p for p in wanted if p not in named and not _is_own(p, table)]
     if unnamed:
-        raise ConfigError(f"peft has no name for {shorten(unnamed)}, which were to be written")
+        raise ConfigError(
+            f"peft has no name for {shorten(unnamed)}; do not train or name them",
+            code="module-without-name",
+        )
     names = {t.name.rpartition(".")[0] for t in everything if wanted & {*t.paths}}
     return sorted(names)
 
@@ -412,18 +421,20 @@ def _is_own(path: Path, table: WeightRules) -> bool:
 
 
 def _check_whole(whole: list[str], adapted: Mapping[str, float], model: nnx.Module) -> None:
-    """Raises for layers that peft cannot keep whole together with adapters."""
+    """Raises for layers that peft cannot save in full together with adapters."""
     advice = "write the whole model: save_weights(merge_lora(model), path, rules)"
     if both := [layer for layer in whole if layer in adapted]:
         raise ConfigError(
-            f"save_adapters got layers that are adapted and trained themselves, "
-            f"{shorten(both)}, which peft's modules_to_save cannot hold; {advice}"
+            f"save_adapters got layers that both have adapters and are trained themselves, "
+            f"{shorten(both)}, which peft's modules_to_save does not support; {advice}",
+            code="adapted-and-trained",
         )
     is_tied = getattr(getattr(model, "config", None), "tied_head", False)
     if is_tied and (tables := [x for x in whole if x.rpartition(".")[2] in _TABLES]):
         raise ConfigError(
-            f"save_adapters got {shorten(tables)}, a trained table that the head is tied to; "
-            f"peft's modules_to_save would untie them; {advice}"
+            f"save_adapters got {shorten(tables)}, a trained embedding table that is tied to the "
+            f"head; peft's modules_to_save would untie the two; {advice}",
+            code="trained-tied-table",
         )
 
 
@@ -462,20 +473,23 @@ class _Export:
         """Raises if the folder has other files that would be mixed with these."""
         folder = self.folder
         stem = self.stem
-        there = folder / self.config_name
+        config_path = folder / self.config_name
         known = {*self.files, *([stem + ENDING + INDEX] if len(self.files) > 1 else [])}
         present = {*folder.glob(f"{stem}{ENDING}*"), *folder.glob(f"{stem}-?????-of-?????{ENDING}")}
         if others := sorted(path.name for path in present if path.name not in known):
             raise ConfigError(
-                f"{str(folder)!r} holds other weights, {', '.join(others[:3])}, that would be "
-                "taken for a part of these; remove them, or name another place"
+                f"{str(folder)!r} has other weights, {', '.join(others[:3])}, that would be read "
+                "together with these; remove them, or name another folder",
+                code="other-weights-in-folder",
             )
-        if self.config is None or not there.exists():
+        if self.config is None or not config_path.exists():
             return
-        if read_bytes(there, f"the config {str(there)!r}") != _json(self.config).encode():
+        old = read_bytes(config_path, f"the config {str(config_path)!r}")
+        if old != _json(self.config).encode():
             raise ConfigError(
-                f"{str(there)!r} is there, and is not the config of these weights; remove it, or "
-                "name another folder"
+                f"{str(config_path)!r} exists, but is not the config of these weights; remove it, "
+                "or name another folder",
+                code="other-config-in-folder",
             )
 
     @property
@@ -483,9 +497,9 @@ class _Export:
         return self.folder / f"{self.stem}{ENDING}{INDEX}"
 
     def _begin(self) -> None:
-        """Removes the old index before files are replaced; the new one is written last.
+        """Removes the old index before files are replaced; the new index is written last.
 
-        So a process killed in between leaves no readable mix of old and new weights.
+        So a process killed in between does not leave a readable mix of old and new weights.
         """
         if len(self.files) > 1:
             with self._rewording(self._index):
@@ -494,8 +508,8 @@ class _Export:
     def _finish(self) -> None:
         if len(self.files) > 1:
             total = sum(tensor.size for inside in self.files.values() for tensor in inside.values())
-            places = {name: file for file, inside in self.files.items() for name in inside}
-            index = {"metadata": {"total_size": total}, "weight_map": places}
+            file_of = {name: file for file, inside in self.files.items() for name in inside}
+            index = {"metadata": {"total_size": total}, "weight_map": file_of}
             with self._rewording(self._index):
                 replace_text(self._index, _json(index))
         if self.config is not None:
@@ -503,7 +517,7 @@ class _Export:
                 replace_text(self.folder / self.config_name, _json(self.config))
 
     def _rewording(self, path: FilePath) -> contextlib.AbstractContextManager[None]:
-        advice = "make room there, or name another folder"
+        advice = "free disk space there, or name another folder"
         return reworded(f"cannot write {str(path)!r}", advice, CheckpointError)
 
 
@@ -514,8 +528,9 @@ def _weights(
     if isinstance(model, TrainState):
         if step is None:
             raise ConfigError(
-                "a state does not say how its step holds the model; give it too: "
-                "save_weights(state, path, step=step)"
+                "a state alone does not define the model; give its step, too: "
+                "save_weights(state, path, step=step)",
+                code="state-without-step",
             )
         return step.model_spec.abstract, step.weights(model)
     if not isinstance(model, nnx.Module):
@@ -528,7 +543,10 @@ def _weights(
 
 def _float_dtype(name: str | None) -> np.dtype | None:
     if name is not None and not is_dtype(name, jnp.floating):
-        raise DTypeError(f"dtype={name!r} is no dtype of floats; write 'float32' or 'bfloat16'")
+        raise DTypeError(
+            f"dtype={name!r} must be a float dtype, such as 'float32' or 'bfloat16'",
+            code="dtype-not-float",
+        )
     return None if name is None else jnp.dtype(name)
 
 
@@ -560,7 +578,10 @@ def _hub_config(
 ) -> JsonDict | None:
     if not isinstance(rules, str) or rules not in FORMATS:
         if keys:
-            raise ConfigError(f"got keys={keys} without a hub's format; leave them out, or name it")
+            raise ConfigError(
+                f"got keys={keys} without a hub format; leave them out, or name one",
+                code="keys-without-hub-format",
+            )
         return None
     config = FORMATS[rules].to_hub(config_of(model, rules))
     return {**config, **({} if dtype is None else {"torch_dtype": dtype}), **keys}

@@ -1,6 +1,6 @@
-"""Chat templates in the styles of the families of a hub, and chats to try them on."""
+"""Chat templates in the styles of hub model families, and chats to test them with."""
 
-# Templates of hubs have long lines.
+# Hub templates have long lines.
 # ruff: noqa: E501
 
 CALL = {
@@ -39,7 +39,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 
 
 def chatml(body: str = "{{ m.content }}", before: str = "", head: str = "{{ m.role }}") -> str:
-    """Turns between `<|im_start|>` and `<|im_end|>`."""
+    """Renders turns between `<|im_start|>` and `<|im_end|>`."""
     return (
         before + "{% for m in messages %}{{ '<|im_start|>' }}" + head + "{{ '\\n' }}" + body
         + "{{ '<|im_end|>\\n' }}{% endfor %}"
@@ -250,4 +250,4 @@ TEMPLATES_OF_RECORDS = {
     "last turns": "{% for m in messages[-4:] %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}",
 }
-"""Templates that write a part of some records: these are refused."""
+"""Templates that drop a part of some records; such records must raise."""

@@ -1,4 +1,4 @@
-"""Rows of several lengths: less padding, one order for any number of processes, exact resume."""
+"""Length buckets: less padding, the same order for any number of processes, exact resume."""
 
 import json
 
@@ -16,7 +16,7 @@ LENGTH = 512
 
 
 def chats(tmp_path, count=600):
-    """Prompts and responses whose lengths are skewed, as those of people's chats are."""
+    """Prompts and responses with a skewed length distribution, as in real chats."""
     random = np.random.default_rng(0)
     sizes = np.clip(random.lognormal(4.0, 0.8, count), 4, LENGTH - 20).astype(int)
     rows = [{"q": "x" * min(8, n), "a": "y" * n} for n in sizes.tolist()]
@@ -35,7 +35,7 @@ def loaded(path, buckets=8, **options):
 
 
 def measured(loader, num_batches):
-    """The share of padding in some batches."""
+    """Returns the share of padding in some batches."""
     batches = [next(loader)["segments"] for _ in range(num_batches)]
     return sum((x == 0).sum() for x in batches) / sum(x.size for x in batches)
 

@@ -1,4 +1,4 @@
-"""Chats as templates of a hub write them, what of them is learned, and what is refused."""
+"""Chats: text as written by hub templates, learned tokens, and records that raise."""
 
 import json
 
@@ -87,14 +87,14 @@ def test_the_tags_of_a_template_say_what_is_learned():
     chat = parsed(CHATS["several turns"])
     learned = learned_of(rendered("chatml, generation").pieces(chat))
     assert learned == ["4<|im_end|>", "Tōkyō.\n<|im_end|>"]
-    # Without tags, an answer begins where the text that asks for it ends.
+    # Without tags, an answer begins after the generation prompt.
     assert learned_of(rendered("chatml").pieces(chat)) == ["4<|im_end|>\n", "Tōkyō.\n<|im_end|>\n"]
 
 
 def test_tags_within_a_macro_are_refused():
     macro = "{% macro m(x) %}{{ x }}{% generation %}b{% endgeneration %}{% endmacro %}"
     template = Rendered("t", macro + "a{{ m('c') }}", {})
-    with pytest.raises(ValueError, match="a tag of generation within a macro"):
+    with pytest.raises(ValueError, match="a generation tag inside a macro"):
         template.pieces([ASK, ANSWER])
 
 
@@ -141,7 +141,7 @@ REFUSED = {
         {"messages": [ASK, {**CALLING, "content": None}]},
         "no content in message 2, which the template .* writes as None",
     ),
-    "neither": ("chatml", {"messages": [ASK, {**ANSWER, "content": None}]}, "as message 2, which"),
+    "neither": ("chatml", {"messages": [ASK, {**ANSWER, "content": None}]}, "as message 2, whose"),
     "parts": (
         "bars and parts",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, ANSWER]},
@@ -153,8 +153,12 @@ REFUSED = {
         "as a part of message 1, which must be a text",
     ),
     "half a weight": ("chatml", {"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "0.5 as weight of"),
-    "a user's": ("chatml", {"messages": [{**ASK, "train": 1}, ANSWER]}, "only what an assistant"),
-    "no weight": ("chatml", {"messages": [ASK, {**ANSWER, "weight": 0}]}, "weights leave none"),
+    "a user's": (
+        "chatml",
+        {"messages": [{**ASK, "train": 1}, ANSWER]},
+        "only messages of an assistant",
+    ),
+    "no weight": ("chatml", {"messages": [ASK, {**ANSWER, "weight": 0}]}, "weights exclude all"),
     "documents by name": (
         "plain",
         {"messages": [ASK, ANSWER], "documents": [{"text": "d"}]},
@@ -252,7 +256,7 @@ def test_tools_of_a_table_are_read(tmp_path):
 
 
 def marked(name):
-    """A chat in which each text occurs once, by the fields that it has."""
+    """Returns a chat with these fields, in which each text occurs only once."""
     call = {"type": "function", "function": {"name": "m-name", "arguments": {"m-key": "m-value"}}}
     system = {"role": "system", "content": "m-system"}
     ask = {"role": "user", "content": "m-ask"}
@@ -292,7 +296,7 @@ MARKED = (
 )
 
 NOT_SHOWN = {"m-name-of-user"}
-"""The name of a user is no text; templates of hubs do not write it."""
+"""The name of a user is not part of the text, because hub templates do not write it."""
 
 
 def texts_in(x):
@@ -402,7 +406,7 @@ def loaded(tmp_path_factory):
     )
 )
 def test_only_tokens_of_the_assistant_are_learned(loaded, name, turns):
-    """The learned tokens alone give its text; those before and after give none of it."""
+    """The learned tokens decode to the learned text; the others contain none of it."""
     tokenizer = loaded[name]
     messages = [
         {"role": role, "content": text}
@@ -425,7 +429,7 @@ def test_only_tokens_of_the_assistant_are_learned(loaded, name, turns):
 
 
 UNKNOWN = {"word pieces", "unigram, metaspace", "prepended"}
-"""Tokenizers that do not know all letters, or fold them; that nothing else is learned holds."""
+"""Tokenizers with unknown or folded letters; even then nothing else is learned."""
 
 
 def _starts(is_learned):
@@ -434,12 +438,12 @@ def _starts(is_learned):
 
 
 def _letters(text):
-    # A token across the border, such as two ends of lines, is not learned.
+    # A token across the border, such as two line ends, is not learned.
     return text.lstrip(" ▁\n")
 
 
 def test_the_blanks_of_a_prompt_are_not_learned(loaded):
-    """Also not where the tokenizer trims blanks off the offsets of its tokens."""
+    """The same for a tokenizer that trims spaces off the offsets of its tokens."""
     for name in ("byte level, trimmed", "byte level"):
         ids, count = loaded[name].answer("if  x:  ", "ok")
         assert loaded[name].decode(ids[count:]) == "ok"

@@ -1,4 +1,4 @@
-"""Images of folders and records: what a batch holds, where a run goes on, what is refused."""
+"""Images from folders and records: contents of batches, resuming, and errors."""
 
 import io
 import itertools
@@ -20,7 +20,7 @@ SIZE = 8
 
 
 def encoded(number, size=(SIZE, SIZE), form="PNG", mode="RGB"):
-    """An image whose pixels all are its number."""
+    """Returns an image whose pixels all equal its number."""
     fill = number if mode in ("L", "F") else (number,) * len(mode)
     file = io.BytesIO()
     Image.new(mode, size, fill).save(file, form)
@@ -57,7 +57,7 @@ def arrow(folder, table=None):
 
 
 def message(*fields):
-    """A protobuf of (number, bytes)."""
+    """Encodes a protobuf of (number, bytes)."""
     return b"".join(
         bytes([8 * number + 2, len(x) & 127 | 128, len(x) >> 7]) + x for number, x in fields
     )
@@ -84,7 +84,7 @@ def folder(*roots, **fields):
 
 
 def pixels(images):
-    """The number of each image, with its label."""
+    """Returns the number of each image, with its label."""
     x, y = images.take(np.arange(len(images)))
     assert (x.dtype, x.shape[1:]) == (np.uint8, (SIZE, SIZE, 3))
     assert (x == x[:, :1, :1, :1]).all()
@@ -104,7 +104,7 @@ def test_classes_of_the_validation_have_the_numbers_of_training(tmp_path):
     images = load_images(folder(root, validation_files=(held,)), 3, 3)
     assert pixels(images.validation) == [(0, 2), (1, 2)]
     dogs = folders(tmp_path / "other", 2, ["dog"])
-    with pytest.raises(ConfigError, match=r"other/dog is of no class that data.files has"):
+    with pytest.raises(ConfigError, match=r"other/dog is not a class of data.files"):
         load_images(folder(root, validation_files=(dogs,)), 3, 3)
     with pytest.raises(ConfigError, match=r"1 files are in data.files and in data.val"):
         load_images(folder(root, validation_files=(root,)), 3, 3)
@@ -158,7 +158,7 @@ def test_workers_begin_anew_and_say_what_is_wrong(tmp_path):
     one.restore({**one.state(), "samples_seen": 0})
     np.testing.assert_array_equal(next(one)["x"], first)
     (tmp_path / "ant" / "0.png").write_bytes(b"no image")
-    with pytest.raises(ConfigError, match=r"ant/0.png is no image that can be decoded"):
+    with pytest.raises(ConfigError, match=r"ant/0.png is not an image that can be decoded"):
         [next(one) for _ in range(12)]
     one = ImageLoader(images, global_batch=4, num_workers=1, num_ahead=0)
     next(one)
@@ -212,13 +212,13 @@ JPEG = encoded(3, (64, 64), "JPEG")
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot identify"),
         (b"P5 16384 8192 255\n", "it has 134217728 pixels, more than 67108864"),
         (b"P5 99999 99999 255\n", "exceeds limit"),
-        (encoded(3, form="TIFF", mode="F"), "mode F, and not of 8 or 16 bits"),
+        (encoded(3, form="TIFF", mode="F"), "mode is F, which is neither 8 nor 16 bits"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Image size")
 def test_an_image_that_lies(data, message):
     with pytest.raises(
-        ConfigError, match=rf"^it is no image that can be decoded: .*{message}.*; write"
+        ConfigError, match=rf"^it is not an image that can be decoded: .*{message}.*; write"
     ):
         decode("it", data, (8, 8, 3))
 
@@ -228,22 +228,24 @@ def test_folders_that_are_refused(tmp_path):
         with pytest.raises(ConfigError, match=message):
             load_images(folder(str(tmp_path), **fields), 3, 3)
 
-    refused("has no folders with images; name a folder that has one folder for each class")
+    refused("has no folders with images; name a folder that has one subfolder per class")
     (tmp_path / "ant").mkdir()
     (tmp_path / "ant" / "0.png").write_bytes(encoded(0))
     os.mkfifo(tmp_path / "ant" / "1.png")
-    refused(r"ant/1.png is a pipe, no file; remove it")
+    refused(r"ant/1.png is a pipe and must be a file; remove it")
     (tmp_path / "ant" / "1.png").unlink()
     (tmp_path / "ant" / "2.png").symlink_to("nowhere")
-    refused(r"ant/2.png is a link to nothing, no file; remove it")
+    refused(r"ant/2.png is a dangling link and must be a file; remove it")
     (tmp_path / "ant" / "2.png").unlink()
     (tmp_path / "ant" / "round").symlink_to(tmp_path)
-    refused(r"ant/round is a link to a folder, which may lead round in circles")
+    refused(r"ant/round is a link to a folder, which may form a cycle")
     with pytest.raises(ConfigError, match=r"matches no folder but a file \(looked from"):
         load_images(folder(str(tmp_path / "ant" / "0.png")), 3, 3)
     with pytest.raises(ConfigError, match=r"got 2, but .* has the label 2"):
         load_images(folder(folders(tmp_path / "many")), 3, 2)
-    with pytest.raises(ConfigError, match=r"model.channels: got 2, and an image has 1, 3 or 4"):
+    with pytest.raises(
+        ConfigError, match=r"model.channels: got 2, but encoded images have 1, 3 or 4"
+    ):
         load_images(folder(str(tmp_path / "many")), 2, 3)
 
 
@@ -272,14 +274,16 @@ def test_files_of_records_that_are_damaged(tmp_path, write):
     for part in (whole[:60], whole[: len(whole) // 2], b"\xff" * 300, b""):
         with open(path, "wb") as file:
             file.write(part)
-        with pytest.raises(ConfigError, match=r"write it anew|save the data set anew|no record"):
+        with pytest.raises(ConfigError, match=r"write it again|save the data set again|no record"):
             load_images(records(path), 3, 3)
-    with pytest.raises(ConfigError, match=r"must be of one kind, .parquet, .arrow, .array_record"):
+    with pytest.raises(
+        ConfigError, match=r"must all be files of one kind, one of .parquet, .arrow, .array_record"
+    ):
         load_images(records(__file__), 3, 3)
 
 
 def saved(monkeypatch, path, length=12):
-    """`datasets`, which has one data set in one file."""
+    """Replaces `datasets` by a module with one dataset in one file."""
     found = types.SimpleNamespace(cache_files=[{"filename": path}])
     asked = []
 
@@ -306,7 +310,7 @@ def test_a_data_set_of_the_hub(monkeypatch, tmp_path):
     assert asked == [("org/name", "sub", "train")]
     assert "9 records for training, 3 for validation" in found.description
     saved(monkeypatch, path, length=5)
-    with pytest.raises(ConfigError, match=r"has 5 rows, and its files have 12.*save_to_disk"):
+    with pytest.raises(ConfigError, match=r"has 5 rows, but its files have 12.*save_to_disk"):
         DatasetsSource(files=("org/name",)).open(16)
 
 
@@ -339,7 +343,7 @@ def written(image, form="PNG", **options):
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("size", [(32, 32), (48, 32), (300, 200)])
 def test_an_image_is_upright_as_a_viewer_shows_it(orientation, size):
-    """Also where a JPEG is decoded at less than its size."""
+    """The same for a JPEG that is decoded at a reduced size."""
     pixels = np.zeros((size[1], size[0], 3), np.uint8)
     pixels[: size[1] // 4] = 255
     exif = Image.Exif()

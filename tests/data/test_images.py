@@ -10,7 +10,7 @@ MADE = SyntheticImages(num_images=50, validation_fraction=0.2, image_size=8)
 
 
 def write(path, count, first=0, **changes):
-    """Images whose pixels all say which image it is; labels 0, 1, 2 in turn."""
+    """Images whose pixels all equal the image's number; labels are 0, 1, 2 in turn."""
     numbers = np.arange(first, first + count)
     images = np.broadcast_to(numbers[:, None, None, None].astype(np.uint8), (count, 4, 4, 3))
     np.savez(path, **{"images": images, "labels": numbers % 3, **changes})
@@ -55,7 +55,7 @@ def test_made_images_depend_on_their_number_alone():
 
 
 def test_made_images_can_be_learned():
-    """The nearest class mean of the training images names the class of every other one."""
+    """The nearest class mean of the training images classifies all other images correctly."""
     made = SyntheticImages(num_images=400, validation_fraction=0.25, image_size=16)
     images = load_images(made, 3, 5)
     x, y = (np.asarray(part, np.float64) for part in everything(images.train))
@@ -146,10 +146,10 @@ def test_a_file_on_both_sides(tmp_path):
     ("bad", "message"),
     [
         (ImageSource(), r"data.files names no file.*data.kind=synthetic_images"),
-        (source("a", validation_fraction=0.0), r"validation_fraction=0.0 must lie between 0 and 1"),
+        (source("a", validation_fraction=0.0), r"validation_fraction=0.0 must be between 0 and 1"),
         (
             source("a", validation_files=("b",), validation_fraction=0.2),
-            r"validation_fraction=0.2 and data.validation_files=\('b',\) both say",
+            r"validation_fraction=0.2 and data.validation_files=\('b',\) both define",
         ),
         (ImageSource(files=("a",), image_size=0), r"image_size=0 must be at least 1"),
         (SyntheticImages(num_images=1), r"num_images=1 must be at least 2"),

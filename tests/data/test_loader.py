@@ -26,7 +26,7 @@ def loader(global_batch=4, **fields):
 
 
 def samples_of(batches):
-    """Which window each row is, since token values are positions."""
+    """Returns the window of each row, since token values are positions."""
     return [int(row[0]) // LENGTH for batch in batches for row in batch["tokens"]]
 
 
@@ -35,7 +35,7 @@ def run(one, num_batches):
 
 
 def run_on(num_processes, num_batches, state=None, **fields):
-    """The global order of samples, put together from the batches of every process."""
+    """Returns the global order of samples, from the batches of every process."""
     loaders = [
         loader(process=p, num_processes=num_processes, **fields) for p in range(num_processes)
     ]
@@ -80,7 +80,7 @@ def test_the_global_order_does_not_know_the_number_of_processes(rows, num_proces
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_sample_is_in_one_microbatch_for_any_number_of_processes(count):
-    """The parts of all processes, one behind another, are a microbatch as it is placed."""
+    """The parts of all processes, concatenated, are a microbatch in its placed order."""
     fields = {"global_batch": 12, "num_microbatches": 3, "num_processes": count}
     rows = [run(loader(process=process, **fields), 1) for process in range(count)]
     cut = np.concatenate([np.reshape(own, (3, -1)) for own in rows], axis=1)

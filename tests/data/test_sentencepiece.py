@@ -1,4 +1,4 @@
-"""A SentencePiece model as a tokenizer: ids, prompts, chats, and files that are none."""
+"""SentencePiece models as tokenizers: ids, prompts, chats, and invalid files."""
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def test_control_symbols_of_a_chat_are_single_tokens(path):
     learned = ids[is_learned]
     assert end in learned
     assert start not in learned
-    # The first piece may also hold the end of the header, and is then not learned.
+    # The first piece may also contain the end of the header, and is then not learned.
     assert tokenizer.decode(learned).strip() in ("fine é", "ine é")
 
 
@@ -88,7 +88,7 @@ def test_what_is_no_model_is_refused(path, tmp_path):
     for content in (b"", b"garbage" * 100):
         file = tmp_path / "b.model"
         file.write_bytes(content)
-        with pytest.raises(ConfigError, match="is not a model that sentencepiece reads"):
+        with pytest.raises(ConfigError, match="is not a model that sentencepiece can read"):
             load_tokenizer(str(file))
     with pytest.raises(ConfigError, match=r"is not a file .* SentencePiece \.model"):
         load_tokenizer(str(tmp_path / "none.model"))

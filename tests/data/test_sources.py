@@ -1,4 +1,4 @@
-"""Files of tokens, jsonl and parquet, packed rows and mixtures, under the one counter."""
+"""Files of tokens, JSONL and Parquet, packed rows and mixtures, all with one counter as state."""
 
 import bz2
 import gzip
@@ -34,7 +34,7 @@ NUMBERS = np.arange(1000, dtype=np.uint16)
 
 @pytest.fixture
 def bins(tmp_path):
-    """nanoGPT's files, whose tokens are positions."""
+    """Files in nanoGPT's format, whose tokens are positions."""
     NUMBERS.tofile(tmp_path / "train.bin")
     NUMBERS[:300].tofile(tmp_path / "val.bin")
     return tmp_path
@@ -57,12 +57,12 @@ def texts(tmp_path):
 
 
 def everything(samples):
-    """All training rows, in order."""
+    """Returns all training rows, in order."""
     return samples.train(np.arange(samples.identity["num_samples"]))
 
 
 def documents(batch):
-    """The texts in rows of bytes."""
+    """Returns the texts in rows of bytes."""
     return sorted(
         bytes(tokens[segments == number].tolist()).decode()
         for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True)
@@ -118,7 +118,7 @@ def test_other_contents_of_a_mapped_file_are_other_data(bins):
 @pytest.mark.parametrize(
     ("name", "content", "fields", "message"),
     [
-        ("a.bin", b"123", {}, r"has 3 bytes, which are no uint16 tokens of 2 bytes each; set data"),
+        ("a.bin", b"123", {}, r"has 3 bytes, which is not a whole number of uint16 tokens"),
         ("a.bin", b"", {}, r"has 0 bytes"),
         (
             "a.bin",
@@ -143,7 +143,9 @@ def test_files_that_are_no_tokens(tmp_path, name, content, fields, message):
     with pytest.raises(ConfigError, match=r"data.files names no file: name files of tokens"):
         TokenSource().open(2)
     np.save(tmp_path / "floats.npy", np.ones(3))
-    with pytest.raises(ConfigError, match=r"holds float64 \(3,\), which must be integers of one"):
+    with pytest.raises(
+        ConfigError, match=r"has float64 \(3,\) and must be a 1-D array of integers"
+    ):
         TokenSource((str(tmp_path / "floats.npy"),)).open(2)
 
 
@@ -159,7 +161,7 @@ def test_packing_loses_nothing_and_fits(lengths):
     assert sorted(itertools.chain.from_iterable(rows)) == list(range(len(lengths)))
     sums = [sum(lengths[n] for n in row) for row in rows]
     assert max(sums) <= 20
-    # No two rows would fit into one.
+    # No two documents fit into one row.
     assert len(sums) == 1 or sum(sorted(sums)[:2]) > 20
 
 
@@ -191,7 +193,7 @@ def test_long_texts_are_split_so_that_every_token_is_a_target_once(tmp_path):
     assert documents(everything(source.open(4))) == ["abcde", "efghi", "ij\0", "k\0"]
     dropped = JsonlSource((path,), (held,), text="body", too_long="drop").open(4)
     assert documents(everything(dropped)) == ["k\0"]
-    assert "1 documents are left out" in dropped.description
+    assert "1 documents are dropped" in dropped.description
 
 
 def test_prompts_are_seen_and_not_learned(chats):
@@ -235,7 +237,7 @@ def test_parquet_is_jsonl_in_columns(tmp_path, texts):
         np.testing.assert_array_equal(ours[name], theirs[name])
     with pytest.raises(ConfigError, match=r"has no column 'tex'; .*Did you mean 'text'\?"):
         ParquetSource((path,), text="tex").open(40)
-    with pytest.raises(ConfigError, match=r"texts.jsonl is not a parquet file that pyarrow"):
+    with pytest.raises(ConfigError, match=r"texts.jsonl is not a Parquet file that pyarrow"):
         ParquetSource((texts,)).open(40)
 
 
@@ -269,7 +271,7 @@ def test_tokens_are_made_once_and_again_where_anything_changed(tmp_path, monkeyp
     assert again.identity == first.identity
     np.testing.assert_array_equal(everything(again)["tokens"], rows)
     assert all(part.stat().st_mtime_ns == time for part, time in kept.items())
-    # A part that was cut off is made anew, and so is all where the file is another.
+    # A truncated part is made again; after a change of the file, all parts are.
     os.truncate(parts[0], 100)
     np.testing.assert_array_equal(everything(source.open(40))["tokens"], rows)
     path.write_text("\n".join(lines).replace("number 7 ", "number 8 ") + "\n")
@@ -292,14 +294,14 @@ def test_without_pyarrow_the_extra_is_named(monkeypatch, texts):
     ("text", "fields", "message"),
     [
         ('{"text": "a"}\n\n{"text": 3}\n', {}, r"a.jsonl:3 has 3 under 'text', which must be a te"),
-        ('{"text": "a"}\nnone\n', {}, r"a.jsonl:2 is no JSON: .*; correct or remove it"),
-        ('{"text": "a"}\n[1]\n', {}, r"a.jsonl:2 holds \[1\], which must be an object with field"),
+        ('{"text": "a"}\nnone\n', {}, r"a.jsonl:2 is not valid JSON: .*; correct or remove it"),
+        ('{"text": "a"}\n[1]\n', {}, r"a.jsonl:2 is \[1\], which must be an object with field"),
         ('{"txt": "a"}\n{"txt": "b"}', {}, r"has no field 'text', .* or data.text. Did you mean"),
-        ("\n \n", {}, r"a.jsonl holds no record; give files with records"),
+        ("\n \n", {}, r"a.jsonl has no record; give files with records"),
         ('{"text": ""}\n{"text": ""}', {}, r"none of 1 documents has from 2 to 9 tokens"),
         ("", {"prompt": "q"}, r"data.prompt='q' and data.response=None: name both fields"),
         ("", {"text": "t", "prompt": "q", "response": "a"}, r"data.text='t' and data.prompt='q'"),
-        ("", {"end_token": "x"}, r"data.end_token='x' needs a data.tokenizer that knows it"),
+        ("", {"end_token": "x"}, r"data.end_token='x' needs a data.tokenizer that has this token"),
     ],
 )
 def test_records_that_cannot_be(tmp_path, text, fields, message):
@@ -324,7 +326,7 @@ def test_a_mixture_has_its_shares_in_every_stretch(mixture):
     which = np.array([np.searchsorted(mixture._starts, order[g], "right") - 1 for g in range(2000)])
     assert [(which == part).sum() for part in range(3)] == [1000, 600, 400]
     assert [(which[500:600] == part).sum() for part in range(3)] == [50, 30, 20]
-    # The smaller part comes around in epochs of its own, each in another order.
+    # The smaller source has its own epochs, each in a different order.
     size = int(np.diff(mixture._starts)[0])
     mine = [order[g] for g in range(2000) if which[g] == 0]
     epochs = [mine[i : i + size] for i in range(0, 3 * size, size)]
@@ -348,7 +350,9 @@ def test_rows_of_a_mixture_have_all_arrays(mixture):
     assert one.num_validated() == mixture.num_validation > 8
     counts = np.bincount(mixture.spread(mixture.num_validation)[:, 0])
     assert (counts <= [part.num_validation for part in mixture._parts]).all()
-    with pytest.raises(ConfigError, match=r"data.weights: got \[1\] for 3 sources, which must be"):
+    with pytest.raises(
+        ConfigError, match=r"data.weights: got \[1\] for 3 sources; give one number"
+    ):
         Mixture(mixture._parts, [1])
 
 
@@ -390,7 +394,7 @@ def test_sequences_of_samples_have_equal_lengths_and_32_bits():
     assert {name: x.dtype for name, x in batch.items()} == {"x": np.float32, "n": np.int32}
     assert batch["n"].tolist() == [3, 1]
     other = Sequences([*rows[:2], {"x": [1.0], "n": 2}], rows, "rows")
-    with pytest.raises(ConfigError, match=r"sample 2 of rows has x float32\[1\], n int32\[\], and"):
+    with pytest.raises(ConfigError, match=r"sample 2 of rows has x float32\[1\], n int32\[\], but"):
         other.train(np.array([0, 2]))
     for bad, message in (
         ([{"x": 2**40}], r"integers up to 1099511627776, beyond 32 bits"),
@@ -438,7 +442,7 @@ TALK = [
 
 
 def learned(batch):
-    """The texts of each document of bytes that are targets, turn by turn."""
+    """Returns the texts of each document's target bytes, turn by turn."""
     found = []
     for tokens, segments, mask in zip(
         *(batch[k] for k in ("tokens", "segments", "mask")), strict=True
@@ -484,7 +488,7 @@ JINJA = (
 
 
 def snapshot(folder, template):
-    """The files of a hub's tokenizer, of which each character is a word."""
+    """Writes the files of a hub tokenizer in which each character is a word."""
     letters = sorted({*"<>systemuassistantBe brief.2+3?46,é "})
     words = {letter: n for n, letter in enumerate(["[UNK]", "</s>", *letters])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
@@ -504,7 +508,7 @@ def test_the_template_of_a_tokenizer_is_its_own(tmp_path):
     assert "chats as tokenizer_config.json" in samples.description
     batch = everything(samples)
     mask = (batch["mask"] != 0) & (batch["segments"] != 0)
-    # The end of an answer is one token, and learned.
+    # The end of an answer is a single token, and is learned.
     assert batch["tokens"][mask].tolist().count(1) == 2
     shown = samples.show(batch["tokens"][mask]).replace(" ", "")
     assert shown == "4</s>6,é.</s>"
@@ -544,16 +548,28 @@ def test_without_jinja_the_extra_and_the_named_templates_are_told(tmp_path, monk
         ({"talk": TALK}, {}, r"a.jsonl:2 has no field 'messages', which must hold a chat; set d"),
         ({"messages": "hi"}, {}, r"a.jsonl:2 has 'hi', which must be a list of messages; write"),
         ({"messages": []}, {}, r"a.jsonl:2 has \[\], which must be a list of messages"),
-        ({"messages": [TALK[1], {"role": "user"}]}, {}, r"a.jsonl:2 has .* as message 2, which mu"),
-        ({"messages": TALK[:2]}, {}, r"messages of system, user alone, and none of an assistant"),
+        (
+            {"messages": [TALK[1], {"role": "user"}]},
+            {},
+            r"a.jsonl:2 has .* as message 2, whose role",
+        ),
+        ({"messages": TALK[:2]}, {}, r"only messages of system, user, and none of an assistant"),
         ({"messages": [{**TALK[2], "role": "bot"}, *TALK]}, {}, r"a.jsonl:2 has the role 'bot', w"),
         (
             {},
             {"template": "chatm"},
             r"template='chatm' is neither a template nor a file; .* chatml",
         ),
-        ({}, {"messages": None, "template": "plain"}, r"data.template='plain' is one of chats: na"),
-        ({}, {"text": "t"}, r"data.text='t' and data.messages='messages' both say what is read"),
+        (
+            {},
+            {"messages": None, "template": "plain"},
+            r"data.template='plain' applies to chats only: na",
+        ),
+        (
+            {},
+            {"text": "t"},
+            r"data.text='t' and data.messages='messages' both name the field to read",
+        ),
     ],
 )
 def test_chats_that_cannot_be(tmp_path, record, fields, message):
@@ -573,7 +589,7 @@ def test_compressed_lines_are_those_of_the_plain_file(tmp_path, suffix):
     path = lines(tmp_path / "a.jsonl", [{"text": f"text {i}"} for i in range(40)])
     packed = tmp_path / f"b.jsonl{suffix}"
     content = pathlib.Path(path).read_bytes()
-    # Two members, one behind the other, as `cat a.gz b.gz` makes them.
+    # Two concatenated members, as written by `cat a.gz b.gz`.
     packed.write_bytes(compress(content[:100]) + compress(content[100:]))
     both = [JsonlSource((str(name),), validation_fraction=0.5).open(20) for name in (path, packed)]
     first, second = (everything(samples) for samples in both)
@@ -587,7 +603,7 @@ def test_compressed_lines_are_those_of_the_plain_file(tmp_path, suffix):
 
 
 def test_a_flipped_bit_of_kept_tokens_is_noticed(tmp_path, monkeypatch):
-    """At once where the file is small; else when the block that it is in is first read."""
+    """In a small file on opening; in a large file when the damaged block is first read."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": f"number {i} " * 40}) + "\n" for i in range(600)))
     source = JsonlSource((str(path),))

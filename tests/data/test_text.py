@@ -106,13 +106,13 @@ def test_byte_tokens_end_a_document_with_zero():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"validation_fraction": 0.0}, r"validation_fraction=0.0 must lie between 0 and 1"),
-        ({"validation_fraction": 1.0}, r"validation_fraction=1.0 must lie between 0 and 1"),
+        ({"validation_fraction": 0.0}, r"validation_fraction=0.0 must be between 0 and 1"),
+        ({"validation_fraction": 1.0}, r"validation_fraction=1.0 must be between 0 and 1"),
         ({"max_bytes": 0}, r"max_bytes=0 must be at least 1; leave it out"),
-        ({"files": "a.txt"}, r"data.files='a.txt' is a single text: write a list"),
+        ({"files": "a.txt"}, r"data.files='a.txt' is a string: write a list"),
         (
             {"files": ("a",), "validation_files": ("b",), "validation_fraction": 0.2},
-            r"validation_fraction=0.2 and data.validation_files=\('b',\) both say what validation",
+            r"validation_fraction=0.2 and data.validation_files=\('b',\) both define",
         ),
         ({"validation_files": ("x",)}, r"validation_files=\('x',\) without data.files: name"),
     ],
@@ -134,7 +134,7 @@ def test_a_file_on_both_sides_is_refused(folder):
     overlapping = TextSource(
         files=(str(folder / "*.txt"),), validation_files=(str(folder / "a.txt"),)
     )
-    with pytest.raises(ConfigError, match=r"1 files are in .*a\.txt.*take them out of one"):
+    with pytest.raises(ConfigError, match=r"1 files are in .*a\.txt.*remove the files from one"):
         load_text(overlapping)
 
 
@@ -163,7 +163,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
 
 
 def test_a_state_names_the_tokenizer_that_changed(folder, tokenizer_file):
-    """Also where the files differ, as tokens do that another tokenizer makes."""
+    """The same if the files differ, or the tokens of a different tokenizer."""
 
     def loader():
         text = load_text(source(folder, tokenizer=tokenizer_file))
@@ -172,13 +172,13 @@ def test_a_state_names_the_tokenizer_that_changed(folder, tokenizer_file):
     state = loader().state()
     loader().restore(state)
     (folder / "a.txt").write_text("this is a is this" * 2)
-    with pytest.raises(ConfigError, match=r"taken with contents=.* the files hold something else"):
+    with pytest.raises(ConfigError, match=r"taken with contents=.* the files have changed"):
         loader().restore(state)
     path = folder / "words.json"
     path.write_text(path.read_text().replace('"far"', '"fair"'))
     with pytest.raises(ConfigError, match=r"taken with tokenizer=.* data.tokenizer or data.end_to"):
         loader().restore(state)
-    # A state of an older version does not say which tokenizer there was.
+    # A state of an older version does not contain the tokenizer.
     old = {name: value for name, value in state.items() if name != "tokenizer"}
     with pytest.raises(ConfigError, match="taken with contents="):
         loader().restore(old)

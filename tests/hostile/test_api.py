@@ -266,7 +266,7 @@ def test_an_error_of_python_stays_as_it_is():
             lambda: axon_dist.load_checkpoint("/dev/zero", {"w": jnp.ones(2)}),
             "is a device",
         ),
-        (lambda: axon_dist.load_weights(NET, []), r"got \[\] for the files of weights"),
+        (lambda: axon_dist.load_weights(NET, []), r"got \[\] as the files of weights"),
         (lambda: axon_dist.load_weights(NET, "/dev/zero"), "zero"),
         (lambda: build_schedule("1f1b", 10**12, 8), "a table of 8000000000000 forwards"),
         (lambda: Costs(f=1e308), "Times add up"),

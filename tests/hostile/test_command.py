@@ -955,4 +955,4 @@ def test_wrong_arguments_next_to_a_running_job(capsys, trained):
         assert main(arguments) == 0
         out, err = capsys.readouterr()
         assert "step_00000002" in out + err, arguments
-        assert "taking the one before it" in " ".join((out + err).split()), arguments
+        assert "using the checkpoint before it" in " ".join((out + err).split()), arguments

@@ -406,7 +406,7 @@ class OtherBeforeHead(OwnBeforeHead):
 def test_methods_of_other_meaning_are_told_what_the_loss_reads():
     with pytest.raises(ConfigError, match=r"OwnAuxiliary.auxiliary returned a float; .*pair of a"):
         next_token_loss(OwnAuxiliary(), BATCH)
-    with pytest.raises(ConfigError, match=r"before_head returned a \w+; the loss reads 'hidden'"):
+    with pytest.raises(ConfigError, match=r"before_head returned a \w+; it must return a"):
         next_token_loss(OtherBeforeHead(), BATCH)
 
 

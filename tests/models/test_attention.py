@@ -25,7 +25,7 @@ def heads(batch=2, length=8, num_heads=4, kv_heads=2, size=6, dtype=jnp.float32)
 
 
 def one_by_one(query, key, value, causal=True):
-    """Attention in float64 numpy, a query and a head at a time."""
+    """Computes attention in float64 numpy, one query and one head at a time."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     out = np.empty_like(query)
     group = query.shape[2] // key.shape[2]
@@ -124,7 +124,7 @@ def test_auto_takes_the_fused_kernel_when_lowered_for_cuda():
 
 
 def test_the_kernel_of_gpus_is_traced_where_no_cuda_is_installed(monkeypatch):
-    """Forward and backward; JAX would ask this process for cuDNN, and for its GPU."""
+    """Forward and backward; lowering needs neither cuDNN nor a GPU in this process."""
     kernel = "jax._src.cudnn.fused_attention_stablehlo"
     asked = lambda *_: pytest.fail("this process was asked")
     for name in (
@@ -156,7 +156,7 @@ def test_the_attention_that_runs_is_reported_with_advice(monkeypatch):
     assert "the length of 1000 is not a multiple of 128; a length that is a multiple" in told
     assert describe_attention("auto", "gpu", "bfloat16", shape) == "the fused kernel of cuDNN"
     told = describe_attention("auto", "gpu", "bfloat16", shape, segments=True)
-    assert told.endswith("reads masks [B, 1, 1024, 1024] that are made of the segments")
+    assert told.endswith("reads masks [B, 1, 1024, 1024] made from the segments")
 
 
 def test_the_kernel_of_tpus_is_for_tpus_alone():

@@ -1,4 +1,4 @@
-"""The mixture of experts on one device, against every token through every expert."""
+"""The mixture of experts on one device, compared with applying every expert to every token."""
 
 import functools
 
@@ -35,7 +35,7 @@ def called(model, x):
 
 
 def every_expert(model, x):
-    """Each token through all experts, and the sum over those chosen, by the book."""
+    """Applies all experts to each token, and sums the chosen ones, as the formula says."""
     scores = jax.nn.softmax(x @ model.router[...])
     bias = model.bias[...] if hasattr(model, "bias") else 0
     k = model.experts.per_token
@@ -79,7 +79,7 @@ def test_the_bias_chooses_and_does_not_weigh():
     model.bias.set_value(jnp.array([9.0, 0.0, 0.0, 9.0]))
     want = every_expert(model, x)
     np.testing.assert_allclose(model(x), want, atol=1e-6)
-    # Experts 0 and 3 get all tokens, and lose; the others gain.
+    # Experts 0 and 3 get all tokens, so their biases fall; the others rise.
     assert model.bias[...].tolist() == [8.5, 0.5, 0.5, 8.5]
     assert float(model.report[...][3]) == 2.0
 
@@ -167,7 +167,7 @@ def test_experts_from_a_number_on_add_what_is_theirs():
 )
 @pytest.mark.parametrize("form", ["slots", "loop"])
 def test_fitting_slots_are_as_rows_in_order(tokens, experts, per_token, form, monkeypatch):
-    """Groups of no row, of less than a block, of several; values, and gradients by everything."""
+    """Groups without rows, smaller than a block, of several blocks; values and all gradients."""
     if form == "loop":
         monkeypatch.setattr(dropless, "LOADS", (0.5,))
     x, gates, up, down = (
@@ -176,7 +176,7 @@ def test_fitting_slots_are_as_rows_in_order(tokens, experts, per_token, form, mo
             [(tokens, 5), (tokens, per_token), (experts, 5, 7), (experts, 7, 5)]
         )
     )
-    # The last expert is everybody's first choice, and the first nobody's, where there is a choice.
+    # Everybody's first choice is the last expert, and nobody chooses the first, if possible.
     liked = inputs(4, (tokens, experts)) + 3 * jnp.arange(experts)
     chosen = jax.lax.top_k(liked, per_token)[1]
     feed = lambda product, rows, kernels: product(jnp.tanh(product(rows, kernels[0])), kernels[1])
@@ -196,11 +196,11 @@ def test_fitting_slots_are_as_rows_in_order(tokens, experts, per_token, form, mo
 @pytest.mark.sample("to one-16-1.125")
 @pytest.mark.parametrize(
     ("spread", "here", "most"),
-    # Of 16 experts those here, and how many times the rows that are theirs may be multiplied.
+    # Of 16 experts those here, and how often the rows of these may be multiplied.
     [("evenly", 16, 1.0625), ("evenly", 4, 1.0625), ("at random", 16, 1.22), ("to one", 16, 1.125)],
 )
 def test_rows_that_are_multiplied(spread, here, most):
-    """Counted as they run: in the forward pass, and twice backward, which computes it again."""
+    """Products are counted as they run: in the forward pass, and twice in the backward pass."""
     num, count, per_token = 2048, 16, 2
     number = jnp.arange(num)[:, None]
     chosen = {

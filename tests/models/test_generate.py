@@ -1,4 +1,4 @@
-"""Decoding with a cache gives the tokens of the plain loop, in one scan."""
+"""Decoding with a cache, in one scan, gives the same tokens as the plain loop."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
 
 
 def make(**fields):
-    """A model with larger weights than fresh ones, so that no token is almost as likely."""
+    """Returns a model with larger weights than at initialization, so that no tokens nearly tie."""
     model = Transformer(TransformerConfig(**{**vars(SMALL), **fields}), rngs=nnx.Rngs(1))
     larger = lambda a: jnp.asarray(np.asarray(a) * np.asarray(3, a.dtype))
     nnx.update(model, jax.tree.map(larger, nnx.state(model, nnx.Param)))
@@ -32,7 +32,7 @@ def whole(model, tokens):
 
 
 def plain(model, prompt, num_tokens):
-    """The loop over the whole sequence, one prompt, the likeliest token.
+    """Continues one prompt with a loop over the whole sequence, taking the likeliest token.
 
     Zeros fill it up to one length, which a causal model does not see, so that it compiles once.
     """
@@ -53,7 +53,7 @@ def test_cached_logits_are_those_of_the_whole_sequence(fields):
     model = make(**fields)
     tokens = jax.random.randint(jax.random.key(7), (2, 10), 0, 17)
     want = np.asarray(whole(model, tokens))
-    # The second row is cut to its last 7 tokens, behind 3 of padding.
+    # The second row is cut to its last 7 tokens, after 3 positions of padding.
     shorter = np.asarray(whole(model, tokens[1:, 3:]))
     decode = nnx.jit(lambda model, tokens, cache: model.decode(tokens, cache))
     cache = model.start_cache(jnp.array([0, 3], jnp.int32), 12)
@@ -115,13 +115,13 @@ def test_a_mesh_gives_the_tokens_of_one_device(make_world, axes):
 
 @dataclasses.dataclass
 class Sizes:
-    """As people write it: it can be changed, so it has no hash."""
+    """A typical user config: it is mutable, so it has no hash."""
 
     length: int
 
 
 class Plain(nnx.Module):
-    """A model of tokens without a cache, with absolute positions."""
+    """A token model without a cache, with absolute positions."""
 
     def __init__(self, causal=True, length=12):
         self.inner, self.causal = make(), causal
@@ -147,9 +147,7 @@ def total(x):
 
 
 def test_models_and_options_unfit_for_generation_are_refused():
-    with pytest.raises(
-        UnsupportedError, match=r"Plain has no cache .* depend on the tokens behind"
-    ):
+    with pytest.raises(UnsupportedError, match=r"Plain has no cache .* depend on later tokens"):
         generate(Plain(causal=False), PROMPTS, 6)
     with pytest.raises(UnsupportedError, match="logits of Plain for 10 positions are not finite"):
         generate(Plain(length=8), PROMPTS, 6)
@@ -164,14 +162,14 @@ def test_models_and_options_unfit_for_generation_are_refused():
         ([[1], []], {}, "prompt 1 is empty; it needs at least one token"),
         ([1, 2], {}, r"prompt 0 is int64 of shape \(\); a prompt is a sequence of token ids"),
         ([[0.5]], {}, r"prompt 0 is float64 of shape \(1,\)"),
-        ([[17]], {}, "got token 17, and the model knows tokens from 0 to 16"),
-        ([[1]], {"end": 99}, "got token 99, and the model knows tokens from 0 to 16"),
-        ([[1] * 9], {}, r"9 tokens and 6 more are longer than max_length=12 .* ask for 3 tokens"),
+        ([[17]], {}, "got token 17, but the model has tokens from 0 to 16"),
+        ([[1]], {"end": 99}, "got token 99, but the model has tokens from 0 to 16"),
+        ([[1] * 9], {}, r"9 tokens plus 6 new tokens exceeds max_length=12 .* at most 3 tokens"),
         ([[1]], {"num_tokens": 0}, "num_tokens=0, an int; give a whole number, at least 1"),
-        ([[1]], {"temperature": -1.0}, r"temperature=-1.0 must be 0 or lie in \[1e-6, 1e6\]"),
-        ([[1]], {"temperature": 0, "top_k": 2}, "temperature=0 .* top_k=2 would change nothing"),
+        ([[1]], {"temperature": -1.0}, r"temperature=-1.0 must be 0 or in \[1e-6, 1e6\]"),
+        ([[1]], {"temperature": 0, "top_k": 2}, "temperature=0 .* top_k=2 has no effect"),
         ([[1]], {"top_k": 0}, "top_k=0, an int; give a whole number, at least 1"),
-        ([[1]], {"top_p": 1.5}, r"top_p=1.5 must lie in \(0, 1\]"),
+        ([[1]], {"top_p": 1.5}, r"top_p=1.5 must be in \(0, 1\]"),
     ],
 )
 def test_mistakes_are_named(prompts, options, message):

@@ -20,7 +20,7 @@ def normal(seed, shape):
 
 @functools.cache
 def products_at_all():
-    """A query at each position times a key at each."""
+    """Multiplies a query at each position by a key at each position."""
 
     @jax.jit
     def products(*pair):

@@ -21,7 +21,7 @@ def bigram(tokens):
 
 
 def run(loss, model, batch):
-    """A loss as one program."""
+    """Returns a loss as one jitted program."""
     return jax.jit(lambda batch: loss(model, batch))(batch)
 
 

@@ -1,4 +1,4 @@
-"""The parts of families of decoders, against a plain numpy model that knows them all."""
+"""The options of decoder families, compared with a plain numpy model that supports all of them."""
 
 import dataclasses
 import functools
@@ -56,14 +56,14 @@ ROWS = {
 
 
 def made(fields, **more):
-    """A config, and a function that makes its model, whose norms and biases are not all equal."""
+    """Returns a config and a function that makes its model, with distinct norms and biases."""
     config = dataclasses.replace(BASE, **fields, **more)
 
     def make():
         model = Transformer(config, rngs=nnx.Rngs(0))
         state = nnx.state(model, nnx.Param)
         steps = iter(np.linspace(1, 2, 1000, dtype=np.float32))
-        # In numpy: JAX would compile a program for each shape.
+        # Initialize in numpy, because JAX would compile a program for each shape.
         wave = lambda x: np.sin(next(steps) * np.arange(x.size, dtype=x.dtype)).reshape(x.shape)
         moved = lambda x: jnp.asarray(np.asarray(x) + np.float32(0.3) * wave(x))
         nnx.update(model, jax.tree.map(moved, state))
@@ -78,7 +78,7 @@ def whole(model, tokens):
 
 
 class Plain:
-    """The model in float64, head by head."""
+    """Computes the model in float64, head by head."""
 
     def __init__(self, config, weights):
         self.config, self.w = config, {path: np.float64(x) for path, x in weights.items()}
@@ -156,7 +156,7 @@ def capped(x, cap):
 
 
 def slowed(frequency, i, half, config):
-    """A frequency as its scaling says, one at a time."""
+    """Scales one frequency according to the scaling."""
     scaling = config.rope_scaling
     if scaling is None:
         return frequency
@@ -263,18 +263,18 @@ def test_a_ring_knows_no_windows(make_world):
     ("fields", "text"),
     [
         ({"windows": (-1,)}, r"windows=\(-1,\) must be 0 or more each; 0 sees all"),
-        ({"windows": (4,), "attention": "cudnn"}, "take attention='auto', or a max_length within"),
-        ({"attention_softcap": 1.0, "attention": "flash"}, "attention_softcap=1.0 ask for more"),
-        ({"logit_softcap": 1.0, "logits": "chunked"}, "is applied to whole logits"),
+        ({"windows": (4,), "attention": "cudnn"}, "set attention='auto', leave the softcap"),
+        ({"attention_softcap": 1.0, "attention": "flash"}, "attention_softcap=1.0: set"),
+        ({"logit_softcap": 1.0, "logits": "chunked"}, "needs whole logits"),
         ({"local_rope_theta": 10.0}, "no layer has one: set windows, or leave it out"),
-        ({"rotary_fraction": 0.4}, "of heads of 8 must be an even number of features"),
-        ({"positions": "learned", "rotary_fraction": 0.5}, "or take positions='rotary'"),
+        ({"rotary_fraction": 0.4}, "of heads of size 8 must be an even number of features"),
+        ({"positions": "learned", "rotary_fraction": 0.5}, "or set positions='rotary'"),
         ({"bias": True, "qkv_bias": True}, "leave one of them out"),
-        ({"norms": "below"}, "norms='below' is not a place of norms"),
+        ({"norms": "below"}, "norms='below' is not a placement of norms"),
         ({"qk_norm": "heads"}, "is not a norm of queries and keys. Did you mean 'head'"),
         ({"rope_scaling": RopeScaling("ntk")}, "rope_scaling.kind='ntk' is not a kind of scaling"),
         ({"rope_scaling": RopeScaling(low=4.0)}, "low=4.0 must be below rope_scaling.high=4.0"),
-        ({"rope_scaling": RopeScaling(attention_factor=2.0)}, "is one of kind 'yarn'"),
+        ({"rope_scaling": RopeScaling(attention_factor=2.0)}, "is an option of kind 'yarn'"),
         ({"attention_scale": 0.0}, "attention_scale=0.0 must be above 0"),
     ],
     ids=range(14),

@@ -21,13 +21,13 @@ def forward(model, images):
 
 @pytest.mark.parametrize(("name", "count"), [("resnet50", 25_557_032), ("resnet18", 11_689_512)])
 def test_presets_have_their_published_parameters(name, count):
-    """As torchvision counts them: weights, biases, and scale and shift of BatchNorm."""
+    """Counts parameters as torchvision does: weights, biases, and scale and shift of BatchNorm."""
     model = nnx.eval_shape(lambda: ResNet(ResNetConfig.preset(name), rngs=nnx.Rngs(0)))
     assert tree.num_params(nnx.state(model, nnx.Param)) == count
 
 
 def convolve(x, kernel, stride):
-    """A padded convolution in float64 numpy, an output pixel at a time."""
+    """Computes a padded convolution in float64 numpy, one output pixel at a time."""
     size = kernel.shape[0]
     half, (batch, height, width, _) = size // 2, x.shape
     x = np.pad(x, ((0, 0), (half, half), (half, half), (0, 0)))
@@ -40,7 +40,7 @@ def convolve(x, kernel, stride):
 
 
 def normed(x, layer, stride=1):
-    """A convolution, and BatchNorm by the statistics of the batch."""
+    """Computes a convolution, and BatchNorm with the statistics of the batch."""
     x = convolve(x, layer["conv"]["kernel"], stride)
     mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
     return (x - mean) / np.sqrt(var + 1e-5) * layer["norm"]["scale"] + layer["norm"]["bias"]
@@ -105,14 +105,14 @@ def test_every_parameter_has_a_gradient():
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"stage_sizes": ()}, ConfigError, r"stage_sizes=\(\) must name at least one stage"),
+        ({"stage_sizes": ()}, ConfigError, r"stage_sizes=\(\) must have at least one stage"),
         ({"stage_sizes": (2, 0)}, ConfigError, r"each of 1 block or more"),
         ({"block": "basik"}, ConfigError, r"block='basik' is not a block.*'basic'"),
         ({"stem": "large"}, ConfigError, r"stem='large' is not a stem"),
         ({"width": 0}, ConfigError, r"width=0 must be at least 1"),
-        ({"norm_momentum": 1.0}, ConfigError, r"norm_momentum=1.0 must lie in \[0, 1\)"),
+        ({"norm_momentum": 1.0}, ConfigError, r"norm_momentum=1.0 must be in \[0, 1\)"),
         ({"norm_eps": 0.0}, ConfigError, r"norm_eps=0.0 must be above 0"),
-        ({"param_dtype": "int8"}, DTypeError, r"param_dtype='int8' has no fractions"),
+        ({"param_dtype": "int8"}, DTypeError, r"param_dtype='int8' must be a floating-point"),
     ],
 )
 def test_validate_names_value_and_remedy(fields, error, message):

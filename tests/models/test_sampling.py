@@ -1,4 +1,4 @@
-"""The distribution that tokens are drawn from, compared with one in numpy."""
+"""The distribution that tokens are drawn from, compared with a numpy implementation."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ LOGITS = np.array([[1.0, 3.0, 3.0, -2.0, 0.5, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.
 
 
 def reference(logits, temperature=1.0, top_k=None, top_p=None):
-    """Probabilities, token by token from the likeliest on; of equal ones the lower id first."""
+    """Returns probabilities, from the likeliest token on; ties go to the lower id."""
     shares = np.exp(logits.astype(np.float64) / temperature)
     order = sorted(range(len(logits)), key=lambda token: (-shares[token], token))[:top_k]
     whole, kept, total = shares[order].sum(), np.zeros(len(logits)), 0.0

@@ -1,4 +1,4 @@
-"""Several documents in a row equal the documents one by one, in every form of attention."""
+"""Several documents in a row give the same results as each alone, for every form of attention."""
 
 import dataclasses
 import functools
@@ -22,14 +22,14 @@ from axon_dist.models import (
 
 LENGTH = 128
 ROWS = ((3, 60, 1, 50), (LENGTH + 1,), (40, 2, 70))
-"""Lengths of the documents of each row; what is left is padding."""
+"""Draws the lengths of the documents of each row; the rest is padding."""
 CONFIG = dataclasses.replace(
     TransformerConfig.preset("tiny"), vocab_size=32, num_layers=2, width=16, head_dim=4, ffn_width=8
 )
 
 
 def packed():
-    """Rows of documents, and the documents."""
+    """Returns rows of documents, and the documents."""
     random = np.random.default_rng(0)
     tokens, segments = (np.zeros((len(ROWS), LENGTH + 1), np.int32) for _ in range(2))
     documents = []
@@ -44,7 +44,7 @@ def packed():
 
 
 def value_and_grads(model, losses):
-    """The summed loss of several batches, its weight, and the gradients."""
+    """Returns the summed loss of several batches, its weight, and the gradients."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def total(params):
@@ -87,7 +87,7 @@ def test_packed_documents_are_documents(form, changes, monkeypatch):
 
 @pytest.mark.full
 def test_cudnn_is_given_segments_as_a_bias(monkeypatch):
-    """The very call, with another implementation of it: the kernel needs a GPU."""
+    """Makes the same call with another implementation, because the kernel needs a GPU."""
     seen = []
 
     def call(query, key, value, bias, causal):
@@ -124,7 +124,7 @@ def test_a_mask_and_segments_count_together():
 
 def test_segments_that_cannot_be():
     batch, _ = packed()
-    with pytest.raises(ConfigError, match=r"has segments, .* and function takes none: let it be c"):
+    with pytest.raises(ConfigError, match=r"has segments, .* and function does not take them"):
         next_token_loss(lambda tokens: jnp.zeros((*tokens.shape, 4)), batch)
     with pytest.raises(ConfigError, match=r"segments of shape \(3, 128\) for tokens of shape"):
         next_token_loss(None, batch | {"segments": batch["segments"][:, :-1]})

@@ -27,7 +27,7 @@ def whole(model, tokens):
 
 
 def plain_forward(model, tokens):
-    """The same function in float64 numpy, from the weights alone, a head at a time."""
+    """Computes the same function in float64 numpy from the weights, one head at a time."""
     weights = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(nnx.state(model)))
     config = model.config
     size = config.width // config.num_heads
@@ -72,7 +72,7 @@ def turn(x):
 
 
 def spread_out(model):
-    """Larger weights than fresh ones, so that every part matters to the logits."""
+    """Returns larger weights than at initialization, so that every part affects the logits."""
     state = jax.tree.map(lambda a: a * 3.0, nnx.state(model, nnx.Param))
     nnx.update(model, state)
     return model
@@ -157,7 +157,7 @@ def test_without_dropout_every_leaf_is_a_parameter(scan_layers):
 
 
 def dtypes_of(made):
-    """Those of the embedding, of a block's result and of the logits."""
+    """The dtypes of the embedding, of a block's result and of the logits."""
 
     def results():
         model = made()

@@ -66,9 +66,9 @@ def test_it_is_a_value():
         ({"num_layers": 0}, ConfigError, r"num_layers=0 must be at least 1"),
         ({"ffn_width": -4}, ConfigError, r"hidden_size=-4 must be at least 1"),
         ({"width": 30}, ConfigError, r"width=30 does not divide by num_heads=4.*head_dim"),
-        ({"num_kv_heads": 3}, ConfigError, r"num_heads=4.*num_kv_heads=3.*choose a divisor"),
+        ({"num_kv_heads": 3}, ConfigError, r"num_heads=4.*num_kv_heads=3.*use a divisor"),
         ({"head_dim": 7}, ConfigError, r"heads of 7 .*must be even"),
-        ({"dropout": 1.0}, ConfigError, r"dropout=1.0 must lie in \[0, 1\)"),
+        ({"dropout": 1.0}, ConfigError, r"dropout=1.0 must be in \[0, 1\)"),
         ({"norm_eps": 0.0}, ConfigError, r"norm_eps=0.0 must be above 0"),
         ({"rope_theta": -1.0}, ConfigError, r"rope_theta=-1.0 must be above 0"),
         ({"attention": "flush"}, ConfigError, r"attention='flush'.*Did you mean 'flash'\?"),
@@ -76,10 +76,10 @@ def test_it_is_a_value():
         (
             {"logits_dtype": "bfloat16"},
             ConfigError,
-            r"logits_dtype='bfloat16' is for chunked .* those of 256 tokens whole: set logits=",
+            r"logits_dtype='bfloat16' is for chunked .* of 256 makes whole logits: set logits=",
         ),
         ({"dtype": "bfloat15"}, DTypeError, r"dtype='bfloat15' is not a dtype.*'bfloat16'"),
-        ({"param_dtype": "int32"}, DTypeError, r"param_dtype='int32' has no fractions.*'float32'"),
+        ({"param_dtype": "int32"}, DTypeError, r"param_dtype='int32' must be a floating-point"),
     ],
 )
 def test_validate_names_value_and_remedy(fields, error, message):

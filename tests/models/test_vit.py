@@ -13,7 +13,7 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3)).astype(np.uin
 
 
 def plain_forward(model, images):
-    """The same function in float64 numpy, from the weights alone, a patch and a head at a time."""
+    """Computes the same function in float64 numpy from the weights, by patch and head."""
     weights = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(nnx.state(model)))
     config, size = model.config, model.config.patch_size
     apply = lambda x, layer: x @ layer["kernel"] + layer.get("bias", 0)
@@ -76,7 +76,7 @@ def count_params(**config):
 
 @pytest.mark.parametrize(
     ("name", "layers", "count"),
-    # Published: 86,567,656, with a class token, its position and biases of keys, 14 x 768.
+    # Published: 86,567,656, including a class token, its position and biases of keys, 14 x 768.
     [("b16", 12, 86_556_904), ("1b", 40, 1_012_552_296)],
 )
 def test_presets_have_their_parameters(name, layers, count):
@@ -102,9 +102,9 @@ def test_images_of_another_size_are_refused():
         ({"num_heads": 5}, ConfigError, r"width=32 does not divide by num_heads=5"),
         ({"num_layers": 0}, ConfigError, r"num_layers=0 must be at least 1"),
         ({"ffn_width": -1}, ConfigError, r"hidden_size=-1 must be at least 1"),
-        ({"dropout": 1.0}, ConfigError, r"dropout=1.0 must lie in \[0, 1\)"),
+        ({"dropout": 1.0}, ConfigError, r"dropout=1.0 must be in \[0, 1\)"),
         ({"norm_eps": 0.0}, ConfigError, r"norm_eps=0.0 must be above 0"),
-        ({"dtype": "int8"}, DTypeError, r"dtype='int8' has no fractions"),
+        ({"dtype": "int8"}, DTypeError, r"dtype='int8' must be a floating-point"),
         ({"attention": "flush"}, ConfigError, r"Did you mean 'flash'\?"),
     ],
 )

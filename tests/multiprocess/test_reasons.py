@@ -44,7 +44,7 @@ Trainer(step=step, batches=batches(), options=LoopOptions(num_steps=600, log_eve
 """
 REASONS = {
     "loss": r"rank 1 exited with code 1: ValueError: my loss is broken; ending",
-    "end": r"the batches of process 1 ended after step 3 of 600, and the other processes have more",
+    "end": r"the batches of process 1 ended after step 3 of 600, but the other processes have more",
     "data": r"rank 1 exited with code 1: OSError: the disk is gone; ending",
     "nan": r"rank [01] exited with code 1: .*NonfiniteError: step 4: the loss is nan",
     "coordinator": r"rank [01] was killed by SIGABRT: it lost the coordination service",

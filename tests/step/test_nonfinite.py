@@ -301,7 +301,7 @@ def test_layer_scan_back_needs_somewhere_to_go(steps):
     trainer = Trainer(
         step=steps["rollback"], batches=[batch_of(0)], options=LoopOptions(num_steps=1)
     )
-    with pytest.raises(ConfigError, match=r"nonfinite='rollback' and the trainer has no go_back"):
+    with pytest.raises(ConfigError, match=r"nonfinite='rollback', but the trainer has no go_back"):
         trainer.fit()
     with pytest.raises(ConfigError, match="max_rollbacks=0, an int; give a whole number"):
         LoopOptions(num_steps=1, max_rollbacks=0).validate()

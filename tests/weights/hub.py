@@ -1,4 +1,4 @@
-"""Tiny Llama and GPT-2 as hubs lay them out, and what they compute, in plain numpy."""
+"""Tiny Llama and GPT-2 models in the layouts of the hub, and their functions in plain numpy."""
 
 import json
 
@@ -28,7 +28,7 @@ GPT2 = {
 
 
 def llama_tensors(config=LLAMA, seed=0):
-    """Random weights under the names and in the shapes `[out, in]` of a Llama checkpoint."""
+    """Returns random weights with the names and shapes `[out, in]` of a Llama checkpoint."""
     rng = np.random.default_rng(seed)
     width, hidden = config["hidden_size"], config["intermediate_size"]
     size = width // config["num_attention_heads"]
@@ -52,7 +52,7 @@ def llama_tensors(config=LLAMA, seed=0):
 
 
 def gpt2_tensors(config=GPT2, seed=0, prefix="transformer."):
-    """Random weights under the names and in the shapes `[in, out]` of a GPT-2 checkpoint."""
+    """Returns random weights with the names and shapes `[in, out]` of a GPT-2 checkpoint."""
     rng = np.random.default_rng(seed)
     width = config["n_embd"]
     shapes = {"wte.weight": (config["vocab_size"], width),
@@ -78,7 +78,7 @@ def random(rng, shape):
 
 
 def write(folder, config, tensors, **metadata):
-    """A snapshot of a repository with one file, written by the library of the format."""
+    """Writes a snapshot with one file, using the library of the format."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def write(folder, config, tensors, **metadata):
 
 
 def llama_forward(tensors, tokens, config=LLAMA):
-    """Logits in float64, head by head."""
+    """Computes logits in float64, head by head."""
     w = {name.removeprefix("model."): np.float64(x) for name, x in tensors.items()}
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = config["hidden_size"] // heads
@@ -125,7 +125,7 @@ def llama_forward(tensors, tokens, config=LLAMA):
 
 
 def gpt2_forward(tensors, tokens, config=GPT2):
-    """Logits in float64, head by head."""
+    """Computes logits in float64, head by head."""
     w = {name.removeprefix("transformer."): np.float64(x) for name, x in tensors.items()}
     size = config["n_embd"] // config["n_head"]
 

@@ -1,4 +1,4 @@
-"""Weights from a bucket: a snapshot, one file of it, several behind an index."""
+"""Weights from a bucket: a snapshot, one of its files, and several files with an index."""
 
 import json
 

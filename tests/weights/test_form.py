@@ -38,10 +38,10 @@ def test_interleaved_rotary_pairs_become_halves_and_go_back():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a b", "needs two sides"),
-        ("a b -> a", "must name every dim once on either side"),
+        ("a b", "must have two sides"),
+        ("a b -> a", "must name every dim once on each side"),
         ("a a -> a a", "must name every dim once"),
-        ("(a b -> a b", "do not pair up"),
+        ("(a b -> a b", "empty or not balanced"),
         ("a * -> * a", r"cannot read 'a \*'"),
     ],
 )
@@ -51,7 +51,7 @@ def test_a_text_that_is_no_form(text, message):
 
 
 def test_a_shape_that_does_not_fit():
-    assert "takes 2 dims, not [3]" in str(Form("a b -> b a").fault((3,)))
+    assert "has 2 dims, but the array has the shape [3]" in str(Form("a b -> b a").fault((3,)))
     assert "needs sizes={'a': ...}" in str(Form("(a b) -> b a").fault((6,)))
     assert "does not fit [7]" in str(Form("(a b) -> b a", {"a": 2}).fault((7,)))
     assert Form("(a b) -> b a", {"a": 2}).fault((6,)) is None

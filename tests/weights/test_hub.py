@@ -1,4 +1,4 @@
-"""Weights of hubs in and out: what is computed with them, and that not a bit of them changes."""
+"""Hub weights, loaded and saved: the model computes the same, and no bit changes."""
 
 import dataclasses
 
@@ -112,9 +112,11 @@ def test_adapters_on_frozen_weights_of_a_hub(axes, strategy, make_world, tmp_pat
     for path, value in found.items():
         np.testing.assert_array_equal(value, want[path], err_msg=path)
     np.testing.assert_allclose(step.merge(state)(TOKENS), plain(TOKENS), rtol=1e-5, atol=1e-5)
-    with pytest.raises(ConfigError, match=r"no rule says under which name .*lora_a"):
+    with pytest.raises(ConfigError, match=r"no rule gives a name for .*lora_a"):
         save_weights(state, tmp_path / "out", "hf-llama", step=step)
-    with pytest.raises(ConfigError, match=r"give it too: save_weights\(state, path, step=step\)"):
+    with pytest.raises(
+        ConfigError, match=r"give its step, too: save_weights\(state, path, step=step\)"
+    ):
         save_weights(state, tmp_path / "out", "hf-llama")
     with pytest.raises(ConfigError, match=r"the model has no array 'lm_heads'. Did you mean"):
         step.init({"lm_heads": jnp.zeros(3)})

@@ -1,4 +1,4 @@
-"""Host memory while weights are read: one shard on its way and a piece of the file, no more."""
+"""Host memory while weights are read: at most one shard in transfer and a piece of the file."""
 
 import subprocess
 import sys
@@ -53,7 +53,7 @@ print(resident("VmHWM") - before, sum(k.nbytes for k in kernels), shard)
 
 @pytest.mark.full
 def test_no_more_than_a_shard_and_a_piece_of_the_file_is_in_host_memory(tmp_path):
-    """What emulated devices hold is memory of the same process, and is taken off."""
+    """Arrays on emulated devices are memory of this process, so subtract them."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "w.safetensors")]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     peak, on_devices, shard = map(int, done.stdout.split())

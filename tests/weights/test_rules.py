@@ -1,4 +1,4 @@
-"""Rules of one's own: joining, splitting, stacking; and all that does not fit is named."""
+"""User-defined rules: concatenating, splitting, stacking; all mismatches are named."""
 
 import json
 import re
@@ -26,7 +26,7 @@ from . import hub
 
 
 class Pair(nnx.Module):
-    """Two layers, the first of them fused."""
+    """Two layers; the first is fused."""
 
     def __init__(self, width=4):
         rngs = nnx.Rngs(0)
@@ -95,7 +95,7 @@ NARROW = {name: x.astype(jnp.bfloat16) for name, x in hub.llama_tensors().items(
         ({UP: hub.llama_tensors()[UP].astype(np.float16)}, {},
          f"{UP} is float16 and blocks/1/mlp/up/kernel is float32 (cast=True converts)"),
         ({UP: np.ones((24, 16), np.int8)}, {}, "is int8 and blocks/1/mlp/up/kernel is float32 (on"),
-        ({}, {"tied_head": True}, "lm_head.weight must repeat model.embed_tokens.weight bit"),
+        ({}, {"tied_head": True}, "lm_head.weight must equal model.embed_tokens.weight bit"),
         ({"layers.1.mlp.up_proj.weight": hub.llama_tensors()[UP]}, {},
          "are for blocks/1/mlp/up/kernel"),
         ({UP: None}, {"scan_layers": True}, f"missing in the files: {UP}."),
@@ -119,7 +119,7 @@ def test_casting_is_asked_for_and_kept_arrays_are_named(tmp_path):
     )
     first = Transformer(model.config, rngs=nnx.Rngs(0))
     kept = llama(tmp_path, {UP: None}, keep=r"blocks/1/mlp/up/.*")
-    # Drawn in a compiled program, which some versions of JAX round otherwise.
+    # Initialized in a compiled program, whose rounding differs in some versions of JAX.
     np.testing.assert_allclose(
         kept.blocks[1].mlp.up.kernel[...], first.blocks[1].mlp.up.kernel[...], rtol=1e-6
     )
@@ -144,11 +144,11 @@ def test_names_in_few_words():
         (WeightRule(("a", "b"), ("c", "d")), "has 2 names and 2 paths; give one name, or one path"),
         (
             WeightRule(r"a(?P<i>\d+)", "b"),
-            "the path 'b' has the places [], the name 'a(?P<i>\\\\d+)' the",
+            "the path 'b' has the fields [], but the name 'a(?P<i>\\\\d+)' has",
         ),
         (WeightRule("a", "b", stack="i"), "the name 'a' has no group 'i' to stack"),
         (WeightRule("a(", "b"), "'a(' is not a regular expression"),
-        (WeightRule("a", "b", "x -> y"), "must name every dim once on either side"),
+        (WeightRule("a", "b", "x -> y"), "must name every dim once on each side"),
         (WeightRule("a", "b", dim=-1), "has dim=-1; count dims from 0"),
         (
             WeightRule("a", "b", split_sizes=(1, 2)),
@@ -165,14 +165,14 @@ def test_a_rule_that_means_nothing(rule, text):
 @pytest.mark.parametrize(
     ("rules", "text"),
     [
-        ((WeightRule("bias", "bias"),), "no rule says under which name to write kernel"),
+        ((WeightRule("bias", "bias"),), "no rule gives a name for kernel"),
         (
             (WeightRule("x.y", "bias"), WeightRule("k", "kernel")),
-            "'x.y' of a rule fits more than one text",
+            "'x.y' of a rule matches more than one text",
         ),
         (
             (WeightRule(".*", "bias"), WeightRule("k", "kernel")),
-            "'.*' of a rule fits more than one text",
+            "'.*' of a rule matches more than one text",
         ),
         (
             (
@@ -188,7 +188,7 @@ def test_a_rule_that_means_nothing(rule, text):
         ),
         (
             (WeightRule("w", ("kernel", "more")), WeightRule("b", "bias")),
-            "needs more, which the model lacks",
+            "needs more, which the model does not have",
         ),
         (
             (WeightRule(("k", "l"), "kernel", dim=1), WeightRule("b", "bias")),
@@ -210,7 +210,7 @@ def test_large_weights_are_cut_into_files_and_never_mixed(tmp_path):
     keys = {"eos_token_id": [2, 3]}
     save_weights(model, tmp_path / "hub", "hf-llama", max_file=3500, dtype="bfloat16", keys=keys)
     assert json.loads((tmp_path / "hub" / "config.json").read_text())["eos_token_id"] == [2, 3]
-    with pytest.raises(ConfigError, match=r"got keys=.* without a hub's format"):
+    with pytest.raises(ConfigError, match=r"got keys=.* without a hub format"):
         save_weights(model, tmp_path / "w.safetensors", keys=keys)
     names = sorted(path.name for path in (tmp_path / "hub").iterdir())
     assert names[:2] == ["config.json", "model-00001-of-00003.safetensors"]
@@ -220,10 +220,10 @@ def test_large_weights_are_cut_into_files_and_never_mixed(tmp_path):
                         cast=True)  # fmt: skip
     rounded = model.lm_head.kernel[...].astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_array_equal(back.lm_head.kernel[...], rounded)
-    with pytest.raises(ConfigError, match=r"holds other weights, model-00001-of-00003"):
+    with pytest.raises(ConfigError, match=r"has other weights, model-00001-of-00003"):
         save_weights(model, tmp_path / "hub", "hf-llama")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"config.json' is there, and is not the config of these"):
+    with pytest.raises(ConfigError, match=r"config.json' exists, but is not the config of these"):
         save_weights(model, tmp_path / "w.safetensors", "hf-llama")
 
 
@@ -256,7 +256,7 @@ def test_files_that_cannot_be_read(tmp_path):
     [
         (
             {**hub.LLAMA, "rope_scaling": {"rope_type": "longrope"}},
-            "positions of the kind 'longrope'",
+            "RoPE scaling of the kind 'longrope'",
         ),
         ({**hub.LLAMA, "hidden_act": "mish"}, "hidden_act='mish'"),
         ({**hub.LLAMA, "attention_bias": True}, "attention_bias=True and mlp_bias=False"),
@@ -267,7 +267,7 @@ def test_files_that_cannot_be_read(tmp_path):
         ({**hub.GPT2, "activation_function": "mish"}, "activation_function='mish'"),
         (
             {"model_type": "bert"},
-            "is of the family 'bert'; those known here are gpt2, llama, mistral, qwen2",
+            "is of the family 'bert'; the supported families are gpt2, llama, mistral, qwen2",
         ),
     ],
     ids=range(6),
@@ -279,5 +279,5 @@ def test_a_model_that_would_compute_something_else_is_refused(data, text, tmp_pa
 
 
 def test_a_format_is_of_a_transformer():
-    with pytest.raises(ConfigError, match=r"'hf-llama' is one of a Transformer, and the model is"):
+    with pytest.raises(ConfigError, match=r"'hf-llama' needs a Transformer, but the model is"):
         load_weights(Pair, "nowhere", "hf-llama")

@@ -1,4 +1,4 @@
-"""Weights belong to one function: the `config.json` in their folder is compared with the model."""
+"""Weights belong to one function: the `config.json` next to them is compared with the model."""
 
 import dataclasses
 import json
@@ -59,7 +59,7 @@ def test_every_field_of_the_function_is_compared(field, folder):
 def test_all_that_differs_is_said_and_what_to_do(folder):
     config = hub_config(folder, rope_theta=10_000.0, norm_eps=0.1)
     wanted = (r"norm_eps is 0.1 and 1e-05 there, rope_theta is 10000.0 and 500.0 there\. .*"
-              r"model: {hub: .*}, in Python by hub_config\('.*'\); or name in differ=")  # fmt: skip
+              r"model: {hub: .*}, in Python with hub_config\('.*'\); or list the f")  # fmt: skip
     for files in (folder, folder / "model.safetensors", [str(folder / "model.safetensors")]):
         with pytest.raises(ConfigError, match=wanted):
             load_weights(factory(config), files, "hf-llama")
@@ -101,7 +101,7 @@ def test_a_config_that_cannot_be_compared(folder):
         file.write_text(text)
         with pytest.raises(error, match=r"config\.json"):
             load_weights(factory(config), folder, "hf-llama")
-        load_weights(factory(config), folder, rules)  # whose author says what the tensors are
+        load_weights(factory(config), folder, rules)  # the user defines what the tensors are
     file.unlink()
     load_weights(factory(config), folder, "hf-llama")
 
@@ -113,7 +113,7 @@ def test_native_weights_know_no_config(folder, tmp_path):
 
 
 PLAIN = ("hf-llama", "hf-mistral", "hf-phi3")
-"""The families whose files can hold a plain Llama."""
+"""The families whose files can store a plain Llama."""
 
 PARTS = {
     "hf-llama": {"rope_scaling": RopeScaling("llama3")},
@@ -173,9 +173,13 @@ def test_a_model_of_one_family_is_not_loaded_nor_written_as_another(tmp_path):
             load_weights(factory(plain), folder, "hf-llama")
     for name in PARTS:
         if name not in PLAIN:
-            with pytest.raises(UnsupportedError, match=r"is no .*, which has|experts is no"):
+            with pytest.raises(
+                UnsupportedError, match=r"cannot be saved as .*, which has|experts cannot be"
+            ):
                 save_weights(factory(plain)(), tmp_path / "out", name)
-    with pytest.raises(UnsupportedError, match=r"with windows=\(4, 0\) is no Mistral, which has"):
+    with pytest.raises(
+        UnsupportedError, match=r"with windows=\(4, 0\) cannot be saved as Mistral, which has"
+    ):
         save_weights(factory(of_family("hf-mistral", windows=(4, 0)))(), tmp_path / "out",
                      "hf-mistral")  # fmt: skip
 
@@ -214,7 +218,7 @@ def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path):
     one, other = ({"w": np.full(2, x, np.float32)} for x in (1, 2))
     safetensors.save_file(one, tmp_path / "model.safetensors")
     safetensors.save_file(other, tmp_path / "model.fp16.safetensors")
-    assert find_tensors(tmp_path)["w"].open()[0] == 1  # by its name, as the hub's library does
+    assert find_tensors(tmp_path)["w"].open()[0] == 1  # by name, as the hub's library does
     safetensors.save_file(other, tmp_path / "model-00001-of-00001.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "model-00001-of-00001.safetensors"}}))

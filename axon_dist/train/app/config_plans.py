@@ -41,19 +41,19 @@ from .examine import examine
 from .steps import build_step, model_of
 
 MOST = 10
-"""How many kinds of plans to trace, simplest first."""
+"""The number of kinds of plans to trace, simplest first."""
 
 FEW = 2
-"""How many kinds of plans to trace for each variant with different numerics."""
+"""The number of kinds of plans to trace for each variant with different numerics."""
 
 TIE = 0.03
 """Plans whose predicted step times differ by less than this fraction count as equally fast."""
 
 TRIES = 5
-"""How often a candidate is traced, at most, to make it fit."""
+"""The maximum number of traces of a candidate until it fits."""
 
 _BEFORE_REMAT = 2
-"""How many of these tries shrink the microbatch before blocks are recomputed."""
+"""The number of these tries that shrink the microbatch before blocks are recomputed."""
 
 Tell: TypeAlias = Callable[[str, str], None]
 """Takes the name of a candidate and a clause about it."""
@@ -70,12 +70,13 @@ class ReadPlan:
     Args:
         candidate: the mesh axes and what is split over them.
         config: the config with these axes and strategies.
-        reading: what a device holds, computes and sends.
+        reading: the memory, computation and communication of a device, read from the traced step.
         time: the time of a step, by cause.
         device_bytes: the memory of a device.
         measured: the report of the compiled step; None if it was not compiled.
         changed: why its numerics differ from the config's; None if they do not.
-        outer_bytes: bytes that a device sends in an outer step, divided by the steps between two.
+        outer_bytes: bytes that a device sends in an outer step, divided by the number of steps
+            between two outer steps.
         loops: which equal blocks run as a loop, and why.
         utilization: MFU, the share of the chip's bfloat16 peak that the step reaches; masked and
             recomputed FLOPs do not count.
@@ -111,9 +112,9 @@ class ConfigPlans:
         work: the workload: model, loss and batch.
         hardware: the rates used to estimate times.
         num_devices: the number of devices.
-        plans: sorted: those that fit come first, then by predicted step time; among equally fast
-            ones the simplest comes first.
-        refused: names of candidates that the step refuses, and why.
+        plans: plans that fit come first; then sorted by predicted step time, and equally fast ones
+            by simplicity.
+        refused: pairs of the name of a candidate whose step cannot be built, and the reason.
         others: plans with different numerics that fit and are faster than all of `plans`.
     """
 
@@ -148,12 +149,12 @@ def plan_config(
 ) -> ConfigPlans:
     """Ranks the ways to run a config on some devices.
 
-    From each kind of candidate, takes the one that splits the model least and whose train state
-    fits under the sharding policies. Builds its step on an abstract mesh, traces it, and reads
-    memory, bytes and matrix products from the program. A candidate that does not fit is traced
-    again with smaller microbatches, then with every block recomputed. The best `num_compiled` are
-    compiled. Stacked experts are split if the model has any. `diloco` and `local_sgd` are kept if
-    the config has them.
+    Of each kind of candidate, the search takes the one that splits the model least and whose train
+    state fits into memory. It builds the step on an abstract mesh, traces it, and reads memory,
+    bytes and matrix products from the program. A candidate that does not fit is traced again with
+    smaller microbatches, then with every block recomputed. The best `num_compiled` are compiled.
+    Stacked experts are split if the model has any. If the config has `diloco` or `local_sgd`, all
+    candidates have it.
 
     Plans with different numerics are listed separately if they are faster than all others: a
     narrower precision, and replicas that rarely synchronize over the links between nodes.
@@ -186,9 +187,9 @@ def plan_config(
     others = [plan for other in search.with_other_numbers() for plan in other.plans(FEW, {})]
     limit = ranked[0].time.total if ranked[0].fits else float("inf")
     faster = [plan for plan in others if plan.fits and (1 + TIE) * plan.time.total < limit]
-    for place, plan in enumerate(ranked[:num_compiled]):
+    for rank, plan in enumerate(ranked[:num_compiled]):
         tell(plan.candidate.name, f"compiled for {plan.candidate.mesh}")
-        ranked[place] = _measured(plan, target)
+        ranked[rank] = _measured(plan, target)
     kinds = tuple(ranked), tuple(refused.items()), tuple(_ranked(faster))
     return ConfigPlans(search.work, hardware, num_devices, *kinds)
 
@@ -206,8 +207,9 @@ class _Search:
         replicas: the number of replicas.
         changed: why its numerics differ from the config's; None if they do not.
         tell: takes the name of each plan that is traced, and a clause about it.
-        kept: what a traced plan keeps for the backward pass, relative to the workload's estimate,
-            by the axes that split the model; also of the same config with other numerics.
+        residuals: the bytes that a traced plan saves for the backward pass, relative to the
+            workload's estimate, by the axes that split the model. The searches of the same config
+            with other numerics share it.
     """
 
     config: RunConfig
@@ -218,7 +220,7 @@ class _Search:
     replicas: int = 1
     changed: str | None = None
     tell: Tell = silent
-    kept: dict[tuple[str, ...], float] = dataclasses.field(default_factory=dict)
+    residuals: dict[tuple[str, ...], float] = dataclasses.field(default_factory=dict)
 
     @property
     def platform(self) -> str:
@@ -243,19 +245,19 @@ class _Search:
         return USABLE * self.device_bytes
 
     def note(self, plan: ReadPlan, split: _Split) -> None:
-        """Notes what a traced plan keeps for the backward pass, for the guesses of later ones."""
+        """Records the bytes that a plan saves for the backward pass, to guess those of others."""
         one = plan.candidate
         if one.pp > 1 or one.remat or not self.work.activations:
             return
         whole = _activations(plan, split) * one.num_microbatches * one.num_devices
-        self.kept.setdefault(_axes_of(one), whole / self.work.activations)
+        self.residuals.setdefault(_axes_of(one), whole / self.work.activations)
 
     def plans(self, most: int, refused: dict[str, str]) -> list[ReadPlan]:
         """Traces the simplest kinds whose train state fits; if none fits, the smallest.
 
         Args:
-            most: how many kinds to trace.
-            refused: is filled with the names of candidates that the step refuses, and why.
+            most: the maximum number of kinds to trace.
+            refused: filled with the names of candidates whose step cannot be built, and why.
 
         Raises:
             ConfigError: if no mesh of all the devices divides the batch.
@@ -303,7 +305,7 @@ class _Search:
 
 
 def _outer_loop_of(config: RunConfig, nodes: int) -> tuple[SlowReplicas | None, int]:
-    """Returns how a config's replicas synchronize in outer steps, and how many there are."""
+    """Returns the outer loop of a config's replicas, if any, and the number of replicas."""
     known = STRATEGIES.over(*SLOW_AXES)
     named = next((name for name in known if name in (config.parallel or {})), None)
     if named is None:
@@ -349,7 +351,7 @@ def _complexity(one: Candidate) -> int:
     model = [n for n, a in enumerate(axes) if a not in ("dp", "fsdp") and getattr(one, a) > 1]
     plans = STRATEGIES.of_data()
     most = max(plan.complexity for plan in plans.values())
-    return (most + 1) * sum(2**place for place in model) + plans[one.strategy].complexity
+    return (most + 1) * sum(2**bit for bit in model) + plans[one.strategy].complexity
 
 
 def _build(search: _Search, candidate: Candidate) -> tuple[RunConfig, TrainStep]:
@@ -364,11 +366,11 @@ class _Split:
     """A candidate, its step, and the bytes per device of its train state and its gradients.
 
     Args:
-        candidate: the candidate, with as few microbatches as it can have.
-        config: the config with its mesh and strategies.
-        step: its step.
+        candidate: the candidate, with the smallest possible number of microbatches.
+        config: the config with the candidate's mesh and strategies.
+        step: the step of this config.
         state: bytes of the train state.
-        gradients: bytes of the gradients that microbatches add up.
+        gradients: bytes of the gradients that are summed over microbatches.
     """
 
     candidate: Candidate
@@ -396,7 +398,7 @@ def _least_split(search: _Search, group: list[Candidate], refused: dict[str, str
 
 
 def _gradient_bytes(one: Candidate, step: TrainStep) -> int:
-    """Returns the bytes of the gradients that a device adds up over microbatches."""
+    """Returns the bytes of the gradients that a device sums over microbatches."""
     claims = step.claims
     is_split = ZERO[STRATEGIES.of_data()[one.strategy].stage].grads
     return (claims.grads if is_split else claims.params).bytes_per_device
@@ -405,10 +407,10 @@ def _gradient_bytes(one: Candidate, step: TrainStep) -> int:
 def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan | None:
     """Traces a candidate until it fits: smaller microbatches first, then recomputed blocks."""
     free = search.usable - split.state - split.gradients
-    kept = search.kept.get(_axes_of(split.candidate))
-    measured = None if kept is None else kept * search.work.activations
+    ratio = search.residuals.get(_axes_of(split.candidate))
+    measured = None if ratio is None else ratio * search.work.activations
     one = first_guess(split.candidate, search.work, free, measured)
-    # A guess above one microbatch has shrunk them once.
+    # If the guess has more microbatches than the split, they were already shrunk once.
     shrunk = int(one.num_microbatches > split.candidate.num_microbatches)
     plan: ReadPlan | None = None
     larger: Candidate | None = None
@@ -443,10 +445,10 @@ def _traced(
 
     Args:
         search: the search.
-        refused: is filled with the name of a candidate that is refused, and why.
+        refused: filled with the name of a candidate whose step cannot be built, and why.
         split: the kind of the candidate, built with one microbatch.
         one: the candidate.
-        before: the candidate's plan with other microbatches; None if this is its first.
+        before: the candidate's plan with other microbatches; None for its first trace.
     """
     remat = ", remat" * one.remat
     also = f", {search.changed}" if search.changed else ""
@@ -479,9 +481,9 @@ def _traced(
 
 
 def _larger(plan: ReadPlan, split: _Split, search: _Search) -> Candidate | None:
-    """Returns a plan with larger microbatches that may fit too; None if there is none.
+    """Returns a candidate with larger microbatches that may also fit; None if there is none.
 
-    The first number of microbatches is a guess, which may be too large.
+    The first number of microbatches is a guess, which may be larger than needed.
     """
     one = plan.candidate
     counts = divisors(one.num_microbatches)
@@ -495,8 +497,8 @@ def _larger(plan: ReadPlan, split: _Split, search: _Search) -> Candidate | None:
 
 
 _AT_LEAST = 0.6
-"""The least share of a step's temporaries, without gradients, that grows with its microbatch. The
-rest are such as weights in the compute dtype."""
+"""The smallest share of a step's temporaries, without gradients, that grows with its microbatch.
+Others do not grow, such as weights in the compute dtype."""
 
 
 def _activations(plan: ReadPlan, split: _Split) -> float:
@@ -542,7 +544,7 @@ def _time(reading: Reading, candidate: Candidate, search: _Search) -> StepCost:
     hardware = search.hardware
     counted = {}
     if candidate.pp > 1:
-        # A pipeline's actions are branches of a conditional, which the traced counts leave out.
+        # A pipeline's actions are branches of a conditional, which the traced counts omit.
         counted["flops"] = 4 / 3 * work.flops / candidate.num_devices  # every stage is recomputed
         sizes = candidate.pp, candidate.num_microbatches
         counted["idle"] = idle_share(candidate.schedule, *sizes, 1)
@@ -550,7 +552,7 @@ def _time(reading: Reading, candidate: Candidate, search: _Search) -> StepCost:
 
 
 def _ranked(plans: list[ReadPlan]) -> list[ReadPlan]:
-    """Sorts plans that fit by time, ties by simplicity; then the others by memory."""
+    """Sorts plans that fit by time, and ties by simplicity; the others follow, sorted by memory."""
     remaining = sorted(
         plans, key=lambda p: (not p.fits, p.time.total if p.fits else p.reading.peak)
     )

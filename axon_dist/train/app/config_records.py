@@ -40,10 +40,10 @@ from .verify import COMPARED, drawn_batches, one_device_step
 def record_config(config: RunConfig, steps: int = 3) -> Recording:
     """Records a config's steps: their results on its mesh, and all values on one device.
 
-    Two strategies have different programs, so their operations cannot be compared. Their results
-    can: metrics, and parameters by path. The values are those of the same model, loss and optimizer
-    on one device, without microbatches; they name the module and the operation that differ. The
-    batches are drawn as `verify` draws them.
+    The programs of two strategies differ, so their operations cannot be compared, but their results
+    can: metrics, and parameters by path. The recorded values of operations come from the same
+    model, loss and optimizer on one device, without microbatches; they locate the module and the
+    operation that differ. Batches are drawn as in `verify`.
 
     Args:
         config: a checked run, as YAML describes it.
@@ -55,8 +55,9 @@ def record_config(config: RunConfig, steps: int = 3) -> Recording:
     world = build_world(config)
     if world.num_processes > 1:
         raise ConfigError(
-            f"bisect records in one process, and there are {world.num_processes}; run it in one, "
-            "on a mesh of its devices"
+            f"bisect records in one process, but there are {world.num_processes}; run it in one "
+            "process, on a mesh of its devices",
+            code="several-processes",
         )
     step = build_step(config, world, metrics=COMPARED)
     check_memory(config, step)
@@ -64,19 +65,19 @@ def record_config(config: RunConfig, steps: int = 3) -> Recording:
     # By default, accelerators multiply float32 with fewer bits.
     with jax.default_matmul_precision("highest"):
         first, results = _on_mesh(step, batches)
-        traced, state, names = _alone(config, world, batches[0])
+        traced, state, names = _on_one_device(config, world, batches[0])
         reading = read(traced, state, [_leaves(batch) for batch in batches])
     recorded = []
     for number, batch in enumerate(batches):
-        alone = dict(zip(names, reading.outputs[number], strict=True))
-        alone = {name: print_ for name, print_ in alone.items() if name in results[number]}
+        single = dict(zip(names, reading.outputs[number], strict=True))
+        single = {name: print_ for name, print_ in single.items() if name in results[number]}
         outputs = {
-            name: dataclasses.replace(print_, bound=alone[name].bound if name in alone else 0.0)
+            name: dataclasses.replace(print_, bound=single[name].bound if name in single else 0.0)
             for name, print_ in results[number].items()
         }
         inputs = _prints({f"batch {name}": leaf for name, leaf in batch.items()})
         inputs |= {} if number else first
-        recorded.append(RecordedStep(inputs, outputs, alone, reading.prints[number]))
+        recorded.append(RecordedStep(inputs, outputs, single, reading.prints[number]))
     return Recording(
         config.name, _title(config, step), versions(), reading.places, reading.values,
         tuple(recorded),
@@ -84,8 +85,8 @@ def record_config(config: RunConfig, steps: int = 3) -> Recording:
 
 
 def _title(config: RunConfig, step: TrainStep) -> str:
-    parts = step.batch_layout.num_microbatches
-    microbatches = f", {parts} microbatches" if parts > 1 else ""
+    count = step.batch_layout.num_microbatches
+    microbatches = f", {count} microbatches" if count > 1 else ""
     precision = "" if config.precision is None else f", {config.precision}"
     return f"{step.strategy.name} on {step.world.spec}{precision}{microbatches}"
 
@@ -105,7 +106,7 @@ def _on_mesh(
 
 
 def _prints(arrays: Mapping[str, Any]) -> dict[str, Fingerprint]:
-    """Returns fingerprints of arrays that are equal but for the rounding of their initializers."""
+    """Returns fingerprints of arrays, with a bound for the rounding errors of initializers."""
     found = {}
     for name, x in arrays.items():
         array = np.asarray(jax.device_get(x))
@@ -119,16 +120,16 @@ def _leaves(tree: PyTree) -> list[Any]:
     return [leaf if is_key(leaf) else np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def _alone(
+def _on_one_device(
     config: RunConfig, world: World, batch: LocalBatch
 ) -> tuple[Traced, list[Any], list[str]]:
-    """Traces the step on one device; returns the first state and the names of the outputs too."""
+    """Traces the step on one device; also returns the first state and the names of the outputs."""
     optimizer = config.optimizer.build(config.train.steps, functools.partial(model_of, config))
-    alone = one_device_step(config, world, 1, optimizer, _Named)
-    state = alone.init()
+    step = one_device_step(config, world, 1, optimizer, _Named)
+    state = step.init()
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        after, metrics = alone.programs.step(state, alone.batch_layout.place(batch), None)
+        after, metrics = step.programs.step(state, step.batch_layout.place(batch), None)
         return after, {name: metrics[name] for name in COMPARED}
 
     def make(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
@@ -142,7 +143,7 @@ def _alone(
 
 @dataclasses.dataclass(frozen=True)
 class _Named:
-    """A loss under which each module of the model computes in a scope that is named by its path."""
+    """Wraps a loss so that each module of the model computes in a scope named by its path."""
 
     loss_fn: LossFn
 

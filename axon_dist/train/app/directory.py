@@ -66,11 +66,11 @@ class RunDirectory:
     """The files that a run writes.
 
     Args:
-        path: the folder of the run. For a run in a bucket, a local folder: process 0 copies it to
-            the bucket, or it has copies from there.
-        address: the bucket address, if any. Whole files are copied there whenever the run saves,
+        path: the folder of the run. For a run in a bucket, a local folder that process 0 copies to
+            the bucket, or that has copies of the bucket's files.
+        address: the bucket address, if any. Complete files are copied there whenever the run saves,
             and at its end.
-        leases: the leases of its folders in buckets; process 0 holds them while the run writes.
+        leases: the leases of the run's folders in buckets; process 0 has them while the run writes.
     """
 
     path: Path
@@ -87,7 +87,7 @@ class RunDirectory:
     program = _Entry("program.json")
     """Memory, collectives and FLOPs of the compiled step, as JSON."""
     profile = _Entry("profile")
-    """Traces of the steps that `train.profile` asks for."""
+    """Traces of the steps selected by `train.profile`."""
     waterfall = _Entry("waterfall.json")
     """Where the time of a step goes, measured by `axon profile`, as JSON."""
     plot = _Entry("loss.png")
@@ -97,7 +97,7 @@ class RunDirectory:
 
     @property
     def place(self) -> Place:
-        """The path or address of the run, as users name it."""
+        """The path of the run, or its address if it is in a bucket."""
         return self.path if self.address is None else self.address
 
     @property
@@ -114,7 +114,7 @@ class RunDirectory:
             path = self.path / name
             if contents is not None:
                 with (
-                    reworded(f"cannot write {str(path)!r}", "make room there", StoreError),
+                    reworded(f"cannot write {str(path)!r}", "free disk space there", StoreError),
                     replacing(path, durable=False) as file,
                 ):
                     file.write(contents)
@@ -124,7 +124,7 @@ class RunDirectory:
         """Writes the files that changed on this machine into the bucket, one by one.
 
         Raises:
-            ConfigError: when another run has taken the folder over.
+            ConfigError: when another run has taken over the folder.
             StoreError: when the bucket cannot be written.
         """
         for lease in self.leases:
@@ -137,7 +137,7 @@ class RunDirectory:
             if path.is_file() and not path.is_symlink() and not path.name.endswith(TEMPORARY)
         }
         for name, path in local_files.items():
-            with reworded(f"cannot read {str(path)!r}", "look at the disk", StoreError):
+            with reworded(f"cannot read {str(path)!r}", "check the disk", StoreError):
                 stamp = path.stat().st_mtime_ns, path.stat().st_size
                 if self._copied.get(name) == stamp:
                     continue
@@ -152,10 +152,10 @@ class RunDirectory:
 
     @contextmanager
     def copied_to_bucket(self) -> Iterator[None]:
-        """Copies to the bucket on exit; files that cannot be copied stay on this machine.
+        """Copies files to the bucket on exit; files that cannot be copied stay on this machine.
 
         Raises:
-            StoreError: when the copy fails; it never replaces an error of the context.
+            StoreError: when the copy fails, unless the `with` block itself raised an error.
         """
         try:
             yield
@@ -175,23 +175,23 @@ class RunDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def check_files(self) -> None:
-        """Checks that the run's writes only replace regular files and follow no link.
+        """Checks that the run only replaces regular files and follows no links.
 
         Raises:
-            ConfigError: naming what is there instead, such as a pipe.
+            ConfigError: when another kind of file is at such a path, for example a pipe.
         """
         files = (self.config, self.metrics, self.summary, self.program, self.plot, self.memory)
         for path in files:
             if (kind := kind_at(path)) not in (None, "a file"):
                 raise ConfigError(
-                    f"run_dir: {str(path)!r} is {kind}, and a run must write a file there; "
+                    f"run_dir: {str(path)!r} is {kind}, but the run writes a file there; "
                     "remove it, or name another folder",
                     code="not-a-file",
                 )
         for path in (*files, *(self.path / name for name in (*_WRITTEN_INTO, LOCK))):
             if path.is_symlink():
                 raise ConfigError(
-                    f"run_dir: {str(path)!r} is a link, and a run would overwrite its target; "
+                    f"run_dir: {str(path)!r} is a link, and the run would overwrite its target; "
                     "remove it, or name another folder. To put checkpoints elsewhere, set "
                     "checkpoint.dir",
                     code="is-a-link",
@@ -210,7 +210,7 @@ class RunDirectory:
             with open(descriptor, "wb") as file:
                 file.write(text.encode())
         except OSError:
-            # A partial config would make the folder look as if it held a run.
+            # A partial config would make the folder look like that of a run.
             with suppress(OSError):
                 self.config.unlink()
             raise
@@ -224,7 +224,7 @@ class RunDirectory:
         self._replace(self.summary, json.dumps(summary, indent=2) + "\n")
 
     def write_missing(self, config: RunConfig, summary: Mapping[str, object]) -> None:
-        """Writes `config.yaml` and `summary.json` if an interrupted run left none."""
+        """Writes `config.yaml` and `summary.json` if they are missing after an interrupted run."""
         if kind_at(self.config) is None:
             self.write_config(config)
         if kind_at(self.summary) is None:
@@ -253,11 +253,11 @@ class RunDirectory:
         return changed_keys(before, after)
 
     def take_metrics(self, step: int, tell: Callable[[str], None]) -> list[JsonDict]:
-        """Reads the metrics up to a step, and drops those of steps that will be repeated.
+        """Reads the metrics up to a step, and removes those of steps that will be repeated.
 
         Args:
             step: the last step whose metrics are kept.
-            tell: takes a sentence about lines that cannot be read; they are dropped too.
+            tell: called with a message about lines that cannot be read; they are removed, too.
 
         Returns:
             A dict per line, with its `step`.
@@ -273,7 +273,7 @@ class RunDirectory:
         if broken:
             tell(
                 f"{self.metrics.name}: {len(broken)} of {len(lines)} lines cannot be read and are "
-                f"dropped, the first is line {broken[0]}"
+                f"dropped; the first is line {broken[0]}"
             )
         pairs = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None]
         pairs = _without_retaken(pairs)
@@ -284,8 +284,8 @@ class RunDirectory:
                 self._replace(self.metrics, text)
             except OSError as error:
                 tell(
-                    f"{self.metrics.name}: cannot be written ({error.strerror}), so the lines of "
-                    f"steps after {step} stay; if a step has two lines, the later one counts"
+                    f"{self.metrics.name} cannot be written ({error.strerror}), so lines of steps "
+                    f"after {step} remain; if a step has two lines, the later one counts"
                 )
         return [row for _, row in pairs]
 
@@ -295,26 +295,27 @@ class RunDirectory:
 
 
 _WRITTEN_INTO = ("checkpoints", "profile", "tensorboard", "wandb", "mlflow.db", "metrics.prom")
-"""Entries of a run's folder that checkpoints, traces and loggers write to."""
+"""Files and folders in a run's folder that checkpoints, traces and loggers write to."""
 
 
 RECORDS = ("config.yaml", "metrics.jsonl", "summary.json", "program.json", "waterfall.json")
-"""The files that are read from a run; for a run in a bucket they are first copied from there."""
+"""The files that are read from a run; for a run in a bucket they are copied to this machine."""
 
 
 def create_directory(config: RunConfig, resume: str | None = None) -> RunDirectory:
     """Makes the folder of a new run and writes its config, or opens the folder of a run to resume.
 
-    The config of a resumed run is not written here: a refused resume must change nothing.
+    The config of a resumed run is not written here, because a failed resume must not change any
+    file.
 
     Args:
         config: a run; its folder is `run_dir`, or `runs/<name>-<time>` by default.
-        resume: None for a new run, whose folder must not hold a run yet. `"auto"` resumes in the
+        resume: None for a new run, whose folder must not contain a run yet. `"auto"` resumes in the
             folder of the config, or in the newest folder of that name with a checkpoint. A path
-            resumes from there, in the folder of the config or in a new one.
+            resumes from this path, in the folder of the config or in a new one.
 
     Raises:
-        ConfigError: when the folder already holds a run, or it cannot be made.
+        ConfigError: when the folder already contains a run, or cannot be made.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S")
     newest = _newest_run(config.name) if resume == AUTO else None
@@ -343,10 +344,10 @@ def create_directory(config: RunConfig, resume: str | None = None) -> RunDirecto
 
 
 def check_directory(config: RunConfig) -> None:
-    """Checks that `create_directory` could make the folder of a new run; makes nothing.
+    """Checks that `create_directory` could make the folder of a new run, without making it.
 
     Raises:
-        ConfigError: when the folder already holds a run, or it cannot be made.
+        ConfigError: when the folder already contains a run, or cannot be made.
     """
     folders = {"run_dir": config.run_dir or "runs", "checkpoint.dir": config.checkpoint.dir}
     for key, folder in folders.items():
@@ -358,7 +359,7 @@ def check_directory(config: RunConfig) -> None:
             existing = next(one for one in candidates if os.path.lexists(one))
             _check_folder(key, existing)
             if not os.access(existing, os.W_OK | os.X_OK):
-                raise _cannot_write(key, path, f"{str(existing)!r} may not be written to")
+                raise _cannot_write(key, path, f"{str(existing)!r} is not writable")
     place = as_place(config.run_dir, "run_dir") if config.run_dir else None
     if place is not None and _has_run(place):
         raise _holds_a_run(place)
@@ -366,9 +367,9 @@ def check_directory(config: RunConfig) -> None:
 
 def _check_folder(key: str, path: Path) -> None:
     if (kind := kind_at(path)) != "a folder":
-        kind = kind or "a link to nothing"
+        kind = kind or "a dangling link"
         raise ConfigError(
-            f"{key}: {str(path)!r} is {kind}, and must be a folder; name another",
+            f"{key}: {str(path)!r} is {kind} and must be a folder; name another",
             code="not-a-folder",
         )
 
@@ -391,8 +392,8 @@ def _has_run(place: Place) -> bool:
 
 def _holds_a_run(path: Place) -> ConfigError:
     return ConfigError(
-        f"run_dir: {str(path)!r} holds a run already; name another, remove it, or continue the "
-        "run with --resume auto",
+        f"run_dir: {str(path)!r} already contains a run; name another folder, remove it, or "
+        "continue the run with --resume auto",
         code="holds-a-run",
     )
 
@@ -403,16 +404,16 @@ def take_folders(
     stack: ExitStack,
     tell: Callable[[str], None],
 ) -> None:
-    """Locks the folders that this run writes to, until a stack closes.
+    """Locks the folders that this run writes to, until `stack` is closed.
 
     Args:
         config: a run as YAML describes it.
         directory: the folder of the run.
-        stack: releases the folders when it closes.
-        tell: takes a sentence if the file system has no locks.
+        stack: releases the folders when it is closed.
+        tell: called with a message if the file system has no locks.
 
     Raises:
-        ConfigError: when another run uses one of them, or it cannot be written.
+        ConfigError: when another run uses one of the folders, or one is not writable.
     """
     _take_folder(directory, directory.place, "run_dir", stack, tell)
     remove_abandoned(directory.path)
@@ -445,14 +446,14 @@ def _take_folder(
 
 
 def open_directory(run: str | Place) -> RunDirectory:
-    """Opens the folder of a run for reading; for a run in a bucket, copies of its records.
+    """Opens the folder of a run for reading; the records of a run in a bucket are copied here.
 
     Args:
         run: its path, or its address.
 
     Raises:
         ConfigError: when `run` is neither a valid path nor a valid address.
-        StoreError: when there is nothing at the address, or it cannot be read.
+        StoreError: when the address is empty or cannot be read.
     """
     place = as_place(run, "the run")
     if isinstance(place, Address):
@@ -461,7 +462,7 @@ def open_directory(run: str | Place) -> RunDirectory:
 
 
 def check_writable(folder: Path) -> None:
-    """Makes a folder, and checks that a file can be made in it; the file is removed again.
+    """Makes a folder, and checks that it is writable by making and removing a file.
 
     Raises:
         OSError: when the folder or the file cannot be made.
@@ -484,13 +485,13 @@ def _row(line: str) -> JsonDict | None:
 
 
 def _without_retaken(pairs: list[tuple[str, JsonDict]]) -> list[tuple[str, JsonDict]]:
-    """Drops lines of steps that were repeated: those before a line with a smaller step."""
-    kept: list[tuple[str, JsonDict]] = []
+    """Removes lines of steps that were repeated: a later line has a smaller step."""
+    latest: list[tuple[str, JsonDict]] = []
     for line, row in pairs:
-        while kept and kept[-1][1]["step"] > row["step"]:
-            kept.pop()
-        kept.append((line, row))
-    return kept
+        while latest and latest[-1][1]["step"] > row["step"]:
+            latest.pop()
+        latest.append((line, row))
+    return latest
 
 
 _WHOLE = (("mesh",), ("parallel",))

@@ -35,7 +35,7 @@ from .steps import build_step, build_world
 SCORES: MappingProxyType[Callable, Callable] = MappingProxyType(
     {next_token_loss: next_token_scores}
 )
-"""Losses whose extra metrics cost too much for training, mapped to functions that return both."""
+"""Maps losses to functions for evaluation that also return metrics too expensive for training."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Evaluation:
 
     Args:
         checkpoint: the folder of the checkpoint.
-        step: the number of steps taken; None if the folder's name does not tell.
-        data: the data in one sentence.
+        step: the number of steps taken; None if the folder's name does not contain it.
+        data: a one-sentence description of the data.
         num_samples: the number of samples: images, or windows of a text.
         strategy: the name of the strategy.
         mesh: its mesh, as text.
@@ -93,8 +93,8 @@ def evaluate(
         files: paths or globs to measure on instead of the run's validation data.
         num_batches: use only this many batches, spread as in training; None for all.
         one_device: use one device, whatever the config says.
-        tell: takes a sentence about each damaged checkpoint that is skipped, and one about the
-            data before anything is compiled.
+        tell: called with a message about each damaged checkpoint that is skipped, and one about
+            the data before anything is compiled.
         trust: whether functions that the run's config names may be imported and called.
 
     Returns:
@@ -135,11 +135,11 @@ def evaluate(
 
 
 def world_of(config: RunConfig, one_device: bool) -> tuple[RunConfig, World]:
-    """Returns a run's devices, or one of them, and the config to use there.
+    """Returns the config to use and the world: a run's devices, or one of them.
 
     Args:
         config: the config of a run.
-        one_device: use one device, on which nothing is split.
+        one_device: use one device, without any sharding.
     """
     if not one_device:
         return config, build_world(config)
@@ -179,15 +179,15 @@ def _check_count(loader: Loader, num_batches: int | None) -> None:
     most = -(-count // loader.global_batch)
     if num_batches > most:
         raise ConfigError(
-            f"got {num_batches} batches of {loader.global_batch} samples, and there are "
-            f"{count} for validation; ask for at most {most}, or leave it out to use each sample "
-            "once",
+            f"got {num_batches} batches of {loader.global_batch} samples, but there are only "
+            f"{count} samples for validation; use at most {most}, or leave the number out to use "
+            "each sample once",
             code="too-many-batches",
         )
 
 
 def of_text(loss: float, loader: Loader) -> dict[str, float]:
-    """Computes further metrics of text from the mean loss per token in nats."""
+    """Computes text metrics from the mean loss per token in nats."""
     metrics = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
     text = getattr(loader.samples, "text", None)
     if text is not None and text.validation_bytes:
@@ -198,12 +198,12 @@ def of_text(loss: float, loader: Loader) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A continued text.
+    """A prompt and its generated continuation.
 
     Args:
         prompt: the prompt.
         text: the generated text after the prompt.
-        num_tokens: the number of generated tokens, including the end of the document.
+        num_tokens: the number of generated tokens, including the end token.
         is_ended: whether the model ended the document.
     """
 
@@ -243,20 +243,20 @@ def generate_text(
     Args:
         run: the folder of a run.
         prompts: texts to continue, none of them empty.
-        num_tokens: the most tokens to add to each prompt.
+        num_tokens: the maximum number of tokens to add to each prompt.
         temperature: 0 takes the likeliest token; see `axon_dist.models.Sampling`.
-        top_k: sample among this many of the likeliest tokens; None for all.
-        top_p: sample among the fewest tokens that together have at least this probability; None
+        top_k: sample only from this many of the likeliest tokens; None for all.
+        top_p: sample only from the fewest tokens that together have at least this probability; None
             for all.
         seed: the seed of the sampling.
         stops: end a text where the model ends the document, if its tokenizer has an end token.
         step: which checkpoint: the number of its step, `"best"`, or None for the newest.
         overrides: changes to the run's config, such as `"mesh=tp=4"` and `"parallel=tensor"`.
         one_device: use one device, whatever the config says.
-        chat: write each prompt as a user's message, by the chat template that the run was trained
-            with, and end the text where an answer ends.
+        chat: write each prompt as a user's message with the run's chat template, and stop at the
+            end of the answer.
         system: the system message of a chat; None for none.
-        tell: takes a sentence about each newer checkpoint that is damaged and skipped.
+        tell: called with a message about each newer checkpoint that is damaged and skipped.
         trust: whether functions that the run's config names may be imported and called.
 
     Returns:
@@ -306,8 +306,8 @@ def _chats(
     data = config.data
     if getattr(data, "messages", None) is None:
         raise ConfigError(
-            f"the run {str(run)!r} was not trained on chats: its data names no messages; leave out "
-            "--chat (chat=True)",
+            f"the run {str(run)!r} was not trained on chats: its data has no data.messages; leave "
+            "out --chat (chat=True)",
             code="not-chats",
         )
     template = find_template(getattr(data, "template", None), getattr(data, "tokenizer", None))
@@ -318,7 +318,7 @@ def _chats(
         with reworded("the run's chat template got", "change the prompt", of=ValueError):
             text, ending = ask(template, [*first, {"role": "user", "content": prompt}])
         encoded.append(_ids_of(tokenizer, text))
-    # A special token that ends an answer, such as <|im_end|>, ends the text.
+    # If an answer ends with a special token, such as <|im_end|>, generation stops at this token.
     last = _ids_of(tokenizer, ending)[:1] if ending.strip() else np.array([], np.int64)
     is_special = len(last) and tokenizer.decode(last).strip() == ending.strip()
     return encoded, int(last[0]) if is_special else tokenizer.end
@@ -335,13 +335,13 @@ def _placed_model(checkpoint: Place, config: RunConfig, world: World) -> nnx.Mod
     step = build_step(config, world, optax.identity(), trains=False)
     targets: Any = step.weight_targets
 
-    # Without a memory kind: in device memory even if the strategy offloads parameters.
-    def place(path, _):
+    # Drop the memory kind: parameters are in device memory even if the strategy offloads them.
+    def on_device(path, _):
         return NamedSharding(world.mesh, targets[path].sharding.spec)
 
-    shardings = map_with_path(place, step.model_spec.weights)
+    shardings = map_with_path(on_device, step.model_spec.weights)
     replicated = NamedSharding(world.mesh, PartitionSpec())
-    # Dequantize and cast the weights once, not for every token.
+    # Dequantize and cast the weights once instead of for every token.
     model_spec = dataclasses.replace(step.model_spec, int8={})
     precision = step.strategy.precision
     weights, buffers = load_arrays(checkpoint, model_spec, shardings, replicated)
@@ -354,7 +354,7 @@ def _completion(
 ) -> Completion:
     is_ended = end is not None and tokens[-1] == end
     new = np.array(tokens[:-1] if is_ended else tokens, np.int64)
-    # Some tokenizers decode the first token differently, so decode the prompt and text together.
+    # Some tokenizers decode a token at the start differently, so decode prompt and text together.
     before, both = (tokenizer.decode(ids) for ids in (encoded, np.concatenate([encoded, new])))
     text = both[len(before) :] if both.startswith(before) else tokenizer.decode(new)
     return Completion(prompt, text, len(tokens), is_ended)

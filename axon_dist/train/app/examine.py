@@ -1,4 +1,4 @@
-"""Reads what a run would do and cost from its compiled step; nothing is trained or written."""
+"""Reports the costs of a run from its compiled step, without training or writing anything."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Examination:
         mesh: the axes and sizes.
         strategy: the name of the strategy.
         parameters: the number of all and of trained parameters, and the dtypes of frozen ones.
-        target: the machine, or None for the devices of this one.
-        attention: which attention runs, which blocks are a loop, and what `remat: auto` recomputes,
-            in sentences; None if there is nothing to report.
+        target: the machine, or None for the devices of this machine.
+        attention: sentences about which attention runs, which blocks are a loop, and what
+            `remat: auto` recomputes; None if there is nothing to report.
         outer_steps: for replicas with outer steps (`diloco`, `local_sgd`), the report of the outer
             step of each fragment.
         every: the number of steps between synchronizations of a fragment; 0 for one replica.
@@ -136,15 +136,15 @@ def compiled_report(step: TrainStep, config: RunConfig) -> Report:
 
 
 def read_program(run: Run) -> dict[str, Any]:
-    """Compiles the step of a run, if not done yet, and reads its costs.
+    """Compiles the step of a run, unless it is compiled already, and reads its costs.
 
     Args:
         run: the run; it is not changed.
 
     Returns:
-        Plain data for JSON: `memory`, bytes per device by category; `collectives`, with equal ones
-        merged; `flops`; `leaves`, how every parameter is split and why; `mesh`; `schedule`, the
-        table of a pipeline as CSV, or None; `warnings`, sentences about problems.
+        Plain data for JSON, among them `memory`, bytes per device by category; `collectives`, equal
+        ones merged; `flops`; `leaves`, how every parameter is split and why; `mesh`; `schedule`,
+        the table of a pipeline as CSV, or None; `warnings`, sentences about problems.
     """
     step_report = compiled_report(run.step, run.config)
     pipeline = run.step.strategy.pipeline
@@ -237,11 +237,11 @@ class DryRun:
     """The report of `dry_run`.
 
     Args:
-        config: every value of the config, defaults spelled out.
+        config: every value of the config, including defaults.
         opening: the lines that the run prints at its start.
         program: the result of `read_program`.
-        items: the unit of throughput, such as tokens, and how many the whole run takes.
-        ranks: how the ranks and processes share a global batch.
+        items: the unit of throughput, such as tokens, and the number that the whole run processes.
+        ranks: sentences about how ranks and processes share a global batch.
         files: the files that would be written, with their sizes where known.
     """
 
@@ -327,13 +327,13 @@ def _shares(run: Run) -> list[str]:
     index, count = run.world.share_of_batch(axes)
     ranks = math.prod(mesh.shape[axis] for axis in axes)
     each = rows // ranks
-    cut = ""
+    split = ""
     if accumulate > 1:
-        cut = f", in {plural(accumulate, 'microbatch')} of {each // accumulate}"
+        split = f", in {plural(accumulate, 'microbatch')} of {each // accumulate}"
     return [
         f"each of {plural(ranks, 'batch rank')} ({', '.join(axes) or 'no axis'}) takes "
-        f"{each} of {plural(rows, 'sample')} a step{cut}",
-        f"this process brings share {index + 1} of {count}: {rows // count} samples a step",
+        f"{each} of {plural(rows, 'sample')} a step{split}",
+        f"this process loads share {index + 1} of {count}: {rows // count} samples a step",
     ]
 
 

@@ -1,9 +1,9 @@
 """Locks a folder for one writer: an operating system lock on a disk, a lease in a bucket.
 
 A lease is an object that is written with a compare-and-swap, and renewed regularly by the run that
-holds it. A lease that is not renewed for `SECONDS` has expired. The run that waits for it measures
-this on its own clock, so the clocks of machines need not agree. The lease of a process on this
-machine expires as soon as that process ends.
+has it. A lease that is not renewed for `SECONDS` has expired. A run that waits for a lease measures
+this time with its own clock, so the clocks of machines need not agree. The lease of a process on
+this machine expires as soon as that process ends.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 def locked(folder: Path, key: str, tell: Callable[[str], None]) -> Iterator[None]:
     """Keeps other runs out of a folder.
 
-    Uses `flock`: the operating system releases the lock whenever the process ends, so the file
-    that a killed run leaves behind keeps nobody out.
+    Uses `flock`: the operating system releases the lock when the process ends, so the lock file of
+    a killed run does not block other runs.
 
     Args:
         folder: the folder to lock; it exists.
         key: the config key that names the folder, for the beginning of messages.
-        tell: takes a sentence if the file system has no locks.
+        tell: called with a message if the file system has no locks.
 
     Raises:
-        ConfigError: when another run holds the lock, naming that run.
+        ConfigError: when another run has the lock; the message names that run.
 
     Example:
         >>> import tempfile
@@ -80,18 +80,20 @@ def _take(path: Path, folder: Path, key: str, tell: Callable[[str], None]) -> in
                 return _open(path, key)
             if error.errno not in _IN_USE:
                 raise ConfigError(
-                    f"{key}: cannot find out whether another run writes to {str(folder)!r}: its "
-                    f"{path.name} cannot be locked: {error.strerror}; name another folder"
+                    f"{key}: cannot determine whether another run writes to {str(folder)!r}: its "
+                    f"{path.name} cannot be locked: {error.strerror}; name another folder",
+                    code="cannot-lock",
                 ) from error
             raise ConfigError(
-                f"{key}: {str(folder)!r} is in use by {_holder(path)}; wait for its end, stop it, "
-                "or name another folder"
+                f"{key}: {str(folder)!r} is in use by {_holder(path)}; wait until it ends, stop "
+                "it, or name another folder",
+                code="folder-in-use",
             ) from None
         if _is_at(file, path):
             break
         # The previous run removed the file after we opened it and before we locked it.
         os.close(file)
-    # On a full disk the lock still holds; the file just does not name its holder.
+    # On a full disk the lock still works; the file just does not name its holder.
     with suppress(OSError):
         os.ftruncate(file, 0)
         os.write(file, json.dumps(_this_process()).encode())
@@ -104,7 +106,7 @@ def _this_process() -> dict[str, str | int]:
 
 
 def _open(path: Path, key: str) -> int:
-    """Opens the lock file; refuses a link or a device."""
+    """Opens the lock file; raises for a link or a device."""
     what = f"{key}: cannot open the lock file {str(path)!r}"
     with reworded(what, "remove it, or name another folder"):
         return open_regular(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -132,16 +134,16 @@ SECONDS = 60.0
 
 
 class Lease:
-    """The lease of a folder of a bucket: only the run that holds it writes there.
+    """The lease of a folder in a bucket; only the run with the lease writes to the folder.
 
     Args:
         folder: a folder in a bucket.
         key: the config key that names the folder, for the beginning of messages.
-        tell: takes a sentence while waiting for another run's lease.
+        tell: called with a message while waiting for another run's lease.
         seconds: seconds after which a lease that is not renewed expires.
 
     Raises:
-        ConfigError: when another run holds the lease, or the store ignores write conditions.
+        ConfigError: when another run has the lease, or the store ignores write conditions.
         StoreError: when the bucket cannot be written.
     """
 
@@ -161,7 +163,8 @@ class Lease:
         token = uuid.uuid4().hex
         self._holder = {**_this_process(), "machine": _machine(), "token": token, "renewed": 0}
         before = self._take(tell)
-        # The version was just replaced, so a store that checks conditions refuses this write.
+        # Write again, conditional on the old version, which was just replaced. A store that checks
+        # conditions rejects this write.
         if self._object.write(self._text(), before) is not None:
             raise ConfigError(
                 f"{key}: the store of {str(folder)!r} ignores the condition of a conditional "
@@ -173,8 +176,8 @@ class Lease:
         """Renews the lease.
 
         Raises:
-            ConfigError: when another run holds it; everything saved before that is valid.
-            StoreError: when the bucket does not answer.
+            ConfigError: when another run has taken it over; everything saved before is valid.
+            StoreError: when the bucket does not respond.
         """
         with self._mutex:
             if self._lost:
@@ -200,7 +203,7 @@ class Lease:
 
         def renew() -> None:
             while not ended.wait(self._seconds / 6):
-                # The next save raises the error, and nothing is written before it.
+                # Ignore errors here: the next save raises them before it writes anything.
                 with suppress(ConfigError, StoreError):
                     self.check()
 
@@ -225,8 +228,9 @@ class Lease:
             is_free = not holder or _is_gone(holder)
             if watched is not None and version != watched and not is_free:
                 raise ConfigError(
-                    f"{self._key}: {str(self._folder)!r} is in use by {_who(holder)}; wait for its "
-                    "end, stop it, or name another folder"
+                    f"{self._key}: {str(self._folder)!r} is in use by {_who(holder)}; wait until "
+                    "it ends, stop it, or name another folder",
+                    code="folder-in-use",
                 )
             if is_free or (watched is not None and time.monotonic() >= end):
                 self._holder["renewed"] += 1
@@ -240,7 +244,7 @@ class Lease:
                 end = time.monotonic() + self._seconds
                 tell(
                     f"{self._key}: {str(self._folder)!r} was in use by {_who(holder)}; waiting up "
-                    f"to {self._seconds:g} s to see whether that is alive"
+                    f"to {self._seconds:g} s to see whether that process is alive"
                 )
             time.sleep(min(1.0, self._seconds / 10))
 

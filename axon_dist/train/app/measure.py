@@ -1,4 +1,4 @@
-"""Measures on this machine: the fastest variant of a step, and whether its data keep up."""
+"""Measures on this machine: the fastest variant of a step, and whether data loading keeps up."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Options = Mapping[str, OptionValue | None]
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to run the step of a config; all variants compute the same.
+    """One way to run the step of a config; all variants compute the same function.
 
     Args:
         name: its name in the table.
-        options: compiler options, added to those of the chip; they take precedence.
+        options: compiler options that override those of the chip.
         bare: drop the options of the chip.
         remat: what the backward pass recomputes; ignored if `as_config`.
         as_config: use the config's `remat`.
@@ -126,7 +126,7 @@ class Tuning:
     Args:
         rows: sorted by seconds per step; variants that did not run come last.
         device: the kind of device.
-        items_per_step: how many items, such as tokens, a step takes.
+        items_per_step: the number of items, such as tokens, that a step processes.
         item: the kind of item.
     """
 
@@ -161,13 +161,14 @@ def tune(
     """Measures the step of a config under several compiler options and remat policies.
 
     All variants are compiled first. Then they run in turn, round by round, so that other load on
-    the machine slows all of them. They share one state, since they compute the same.
+    the machine slows all of them equally. They share one state, because they compute the same
+    function.
 
     Args:
         config: a checked run, as YAML describes it; its data are not read.
-        rounds: how often each variant is timed.
+        rounds: the number of timings of each variant.
         calls: steps per timing.
-        tried: the variants; None uses those for this kind of device.
+        tried: the variants; None for those of this kind of device.
 
     Returns:
         The times. The row of a variant that does not compile or run has the error.
@@ -264,9 +265,9 @@ def _first_line(error: BaseException) -> str:
 
 
 TIMED_STEPS = 3
-"""Number of timed steps, after one that compiles."""
+"""The number of timed steps, after one step that compiles."""
 _BATCHES = 2
-"""Number of batches loaded before timing, and the fewest batches that are timed."""
+"""The number of batches loaded before timing, and the minimum number of timed batches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +275,7 @@ class DataCheck:
     """The measurements of `check_data`.
 
     Args:
-        description: the data in one sentence.
+        description: a one-sentence description of the data.
         samples: some training samples as text.
         item: the unit of throughput, such as tokens.
         samples_per_second: the loading speed of one thread per process, summed over processes.
@@ -293,7 +294,7 @@ class DataCheck:
 
     @property
     def keeps_up(self) -> bool | None:
-        """Whether data load faster than the step consumes them."""
+        """Whether data are loaded faster than the step consumes them."""
         if self.needed_per_second is None:
             return None
         return self.samples_per_second > self.needed_per_second
@@ -307,23 +308,23 @@ class DataCheck:
 def check_data(
     config: RunConfig, num_samples: int = 3, seconds: float = 2.0, with_step: bool = True
 ) -> DataCheck:
-    """Loads some batches of a config's data, and times some steps to compare the speeds.
+    """Measures the loading speed of a config's data, and the speed of its step.
 
     The loading speed is that of one thread, or of `data.num_workers` processes; a run with
-    `data.num_ahead` above 0 loads at this speed while steps run. The speed of the steps is that on
-    the present devices.
+    `data.num_ahead` above 0 loads at this speed while steps run. The speed of the step is measured
+    on the present devices.
 
     Args:
         config: a checked run, as YAML describes it.
-        num_samples: how many samples to show.
-        seconds: how long to load batches.
+        num_samples: the number of samples to show.
+        seconds: the time to load batches for.
         with_step: whether to compile and time the step.
 
     Returns:
         The measurements.
 
     Raises:
-        ConfigError: when the data is missing, damaged, too small, or unfit for the model.
+        ConfigError: when the data is missing, damaged, too small, or unsuitable for the model.
 
     Example:
         >>> config = RunConfig.from_dict(

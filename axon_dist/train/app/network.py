@@ -1,8 +1,8 @@
-"""Measures the links between devices: each mesh axis, each pair of hosts, and each host alone.
+"""Measures the network along each mesh axis and between pairs of hosts, and the speed of each host.
 
-A collective ends on all of its members at about the same time, so its time does not say which host
-is slow. Hosts are therefore compared by a matmul that each computes alone, and by exchanges in
-which only two hosts take part.
+A collective ends on all of its members at about the same time, so its time does not show which host
+is slow. Hosts are therefore compared by a matmul that each host computes separately, and by
+exchanges between only two hosts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SLOW = 1.5
 _ROUNDS = 5
 _WARM_UP = 2
 _CHAIN = 8
-"""Matmuls in a row, so that their start does not count."""
+"""The number of matmuls in a row; with several, launch overhead is negligible."""
 
 _Key = TypeVar("_Key")
 Run: TypeAlias = Callable[[Array], Array]
@@ -49,8 +49,8 @@ class AxisSpeed:
         ranks: devices along it.
         bandwidth: bytes/s that a device sends into the ring.
         latency: seconds of an all-reduce of one number.
-        planned_bandwidth: the planner's bandwidth; None for a chip without known rates.
-        planned_latency: the planner's latency; None for a chip without known rates.
+        planned_bandwidth: the bandwidth that the planner assumes; None for an unknown chip.
+        planned_latency: the latency that the planner assumes; None for an unknown chip.
         slow: hosts in groups that are slower than other groups of the axis.
     """
 
@@ -107,7 +107,7 @@ def check_network(world: World) -> NetworkCheck:
 def slow_hosts(
     alone: Mapping[str, float], links: Mapping[tuple[str, str], float]
 ) -> tuple[str, ...]:
-    """Names the hosts that compute slowly, those with two slow links, and other slow links.
+    """Describes hosts that compute slowly, hosts with two slow links, and other slow links.
 
     Args:
         alone: seconds of the same matmuls, by host.
@@ -142,9 +142,10 @@ def slow_hosts(
 
 
 def _slow_ratios(times: Mapping[_Key, float]) -> dict[_Key, float]:
-    """The times that are slow, as multiples of the time that the fastest quarter needs.
+    """Returns the slow times, as multiples of the time of the fastest quarter.
 
-    The median would not do: of three links in a ring, a slow host has two.
+    The median is not a good reference: in a ring of three hosts, a slow host has two of the three
+    links.
     """
     if not times:
         return {}
@@ -167,7 +168,7 @@ def _axis_speed(world: World, axis: str, num_bytes: int, names: Sequence[str]) -
 
 
 def _with_plan(speed: AxisSpeed, world: World, row: Hardware) -> AxisSpeed:
-    """Adds what the planner assumes for the axis."""
+    """Adds the bandwidth and latency that the planner assumes for the axis."""
     names = list(world.mesh.shape)
     stride = math.prod(world.mesh.shape[name] for name in names[names.index(speed.axis) + 1 :])
     return dataclasses.replace(
@@ -178,13 +179,13 @@ def _with_plan(speed: AxisSpeed, world: World, row: Hardware) -> AxisSpeed:
 
 
 def _slow_groups(times: Sequence[float], names: Sequence[str]) -> tuple[str, ...]:
-    """Names the hosts of processes whose groups take longer than those of others."""
+    """Returns the hosts of processes whose groups are slower than other groups."""
     slow = _slow_ratios(dict(enumerate(times)))
     return tuple(dict.fromkeys(names[process] for process in slow))
 
 
 def _over_devices(world: World, function: Run) -> Run:
-    """Compiles a function of one device's row `[1, n]`; its argument has a row per device."""
+    """Compiles a function that maps `[1, n]`, so that each device maps its row of an array."""
     spec = PartitionSpec(world.mesh.axis_names)
     mapped = jax.shard_map(
         function, mesh=world.mesh, in_specs=spec, out_specs=spec, check_vma=False
@@ -193,7 +194,7 @@ def _over_devices(world: World, function: Run) -> Run:
 
 
 def _rows(world: World, num_words: int) -> Array:
-    """A float32 array `[devices, num_words]` with one row per device."""
+    """Returns a float32 array `[devices, num_words]` with one row per device."""
     sharding = NamedSharding(world.mesh, PartitionSpec(world.mesh.axis_names))
     shape = world.size, num_words
     row = np.ones((1, num_words), np.float32)
@@ -201,7 +202,7 @@ def _rows(world: World, num_words: int) -> Array:
 
 
 def _seconds(world: World, run: Run, num_words: int) -> float:
-    """The shortest time of a program in this process, when all processes start it together."""
+    """Returns the shortest time of a program in this process; all processes start it together."""
     x = _rows(world, num_words)
     together = _over_devices(world, lambda x: jax.lax.psum(x, world.mesh.axis_names))
     start = _rows(world, 1)
@@ -217,9 +218,9 @@ def _seconds(world: World, run: Run, num_words: int) -> float:
 
 
 def _host_names() -> list[str]:
-    """The host of each process; with its process if all processes are on one host.
+    """Returns the host of each process, with the process number if all are on one host.
 
-    Names are ASCII and short, because another host may have any name.
+    Names are converted to short ASCII texts, because hosts may have any name.
     """
     here = ascii(socket.gethostname())[1:-1][:60]
     names = [str(name) for name in _from_all(here)]
@@ -237,7 +238,7 @@ def _hosts_of(names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _times_alone(world: World, names: Sequence[str]) -> dict[str, float]:
-    """The seconds that each host's slowest device needs for the same matmuls."""
+    """Returns, by host, the seconds that its slowest device needs for the same matmuls."""
     size, dtype = (256, jnp.float32) if world.is_cpu else (4096, jnp.bfloat16)
 
     def chain(x: Array) -> Array:
@@ -264,10 +265,10 @@ def _times_alone(world: World, names: Sequence[str]) -> dict[str, float]:
 def _link_times(
     world: World, hosts: Mapping[str, Sequence[int]], num_bytes: int
 ) -> dict[tuple[str, str], float]:
-    """The seconds of an exchange between each two neighbouring hosts, which form a ring.
+    """Returns the seconds of an exchange between each two neighbouring hosts of a ring.
 
-    All devices of the two hosts exchange at once. Hosts that share no neighbour exchange in the
-    same round.
+    All devices of the two hosts exchange at once. Pairs without a common host exchange in the same
+    round.
     """
     positions: dict[str, list[int]] = {name: [] for name in hosts}
     of_process = {process: name for name, members in hosts.items() for process in members}

@@ -1,4 +1,4 @@
-"""Checks that the compiler computes correct gradients here, for many operations and layouts."""
+"""Checks that XLA computes correct gradients on these devices, for many operations and layouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POSITIONS, FEATURES = 8, 8
 """The sizes T and D of the samples."""
 
 NumericsCase: TypeAlias = Callable[[Array, Array], Array]
-"""(samples `[B, T, D]`, kernel) -> any array."""
+"""Maps samples `[B, T, D]` and a kernel to any array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class NumericsProgram:
     Args:
         run: the operation.
         kernel: the shape of its kernel.
-        core: whether it belongs to the quick subset, one of each kind.
+        core: whether it belongs to the quick subset, which has one operation of each kind.
     """
 
     run: NumericsCase
@@ -212,7 +212,7 @@ SENTINELS: MappingProxyType[str, NumericsProgram] = MappingProxyType(
 
 
 TOLERANCE = 1e-4
-"""The largest error of a gradient, relative to its largest element, that rounding explains."""
+"""The largest error of a gradient, relative to its largest element, that rounding can explain."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,8 +222,8 @@ class Finding:
     Args:
         sentinel: its name.
         layout: the name of the layout.
-        leaf: `kernel`, or `inner`, the weight of a product before the operation, which gets the
-            gradient of the operation's input.
+        leaf: `kernel`; or `inner`, the weight of the product before the operation, whose gradient
+            depends on that of the operation's input.
         error: the largest difference from one device, relative to the largest element there.
     """
 
@@ -234,7 +234,7 @@ class Finding:
 
     @property
     def is_right(self) -> bool:
-        """Whether rounding explains the error."""
+        """Whether rounding can explain the error."""
         return self.error <= TOLERANCE
 
 
@@ -361,8 +361,9 @@ def check_numerics(
     """
     if len(devices) < 4 or len(devices) % 2:
         raise MeshError(
-            f"comparing layouts needs a mesh with two axes, and got {len(devices)} devices; give "
-            "an even number, at least four, such as World.emulate(4).mesh.devices.flat"
+            f"comparing layouts needs a mesh with two axes, but got {len(devices)} devices; give "
+            "an even number, at least four, such as World.emulate(4).mesh.devices.flat",
+            code="too-few-devices",
         )
     selected = [name for name, row in SENTINELS.items() if full or row.core]
     selected = selected if names is None else list(names)

@@ -39,10 +39,10 @@ class Part:
     """One section of a page.
 
     Args:
-        key: its anchor.
-        title: its heading.
+        key: the HTML anchor.
+        title: the heading.
         draw: returns HTML for the runs, or None if there is nothing to show.
-        missing: the text to show in that case.
+        missing: the text to show if `draw` returns None.
     """
 
     key: str
@@ -57,15 +57,15 @@ def report_page(run: str | Path, compare: str | Path | Sequence[str | Path] = ()
     All text from the run is escaped. The page lists missing and broken records.
 
     Args:
-        run: the folder of a run, ended or not.
+        run: the folder of a run, finished or not.
         compare: folders of other runs. Their curves are drawn in the same plots, and a table shows
             how their figures and configs differ.
 
     Returns:
-        The page; it loads nothing else.
+        The page, which loads no other files.
 
     Raises:
-        ConfigError: when a folder does not exist, or holds no records of a run.
+        ConfigError: when a folder does not exist, or has no records of a run.
     """
     others = (compare,) if isinstance(compare, (str, Path)) else compare
     runs = _with_distinct_names([read_recorded(one) for one in (run, *others)])
@@ -84,7 +84,7 @@ def report_page(run: str | Path, compare: str | Path | Sequence[str | Path] = ()
         links=links,
         body="\n".join(sections if absent else sections[:-1]),
     )
-    # Control characters from a run's records could act on a terminal that prints the page.
+    # Control characters in a run's records could affect a terminal that prints the page.
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", page)
 
 
@@ -99,7 +99,7 @@ def _list(lines: Iterable[str], kind: str = "missing") -> str:
 def _drawn(part: Part, runs: Runs) -> str | None:
     try:
         return part.draw(runs)
-    except Exception as error:  # a damaged record may hold anything
+    except Exception as error:  # a damaged record may have any content
         return _say(f"this cannot be drawn: {type(error).__name__}: {error}")
 
 
@@ -126,7 +126,7 @@ def _head(runs: Runs) -> str:
 def _figures(run: Recorded) -> Mapping[str, str]:
     try:
         return run.figures()
-    except Exception as error:  # a damaged record may hold anything
+    except Exception as error:  # a damaged record may have any content
         return {"figures": f"unknown ({type(error).__name__})"}
 
 
@@ -247,7 +247,7 @@ def _under(heading: str, html: str | None) -> str:
 
 
 def _of_each(draw: Callable[[Recorded], str | None]) -> Callable[[Runs], str | None]:
-    """Turns a function that draws one run into one that draws several, each under its name."""
+    """Turns a function that draws one run into one that draws each of several under its name."""
 
     def draw_all(runs: Runs) -> str | None:
         return "".join(_under(one.name, draw(one)) for one in runs) or None
@@ -385,7 +385,7 @@ def _mesh(runs: Runs) -> str | None:
     tracks = f"grid-template-columns:repeat({columns},minmax(2em,3em))"
     grid = f'<div class="mesh" style="{tracks}">{cells}</div>'
     processes = len({d["process"] for d in devices})
-    owners = f"a color for each of {processes} processes" if processes > 1 else "of one process"
+    owners = f"one color for each of {processes} processes" if processes > 1 else "of one process"
     return f"{caption}{grid}<p>ranks, {owners}</p>"
 
 
@@ -424,7 +424,7 @@ _NO_SUMMARY = "Unknown: not in summary.json, which axon train writes at the end.
 _NO_PROGRAM = "Unknown: not in program.json, which axon train writes after the first step."
 _ABSENT = Part("absent", "Not recorded", lambda runs: None, "")
 PARTS: tuple[Part, ...] = (
-    Part("runs", "Side by side", _side_by_side, "One run; name others by --compare."),
+    Part("runs", "Side by side", _side_by_side, "One run; add others with --compare."),
     Part("loss", "Loss", _loss, _NOT_MEASURED),
     Part("validation", "Validation metrics", _validation, "Only the loss was validated."),
     Part("norms", "Gradient norm", _norms, _NOT_MEASURED),

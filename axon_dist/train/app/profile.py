@@ -27,10 +27,10 @@ from .run_model import run_config
 from .steps import build_step, build_world
 
 WARM_UP = 2
-"""Steps before the trace begins: one compiles, one fills caches."""
+"""The number of steps before the trace: one compiles, one fills caches."""
 
 SLACK = 2
-"""Steps that are traced but not measured: the first, and one after the last measured step."""
+"""The number of steps that are traced but not measured: the first one and the last one."""
 
 _WIDTHS = {"cpu": 1024}
 """The size of the matrix product that is timed if the chip is unknown, by platform."""
@@ -43,11 +43,11 @@ def profile_step(config: RunConfig, num_steps: int = 3) -> Waterfall:
     The batch is random and already on the devices, so the time to load data is not included.
 
     Args:
-        config: a checked run, as YAML describes it; its data are not read, nothing is written.
-        num_steps: the number of measured steps; each row is their mean.
+        config: a checked run, as YAML describes it; its data are not read, and nothing is written.
+        num_steps: the number of measured steps; each row is the mean over them.
 
     Returns:
-        The waterfall, with an option to reduce each loss where one is known.
+        The waterfall, with a config option that reduces each loss, if one is known.
 
     Raises:
         ConfigError: for fewer than one step.
@@ -121,8 +121,8 @@ def peak_flops(mesh: jax.sharding.Mesh, program: str = "") -> tuple[float, str]:
         program: the text of the compiled step; if it uses fp8, the peak is that of fp8.
 
     Returns:
-        The rate from the chip's data sheet. For devices without one, such as CPUs, the measured
-        rate of a matrix product; emulated devices share it.
+        The rate from the chip's data sheet. For devices without a data sheet, such as CPUs, the
+        measured rate of a matrix product, divided by the number of emulated devices.
     """
     device = mesh.devices.flat[0]
     if chip := machine_of(mesh):

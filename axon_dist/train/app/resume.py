@@ -1,5 +1,7 @@
-"""Finds the state a run starts from: a new one, a checkpoint, or a copy in host memory; and keeps
-the cache of compiled programs."""
+"""Finds the state that a run starts from, and manages the cache of compiled programs.
+
+A run starts from a new state, from a checkpoint, or from a copy in host memory.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ from .directory import AUTO, RunDirectory, changed_keys, flat
 from .runs import Run
 
 MOST_BYTES = 4 * 2**30
-"""Disk space for compiled programs, in bytes; the least recently used ones are removed first."""
+"""The disk space for compiled programs, in bytes; the least recently used are removed first."""
 
 _DIGEST, _NAME = 32, "-program"
 _CPU = ("model name", "flags", "Features", "CPU part")
@@ -70,7 +72,7 @@ class SavedStates:
         run: the run, with its loader.
         form: the portable form in which states are saved.
         checkpoints: the checkpoints on the disk.
-        copies: the copies in memory; None if the config asks for none.
+        copies: the copies in host memory; None without `checkpoint.memory_every`.
         directory: the run's folder; its files are copied to a bucket before each checkpoint.
     """
 
@@ -81,7 +83,7 @@ class SavedStates:
     directory: RunDirectory
 
     def save(self, state: TrainState, number: int, loss: float | None) -> None:
-        """Saves a state with the config and the position in the data, which resuming needs.
+        """Saves a state, with the config and the position in the data.
 
         Args:
             state: the state; its arrays may be donated when this returns.
@@ -93,7 +95,7 @@ class SavedStates:
             on_main(self._copy_records)
         meta = {"step": number, "config": run.config.to_dict(), "data": run.loader.state()}
         meta["settings"] = read_settings(os.environ, jax.config.values)
-        # Threads of the saves before this one have ended, and left holes.
+        # Threads of earlier saves have ended and left their heaps fragmented.
         trim_heaps()
         self.checkpoints.save(number, self.form.to_canonical(state), meta=meta, score=loss)
 
@@ -104,14 +106,17 @@ class SavedStates:
             self.checkpoints.tell(f"the records of the run are not copied to the bucket: {error}")
 
     def copy(self, state: TrainState, number: int) -> None:
-        """Copies a state and its position in the data to memory; then its arrays may be donated."""
+        """Copies a state and the position in the data to host memory.
+
+        The state's arrays may be donated when this returns.
+        """
         assert self.copies is not None
         self.copies.save(number, self.form.to_canonical(state), {"data": self.run.loader.state()})
 
     def go_back(self) -> TrainState | None:
         """Loads the newest good checkpoint of the run; None if there is none.
 
-        Drops the copies in memory, since they may contain the steps to undo.
+        Drops the copies in memory, because they may contain the steps to undo.
         """
         self.checkpoints.wait()
         if self.copies is not None:
@@ -126,16 +131,16 @@ class SavedStates:
 
         Args:
             resume: None for a new run; `"auto"` for the newest good checkpoint of the run, if
-                there is one; or the path of a checkpoint, of a folder of them, or of a run.
-            tell: takes sentences for the user.
+                there is one; or the path of a checkpoint, of a folder of checkpoints, or of a run.
+            tell: called with messages for the user.
 
         Returns:
             The state, or None for a new run.
 
         Raises:
-            CheckpointError: when there is no good checkpoint at the path, it belongs to another
-                model, or all checkpoints of the run are damaged.
-            ConfigError: when the checkpoint is from other data, or a new run would mix its
+            CheckpointError: when there is no good checkpoint at the path, the checkpoint belongs to
+                another model, or all checkpoints of the run are damaged.
+            ConfigError: when the checkpoint belongs to other data, or a new run would mix its
                 checkpoints with those of another run.
         """
         checkpoints = self.checkpoints
@@ -143,8 +148,8 @@ class SavedStates:
         if resume is None:
             if checkpoints.entries():
                 raise ConfigError(
-                    f"checkpoint.dir: {str(checkpoints.folder)!r} holds the checkpoints of another "
-                    "run; name another, or continue from them with --resume auto",
+                    f"checkpoint.dir: {str(checkpoints.folder)!r} has the checkpoints of another "
+                    "run; name another folder, or continue from them with --resume auto",
                     code="holds-checkpoints",
                 )
             return None
@@ -162,8 +167,8 @@ class SavedStates:
             restored = _restore_path(as_place(resume, "--resume"), form.target, tell)
         if "data" not in restored.manifest.meta:
             raise CheckpointError(
-                f"checkpoint {str(restored.path)!r} has no position in the data; name one that "
-                "axon train wrote",
+                f"checkpoint {str(restored.path)!r} has no position in the data; name a "
+                "checkpoint that axon train wrote",
                 code="no-data-position",
             )
         self.run.loader.restore(restored.manifest.meta["data"])
@@ -192,8 +197,9 @@ def open_states(
     Args:
         run: the run.
         directory: its folder.
-        env: the environment; the launcher sets the folder in memory that outlives a process.
-        tell: takes a sentence when something fails.
+        env: the environment, in which the launcher names a folder in memory that outlives a
+            process.
+        tell: called with a message when something fails.
 
     Raises:
         ConfigError: when the state is split over hosts that cannot keep copies for each other.
@@ -246,23 +252,26 @@ def changes_since(saved: object, config: RunConfig, state: TrainState) -> list[s
         at = int(state.step)
         if old is not None and new is not None and 0 < at <= len(old) and at < len(new):
             rate = f"learning rate: {old[at - 1]:.4g} in step {at}, {new[at]:.4g} in step {at + 1}"
-            planned = f"{old[at]:.4g}" if at < len(old) else "none, as it would have ended"
+            planned = (
+                f"{old[at]:.4g}" if at < len(old) else "none, because the run would have ended"
+            )
             if at >= len(old) or not math.isclose(old[at], new[at], rel_tol=1e-6):
-                lines.append(f"{rate}; before the change that was to be {planned}")
+                lines.append(f"{rate}; before the change it would have been {planned}")
     return lines
 
 
 def changes_around(restored: Restored) -> list[str]:
     """Lists how the environment has changed since a checkpoint was saved.
 
-    None of the changes prevents a run from resuming, but they may change the bits of its results.
+    A run resumes in spite of these changes, but they may change the bits of its results.
 
     Args:
         restored: the checkpoint, with the state as placed in this run.
 
     Returns:
-        A line for each library with another version, for another mesh, and for each changed
-        setting of JAX or XLA. Checkpoints of older versions of this library lack some of them.
+        A line for each library whose version has changed, for a different mesh, and for each
+        changed setting of JAX or XLA. Checkpoints of older versions of this library do not contain
+        all of these.
     """
     here = installed_versions()
     manifest = restored.manifest
@@ -301,8 +310,8 @@ def _restore_path(path: Place, target: PyTree, tell: Callable[[str], None]) -> R
 
 def _folder_of(path: Place) -> Place:
     inside = path / "checkpoints"
-    there = inside.names() if isinstance(inside, Address) else inside.is_dir()
-    return inside if there else path
+    exists = inside.names() if isinstance(inside, Address) else inside.is_dir()
+    return inside if exists else path
 
 
 def _none_in(folder: Place) -> CheckpointError:
@@ -354,15 +363,15 @@ def check_resume(resume: str | None) -> None:
 
 
 def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) -> None:
-    """Raises if a config asks for copies in memory that would be lost or never be used.
+    """Raises if `checkpoint.memory_every` would make copies that are lost or never used.
 
     Args:
         config: a run as YAML describes it.
         env: the environment.
-        resume: what the run resumes from.
+        resume: the `resume` argument of the run.
 
     Raises:
-        ConfigError: when copies would be lost or unused; it says what to do.
+        ConfigError: when copies would be lost or unused.
     """
     steps = config.checkpoint.memory_every
     if not steps:
@@ -370,17 +379,18 @@ def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) 
     folder = env.get(MEMORY)
     if folder is None:
         raise ConfigError(
-            f"checkpoint.memory_every: got {steps}, and nothing keeps copies in the memory of this "
+            f"checkpoint.memory_every: got {steps}, but nothing keeps copies in the memory of this "
             "host; start the run with axon launch --max-restarts 3 -- axon train ... where "
             f"/dev/shm exists, set {MEMORY} to a folder in memory that outlives a process, or "
-            "leave it at 0"
+            "leave checkpoint.memory_every at 0",
+            code="copies-not-kept",
         )
     if not Path(folder).is_dir():
         raise ConfigError(f"{MEMORY} names {folder!r}, which is not a folder; make it, or unset it")
     if resume != AUTO or config.run_dir is None:
         missing = "--resume auto" if resume != AUTO else "a run_dir"
         raise ConfigError(
-            f"checkpoint.memory_every: got {steps}, and a restarted run resumes from its copies "
+            f"checkpoint.memory_every: got {steps}, but a restarted run resumes from its copies "
             f"only with {missing}; add it. If there is nothing to resume from, the run begins at "
             "step 0",
             code="copies-unused",
@@ -388,17 +398,17 @@ def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) 
 
 
 def keep_programs(tell: Callable[[str], None]) -> None:
-    """Keeps compiled programs in this user's cache folder, unless JAX has another.
+    """Keeps compiled programs in this user's cache folder, unless JAX has a cache folder already.
 
-    An executable is code, and the folder of a run may come from anybody, so programs are not kept
-    there. They are kept in `$XDG_CACHE_HOME/axon_dist` or `~/.cache/axon_dist`, in a folder for
-    each kind of host that only this user can write to. JAX finds them by a hash of the program,
-    the versions, the devices, the flags and the compiler options. Set
-    `JAX_ENABLE_COMPILATION_CACHE=0` to keep none, and `JAX_COMPILATION_CACHE_DIR` to name another
-    folder.
+    An executable is code, and the folder of a run may come from another person, so programs are not
+    kept in the folder of a run. They are kept in `$XDG_CACHE_HOME/axon_dist` or
+    `~/.cache/axon_dist`, in a folder for each kind of host that only this user can write to. JAX
+    finds them by a hash of the program, the versions, the devices, the flags and the compiler
+    options. Set `JAX_ENABLE_COMPILATION_CACHE=0` to keep no programs, and
+    `JAX_COMPILATION_CACHE_DIR` to name another folder.
 
     Args:
-        tell: takes a sentence if no programs can be kept.
+        tell: called with a message if no programs can be kept.
     """
     settings = jax.config.values
     if settings["jax_compilation_cache_dir"] or not settings["jax_enable_compilation_cache"]:
@@ -419,14 +429,14 @@ class ProgramStore:
 
     Args:
         folder: the folder; made if it is missing.
-        most_bytes: the most bytes of all files together.
+        most_bytes: the maximum size of all files together.
 
     Raises:
         PermissionError: when the folder belongs to another user, or others may write to it.
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES):
-        # Whoever may write to the parent could replace the folder, so check both.
+        # A user who may write to the parent could replace the folder, so check both.
         for one in (folder.parent, folder):
             one.mkdir(mode=0o700, parents=True, exist_ok=True)
             info = one.stat()
@@ -434,7 +444,7 @@ class ProgramStore:
                 raise PermissionError(
                     f"{str(one)!r} belongs to user {info.st_uid}, mode "
                     f"{stat.S_IMODE(info.st_mode):o}, and an executable is code; make it writable "
-                    f"by user {os.geteuid()} alone, or remove it"
+                    f"only by user {os.geteuid()}, or remove it"
                 )
         self.path = folder
         self._drop_oldest(most_bytes)
@@ -479,8 +489,8 @@ class ProgramStore:
 def _host() -> str:
     """Returns a name for the kind of this host.
 
-    Homes may be shared between hosts, and code compiled for one CPU may fail on another. The cache
-    key of JAX includes only the kind of the devices.
+    Hosts may share home folders, and code compiled for one CPU may fail on another. The cache key
+    of JAX includes only the kind of the devices.
     """
     known = [platform.machine(), platform.system()]
     if (info := Path("/proc/cpuinfo")).exists():

@@ -50,7 +50,7 @@ from .directory import open_directory
 from .steps import model_of
 
 BEST = "best"
-"""Value of `step` that selects the checkpoint with the lowest validation loss."""
+"""The value of `step` that selects the checkpoint with the lowest validation loss."""
 
 
 @in_own_context
@@ -64,14 +64,14 @@ def load_model(
     """Loads the model of a run as a plain module on one device, without the optimizer.
 
     The run may have used any mesh and strategy, including pipelines: a checkpoint stores the
-    arrays in the form of the model. The module computes in its own dtypes, whatever `precision` the
-    run has. If that is a `MixedPrecision`, `axon_dist.precision.autocast(model, config.precision)`
-    makes the module compute as the run did.
+    arrays in the form of the model. The module computes in its own dtypes, regardless of the run's
+    `precision`. If that is a `MixedPrecision`,
+    `axon_dist.precision.autocast(model, config.precision)` makes the module compute as the run did.
 
     Args:
         run: the folder of a run.
         step: which checkpoint: the number of its step, `"best"`, or None for the newest.
-        tell: takes a sentence about each newer checkpoint that is damaged and skipped.
+        tell: called with a message about each newer checkpoint that is damaged and skipped.
         trust: whether functions that the run's config names may be imported and called.
 
     Returns:
@@ -87,7 +87,7 @@ def load_model(
     Example:
         >>> load_model("runs/none")
         Traceback (most recent call last):
-        axon_dist.core.errors.ConfigError: there is no run in 'runs/none', for it has no ...
+        axon_dist.core.errors.ConfigError: there is no run in 'runs/none', because it has no ...
     """
     config = run_config(run, trust=trust)
     folder = find_checkpoint(run, config, step, tell)
@@ -112,12 +112,13 @@ def run_config(run: str | Path, overrides: Sequence[str] = (), *, trust: bool = 
     directory = open_directory(run)
     if kind_at(directory.config) is None:
         raise ConfigError(
-            f"there is no run in {str(run)!r}, for it has no {directory.config.name}; name a "
-            "folder that axon train has made, such as runs/<name>-<time>"
+            f"there is no run in {str(run)!r}, because it has no {directory.config.name}; name a "
+            "folder that axon train has made, such as runs/<name>-<time>",
+            code="no-run",
         )
     if directory.config.is_symlink():
         raise ConfigError(
-            f"{str(directory.config)!r} is a link, and links in the folder of a run are not "
+            f"{str(directory.config)!r} is a link, but links in the folder of a run are not "
             "followed; replace it with a copy of the file",
             code="is-a-link",
         )
@@ -136,10 +137,10 @@ def find_checkpoint(
         run: the folder of the run.
         config: the config of the run; it may name another folder for checkpoints.
         step: the number of its step, `"best"`, or None for the newest.
-        tell: takes a sentence about each newer checkpoint that is damaged and skipped.
+        tell: called with a message about each newer checkpoint that is damaged and skipped.
 
     Raises:
-        CheckpointError: when there is no such checkpoint; it lists the existing ones.
+        CheckpointError: when there is no such checkpoint; the message lists the existing ones.
     """
     default = as_place(run, "the run") / "checkpoints"
     elsewhere = config.checkpoint.dir
@@ -153,7 +154,7 @@ def find_checkpoint(
         )
     if step is None:
         for damage in manager.passed_over():
-            tell(f"{damage}: taking the one before it")
+            tell(f"{damage}: using the checkpoint before it")
         return folder / step_name(entries[-1].step)
     if step == BEST:
         scored = [(entry.score, entry.step) for entry in entries if entry.score is not None]
@@ -167,8 +168,9 @@ def find_checkpoint(
     steps = [entry.step for entry in entries]
     if step not in steps:
         raise CheckpointError(
-            f"got step {step!r}, and the checkpoints in {str(folder)!r} are of the steps "
-            f"{', '.join(map(str, steps))}; name one of these, best, or none for the newest"
+            f"got step {step!r}, but the checkpoints in {str(folder)!r} have the steps "
+            f"{', '.join(map(str, steps))}; name one of these, or best, or none for the newest",
+            code="no-such-step",
         )
     return folder / step_name(int(step))
 
@@ -195,7 +197,7 @@ def load_arrays(
         CheckpointError: when the checkpoint is damaged, or belongs to another model.
     """
     saved = read_manifest(checkpoint).leaves
-    # With outer steps, every array except the outer parameters has a leading axis of replicas.
+    # With outer steps, every array except the outer parameters has a leading dim of replicas.
     inner = (path.replace("outer/", "params/", 1) for path in saved if path.startswith("outer/"))
     replicas = next((saved[path].shape[0] for path in inner if path in saved), 0)
 
@@ -208,7 +210,7 @@ def load_arrays(
         dtype = jnp.dtype(saved[path].dtype) if _is_float(leaf) else leaf.dtype
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    # Use the checkpoint's split into trained and frozen: this config may train other parameters.
+    # Use the checkpoint's split into trained and frozen parameters; this config may have another.
     forms = _saved_forms(saved, model_spec.weights)
     weights = jax.eval_shape(lambda weights: narrowed(weights, forms), model_spec.weights)
     frozen = {path for path, _ in leaves_with_paths(weights) if f"frozen/{path}" in saved}
@@ -280,7 +282,7 @@ def export_run(
 ) -> int:
     """Writes the trained weights of a run, without its optimizer.
 
-    LoRA adapters are merged into the weights, or are written alone, as peft does.
+    LoRA adapters are merged into the weights, or written separately in peft's format.
 
     Args:
         run: the folder of a run.
@@ -293,20 +295,20 @@ def export_run(
         max_file: the size in bytes above which weights are split into several files; None for
             `axon_dist.weights.MAX_FILE`. Adapters are in one file.
         adapters: write `adapter_config.json` and `adapter_model.safetensors` instead of the
-            weights: the adapters, and whole what `trainable` of the config trains besides.
-            `format` is then that of the base model; "native" stands for the one of
-            `weights.format` of the config.
-        tell: takes a sentence about each newer checkpoint that is damaged and skipped, about each
-            file that is not written, about the dtype of the weights, and about a base model that
-            is not the one of the adapters.
+            weights. They have the adapters, and in full the other parameters that `trainable` of
+            the config selects. `format` is then that of the base model; "native" means the config's
+            `weights.format`.
+        tell: called with messages about newer checkpoints that are damaged and skipped, files that
+            are not written, the dtype of the weights, and a base model that is not the one that
+            the adapters were trained on.
         trust: whether functions that the run's config names may be imported and called.
 
     Returns:
         The number of tensors written.
 
     Raises:
-        ConfigError: when there is no run in the folder, no such format, or other files are in the
-            way.
+        ConfigError: when there is no run in the folder, the format is unknown, or the folder has
+            other files that would be mixed with these.
         CheckpointError: when the run has no such checkpoint, or it is damaged.
         UnsupportedError: when the model of the run is not of the family of the format.
     """
@@ -315,8 +317,8 @@ def export_run(
     if adapters:
         if max_file is not None:
             raise ConfigError(
-                f"got max_file={max_file} with adapters, which peft reads from one file; leave it "
-                "out",
+                f"got max_file={max_file} with adapters, which peft reads from one file; leave "
+                "max_file out",
                 code="adapters-in-files",
             )
         return _export_adapters(run, path, format, step, dtype, tell, trust)
@@ -339,7 +341,7 @@ def export_run(
 
 def _tell_dtypes(tensors: Mapping[str, Any], tell: Callable[[str], None]) -> None:
     kinds = " and ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
-    narrower = "; for half the size give --dtype bfloat16" if "float32" in kinds else ""
+    narrower = "; --dtype bfloat16 halves the size" if "float32" in kinds else ""
     tell(f"the tensors are {kinds}{narrower}")
 
 
@@ -352,13 +354,13 @@ def _export_adapters(
     tell: Callable[[str], None],
     trust: bool,
 ) -> int:
-    """Writes the adapters of a run as peft does; see `export_run`."""
+    """Writes the adapters of a run in peft's format; see `export_run`."""
     config = run_config(run, trust=trust)
     format = _format_of_base(run, config, format)
     model, config = load_model(run, step, tell, trust=trust)
     paths = [path for path, _ in leaves_with_paths(split_model(lambda: model)[0].weights)]
     plain = [path for path in paths if not path.rpartition("/")[0].endswith("lora")]
-    # A pattern that finds only adapters adds nothing to them.
+    # A pattern that matches only adapters adds no layers.
     modules = tuple(x for x in config.trainable if any(re.search(x, path) for path in plain))
     base = _base_of(config, tell)
     save_adapters(model, path, format, dtype=dtype, base=base, modules=modules)
@@ -378,7 +380,7 @@ def _format_of_base(run: str | Path, config: RunConfig, format: str) -> str:
     """
     if config.lora is None:
         raise ConfigError(
-            f"the run {str(run)!r} has no adapters, for its config has no lora; leave out "
+            f"the run {str(run)!r} has no adapters, because its config has no lora; leave out "
             "--adapters (adapters=True) to write the weights",
             code="no-adapters",
         )
@@ -387,8 +389,8 @@ def _format_of_base(run: str | Path, config: RunConfig, format: str) -> str:
     of_weights = NATIVE_NAME if config.weights is None else config.weights.format
     if of_weights == NATIVE_NAME:
         raise ConfigError(
-            "adapters are written with the names that peft gives to layers, and no weights.format "
-            f"of the run {str(run)!r} says how its model is called there; give --format "
+            "adapters are written with peft's names of layers, but the run "
+            f"{str(run)!r} has no weights.format that defines these names; give --format "
             "(format=...), such as hf-llama",
             code="no-format",
         )
@@ -399,20 +401,20 @@ def _base_of(config: RunConfig, tell: Callable[[str], None]) -> str | None:
     """Returns the name of the base model for `adapter_config.json`; None if there is none."""
     if config.weights is None:
         tell(
-            "the run started from random weights, which no file has: the adapters are of use only "
-            "with a base model that you save yourself"
+            "the run started from random weights, which are in no file: the adapters are usable "
+            "only with a base model that you save yourself"
         )
         return None
     if config.frozen_dtype == "int8":
         tell(
-            "the adapters were trained on a base model in int8: with one that is not rounded the "
-            "results differ a little"
+            "the adapters were trained on a base model in int8: with an unrounded base model, "
+            "results differ slightly"
         )
     file, *others = config.weights.files
     if others:
         tell(
-            f"base_model_name_or_path is null, because the weights are of {len(others) + 1} files "
-            "or folders; give peft the base model yourself"
+            f"base_model_name_or_path is null, because the weights come from {len(others) + 1} "
+            "files or folders; give peft the base model yourself"
         )
         return None
     return file.removeprefix(REMOTE).partition("@")[0] if file.startswith(REMOTE) else file
@@ -426,7 +428,7 @@ def _token_ids(
         ids = {} if config.weights is None else token_ids(config.weights.files)
         return ids or {"eos_token_id": tokenizer_of(run, config).end}
     except AxonDistError as error:
-        tell(f"config.json has no ids of tokens: {error}")
+        tell(f"config.json has no token ids: {error}")
         return {}
 
 
@@ -463,7 +465,7 @@ def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
     task = config.kind.task
     if task.item != "tokens":
         raise ConfigError(
-            f"the model of the run {str(run)!r} is trained on {task.item}, and generating needs "
+            f"the model of the run {str(run)!r} is trained on {task.item}, but generation needs "
             "a text model; name another run",
             code="not-text",
         )
@@ -474,7 +476,7 @@ def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
         return tokenizer if end is None else dataclasses.replace(tokenizer, end=end)
     if task.unit(config.data) != "nats/byte":
         raise ConfigError(
-            f"the data of the run {str(run)!r} has tokens and no tokenizer, so they cannot be "
+            f"the data of the run {str(run)!r} has tokens but no tokenizer, so they cannot be "
             "decoded to text; name it: data.tokenizer=FILE",
             code="no-tokenizer",
         )

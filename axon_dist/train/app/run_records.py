@@ -1,4 +1,4 @@
-"""`Recorded` reads what a run wrote into its folder, without a device; draws curves as SVG."""
+"""`Recorded`: the records in the folder of a run, read without a device; draws curves as SVG."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Recorded:
         config: the text of `config.yaml`.
         notes: a sentence for each record that is missing or broken.
         waterfall: the contents of `waterfall.json`; empty if missing or unreadable.
-        called: a name that distinguishes it from another run of the same name; else empty.
+        called: a name that distinguishes it from another run of the same name; empty if it is not
+            needed.
     """
 
     folder: Place
@@ -172,7 +173,7 @@ def read_recorded(folder: str | Path) -> Recorded:
         folder: the folder of a run, even if the run has not ended or its files are damaged.
 
     Raises:
-        ConfigError: when there is no such folder, or it holds no records of a run.
+        ConfigError: when the folder does not exist, or has no records of a run.
     """
     directory = open_directory(folder)
     if not directory.path.is_dir():
@@ -184,7 +185,7 @@ def read_recorded(folder: str | Path) -> Recorded:
     rows = tuple(_rows(directory.metrics, notes))
     words = (x for row in rows for x in row.values() if isinstance(x, str))
     if bad := sum(x in ("nan", "inf", "-inf") for x in words):
-        notes.append(f"{plural(bad, 'number')} of the metrics not finite, left out of curves")
+        notes.append(f"{plural(bad, 'number')} of the metrics not finite, omitted from curves")
     waterfall: JsonDict = {}
     if kind_at(directory.waterfall) is not None:
         waterfall = _object(directory.waterfall, "the time of a step is not broken down", notes)
@@ -198,13 +199,15 @@ def read_recorded(folder: str | Path) -> Recorded:
         waterfall=waterfall,
     )
     if not (recorded.rows or recorded.summary or recorded.program or recorded.config):
-        raise ConfigError(f"{str(folder)!r} holds nothing of a run: {'; '.join(notes)}")
+        raise ConfigError(
+            f"{str(folder)!r} has no records of a run: {'; '.join(notes)}", code="no-records-of-run"
+        )
     return recorded
 
 
 _MOST_READ, _BLOCK = 2**24, 2**18
-"""The most bytes read from a record, and the size of a block of a larger one. Reading more would
-be slow, and parsing takes several times as much memory."""
+"""The maximum bytes read from a record, and the block size in which a larger record is sampled.
+Reading more would be slow, and parsing takes several times as much memory."""
 
 
 def _text(path: Path, otherwise: str, notes: list[str]) -> str:
@@ -240,8 +243,8 @@ def _lines(path: Path, notes: list[str]) -> list[str]:
     if size <= _MOST_READ:
         return _text(path, "nothing was measured yet", notes).splitlines()
     notes.append(
-        f"{path.name} has {byte_size(size)}, of which {byte_size(_MOST_READ)} at even distances "
-        "are read: curves are right, and the best and the sums of times are those of these lines"
+        f"{path.name} has {byte_size(size)}, of which {byte_size(_MOST_READ)} are read at even "
+        "distances: curves are right, but best values and sums of times cover only these lines"
     )
     lines: list[bytes] = []
     gaps = _MOST_READ // _BLOCK - 1
@@ -263,7 +266,7 @@ def _is_finite(value: Any) -> bool:
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 260, 88, 50, 24
 COLORS = 9
-"""The number of colors in `page.html`: as many as parts of the time of a run."""
+"""The number of colors in `page.html`, one for each part of the time of a run."""
 
 _MOST_POINTS = 400
 

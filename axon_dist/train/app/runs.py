@@ -46,7 +46,7 @@ def build_loader(
         num_microbatches: the number of microbatches in each batch.
 
     Raises:
-        ConfigError: when the data is missing, damaged, too small, or unfit for the model.
+        ConfigError: when the data is missing, damaged, too small, or unsuitable for the model.
     """
     axes = world.mesh.axis_names if batch_axes is None else batch_axes
     process, num_processes = world.share_of_batch(axes)
@@ -72,7 +72,7 @@ class Run:
         world: the devices and their mesh.
         step: the step of the config's model, strategy and optimizer.
         loader: the training and validation batches of this process.
-        note: what changes because processes were lost; empty if none were.
+        note: a sentence about changes because processes were lost; empty if none were.
         validation: loaders of further validation sets, by name.
     """
 
@@ -92,7 +92,7 @@ class Run:
         """Raises `ConfigError` unless the files of its initial weights, if any, fit the model.
 
         Args:
-            resume: what the run resumes from; if given, the files are not needed.
+            resume: the `resume` argument of the run; if it is not None, the files are not needed.
         """
         if self.config.weights is not None and resume is None:
             check_weights(self.step, **self._weights)
@@ -101,7 +101,7 @@ class Run:
         """Loads the initial weights into a state; None if the config names no files.
 
         Args:
-            tell: takes sentences about the files.
+            tell: called with messages about the files.
         """
         if self.config.weights is None:
             return None
@@ -117,7 +117,7 @@ class Run:
             return None
         narrow = {str(x.dtype) for x in find_tensors(files).values()} & {"bfloat16", "float16"}
         return next(
-            (f"the files are {x}; frozen_dtype: {x} keeps the frozen weights so" for x in narrow),
+            (f"the files are {x}; frozen_dtype: {x} keeps frozen weights in it" for x in narrow),
             None,
         )
 
@@ -167,7 +167,7 @@ class Run:
             progress: displays the progress of the run.
             writers: receive the metrics.
             save: saves the state; see `Trainer`.
-            copy: copies the state to the memory of the hosts; see `Trainer`.
+            copy: copies the state to host memory; see `Trainer`.
             **others: fields of the `Trainer`: `go_back`, `history`, `on_compiled`, `profile_dir`.
         """
         config = self.config
@@ -239,7 +239,7 @@ class Run:
         return facts
 
     def give_back(self, num_batches: int) -> None:
-        """Moves the loader back by some batches, which it will return again."""
+        """Moves the loader back by some batches, which it will yield again."""
         state = self.loader.state()
         samples = num_batches * self.config.train.global_batch
         self.loader.restore({**state, "samples_seen": state["samples_seen"] - samples})
@@ -250,10 +250,10 @@ _ADAPTER = r"(?:.*/)?lora/lora_[ab]"
 
 
 def build_run(config: RunConfig) -> Run:
-    """Builds everything a run needs, and checks all that can be checked before compiling.
+    """Builds everything a run needs, and makes all checks that do not need a compiled program.
 
     Raises:
-        AxonDistError: when something is wrong; the subclass tells the kind of error.
+        AxonDistError: when a check fails; the subclass is the kind of error.
 
     Example:
         >>> config = RunConfig.from_dict(
@@ -267,8 +267,8 @@ def build_run(config: RunConfig) -> Run:
     world = build_world(config)
     step, note = step_for(config, world)
     check_memory(config, step)
-    parts = step.batch_layout.num_microbatches
-    loader = build_loader(config, world, step.strategy.batch_axes, parts)
+    num_microbatches = step.batch_layout.num_microbatches
+    loader = build_loader(config, world, step.strategy.batch_axes, num_microbatches)
     for batch in _batches(config, loader):
         step.check(batch)
     sets = {}
@@ -298,8 +298,9 @@ def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> 
     named = ", ".join(files)
     if not hasattr(data, "validation_files"):
         raise ConfigError(
-            f"got {key} {named} for a run whose data are not read from files; leave them out, or "
-            "change its data, as in data={kind: images, files: [...]} or data={kind: text}"
+            f"got {key} {named} for a run whose data are not read from files; leave {key} out, or "
+            "change the data, as in data={kind: images, files: [...]} or data={kind: text}",
+            code="data-not-from-files",
         )
     changes = {"validation_files": tuple(files), "validation_fraction": None}
     if isinstance(data, TextData) and not data.files:
@@ -315,7 +316,7 @@ def step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:
         world: the devices of the processes and their mesh.
 
     Returns:
-        The step, and a sentence about what changes; "" if no process is lost.
+        The step, and a sentence about the change; "" if no process was lost.
     """
     step = build_step(config, world)
     present = world.num_processes
@@ -326,7 +327,7 @@ def step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:
     if count == before:
         return step, ""
     missing = f"{present} of {planned} processes: "
-    # More microbatches would change the results of a loss that couples the samples of a batch.
+    # More microbatches change the results of a loss that couples the samples of a batch.
     if why := coupling(step, abstract_batch(config)):
         return step, (
             f"{missing}each device holds more of the global batch at a time, because {why}, and "
@@ -416,24 +417,24 @@ def _batches(config: RunConfig, loader: Loader) -> Iterator[dict[str, jax.ShapeD
 def compiling_ahead(
     config: RunConfig, world: World, env: Mapping[str, str], tell: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """Compiles ahead, into the cache of JAX, the step for when the run loses a process.
+    """Compiles the step for one process less into JAX's cache, in case the run loses a process.
 
-    It does not matter which process is lost: the remaining ones are numbered from 0 again, so they
-    run the program of the first ones. They find it in the cache when they start.
+    It does not matter which process is lost: the remaining processes are renumbered from 0, so they
+    run the program of the first processes. They find it in the cache when they restart.
 
     Args:
         config: the config of the run.
         world: the world of all processes.
-        env: the environment; an elastic launcher sets `ELASTIC`. Nothing is compiled without it,
-            or without a cache that outlives the processes.
-        tell: takes a sentence if fewer processes could not continue the run.
+        env: the environment, in which an elastic launcher sets `ELASTIC`. Without `ELASTIC`, or
+            without a cache that outlives the processes, nothing is compiled.
+        tell: called with a message if fewer processes could not continue the run.
 
     Yields:
         A function that starts the compilation; call it after the step of the run is compiled. The
         context waits for the compilation on exit.
     """
     thread = threading.Thread(target=_compile_ahead, args=(config, world, tell), name="axon-ahead")
-    # Without a cache the compiled program would be lost with the processes.
+    # Without a cache, the compiled program would be lost when the processes end.
     has_cache = all(getattr(jax.config, name) for name in _CACHE)
     can_lose = bool(env.get(ELASTIC)) and world.num_processes > 1
     try:
@@ -444,7 +445,7 @@ def compiling_ahead(
 
 
 def _compile_ahead(config: RunConfig, world: World, tell: Callable[[str], None]) -> None:
-    """Compiles the step for the largest smaller number of processes that can continue the run."""
+    """Compiles the step for the largest number of fewer processes that can continue the run."""
     reasons = []
     for fewer in range(world.num_processes - 1, 0, -1):
         try:

@@ -33,15 +33,14 @@ from axon_dist.step import TrainStep, build_train_step, leaves_remat_open, train
 from ..config import Optimizer, RunConfig, abstract_batch, build_strategy, make_model
 from ..config.optimizers import Adam, AdamW, Lion
 
-PLACES = frozenset({"files", "validation_files", "tokenizer", "dir", "run_dir"})
-"""Keys whose values are paths."""
+PATH_KEYS = frozenset({"files", "validation_files", "tokenizer", "dir", "run_dir"})
+"""Config keys whose values are paths."""
 
 
 def build_world(config: RunConfig) -> World:
     """Builds the config's mesh over its devices; call this before anything makes an array.
 
-    If there are several processes, they compare their configs here, and test the communication
-    between their devices.
+    Several processes compare their configs here, and test the communication between their devices.
 
     Raises:
         LaunchError: when the processes of the run cannot reach each other.
@@ -68,14 +67,14 @@ def config_facts(config: RunConfig) -> dict[str, object]:
         >>> config_facts(RunConfig())["train.steps"]
         1000
     """
-    flat = flatten_dict(_without_places(config.to_dict()), sep=".", keep_empty_nodes=True)
+    flat = flatten_dict(_without_paths(config.to_dict()), sep=".", keep_empty_nodes=True)
     return {key: {} if value is empty_node else value for key, value in flat.items()}
 
 
-def _without_places(plain: object) -> Any:
+def _without_paths(plain: object) -> Any:
     if isinstance(plain, dict):
-        return {k: _without_places(value) for k, value in plain.items() if k not in PLACES}
-    return [_without_places(item) for item in plain] if isinstance(plain, list) else plain
+        return {k: _without_paths(value) for k, value in plain.items() if k not in PATH_KEYS}
+    return [_without_paths(item) for item in plain] if isinstance(plain, list) else plain
 
 
 def build_step(
@@ -89,7 +88,7 @@ def build_step(
     trains: bool = True,
     follows_loss: bool = True,
 ) -> TrainStep:
-    """Builds the step of a run; compiles nothing yet.
+    """Builds the step of a run, without compiling it.
 
     Args:
         config: a checked run, as YAML describes it.
@@ -97,12 +96,12 @@ def build_step(
         optimizer: replaces the config's optimizer.
         metrics: the metrics that the step reports.
         loss_fn: replaces the loss of the config's task.
-        compiler_options: added to those of the config; they take precedence.
-        change_outer_loop: changes the strategy's `OuterLoop`, such as to remove it.
+        compiler_options: compiler options that override those of the config.
+        change_outer_loop: changes the strategy's `OuterLoop`, for example removes it.
         trains: whether steps will be taken. If so, the loss of the batch must be computable from
             its parts. If not, there are no outer steps and only one replica.
-        follows_loss: whether to find out here how the loss of the batch follows from its parts.
-            Otherwise the first trace of the step does, and raises the same errors.
+        follows_loss: whether to determine here how the loss of the batch follows from its parts.
+            Otherwise the first trace of the step determines it, and raises the same errors.
 
     Raises:
         ConfigError: when an option of the strategy does not exist.
@@ -164,14 +163,14 @@ TYPICAL = 0.02
 """The typical size of a transformer weight: GPT-2 initializes with this standard deviation."""
 
 _MOVES_BY_RATE = (Adam, AdamW, Lion)
-"""Optimizers whose update of every element is about as large as the learning rate."""
+"""Optimizers whose update of each element is about as large as the learning rate."""
 
 
 def warn_of_vanishing(config: RunConfig, step: TrainStep) -> None:
     """Warns if weights are stored in a dtype too coarse for updates of this learning rate.
 
-    A stored weight w can only move to a neighboring number of its dtype. In bfloat16 neighbors are
-    up to w / 128 apart, and rounding loses any update of less than half of that, in every step.
+    A stored weight w can only change to another number of its dtype. In bfloat16, neighboring
+    numbers are up to w / 128 apart, so rounding loses an update of less than half of that.
 
     Args:
         config: the config of a run.
@@ -190,10 +189,10 @@ def warn_of_vanishing(config: RunConfig, step: TrainStep) -> None:
         if largest < TYPICAL:
             warn(
                 f"parameters are stored in {dtype}, and updates of {optimizer.learning_rate:g}, "
-                f"the peak of optimizer.learning_rate, are lost in weights above {2 * largest:.2g} "
-                f"or so, because the next {dtype} number is more than twice as far away. Store "
-                "them in float32 and compute in half precision by 'precision: bf16', or raise the "
-                "rate"
+                f"the peak of optimizer.learning_rate, are lost in weights above about "
+                f"{2 * largest:.2g}, because the next {dtype} number is more than twice as far "
+                "away. Store them in float32 and compute in half precision with 'precision: bf16', "
+                "or raise the learning rate"
             )
 
 
@@ -212,7 +211,7 @@ def _optimizer(
 
 
 def _example(config: RunConfig, strategy: Strategy, world: World) -> Batch | None:
-    """Returns the batch with which a pipeline traces block calls; None without a pipeline."""
+    """Returns the batch for which a pipeline traces block calls; None without a pipeline."""
     if strategy.pipeline is None:
         return None
     ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)

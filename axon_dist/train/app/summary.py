@@ -42,8 +42,8 @@ def opening_lines(run: Run) -> list[str]:
         f"{run.config.name}: {parameters}, {run.step.strategy.name} on mesh {spec} of "
         f"{run.world.size} {run.world.backend} {kind} devices",
         *(
-            f"no strategy uses axis {axis} of the mesh: its {run.world.mesh.shape[axis]} "
-            "ranks compute the same (a list composes strategies, as in parallel: [ddp, tensor])"
+            f"no strategy uses axis {axis} of the mesh: its {run.world.mesh.shape[axis]} ranks "
+            "compute the same values (a list composes strategies: parallel: [ddp, tensor])"
             for axis in idle_axes(run.step.spec)
         ),
         *filter(None, [attention_line(run.config, run.step)]),
@@ -84,7 +84,7 @@ def _batch_lines(run: Run) -> list[str]:
 
 
 def _decay_line(run: Run) -> str | None:
-    """Describes which parameters decay; None if all or none do."""
+    """Describes which parameters have weight decay; None if all or none do."""
     optimizer = run.config.optimizer
     if not isinstance(optimizer, Decaying) or not optimizer.weight_decay or optimizer.mask is None:
         return None
@@ -192,7 +192,7 @@ def _spent(summary: JsonDict, total_seconds: float) -> str:
 
 
 def remat_line(config: RunConfig, step: TrainStep) -> str | None:
-    """Describes the choice of `remat: auto` and its savings; None if it made no choice.
+    """Describes the choice of `remat: auto` and its savings; None if there was no choice.
 
     Args:
         config: a run as YAML describes it.
@@ -216,7 +216,7 @@ def _loss(loss: float | None, unit: str) -> str:
 
 
 def attention_line(config: RunConfig, step: TrainStep) -> str | None:
-    """Describes which attention runs; None for a model that is not of this library.
+    """Describes which attention runs; None for a model that is not from this library.
 
     Args:
         config: a checked run.
@@ -228,11 +228,11 @@ def attention_line(config: RunConfig, step: TrainStep) -> str | None:
     if model.has_special_scores:
         return (
             "attention: einsum, which stores the scores of all pairs: fused kernels support "
-            "neither score caps nor windows by layer; with max_length within the windows, no "
+            "neither score caps nor windows per layer; if max_length is within the windows, no "
             "window is needed"
         )
     rings = [x for x in step.strategy.layers if getattr(x, "mode", None) is ContextMode.RING]
-    # In ring attention each rank holds two pieces of the sequence, and a kernel sees one of them.
+    # In ring attention each rank has two pieces of the sequence, and a kernel sees one of them.
     pieces = 2 * step.world.mesh.shape[rings[0].axes[0]] if rings else 1
     precision = step.strategy.precision
     dtype: DTypeLike = model.dtype or (

@@ -85,23 +85,23 @@ def train(
 
     Process 0 writes `config.yaml`, `metrics.jsonl`, `program.json` with the costs of the compiled
     step, `summary.json`, and `loss.png` if matplotlib is installed. Every process writes its part
-    of `checkpoints/`. All files are also written when Ctrl-C ends the run. A run that was stopped
-    at any point and resumed ends with the same bits as an uninterrupted one.
+    of `checkpoints/`. All files are also written when Ctrl-C ends the run. A run that is stopped at
+    any point and resumed gives the same bits as an uninterrupted run.
 
     Args:
         config: a checked run, as YAML describes it.
-        console: where process 0 reports progress; None is silent.
-        resume: what to resume from, `"auto"` or a path; see `SavedStates`.
-        began: the `time.perf_counter` reading from which the seconds of the run are counted, such
-            as that of the start of the process; None uses the time of this call.
+        console: where process 0 reports progress; None for no output.
+        resume: `"auto"`, or a path to resume from; None for a new run; see `SavedStates`.
+        began: the `time.perf_counter` reading from which the seconds of the run are counted, for
+            example at the start of the process; None for the time of this call.
 
     Returns:
         The result.
 
     Raises:
         AxonDistError: before anything is compiled, when the config is invalid.
-        OutOfMemoryError: when a device runs out of memory; it says what to change.
-        NonfiniteError: when a loss or gradient is not finite and `train.nonfinite` says stop.
+        OutOfMemoryError: when a device runs out of memory; the message suggests changes.
+        NonfiniteError: when a loss or gradient is not finite and `train.nonfinite` is `stop`.
         CheckpointError: when there is no good checkpoint to resume from; or, after everything else
             is written, when the last state could not be saved.
     """
@@ -176,7 +176,7 @@ def _write_results(
         run: the run.
         result: the result of its training loop.
         directory: the folder of the files.
-        tell: takes a sentence about each file that cannot be written.
+        tell: called with a message about each file that cannot be written.
         began: when the run began, as a `time.perf_counter` reading.
         fitted: when its training loop began, as a `time.perf_counter` reading.
     """
@@ -186,8 +186,8 @@ def _write_results(
         first = {**summary, "seconds": seconds}
         _record(directory.summary, tell, lambda: directory.write_summary(first))
         _record(directory.plot, tell, lambda: _plot(run, result, directory))
-    # Write the summary again, now with the seconds of the plot, so that the report and the table
-    # show the same time.
+    # Write the summary again, now including the seconds of the plot, so that the report and the
+    # table show the same time.
     spent = sum(seconds.values())
     summary["seconds"] = {**seconds, END: max(time.perf_counter() - began - spent, 0.0)}
     if run.is_main:
@@ -208,7 +208,7 @@ def _open_port(run: Run) -> list[str]:
 def _start(
     saved: SavedStates, resume: str | None, tell: Callable[[str], None]
 ) -> tuple[TrainState | None, list[str]]:
-    """Returns the state that a run resumes from, or None, and the lines told about it."""
+    """Returns the state that a run resumes from, or None, and the messages about it."""
     told: list[str] = []
 
     def tell_and_keep(line: str) -> None:
@@ -225,7 +225,7 @@ def _go_on(
     tell: Callable,
     told: Sequence[str],
 ) -> list[JsonDict]:
-    """Prepares the records of a run, new or resumed: reports changes of the config and writes it.
+    """Prepares the records of a new or resumed run: reports config changes, and writes the config.
 
     Removes an old summary, and returns the rows of metrics up to the state's step.
     """
@@ -233,13 +233,13 @@ def _go_on(
         if line not in told:
             tell(line)
     _record(directory.config, tell, lambda: directory.write_config(config))
-    # The summary of the run before it was resumed does not describe this part.
+    # The summary from before the run was resumed does not cover the steps that follow.
     _record(directory.summary, tell, lambda: directory.summary.unlink(missing_ok=True))
     return directory.take_metrics(0 if state is None else int(state.step), tell)
 
 
 def _record(path: Path, tell: Callable[[str], None], write: Callable[[], object]) -> None:
-    """Writes a record of a run; reports an error of the disk without ending the run."""
+    """Writes a record of a run; reports a disk error instead of ending the run."""
     try:
         write()
     except OSError as error:
@@ -255,7 +255,7 @@ def _check_not_removed(
             directory.write_config(config)
         raise ConfigError(
             f"{str(directory.path)!r} was removed or emptied while the run was writing to it; "
-            "earlier records are lost, later ones are there",
+            "earlier records are lost, later ones exist",
             code="folder-removed",
         )
 
@@ -274,7 +274,7 @@ def _keep_program(
                 directory.write_program(program)
                 for warning in program["warnings"]:
                     progress.note(warning)
-            except Exception as error:  # a missing report must not end the run
+            except Exception as error:  # a failed report must not end the run
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 progress.note(f"{directory.program.name} is not written: {reason}")
         then()
@@ -366,14 +366,14 @@ def _print_closing(
 
 @contextlib.contextmanager
 def explained(run: Run, folder: Path) -> Iterator[None]:
-    """Turns an out-of-memory error of JAX into one that says what to change.
+    """Turns an out-of-memory error of JAX into one that suggests changes.
 
     Args:
         run: the run.
         folder: where to write the memory profile.
 
     Raises:
-        OutOfMemoryError: in place of JAX's error.
+        OutOfMemoryError: instead of JAX's error.
     """
     try:
         yield
@@ -408,16 +408,16 @@ def advice(run: Run) -> list[str]:
     total = claims.params.bytes + claims.opt_state.bytes
     if share * 2 > total and mesh.size > 1:
         clauses.append(
-            f"a device holds {byte_size(share)} of {byte_size(total)} of the train state: split "
-            "it, parallel=fsdp"
+            f"a device has {byte_size(share)} of {byte_size(total)} of the train state: shard it "
+            "with parallel=fsdp"
         )
     rows = config.train.global_batch // run.step.batch_layout.divisor
     if rows > 1:
         more = config.train.accumulate * next(k for k in range(2, rows + 1) if rows % k == 0)
-        clauses.append(f"take less at a time, train.accumulate={more}")
+        clauses.append(f"use smaller microbatches with train.accumulate={more}")
     if config.remat in (None, AUTO) and run.step.strategy.remat is None:
-        clauses.append("recompute blocks in the backward pass, 'remat={interval: 1}'")
-    return clauses or ["take more devices, or a smaller train.global_batch"]
+        clauses.append("recompute blocks in the backward pass with 'remat={interval: 1}'")
+    return clauses or ["use more devices, or a smaller train.global_batch"]
 
 
 def _plan_advice(run: Run) -> Iterator[str]:
@@ -429,8 +429,8 @@ def _plan_advice(run: Run) -> Iterator[str]:
     chip = plans.hardware
     if plans.fits:
         yield (
-            f"axon plan would take {best.candidate.name} on mesh {best.candidate.mesh}, "
+            f"axon plan suggests {best.candidate.name} on mesh {best.candidate.mesh}, "
             f"{byte_size(best.reading.peak)} of {byte_size(best.device_bytes)} on a {chip.name}"
         )
     else:
-        yield f"by axon plan no strategy fits {run.world.size} x {chip.name}"
+        yield f"according to axon plan, no strategy fits {run.world.size} x {chip.name}"

@@ -37,7 +37,7 @@ COMPARED = ("loss", "grad_norm")
 def synchronizing_soon(outer_loop: OuterLoop | None) -> OuterLoop | None:
     """Returns the loop with an outer step after at most two steps, and without compression.
 
-    One device computes no compressed outer gradients to compare with.
+    The reference on one device does not compress outer gradients.
     """
     if outer_loop is None:
         return None
@@ -55,10 +55,10 @@ def train_replicas(
     """Trains every replica of a step in turn on one device, each on its rows of the batches.
 
     Args:
-        step: the step whose strategy sets the number of replicas and when they synchronize.
+        step: the step, whose strategy defines the number of replicas and when they synchronize.
         alone: a step with the same model and optimizer, on one device.
         batches: the batches of all replicas.
-        first: maps the initial parameters to those that all replicas begin with.
+        first: changes the initial parameters of all replicas.
 
     Returns:
         The means of the replicas' metrics by name, and the outer parameters by path.
@@ -69,8 +69,9 @@ def train_replicas(
     states = [_of_replica(_first_state(alone, first), number) for number in range(count)]
     # A step donates its state, so the outer parameters must be a copy.
     outer = jax.tree.map(jnp.copy, states[0].params)
-    fragments = loop.fragment_paths({path: leaf.size for path, leaf in leaves_with_paths(outer)})
-    outer_states = [loop.outer.init(outer) for _ in fragments]
+    sizes = {path: leaf.size for path, leaf in leaves_with_paths(outer)}
+    fragment_paths = loop.fragment_paths(sizes)
+    outer_states = [loop.outer.init(outer) for _ in fragment_paths]
     averages: dict[str, Any] = {}
     for number, batch in enumerate(batches):
         for replica in range(count):
@@ -79,18 +80,20 @@ def train_replicas(
             for name in COMPARED:
                 total = averages.setdefault(metric_of(name, number), 0.0)
                 averages[metric_of(name, number)] = total + np.asarray(metrics[name]) / count
-        for part in loop.due(number + 1):
+        for fragment in loop.due(number + 1):
             means = jax.tree.map(lambda *p: sum(p) / count, *(state.params for state in states))
             grads = jax.tree.map(jnp.subtract, outer, means)
-            updates, outer_states[part] = loop.outer.update(grads, outer_states[part], outer)
+            updates, outer_states[fragment] = loop.outer.update(
+                grads, outer_states[fragment], outer
+            )
             updated = optax.apply_updates(outer, updates)
-            outer = _replaced(outer, updated, fragments[part])
-            states = [_follow(state, updated, fragments[part]) for state in states]
+            outer = _replaced(outer, updated, fragment_paths[fragment])
+            states = [_follow(state, updated, fragment_paths[fragment]) for state in states]
     return averages, params_of(alone.merge(dataclasses.replace(states[0], params=outer)))
 
 
 def _replaced(old: PyTree, new: PyTree, paths: Collection[Path]) -> PyTree:
-    """Returns a tree with the leaves at some paths replaced by those of another."""
+    """Returns a tree whose leaves at some paths are replaced by those of another tree."""
     return map_with_path(lambda path, leaf, other: other if path in paths else leaf, old, new)
 
 
@@ -116,7 +119,7 @@ def _first_state(step: TrainStep, first: Callable[[PyTree], PyTree]) -> TrainSta
 
 
 def _of_replica(state: TrainState, number: int) -> TrainState:
-    """Gives each replica its own random keys: the model's for the first, else keys folded in."""
+    """Gives each replica but the first its own random keys, by folding in its number."""
 
     def fold(x):
         return jax.random.fold_in(x, number) if number and is_key(x) else x
@@ -137,8 +140,8 @@ _POSITIONS = 64
 EXACT, ROUNDED = 1e-5, 2e-2
 """Tolerances: for float32 everywhere, and for a narrower compute dtype."""
 NUDGES, SPREAD, MOST_SPREAD = 2, 4.0, 1e-3
-"""The number of one-device runs from parameters perturbed by rounding errors; the multiple of their
-largest difference that a row may be off; and the most that a row may be off for that reason."""
+"""NUDGES: the number of one-device runs from parameters perturbed by rounding errors. SPREAD: a row
+may differ by this multiple of their largest difference, but by at most MOST_SPREAD."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +152,8 @@ class Difference:
         what: the metric with its step, or the path of a parameter.
         relative: the largest difference, relative to the largest element on one device; infinite
             if anything is not finite.
-        rounding: the same measure between runs on one device whose initial parameters differ in
-            their last digits; 0 if it was not measured, because nothing was far off.
+        rounding: the same measure between runs on one device whose initial parameters differ by
+            rounding errors; 0 if it was not measured, because all rows passed.
     """
 
     what: str
@@ -158,7 +161,7 @@ class Difference:
     rounding: float = 0.0
 
     def passes(self, tolerance: float) -> bool:
-        """Whether it is within the tolerance, or rounding explains it."""
+        """Whether the difference is within the tolerance, or rounding explains it."""
         explained = min(SPREAD * self.rounding, MOST_SPREAD)
         return self.relative <= max(tolerance, explained)
 
@@ -195,8 +198,8 @@ class Verification:
 def tiny(config: RunConfig) -> RunConfig:
     """Makes the config as small as its mesh allows, for the present devices.
 
-    Widths stay, because strategies split them. Layers, positions and samples become as few as give
-    every rank, stage and microbatch something to do.
+    Widths stay the same, because strategies split them. Layers, positions and samples are reduced
+    to the fewest that give every rank, stage and microbatch some work.
 
     Args:
         config: a checked run, as YAML describes it.
@@ -253,8 +256,9 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
     world = build_world(config)
     if world.num_processes > 1:
         raise ConfigError(
-            f"verify compares with one device of this process, and there are {world.num_processes} "
-            "processes; run it in one, on a mesh of its devices"
+            f"verify compares with one device of this process, but there are {world.num_processes} "
+            "processes; run it in one process, on a mesh of its devices",
+            code="several-processes",
         )
     step = build_step(config, world, _optimizer(), COMPARED, change_outer_loop=synchronizing_soon)
     check_memory(config, step)
@@ -277,8 +281,9 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
         )
         if comparison.passed:
             return comparison
-        # Some differences are only rounding: sums that cancel keep few digits, such as the gradient
-        # of a bias before a normalization. Measure how far rounding alone moves one device.
+        # Some differences are pure rounding: sums that cancel, such as the gradient of a bias
+        # before a normalization, have few correct digits. Measure how much rounding alone changes
+        # the results of one device.
         nudged = [train_alone(alone, batches, _nudge(seed)) for seed in range(NUDGES)]
     moved = ([list(_compare(run[part], reference[part])) for run in nudged] for part in (0, 1))
     metrics, params = map(_with_rounding, (comparison.metrics, comparison.params), moved)
@@ -303,7 +308,7 @@ def one_device_step(
         world: the devices.
         num_microbatches: how many microbatches the batch has.
         optimizer: the optimizer.
-        around: maps the loss of the config's task to another one.
+        around: wraps the loss of the config's task.
     """
     one = World.init("dp=1", [world.mesh.devices.flat[0]])
     return build_train_step(
@@ -335,14 +340,14 @@ def _train(
     compared = {}
     for number, batch in enumerate(batches):
         state, metrics = step(state, batch)
-        # Like Adam, clipping hides a constant factor of the gradients, but the norm shows it.
+        # Like Adam, clipping hides a constant factor of the gradients; the norm reveals it.
         for name in COMPARED:
             compared[metric_of(name, number)] = np.asarray(metrics[name])
     return compared, params_of(step.merge(state))
 
 
 def drawn_batches(config: RunConfig, world: World, steps: int) -> Iterator[LocalBatch]:
-    """Yields random batches shaped like the data, or the data if random values are not valid."""
+    """Yields random batches shaped like the data; the data itself if random values are invalid."""
     fields = config.kind.task.fields(config.model, config.data)
     rows = config.train.global_batch
     if any(field.below is None for field in fields.values()):
@@ -367,7 +372,7 @@ def _nudge(seed: int) -> Callable[[PyTree], PyTree]:
 def _with_rounding(
     rows: Sequence[Difference], moved: Sequence[Sequence[Difference]]
 ) -> tuple[Difference, ...]:
-    """Sets each row's `rounding` to the largest difference that a nudged run has for it."""
+    """Sets each row's `rounding` to its largest difference in the perturbed runs."""
     farthest = (max(row.relative for row in same) for same in zip(*moved, strict=True))
     return tuple(
         dataclasses.replace(row, rounding=far) for row, far in zip(rows, farthest, strict=True)

@@ -1,4 +1,4 @@
-"""The verbs about this machine: `axon doctor` inspects it, `axon launch` starts processes."""
+"""The verbs for this machine: `axon doctor` inspects it, `axon launch` starts processes."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _add_devices(axes: str | None) -> None:
-    """Adds emulated CPU devices for the checks; GPUs and TPUs stay the default devices.
+    """Adds emulated CPU devices for the checks; GPUs and TPUs remain the default devices.
 
-    It must come before anything starts the backend, which fixes the number of devices.
+    Call it before anything starts the backend, which fixes the number of devices.
     """
     if from_env(os.environ).is_distributed:
         return
@@ -88,7 +88,7 @@ def _network(console: Console, axes: str) -> bool:
     if not rows:
         rows["links"] = "none: the mesh has one device"
     elif all(speed.planned_bandwidth is None for speed in found.axes):
-        rows["planned"] = "unknown: the planner has no rates of these devices"
+        rows["planned"] = "unknown: the planner has no rates for these devices"
     if found.hosts:
         rows["hosts"] = f"{len(found.hosts)} compared, {len(found.slow) or 'none'} slow"
     for number, sentence in enumerate(found.slow, 1):
@@ -108,7 +108,7 @@ def _speed(speed: AxisSpeed) -> str:
 
 
 def _numerics(console: Console, full: bool) -> bool:
-    """Prints the findings of the numerics check; returns whether all gradients are right."""
+    """Prints the findings of the numerics check; returns whether all gradients are correct."""
     real = World.init().mesh
     emulated = World.emulate(EMULATED).mesh
     fits = real.size >= EMULATED and real.size % 2 == 0
@@ -165,7 +165,7 @@ def versions() -> dict[str, str]:
 
 
 def devices() -> dict[str, object]:
-    """Returns what JAX reports about its backend, or why the backend does not start."""
+    """Returns JAX's information about its backend, or the reason why the backend does not start."""
     cores: dict[str, object] = {"cpu cores": os.cpu_count()}
     try:
         world = World.init()
@@ -180,7 +180,7 @@ def _chip(world: World) -> str:
     if row is None:
         return unknown_chip(world.mesh) or "CPU: steps are compiled with the defaults of XLA"
     count = len(row.options_for(world.size))
-    return f"{row.name}: steps are compiled with {plural(count, 'XLA option')} chosen for it"
+    return f"{row.name}: steps are compiled with {plural(count, 'XLA option')} for this chip"
 
 
 def mesh_suggestions(num_devices: int) -> tuple[str, ...]:
@@ -236,7 +236,7 @@ _OF_JOBS = (
     *("nodes", "gpus", "name", "shared", "image", "accelerator", "hours"),
     *("efa", "out", "submit"),
 )
-"""Options of `axon launch` that only apply with a scheduler."""
+"""Options of `axon launch` that need a scheduler."""
 
 
 def launch_processes(arguments: argparse.Namespace) -> int:
@@ -255,8 +255,9 @@ def launch_processes(arguments: argparse.Namespace) -> int:
     for name, value in job.items():
         if value:
             raise LaunchError(
-                f"got --{name} and no scheduler; give one of "
-                f"{', '.join(f'--{other} CONFIG' for other in SCHEDULERS)}, or leave it out"
+                f"got --{name} without a scheduler; give one of "
+                f"{', '.join(f'--{other} CONFIG' for other in SCHEDULERS)}, or leave it out",
+                code="no-scheduler",
             )
     return _launch_here(options)
 
@@ -272,7 +273,8 @@ def _launch_here(options: dict[str, Any]) -> int:
     names = () if hosts is None and file is None else read_hosts(hosts, file)
     if names and (options["nnodes"] != 1 or options["node_rank"]):
         raise LaunchError(
-            "got hosts and --nnodes or --node-rank, which follow from the hosts; leave it out",
+            "got hosts together with --nnodes or --node-rank, which the hosts determine; leave "
+            "--nnodes and --node-rank out",
             code="hosts-and-nnodes",
         )
     if names:
@@ -288,7 +290,7 @@ def _launch_here(options: dict[str, Any]) -> int:
 
 
 def _write_job(
-    named: Mapping[str, str], given: Mapping[str, Any], overrides: tuple[str, ...]
+    named: Mapping[str, str], options: Mapping[str, Any], overrides: tuple[str, ...]
 ) -> int:
     """Writes the job file of a scheduler, checks it, and submits it if requested."""
     if len(named) > 1:
@@ -297,28 +299,29 @@ def _write_job(
     for word in overrides:
         if word.startswith("-") or "=" not in word:
             raise LaunchError(
-                f"got {word!r:.80} after the config; put values as key.path=value last, after all "
-                "options"
+                f"got {word!r:.80} after the config; put all options first, and then only "
+                "key.path=value arguments",
+                code="option-after-config",
             )
     scheduler = SCHEDULERS[name]
     config = load_config(path, ("devices.emulate=null", *overrides))
-    fields = {key: value for key, value in given.items() if key not in ("out", "submit")}
+    fields = {key: value for key, value in options.items() if key not in ("out", "submit")}
     fields = {"name": config.name, **{key: value for key, value in fields.items() if value}}
     job = Job(config=path, overrides=overrides, **fields)
-    # Refuse a mesh that does not fit the devices now, not after waiting in a queue.
+    # Raise for a mesh that does not fit the devices now, not after the job has waited in a queue.
     config.mesh.resolve(job.nodes * job.gpus)
-    file = given["out"] or Path(job.name + scheduler.suffix)
+    file = options["out"] or Path(job.name + scheduler.suffix)
     check_output("--out", file)
     text = scheduler.write(job)
     write_output("--out", file, text)
     checked = check_job(scheduler, file)
     by = (
-        f"checked by {' and '.join(checked)}" if checked else "nothing on this machine can check it"
+        f"checked by {' and '.join(checked)}" if checked else "it cannot be checked on this machine"
     )
     _tell(f"wrote {file}; {by}")
     if PLACEHOLDER in text:
-        _tell(f"there is no image {PLACEHOLDER}: build one from the Dockerfile, give it by --image")
-    if given["submit"]:
+        _tell(f"{PLACEHOLDER} is a placeholder: build an image from the Dockerfile, give --image")
+    if options["submit"]:
         _tell(submit_job(scheduler, file))
     else:
         print(f"{' '.join(scheduler.submit)} {file}")

@@ -1,7 +1,7 @@
 """`axon VERB ...`: parses the arguments, runs the verb, reports errors in one line.
 
-Importing it does not import JAX, which `axon --help` and a wrong flag do not need. The module of a
-verb is imported when the verb runs.
+Importing this module does not import JAX, so that `axon --help` and usage errors are fast. The
+module of a verb is imported when the verb runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .verbs import VERBS
 _USER_ERROR = 2
 _INTERRUPTED = 130
 _LONGEST = 2000
-"""The most characters in a message; the middle of a longer one is cut."""
+"""The maximum number of characters of a message; the middle of a longer message is cut out."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,17 +59,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments after `axon`; None uses those of the process.
 
     Returns:
-        The exit code: 0; 2 for a user error; 130 when interrupted; 1 for an unexpected error, whose
-        traceback goes to a file; or the code that the verb returns.
+        The exit code: the code that the verb returns; 2 for a user error; 130 when interrupted; or
+        1 for an unexpected error, whose traceback is written to a file.
     """
-    # If this is the command of the process, count the time since the process started.
+    # For the command of the process, count time from the start of the process.
     began = process_began() if arguments is None else time.perf_counter()
     if arguments is None:
         limit_heaps()
         warnings.showwarning = _show_warning
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if set(os.environ.get("COLUMNS", "1")) == {"0"}:
-        # Some terminals report a width of 0, with which nothing would be printed.
+        # Some terminals report a width of 0; with it, nothing would be printed.
         del os.environ["COLUMNS"]
     try:
         parsed = _parse(arguments)
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return code
         except BrokenPipeError:
-            # The reader is gone; do not let the flush at the interpreter's exit fail again.
+            # The reader has closed the pipe; do not let the flush at exit fail again.
             _silence(sys.stdout)
             return 0
         except (Exception, KeyboardInterrupt) as error:
@@ -94,10 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _noting_interrupts() -> Iterator[list[int]]:
-    """Yields a list that gets each SIGINT which raises `KeyboardInterrupt`.
+    """Yields a list to which each SIGINT that raises `KeyboardInterrupt` is added.
 
-    Modules written in C, such as those of NumPy and jaxlib, raise an `ImportError` in its place
-    when it interrupts their import.
+    C modules, such as those of NumPy and jaxlib, raise an `ImportError` instead if the interrupt
+    occurs while they are imported.
     """
     interrupts: list[int] = []
 
@@ -174,7 +174,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Shows a warning without file and line if these would be the script of the command."""
+    """Shows a warning; omits file and line if they refer to the script of the command."""
     if file is None and os.path.abspath(filename) == os.path.abspath(sys.argv[0]):
         _say(f"warning: {one_line(message)}")
     else:
@@ -265,7 +265,7 @@ def _parser(
 
 
 def _example(line: str) -> str:
-    # On a narrow terminal its second line is not taken for another example.
+    # Indent continuation lines, so that they do not look like another example.
     return fitted(f"  {line}", sys.stdout, indent=6)
 
 
@@ -299,9 +299,9 @@ the code takes seconds.
 
 
 def _check_keys(arguments: argparse.Namespace) -> None:
-    """Refuses an unreadable config and misspelt keys before the imports, which take seconds.
+    """Raises for an unreadable config and misspelt keys before the imports, which take seconds.
 
-    `axon_dist.train.config` checks everything else; it knows the keys of each section.
+    `axon_dist.train.config` makes all other checks.
     """
     if not (getattr(arguments, "config", None) and hasattr(arguments, "overrides")):
         return
@@ -318,7 +318,7 @@ def _check_keys(arguments: argparse.Namespace) -> None:
         names = {key.removeprefix(path) for key in keys if key.startswith(path)}
         names = {name for name in names if "." not in name}
         if not names or "factory" in names or path == "parallel.":
-            # The user chooses the names, the keys depend on the kind of the section, or they are
+            # Skip sections whose keys the user chooses, or whose keys depend on their kind, and
             # strategies, which have several names.
             continue
         for key, value in section.items():
@@ -330,12 +330,12 @@ def _check_keys(arguments: argparse.Namespace) -> None:
 
 
 def _check_blanks(section: Mapping[str, object]) -> None:
-    """Refuses a key such as `name:adamw`, which YAML reads where the blank is missing."""
+    """Raises for a key such as `name:adamw`, which YAML reads if the space is missing."""
     for key, value in section.items():
         if value is None and ":" in key:
             name, _, text = key.partition(":")
             raise ConfigError(
-                f"got the key {key!r:.80} without a value; YAML needs a blank after the colon: "
+                f"got the key {key!r:.80} without a value; YAML needs a space after the colon: "
                 f"write {{{name}: {text}}}",
                 code="blank-after-colon",
             )
@@ -357,7 +357,7 @@ def _words_of(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def print_completion(arguments: argparse.Namespace) -> int:
-    """Prints a script with which a shell completes verbs, options and keys."""
+    """Prints a script that lets a shell complete verbs, options and keys."""
     _, by_name = _parser()
     words = {name: " ".join(_words_of(parser)) for name, parser in by_name.items()}
     cases = "\n".join(f'    {verb}) words="{text}" ;;' for verb, text in words.items())

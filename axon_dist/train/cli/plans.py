@@ -35,7 +35,7 @@ _GLOBAL_BATCH = 1024
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plans; the exit code is 1 if none fits."""
+    """Prints the plans; the exit code is 1 if no plan fits."""
     memory = None if arguments.memory is None else parse_memory(arguments.memory)
     if (arguments.config is None) == (arguments.params is None):
         raise ConfigError("plan needs either a config or --params, such as --params 7e9")
@@ -68,7 +68,7 @@ def _devices(arguments: argparse.Namespace) -> tuple[Hardware, int]:
     if arguments.target is None:
         return hardware(_DEFAULT_HARDWARE), arguments.devices
     if arguments.target.startswith("cpu:"):
-        # Emulated devices have no rates, so rank plans by the rates of another chip.
+        # Emulated devices have no known rates, so rank plans with the rates of another chip.
         count = parse_target(arguments.target).num_devices
         row = hardware(_DEFAULT_HARDWARE)
         share = host_memory() // count
@@ -77,7 +77,7 @@ def _devices(arguments: argparse.Namespace) -> tuple[Hardware, int]:
 
 
 def _of_size(arguments: argparse.Namespace, console: Console) -> tuple[RunConfig, Hardware, int]:
-    """Makes a decoder with the given number of parameters, prints its sizes, reads the machine."""
+    """Makes the config of a decoder with `--params` parameters, and prints its sizes."""
     if arguments.compile:
         raise ConfigError(
             "--compile needs a config: --params does not define a program; name a config",
@@ -118,7 +118,8 @@ def config_of_size(
 
     A block has about 12 width**2 parameters (Kaplan et al., arXiv:2001.08361, section 2.1). As in
     GPT-3 and Llama, the width is about 128 times the number of blocks, and heads have size 128. The
-    vocabulary has 32 000 tokens. Models below 50 M parameters read bytes and have heads of size 32.
+    vocabulary has 32 000 tokens. Models below 50 M parameters use bytes as tokens and heads of size
+    32.
 
     Args:
         num_params: the number of trainable parameters.
@@ -166,8 +167,8 @@ def _of_config(arguments: argparse.Namespace) -> tuple[RunConfig, Hardware, int]
     typed = [f"--{name}" for name in _ONLY_WITH_PARAMS if getattr(arguments, name) is not None]
     if typed:
         raise ConfigError(
-            f"got a config together with {', '.join(typed)}; a config sets these itself: put new "
-            "values after it, as in train.global_batch=64",
+            f"got a config together with {', '.join(typed)}; the config defines these: override "
+            "its values, as in train.global_batch=64",
             code="config-and-sizes",
         )
     if arguments.compile and arguments.target is None:
@@ -186,17 +187,17 @@ _ONLY_WITH_PARAMS = ("batch", "sequence", "optimizer", "precision")
 
 
 def called(name: str) -> str:
-    """Returns a plan's strategies by the names that README and configs use."""
+    """Returns a plan's strategies with the names that the README and configs use."""
     return " + ".join(next(iter(STRATEGIES.over(part)), part) for part in name.split(" + "))
 
 
 def digits(value: float) -> str:
-    """Formats a number with two decimals if it is below 10, else with none."""
+    """Formats a number with two decimals if it is below 10, else without decimals."""
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
 def unit_of(largest: float) -> tuple[float, str]:
-    """Returns the unit for numbers of bytes up to the largest, and its name."""
+    """Returns the unit for byte counts up to `largest`, and its name."""
     return (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
 
 
@@ -219,8 +220,8 @@ def show_config_plans(name: str, ranking: ConfigPlans, console: Console) -> None
         f"rates of {rates or ranking.hardware.name}"
     )
     console.print(
-        "Best first: plans that fit into 90 % of the memory, then the shortest predicted step; "
-        "among steps within 3 % the simplest. Every plan's step was traced"
+        "Best first: plans that fit into 90 % of the memory, then the shortest predicted step, "
+        "then the simplest among steps within 3 %. Every plan's step was traced"
     )
     console.print(_table(ranking.plans, best if best.fits else None))
     console.print(_reason(best), style="bold" if ranking.fits else "bold red")
@@ -256,7 +257,7 @@ def _reason(plan: ReadPlan) -> str:
     if not plan.fits:
         state = byte_size(plan.reading.state)
         return (
-            f"no plan fits: {called(plan.candidate.name)} comes nearest with {need}, of which "
+            f"no plan fits: {called(plan.candidate.name)} needs the least, {need}, of which "
             f"{state} are the train state"
         )
     parts = {
@@ -276,7 +277,7 @@ def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:
     if is_measured:
         caption += "; compiled: read from the compiled program"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption)
-    # In a narrow terminal long names are folded, but no number is cut.
+    # In a narrow terminal, long names wrap, but numbers are never cut.
     table.add_column("plan")
     headers = ("state", "temp", "peak", "fit", "sent", "step", "MFU")
     for header in (*headers, *(("compiled peak", "sent") if is_measured else ())):
@@ -292,7 +293,7 @@ def _title(plan: ReadPlan) -> str:
     one = plan.candidate
     schedule = one.schedule if one.pp > 1 else ""
     remat = "remat" if one.remat else ""
-    # The step chooses by bytes how to send tokens to experts; read its choice from the program.
+    # The step chooses how to send tokens to experts; read its choice from the traced program.
     kinds = {sent.kind for sent, _ in plan.reading.sends if "ep" in sent.axes}
     dispatch = ""
     if one.ep != 1:
@@ -309,7 +310,7 @@ def _row(plan: ReadPlan, unit: float, is_measured: bool) -> tuple[str, ...]:
     if plan.measured is not None:
         sent = plan.measured.collectives.total_wire_bytes()
         measured = (digits(plan.measured.memory.peak / unit), digits(sent / unit))
-    # A pipeline's branches are all counted as taken, so its bytes are an upper bound.
+    # All branches of a pipeline are counted as taken, so its bytes are an upper bound.
     bound = "<" if candidate.pp > 1 else ""
     return (
         f"{_title(plan)}\n{candidate.mesh} x{candidate.num_microbatches}",

@@ -53,12 +53,13 @@ def bisect(arguments: argparse.Namespace) -> int:
     wanted = 1 if arguments.record or arguments.python else 2
     if len(targets) != wanted:
         raise ConfigError(
-            f"got {len(targets)} programs to bisect, and this takes {wanted}: axon bisect A B, "
-            "axon bisect --python PATH A, or axon bisect --record FILE A"
+            f"got {len(targets)} programs to bisect, but this needs {wanted}: axon bisect A B, "
+            "axon bisect --python PATH A, or axon bisect --record FILE A",
+            code="program-count",
         )
     _check_options(arguments, targets, overrides)
     if any(map(_is_function, targets)):
-        # A config says itself which devices it needs.
+        # Configs define their devices; functions do not.
         _emulate([mesh for mesh in (arguments.mesh, arguments.other_mesh) if mesh])
     if arguments.record is not None:
         _recorded(targets[0], overrides, arguments.mesh, arguments).save(arguments.record)
@@ -72,9 +73,12 @@ def bisect(arguments: argparse.Namespace) -> int:
 def _check_options(
     arguments: argparse.Namespace, targets: Sequence[str], overrides: Sequence[str]
 ) -> None:
-    """Refuses options that would have no effect."""
+    """Raises for options that would have no effect."""
     if overrides and not all(target.endswith(_CONFIGS) for target in targets):
-        raise ConfigError(f"got {overrides[0]!r:.80}, which only configs have; leave it out")
+        raise ConfigError(
+            f"got {overrides[0]!r:.80}, which applies only to configs; leave it out",
+            code="override-without-config",
+        )
     unused = [] if any(_is_function(target) for target in targets) else _OF_FUNCTIONS
     unused = [*unused, "other_mesh"] if len(targets) == 1 else unused
     unused = [*unused, "json"] if arguments.record is not None else unused
@@ -173,8 +177,9 @@ def _record_elsewhere(
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
         raise ConfigError(
-            f"--python: {arguments.python} ended with {done.returncode}: {last:.300}; axon_dist "
-            "must be installed there, too"
+            f"--python: {arguments.python} ended with exit code {done.returncode}: {last:.300}; "
+            "axon_dist must be installed there, too",
+            code="other-python-failed",
         )
 
 

@@ -1,4 +1,4 @@
-"""The verbs that take a config or a run: each calls a function of `train.app`, and prints."""
+"""The verbs for a config or a run: each calls a function of `train.app` and prints the result."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ from .values import check_output, fitted, notice, write_output
 
 
 class LastingConsole(Console):
-    """A console that becomes quiet when its reader is gone, as after `| head`.
+    """A console that becomes quiet when its reader has closed the pipe, as in `| head`.
 
-    Rich would exit the program, and so end a long training run.
+    Rich's console would exit the program, and so end a long training run.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Prints if the terminal still exists; a closed terminal raises another `OSError`."""
+        """Prints unless the terminal is closed, which raises a different `OSError` than a pipe."""
         try:
             super().print(*objects, **options)
         except OSError:
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """Continues without output; the flush at the interpreter's exit must not fail either."""
+        """Continues without output; also makes the flush at the interpreter's exit succeed."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -72,7 +72,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _keywords(arguments: argparse.Namespace, *but: str) -> dict[str, Any]:
-    """Returns the keyword arguments of a verb's function, as typed."""
+    """Returns the arguments as keyword arguments of the verb's function."""
     return {n: x for n, x in vars(arguments).items() if n not in ("verb", "began", "json", *but)}
 
 
@@ -104,7 +104,7 @@ def _ignoring_trace_requests() -> Iterator[None]:
 
 
 def train_config(arguments: argparse.Namespace) -> int:
-    """Trains, and reports on the standard output."""
+    """Trains, and reports progress on standard output."""
     if not arguments.dry_run:
         with _ignoring_trace_requests():
             config = _config(arguments)
@@ -113,8 +113,9 @@ def train_config(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     if arguments.resume is not None:
         raise ConfigError(
-            f"got --resume {arguments.resume} with --dry-run, which trains nothing; leave out one "
-            "of them"
+            f"got --resume {arguments.resume} with --dry-run, which trains nothing; leave one of "
+            "them out",
+            code="resume-with-dry-run",
         )
     lines = dry_run(config).lines()
     if process_index() == 0:
@@ -160,16 +161,16 @@ def generate_texts(arguments: argparse.Namespace) -> int:
 
 
 def empty_line(completion: Completion) -> str:
-    """Says why a completion shows no text."""
+    """Explains why a completion has no visible text."""
     prompt = repr(f"{printable(completion.prompt):.40}")
     if completion.is_ended and completion.num_tokens == 1:
         return f"after {prompt} the model ends the text at once; --past-end continues past that"
     count = plural(completion.num_tokens, "token")
-    return f"after {prompt} the model adds {count} that show no letter, such as blanks"
+    return f"after {prompt} the model adds {count} without visible characters, such as spaces"
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Writes the weights, and prints where."""
+    """Writes the weights, and prints their path."""
     keywords = _keywords(arguments, "max_file")
     if arguments.max_file is not None:
         keywords["max_file"] = parse_bytes(arguments.max_file)
@@ -180,7 +181,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Writes the page, and prints where."""
+    """Writes the page, and prints its path."""
     page = report_page(arguments.run, arguments.compare)
     place = as_place(arguments.run, "the run")
     out = arguments.out or (place if isinstance(place, Path) else Path()) / "report.html"
@@ -199,7 +200,7 @@ def list_keys(arguments: argparse.Namespace) -> int:
 
 
 def check_samples(arguments: argparse.Namespace) -> int:
-    """Prints the check; 1 when data load more slowly than the step takes them."""
+    """Prints the check; the exit code is 1 if data are loaded more slowly than steps use them."""
     config = _config(arguments)
     check = check_data(config, arguments.samples, arguments.seconds, not arguments.no_step)
     for line in data_lines(check):
@@ -228,10 +229,10 @@ def data_lines(check: DataCheck) -> list[str]:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """Compiles the step, and prints what it costs."""
+    """Compiles the step, and prints its costs."""
     config = _config(arguments)
     examination = examine(config, arguments.target)
-    # In a file or a pipe, do not fold lines at 80 columns.
+    # In a file or a pipe, do not wrap lines at 80 columns.
     console = Console()
     console = console if console.is_terminal else Console(width=max(console.width, 140))
     machine = examination.target.name if examination.target else "this machine"
@@ -277,7 +278,7 @@ def profile(arguments: argparse.Namespace) -> int:
 
 
 def verify_config(arguments: argparse.Namespace) -> int:
-    """Prints how far the strategy is from one device; 1 when it is beyond the tolerance."""
+    """Prints the difference from one device; the exit code is 1 if it exceeds the tolerance."""
     config = _config(arguments)
     config = tiny(config) if arguments.here else config
     steps = (2 if arguments.here else 5) if arguments.steps is None else arguments.steps

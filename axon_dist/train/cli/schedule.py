@@ -36,11 +36,11 @@ from .values import notice, write_output
 
 _DEFAULT = PipelineSchedule.EAGER_1F1B
 _MOST_SEARCHED = 4096
-"""The most forwards in a schedule table if many tables are tried."""
+"""The maximum number of forwards of a schedule table if many tables are tried."""
 
 
 _LONGEST = 60
-"""The most lines of a printed picture of a searched schedule."""
+"""The maximum number of lines of a printed picture of a searched schedule."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,11 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.memory is not None and not arguments.search:
         raise ConfigError(
-            f"got --memory {arguments.memory:g} without --search; a named schedule has its own"
+            f"got --memory {arguments.memory:g} without --search; a named schedule defines its own "
+            "memory: add --search, or leave --memory out",
+            code="memory-without-search",
         )
     _check_alone(arguments)
     costs = _costs(arguments)
-    # In a pipe, keep each line whole; on a terminal, or with COLUMNS set, wrap between words.
+    # In a pipe, do not wrap lines; on a terminal, or with COLUMNS set, wrap between words.
     is_unlimited = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     console = Console(highlight=False, soft_wrap=is_unlimited)
     if arguments.compare:
@@ -80,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_output("--svg", arguments.svg, to_svg(schedule, timeline))
     if arguments.csv is not None:
         write_output("--csv", arguments.csv, schedule.to_csv())
-        notice(f"the table is in {arguments.csv}; a pipeline takes it as its schedule")
+        notice(f"the table is in {arguments.csv}; a pipeline accepts this file as its schedule")
     return 0
 
 
@@ -132,8 +134,9 @@ def _schedule(arguments: argparse.Namespace) -> Schedule:
     ):
         if asked not in (None, size):
             raise ConfigError(
-                f"got {option} {asked}, and the table {arguments.name!r} has {size}; leave "
-                f"{option} out, because a table sets its own sizes"
+                f"got {option} {asked}, but the table {arguments.name!r} has {size}; leave "
+                f"{option} out, because a table defines its own sizes",
+                code="table-sets-sizes",
             )
     return table
 
@@ -150,7 +153,8 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
         raise ConfigError(
             f"got --stages {sizes[0]} and --microbatches {sizes[1]} with {takes_all}, which makes "
             f"many tables; lower their product to {_MOST_SEARCHED}: more microbatches rarely "
-            "change which schedule is best"
+            "change the order of the schedules",
+            code="too-many-tables",
         )
     return sizes
 
@@ -179,7 +183,8 @@ def _compare(arguments: argparse.Namespace, costs: Costs, console: Console) -> N
 
 
 def _folded(rows: Sequence[Sequence[str]], width: float) -> Iterator[str]:
-    """Yields the lines of a table; columns that do not fit go below, after the first one again."""
+    """Yields the lines of a table; columns that do not fit follow below, with the first column
+    repeated."""
     first, *sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     gap = 2 if first + sum(sizes) + 2 * len(sizes) <= width else 1
     begin = 0
@@ -196,12 +201,12 @@ def _folded(rows: Sequence[Sequence[str]], width: float) -> Iterator[str]:
 
 _ALONE = {
     "--compare": (
-        "measures all schedules and writes no file",
+        "compares all schedules and writes no file",
         ("name", "search", "ahead", "vocabulary", "svg", "csv"),
     ),
     "--search": ("tries all schedules, none of them with V", ("name", "vocabulary")),
 }
-"""Options about all schedules: what each does, and the options about a single schedule that it
+"""Options that concern all schedules: a description, and the single-schedule options that each
 excludes."""
 
 

@@ -1,4 +1,4 @@
-"""Reads the values of options, and writes the files that they name."""
+"""Parses the values of options, and writes output files."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from ...core.words import printable
 
 
 def as_int(text: str) -> int:
-    """Reads a whole number of an option, in the digits 0 to 9."""
+    """Parses a whole number with the digits 0 to 9."""
     if re.fullmatch(r"[-+]?[0-9]{1,18}", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r:.80} is not a whole number")
     return int(text)
 
 
 def as_number(text: str) -> float:
-    """Reads a finite number of an option, as in 0.5 or 1e-3."""
+    """Parses a finite number, such as 0.5 or 1e-3."""
     number = spelled_number(text)
     if number is None or not NUMBER.holds(number):
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number, or too large for one")
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number, or is too large")
     return number
 
 
 def as_file(text: str) -> Path:
-    """Reads the path of a file, which need not exist."""
+    """Parses the path of a file, which need not exist."""
     try:
         return as_path(text, "the path")
     except ConfigError as error:
@@ -41,7 +41,7 @@ def as_file(text: str) -> Path:
 
 
 def check_output(option: str, path: str | Path | None) -> None:
-    """Checks that the file of an option can be made or replaced; touches nothing.
+    """Checks that the file of an option can be made or replaced, without changing anything.
 
     Args:
         option: the option as typed, such as `--json`, for the beginning of messages.
@@ -71,8 +71,9 @@ def check_output(option: str, path: str | Path | None) -> None:
         raise ConfigError(f"{option} {path}: this is {kind}, not a file; name another one")
     if _is_foreign_link(file):
         raise ConfigError(
-            f"{option} {path}: this is a link, which is not followed; name the file it leads to, "
-            "or another one"
+            f"{option} {path}: this is a link, which is not followed; name its target, or another "
+            "file",
+            code="is-a-link",
         )
     is_device = kind_at(file) == "a device"
     if not os.access(file if is_device else folder, os.W_OK):
@@ -80,7 +81,7 @@ def check_output(option: str, path: str | Path | None) -> None:
 
 
 def fitted(text: str, file: TextIO, indent: int | None = None) -> str:
-    """Wraps a text between words if the file is a terminal; continuation lines keep the indent."""
+    """Wraps a text between words if `file` is a terminal; continuation lines keep the indent."""
     if not file.isatty():
         return text
     width = shutil.get_terminal_size().columns
@@ -94,7 +95,7 @@ def fitted(text: str, file: TextIO, indent: int | None = None) -> str:
 
 
 def notice(text: str) -> None:
-    """Prints a remark about a result to standard error."""
+    """Prints a note about a result to standard error."""
     print(fitted(f"axon: {printable(text)}", sys.stderr), file=sys.stderr, flush=True)
 
 
@@ -113,7 +114,7 @@ def write_output(option: str, path: Path, text: str) -> None:
 
 
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/")
-"""Links of the operating system to the streams of this program, which may be followed."""
+"""Links of the operating system to the streams of this process, which may be followed."""
 
 
 def _is_foreign_link(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The table of verbs: their arguments and functions. Importing it does not import JAX."""
+"""The table of verbs, with their arguments and functions. Importing it does not import JAX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Argument:
     Args:
         names: the names for `argparse`, such as `("-n", "--num-processes")`.
         options: the keywords of `ArgumentParser.add_argument`.
-        is_output: whether it names a file that the verb writes.
+        is_output: whether the argument names a file that the verb writes.
     """
 
     names: tuple[str, ...]
@@ -36,9 +36,9 @@ class Verb:
     Args:
         name: the word typed after `axon`.
         help: a sentence for `axon --help`.
-        function: the function that runs it, as `module:function` of this package. The module is
+        function: the function of the verb, as `module:function` in this package. The module is
             imported when the verb runs.
-        arguments: its arguments.
+        arguments: the arguments of the verb.
         examples: commands for `axon NAME --help`.
     """
 
@@ -112,7 +112,7 @@ _RUN = (
 
 
 def _schedulers(*names: str) -> tuple[Argument, ...]:
-    """Declares an option for each row of `train.jobs.SCHEDULERS`, whose import would import JAX."""
+    """Declares an option for each of `train.jobs.SCHEDULERS`, without importing them and JAX."""
     text = "writes a job file that trains CONFIG on many nodes, and checks it"
     return tuple(_argument(f"--{name}", text, metavar="CONFIG") for name in names)
 
@@ -125,11 +125,11 @@ VERBS: tuple[Verb, ...] = (
         *_CONFIG,
         _argument(
             "--resume",
-            "resume a run: auto from its newest good checkpoint, if it has one; PATH from a "
-            "checkpoint, or from the newest good one of another run",
+            "resume a run: auto uses its newest good checkpoint, if there is one; PATH is a "
+            "checkpoint, or a run whose newest good checkpoint is used",
             metavar="auto|PATH",
         ),
-        _flag("--dry-run", "compile, and print what would be trained and written; do neither"),
+        _flag("--dry-run", "compile, and print what a run would do; train and write nothing"),
         examples=(
             "axon train configs/quickstart.yaml",
             "axon train configs/quickstart.yaml train.steps=500 parallel=fsdp",
@@ -177,7 +177,7 @@ VERBS: tuple[Verb, ...] = (
             metavar="TEXT",
         ),
         _int(
-            "--tokens", "the most tokens to add (100)", dest="num_tokens", default=100, metavar="N"
+            "--tokens", "maximum tokens to add (100)", dest="num_tokens", default=100, metavar="N"
         ),
         _number(
             "--temperature",
@@ -186,9 +186,11 @@ VERBS: tuple[Verb, ...] = (
             metavar="T",
         ),
         _int("--top-k", "sample among the K likeliest tokens", metavar="K"),
-        _number("--top-p", "sample among the likeliest tokens that add up to P", metavar="P"),
+        _number(
+            "--top-p", "sample among the likeliest tokens with total probability P", metavar="P"
+        ),
         _int("--seed", "the seed of the sampling (0)", default=0),
-        _flag("--chat", "answer each prompt as a user's message, by the run's chat template"),
+        _flag("--chat", "answer each prompt as a user's message, with the run's chat template"),
         _argument("--system", "with --chat: the system message", metavar="TEXT"),
         _argument(
             "--past-end",
@@ -211,8 +213,8 @@ VERBS: tuple[Verb, ...] = (
         _argument("path", "a file that ends in .safetensors, or a folder for it", metavar="OUT"),
         _argument(
             "--format",
-            "names of the tensors: native for the names of the model, or a hub's format such as "
-            "hf-llama, which also writes config.json; an unknown one lists all formats",
+            "names of the tensors: native for the names of the model, or a hub format such as "
+            "hf-llama, which also writes config.json; an unknown name lists all formats",
             default="native",
         ),
         _STEP,
@@ -223,8 +225,8 @@ VERBS: tuple[Verb, ...] = (
         ),
         _flag(
             "--adapters",
-            "write only the LoRA adapters, as peft does; --format is that of the base model, by "
-            "default that of the run's weights",
+            "write only the LoRA adapters, in peft's format; --format is that of the base model, "
+            "by default that of the run's weights",
         ),
         examples=(
             "axon export runs/a model.safetensors",
@@ -236,7 +238,7 @@ VERBS: tuple[Verb, ...] = (
         "report",
         "Draw a run as one HTML page.",
         "runs:report",
-        _argument("run", "the folder of a run, ended or not", metavar="RUN"),
+        _argument("run", "the folder of a run, finished or not", metavar="RUN"),
         _argument(
             "--compare",
             "compare with this run: figures, config differences, curves; may be repeated",
@@ -264,7 +266,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     _verb(
         "data",
-        "Show a config's data, and whether they load fast enough.",
+        "Show a config's data, and check whether loading is fast enough.",
         "runs:check_samples",
         _argument("action", "check: load some samples, and time them", choices=["check"]),
         *_CONFIG,
@@ -278,7 +280,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     _verb(
         "plan",
-        "Rank meshes and strategies for machines that are not here.",
+        "Rank meshes and strategies for any machine, present or not.",
         "plans:run",
         _argument("config", "a YAML file, see configs/", nargs="?", metavar="CONFIG"),
         _CONFIG[1],
@@ -292,7 +294,7 @@ VERBS: tuple[Verb, ...] = (
         _argument("--precision", "with --params: float32, bf16 or fp16"),
         _int(
             "--compile",
-            "with a config and a target: compile the best K plans, and show what they need",
+            "with a config and a target: compile the best K plans, and show their memory",
             default=0,
             metavar="K",
         ),
@@ -426,7 +428,7 @@ VERBS: tuple[Verb, ...] = (
         ),
         _number(
             "--vocabulary",
-            "split embedding and head over all ranks: the time of one rank's part V of head and "
+            "split embedding and head over all ranks: the time V of one rank's part of head and "
             "loss, forward and backward; lookups E and their gradients G take no time",
             metavar="TIME",
         ),
@@ -434,8 +436,8 @@ VERBS: tuple[Verb, ...] = (
         _flag("--search", "find the fastest table in lockstep"),
         _number(
             "--memory",
-            "with --search: the most microbatches that a rank may keep for their backward, over "
-            "all its layers",
+            "with --search: the maximum number of microbatches whose activations a rank keeps for "
+            "the backward pass, over all its layers",
             metavar="N",
         ),
         _file("--svg", "write a picture to this file"),

@@ -1,7 +1,7 @@
 """The config of a run: typed, checked when read, and written back.
 
-The rest of the library takes plain values; only this subpackage and those above it use configs.
-Start reading in `schema.py`; `read.py` turns YAML into types, and `app` builds a run from them.
+The rest of the library takes plain values; only the packages in `train` use configs. Start reading
+in `schema.py`; `read.py` turns YAML into types, and `app` builds a run from them.
 """
 
 from .describe import Key as Key

@@ -37,9 +37,9 @@ class Key:
 
     Args:
         path: the path as in an override, such as `train.steps`.
-        type: its type, in words.
-        default: as YAML writes it; empty for a section, and for a key that has none.
-        meaning: what it does.
+        type: a description of its type.
+        default: its default in YAML; empty for a section, and for a key without a default.
+        meaning: a description of its effect.
     """
 
     path: str
@@ -55,7 +55,7 @@ class Section:
     Args:
         path: the path of the section, such as `optimizer`; empty for the top level.
         variant: which of several kinds it is, such as `name: sgd`; empty if there is only one.
-        meaning: what it is, in one sentence.
+        meaning: a one-sentence description.
         keys: its keys, in order.
         presets: the names of its presets.
     """
@@ -68,8 +68,8 @@ class Section:
 
 
 _HUB = (
-    "a folder with config.json and safetensors, or hf://org/name: sizes are those of its model, "
-    "other keys of the section change them, and weights are its own unless weights says otherwise."
+    "a folder with config.json and safetensors, or hf://org/name: takes the sizes of its model, "
+    "which other keys of the section override, and its weights unless weights is set."
 )
 
 
@@ -77,12 +77,12 @@ _OF_TOP = "a key of the top level."
 
 
 def describe(section: str | None = None, nested: bool = True) -> list[Section]:
-    """Lists the keys of a config, from the dataclasses and functions that take them.
+    """Lists the keys of a config, read from the dataclasses and functions that they configure.
 
     Args:
         section: the dotted path of a section, of one of its kinds, such as `data.jsonl`, or of one
             key; None for all.
-        nested: whether to list the sections within it, too.
+        nested: whether to list nested sections, too.
 
     Returns:
         Sections, the top level first.
@@ -121,7 +121,7 @@ def describe(section: str | None = None, nested: bool = True) -> list[Section]:
 
 
 def _canonical(section: str | None) -> str | None:
-    """Replaces another name of a strategy in a path, as in `parallel.full_shard`, by its name."""
+    """Replaces an alias of a strategy in a path, as in `parallel.full_shard`, by its main name."""
     parts = section.split(".") if section else []
     if len(parts) > 1 and parts[0] == "parallel":
         parts[1] = resolve_name(parts[1])[0]
@@ -162,8 +162,8 @@ def _inside(hint: object, path: str) -> Iterator[Section]:
             yield dataclasses.replace(first, keys=(*more, *first.keys))
             yield from others
         for key, cls in choice.user_code.items():
-            place = Key(f"{path}.{key}", PATH, "", "where it is found.")
-            keys = (place, *_keys(cls, path))
+            location = Key(f"{path}.{key}", PATH, "", "the path of the function.")
+            keys = (location, *_keys(cls, path))
             yield Section(path, f"{key}: {PATH}", first_sentence(cls), keys)
     elif typing.get_origin(hint) in (Union, types.UnionType, tuple):
         for option in typing.get_args(hint):
@@ -201,7 +201,7 @@ def type_in_words(hint: object) -> str:
 
 def _annotated(hint: object, inner: object) -> str:
     if kind := extra(hint, ArgumentKind):
-        # Upper bounds are general limits, not facts about the key; leave them out.
+        # Omit upper bounds, which are general limits instead of properties of the key.
         return kind.advice.partition(" and at most ")[0].removeprefix("a ")
     if parsed := extra(hint, Parsed):
         return parsed.form
@@ -246,7 +246,7 @@ def completion_words() -> list[str]:
 
 
 def to_text(sections: list[Section]) -> str:
-    """Formats sections for a terminal: a line for each key, and its meaning below it."""
+    """Formats sections for a terminal: a line for each key, with its meaning below."""
     blocks = []
     for section in sections:
         lines = [f"{_heading(section)}: {section.meaning}"]

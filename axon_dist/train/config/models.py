@@ -47,7 +47,7 @@ from .sections import (
 from .user_code import UserCode, parameters_of
 
 NO_LIMIT = 2**31
-"""The bound on labels for a model that does not say how many classes it has."""
+"""The bound on labels for a model without `num_classes`."""
 
 
 _Data = TypeVar("_Data")
@@ -60,9 +60,9 @@ class Field:
 
     Args:
         shape: the shape of one sample.
-        dtype: the dtype of its numbers.
-        below: an exclusive upper bound of its integers; None if only the data can tell.
-        rises: whether numbers never decrease along a sample.
+        dtype: the dtype of the array.
+        below: an exclusive upper bound of its integers; None if only the data determine it.
+        rises: whether values never decrease along a sample.
     """
 
     shape: Shape
@@ -102,7 +102,7 @@ class Task(abc.ABC, Generic[_Data]):
 
     @abc.abstractmethod
     def load(self, model: object, data: _Data, **options: int) -> Loader:
-        """Reads the data and makes the batches of one process; options are those of `Loader`.
+        """Reads the data and returns the loader of one process; options are those of `Loader`.
 
         Raises:
             ConfigError: when the data is missing, damaged, or unsuitable for the model.
@@ -139,7 +139,7 @@ class NextToken(Task[TokenSection]):
             )
 
     def fields(self, model: object, data: TokenSection) -> dict[str, Field]:
-        """Returns sequences of one more token than the model sees, and their other arrays."""
+        """Returns the fields of sequences with one more token than the model sees."""
         of_tokens = {
             "tokens": (np.int32, getattr(model, "vocab_size", None), False),
             "segments": (np.int32, 4, True),
@@ -210,7 +210,7 @@ class Classification(Task[_Pictures]):
 
 
 def _channels(model: object) -> int:
-    """Returns the numbers per pixel; 3 for a user's model without `channels`."""
+    """Returns the number of channels; 3 for a user's model without `channels`."""
     return getattr(model, "channels", 3)
 
 
@@ -241,8 +241,8 @@ class ModelKind:
 
     Args:
         sizes: the dataclass of its sizes, which is the config section.
-        make: makes it from its sizes and `rngs`.
-        task: the task that it learns.
+        make: makes the model from its sizes and `rngs`.
+        task: the task of the model.
         presets: named sizes.
     """
 
@@ -259,7 +259,7 @@ MODELS: MappingProxyType[str, ModelKind] = MappingProxyType(
         "resnet": ModelKind(ResNetConfig, ResNet, Classification(), RESNET_PRESETS),
     }
 )
-"""The models that `axon train` can name."""
+"""The models that a config can name."""
 
 
 def sizes_of_hub(path: str) -> Mapping[str, object]:
@@ -272,10 +272,11 @@ def sizes_of_hub(path: str) -> Mapping[str, object]:
 
 
 def with_hub_weights(data: Mapping[str, object]) -> Mapping[str, object]:
-    """Sets `weights` of a run to the snapshot that its model comes from.
+    """Sets `weights` of a run to the snapshot named by `model.hub`.
 
     Args:
-        data: the contents of a YAML file; if it has `weights`, even empty ones, they stay.
+        data: the contents of a YAML file; if it has a key `weights`, even an empty one, it is
+            returned unchanged.
     """
     model: Any = data.get("model")
     if not isinstance(model, Mapping) or HUB not in model or "weights" in data:
@@ -318,12 +319,13 @@ class LossFactory(UserCode):
     section: ClassVar[str] = "loss"
 
     def validate(self) -> None:
-        """Checks its arguments, and that it is not itself a loss."""
+        """Checks the arguments of the factory, and that it is not itself a loss."""
         function = self.find()
         if not inspect.isclass(function) and list(parameters_of(function) or ())[:1] == ["model"]:
             raise ConfigError(
-                f"loss.factory: {self.path} takes a model, so it is a loss itself and no factory "
-                "of one; write loss: {function: " + self.path + "}"
+                f"loss.factory: {self.path} takes a model, so it is itself a loss, not a factory; "
+                "write loss: {function: " + self.path + "}",
+                code="loss-as-factory",
             )
         super().validate()
 
@@ -370,7 +372,7 @@ def kind_of(sizes: object, data: object = None, loss: UserLoss | None = None) ->
     """Returns the kind of a model, with its task adapted to the data and a user's loss.
 
     Args:
-        sizes: the sizes of one of the kinds, or a user's model.
+        sizes: the sizes of a model in `MODELS`, or a user's model.
         data: the data section, which determines the task of a user's model.
         loss: replaces the loss of the task.
 
@@ -399,8 +401,9 @@ def _task_of(data: object, user_loss: LossFn | None) -> Task[Any]:
         return next(task for task in tasks if isinstance(data, task.data))
     if user_loss is None:
         raise ConfigError(
-            "loss: missing, and for a model and data of your own there is none; set "
-            "loss: {function: package.module:loss}, a function of a model and a batch"
+            "loss: missing, but a user-defined model with user-defined data has no default; set "
+            "loss: {function: package.module:loss}, a function of a model and a batch",
+            code="no-loss",
         )
     return UserTask(user_loss)
 
@@ -409,7 +412,7 @@ def make_model(sizes: object, seed: int) -> nnx.Module:
     """Makes the model; if a step uses this as a factory, arrays are made on their devices.
 
     Args:
-        sizes: the sizes of one of the kinds, or a user's model.
+        sizes: the sizes of a model in `MODELS`, or a user's model.
         seed: the seed of the initial weights and of dropout.
     """
     rngs = nnx.Rngs(seed)

@@ -49,10 +49,13 @@ class Group:
             if why := pattern_error(path):
                 raise ConfigError(f"paths: {path!r:.80} {why}")
         if not self.paths:
-            raise ConfigError("paths names nothing; write a regular expression, such as head")
+            raise ConfigError(
+                "paths is empty; write a regular expression, such as head", code="empty-group-paths"
+            )
         if self.frozen and (self.rate != 1 or self.weight_decay is not None):
             raise ConfigError(
-                "got frozen=true with rate or weight_decay, which train; leave one of them out",
+                "got frozen=true with rate or weight_decay, which apply to trained parameters; "
+                "leave frozen out, or rate and weight_decay",
                 code="frozen-group",
             )
 
@@ -72,12 +75,12 @@ class Optimizer(abc.ABC):
     """The options of every optimizer.
 
     Args:
-        learning_rate: the peak of the schedule.
+        learning_rate: the peak learning rate of the schedule.
         schedule: how the learning rate changes over the run.
         groups: parameters that are trained differently, or not at all.
-        momentum_dtype: the dtype of the mean of gradients, `float32` or `bfloat16`; null takes that
-            of the parameters. The mean of squares keeps the dtype of the parameters, because its
-            updates are too small for bfloat16.
+        momentum_dtype: the dtype of the mean of gradients, `float32` or `bfloat16`; null for that
+            of the parameters. The mean of squared gradients always has the dtype of the parameters,
+            because its updates are too small for bfloat16.
     """
 
     learning_rate: Positive = 3e-4
@@ -91,16 +94,17 @@ class Optimizer(abc.ABC):
         for number, group in enumerate(self.groups):
             if group.weight_decay is not None and not isinstance(self, Decaying):
                 raise ConfigError(
-                    f"groups[{number}].weight_decay: got {group.weight_decay}, and this optimizer "
-                    f"has no weight decay; leave it out, or take {' or '.join(decaying)}"
+                    f"groups[{number}].weight_decay: got {group.weight_decay}, but this optimizer "
+                    f"has no weight decay; leave it out, or use {' or '.join(decaying)}",
+                    code="no-weight-decay",
                 )
 
     def build(self, num_steps: int, make_model: Factory | None = None) -> Transform:
-        """Returns the optax transformation for a run of some steps.
+        """Returns the optax transformation for a run of `num_steps` steps.
 
         Args:
             num_steps: the length of the run.
-            make_model: makes the model, for an optimizer that treats its layers differently.
+            make_model: makes the model, for an optimizer that treats layers differently.
 
         Raises:
             ConfigError: when the schedule does not fit the run, or a group has no parameter.
@@ -119,8 +123,9 @@ class Optimizer(abc.ABC):
                 if not any(group.has(path) for path in paths):
                     raise ConfigError(
                         f"optimizer.groups[{number}].paths: no parameter of the model has "
-                        f"{' or '.join(group.paths)} in its path; there are such as "
-                        f"{', '.join(paths[:: max(1, len(paths) // 4)][:5])}"
+                        f"{' or '.join(group.paths)} in its path; paths are, for example, "
+                        f"{', '.join(paths[:: max(1, len(paths) // 4)][:5])}",
+                        code="group-without-parameter",
                     )
         members = {
             "|".join(f"(?:{path})" for path in group.paths): self._member(group, num_steps)
@@ -132,7 +137,7 @@ class Optimizer(abc.ABC):
         return by_path({p: f(make_model) for p, f in members.items()}, base) if members else base
 
     def _member(self, group: Group, num_steps: int) -> Callable[..., Transform]:
-        """Returns a function from `make_model` to the optimizer of a group."""
+        """Returns a function that maps `make_model` to the optimizer of a group."""
         peak = group.rate * self.learning_rate
         changes: dict[str, object] = {}
         if group.weight_decay is not None:
@@ -157,7 +162,7 @@ class Optimizer(abc.ABC):
 
     @abc.abstractmethod
     def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:
-        """Returns the optax transformation that follows a learning rate."""
+        """Returns the optax transformation with a learning-rate schedule."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +170,7 @@ class Decaying(Optimizer):
     """An optimizer with decoupled weight decay.
 
     Args:
-        weight_decay: the fraction of a parameter that a step at learning rate 1 removes.
+        weight_decay: the fraction of a parameter that a step with learning rate 1 subtracts.
         decay: which parameters decay: `matrices`, which excludes norms, biases, embeddings and
             positions; or `all`.
     """
@@ -175,7 +180,7 @@ class Decaying(Optimizer):
 
     @property
     def mask(self) -> Callable[[PyTree], PyTree] | None:
-        """The mask of decaying parameters for optax; None for all."""
+        """The optax mask of parameters with weight decay; None for all."""
         return None if self.decay == "all" else matrices
 
 
@@ -186,7 +191,7 @@ class Adam(Optimizer):
     Args:
         b1: decay of the mean of the gradients.
         b2: decay of the mean of their squares.
-        eps: added to the square root of the latter.
+        eps: added to the square root of the mean of squares.
     """
 
     b1: Fraction = 0.9
@@ -205,7 +210,7 @@ class AdamW(Decaying):
     Args:
         b1: decay of the mean of the gradients.
         b2: decay of the mean of their squares.
-        eps: added to the square root of the latter.
+        eps: added to the square root of the mean of squares.
         eight_bit: keep the moments of large parameters in 8 bits, a quarter of their memory in
             float32.
     """
@@ -216,12 +221,12 @@ class AdamW(Decaying):
     eight_bit: bool = False
 
     def validate(self) -> None:
-        """Raises `ConfigError` if moments of 8 bits are given another dtype, too."""
+        """Raises `ConfigError` if `eight_bit` and `momentum_dtype` are both set."""
         super().validate()
         if self.eight_bit and self.momentum_dtype is not None:
             raise ConfigError(
-                f"got eight_bit=true and momentum_dtype={self.momentum_dtype}, which both say how "
-                "the mean of gradients is stored; leave one of them out",
+                f"got eight_bit=true and momentum_dtype={self.momentum_dtype}, which both set the "
+                "dtype of the mean of gradients; leave one of them out",
                 code="eight-bit-momentum",
             )
 
@@ -242,10 +247,10 @@ class AdamW(Decaying):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lion(Decaying):
-    """Lion, the sign of a momentum (arXiv:2302.06675); use a rate 3 to 10 times below Adam's.
+    """Lion, updates by the sign of a momentum (arXiv:2302.06675); use 1/3 to 1/10 of Adam's rate.
 
     Args:
-        b1: the weight of the momentum in a step.
+        b1: the weight of the momentum in an update.
         b2: decay of the momentum.
     """
 
@@ -264,7 +269,7 @@ class SGD(Optimizer):
     """Stochastic gradient descent.
 
     Args:
-        momentum: decay of the momentum; 0 keeps none.
+        momentum: decay of the momentum; 0 for no momentum.
         nesterov: use Nesterov momentum.
     """
 
@@ -272,14 +277,18 @@ class SGD(Optimizer):
     nesterov: bool = False
 
     def validate(self) -> None:
-        """Raises `ConfigError` for options of a momentum that is 0."""
+        """Raises `ConfigError` for options that need a momentum above 0."""
         super().validate()
         if self.nesterov and not self.momentum:
-            raise ConfigError("nesterov=true needs a momentum above 0 and got 0; set momentum")
+            raise ConfigError(
+                "nesterov=true needs a momentum above 0, but got 0; set momentum",
+                code="nesterov-without-momentum",
+            )
         if self.momentum_dtype is not None and not self.momentum:
             raise ConfigError(
-                f"momentum_dtype={self.momentum_dtype} needs a momentum above 0 and got 0; set "
-                "momentum"
+                f"momentum_dtype={self.momentum_dtype} needs a momentum above 0, but got 0; set "
+                "momentum",
+                code="dtype-without-momentum",
             )
 
     def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:
@@ -294,9 +303,9 @@ class Muon(Decaying):
     Args:
         momentum: decay of the momentum of matrices.
         nesterov: use Nesterov momentum.
-        ns_steps: iterations of Newton–Schulz.
+        ns_steps: the number of Newton–Schulz iterations.
         rms: the root mean square of the updates of matrices; 0.2 is about that of AdamW, so that
-            one learning rate fits both.
+            one learning rate suits both.
         b1: in AdamW, the decay of the mean of the gradients.
         b2: in AdamW, the decay of the mean of their squares.
     """
@@ -339,8 +348,8 @@ class OwnOptimizer(UserCode):
     """A user's optimizer: `optimizer: {factory: package.module:make, ...}`.
 
     The factory is called with the other keys of the section, and with `num_steps`, the length of
-    the run, if it takes it. It returns an `optax.GradientTransformation`. It may be one of optax,
-    as in `{factory: optax:adafactor, learning_rate: 0.001}`.
+    the run, if it has this parameter. It returns an `optax.GradientTransformation`. Functions of
+    optax work, as in `{factory: optax:adafactor, learning_rate: 0.001}`.
     """
 
     section: ClassVar[str] = "optimizer"
@@ -354,7 +363,7 @@ class OwnOptimizer(UserCode):
             make_model: not passed to the factory.
 
         Raises:
-            ConfigError: when it returns something else.
+            ConfigError: when it does not return an `optax.GradientTransformation`.
 
         Example:
             >>> sgd = OwnOptimizer(path="optax:sgd", options={"learning_rate": 0.5})

@@ -1,4 +1,4 @@
-"""From a YAML file and `key.path=value` arguments to a `RunConfig`."""
+"""Reads a `RunConfig` from a YAML file and `key.path=value` arguments."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ CONFIG = ArgumentKind(
     "a RunConfig, such as axon_dist.train.config.load_config('configs/quickstart.yaml')",
     lambda x: isinstance(x, RunConfig),
 )
-"""The kind of an argument that describes a run."""
+"""The check of an argument that must be a `RunConfig`."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a run from a file, some of its values replaced.
+    """Reads a run from a file, and overrides some of its values.
 
     Args:
         path: a YAML file.
-        overrides: such as `"train.steps=100"`; the value is read as YAML.
+        overrides: overrides such as `"train.steps=100"`; the value is read as YAML.
 
     Returns:
-        The config, checked.
+        The checked config.
 
     Raises:
-        ConfigError: when the file is missing or no YAML, or a value is not one it can have.
+        ConfigError: when the file is missing or is not valid YAML, or a value is invalid.
     """
     data = read_yaml(path)
     for override in overrides:
@@ -45,30 +45,33 @@ def load_untrusted(
 
     Args:
         path: a YAML file.
-        overrides: of the caller's own, which may name functions.
+        overrides: overrides of the caller, which may name functions.
         trust: whether functions that the file names may be imported.
 
     Raises:
-        ConfigError: as `load_config`, and when the file names a function and is not trusted.
+        ConfigError: as in `load_config`, and when the file names a function and is not trusted.
     """
-    # Read once: between two reads whoever wrote it could write another one.
+    # Read the file only once: its author could replace it between two reads.
     data = read_yaml(path)
-    theirs = functions_in(data)
-    ours: JsonDict = {}
+    in_file = functions_in(data)
+    overriding: JsonDict = {}
     for override in overrides:
-        ours, data = apply_override(ours, override), apply_override(data, override)
+        overriding = apply_override(overriding, override)
+        data = apply_override(data, override)
     if not trust:
+        in_overrides = functions_in(overriding)
         called = [
             function
             for function in functions_in(data)
-            if function in theirs and function not in functions_in(ours)
+            if function in in_file and function not in in_overrides
         ]
         if called:
             key, name = called[0]
             raise ConfigError(
                 f"{str(path)!r} names the function {name!r:.200} under {key:.200}, which would run "
                 "as your own code; read that function, and add --trust, or trust=True in Python, "
-                "if whoever wrote the file may run code here"
+                "if you trust the author of the file",
+                code="untrusted-function",
             )
     return RunConfig.from_dict(data)
 
@@ -78,7 +81,7 @@ _CODE = ("factory", "function")
 
 
 def functions_in(data: object, at: str = "") -> list[tuple[str, object]]:
-    """The functions that a config names, each with its key, as in `model.factory`.
+    """Returns the functions that a config names, each with its key, such as `model.factory`.
 
     Example:
         >>> functions_in({"loss": {"function": "losses:mine"}, "mesh": "dp=2"})

@@ -20,7 +20,7 @@ class RateSchedule(abc.ABC):
 
     Args:
         warmup_steps: steps of linear growth from 0 to the peak.
-        warmup_fraction: the same as a share of the steps of the run; set at most one of the two.
+        warmup_fraction: the same as a fraction of the run's steps; set at most one of the two.
     """
 
     warmup_steps: Natural = 0
@@ -31,11 +31,12 @@ class RateSchedule(abc.ABC):
         if self.warmup_steps and self.warmup_fraction:
             raise ConfigError(
                 f"got warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction}, "
-                "which both say how long the warmup is; leave one of them out"
+                "which both set the length of the warmup; leave one of them out",
+                code="two-warmups",
             )
 
     def build(self, peak: float, num_steps: int) -> optax.Schedule:
-        """Returns `learning_rate(step)` for a run of some steps, warmup included.
+        """Returns `learning_rate(step)` for a run of `num_steps` steps, including the warmup.
 
         Raises:
             ConfigError: when the warmup is as long as the run.
@@ -44,8 +45,9 @@ class RateSchedule(abc.ABC):
         if steps >= num_steps:
             key = "warmup_steps" if self.warmup_steps else "warmup_fraction"
             raise ConfigError(
-                f"{key}={getattr(self, key)} leaves nothing of a run of {num_steps} steps; "
-                f"it must be smaller: lower optimizer.schedule.{key} or raise train.steps"
+                f"{key}={getattr(self, key)} leaves no step of a run of {num_steps} steps after "
+                f"the warmup: lower optimizer.schedule.{key} or raise train.steps",
+                code="warmup-too-long",
             )
         after = self.after_warmup(peak, num_steps - steps, steps)
         if not steps:
@@ -54,7 +56,7 @@ class RateSchedule(abc.ABC):
 
     @abc.abstractmethod
     def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
-        """Returns the schedule of the steps that follow those of the warmup."""
+        """Returns the schedule of the steps after the warmup."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,7 @@ class WarmupStableDecay(RateSchedule):
     """Stays at the peak, and decays linearly at the end (arXiv:2404.06395).
 
     Args:
-        decay_fraction: the share of the run's steps over which it decays.
+        decay_fraction: the fraction of the run's steps over which the rate decays.
         final_fraction: the rate at the last step, as a fraction of the peak.
     """
 
@@ -117,8 +119,10 @@ class WarmupStableDecay(RateSchedule):
         decay = round(self.decay_fraction * (num_steps + warmup))
         if decay > num_steps:
             raise ConfigError(
-                f"decay_fraction={self.decay_fraction} is {decay} steps, and after the warmup a "
-                f"run has {num_steps}; lower optimizer.schedule.decay_fraction or the warmup"
+                f"decay_fraction={self.decay_fraction} is {decay} steps, but the run has only "
+                f"{num_steps} after the warmup; lower optimizer.schedule.decay_fraction or the "
+                "warmup",
+                code="decay-too-long",
             )
         return optax.linear_schedule(
             peak, peak * self.final_fraction, decay, transition_begin=num_steps - decay
@@ -130,8 +134,8 @@ class InverseSquareRoot(RateSchedule):
     """Decays as one over the square root of the step (arXiv:1706.03762).
 
     Args:
-        timescale: steps after the warmup in which it decays to 0.71 of the peak; the length of the
-            warmup gives the schedule of the paper.
+        timescale: the number of steps after the warmup in which the rate decays to 0.71 of the
+            peak; the length of the warmup gives the schedule of the paper.
     """
 
     timescale: Count = 1000

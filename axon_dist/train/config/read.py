@@ -1,6 +1,6 @@
-"""Reads plain data into typed dataclasses and writes it back, naming the key of every mistake.
+"""Reads plain data into typed dataclasses, and writes it back; errors name the config key.
 
-A type is one of Python, or one that `Annotated` gives an `ArgumentKind`, a choice or a parser.
+A type is a Python type, or an `Annotated` type with an `ArgumentKind`, a `OneOf` or a `Parsed`.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from axon_dist.core.renamed import with_new_names
 
 from .user_code import PATH, UserCode
 
-# To evaluate the types of a section takes longer than to read all of its keys.
+# Evaluating the type hints of a section takes longer than reading all of its keys.
 _type_hints = functools.lru_cache(maxsize=256)(typing.get_type_hints)
 HUB = "hub"
-"""The key of a section whose value is a snapshot of a hub's repository."""
+"""The key of a section whose value is a snapshot of a hub repository."""
 
 
-# Python 3.11 hashes what is in an optional annotation, and mappings cannot be hashed.
+# eq=False: Python 3.11 hashes the metadata of an optional annotation, but mappings are unhashable.
 @dataclasses.dataclass(frozen=True, eq=False)
 class OneOf:
-    """A section that is one of several dataclasses; a tag in it says which.
+    """A section that is one of several dataclasses, selected by a tag.
 
-    `{name: sgd, momentum: 0.9}` is read as `table["sgd"](momentum=0.9)`, and a lone `sgd` as
-    `{name: sgd}`. Each variant owns its options, so one that means nothing to it is an unknown key.
+    `{name: sgd, momentum: 0.9}` is read as `table["sgd"](momentum=0.9)`, and a plain `sgd` as
+    `{name: sgd}`. Each variant has its own options; an option of another variant is an unknown key.
 
     Args:
-        table: the dataclasses by name; the first is meant when the tag is missing.
+        table: the dataclasses by name; the first is used if the tag is missing.
         tag: the key that holds the name.
         presets: for each name, sets of values by preset name; other keys override them.
-        user_code: sections that name code of the user, by the key that holds its dotted path.
-        hubs: for each name that has it, what reads the value of the key `hub`, a snapshot, as
-            values; other keys override them.
+        user_code: sections that name user code, by the key that holds its dotted path.
+        hubs: for each name that supports the key `hub`, a function that reads a snapshot and
+            returns values; other keys override them.
 
     Example:
         >>> OneOf({"sgd": dict, "adam": dict}).default
@@ -63,22 +63,22 @@ class OneOf:
 
     @property
     def default(self) -> str:
-        """The name that is meant when the tag is missing."""
+        """The name that is used if the tag is missing."""
         return next(iter(self.table))
 
     def name_of(self, value: object) -> str:
-        """The name of the type of a value in the table."""
+        """Returns the name in the table of the type of a value."""
         return next(name for name, cls in self.table.items() if type(value) is cls)
 
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """A value that can be written in several forms, which another part of the library reads.
+    """A value that can be written in several forms, and has its own parser.
 
     Args:
-        read: takes plain data; raises `ValueError` or `TypeError` for what it cannot read.
-        write: the inverse, into plain data.
-        form: what is read, in words.
+        read: parses plain data; raises `ValueError` or `TypeError` for invalid data.
+        write: the inverse of `read`; returns plain data.
+        form: a description of the valid forms.
 
     Example:
         >>> Parsed(complex, str, "a complex number").read("1j")
@@ -91,7 +91,7 @@ class Parsed:
 
 
 MOST = 2**31 - 1
-"""Steps and samples are counted in 32 bits on the devices."""
+"""The largest count: steps and samples are counted in 32 bits on the devices."""
 
 
 def _from(least: int, most: int) -> ArgumentKind:
@@ -99,13 +99,13 @@ def _from(least: int, most: int) -> ArgumentKind:
 
 
 Count: TypeAlias = Annotated[int, _from(1, MOST)]
-"""A number of things of which there must be one."""
+"""A count of at least one."""
 
 Natural: TypeAlias = Annotated[int, _from(0, MOST)]
-"""A number of things that may be missing."""
+"""A count that may be zero."""
 
 Ahead: TypeAlias = Annotated[int, _from(0, 1024)]
-"""Batches that wait in memory."""
+"""A number of prefetched batches in memory."""
 
 Port: TypeAlias = Annotated[int, _from(1, 65535)]
 """A TCP port of this host."""
@@ -116,18 +116,18 @@ Devices: TypeAlias = Annotated[int, _from(1, 1024)]
 Positive: TypeAlias = Annotated[
     float, number(", above 0 and at most 3e38, in float32", lambda value: 1e-37 <= value <= 3e38)
 ]
-"""A rate or a size; a smaller one would be 0 on the devices."""
+"""A rate or a size; a smaller value would be rounded to 0 on the devices."""
 
 NonNegative: TypeAlias = Annotated[
     float, number(", at least 0 and at most 3e38", lambda value: 0 <= value <= 3e38)
 ]
-"""A rate that 0 turns off."""
+"""A rate; 0 turns it off."""
 
 Fraction: TypeAlias = Annotated[float, number(" in [0, 1)", lambda value: 0 <= value < 1)]
-"""A part of a whole."""
+"""A fraction of at least 0, less than 1."""
 
 Seed: TypeAlias = Annotated[int, SEED]
-"""Where random numbers start."""
+"""The seed of random numbers."""
 
 
 _T = TypeVar("_T")
@@ -136,17 +136,17 @@ SCALARS = (int, float, str, bool)
 
 
 def read(hint: object, value: object, path: str = "") -> Any:
-    """Turns what a YAML file holds into a value of a type.
+    """Turns plain data from a YAML file into a value of a type.
 
     Args:
         hint: a dataclass, a scalar type, `X | None`, `tuple[X, ...]`, `Mapping[str, X]`, `Literal`,
-            an enum (written as its member's name in small letters), or any type `Annotated` with a
+            an enum (written as its member's name in lower case), or any type `Annotated` with an
             `ArgumentKind`, a `OneOf` or a `Parsed`.
         value: dicts, lists and scalars.
-        path: the dotted key of the value, with which every message begins.
+        path: the dotted key of the value; every error message begins with it.
 
     Returns:
-        The value, of the type.
+        A value of the type.
 
     Raises:
         ConfigError: for an unknown or missing key, a wrong type or a value out of bounds.
@@ -154,7 +154,7 @@ def read(hint: object, value: object, path: str = "") -> Any:
     Example:
         >>> read(tuple[int, ...], [1, 2], "sizes")
         (1, 2)
-        >>> read(float, "1e-3", "rate")  # YAML 1.1 takes this spelling for a text
+        >>> read(float, "1e-3", "rate")  # YAML 1.1 reads this spelling as a string
         0.001
         >>> read(int, "many", "train.steps")
         Traceback (most recent call last):
@@ -173,11 +173,11 @@ def read(hint: object, value: object, path: str = "") -> Any:
 
 
 def write(value: object, hint: object = None) -> Any:
-    """Turns a typed value into plain data from which `read` makes it again.
+    """Turns a typed value into plain data that `read` can read back.
 
     Args:
-        value: what `read` returned.
-        hint: its type, where the value alone does not say it (a variant of a `OneOf`).
+        value: a value returned by `read`.
+        hint: its type, if the value alone does not determine it (a variant of a `OneOf`).
 
     Returns:
         Dicts, lists and scalars.
@@ -211,8 +211,8 @@ class Option:
     """One key that a dataclass or a function takes.
 
     Args:
-        hint: its type, with what `Annotated` adds to it.
-        default: the value where the key is missing; `MISSING` where it must be given.
+        hint: its type, including the metadata of `Annotated`.
+        default: the value if the key is missing; `MISSING` if the key is required.
     """
 
     hint: object
@@ -220,10 +220,10 @@ class Option:
 
 
 def options_of(thing: Callable[..., object]) -> dict[str, Option]:
-    """Returns the options of a dataclass, or of a maker of strategies, that a config can set.
+    """Returns the options of a dataclass, or of a function that makes a strategy.
 
-    What the library provides is left out: the path and the options of user code, and the model
-    and the world of a strategy.
+    Arguments that the library provides are omitted: the path and the options of user code, and the
+    model and the world of a strategy.
 
     Example:
         >>> options_of(Parsed)["form"].hint
@@ -245,11 +245,11 @@ def options_of(thing: Callable[..., object]) -> dict[str, Option]:
 def meanings_of(thing: Callable[..., object]) -> dict[str, str]:
     """Returns the documentation of each argument, from the docstrings of a function or class.
 
-    For a class, the docstrings of its bases count, too.
+    For a class, the docstrings of its bases are included.
 
     Example:
         >>> meanings_of(Option)["hint"]
-        'its type, with what `Annotated` adds to it.'
+        'its type, including the metadata of `Annotated`.'
     """
     meanings: dict[str, str] = {}
     for one in reversed(getattr(thing, "__mro__", (thing,))):
@@ -288,14 +288,14 @@ def read_options(
     kind: str = "key",
     says_missing: Callable[[str, str], str] = _says_missing,
 ) -> dict[str, Any]:
-    """Reads the keys that something takes.
+    """Reads a section with these options.
 
     Args:
-        options: what it takes.
-        data: what is given.
-        path: the dotted key of all of it.
-        kind: what a key is called in messages.
-        says_missing: the message about one that must be given, from the path and its name.
+        options: the options of the section.
+        data: the keys and values of the section.
+        path: the dotted key of the section.
+        kind: the word for a key in messages.
+        says_missing: returns the message for a missing required key, from `path` and its name.
 
     Raises:
         ConfigError: for an unknown or missing key, a wrong type or a value out of bounds.
@@ -314,11 +314,11 @@ def read_options(
 
 
 def with_new_keys(thing: Callable[..., object], data: Mapping[str, object]) -> dict[str, object]:
-    """Replaces the old names of keys in the sections that something takes; each use warns.
+    """Replaces old names of keys in nested sections; each use of an old name warns.
 
     Args:
         thing: a dataclass, or a function that makes a strategy.
-        data: values of its options, as plain data.
+        data: the values of its options, as plain data.
     """
     renamed = dict(data)
     for key, value in data.items():
@@ -329,7 +329,7 @@ def with_new_keys(thing: Callable[..., object], data: Mapping[str, object]) -> d
 
 
 def _section_with(key: str, options: Mapping[str, Option]) -> str:
-    """The section and key meant by a key that is written one level too high; else ""."""
+    """Returns the section and key meant by a key that is one level too high; "" if unknown."""
     for name, option in options.items():
         hints = [option.hint, *typing.get_args(option.hint)]
         tables = [table for hint in hints if (table := extra(hint, OneOf))]
@@ -341,27 +341,28 @@ def _section_with(key: str, options: Mapping[str, Option]) -> str:
 
 
 def extra(hint: object, kind: type[_T]) -> _T | None:
-    """The first thing of a kind that `Annotated` adds to a type."""
+    """Returns the first metadata of a kind in an `Annotated` type; None if there is none."""
     extras = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
     return next((one for one in extras if isinstance(one, kind)), None)
 
 
 def _read_dataclass(cls: Any, data: object, path: str) -> Any:
-    section, elsewhere = _section(data, path), getattr(cls, "elsewhere", {})
+    section = _section(data, path)
+    elsewhere = getattr(cls, "elsewhere", {})
     for key in elsewhere.keys() & section.keys():
         raise ConfigError(f"{_join(path, key)}: there is no such key: {elsewhere[key]}")
     section = with_new_names(cls, section, stacklevel=2)
     values = read_options(options_of(cls), section, path)
-    # A class may take one of its fields as positions: `Policy("Block", "Head")`.
-    endless = [
+    # A class may take one of its fields as `*args`: `Policy("Block", "Head")`.
+    variadic = [
         name for name, p in inspect.signature(cls).parameters.items() if p.kind is p.VAR_POSITIONAL
     ]
-    positions = [item for name in endless for item in values.pop(name, ())]
-    return _checked(lambda: cls(*positions, **values), path)
+    positional = [item for name in variadic for item in values.pop(name, ())]
+    return _checked(lambda: cls(*positional, **values), path)
 
 
 def _checked(make: Callable[[], _T], path: str) -> _T:
-    """Makes a value that checks itself, with the path put before the message of its error."""
+    """Makes a value and validates it; puts the path before the message of an error."""
     try:
         made = make()
         getattr(made, "validate", lambda: None)()
@@ -373,7 +374,7 @@ def _checked(make: Callable[[], _T], path: str) -> _T:
 
 
 def _section(data: object, path: str) -> Mapping[str, object]:
-    """A section of keys; one with nothing under it, as YAML gives it, is empty."""
+    """Returns the keys of a section; an empty section is None in YAML."""
     if data is None:
         return {}
     if not isinstance(data, Mapping):
@@ -418,7 +419,10 @@ def _read_choice(choice: OneOf, value: object, path: str) -> Any:
         data = {**_pick(choice.presets[name], preset, _join(path, "preset")), **data}
     if name in choice.hubs and HUB in data:
         if preset is not None:
-            raise ConfigError(f"{path}: got preset and hub, which both give sizes; leave one out")
+            raise ConfigError(
+                f"{path}: got preset and hub, which both set sizes; leave one out",
+                code="preset-and-hub",
+            )
         hub = data.pop(HUB)
         data = {**_checked(lambda: choice.hubs[name](hub), _join(path, HUB)), **data}
     return _read_dataclass(variant, data, path)
@@ -429,34 +433,36 @@ def _read_user_code(choice: OneOf, key: str, value: Mapping[str, object], path: 
     others = [other for other in (choice.tag, *choice.user_code) if other in value and other != key]
     if others:
         raise ConfigError(
-            f"{path}: got {key} and {others[0]}, which both say what it is; leave one of them out"
+            f"{path}: got {key} and {others[0]}, which exclude each other; leave one of them out",
+            code="user-code-and-kind",
         )
-    cls, function = choice.user_code[key], value[key]
-    ours = options_of(cls)
-    known = {name: item for name, item in value.items() if name in ours}
-    known = read_options(ours, known, path)
+    cls = choice.user_code[key]
+    function = value[key]
+    own_options = options_of(cls)
+    known = {name: item for name, item in value.items() if name in own_options}
+    known = read_options(own_options, known, path)
     if not isinstance(function, str):
         raise ConfigError(f"{path}: got {function!r:.80}, which must be a path such as {PATH}")
-    rest = {str(name): x for name, x in value.items() if name not in (key, *ours)}
+    rest = {str(name): x for name, x in value.items() if name not in (key, *own_options)}
     return _checked(lambda: cls(path=function, options=types.MappingProxyType(rest), **known), path)
 
 
 def _pick(table: Mapping[Any, _T], name: object, path: str) -> _T:
-    # Only a text can be a name; a list cannot be hashed.
+    # Check the type first, because a list cannot be hashed.
     if not isinstance(name, (str, int)) or name not in table:
         raise ConfigError(f"{path}: there is no {name!r:.80}.{did_you_mean(str(name), table)}")
     return table[name]
 
 
 def _read_union(hint: object, value: object, path: str) -> Any:
-    """Takes the first option that fits; a section can only be one that has keys."""
+    """Reads a value as the first type of a union that fits; a section needs a type with keys."""
     options = typing.get_args(hint)
     if value is None and types.NoneType in options:
         return None
     possible = [option for option in options if option is not types.NoneType]
     has_keys = isinstance(value, Mapping)
     fitting = [option for option in possible if _has_keys(option) == has_keys]
-    # The type that has the keys of a section reports what is wrong with it.
+    # Try first the types that have all keys of the section, so that their error is reported.
     fitting.sort(key=lambda option: isinstance(value, Mapping) and not _knows(option, value))
     errors = []
     for option in fitting or possible:
@@ -523,7 +529,7 @@ def _read_scalar(hint: Any, value: object, path: str) -> Any:
 
 
 def _as_float(value: object) -> Any:
-    """Takes integers, and the spelling `1e-3`, which YAML 1.1 does not count as a number."""
+    """Converts integers, and the spelling `1e-3`, which YAML 1.1 reads as a string."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         return value
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""`RunConfig`: everything a run is made from, as frozen values that are checked when read."""
+"""`RunConfig`: the config of a run, as frozen dataclasses that are checked when they are read."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ StrategyOptions: TypeAlias = Mapping[str, Mapping[str, Any]]
 def strategy_options(value: object) -> StrategyOptions:
     """Reads `ddp`, `[fsdp, tensor]` or `{ddp: {bucket_capacity: 1000000}}`.
 
-    Other names of strategies become those of `parallel.STRATEGIES`.
+    Aliases of strategies are replaced by the names in `parallel.STRATEGIES`.
 
     Raises:
-        ValueError: for anything else, none, or a strategy that is named twice.
+        ValueError: for another form, for no strategy, or for a strategy that is named twice.
 
     Example:
         >>> dict(strategy_options("ddp"))
@@ -106,9 +106,9 @@ def strategy_options(value: object) -> StrategyOptions:
                     f"write {strategy} instead of {name}"
                 )
         written[strategy] = str(name)
-        given = {**implied, **(options or {})}
+        merged = {**implied, **(options or {})}
         row = STRATEGIES.get(strategy)
-        resolved[strategy] = given if row is None else with_new_keys(row.make, given)
+        resolved[strategy] = merged if row is None else with_new_keys(row.make, merged)
     return MappingProxyType(resolved)
 
 
@@ -119,28 +119,29 @@ def build_strategy(
 
     Args:
         parallel: options by strategy name, as plain data.
-        model: a module or a factory of one.
-        world: the devices, and the mesh they form.
+        model: a module, or a factory of a module.
+        world: the devices and their mesh.
 
     Raises:
         ConfigError: for an unknown strategy or option, an option of the wrong type, or a missing
-            one that has no default.
+            option without a default.
         MeshError: when a strategy needs an axis that the mesh lacks.
-        StrategyConflictError: when two of them contradict each other.
+        StrategyConflictError: when two strategies contradict each other.
 
     Example:
         >>> build_strategy({"ddp": {"bucket_capacity": 1000}}, None, World.emulate(8)).name
         'ddp'
     """
-    given = read_strategies(parallel)
-    data_parallel = [name for name in given if STRATEGIES[name].is_data_parallel]
-    # Alone, a data-parallel strategy is over all data axes; several take the axis of their name.
+    options_by_name = read_strategies(parallel)
+    data_parallel = [name for name in options_by_name if STRATEGIES[name].is_data_parallel]
+    # A single data-parallel strategy uses all data axes. If there are several, each of them uses
+    # the axis of its name.
     shares = {"shares": True} if len(data_parallel) > 1 else {}
     strategies = [
         as_strategy(
             STRATEGIES[name](model, world, **options, **(shares if name in data_parallel else {}))
         )
-        for name, options in given.items()
+        for name, options in options_by_name.items()
     ]
     return strategies[0] if len(strategies) == 1 else compose(*strategies)
 
@@ -150,7 +151,7 @@ def read_strategies(parallel: Mapping[str, Mapping[str, object]]) -> dict[str, J
 
     Raises:
         ConfigError: for an unknown strategy or option, an option of the wrong type, or a missing
-            one that has no default.
+            option without a default.
     """
     for name in parallel:
         if name not in STRATEGIES:
@@ -182,7 +183,7 @@ def mesh_spec(value: object) -> MeshSpec:
     """Reads `dp=4,tp=2` or `{dp: 4, tp: 2}`.
 
     Raises:
-        ValueError: for anything else, or for axes that make no mesh.
+        ValueError: for another form, or for invalid axes.
     """
     if not isinstance(value, (str, Mapping)):
         raise ValueError(
@@ -193,57 +194,61 @@ def mesh_spec(value: object) -> MeshSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything a run is made from; two runs with equal values are equal runs.
+    """The config of a run: equal configs describe equal runs.
 
     Args:
-        name: what the run is called.
-        seed: of the initial weights, the dropout and the order of the samples.
-        run_dir: the folder for what the run writes, also at `gs://` or `s3://`; None makes
+        name: the name of the run.
+        seed: the seed of the initial weights, the dropout and the order of the samples.
+        run_dir: the folder for the files of the run, also at `gs://` or `s3://`; None makes
             `runs/<name>-<time>`.
-        mesh: axes and sizes, outer to inner; one size may be -1.
-        devices: which devices the mesh is made of.
-        model: the sizes of the model, under the `kind` it is of; or `{factory: module:name, ...}`.
-        data: what the model is trained on, under the `kind` it is of; or a factory.
-        loss: in place of that of the model's kind, `{function: module:name, ...}` or a factory.
-        validation: further sets to validate on, files by name as in `{code: data/code/*.py}`; their
+        mesh: axes and sizes, from outer to inner; one size may be -1.
+        devices: which devices the mesh uses.
+        model: the model, by its `kind` and sizes; or `{factory: module:name, ...}`.
+        data: the training data, by its `kind` and options; or a factory.
+        loss: replaces the loss of the model's kind, `{function: module:name, ...}` or a factory.
+        validation: further validation sets, files by name as in `{code: data/code/*.py}`; their
             metrics are `validation/code/loss` and so on.
-        optimizer: the optimizer under its `name`, with its options and learning rate; or a factory.
+        optimizer: the optimizer, by its `name`, options and learning rate; or a factory.
         parallel: the strategies to compose, each with its options.
-        precision: `float32`, `bf16`, `fp16`, `fp8`, or the dtypes one by one; None leaves it to
-            the strategies.
-        remat: what the backward pass recomputes; `auto` what the strategies say, and where they say
-            nothing as little as the memory of a device allows, which is read from the traced step,
-            and where that is close from the compiled one; nothing on devices whose memory is not
-            known, as emulated ones. None recomputes what the strategies say.
-        unroll: up to how many blocks are unrolled rather than run by a loop, where the strategy
-            splits or recomputes them; None leaves it to `scan_layers`. It changes no number.
+        precision: `float32`, `bf16`, `fp16`, `fp8`, or each dtype separately; None leaves it to the
+            strategies.
+        remat: what the backward pass recomputes. None recomputes what the strategies define. `auto`
+            does the same if they define anything; otherwise it recomputes as little as the memory
+            of a device allows. The memory is read from the traced step and, if it is close to the
+            limit, from the compiled step. On devices of unknown memory, such as emulated ones,
+            `auto` recomputes nothing.
+        unroll: where the strategy splits or recomputes blocks, up to this many blocks are unrolled,
+            and more blocks run as a loop; None leaves it to `scan_layers`. It does not change the
+            numbers.
         scan_layers: whether equal blocks run as one loop, `true`, or are unrolled, `false`; `auto`
-            decides by what it costs on the devices, and a run, `axon plan` and `axon inspect` say
-            what it chose. Blocks that `model.scan_layers` keeps stacked
-            are a loop in any case. It changes no number.
-        axis_names: the axes of `mesh` that are meant by names in the code of a model of your own,
-            such as `{data: [dp, fsdp], heads: tp}`, in `with_sharding_constraint`, `reshard` and
+            decides by the costs on the devices, and a run, `axon plan` and `axon inspect` report
+            the choice. Blocks that `model.scan_layers` stacks are always a loop. It does not change
+            the numbers.
+        axis_names: maps axis names in the code of a user-defined model to axes of `mesh`, such as
+            `{data: [dp, fsdp], heads: tp}`, for `with_sharding_constraint`, `reshard` and
             `nnx.with_partitioning`; an empty list means no axis. Axes of the mesh are known by
-            their own names, and `data` and `model` among others by what they mean elsewhere. It
-            changes no number.
-        weights: files with the first weights; None draws them.
-        lora: adapters added to linear layers; only these are trained. None: no adapters.
-        trainable: regular expressions, searched for in the paths of the parameters: what is found
-            is trained, with the adapters if there are some, and all else frozen; empty trains
-            everything, or the adapters alone.
-        frozen_dtype: what frozen parameters are kept in, such as `bfloat16` or `int8`; None keeps
-            theirs.
-        loss_scale: keeps small gradients alive in half precision; None scales under `fp16` alone.
+            their own names, and common names such as `data` and `model` have defaults. It does not
+            change the numbers.
+        weights: files with the initial weights; None initializes them randomly.
+        lora: adapters added to linear layers; only the adapters are trained. None for no adapters.
+        trainable: regular expressions, searched for in the paths of parameters. Parameters that
+            match are trained, and also the adapters if there are any; all others are frozen. Empty
+            trains all parameters, or only the adapters.
+        frozen_dtype: the dtype in which frozen parameters are stored, such as `bfloat16` or `int8`;
+            None keeps their dtypes.
+        loss_scale: loss scaling, which avoids underflow of gradients in half precision; None scales
+            only under `fp16`.
         deterministic: give the same bits in every run of this config on devices of one kind; CPUs
-            and TPUs do that anyway, GPUs get slower by it. `elastic` gives them on any number of
-            CPU devices too, under ddp, zero and fsdp.
-        logical_shards: into how many parts a batch is cut for `deterministic: elastic`, a power of
-            two and a multiple of the devices of every run that is to have the same bits.
-        compiler_options: options of XLA by name, which add to and override those of the chip; null
-            removes one of the chip. They change no number, only time and memory.
-        train: length, batch and cadence of the run.
-        checkpoint: when the state is saved, and what of it stays.
-        loggers: where metrics go besides `metrics.jsonl`.
+            and TPUs always do, GPUs become slower. `elastic` also gives the same bits on any number
+            of CPU devices, under ddp, zero and fsdp.
+        logical_shards: the number of parts into which a batch is cut for `deterministic: elastic`:
+            a power of two, and a multiple of the number of devices of every run that must have the
+            same bits.
+        compiler_options: XLA options by name, which add to and override those of the chip; null
+            removes an option of the chip. They change only time and memory, not the numbers.
+        train: length, batch size and cadence of the run.
+        checkpoint: when the state is saved, and which checkpoints are kept.
+        loggers: where metrics are logged in addition to `metrics.jsonl`.
 
     Example:
         >>> config = RunConfig.from_dict({"mesh": "dp=8", "train": {"steps": 5}})
@@ -303,34 +308,35 @@ class RunConfig:
 
     @property
     def kind(self) -> ModelKind:
-        """The kind that the model is of, and what it learns from this data."""
+        """The kind of the model, with its task for this data."""
         return kind_of(self.model, self.data, self.loss)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> RunConfig:
-        """Reads plain data, as a YAML file holds it.
+        """Reads plain data, such as the contents of a YAML file.
 
         Raises:
-            ConfigError: naming the dotted key of the first mistake.
+            ConfigError: for the first mistake; the message names its dotted key.
         """
         return read(cls, with_hub_weights(data))
 
     def to_dict(self) -> JsonDict:
-        """Writes plain data with every default spelled out; `from_dict` reads it back."""
+        """Returns plain data, including all defaults; `from_dict` reads it back."""
         return write(self)
 
     def validate(self) -> None:
-        """Checks what concerns several sections at once.
+        """Checks values that concern several sections.
 
         Raises:
-            ConfigError: when the name cannot be a folder, the model cannot take the data, the
-                schedule does not fit the run, microbatches do not divide the batch, checkpoints
-                cannot be compared, or there is no such precision, strategy, or option of it.
+            ConfigError: when the name cannot be a folder name, the model does not accept the data,
+                the schedule does not fit the run, microbatches do not divide the batch, checkpoints
+                cannot be compared, or a precision, a strategy, or an option is unknown.
         """
         if not self.name.isprintable() or "/" in self.name or not 0 < len(self.name) <= 100:
             raise ConfigError(
-                f"name: got {self.name!r:.120}, which must be usable as a folder's name: 1 to 100 "
-                "letters that can be printed, no slash among them"
+                f"name: got {self.name!r:.120}, which must be usable as a folder name: 1 to 100 "
+                "printable characters without a slash",
+                code="run-name",
             )
         for key, path in (("run_dir", self.run_dir), ("checkpoint.dir", self.checkpoint.dir)):
             if path is not None:
@@ -348,12 +354,13 @@ class RunConfig:
         profile = self.train.profile
         if profile is not None and profile.at + profile.steps - 1 > self.train.steps:
             raise ConfigError(
-                f"train.profile: got at={profile.at} and steps={profile.steps}, and the run ends "
-                f"with step {self.train.steps}; lower them"
+                f"train.profile: got at={profile.at} and steps={profile.steps}, but the run ends "
+                f"with step {self.train.steps}; lower them",
+                code="profile-after-end",
             )
         names = [next(n for n, row in LOGGERS.items() if row is type(x)) for x in self.loggers]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(f"loggers: got {twice[0]} twice, into one place; name it once")
+            raise ConfigError(f"loggers: got {twice[0]} twice; name it once", code="logger-twice")
         self.optimizer.build(self.train.steps)
         MixedPrecision.of(self.precision)
         read_strategies(self.parallel)
@@ -365,8 +372,9 @@ class RunConfig:
             kind = next(name for name, row in DATA.items() if row is type(self.data))
             *others, last = (name for name, row in DATA.items() if row in task.data)
             raise ConfigError(
-                f"data.kind: got {kind}, and the model is a {model}, which needs "
-                f"{', '.join(others)} or {last}; change data.kind or model.kind"
+                f"data.kind: got {kind}, but the model is a {model}, which needs "
+                f"{', '.join(others)} or {last}; change data.kind or model.kind",
+                code="data-kind-of-model",
             )
         task.check(self.model, self.data)
         if self.train.peak_flops is not None and task.item != "tokens":
@@ -383,7 +391,8 @@ class RunConfig:
                 f"{train.global_batch} samples; a validation has at most {_MOST_SAMPLES} samples: "
                 "lower it, or train.global_batch"
             )
-        eval_every, save_every = train.eval_every, self.checkpoint.every
+        eval_every = train.eval_every
+        save_every = self.checkpoint.every
         if self.checkpoint.best and save_every and (not eval_every or save_every % eval_every):
             raise ConfigError(
                 f"checkpoint.best: got {self.checkpoint.best}, which needs a validation before "
@@ -393,30 +402,34 @@ class RunConfig:
         for name, files in self.validation.items():
             if re.fullmatch(r"[\w.-]+", name) is None or not files:
                 raise ConfigError(
-                    f"validation.{name}: got {list(files)}; give each set files, and a name of "
-                    "letters, digits, dots, - and _"
+                    f"validation.{name}: got {list(files)}; each set needs at least one file, and "
+                    "a name of letters, digits, dots, - and _",
+                    code="validation-set",
                 )
         best = train.best
         if not best.metric.startswith("validation/"):
             raise ConfigError(
-                f"train.best.metric: got {best.metric!r:.80}, which must be one of validations, "
-                "such as validation/loss"
+                f"train.best.metric: got {best.metric!r:.80}, which must be a validation metric, "
+                "such as validation/loss",
+                code="best-metric-not-validation",
             )
         name, slash, _ = best.metric.removeprefix("validation/").partition("/")
         if slash and name not in self.validation:
             raise ConfigError(
-                f"train.best.metric: got {best.metric!r:.80}, and there is no set {name!r:.80} in "
-                f"validation.{did_you_mean(name, self.validation)}"
+                f"train.best.metric: got {best.metric!r:.80}, but there is no set {name!r:.80} in "
+                f"validation.{did_you_mean(name, self.validation)}",
+                code="best-metric-unknown-set",
             )
         if best.patience and not train.eval_every:
             raise ConfigError(
-                f"train.best.patience: got {best.patience}, and train.eval_every=0 validates only "
-                "at the end; set train.eval_every"
+                f"train.best.patience: got {best.patience}, but train.eval_every=0 validates only "
+                "at the end; set train.eval_every",
+                code="patience-without-validations",
             )
 
 
 def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a run's global batch, known before any data is read."""
+    """Returns the shapes of a run's global batch, which are known before any data is read."""
     fields = config.kind.task.fields(config.model, config.data)
     return {
         name: jax.ShapeDtypeStruct((config.train.global_batch, *field.shape), field.dtype)

@@ -53,14 +53,14 @@ class DevicesConfig:
 class ProfileConfig:
     """Which steps of a run are traced, into `profile` in its folder, for Perfetto or XProf.
 
-    SIGUSR1 sent to a process traces its next steps, whether or not the config has this section.
+    SIGUSR1 sent to a process traces its next steps, even if the config does not have this section.
 
     Args:
-        at: the first traced step, counted from 1; the first step of a process compiles and is
-            skipped; 0 waits for the signal.
+        at: the first traced step, counted from 1. The first step of a process is never traced,
+            because it compiles; 0 waits for the signal.
         steps: the number of traced steps.
         port: the port at which XProf or TensorBoard can trace process 0 at any time; each further
-            process uses the next port; null opens none.
+            process uses the next port; null opens no port.
     """
 
     at: Natural = 20
@@ -73,10 +73,10 @@ class BestConfig:
     """Which checkpoint is the best, and when a run without improvement ends.
 
     Args:
-        metric: a validation metric, as named in `metrics.jsonl`: `validation/loss`, or that of a
+        metric: a validation metric, as named in `metrics.jsonl`: `validation/loss`, the loss of a
             set, such as `validation/code/loss`, or another metric of the loss function.
-        mode: `min` if less is better, `max` if more is.
-        patience: the run ends after this many validations without improvement; 0 never ends it.
+        mode: `min` if lower is better, `max` if higher is better.
+        patience: the run ends after this many validations without improvement; 0 for no limit.
         min_delta: the smallest change that counts as an improvement.
     """
 
@@ -92,22 +92,23 @@ class TrainConfig:
 
     Args:
         steps: optimizer steps.
-        global_batch: samples in one step, over all devices and microbatches.
-        accumulate: microbatches whose gradients one step accumulates.
-        clip_norm: largest global norm of the gradients; None does not clip.
+        global_batch: samples per step, over all devices and microbatches.
+        accumulate: the number of microbatches whose gradients one step accumulates.
+        clip_norm: the maximum global norm of the gradients; None does not clip.
         eval_every: steps between validations; 0 validates only at the end.
-        eval_batches: the most global batches in one validation, spread over the validation data,
-            each sample once; `axon eval` uses all of it.
+        eval_batches: the maximum number of global batches in one validation, spread over the
+            validation data, each sample once; `axon eval` uses all validation data.
         best: which checkpoint is the best, and when a run ends early.
-        log_every: steps between written metrics, each averaged over those steps.
-        peak_flops: the peak FLOP/s of one device, for the utilization in the metrics; None takes
-            that of the chip; for an unknown chip there is no utilization.
-        ema: decay of a moving average of the parameters, which is then validated instead; None
-            keeps none.
-        nonfinite: what to do when a loss or gradient is not finite: `stop` with an error, `skip`
+        log_every: steps between written metrics, each averaged over these steps.
+        peak_flops: the peak FLOP/s of one device, for the utilization in the metrics; None for that
+            of the chip. Without it, an unknown chip has no utilization.
+        ema: decay of a moving average of the parameters, which is then validated instead of them;
+            None for no average.
+        nonfinite: what to do if a loss or gradient is not finite: `stop` with an error, `skip`
             that batch, or `rollback` to the newest checkpoint and continue with new batches.
-        max_rollbacks: the most rollbacks before a run stops.
-        spikes: which steps are skipped, because loss or gradient are outliers; None skips none.
+        max_rollbacks: the maximum number of rollbacks before a run stops.
+        spikes: which steps are skipped because the loss or the gradient is an outlier; None skips
+            none.
         layer_norms: write the norms of weights, gradients and updates of every layer.
         profile: which steps are traced; None traces none.
     """
@@ -137,11 +138,12 @@ class CheckpointConfig:
         every: steps between checkpoints; 0 saves only the last state.
         memory_every: steps between copies of the state in host memory. A run that has lost a
             process continues from the newest copy without reading a checkpoint, and repeats the
-            steps since. 0 makes none. `axon launch --max-restarts N` keeps them.
-        keep: how many of the newest checkpoints to keep.
-        best: how many of the best checkpoints by `train.best` to keep.
+            steps since then. 0 makes no copies. `axon launch --max-restarts N` keeps the copies
+            when processes restart.
+        keep: the number of newest checkpoints to keep.
+        best: the number of best checkpoints by `train.best` to keep.
         keep_every: also keep checkpoints whose step is a multiple of this; 0 for none.
-        background: write while the run continues.
+        background: write checkpoints while the run continues.
         type: `sharded`, every process writes its shards; or `full`, process 0 writes everything to
             one file.
         dir: the folder; None for `checkpoints` in the folder of the run.
@@ -182,7 +184,7 @@ class Wandb(Logger):
 
     Args:
         project: the project the run belongs to.
-        mode: `offline` keeps the run in its folder, `online` uploads it as it goes.
+        mode: `offline` stores the run in its folder, `online` uploads it during the run.
     """
 
     module: ClassVar[str] = "wandb"
@@ -193,7 +195,7 @@ class Wandb(Logger):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trackio(Logger):
-    """Trackio, on this machine.
+    """Trackio, which stores the run on this machine.
 
     Args:
         project: the project the run belongs to.
@@ -210,7 +212,7 @@ class Mlflow(Logger):
 
     Args:
         experiment: the experiment the run belongs to.
-        uri: the server; None keeps the run in its folder, in a file `mlflow.db`.
+        uri: the server; None stores the run in the file `mlflow.db` in its folder.
     """
 
     module: ClassVar[str] = "mlflow"
@@ -221,12 +223,12 @@ class Mlflow(Logger):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prometheus(Logger):
-    """The last values of the metrics, as Prometheus reads them.
+    """The last values of the metrics, in Prometheus's text format.
 
     Args:
         file: the file, which ends in `.prom`, such as one in the folder of node_exporter's textfile
             collector; null for `metrics.prom` in the folder of the run.
-        port: also serve `/metrics` on this port of the main process; null serves none.
+        port: also serve `/metrics` on this port of the main process; null for no server.
     """
 
     module: ClassVar[str] = "prometheus_client"
@@ -252,17 +254,17 @@ class Lora:
 
     Args:
         rank: columns of the first matrix of an adapter, and rows of the second.
-        paths: regular expressions, searched for in the paths of linear layers; empty takes all. One
-            that matches none of them is searched for in the paths of embeddings.
+        paths: regular expressions, searched for in the paths of linear layers; empty for all. An
+            expression that matches no linear layer is searched for in the paths of embeddings.
         alpha: scales the product by alpha / rank; None for a scale of 1.
-        rslora: scales by alpha / sqrt(rank) instead.
-        rank_pattern: other ranks, by regular expressions of paths.
-        alpha_pattern: other alphas, by regular expressions of paths.
+        rslora: scale by alpha / sqrt(rank) instead.
+        rank_pattern: ranks of some layers, by regular expressions of paths.
+        alpha_pattern: alphas of some layers, by regular expressions of paths.
     """
 
     elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
-            "dropout": "there is none on adapters; leave it out",
+            "dropout": "adapters have no dropout; leave it out",
             "target_modules": "write paths, regular expressions such as attention",
         }
     )
@@ -278,7 +280,7 @@ class Lora:
         """Returns a copy of the model with adapters.
 
         Raises:
-            ConfigError: when a path finds no layer.
+            ConfigError: when a path matches no layer.
         """
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(b"lora"))
         return lora(
@@ -298,12 +300,11 @@ class Weights:
     """The files of a run's initial weights; see `axon_dist.load_weights`.
 
     Args:
-        files: safetensors files, or one folder with them, such as the snapshot of a hub's
-            repository.
-        format: how tensors are named, `native` or the layout of a hub, such as `hf-llama`.
+        files: safetensors files, or one folder with them, such as the snapshot of a hub repository.
+        format: the names of tensors: `native`, or a hub format such as `hf-llama`.
         cast: convert between float dtypes, rounding to nearest.
-        keep: regular expressions of paths that keep the model's initial values if the files have
-            none; adapters do so anyway.
+        keep: regular expressions of paths of parameters that keep their initial values if they are
+            not in the files; adapters always do.
         differ: fields of the model that may differ from the `config.json` next to the files; any
             other difference is an error.
     """
@@ -332,9 +333,9 @@ class LoadOptions:
     """How batches are loaded.
 
     Args:
-        num_ahead: batches that a thread prefetches; 0 loads each on demand.
-        num_workers: processes that make whole batches in turn, such as those that decode images; 0
-            leaves that to the thread.
+        num_ahead: the number of batches that a thread prefetches; 0 loads each on demand.
+        num_workers: the number of processes that make whole batches in turn, for example to decode
+            images; 0 to make them in the thread.
     """
 
     num_ahead: Ahead = 2
@@ -346,7 +347,7 @@ class SequenceOptions(LoadOptions):
     """The length of token sequences, and how they are loaded.
 
     Args:
-        sequence_length: tokens that a sample predicts.
+        sequence_length: the number of tokens that a sample predicts.
     """
 
     sequence_length: Count = 128
@@ -411,27 +412,30 @@ class MixtureData(SequenceOptions):
         """Checks that every source has a weight, and that all have the same unit and tokenizer.
 
         Raises:
-            ConfigError: when one of these does not hold.
+            ConfigError: when a weight is missing, or units or tokenizers differ.
         """
         if len(self.weights) != len(self.sources) or not self.sources:
             raise ConfigError(
-                f"data.weights: got {list(self.weights)} for {len(self.sources)} sources; write a "
-                "number above 0 for each"
+                f"data.weights: got {list(self.weights)} for {len(self.sources)} sources; give one "
+                "number above 0 per source",
+                code="mixture-weights",
             )
         if len(units := {source.unit for source in self.sources}) > 1:
             raise ConfigError(
                 f"data.sources: got losses in {' and '.join(sorted(units))}, which cannot be "
-                "mixed; give all sources a tokenizer, or none"
+                "mixed; give all sources a tokenizer, or none of them",
+                code="mixed-loss-units",
             )
         if len(named := {source.tokenizer for source in self.sources} - {None}) > 1:
             raise ConfigError(
                 f"data.sources: got the tokenizers {' and '.join(sorted(named))}, whose tokens "
-                "mean different things; give all sources one"
+                "mean different things; use one tokenizer for all sources",
+                code="mixed-tokenizers",
             )
 
     @property
     def tokenizer(self) -> str | None:
-        """The tokenizer of the sources that name one."""
+        """The tokenizer of the sources that have one."""
         return next((s.tokenizer for s in self.sources if s.tokenizer is not None), None)
 
     @property
@@ -441,7 +445,7 @@ class MixtureData(SequenceOptions):
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """The names of the arrays of a batch: all that any source has."""
+        """The names of the arrays of a batch: those of any source."""
         names = {name for source in self.sources for name in source.arrays}
         return tuple(name for name in ("tokens", "segments", "mask") if name in names)
 
@@ -474,9 +478,9 @@ class SyntheticImageData(LoadOptions, SyntheticImages):
 class OwnData(LoadOptions, UserCode):
     """A user's samples: `data: {factory: package.module:make, ...}`.
 
-    The factory returns two sequences of samples, for training and for validation, each with a
-    length and with items that are dicts of arrays, all of the same shapes and dtypes; or one object
-    with the methods of `axon_dist.data.Samples`.
+    The factory returns two sequences of samples, for training and for validation; or one object
+    with the methods of `axon_dist.data.Samples`. A sequence has a length, and its items are dicts
+    of arrays, all with the same shapes and dtypes.
     """
 
     section: ClassVar[str] = "data"
@@ -486,7 +490,7 @@ class OwnData(LoadOptions, UserCode):
         """The samples that the factory returns; it is called once.
 
         Raises:
-            ConfigError: when it makes neither samples nor two sequences of them.
+            ConfigError: when the factory returns neither `Samples` nor two sequences.
         """
         made = self.call()
         if all(hasattr(made, name) for name in ("identity", "train", "spread", "validation")):

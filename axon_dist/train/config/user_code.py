@@ -21,8 +21,8 @@ PATH = "package.module:name"
 class UserCode:
     """A config section `{factory: package.module:name, key: value}`.
 
-    It means `package.module.name(key=value, **provided)`, called when the run is built. The
-    module is looked up as by `python -m`: in the current folder first.
+    It means `package.module.name(key=value, **provided)`, called when the run is built. As with
+    `python -m`, the module is searched for in the current folder first.
 
     Args:
         path: the path of the function or class, `package.module:name` or `package.module.name`.
@@ -43,23 +43,24 @@ class UserCode:
     offered: ClassVar[tuple[str, ...]] = ()
     """Keyword arguments that the library passes if the function takes them."""
     by_position: ClassVar[tuple[str, ...]] = ()
-    """The positional arguments of later calls, in words."""
+    """Descriptions of the positional arguments of later calls."""
 
     path: str
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     def validate(self) -> None:
-        """Imports the function and checks that it takes its arguments; does not call it.
+        """Imports the function and checks its parameters, without calling it.
 
         Raises:
-            ConfigError: when it cannot be found, or takes other arguments.
+            ConfigError: when it cannot be found, or does not accept its arguments.
         """
         params = parameters_of(self.find())
         reserved = next((name for name in self.provided if name in self.options), None)
         if reserved is not None:
             raise ConfigError(
-                f"{self.section}.{reserved}: the run itself gives {self.path} this argument; leave "
-                "it out"
+                f"{self.section}.{reserved}: the run itself passes this argument to {self.path}; "
+                "leave it out",
+                code="reserved-argument",
             )
         if params is None:
             return
@@ -80,23 +81,24 @@ class UserCode:
         except TypeError as error:
             words = [*self.by_position, *(_GIVEN.get(name, name) for name in named)]
             raise ConfigError(
-                f"{self.full_key}: {self.path} takes ({', '.join(params)}) and is called "
-                f"with {' and '.join(words) or 'nothing'}: {error}; set the missing keys next to "
-                f"{self.key}, and let it take the rest"
+                f"{self.full_key}: {self.path} takes ({', '.join(params)}), but is called with "
+                f"{' and '.join(words) or 'nothing'}: {error}; set the missing keys next to "
+                f"{self.key}, and make the function accept the others",
+                code="user-code-arguments",
             ) from None
 
     def find(self) -> Callable[..., Any]:
         """Imports the function.
 
         Raises:
-            ConfigError: when there is no such module or no such name in it, when importing the
-                module fails, or it cannot be called.
+            ConfigError: when the module or the name in it does not exist, when importing the module
+                fails, or when the value is not callable.
         """
         return find(self.path, self.full_key)
 
     @property
     def full_key(self) -> str:
-        """The config key that names it."""
+        """The config key that names the function."""
         return f"{self.section}.{self.key}".lstrip(".")
 
     def returned(self, made: object, what: str) -> ConfigError:
@@ -105,7 +107,7 @@ class UserCode:
         return ConfigError(f"{self.full_key}: {self.path} returns a {kind}, which must be {what}")
 
     def call(self, **arguments: object) -> Any:
-        """Calls it with the options and further keyword arguments."""
+        """Calls the function with the options and further keyword arguments."""
         function = self.find()
         params = parameters_of(function)
         unwanted = {name for name in self.offered if params is not None and name not in params}
@@ -114,8 +116,9 @@ class UserCode:
             return function(**self.options, **arguments)
         except SystemExit as error:
             raise ConfigError(
-                f"{self.full_key}: {self.path} ended the program by SystemExit({error.code!r}); "
-                "let it raise an error, or return what it makes"
+                f"{self.full_key}: {self.path} ended the program with SystemExit({error.code!r}); "
+                "it must return a value or raise another error",
+                code="user-code-exits",
             ) from error
         except Exception as error:
             if not isinstance(error, AxonDistError):
@@ -132,11 +135,11 @@ def find(path: str, key: str) -> Callable[..., Any]:
 
     Args:
         path: `package.module:name`, where the name may have dots, or `package.module.name`.
-        key: the config key, which begins every message.
+        key: the config key, for the beginning of messages.
 
     Raises:
-        ConfigError: when there is no such module or no such name in it, when importing the module
-            fails, or it cannot be called.
+        ConfigError: when the module or the name in it does not exist, when importing the module
+            fails, or when the value is not callable.
 
     Example:
         >>> find("math:sqrt", "model.factory")(4.0)
@@ -160,7 +163,8 @@ def find(path: str, key: str) -> Callable[..., Any]:
         target = getattr(target, name)
     if not callable(target):
         raise ConfigError(
-            f"{key}: {path} is {target!r:.80}, which must be a function or class; name one"
+            f"{key}: {path} is {target!r:.80} and must be a function or class; name one",
+            code="not-callable",
         )
     return target
 
@@ -175,26 +179,28 @@ def _import(name: str, key: str) -> Any:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent is not None and f"{name}.".startswith(f"{absent}."):
             raise ConfigError(
-                f"{key}: there is no module {absent!r}, neither in {here} nor where Python "
-                "looks; correct the path, or start in the folder that holds it"
+                f"{key}: there is no module {absent!r}, neither in {here} nor on Python's path; "
+                "correct the path, or start in the folder that contains it",
+                code="no-such-module",
             ) from error
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"{key}: importing {name} fails with {type(error).__name__}: {error} "
-            f"({last.filename}:{last.lineno}); python -c 'import {name}' shows all of it"
+            f"({last.filename}:{last.lineno}); python -c 'import {name}' shows the traceback",
+            code="import-failed",
         ) from error
 
 
 def _nearest(name: str, valid: Iterable[str]) -> str:
-    """Suggests the nearest of many names, without listing all of them."""
+    """Suggests the most similar of many names, without listing all of them."""
     guess, _, _ = did_you_mean(name, (n for n in valid if not n.startswith("__"))).partition(" Val")
     return guess or " Correct the name."
 
 
 def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter] | None:
-    """Returns the parameters of a function or class, or None if they cannot be known."""
+    """Returns the parameters of a function or class, or None if they are unknown."""
     try:
-        # The signature of an nnx class is always (*args, **kwargs); look at its `__init__`.
+        # The signature of an nnx class is always (*args, **kwargs), so use that of `__init__`.
         if inspect.isclass(function):
             _, *rest = inspect.signature(function.__init__).parameters.items()
             return dict(rest)

@@ -1,6 +1,6 @@
 """Job files for schedulers: SLURM, Kubernetes' JobSet, SkyPilot.
 
-`job.py` has the value that describes a job; each scheduler is one file that writes it, and a row of
+`job.py` describes a job; each scheduler has a file that writes the job file, and an entry in
 `schedulers.py`.
 """
 

@@ -1,7 +1,7 @@
 """`Job`: describes a run on many nodes, which each scheduler writes as a job file.
 
-It defines what all schedulers share: the command, the environment with a reason for each setting,
-and the meaning of exit codes.
+It defines the parts common to all schedulers: the command, the environment with a reason for each
+setting, and the meaning of exit codes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PORT = 29500
 """The port on which process 0 listens; job files open it."""
 
 RESTARTS = 10
-"""How often a job restarts after a process was lost; ends by a signal do not count."""
+"""The maximum number of restarts after a process was lost; ends by a signal do not count."""
 
 SAVE_SECONDS = 120
-"""Seconds between SIGTERM and the end of a job, for a step and a checkpoint."""
+"""Seconds between SIGTERM and the end of a job, in which a step ends and a checkpoint is saved."""
 
 LAST_SECONDS = 1800
-"""Seconds that ranks may run after the first one ended, for example to write a checkpoint."""
+"""Seconds that ranks may run after the first rank ended, for example to write a checkpoint."""
 
 REQUEUED = (INTERRUPTED, EXIT_PEER_LOST)
 """Exit codes after which a job restarts."""
@@ -36,11 +36,11 @@ FINAL = USER_ERROR
 
 _MOST_NODES, _MOST_GPUS = 2**16, 64
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
-"""A DNS label, which Kubernetes requires; short, because JobSet appends job and pod names."""
+"""A DNS label, as Kubernetes requires; short, because JobSet appends job and pod names."""
 
 
 PLACEHOLDER = "registry.example.com/axon:latest"
-"""The image of a job file that is to be edited."""
+"""The image name in a job file that the user must replace."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Setting:
     """An environment variable of all processes of a job.
 
     Args:
-        name: of the variable.
-        value: its value.
+        name: the name of the variable.
+        value: the value of the variable.
         reason: a comment for the job file.
     """
 
@@ -63,16 +63,16 @@ class Job:
     """A run on many nodes.
 
     Args:
-        config: the path of its config on the nodes.
+        config: the path of the run's config on the nodes.
         overrides: `key.path=value` arguments for `axon train`.
-        name: of the job: lower-case letters, digits and dashes, starting with a letter.
+        name: the name of the job: lower-case letters, digits and dashes, starting with a letter.
         nodes: the number of nodes.
         gpus: GPUs per node.
         shared: a folder on all nodes, for the run and compiled programs.
         image: the container image, if the scheduler runs containers.
         efa: whether nodes are connected by Elastic Fabric Adapters, as on AWS.
-        accelerator: the name of the GPU, if the scheduler asks for it.
-        hours: the time limit, if the scheduler asks for it.
+        accelerator: the name of the GPU, if the scheduler needs it.
+        hours: the time limit, if the scheduler needs it.
 
     Raises:
         LaunchError: for invalid fields.
@@ -102,17 +102,22 @@ class Job:
             )
         if _NAME.fullmatch(self.name) is None:
             raise LaunchError(
-                f"a job cannot be called {self.name!r:.80}; give --name with small letters, digits "
-                "and dashes, a letter first, at most 42"
+                f"a job cannot be called {self.name!r:.80}; give --name at most 42 lower-case "
+                "letters, digits and dashes, starting with a letter",
+                code="job-name",
             )
         if not self.shared.startswith("/") or re.search(r"[\s'\"$\\]", self.shared):
             raise LaunchError(
-                f"the shared folder {self.shared!r:.80} must be an absolute path without blanks "
-                "and quotes, which all nodes see; give it with --shared"
+                f"the shared folder {self.shared!r:.80} must be an absolute path without spaces "
+                "and quotes, which all nodes can access; give it with --shared",
+                code="shared-folder",
             )
         for text in (self.config, self.image, self.accelerator, *self.overrides):
             if re.search(r"[\n\r\0]", text) or not text:
-                raise LaunchError(f"{text!r:.80} cannot be written into a job file; it has no line")
+                raise LaunchError(
+                    f"{text!r:.80} cannot be written into a job file; it must be one line of text",
+                    code="job-text",
+                )
 
     @property
     def run_dir(self) -> str:
@@ -125,8 +130,8 @@ class Job:
         named = [word.partition("=")[0] for word in self.overrides]
         # A config for emulated devices would otherwise leave the GPUs idle.
         real = [] if "devices.emulate" in named else ["devices.emulate=null"]
-        place = [] if "run_dir" in named else [f"run_dir={self.run_dir}"]
-        return ("axon", "train", self.config, *real, *self.overrides, *place, "--resume", "auto")
+        run_dir = [] if "run_dir" in named else [f"run_dir={self.run_dir}"]
+        return ("axon", "train", self.config, *real, *self.overrides, *run_dir, "--resume", "auto")
 
     @property
     def shell_command(self) -> str:
@@ -140,17 +145,17 @@ class Job:
             Setting(
                 "JAX_COMPILATION_CACHE_DIR",
                 cache,
-                "A restart loads the program that the first start has compiled.",
+                "A restart loads the program that the first start compiled.",
             ),
             Setting(
                 "XLA_PYTHON_CLIENT_MEM_FRACTION",
                 "0.90",
-                "XLA takes 75 % by default; NCCL and CUDA need the last tenth for themselves.",
+                "XLA takes 75 % by default; NCCL and CUDA need the last tenth.",
             ),
             Setting(
                 "NCCL_DEBUG",
                 "WARN",
-                "An error of the network is in the log with its host and its device.",
+                "Network errors appear in the log with host and device.",
             ),
         ]
         if self.nodes > 1:
@@ -158,7 +163,7 @@ class Job:
                 Setting(
                     "NCCL_SOCKET_IFNAME",
                     "^lo,docker",
-                    "The bridge of a container engine has an address that no other node reaches.",
+                    "Other nodes cannot reach the address of a container engine's bridge.",
                 )
             )
         if self.nodes > 1 and self.efa:
@@ -167,7 +172,7 @@ class Job:
                 Setting(
                     "FI_EFA_USE_HUGE_PAGE",
                     "0",
-                    "Data loaders fork, and a fork fails where huge pages run out.",
+                    "Data loaders fork, and a fork fails if huge pages run out.",
                 ),
             ]
         return tuple(made)

@@ -12,34 +12,34 @@ from .job import FINAL, PORT, REQUEUED, RESTARTS, SAVE_SECONDS, Job, commented
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 _MANIFEST = """\
-# {job.nodes} nodes with {job.gpus} GPUs each, one pod per node that takes all of them:
+# {job.nodes} nodes with {job.gpus} GPUs each, one pod per node that uses all of its GPUs:
 #
 #   kubectl apply -f FILE
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
   name: {job.name}
-  # Kueue starts the job when all of its nodes are free; without Kueue nothing reads the label.
+  # Kueue starts the job when all of its nodes are free; without Kueue the label has no effect.
   # labels: {{kueue.x-k8s.io/queue-name: QUEUE}}
 spec:
   network:
     enableDNSHostnames: true
     subdomain: {job.name}
-    # Pods meet before they count as ready.
+    # Pods must reach each other before they are ready.
     publishNotReadyAddresses: true
   failurePolicy:
     maxRestarts: {restarts}
     rules:
-      # {final}: a mistake in the config or the command, which the next attempt would repeat.
+      # {final}: a mistake in the config or the command; another attempt would fail, too.
       - name: mistake
         action: FailJobSet
         onJobFailureReasons: [PodFailurePolicy]
         onJobFailureMessagePatterns: ['.*exit code {final} .*']
-      # {interrupted}: a signal ended the run and its state is saved; a drained node is no failure.
+      # {interrupted}: a signal ended the run and its state is saved. A node drain is not a failure.
       - name: interrupted
         action: RestartJobSetAndIgnoreMaxRestarts
         onJobFailureReasons: [PodFailurePolicy]
-      # {lost}, and all else: a process was lost; the JobSet starts again, {restarts} times at most.
+      # {lost} and other codes: a process was lost; the JobSet restarts at most {restarts} times.
       - name: lost
         action: RestartJobSet
         onJobFailureReasons: [BackoffLimitExceeded]
@@ -51,7 +51,7 @@ spec:
           completionMode: Indexed
           completions: {job.nodes}
           parallelism: {job.nodes}
-          # A pod alone cannot start again, for the others wait for the one that is lost.
+          # A single pod cannot restart, because the other pods wait for the one that was lost.
           backoffLimit: 0
           podFailurePolicy:
             rules:
@@ -66,7 +66,7 @@ spec:
           template:
             spec:
               restartPolicy: Never
-              # SIGTERM saves at the next step.
+              # After SIGTERM, the run saves at the next step.
               terminationGracePeriodSeconds: {seconds}
               containers:
                 - name: train
@@ -89,7 +89,7 @@ SETTINGS
                       nvidia.com/gpu: {job.gpus}
                   volumeMounts:
                     - {{name: shared, mountPath: {job.shared}}}
-                    # NCCL's buffers of a node are there, and a container has 64 MiB by default.
+                    # NCCL's buffers are in /dev/shm, which has only 64 MiB by default.
                     - {{name: memory, mountPath: /dev/shm}}
               volumes:
                 - name: shared
@@ -101,13 +101,13 @@ SETTINGS
 
 
 def manifest(job: Job) -> str:
-    """The manifest for `kubectl apply`.
+    """Returns the manifest for `kubectl apply`.
 
     A failed pod fails its Job, and the JobSet recreates all pods, because the pods of a run need
-    each other. An end by a signal is not a failure and does not count against `maxRestarts`.
+    each other. A run ended by a signal is not a failure and does not count against `maxRestarts`.
     """
     interrupted, lost = REQUEUED
-    # JobSet's name of pod 0 of the first replica of the replicated job "node".
+    # The host name that JobSet gives to pod 0 of the first replica of the replicated job "node".
     first = f"{job.name}-node-0-0.{job.name}"
     settings = commented(job.settings(), " " * 16, '- {{name: {name}, value: "{value}"}}')
     words = [f"                - {json.dumps(word)}" for word in job.command]
@@ -154,18 +154,19 @@ _SPEC: Mapping[str, object] = {
     },
     "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": dict}}],
 }  # fmt: skip
-"""The fields of `JobSetSpec` that are used here, with their types and choices. Source: the custom
-resource definition jobset.x-k8s.io/v1alpha2 of kubernetes-sigs/jobset, config/components/crd."""
+"""The fields of `JobSetSpec` that are used here, with their types and valid values. Source: the
+custom resource definition jobset.x-k8s.io/v1alpha2 of kubernetes-sigs/jobset,
+config/components/crd."""
 
 
 def check(text: str) -> str | None:
-    """Checks the fields and types of a manifest, and rules of the API server.
+    """Checks the fields and types of a manifest, and some rules of the API server.
 
     Returns:
         A description of the check.
 
     Raises:
-        LaunchError: about the first wrong field.
+        LaunchError: for the first wrong field.
     """
     data = sections_of(text, "the JobSet")
     if (data.get("apiVersion"), data.get("kind")) != ("jobset.x-k8s.io/v1alpha2", "JobSet"):

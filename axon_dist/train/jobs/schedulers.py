@@ -20,8 +20,8 @@ class Scheduler:
 
     Args:
         write: returns the text of the job file.
-        suffix: of the file's name.
-        submit: the command that submits the file, which is its last argument.
+        suffix: the suffix of the job file.
+        submit: the command that submits the file; the file is its last argument.
         test: the command that only checks the file; empty if there is none.
         check: checks the text in Python; returns a description of the check, or None if it could
             not be checked.
@@ -53,7 +53,7 @@ SCHEDULERS: Mapping[str, Scheduler] = {
 
 
 def check_job(scheduler: Scheduler, path: Path) -> list[str]:
-    """Checks a job file in Python, and by the scheduler's own command if it is installed.
+    """Checks a job file in Python, and with the scheduler's own command if it is installed.
 
     Args:
         scheduler: a row of `SCHEDULERS`.
@@ -63,12 +63,12 @@ def check_job(scheduler: Scheduler, path: Path) -> list[str]:
         Descriptions of the checks.
 
     Raises:
-        LaunchError: with the scheduler's message.
+        LaunchError: when a check fails; it has the scheduler's message.
     """
     found = scheduler.check(path.read_text())
     checked = [] if found is None else [found]
     if scheduler.test and shutil.which(scheduler.test[0]):
-        _run((*scheduler.test, str(path)), "refuses the job file")
+        _run((*scheduler.test, str(path)), "rejects the job file")
         checked.append(" ".join(scheduler.test))
     return checked
 
@@ -90,9 +90,10 @@ def submit_job(scheduler: Scheduler, path: Path) -> str:
     if shutil.which(program) is None:
         raise LaunchError(
             f"there is no {program} on this machine, so the job was not submitted; copy {path} to "
-            f"one that has it, and run: {' '.join(scheduler.submit)} {path.name}"
+            f"a machine that has it, and run: {' '.join(scheduler.submit)} {path.name}",
+            code="scheduler-not-installed",
         )
-    return _run((*scheduler.submit, str(path)), "does not take the job")
+    return _run((*scheduler.submit, str(path)), "rejects the job")
 
 
 def _run(command: tuple[str, ...], what: str) -> str:

@@ -11,7 +11,7 @@ from .job import PORT, REQUEUED, RESTARTS, Job, commented
 
 
 def task(job: Job) -> str:
-    """The YAML file of the task: a launcher on each node starts one process per GPU."""
+    """Returns the YAML file of the task: a launcher on each node starts one process per GPU."""
     interrupted, lost = REQUEUED
     settings = "\n".join(commented(job.settings(), "  ", '{name}: "{value}"'))
     return f"""\
@@ -25,7 +25,7 @@ resources:
   image_id: {json.dumps("docker:" + job.image)}
   job_recovery:
     # {interrupted}: a signal ended the run and its state is saved. {lost}: a process was lost.
-    # All other codes, such as 2 for a mistake in the config, end the job.
+    # Any other code, such as 2 for a mistake in the config, ends the job.
     recover_on_exit_codes: [{interrupted}, {lost}]
     max_restarts_on_errors: {RESTARTS}
 workdir: .
@@ -44,13 +44,13 @@ run: |
 
 
 def check(text: str) -> str | None:
-    """Checks a task by SkyPilot's schemas, if SkyPilot and `jsonschema` are installed.
+    """Checks a task with SkyPilot's schemas, if SkyPilot and `jsonschema` are installed.
 
     Returns:
         A description of the check; None if they are not installed.
 
     Raises:
-        LaunchError: with the message of the schema.
+        LaunchError: when the task does not match a schema; it has the schema's message.
     """
     try:
         jsonschema = importlib.import_module("jsonschema")
@@ -64,5 +64,7 @@ def check(text: str) -> str | None:
         for mount in data["file_mounts"].values():
             jsonschema.validate(mount, schemas.get_storage_schema())
     except jsonschema.ValidationError as error:
-        raise LaunchError(f"SkyPilot refuses the task: {error.message}") from error
+        raise LaunchError(
+            f"SkyPilot rejects the task: {error.message}", code="job-rejected"
+        ) from error
     return "the schemas of SkyPilot"

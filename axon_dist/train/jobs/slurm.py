@@ -6,7 +6,7 @@ from .job import FINAL, LAST_SECONDS, REQUEUED, RESTARTS, SAVE_SECONDS, Job, com
 
 
 def script(job: Job) -> str:
-    """The script for `sbatch`, with one process per GPU."""
+    """Returns the script for `sbatch`, with one process per GPU."""
     interrupted, lost = REQUEUED
     settings = commented(job.settings(), "", 'export {name}="{value}"')
     return "\n".join(
@@ -19,13 +19,13 @@ def script(job: Job) -> str:
             f"#SBATCH --gpus-per-node={job.gpus}",
             "#SBATCH --exclusive",
             f"#SBATCH --time={job.hours}:00:00",
-            f"# SIGTERM comes {SAVE_SECONDS} seconds before the end: the run saves and ends with "
+            f"# SIGTERM comes {SAVE_SECONDS} seconds before the end: the run saves and exits with "
             f"{interrupted}.",
             f"#SBATCH --signal=SIGTERM@{SAVE_SECONDS}",
-            "# After a failed node or a preemption SLURM queues the job again by itself.",
+            "# After a node failure or a preemption, SLURM itself queues the job again.",
             "#SBATCH --requeue",
             "#SBATCH --output=slurm-%j.log",
-            "# A requeued job goes on in the log of its first start.",
+            "# A requeued job appends to the log of its first start.",
             "#SBATCH --open-mode=append",
             "",
             "set -euo pipefail",
@@ -33,15 +33,15 @@ def script(job: Job) -> str:
             "",
             f'mkdir -p "{job.run_dir}" "$JAX_COMPILATION_CACHE_DIR"',
             "code=0",
-            "# Ranks that lose another one end by themselves, with the code that says so. If srun",
-            "# killed them at once, the code of the step would be that of SIGKILL.",
+            "# Ranks that lose another rank exit with their own code. If srun killed them first,",
+            "# the exit code of the step would be that of SIGKILL.",
             f"srun --kill-on-bad-exit=0 --wait={LAST_SECONDS} \\",
             f'  --output="{job.run_dir}/slurm-%j-rank-%t.log" \\',
             f"  {job.shell_command} || code=$?",
             f"# {interrupted}: a signal ended the run and its state is saved. {lost}, or 128 + the "
             "number of",
-            f"# a signal: a process was lost; the job starts again {RESTARTS} times at most.",
-            f"# {FINAL} is a mistake in the config or the command, which would come again.",
+            f"# a signal: a process was lost; the job restarts at most {RESTARTS} times.",
+            f"# {FINAL}: a mistake in the config or the command; another attempt would fail, too.",
             f'is_lost() {{ [ "$code" -eq {lost} ] || [ "$code" -gt 128 ]; }}',
             f'may_retry() {{ [ "${{SLURM_RESTART_COUNT:-0}}" -lt {RESTARTS} ]; }}',
             f'if [ "$code" -eq {interrupted} ] || {{ is_lost && may_retry; }}; then',

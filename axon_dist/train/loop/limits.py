@@ -1,4 +1,4 @@
-"""Limits a loop: its options, and stopping between two steps on all processes at once."""
+"""The options of a loop, and how all processes stop together between two steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from axon_dist.mesh import World
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ANOTHER = "another process"
 INTERRUPTIONS = frozenset({*(number.name for number in _SIGNALS), _ANOTHER})
-"""Reasons for ending a run that stand for a signal, here or in another process."""
+"""Reasons for ending a run that mean a signal, in this or another process."""
 
 
 class StopRequest:
@@ -50,19 +50,20 @@ def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iter
     the shell send the signal, and a last save may still be running. A process that ignores SIGHUP,
     as under `nohup`, continues to ignore it.
 
-    A running step holds donated buffers: an exception in the middle of it would leave no state to
-    save. So the signal only sets a flag, which the loop reads between steps.
+    During a step, the buffers of the old state are donated, so an exception in the middle of a step
+    would leave no state to save. Therefore the signal only sets a flag, which the loop reads
+    between steps.
 
-    `jax.distributed.initialize` handles SIGTERM as its own preemption notice. This context replaces
-    that handler while it lasts.
+    `jax.distributed.initialize` handles SIGTERM as a preemption notice. This context replaces that
+    handler while it lasts.
 
     Args:
-        on_first: called with the name of the first signal, to tell the user. It runs in a thread of
-            its own, because the signal may have interrupted a write to the same file.
+        on_first: called with the name of the first signal, to inform the user. It runs in a
+            separate thread, because the signal may have interrupted a write to the same file.
 
     Yields:
-        The request, false until a signal arrives. Outside the main thread, where Python handles no
-        signals, it stays false unless `ask` is called.
+        The request, which is false until a signal arrives. Outside the main thread, where Python
+        handles no signals, it stays false unless `ask` is called.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -73,14 +74,14 @@ def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iter
         del before[signal.SIGHUP]
 
     def restore() -> None:
-        # After a signal keep ignoring SIGHUP: a save may still be running when the loop has ended.
+        # After a signal, keep ignoring SIGHUP: a save may still be running after the loop.
         is_second = request.reason in INTERRUPTIONS - {_ANOTHER}
         for number, handler in before.items():
             if number != signal.SIGHUP or not is_second:
                 signal.signal(number, handler)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        # Do this first, because the second SIGHUP may arrive at once.
+        # Do this first, because a second SIGHUP may follow immediately.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         request.ask(signal.Signals(number).name)
         restore()
@@ -99,9 +100,9 @@ class StopConsensus:
     """Decides once per step, for all processes together, whether any of them wants to stop.
 
     If one process left the loop on its own, the others would wait for it forever in the next
-    collective. So every step starts a reduction over the devices, and reads the one that was
+    collective. So every step starts a reduction over the devices, and reads the reduction that was
     started `lag` steps before. This never stalls a step, and every process reads the same answer
-    at the same step. A single process answers itself immediately.
+    at the same step. With a single process, the answer is immediate and needs no reduction.
 
     Args:
         world: the world whose processes must agree.
@@ -154,7 +155,7 @@ class Stops:
     Args:
         consensus: the consensus among the processes.
         request: the stop request of this process.
-        should_stop: takes the latest record of metrics; None never stops.
+        should_stop: maps the latest record of metrics to whether to stop; None never stops.
     """
 
     consensus: StopConsensus
@@ -170,7 +171,7 @@ class Stops:
         """Whether to stop now; every process must call this before every step.
 
         Args:
-            latest: the latest record; empty before the first.
+            latest: the latest record; empty before the first record.
         """
         if self.should_stop is not None and latest and self.should_stop(latest):
             self.request.ask("should_stop")
@@ -187,22 +188,23 @@ class LoopOptions:
 
     Args:
         num_steps: the step to stop at, counted from the beginning of the run, not of this call.
-        log_every: steps averaged into one record.
+        log_every: the number of steps that are averaged into one record.
         eval_every: steps between validations; 0 validates only at the end. A value above 0 needs
             the trainer's `validation`.
         save_every: steps between saves; 0 saves only at the end. A value above 0 needs the
             trainer's `save`.
-        copy_every: steps between copies; 0 makes none. A value above 0 needs the trainer's `copy`.
+        copy_every: steps between copies; 0 for no copies. A value above 0 needs the trainer's
+            `copy`.
         items_per_step: items in a global batch; None does not report throughput.
         item: the kind of items; utilization needs tokens.
         peak_flops: peak FLOP/s of one device, to compute utilization; None does not report it.
-        sequence_length: tokens in a sequence, so that utilization counts attention; None leaves
-            attention out.
-        max_rollbacks: how often a run may go back to a checkpoint, if the step's `nonfinite` is
-            `"rollback"`; after that it stops.
+        sequence_length: tokens in a sequence, so that utilization includes attention; None omits
+            attention.
+        max_rollbacks: the maximum number of times that a run goes back to a checkpoint, if the
+            step's `nonfinite` is `"rollback"`; after that the run stops.
         best_metric: the validation metric that ranks states, by the name that writers get.
         best_mode: `"min"` if smaller is better, `"max"` if larger is better.
-        patience: the number of validations without improvement that ends the run; 0 never does.
+        patience: the number of validations without improvement that ends the run; 0 for no limit.
         min_delta: the smallest improvement that counts.
         profile_at: the first traced step, counted from 1; 0 traces none.
         profile_steps: the number of traced steps.
@@ -237,7 +239,8 @@ class LoopOptions:
         if self.peak_flops is not None and (self.items_per_step is None or self.item != "tokens"):
             raise ConfigError(
                 f"peak_flops={self.peak_flops} needs items_per_step in tokens to measure "
-                f"utilization, and got {self.items_per_step} {self.item}; set it"
+                f"utilization, but got {self.items_per_step} {self.item}; set it",
+                code="peak-flops-without-items",
             )
 
 

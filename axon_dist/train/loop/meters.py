@@ -1,4 +1,4 @@
-"""Averages metrics; measures the time of a step and its hardware utilization; traces steps."""
+"""Averages metrics, measures the time and hardware utilization of a step, and traces steps."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ class StepTime:
 
     @property
     def median(self) -> float:
-        """The median seconds; the figure to quote."""
+        """The median; the figure to report."""
         return statistics.median(self.seconds)
 
     @property
     def best(self) -> float:
-        """The fewest seconds; the figure that other load on the machine disturbs least."""
+        """The minimum; the figure that other load on the machine affects least."""
         return min(self.seconds)
 
 
 def time_step(function: Callable[[], object], num_calls: int = 10, warmup: int = 1) -> StepTime:
     """Times calls of a function, and waits for the result of each call.
 
-    JAX returns from a call before the devices are done, so without waiting this would time only
-    the dispatch. The warm-up calls compile and are not counted.
+    JAX returns from a call before the devices are done, so without waiting only the dispatch would
+    be timed. The warm-up calls compile and are not counted.
 
     Args:
         function: takes no arguments and returns the arrays to wait for.
@@ -96,8 +96,8 @@ def profile(directory: str | Path) -> AbstractContextManager[object]:
     """Traces the host and the devices inside the context, for Perfetto or XProf.
 
     Args:
-        directory: the folder to write into; `tensorboard --logdir` (with the xprof plugin) and
-            ui.perfetto.dev read it.
+        directory: the folder to write to; `tensorboard --logdir` (with the xprof plugin) and
+            ui.perfetto.dev can read it.
     """
     return jax.profiler.trace(str(directory), create_perfetto_trace=False)
 
@@ -113,15 +113,14 @@ def model_flops_utilization(
 
     `(6 N + A) tokens / (t peak)`: for each token, every active parameter takes one multiply-add
     in the forward pass and two in the backward pass (arXiv:2001.08361, arXiv:2204.02311).
-    Recomputation is not counted. Embedding tables are counted, although looking up a row computes
-    nothing.
+    Recomputation is not counted. Embedding tables are counted, although a lookup needs no FLOPs.
 
     Args:
         num_params: N, the active parameters per token; in a mixture of experts, only those of the
             token's experts.
         tokens_per_second: tokens per second over all devices.
         peak_flops: peak FLOP/s of one device, for the dtype in use.
-        num_devices: how many devices share the work.
+        num_devices: the number of devices.
         attention_flops: A, the FLOPs per token for attention scores and the weighted sums of
             values.
 
@@ -139,7 +138,7 @@ def model_flops_utilization(
 def utilization_of(
     step: TrainStep, peak_flops: float | None, length: int | None = None
 ) -> Callable[[float], float] | None:
-    """Returns a function from tokens per second to a step's MFU; None if no peak is known.
+    """Returns a function that maps tokens per second to a step's MFU; None without a peak.
 
     Args:
         step: the step, with its model and devices. The `idle_share` of a module is the fraction of
@@ -147,12 +146,12 @@ def utilization_of(
             `attention_flops(length)` of a model are the FLOPs of attention per token, as in
             `Transformer`.
         peak_flops: peak FLOP/s of one device.
-        length: tokens in a sequence; None leaves attention out.
+        length: tokens in a sequence; None omits attention.
     """
     if peak_flops is None:
         return None
     model = step.model_spec.abstract
-    # A frozen parameter needs no weight gradient, one of the three multiply-adds.
+    # A frozen parameter needs no weight gradient, which is one of the three multiply-adds.
     count = _num_active(model, step.model_spec.params) + 2 / 3 * _num_active(
         model, step.model_spec.frozen
     )
@@ -189,7 +188,7 @@ def percentiles(seconds: Sequence[float]) -> dict[int, float]:
 
 
 class StepProfile:
-    """Records steps `at`, `at + 1`, ... as a trace that ui.perfetto.dev and XProf read.
+    """Records steps `at`, `at + 1`, ... as a trace that ui.perfetto.dev and XProf can read.
 
     The trace shows the scopes of a step: `microbatch`, `optimizer`, and in a pipeline its phases
     and transfers. The first step of a process is never traced, because it compiles.
@@ -213,7 +212,7 @@ class StepProfile:
         """While the context lasts, SIGUSR1 starts a trace of the next steps.
 
         Args:
-            tell: takes a sentence when a trace has ended.
+            tell: called with a message when a trace has ended.
         """
         self._listeners = [tell]
         if threading.current_thread() is not threading.main_thread() or self._directory is None:
@@ -231,11 +230,11 @@ class StepProfile:
 
     @contextmanager
     def around(self, number: int, settle: Callable[[], None]) -> Iterator[None]:
-        """Traces the step in the context if it is one of the chosen steps.
+        """Traces the step in the context if it is one of the selected steps.
 
         Args:
             number: the number of the step, counted from 1.
-            settle: waits for every step taken.
+            settle: waits until all steps taken have finished.
         """
         if self._is_asked and not self._is_on:
             self._is_asked = False
@@ -255,7 +254,7 @@ class StepProfile:
             self.close()
 
     def close(self) -> None:
-        """Ends the current trace, also if the run ends before its last step."""
+        """Ends the current trace, even if its last step was not reached."""
         if self._is_on:
             message = f"traced steps {self._steps[0]} to {self._steps[-1]} into {self._directory}"
             self._is_on = False
@@ -289,8 +288,8 @@ class MetricSums:
             metrics: the result of `evaluate_sums`.
         """
         for name, part in jax.device_get(dict(metrics)).items():
-            both = np.array([part.total, part.weight], np.float64)
-            self._sums[name] = self._sums.get(name, np.zeros(2)) + both
+            sums = np.array([part.total, part.weight], np.float64)
+            self._sums[name] = self._sums.get(name, np.zeros(2)) + sums
 
     @property
     def means(self) -> dict[str, float]:
@@ -303,7 +302,7 @@ def delayed(items: Iterable[_T], lag: int) -> Iterator[_T]:
 
     Args:
         items: the items, for instance arrays that are still being computed.
-        lag: how many items to produce ahead.
+        lag: the number of items to produce ahead.
 
     Example:
         >>> list(delayed([1, 2, 3], lag=2))

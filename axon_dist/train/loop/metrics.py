@@ -1,4 +1,4 @@
-"""Writers of metrics: JSON lines, the loggers of the optional extras, a plot of the losses."""
+"""Metric writers: JSON lines, the loggers of the optional extras, and a plot of the losses."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class MetricWriter(Protocol):
 class JsonlWriter:
     """Writes one JSON object per line, readable during the run.
 
-    A number that JSON does not have (an infinite or NaN loss) is written as a string. If the disk
-    refuses a line, the run continues; the line is written before the next one, as soon as the disk
-    has space.
+    A number that JSON cannot represent, such as an infinite or NaN loss, is written as a string. If
+    a line cannot be written, the run continues; the line is written before the next one, as soon as
+    the disk has space.
 
     Args:
-        path: the file; lines are appended. If the file is removed during the run, a new one is
+        path: the file; lines are appended. If the file is removed during the run, a new file is
             made.
-        tell: takes a sentence when the disk begins to refuse lines, and when some are lost.
+        tell: called with a message when lines can no longer be written, and when lines are lost.
 
     Attributes:
         was_removed: whether the file was removed, so that earlier lines are lost.
@@ -66,13 +66,13 @@ class JsonlWriter:
         self.was_removed = False
         if (kind := kind_at(self._path)) not in (None, "a file"):
             raise ConfigError(
-                f"{str(path)!r} is {kind}, and must be a file that metrics are appended to; name "
+                f"{str(path)!r} is {kind} and must be a file that metrics are appended to; name "
                 "another path",
                 code="not-a-file",
             )
         if self._path.is_symlink():
             raise ConfigError(
-                f"{str(path)!r} is a link, which is not followed; name the file it leads to"
+                f"{str(path)!r} is a link, which is not followed; name its target", code="is-a-link"
             )
         self._tell = tell
         self._waiting = bytearray()
@@ -104,7 +104,7 @@ class JsonlWriter:
     def _flush(self) -> None:
         """Writes as many of the waiting lines as the disk accepts."""
         try:
-            # Without links the file was removed, and lines written to it would be lost.
+            # A link count of 0 means that the file was removed; lines written to it would be lost.
             if self._file is not None and not os.fstat(self._file).st_nlink:
                 self.was_removed = True
                 self._close_file()
@@ -112,15 +112,15 @@ class JsonlWriter:
             if self._file is None:
                 self._file = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             while self._waiting:
-                # The system may write only part of a line; then the rest is written next.
+                # `os.write` may write only a part; the loop writes the rest.
                 del self._waiting[: os.write(self._file, self._waiting)]
             self._is_refused = False
         except OSError as error:
-            # Reopen it next time: the handle may be stale, as after a file server has restarted.
+            # Reopen it next time: the handle may be stale, for example after a file server restart.
             self._close_file()
             if not self._is_refused:
                 self._tell(
-                    f"{self._path.name}: lines wait to be written ({error.strerror}); the run "
+                    f"{self._path.name}: lines cannot be written yet ({error.strerror}); the run "
                     "continues"
                 )
             self._is_refused = True
@@ -138,7 +138,7 @@ class JsonlWriter:
 
 
 _MOST_WAITING = 2**24
-"""The most bytes of lines that wait for the disk."""
+"""The maximum bytes of lines that wait to be written."""
 
 
 class LastingWriter:
@@ -146,8 +146,8 @@ class LastingWriter:
 
     Args:
         writer: the writer that may fail.
-        name: its name, for the report.
-        tell: takes the report.
+        name: the name of the writer in the report.
+        tell: called with the report.
     """
 
     def __init__(self, writer: MetricWriter, name: str, tell: Callable[[str], None]):
@@ -157,11 +157,11 @@ class LastingWriter:
         self._has_failed = False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Stores the metrics of a step, if the writer can."""
+        """Stores the metrics of a step, unless the writer fails."""
         self._try(lambda: self.writer.write(step, metrics))
 
     def close(self) -> None:
-        """Closes the writer, if it can."""
+        """Closes the writer, unless that fails."""
         self._try(self.writer.close)
 
     def _try(self, action: Callable[[], None]) -> None:
@@ -170,12 +170,12 @@ class LastingWriter:
         except Exception as error:  # trackers raise all kinds of errors
             if not self._has_failed:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                self._tell(f"{self._name}: metrics are not kept ({reason:.300}); the run continues")
+                self._tell(f"{self._name}: metrics are lost ({reason:.300}); the run continues")
             self._has_failed = True
 
 
 class TensorBoardWriter:
-    """Event files for TensorBoard, through tensorboardX.
+    """Writes event files for TensorBoard with tensorboardX.
 
     Args:
         directory: the folder to pass to `tensorboard --logdir`.
@@ -194,7 +194,7 @@ class TensorBoardWriter:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes what is buffered and closes the files."""
+        """Flushes and closes the files."""
         self._writer.close()
 
 
@@ -293,17 +293,17 @@ class MlflowWriter:
 
 
 class PrometheusWriter:
-    """The last values of all metrics for Prometheus: in a file, and on a port if one is given.
+    """Exports the last values of all metrics for Prometheus, in a file and optionally on a port.
 
     The file is in the text format that the textfile collector of node_exporter reads. It is
-    replaced after every line of metrics. The metric `train/loss` is the gauge `axon_train_loss`,
-    with the label `run`. Further parts of a name are the label `part`: `train/grad_norm/blocks/0`
-    is `axon_train_grad_norm{part="blocks/0"}`. The step is `axon_step`.
+    replaced after every record. The metric `train/loss` is the gauge `axon_train_loss`, with the
+    label `run`. The rest of a name is the label `part`: `train/grad_norm/blocks/0` is
+    `axon_train_grad_norm{part="blocks/0"}`. The step is `axon_step`.
 
     Args:
         path: the file; its name must end in `.prom`.
         run: the name of the run.
-        port: the port on which `/metrics` is served; None serves none.
+        port: the port on which `/metrics` is served; None for no server.
 
     Raises:
         ConfigError: when prometheus_client is not installed, or the port cannot be opened.
@@ -315,8 +315,8 @@ class PrometheusWriter:
         self._path = as_path(path, "the file of the logger 'prometheus'")
         if self._path.suffix != ".prom":
             raise ConfigError(
-                f"the logger 'prometheus' got the file {str(path)!r}, and collectors read files "
-                "whose names end in .prom; name such a file",
+                f"the logger 'prometheus' got the file {str(path)!r}, but collectors read only "
+                "files whose names end in .prom; name such a file",
                 code="not-prom",
             )
         self._run = run
@@ -324,7 +324,7 @@ class PrometheusWriter:
         self._gauges: dict[str, Any] = {}
         self._server: Any = None
         if port is not None:
-            advice = "choose another port, or leave it out to write the file alone"
+            advice = "choose another port, or leave it out to write only the file"
             with reworded(f"the logger 'prometheus' cannot serve port {port}", advice, of=OSError):
                 self._server, self._thread = client.start_http_server(port, registry=self._registry)
 
@@ -364,7 +364,7 @@ def plot_losses(
     title: str,
     metrics: Mapping[str, tuple[Curve, Curve]] | None = None,
 ) -> None:
-    """Draws training and validation loss over the steps into a PNG file, and metrics below them.
+    """Draws training and validation loss by step into a PNG file, with other metrics below.
 
     Args:
         path: the PNG file; replaced if it exists.
@@ -377,7 +377,7 @@ def plot_losses(
     Raises:
         ConfigError: when matplotlib is not installed.
     """
-    # Figure instead of pyplot: no window, no global state, no change to the user's backend.
+    # Use Figure instead of pyplot, which has global state and may change the user's backend.
     figure = require("matplotlib.figure", "plots", "the loss plot").Figure(
         figsize=(8, 4.5 + 2.5 * len(metrics or {})), dpi=150, layout="constrained"
     )

@@ -27,7 +27,7 @@ class Status:
         num_steps: steps to take.
         loss: mean training loss of the last steps.
         validation_loss: the last validation loss.
-        validation_step: the step after which it was measured.
+        validation_step: the step after which the validation loss was measured.
         items_per_second: throughput of all devices over the last steps.
         item: the kind of items.
         step_seconds: mean seconds of the last steps.
@@ -48,7 +48,7 @@ class Status:
 
 
 class Progress(Protocol):
-    """Shows the progress of a run; a context that lasts as long as the run."""
+    """Shows the progress of a run; a context manager around the whole run."""
 
     def __enter__(self) -> Self:
         """Starts the display."""
@@ -62,10 +62,10 @@ class Progress(Protocol):
         return nullcontext()
 
     def update(self, status: Status) -> None:
-        """Takes the newest status; called once per step, so it must be cheap."""
+        """Updates the status; called once per step, so it must be cheap."""
 
     def note(self, text: str) -> None:
-        """Shows a sentence that stays visible."""
+        """Shows a message that stays visible."""
 
 
 class SilentProgress(Progress):
@@ -76,9 +76,9 @@ class PlainProgress(Progress):
     """Writes a status line every few seconds, for logs and pipes.
 
     Args:
-        write: takes a line.
+        write: called with each line.
         every: seconds between two status lines.
-        clock: returns the time in seconds; tests may pass their own.
+        clock: returns the time in seconds; replaceable for tests.
 
     Example:
         >>> with PlainProgress(print) as progress:
@@ -105,14 +105,14 @@ class PlainProgress(Progress):
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Writes a line when the operation begins, and a line with its time when it ends."""
+        """Writes a line when the operation begins, and a line with its duration when it ends."""
         start = self._clock()
         self._write(f"{text} ...")
         yield
         self._write(f"{text}: {self._clock() - start:.1f} s")
 
     def update(self, status: Status) -> None:
-        """Writes the status if the last line is old enough, or the validation loss is new."""
+        """Writes the status if the last line is old enough or there is a new validation loss."""
         self._last = status
         if self._clock() >= self._next_time or _validation(status) != _validation(self._written):
             self._write(status_line(status))
@@ -120,7 +120,7 @@ class PlainProgress(Progress):
             self._next_time = self._clock() + self._interval
 
     def note(self, text: str) -> None:
-        """Writes the sentence."""
+        """Writes the message."""
         self._write(text)
 
 
@@ -139,7 +139,7 @@ def status_line(status: Status) -> str:
 
 
 def status_parts(status: Status) -> list[str]:
-    """Formats the known values of a status, each in a few words."""
+    """Formats each known value of a status."""
     known = (
         ("loss {}", "{:.3f}".format, status.loss),
         ("validation {}", "{:.3f}".format, status.validation_loss),
@@ -187,7 +187,7 @@ class LiveProgress(Progress):
             self._phase = None
 
     def update(self, status: Status) -> None:
-        """Keeps the status for the next redraw; prints a line for each new validation."""
+        """Stores the status for the next redraw; prints a line for each new validation."""
         before = self._status
         self._status = status
         if status.validation_step not in (None, before and before.validation_step):
@@ -197,11 +197,11 @@ class LiveProgress(Progress):
             )
 
     def note(self, text: str) -> None:
-        """Prints the sentence above the bar."""
+        """Prints the message above the bar."""
         self._console.print(Text(text, style="yellow"))
 
     def _render(self) -> RenderableType:
-        # The redraw runs in a thread; read each field once, so that it cannot change meanwhile.
+        # The redraw runs in a thread; read each field only once, because it may change.
         status = self._status
         phase = self._phase
         lines: list[RenderableType] = []
@@ -239,7 +239,7 @@ def _figures(status: Status) -> Text:
 
 
 def make_progress(console: Console, name: str, every: float = 10.0) -> Progress:
-    """Picks the live display on a terminal, plain lines elsewhere, nothing on a quiet console.
+    """Returns the live display for a terminal, plain lines elsewhere, none for a quiet console.
 
     Args:
         console: the console to write to.

@@ -1,4 +1,4 @@
-"""Records a run: its metrics and their history, how it spends its time, and its result."""
+"""Records a run: its metrics and their history, its use of time, and its result."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ VALIDATE, SAVE, STEP, LOST, OTHER = "validation", "save", "step", "lost", "other
 
 
 class TimeSheet:
-    """Adds up seconds by what they were spent on.
+    """Sums the seconds of a run by kind of activity.
 
     Args:
-        clock: returns the time in seconds; tests may pass their own.
+        clock: returns the time in seconds; replaceable for tests.
 
     Example:
         >>> ticks = iter([0.0, 1.0, 4.0, 10.0])
@@ -68,10 +68,10 @@ class TimeSheet:
         self._seconds[kind] += seconds
 
     def by_kind(self, train_seconds: float) -> dict[str, float]:
-        """Splits all seconds since the beginning over the kinds.
+        """Divides all seconds since the beginning among the kinds.
 
         Args:
-            train_seconds: the total time from step to step; its part that is neither `data` nor
+            train_seconds: the total time from step to step; the part that is neither `data` nor
                 `lost` is `step`.
         """
         named = (INITIALIZE, COMPILE, DATA, VALIDATE, SAVE, LOST)
@@ -90,8 +90,8 @@ Curve: TypeAlias = tuple[tuple[int, float], ...]
 class _Curves:
     """The recorded metrics by kind and name, in 16 bytes for each number.
 
-    A run may write a million records, and its status after every step shows the last of them, so
-    neither the memory nor the time of a step may grow with their number.
+    A run may write a million records, and the status after every step shows the last record. So
+    memory must be small, and the time of a step must not grow with the number of records.
     """
 
     def __init__(self) -> None:
@@ -107,20 +107,20 @@ class _Curves:
             values.append(value)
 
     def names(self, kind: str) -> list[str]:
-        """The names of the metrics of a kind."""
+        """Returns the names of the metrics of a kind."""
         return [name for (own, name), (steps, _) in self._points.items() if own == kind and steps]
 
     def curve(self, kind: str, name: str) -> Curve:
-        """All steps and values of a metric."""
+        """Returns all steps and values of a metric."""
         return tuple(zip(*self._points.get((kind, name), ((), ())), strict=True))
 
     def last(self, kind: str, name: str) -> tuple[int, float] | None:
-        """The last step and value of a metric."""
+        """Returns the last step and value of a metric."""
         found = self._points.get((kind, name))
         return (found[0][-1], found[1][-1]) if found and found[0] else None
 
     def drop_after(self, step: int) -> None:
-        """Drops what was recorded after a step."""
+        """Drops the points after a step."""
         for steps, values in self._points.values():
             while steps and steps[-1] > step:
                 steps.pop()
@@ -132,7 +132,7 @@ _SKIPPED = f"{TRAIN}/skipped_steps"
 
 
 class Record:
-    """Takes metrics as device scalars, fetches them later, averages them and writes them.
+    """Receives metrics as device scalars, fetches them later, averages them and writes them.
 
     The clock runs from `start_clock` to `stop_clock`, and pauses in the context of `aside`, so that
     compiling, validating and saving are not counted as training.
@@ -141,17 +141,17 @@ class Record:
         options: length and cadence of the run, and the items of its throughput.
         first_step: steps taken before this run.
         writers: receive the records.
-        progress: takes a status after every fetched step.
-        device_bytes: bytes of the train state per device, to be shown.
+        progress: gets a status after every fetched step.
+        device_bytes: bytes of the train state per device, for the status.
         utilization: maps items per second to the share of the hardware's peak, if that is known.
-        skips: whether steps that were not finite are counted and left out. If not, the first of
-            them is `lost`, and later ones are ignored.
+        skips: whether nonfinite steps are counted and omitted. If not, the first of them is stored
+            as `lost`, and later ones are ignored.
         tell: called with the number of steps taken, as a heartbeat for the watchdog.
         history: records written before the first step of this run, each with its `step` and
             metrics; the curves begin with them.
-        facts: maps the number of steps taken, and of those that changed the state, to further
-            numbers of a record, such as the learning rate.
-        sheet: adds up the time of the run by kind.
+        facts: maps the number of steps taken, and the number of steps that changed the state, to
+            further numbers of a record, such as the learning rate.
+        sheet: sums the time of the run by kind.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Record:
         self.sheet = sheet
         self._tell = tell
         self.step_seconds = array.array("d")
-        # Train, data and device seconds and the number of steps, as of the last record.
+        # Train, data and device seconds, and the number of steps, at the last record.
         self._reported = (0.0, 0.0, 0.0, 0)
         self.lost: NonfiniteLoss | None = None
         self.skipped_steps = int(max((row.get(_SKIPPED, 0) for row in history), default=0))
@@ -198,7 +198,7 @@ class Record:
 
     @property
     def items_per_second(self) -> float | None:
-        """Throughput over the whole time that the clock ran."""
+        """The throughput over the whole time that the clock was running."""
         items = self.options.items_per_step
         if items is None or not self.train_seconds:
             return None
@@ -214,13 +214,13 @@ class Record:
         self._mark = time.perf_counter()
 
     def stop_clock(self) -> None:
-        """Waits for every step taken, then stops counting training time."""
+        """Waits until all steps taken have finished, then stops counting training time."""
         self.settle()
         self._mark = None
 
     @contextmanager
     def aside(self, kind: str) -> Iterator[None]:
-        """Counts the time of the context under a kind, and not as training.
+        """Counts the time of the context under a kind instead of as training.
 
         No step may be running.
         """
@@ -231,7 +231,7 @@ class Record:
             self._mark += time.perf_counter() - start
 
     def add(self, metrics: Mapping[str, Array]) -> None:
-        """Takes the metrics of the next step, which may still be running."""
+        """Adds the metrics of the next step, which may still be running."""
         self.dispatched += 1
         self.sign()
         self._pending.append((self.dispatched, metrics))
@@ -241,10 +241,10 @@ class Record:
         self._tell(self.dispatched)
 
     def settle(self, keep: int = 0) -> None:
-        """Fetches all but the newest metrics, which waits for their steps.
+        """Fetches all but the newest metrics; waits for their steps.
 
         Args:
-            keep: how many of the newest metrics to leave on the devices.
+            keep: the number of newest metrics to leave on the devices.
         """
         while len(self._pending) > keep:
             step, metrics = self._pending.popleft()
@@ -263,12 +263,12 @@ class Record:
 
     @property
     def train_curve(self) -> Curve:
-        """Step and mean training loss of every record."""
+        """The step and the mean training loss of every record."""
         return self._curves.curve(TRAIN, "loss")
 
     @property
     def validation_curve(self) -> Curve:
-        """Step and validation loss of every validation."""
+        """The step and the loss of every validation."""
         return self._curves.curve(VALIDATION, "loss")
 
     def metric_curves(self) -> dict[str, tuple[Curve, Curve]]:
@@ -279,14 +279,14 @@ class Record:
 
     @property
     def scores(self) -> list[tuple[int, float]]:
-        """Step and score of every validation; a smaller score is better."""
+        """The step and the score of every validation; a smaller score is better."""
         sign = -1 if self.options.best_mode == "max" else 1
         name = self.options.best_metric.removeprefix(f"{VALIDATION}/")
         curve = self._curves.curve(VALIDATION, name)
         return [(step, sign * value) for step, value in curve]
 
     def validations_since_best(self) -> int:
-        """Counts the validations since the best; improvements below `min_delta` do not count."""
+        """Counts the validations since the best; ignores improvements below `min_delta`."""
         best = math.inf
         best_number = 0
         scores = [score for _, score in self.scores]
@@ -361,7 +361,7 @@ class Record:
         return speed
 
     def _shares(self) -> dict[str, float]:
-        """Returns how the time since the last record, and that of the whole run, was spent."""
+        """Returns how the time since the last record, and of the whole run, was spent."""
         before = self._reported
         count = len(self.step_seconds)
         now = (self.train_seconds, self.sheet[DATA], self.sheet[DEVICES], count)
@@ -370,7 +370,7 @@ class Record:
         shares = {"time/unix": time.time(), "time/elapsed_seconds": self.sheet.elapsed}
         if train <= 0:
             return shares
-        # `time/step_seconds` is a mean over the recent steps, so the slowest one includes them.
+        # `time/step_seconds` is a mean over the recent steps, so include them in the slowest step.
         first_recent = count - len(self._recent)
         spent = self.sheet.by_kind(self.train_seconds)
         return {
@@ -419,7 +419,7 @@ class Record:
 
 
 def _points(row: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """Yields the kind, step and metrics of a record, for training and validation."""
+    """Yields kind, step and metrics of a record, for training and for validation."""
     for kind in (TRAIN, VALIDATION):
         metrics = {name: x for name, x in row.items() if name.startswith(f"{kind}/")}
         # Infinities and NaN were written as strings, which `float` reads.
@@ -432,7 +432,7 @@ def _points(row: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]
 FINISHED = "finished"
 """The reason of a run that reached its last step."""
 EARLY = "early stopping"
-"""The reason of a run that ended early, because validations did not improve."""
+"""The reason of a run that ended early because validations did not improve."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -441,9 +441,9 @@ class TrainResult:
 
     Args:
         state: the state after the last step.
-        num_steps: the steps that the state has taken.
-        first_step: the steps that it had taken before this call; the seconds and the throughput do
-            not include them.
+        num_steps: the number of steps that the state has taken.
+        first_step: the number of steps that the state had taken before this call; seconds and
+            throughput do not include them.
         reason: why the run ended, such as `finished` or `SIGINT`.
         train_curve: pairs of step and mean training loss.
         validation_curve: pairs of step and validation loss.
@@ -454,8 +454,9 @@ class TrainResult:
         train_seconds: the time of all later steps, without validations and saves.
         items_per_second: throughput over the train seconds; None if unknown.
         device_bytes: bytes of the train state on the fullest device.
-        skipped_steps: steps whose batch was dropped, because they were not finite or a spike.
-        rollbacks: how often the run went back to a checkpoint.
+        skipped_steps: the number of steps whose batch was dropped because the step was nonfinite or
+            a spike.
+        rollbacks: the number of times that the run went back to a checkpoint.
         seconds: the seconds of this call by kind: `initialize`, `compile`, `data` (waiting for a
             batch), `step`, `validation`, `save`, `lost` (steps undone by a rollback) and `other`.
         step_percentiles: percentiles of the seconds per step, by percent; empty if no step was

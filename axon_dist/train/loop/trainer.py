@@ -38,9 +38,9 @@ ValidationSet: TypeAlias = Callable[[], Iterable[Batch]]
 """Makes the batches of one validation."""
 
 _END_SECONDS = 30.0
-"""How much later than the other processes a process may reach the end of its data."""
+"""How much later than the other processes a process may reach the end of its data, in seconds."""
 _END = object()
-"""Sentinel for the end of the batches; no data can contain it."""
+"""Sentinel for the end of the batches, which no data can contain."""
 NONFINITE = "nonfinite"
 """The reason of a run that ends with an error."""
 _ADVICE = (
@@ -53,36 +53,35 @@ _ADVICE = (
 class Trainer:
     """The loop around a step: `for batch in batches: state, metrics = step(state, batch)`.
 
-    Metrics are read two steps late. That keeps two steps queued on the devices while the host
-    loads and places the next batch, so that neither waits for the other, and bounds how far the
-    host runs ahead.
+    Metrics are read two steps late. So two steps are queued on the devices while the host loads and
+    places the next batch, and neither waits for the other; the host never runs further ahead.
 
     SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run after the current step, with everything saved; a
     validation that has begun ends without a result.
 
     The `nonfinite` option of the step handles a loss or gradient that is not finite. A step built
-    without it has already changed its state when this is noticed: the run ends with an error, and
-    that state is not saved.
+    without this option has already changed its state when this is detected: the run ends with an
+    error, and that state is not saved.
 
     Args:
         step: the step, from `build_train_step`.
         batches: the batches for the step; the run ends early if they end.
         options: length and cadence of the run.
         validation: a function that returns the batches of one validation, of any sizes that the
-            step accepts. The metrics are those over all samples, `sum(totals) / sum(weights)`. Or
+            step accepts. Metrics are means over all samples, `sum(totals) / sum(weights)`. Or
             several such functions by name: the metrics of `""` are called `validation/loss`, those
-            of a set `code` are called `validation/code/loss`. None does not validate.
+            of a set `code` are called `validation/code/loss`. None for no validation.
         writers: receive the metrics.
         progress: displays the progress of the run.
-        should_stop: takes the latest record of metrics before every step; the run ends on every
-            process as soon as it returns true on one. See below for the keys.
+        should_stop: called with the latest record of metrics before every step; the run ends on all
+            processes as soon as it returns true on one process. See below for the keys.
         save: `save(state, number, score)` is called between two steps. It gets the state, the
             number of steps taken, and the state's score by the `best_metric` of the options
             (smaller is better), or None if the state was not validated. It must no longer use the
             arrays when it returns. It also gets the last state, unless the run ends with an error.
             After a nonfinite step, it is called with the state before it, if that state still
             exists. The state includes all batches that `batches` has returned by then.
-        copy: `copy(state, number)` keeps a state where it can be restored faster than from
+        copy: `copy(state, number)` copies a state to where it can be restored faster than from
             `save`; it must no longer use the arrays when it returns.
         give_back: called with the number of last loaded batches that the saved state does not
             include, before the last state of a run that stops at a nonfinite step is saved.
@@ -90,24 +89,24 @@ class Trainer:
             if the step's `nonfinite` is `"rollback"`.
         history: the records written before this call, up to the state that the run resumes from;
             the curves of the result begin with them.
-        facts: maps the number of steps taken, and of those that changed the state, to further
-            numbers of a record, such as the learning rate; runs on the host.
+        facts: maps the number of steps taken, and the number of steps that changed the state, to
+            further numbers of a record, such as the learning rate; runs on the host.
         on_compiled: called once, after the first step, which compiles.
-        profile_dir: the folder for traces, made because of the options or when this process gets
-            SIGUSR1, which traces the next `profile_steps` steps.
+        profile_dir: the folder for traces. The options select traced steps, and SIGUSR1 traces the
+            next `profile_steps` steps of the process that gets it.
 
-    `should_stop` gets the same record as the writers: means over the last `log_every` steps, from
-    the first such record on, and the newest validation.
+    `should_stop` gets the same record as the writers, after the first record: means over the last
+    `log_every` steps, and the newest validation.
 
         train/loss, train/...             each metric of the step, such as `train/grad_norm`
         train/skipped_steps               number so far; if the step's `nonfinite` is `"skip"`
         time/step_seconds                 mean of recent steps; the first step is not timed
         time/tokens_per_second            with `items_per_step`; named after `item`
         time/model_flops_utilization      with `peak_flops`
-        time/slowest_step_seconds         of the steps of the record and of the mean
+        time/slowest_step_seconds         slowest of the record's steps and the recent steps
         time/data_share, time/host_share  shares of the time since the last record spent waiting
-                                          for batches, and on the host, waiting for nothing
-        time/goodput                      share of all time so far spent in steps that were kept
+                                          for batches, and on the host without waiting
+        time/goodput                      share of all time so far spent in steps not undone
         time/elapsed_seconds, time/unix   seconds since the call of `fit`, and Unix time
         validation/loss, validation/...   each metric of the last validation
 
@@ -160,8 +159,8 @@ class Trainer:
             The result, with the last state.
 
         Raises:
-            ConfigError: when the options are invalid or need a function that was not given, or no
-                batch or no step is left.
+            ConfigError: when the options are invalid or need a function that the trainer lacks, or
+                there is no batch or no step left.
             LaunchError: when the processes of a run have different options.
             NonfiniteError: when a loss or gradient is not finite, and the step was not built to
                 skip it or roll back.
@@ -191,8 +190,9 @@ class Trainer:
                 record = self._record(state, tell, sheet)
             if record.step >= options.num_steps:
                 raise ConfigError(
-                    f"the state has taken {record.step} steps and the run ends at step "
-                    f"{options.num_steps}; raise the number of steps"
+                    f"the state has taken {record.step} steps, but the run ends at step "
+                    f"{options.num_steps}; raise the number of steps",
+                    code="no-step-left",
                 )
             first_step = record.first_step
             with self.progress.phase("compiling the train step"), sheet.on(COMPILE):
@@ -246,8 +246,8 @@ class Trainer:
     def _check_policy(self) -> None:
         if self._policy is Nonfinite.ROLLBACK and self.go_back is None:
             raise ConfigError(
-                "the step was built with nonfinite='rollback' and the trainer has no go_back; give "
-                "it a function that returns the newest saved state, or build the step with "
+                "the step was built with nonfinite='rollback', but the trainer has no go_back; "
+                "give it a function that returns the newest saved state, or build the step with "
                 "nonfinite='stop' or 'skip'",
                 code="no-go-back",
             )
@@ -256,7 +256,7 @@ class Trainer:
             steps = getattr(self.options, option)
             if steps and getattr(self, name) is None:
                 raise ConfigError(
-                    f"the options have {option}={steps} and the trainer has no {name} function; "
+                    f"the options have {option}={steps}, but the trainer has no {name} function; "
                     f"give it one, or leave {option} at 0",
                     code="no-function",
                 )
@@ -279,8 +279,8 @@ class Trainer:
         except LaunchError:
             raise ConfigError(
                 f"the batches of process {world.process_index} ended after step {number} of "
-                f"{self.options.num_steps}, and the other processes have more; give every process "
-                "the same number",
+                f"{self.options.num_steps}, but the other processes have more; give every process "
+                "the same number of batches",
                 code="uneven-data",
             ) from None
 
@@ -349,7 +349,7 @@ class Trainer:
         return state
 
     def _pause_after(self, number: int, state: TrainState, record: Record, stops: Stops) -> bool:
-        """Validates, saves and copies if it is time to; returns whether to stop."""
+        """Validates, saves and copies if they are due; returns whether to stop."""
         has_stopped = False
         if self.validation is not None and _is_multiple(number, self.options.eval_every):
             has_stopped = not self._validate(state, record, stops)
@@ -389,12 +389,12 @@ class Trainer:
                 self.save(state, number, scores.get(number))
 
     def _validate(self, state: TrainState, record: Record, stops: Stops) -> bool:
-        """Validates; returns False if the run must stop, and there is no result."""
+        """Validates; returns False if the run must stop, so that there is no result."""
         record.stop_clock()
         compiled = record.sheet[COMPILE]
         with record.sheet.on(VALIDATE):
             means = self._validation_means(state, record, stops)
-        # Compiling inside this context is counted as COMPILE, so take it off VALIDATE.
+        # Compiling inside this context is counted as COMPILE, so subtract it from VALIDATE.
         record.sheet.add(VALIDATE, compiled - record.sheet[COMPILE])
         if means is None:
             return False
@@ -439,7 +439,7 @@ class Trainer:
                 record.sign()
                 if stops.meanwhile():
                     self.progress.note(
-                        f"{stops.reason}: left the validation after step {record.step}"
+                        f"{stops.reason}: aborted the validation after step {record.step}"
                     )
                     return None
         if not sums.means:
@@ -464,7 +464,7 @@ class Trainer:
     def _stop_before(
         self, lost: step_state.NonfiniteLoss, state: TrainState, record: Record
     ) -> NoReturn:
-        """Ends a run that was not finite; saves the last finite state, if the step has kept it."""
+        """Ends a run after a nonfinite step; saves the last finite state, if it still exists."""
         remark = ""
         if self._policy is not None:
             remark = f"; the state is that of step {record.step}"

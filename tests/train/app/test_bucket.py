@@ -1,4 +1,4 @@
-"""Runs, data and weights in buckets, against a server of this machine."""
+"""Runs, data and weights in buckets, with a server on this machine."""
 
 import json
 import pathlib
@@ -39,7 +39,7 @@ def metrics(contents):
 
 
 def drop_after(store, step):
-    """As if the machine had died after the checkpoint of a step."""
+    """Simulates a machine that died after the checkpoint of a step."""
     for name in store.names("bucket/run/checkpoints/"):
         if int(name.split("/")[3].removeprefix("step_")) > step:
             del store.objects[name]
@@ -70,7 +70,7 @@ def test_a_run_in_a_bucket_goes_on_as_one_on_a_disk_and_is_read(
     store.faults = 0.1
     address = "gs://bucket/run"
     train(config(address))
-    with pytest.raises(ConfigError, match="run_dir: 'gs://bucket/run' holds a run already"):
+    with pytest.raises(ConfigError, match="run_dir: 'gs://bucket/run' already contains a run"):
         train(config(address))
     store.faults = 0.0
     drop_after(store, 3)
@@ -108,7 +108,7 @@ def folder(store, request):
 
 
 def elsewhere(store, **changes):
-    """Makes the lease that of a process of another machine."""
+    """Makes the lease look like that of a process on another machine."""
     generation, contents = store.objects[f"bucket/run/{LEASE}"]
     holder = json.loads(contents) | {"machine": "another", "token": "its"} | changes
     store.objects[f"bucket/run/{LEASE}"] = generation + 50_000, json.dumps(holder).encode()
@@ -119,10 +119,10 @@ def test_the_lease_of_a_live_run_is_its_own(folder):
     with Lease(folder, "run_dir", told.append, seconds=0.6).renewing():
         begun = time.monotonic()
         with pytest.raises(ConfigError, match=r"run_dir: '.*://bucket/run' is in use by process "
-                           r"\d+ on \S+, since 2\d\d\d-.*; wait for its end, stop it"):  # fmt: skip
+                           r"\d+ on \S+, since 2\d\d\d-.*; wait until it ends"):  # fmt: skip
             Lease(folder, "run_dir", told.append, seconds=5.0)
         assert time.monotonic() - begun < 5.0
-    assert "waiting up to 5 s to see whether that is alive" in told[0]
+    assert "waiting up to 5 s to see whether that process is alive" in told[0]
     Lease(folder, "run_dir", told.append)
     assert len(told) == 1
 

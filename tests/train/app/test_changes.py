@@ -1,4 +1,4 @@
-"""Changes between two legs of a run: the same run, or a sentence that names the change."""
+"""Changes between two legs of a run: the same results, or a message that names the change."""
 
 import pytest
 

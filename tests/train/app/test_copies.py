@@ -1,4 +1,4 @@
-"""A run goes on from copies in memory; copies that nobody keeps are refused."""
+"""A run resumes from copies in memory; copies that nothing would keep raise an error."""
 
 import functools
 from unittest import mock
@@ -70,14 +70,14 @@ def test_a_checkpoint_that_is_newer_than_the_copies_is_taken(config, tmp_path, m
     memory.mkdir()
     monkeypatch.setenv("AXON_MEMORY", str(memory))
     train(config("run", steps=3), resume="auto")
-    # The end of a run is saved, and not copied: step 3 is on the disk, step 2 in memory.
+    # The last state is saved but not copied: step 3 is on disk, step 2 in memory.
     assert [path.name[:13] for path in memory.glob("*.copy")] == ["step_00000002"]
     assert train(config("run"), resume="auto").result.first_step == 3
 
 
 def test_copies_that_nobody_keeps_are_refused(config, tmp_path):
     asked = config("run")
-    with pytest.raises(ConfigError, match=r"memory_every: got 2, and nothing keeps copies.*launch"):
+    with pytest.raises(ConfigError, match=r"memory_every: got 2, but nothing keeps copies.*launch"):
         check_copies(asked, {}, "auto")
     with pytest.raises(ConfigError, match="which is not a folder"):
         check_copies(asked, {"AXON_MEMORY": str(tmp_path / "gone")}, "auto")

@@ -1,4 +1,4 @@
-"""A disk that refuses: a run goes on or ends in a sentence, and nothing that was saved is lost."""
+"""Disk errors: a run continues or ends with a message, and no saved data is lost."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ def test_links_and_pipes_in_the_folder_of_a_run(tmp_path, name, way):
 
 
 def test_lines_wait_for_space_on_the_disk(tmp_path, monkeypatch):
-    """A line of which only a part was written goes on where it stopped."""
+    """A partially written line is completed."""
     told, write, left = [], os.write, [7]
 
     def refuse(descriptor, data):
@@ -54,7 +54,7 @@ def test_lines_wait_for_space_on_the_disk(tmp_path, monkeypatch):
     writer.close()
     assert path.read_text().splitlines() == [f'{{"step": {n}, "a": {n}.0}}' for n in (1, 2, 3)]
     assert told == [
-        "metrics.jsonl: lines wait to be written (No space left on device); the run continues"
+        "metrics.jsonl: lines cannot be written yet (No space left on device); the run continues"
     ]
 
 
@@ -86,7 +86,7 @@ def test_a_tracker_that_fails_ends_no_run():
     writer.write(1, {})
     writer.write(2, {})
     writer.close()
-    assert told == ["Wandb: metrics are not kept (RuntimeError: no network); the run continues"]
+    assert told == ["Wandb: metrics are lost (RuntimeError: no network); the run continues"]
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path):

@@ -1,4 +1,4 @@
-"""After training: a run is evaluated and goes on with texts as in plain JAX, on any mesh."""
+"""After training: evaluation and generation give the results of plain JAX, on any mesh."""
 
 import json
 
@@ -21,7 +21,7 @@ MADE_UP = "data={{kind: synthetic_images, image_size: 16}}"
 
 
 def trained(folder, **changes):
-    """A run on a little text."""
+    """A run on a small text."""
     for name, count in (("train", 40), ("validation", 37)):
         (folder / f"{name}.txt").write_text(f"{name}: the quick brown fox jumps. " * count)
     config = {
@@ -47,7 +47,7 @@ def trained(folder, **changes):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of four steps, in a pipeline, with dropout that has to rest."""
+    """A run of four steps in a pipeline, with dropout, which must be off in evaluation."""
     pipeline = {"ddp": {}, "pipeline": {"num_microbatches": 2}}
     folder = tmp_path_factory.mktemp("eval")
     return trained(folder, mesh="pp=2,dp=4", devices={"emulate": 8}, parallel=pipeline,
@@ -56,13 +56,13 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain_run(tmp_path_factory):
-    """A run of one step of one device, for what is refused."""
+    """A run of one step on one device, for error cases."""
     changes = {"model": {"num_layers": 1}, "train": {"steps": 1, "eval_every": 0}}
     return trained(tmp_path_factory.mktemp("plain"), **changes)
 
 
 def greedy(run, prompt, num_tokens):
-    """The likeliest bytes behind a prompt, one after another, on one device."""
+    """Returns the likeliest bytes after a prompt, one by one, on one device."""
     model, _ = load_model(run)
     model.eval()
     tokens = list(prompt.encode())
@@ -73,7 +73,7 @@ def greedy(run, prompt, num_tokens):
 
 
 def plainly(run, step=None):
-    """Loss and accuracy over all validation windows at once, on one device."""
+    """Computes loss and accuracy over all validation windows at once, on one device."""
     model, config = load_model(run, step)
     model.eval()
     data = config.data
@@ -129,8 +129,8 @@ def test_the_command_prints_and_writes_the_same(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "there is no run in 'nowhere', for it has no config.yaml; name a folder"),
-        (["{run}", "--step", "7"], "got step 7, and the checkpoints in '{run}/checkpoints' are of"),
+        (["nowhere"], "there is no run in 'nowhere', because it has no config.yaml; name a folder"),
+        (["{run}", "--step", "7"], "got step 7, but the checkpoints in '{run}/checkpoints' have"),
         (["{run}", "mesh=dp=3"], "mesh dp=3 needs 3 devices and got 1"),
         (["{run}", "--data", "none.txt"], "data.files: 'none.txt' matches no file"),
     ],
@@ -185,12 +185,12 @@ def test_the_command_goes_on_with_prompts(run, tmp_path, capsys):
     [
         (["nowhere", "--prompt", "a"], "there is no run in 'nowhere'"),
         (["{run}", "--prompt", ""], "prompt 0 is empty; it needs at least one token"),
-        (["{run}", "--prompt", "a" * 9], "a prompt of 9 tokens and 8 more are longer than"),
+        (["{run}", "--prompt", "a" * 9], "a prompt of 9 tokens plus 8 new tokens exceeds"),
         (["{run}", "--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be 0 or lie"),
         (["{run}", "--prompt", "a", "data.tokenizer=no.json"], "data.tokenizer='no.json' is not"),
         (
             ["{run}", "--prompt", "a", "model={{kind: vit, preset: tiny}}", MADE_UP],
-            "is trained on images, and generating needs a text model; name another",
+            "is trained on images, but generation needs a text model; name another",
         ),
     ],
 )  # fmt: skip
@@ -207,7 +207,7 @@ def test_a_completion_without_a_letter_is_said(monkeypatch, capsys):
     said = capsys.readouterr().err.splitlines()
     assert said == [
         "axon: after 'hi' the model ends the text at once; --past-end continues past that",
-        "axon: after 'so' the model adds 3 tokens that show no letter, such as blanks",
+        "axon: after 'so' the model adds 3 tokens without visible characters, such as spaces",
     ]
 
 

@@ -1,4 +1,4 @@
-"""`axon inspect` compiles what `axon train` runs, the options of the chip included."""
+"""`axon inspect` compiles the program that `axon train` runs, including the chip's options."""
 
 import dataclasses
 import io
@@ -16,7 +16,7 @@ from axon_dist.train.config import RunConfig
 
 @pytest.fixture
 def ran(monkeypatch):
-    """The programs that calls of steps made the runtime hold, as text."""
+    """Returns the programs that the runtime compiled for calls of steps, as text."""
     texts, call = [], TrainStep.__call__
 
     def watched(step, state, batch, was_nonfinite=None):
@@ -33,7 +33,7 @@ def ran(monkeypatch):
 
 @pytest.fixture
 def read(monkeypatch):
-    """The programs that were reported on, as text."""
+    """Returns the reported programs, as text."""
     texts = []
 
     def watched(compiled, mesh, **told):
@@ -50,7 +50,7 @@ def test_the_examined_step_is_the_trained_one(tiny, chip, ran, read, monkeypatch
     config = RunConfig.from_dict(tiny)
     train(config, Console(file=io.StringIO()))
     (trained,) = (text for text in ran if "train_step" in text.splitlines()[0])
-    # A run reports on its step, too.
+    # A run also reports on its step.
     read.clear()
     assert examine(config).report.machine is chip
     bare = {chip.name: dataclasses.replace(chip, options=())}
@@ -62,7 +62,7 @@ def test_the_examined_step_is_the_trained_one(tiny, chip, ran, read, monkeypatch
 
 
 def instructions(text):
-    """The computations of a program, in the order of the schedule."""
+    """Returns the computations of a program, in the order of the schedule."""
     return {
         name: [(i.name, i.opcode, i.shapes, i.arguments) for i in computation.instructions]
         for name, computation in as_module(text).computations.items()

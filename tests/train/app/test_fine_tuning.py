@@ -1,4 +1,4 @@
-"""Adapters on weights of files: from a config to the exported weights."""
+"""Adapters on weights from files: from a config to the exported weights."""
 
 import io
 import types
@@ -34,7 +34,7 @@ MESH = {
 
 
 def tuned(tiny, tmp_path, **changes):
-    """A config whose first weights are those of a file, and the model that they are of."""
+    """Returns a config with initial weights from a file, and the model with these weights."""
     tiny["model"] |= {"width": 16, "ffn_width": 32}
     sizes = RunConfig.from_dict(tiny).model
     base = drawn(lambda: Transformer(sizes, rngs=nnx.Rngs(7)))
@@ -156,5 +156,5 @@ def test_files_with_fewer_bytes_than_what_is_frozen(tmp_path):
         step: Any = types.SimpleNamespace(model_spec=model_spec)
         config: Any = types.SimpleNamespace(frozen_dtype=asked)
         said.append(Run(config, step, step, step)._dtype_line([file]))
-    line = "the files are bfloat16; frozen_dtype: bfloat16 keeps the frozen weights so"
+    line = "the files are bfloat16; frozen_dtype: bfloat16 keeps frozen weights in it"
     assert said == [line, None, None]

@@ -76,10 +76,12 @@ def test_statistics_of_ranks_are_averaged_and_dtypes_stay(tmp_path):
 
 @pytest.mark.full
 def test_missing_files_are_named(tiny, tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no run in 'runs/none', for it has no config"):
+    with pytest.raises(
+        ConfigError, match=r"there is no run in 'runs/none', because it has no config"
+    ):
         load_model("runs/none")
     done = train(RunConfig.from_dict({**tiny, "train": {**tiny["train"], "eval_every": 0}}))
-    with pytest.raises(CheckpointError, match=r"got step 5, and .* are of the steps 6; name one"):
+    with pytest.raises(CheckpointError, match=r"got step 5, but .* have the steps 6; name one"):
         load_model(done.directory.path, step=5)
     (done.directory.checkpoints / "step_00000006").rename(tmp_path / "away")
     with pytest.raises(CheckpointError, match="there is no finished checkpoint in"):
@@ -88,7 +90,7 @@ def test_missing_files_are_named(tiny, tmp_path):
 
 @pytest.mark.full
 def test_a_run_that_freezes_and_averages_is_one_model(tiny):
-    """Frozen parameters are read from where they are, and the average in place of the others."""
+    """Frozen parameters are read from their section, and the average replaces trained ones."""
     tiny |= {"trainable": "attention/", "checkpoint": {"every": 0}}
     tiny["train"] |= {"steps": 2, "ema": 0.5, "eval_every": 2, "eval_batches": 1}
     done = train(RunConfig.from_dict(tiny))

@@ -23,7 +23,7 @@ with locked(Path(sys.argv[1]), "run_dir", print):
 
 @pytest.fixture
 def other(tmp_path):
-    """Another process that holds the folder."""
+    """Starts another process that has the folder's lock."""
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
@@ -35,7 +35,7 @@ def other(tmp_path):
 def test_one_run_at_a_time_and_the_lock_of_a_killed_run_is_none(other, tmp_path):
     with (
         pytest.raises(ConfigError, match=rf"run_dir: '.*' is in use by process {other.pid} on \S+, "
-                      r"since 2\d\d\d-.*; wait for its end, stop it, or name another folder"),
+                      r"since 2\d\d\d-.*; wait until it ends, stop it, or name another folder"),
         locked(tmp_path, "run_dir", print),
     ):  # fmt: skip
         raise AssertionError
@@ -74,7 +74,7 @@ def test_without_locks_it_says_so(tmp_path, monkeypatch):
 
 
 def test_a_lock_that_was_given_back_meanwhile_is_taken_anew(tmp_path, monkeypatch):
-    """The run before removes its file between our opening it and our locking it."""
+    """The previous run removes its file after we open it and before we lock it."""
     flock, seen = fcntl.flock, []
 
     def slow(file, kind):
@@ -95,7 +95,7 @@ def test_a_lock_without_support_is_not_reported_as_another_run(tmp_path, monkeyp
 
     monkeypatch.setattr("axon_dist.train.app.lock.fcntl.flock", fail)
     with (
-        pytest.raises(ConfigError, match=r"run_dir: cannot find out .* cannot be locked: broken"),
+        pytest.raises(ConfigError, match=r"run_dir: cannot determine .* cannot be locked: broken"),
         locked(tmp_path, "run_dir", print),
     ):
         pass

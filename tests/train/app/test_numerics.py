@@ -1,4 +1,4 @@
-"""The compiler gets the gradients of these operations right, or we would hear of it."""
+"""The compiler computes the gradients of these operations correctly; otherwise this test fails."""
 
 import jax
 import pytest
@@ -22,7 +22,7 @@ def test_products_and_convolutions_are_right(world):
     assert [finding for finding in found if not finding.is_right] == []
 
 
-# Loaded from a warm cache this step has hung once.
+# Loaded from a warm cache, this step once hung.
 @pytest.mark.full
 @pytest.mark.uncached
 def test_the_core_table(world):
@@ -42,7 +42,7 @@ def test_the_whole_table(world):
 
 
 def test_compiler_mistakes_are_found(world, monkeypatch):
-    """Without our spelling of convolutions; a compiler that has learnt it may drop the spelling."""
+    """Without our rewriting of convolutions; if a compiler passes this, the rewriting can go."""
     monkeypatch.setattr(ByRank, "__call__", lambda by_rank, equation, operands: None)
     found = check_numerics(devices(world), ["dot", "conv_depthwise"])
     wrong = {(finding.sentinel, finding.leaf) for finding in found if not finding.is_right}
@@ -56,7 +56,7 @@ def test_a_finding_beyond_rounding_is_wrong():
 
 
 def test_too_few_devices_and_unknown_names(world):
-    with pytest.raises(MeshError, match="needs a mesh with two axes, and got 2 devices; give an"):
+    with pytest.raises(MeshError, match="needs a mesh with two axes, but got 2 devices; give an"):
         check_numerics(devices(world, 2))
     with pytest.raises(ConfigError, match=r"unknown sentinel 'cov'\. Did you mean 'conv'"):
         check_numerics(devices(world), ["cov"])

@@ -1,4 +1,4 @@
-"""The page of a run: all parts, nothing asked for outside it, and whatever is broken is said."""
+"""The page of a run: all sections, no external files, and a note about every broken record."""
 
 import html.parser
 import itertools
@@ -86,7 +86,7 @@ def folder(tmp_path):
 
 
 class Page(html.parser.HTMLParser):
-    """Tags, addresses and the text of each section."""
+    """Collects tags, addresses and the text of each section."""
 
     def __init__(self, text):
         super().__init__()
@@ -131,7 +131,7 @@ def test_all_parts_are_drawn_and_nothing_is_asked_for(folder):
     for key, words in expected.items():
         assert words in page.texts[key], key
     assert "1:30" in page.texts["time"]  # the restart, from 110 to 200
-    assert "exposed" not in page.texts["collectives"]  # of CPUs nothing is known of it
+    assert "exposed" not in page.texts["collectives"]  # unknown for CPUs
     assert "1 number of the metrics not finite" in page.texts[""]
 
 
@@ -159,7 +159,7 @@ def test_an_endless_file_is_read_to_a_limit(folder, monkeypatch):
             file.write(json.dumps({"step": step, "train/loss": step}) + "\n")
     (folder / "summary.json").write_text(" " * 2**15)
     page = Page(report_page(folder))
-    assert "of which 16.4 kB at even distances are read" in page.texts[""]
+    assert "of which 16.4 kB are read at even distances" in page.texts[""]
     assert "final training loss19999.0000" in page.texts[""]
     assert "lines are broken" not in page.texts[""]
     assert "summary.json cannot be read (it has 32768 bytes" in page.texts[""]
@@ -193,7 +193,10 @@ def test_a_config_that_would_take_for_ever_is_not_compared(folder, tmp_path, tex
 
 @pytest.mark.parametrize(
     ("make", "message"),
-    [(False, r"there is no folder '.*none'; name one"), (True, r"holds nothing of a run: metrics")],
+    [
+        (False, r"there is no folder '.*none'; name one"),
+        (True, r"has no records of a run: metrics"),
+    ],
 )
 def test_no_run(tmp_path, make, message):
     if make:

@@ -1,4 +1,4 @@
-"""How often a candidate is traced until it fits; the traces here are arithmetic."""
+"""The number of traces of a candidate until it fits; traces are replaced by arithmetic."""
 
 import dataclasses
 
@@ -18,9 +18,9 @@ WORK = Workload(
 
 @pytest.fixture
 def tries(monkeypatch):
-    """Returns the plan and the tries of ddp on 4 devices, given the estimate and the truth."""
+    """Returns the plan and the tries of ddp on 4 devices, for an estimate and the true value."""
 
-    def run(estimate, sample_bytes, fixed=4 * GB, usable=70, kept=None):
+    def run(estimate, sample_bytes, fixed=4 * GB, usable=70, residuals=None):
         tried = []
 
         def traced(search, refused, split, one, before):
@@ -33,7 +33,7 @@ def tries(monkeypatch):
         monkeypatch.setattr(config_plans, "_traced", traced)
         search = config_plans._Search(RunConfig(), hardware("h100"), 4, usable * GB * 10 // 9)
         search.__dict__["work"] = dataclasses.replace(WORK, activations=256 * estimate)
-        search.kept.update({} if kept is None else {(): kept})
+        search.residuals.update({} if residuals is None else {(): residuals})
         start = Candidate(strategy="ddp", dp=4)
         split = config_plans._Split(start, RunConfig(), None, 16 * GB, 4 * GB)
         return config_plans._read(search, {}, split), tried
@@ -70,7 +70,7 @@ def test_blocks_are_recomputed_where_one_sample_does_not_fit(tries):
     plan, tried = tries(estimate=4 * GB, sample_bytes=100 * GB)
     assert plan.fits
     assert tried[-1] == (64, True)
-    # What another candidate keeps shows it before a trace.
-    plan, tried = tries(estimate=4 * GB, sample_bytes=100 * GB, kept=25.0)
+    # The residuals of another candidate make a better first guess.
+    plan, tried = tries(estimate=4 * GB, sample_bytes=100 * GB, residuals=25.0)
     assert plan.fits
     assert tried == [(64, True)]

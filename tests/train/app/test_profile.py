@@ -1,4 +1,4 @@
-"""A step that really ran: its rows add up, and the page of its run shows them."""
+"""Profiles a step that really runs: its rows add up, and the page of its run shows them."""
 
 import json
 

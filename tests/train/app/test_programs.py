@@ -24,7 +24,7 @@ _SETTINGS = (
 
 @pytest.fixture(autouse=True)
 def untold(monkeypatch, tmp_path):
-    """JAX without a cache, and a home of our own; all as it was afterwards."""
+    """Uses JAX without a cache, and a separate home folder; restores both afterwards."""
     before = {name: jax.config.values[name] for name in _SETTINGS}
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_enable_compilation_cache", True)
@@ -42,7 +42,7 @@ def told():
 
 
 def test_programs_are_kept_in_a_folder_that_only_this_user_writes_to(tmp_path):
-    before = os.umask(0o002)  # of many Linux distributions
+    before = os.umask(0o002)  # the default of many Linux distributions
     assert told() == []
     os.umask(before)
     (folder,) = (tmp_path / "axon_dist").iterdir()
@@ -61,7 +61,7 @@ def test_a_foreign_folder_is_refused(foreign, tmp_path, monkeypatch):
         folder.chmod(0o770)
     (said,) = told()
     assert said.startswith(f"compiled programs are not kept: '{tmp_path}/axon_dist")
-    assert "an executable is code; make it writable by user" in said
+    assert "an executable is code; make it writable only by user" in said
     assert jax.config.values["jax_compilation_cache_dir"] is None
 
 
@@ -83,7 +83,7 @@ def test_a_home_that_cannot_be_written_is_told(tmp_path, monkeypatch):
 
 
 def test_a_program_is_loaded_where_all_is_equal_alone(tmp_path):
-    """Another constant, shape, option of the compiler, or file that was changed: compiled anew."""
+    """A different constant, shape, compiler option, or a changed file makes JAX compile again."""
     store, loaded = ProgramStore(tmp_path / "axon_dist" / "host"), []
 
     def get(key):

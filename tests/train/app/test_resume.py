@@ -22,7 +22,7 @@ from axon_dist.train.config import RunConfig, load_config
 
 @pytest.fixture
 def config(tiny, tmp_path):
-    """Six steps of two devices with dropout and a schedule, saved after each; overrides by key."""
+    """Six steps on two devices with dropout and a schedule, saved after each; overrides by key."""
 
     def make(folder, **overrides):
         data = tiny | {"run_dir": str(tmp_path / folder)}
@@ -53,7 +53,7 @@ def rows(done):
 
 
 def keep_only(done, *steps):
-    """As if the run had been killed after the last of these steps."""
+    """Simulates a run that was killed after the last of these steps."""
     for folder in done.directory.checkpoints.iterdir():
         if int(folder.name.removeprefix("step_")) not in steps:
             shutil.rmtree(folder)
@@ -61,7 +61,7 @@ def keep_only(done, *steps):
 
 @pytest.fixture
 def tokens_seen(monkeypatch):
-    """Every batch that a loader hands out, in order."""
+    """Records every batch that a loader yields, in order."""
     seen, hand_out = [], TextLoader.__next__
 
     def watched(self):
@@ -220,7 +220,9 @@ def test_checkpoints_of_two_runs_do_not_mix(config, tmp_path):
     }
     train(config("one", **shared))
     assert [path.name for path in (tmp_path / "shared").iterdir()] == ["step_00000002"]
-    with pytest.raises(ConfigError, match=r"checkpoint.dir: .* of another run; name another, or"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.dir: .* of another run; name another folder, or"
+    ):
         train(config("two", **shared))
 
 
@@ -292,7 +294,7 @@ def test_two_runs_do_not_save_into_one_folder(config, tmp_path):
 
 @pytest.mark.full
 def test_a_resumed_run_is_told_as_a_whole(config, tiny, monkeypatch):
-    """Curves, summary and best validation begin where the run did; what changes is said."""
+    """Curves, summary and best validation begin at the start of the run; changes are reported."""
     steady = {"optimizer": tiny["optimizer"] | {"schedule": {"name": "constant"}}}
     whole = train(config("whole", **steady))
     first = train(config("run", train__steps=3, **steady))
@@ -305,7 +307,7 @@ def test_a_resumed_run_is_told_as_a_whole(config, tiny, monkeypatch):
     second = train(config("run", **steady), console, resume="auto")
     text = console.file.getvalue()
     assert text.count("config: train.steps: 3 -> 6") == 1
-    assert f"metrics.jsonl: 1 of {len(lines)} lines cannot be read and are dropped, the fir" in text
+    assert f"metrics.jsonl: 1 of {len(lines)} lines cannot be read and are dropped; the fir" in text
     result = second.result
     assert (result.first_step, result.num_steps, len(result.train_curve)) == (3, 6, 6)
     assert drawn.call_args.args[1] == result.train_curve
@@ -337,7 +339,7 @@ def test_a_folder_that_vanishes_ends_with_an_error_after_everything_is_kept(conf
 
 
 def saved_by_others(folder):
-    """As if another version of JAX had saved a checkpoint, on other devices, with other flags."""
+    """Makes a checkpoint look saved with another version of JAX, other devices and flags."""
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["versions"]["jax"] = "0.0.1"
     manifest["mesh"] = {"dp": 7}

@@ -68,7 +68,7 @@ def test_a_run_leaves_everything_in_its_folder(tiny, tmp_path):
     assert (last["seen/tokens"], last["seen/epoch"] > 0) == (6 * 8 * 16, True)
     rates = RunConfig.from_dict(tiny).optimizer.rates(6)
     assert last["optimizer/learning_rate"] == pytest.approx(float(rates[5]))
-    assert "time/model_flops_utilization" not in last  # nobody knows what a CPU computes
+    assert "time/model_flops_utilization" not in last  # the FLOP/s of a CPU are unknown
     spent = sum(summary["seconds"].values())
     assert summary["seconds"]["compile"] == summary["compile_seconds"]
     assert last["time/elapsed_seconds"] <= spent
@@ -115,7 +115,7 @@ def test_a_run_goes_on_without_matplotlib_and_its_program_and_says_why(tiny):
 def test_a_folder_holds_one_run(tiny):
     config = RunConfig.from_dict(tiny)
     create_directory(config)
-    with pytest.raises(ConfigError, match=r"run_dir: '.*run' holds a run already; name another"):
+    with pytest.raises(ConfigError, match=r"run_dir: '.*run' already contains a run; name another"):
         create_directory(config)
 
 
@@ -156,7 +156,7 @@ def sections():
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Configs of every kind of model and data of images, as plain data."""
+    """Configs of every kind of model and image data, as plain data."""
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (40, 16, 16, 3)).astype(np.uint8)
     files = {side: str(tmp_path / f"{side}.npz") for side in ("train", "held")}
@@ -207,7 +207,7 @@ def test_a_run_on_images(pictures, tmp_path, number):
 
 
 def every_kind_of_text(folder):
-    """A `data` section of each kind of tokens, and the files that it names."""
+    """Returns a `data` section of each kind of token data, and the files that it names."""
     rows = [{"q": "to be, ", "a": "or not to be"}] * 40
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
@@ -248,7 +248,7 @@ def every_kind_of_text(folder):
 
 @pytest.mark.full
 def test_every_field_is_used_by_a_run(tiny, pictures, tmp_path, monkeypatch):
-    """Records which fields a run reads, except to check and write the config itself."""
+    """Records the fields that a run reads, except to check and write the config itself."""
     schema = [cls for cls in {*sections(), *variants()} if not inspect.isabstract(cls)]
     schema.remove(MeshSpec)
     used = set()
@@ -307,7 +307,7 @@ def test_a_device_without_memory_says_what_to_change(tiny, tmp_path):
         train(RunConfig.from_dict(tiny))
     message = str(caught.value)
     assert message.startswith("a device has no memory left (RESOURCE_EXHAUSTED: Out of memory all")
-    assert "parallel=fsdp; take less at a time, train.accumulate=2; recompute" in message
+    assert "parallel=fsdp; use smaller microbatches with train.accumulate=2; recompute" in message
     assert "'remat={interval: 1}'" in message
     assert (tmp_path / "run" / "memory.prof").stat().st_size > 0
     assert f"in '{tmp_path / 'run' / 'memory.prof'}'" in message
@@ -328,7 +328,7 @@ def test_on_a_known_chip_the_planner_is_asked_too(tiny, chip, monkeypatch):
     monkeypatch.setattr(config_plans, "FEW", 0)
     tiny |= {"mesh": "dp=2", "devices": {"emulate": 2}}
     plans = advice(build_run(RunConfig.from_dict(tiny)))
-    assert re.match(r"axon plan would take ddp on mesh dp=2, .* GB on a emulated", plans[0])
+    assert re.match(r"axon plan suggests ddp on mesh dp=2, .* GB on a emulated", plans[0])
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Every second of a run has a place, the same in the table, the report and on the clock."""
+"""Every second of a run is counted once, the same in the table, the report and on the clock."""
 
 import io
 import subprocess

@@ -1,4 +1,4 @@
-"""Signals in the phases of a run, each with its documented exit code and its state saved."""
+"""Signals in each phase of a run: the documented exit code, and a saved state."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A run of replicas over a slow axis: trained, gone on with, evaluated, read and verified."""
+"""A run with replicas over a slow axis: trained, resumed, evaluated, loaded and verified."""
 
 import dataclasses
 import io
@@ -17,7 +17,7 @@ LENGTH = 16
 
 
 def config_of(folder, **changes):
-    """Two replicas over two devices each, with dropout that has to rest."""
+    """Two replicas on two devices each, with dropout, which must be off in evaluation."""
     (folder / "train.txt").write_text("the quick brown fox jumps. " * 60)
     return {
         "run_dir": str(folder / "run"),

@@ -1,4 +1,4 @@
-"""Code that a run's folder names is imported and called only if the caller allows it."""
+"""Functions named in a run's folder are imported and called only if the caller allows it."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`axon data check`: samples, their speed against the step's, and padding."""
+"""`axon data check`: samples, their loading speed compared with the step's, and padding."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from axon_dist.train.config import RunConfig
 
 @pytest.fixture
 def sft(tiny, tmp_path):
-    """A config of prompts and responses, as plain data."""
+    """A config with prompts and responses, as plain data."""
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"q": "ask?", "a": "yes"}) + "\n" for _ in range(40)))
     data = {"kind": "jsonl", "files": [str(path)], "prompt": "q", "response": "a"}
@@ -25,7 +25,7 @@ def sft(tiny, tmp_path):
 @pytest.mark.full
 def test_the_summary_shows_measured_values(sft):
     found = check_data(RunConfig.from_dict(sft), num_samples=2, seconds=0.05)
-    # Two documents of 8 tokens in a row of 17, of each the last 4 are targets.
+    # Two documents of 8 tokens in a row of 17; the last 4 tokens of each are targets.
     shown = "[ask?] yes\0\n[ask?] yes\0\n(1 of 17 tokens are padding)"
     assert found.samples == (shown, shown)
     assert found.padding == pytest.approx(1 / 17)
@@ -50,7 +50,7 @@ def test_the_verb(sft, tmp_path, capsys):
     options = ["--samples", "1", "--seconds", "0.01", "--no-step"]
     assert main(["data", "check", str(path), "data.packed=false", *options]) == 0
     shown = capsys.readouterr().out
-    # The end of a document is a byte that no terminal is to obey.
+    # The byte at the end of a document must not control a terminal.
     assert "--- sample 1\n[ask?] yes\N{REPLACEMENT CHARACTER}\n" in shown
     assert "(9 of 17 tokens are padding)" in shown
     assert "the step takes" not in shown

@@ -27,7 +27,7 @@ def test_says_what_is_here(capsys):
 
 
 def test_says_whether_the_chip_is_known(capsys, chip, monkeypatch):
-    told = "emulated: steps are compiled with 1 XLA option chosen for it"
+    told = "emulated: steps are compiled with 1 XLA option for this chip"
     assert machine.devices()["chip"] == told
     monkeypatch.setattr("axon_dist.mesh.chips.HARDWARE", {})
     assert machine.devices()["chip"] == "CPU: steps are compiled with the defaults of XLA"
@@ -55,7 +55,7 @@ def test_the_network_between_two_processes(tmp_path):
         text=True,
         timeout=300,
     )
-    # A busy machine may find one of two equal processes slow.
+    # On a busy machine, one of two equal processes may look slow.
     assert done.returncode in (0, 1), done.stderr
     text = (tmp_path / "rank-0.log").read_text()
     assert "nodes    2 ranks, " in text

@@ -1,4 +1,4 @@
-"""From a run to plain Flax, and to a hub's layout, by the command."""
+"""Exports a run to plain Flax and to a hub format, with the command."""
 
 import json
 from typing import Any
@@ -46,7 +46,7 @@ def test_a_run_goes_out_to_plain_flax_and_to_a_hub(tiny, tmp_path, capsys):
     np.testing.assert_allclose(logits, want, rtol=1e-4, atol=1e-5)
 
     assert main(["export", run, str(hub), "--format", "hf-gpt2"]) == 2
-    assert "norm='rms' is no GPT-2, which has norm='layer'" in capsys.readouterr().err
+    assert "norm='rms' cannot be saved as GPT-2, which has norm='layer'" in capsys.readouterr().err
     assert main(["export", run, str(hub), "--format", "hf-lama"]) == 2
     assert "no format 'hf-lama'. Did you mean 'hf-llama'?" in capsys.readouterr().err
 

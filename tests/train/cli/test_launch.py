@@ -63,7 +63,7 @@ def test_scripts_are_bash(path):
 
 
 def written_commands():
-    """Every `axon train` of a template, as its words."""
+    """Returns every `axon train` command of a template, as words."""
     for path in SCRIPTS:
         text = re.sub(r"\\\n", " ", path.read_text())
         yield from ((path.name, found) for found in re.findall(r"axon train ([^\"\n]+)", text))
@@ -96,7 +96,7 @@ def test_kubernetes_starts_interrupted_runs_again_and_mistakes_not():
     }
     # `Ignore` makes a new pod and does not count against backoffLimit.
     assert rules == {(INTERRUPTED,): ("Ignore", "In"), (USER_ERROR,): ("FailJob", "In")}
-    # The API server takes a podFailurePolicy with this restart policy alone.
+    # The API server accepts a podFailurePolicy only with this restart policy.
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
     assert "--resume=auto" in container["command"]
 
@@ -115,7 +115,7 @@ def test_kubernetes_starts_interrupted_runs_again_and_mistakes_not():
     ],
 )
 def test_slurm_queues_interrupted_runs_again(tmp_path, code, restarts, requeued):
-    """The script as `sbatch` runs it, with programs that replace SLURM's."""
+    """Runs the script as `sbatch` does, with programs that replace SLURM's."""
     programs = {"srun": f"exit {code}", "scontrol": f"echo $@ >> {tmp_path}/asked"}
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")

@@ -60,8 +60,8 @@ def test_an_unknown_option_is_suggested_one(capsys):
     [
         ("train.stepz=3", "train.stepz: there is no such key. Did you mean 'steps'?"),
         ("optimizer.lr=abc", "optimizer.lr: there is no such key. Did you mean 'learning_rate'?"),
-        ("optimizer={name:adamw}", "got the key 'name:adamw' without a value; YAML needs a blank"),
-        ("train={steps:3}", "got the key 'steps:3' without a value; YAML needs a blank after the"),
+        ("optimizer={name:adamw}", "got the key 'name:adamw' without a value; YAML needs a space"),
+        ("train={steps:3}", "got the key 'steps:3' without a value; YAML needs a space after the"),
         ("train.steps=ten", "train.steps: got 'ten', which must be a whole number"),
         ("mesh=dp=3", "mesh dp=3 needs 3 devices and got 8"),
         ("data.files=[/none/*]", "data.files: '/none/*' matches no file"),
@@ -118,7 +118,7 @@ def test_an_interruption_is_no_traceback(capsys, monkeypatch):
 
 
 def test_an_interruption_may_come_as_another_error(capsys, monkeypatch):
-    """An import of C code that SIGINT interrupts raises `ImportError`."""
+    """If SIGINT interrupts an import of C code, the import raises `ImportError`."""
 
     def interrupted(*_):
         try:
@@ -228,7 +228,7 @@ def test_verbs_without_arrays_do_not_import_jax(arguments, code):
         "try: code = main.main(sys.argv[1:])\n"
         "except SystemExit as end: code = end.code\n"
         "heavy = {'jax', 'numpy', 'flax', 'rich', 'yaml'} & set(sys.modules)\n"
-        # Keys of a config are read by it.
+        # These read the keys of a config.
         "heavy -= {'yaml'} if '=' in sys.argv[-1] else set()\n"
         "sys.exit(f'imports {heavy}' if heavy else code)"
     )

@@ -17,7 +17,7 @@ CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 def out_of(capsys, *arguments, code=0):
     assert main(["plan", *arguments]) == code
     out, err = capsys.readouterr()
-    # Slow parts report their progress, and the result follows.
+    # Slow parts report their progress; the result follows.
     assert "traced on " in err
     assert "traced on " not in out
     return out
@@ -43,7 +43,7 @@ TINY = ["model.num_layers=2", "train.global_batch=16"]
 
 @pytest.fixture
 def few(monkeypatch):
-    """Reads one plan alone."""
+    """Reads only one plan."""
     monkeypatch.setattr(config_plans, "MOST", 1)
 
 
@@ -93,7 +93,7 @@ def test_the_best_is_compiled_too(capsys, few, monkeypatch):
     assert "compiled: read from the compiled program" in " ".join(text.split())
     (row,) = [line for line in text.splitlines() if " yes " in line]
     state, temp, peak, _, sent, _, _, _, compiled, compiled_sent = row.split()[-10:]
-    # Nor does it know in which order XLA:CPU works, and what it fuses.
+    # Nor does it know XLA:CPU's order of operations and fusions.
     assert float(peak) == pytest.approx(float(compiled), rel=0.35)
     # XLA:CPU reduces bfloat16 in float32, which the planner does not know.
     assert float(sent) <= 1.02 * float(compiled_sent) <= 2.1 * float(sent)
@@ -111,7 +111,7 @@ def test_a_convolutional_model_is_planned(capsys, few):
 @pytest.mark.full
 def test_a_step_that_does_not_fit_gives_exit_code_1(capsys, few):
     text = out_of(capsys, "--params", "350M", "--devices", "2", "--memory", "1GB", code=1)
-    assert "comes nearest" in " ".join(text.split())
+    assert "needs the least" in " ".join(text.split())
     assert "are the train state" in " ".join(text.split())
     assert "Lines of a config" not in text
 
@@ -125,7 +125,7 @@ def test_a_step_that_does_not_fit_gives_exit_code_1(capsys, few):
         (["--params", "lots", "--devices", "8"], "cannot read 'lots' as a number of parameters"),
         (
             [str(CONFIGS / "zero1.yaml"), "--devices", "8", "--batch", "64"],
-            "got a config together with --batch; a config sets these itself",
+            "got a config together with --batch; the config defines these",
         ),
         (
             ["--params", "7e9", "--devices", "8", "--memory", "80"],
@@ -164,7 +164,7 @@ def test_model_parallelism_is_more_complex_than_any_data_parallelism():
 
 @pytest.mark.parametrize("size", [1e4, 1e6, 125e6, 350e6, 1.3e9, 7e9, 13e9, 70e9, 175e9])
 def test_a_decoder_of_a_size_has_about_that_size(size):
-    """To a fifth, and to a block where there are few."""
+    """Within a fifth, or within a block if there are few blocks."""
     config = config_of_size(size, global_batch=8)
     made = num_params(config.model)
     block = 12 * config.model.width**2

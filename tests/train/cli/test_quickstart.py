@@ -1,4 +1,4 @@
-"""The quickstart and what comes after it, by commands; fewer steps, a smaller model."""
+"""The commands of the quickstart, with fewer steps and a smaller model."""
 
 import json
 import math

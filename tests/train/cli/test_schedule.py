@@ -9,7 +9,7 @@ SIZES = ("--stages", "4", "--microbatches", "8")
 
 @pytest.fixture(autouse=True)
 def no_columns(monkeypatch):
-    """In a pipe whose width nobody has said, a line stays one line."""
+    """In a pipe of unknown width, lines are not wrapped."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
@@ -83,10 +83,10 @@ def test_the_measures_break_between_words(capsys, monkeypatch, columns):
         (["none.csv"], "there is no file 'none.csv'"),
         (
             ["--compare", *SIZES, "--svg", "a.svg", "--csv", "a.csv"],
-            "got --svg a.svg and --csv a.csv with --compare, which measures all schedules and "
+            "got --svg a.svg and --csv a.csv with --compare, which compares all schedules and "
             "writes no file; leave out --svg a.svg and --csv a.csv, or --compare",
         ),
-        (["gpipe", "--compare", *SIZES], "got gpipe with --compare, which measures all schedule"),
+        (["gpipe", "--compare", *SIZES], "got gpipe with --compare, which compares all schedule"),
         (["--compare", *SIZES, "--chunks", "0"], "got chunks=0"),
         (["--compare", *SIZES, "--vocabulary", "1"], "got --vocabulary 1 with --compare"),
         (["--search", *SIZES, "--vocabulary", "1"], "got --vocabulary 1 with --search, which tr"),
@@ -105,9 +105,9 @@ def test_mistakes(capsys, arguments, message):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--stages", "2"], "got --stages 2, and the table '{}' has 4; leave --stages out"),
-        (["--microbatches", "4"], "got --microbatches 4, and the table '{}' has 8; leave --micro"),
-        (["--chunks", "1"], "got --chunks 1, and the table '{}' has 2; leave --chunks out"),
+        (["--stages", "2"], "got --stages 2, but the table '{}' has 4; leave --stages out"),
+        (["--microbatches", "4"], "got --microbatches 4, but the table '{}' has 8; leave --micro"),
+        (["--chunks", "1"], "got --chunks 1, but the table '{}' has 2; leave --chunks out"),
     ],
 )
 def test_a_table_has_its_own_sizes(capsys, tmp_path, option, message):
@@ -161,7 +161,7 @@ def test_searches_and_the_table_runs_by_its_path(capsys, tmp_path):
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert out.startswith("searched: ")
-    assert err == f"axon: the table is in {csv}; a pipeline takes it as its schedule\n"
+    assert err == f"axon: the table is in {csv}; a pipeline accepts this file as its schedule\n"
     table = Schedule.from_csv(csv.read_text())
     assert max(peak_live(table, STASH_ENDS)) <= 4 * table.chunks
     assert pipelined(4, 8, str(csv)).pipeline.schedule.rows == table.rows

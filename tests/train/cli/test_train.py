@@ -1,4 +1,4 @@
-"""`axon train` as users run it: a process of its own, eight emulated devices."""
+"""`axon train` as users run it: in its own process, with eight emulated devices."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from axon_dist.launch import INTERRUPTED
 from tests.line import OWN
 
 FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-"""As `conftest.py` of the root has them: less is compiled."""
+"""The same settings as in the root `conftest.py`: less is compiled."""
 
 CONFIG = """
 name: tiny
@@ -43,7 +43,7 @@ def config(tmp_path):
 
 
 def start(config, *overrides, cwd=None):
-    # As on a fresh machine: whatever emulates devices for these tests must not help.
+    # As on a fresh machine: the device emulation of these tests must not help.
     plain = {k: v for k, v in os.environ.items() if k != "NPROC"}
     plain |= {"XLA_FLAGS": FLAGS}
     return subprocess.Popen(
@@ -99,7 +99,7 @@ def test_ctrl_c_keeps_what_was_done(config, tmp_path):
 
 @pytest.mark.full
 def test_a_screen_that_nobody_reads_any_more_ends_nothing(config, tmp_path):
-    """As after `axon train ... | head -1`."""
+    """Simulates `axon train ... | head -1`."""
     process = start(config)
     process.stdout.readline()
     process.stdout.close()

@@ -1,4 +1,4 @@
-"""`axon verify`: its table, its exit code, and the config made tiny for the devices at hand."""
+"""`axon verify`: its table, its exit code, and the config made tiny for the present devices."""
 
 import pytest
 import yaml
@@ -47,7 +47,7 @@ def test_a_difference_is_exit_code_1(path, capsys, monkeypatch):
     assert main(["verify", path, "--steps", "2", *two]) == 1
     text = capsys.readouterr().out
     assert "NOT equal within" in text
-    # Clipped to length 1, the parameters would be right.
+    # With gradients clipped to length 1, the parameters would be right.
     assert "grad_norm of step 0" in text
 
 
@@ -66,7 +66,7 @@ def test_tiny_keeps_what_the_mesh_needs():
 
 
 def test_emulated_devices_are_advised_without_here_alone(capsys):
-    """`--here` ignores them, so it is said with the advice."""
+    """`--here` ignores emulated devices, so the message advises to leave it out."""
     assert main(["verify", "configs/fsdp8.yaml", "--here", "mesh=fsdp=3"]) == 2
     said = capsys.readouterr().err
     assert "needs 3 devices and got" in said

@@ -1,4 +1,4 @@
-"""`axon train` in an environment that launches nothing: one line that says why, at once."""
+"""`axon train` in an environment of a broken launch: one line with the reason, immediately."""
 
 import os
 import subprocess

@@ -157,7 +157,7 @@ def test_trainable_is_a_config_key(tiny):
 
 
 def test_options_of_the_compiler_reach_the_step_and_a_wrong_one_is_named(tiny, chip):
-    """Over those of the chip, which null takes away; and `build_step` has the last word."""
+    """They override those of the chip, null removes one, and `build_step` overrides both."""
     passes, _ = chip.options[0]
     for given in ({"xla_cpu_enable_fast_math": False}, {passes: None}):
         config = RunConfig.from_dict(tiny | {"compiler_options": given})
@@ -186,7 +186,7 @@ def test_updates_that_vanish_in_the_dtype_of_the_weights_are_told():
     slow = RunConfig.from_dict({"optimizer": {"name": "adamw", "learning_rate": 1e-5}})
     with pytest.warns(UserWarning, match=r"stored in bfloat16, and updates of 1e-05"):
         warn_of_vanishing(slow, step)
-    # A weight above what the warning says stays as it is, and a small one moves.
+    # A weight above the warning's limit does not change, and a small one does.
     for weight, moves in ((0.0053, False), (0.001, True)):
         number = np.asarray(weight, jax.numpy.bfloat16)
         assert (number + np.asarray(1e-5, number.dtype) != number) == moves

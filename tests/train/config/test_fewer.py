@@ -1,4 +1,4 @@
-"""Fewer processes than planned: the same global batch, no device holding more of it at a time."""
+"""Fewer processes than planned: the same global batch, and no more of it at a time per device."""
 
 import dataclasses
 

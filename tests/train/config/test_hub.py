@@ -49,7 +49,7 @@ SHORT = {"data": {"sequence_length": 16}}
 def test_a_hub_value_that_is_no_snapshot_names_its_key(snapshot, tmp_path):
     for model, text in (
         ({"hub": str(tmp_path)}, "cannot open|no such|cannot read"),
-        ({"hub": str(snapshot), "preset": "tiny"}, "got preset and hub, which both give sizes"),
+        ({"hub": str(snapshot), "preset": "tiny"}, "got preset and hub, which both set sizes"),
         ({"hub": str(snapshot), "num_head": 3}, "model.num_head: there is no such key"),
     ):
         with pytest.raises((ConfigError, CheckpointError), match=text):
@@ -75,7 +75,7 @@ def test_an_export_has_the_tokens_of_the_run(snapshot, tmp_path, monkeypatch):
     copied = {path.name for path in (tmp_path / "out").iterdir()} - {"model.safetensors"}
     assert copied == {path.name for path in snapshot.iterdir()} - {"model.safetensors"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
-    assert said == ["the tensors are float32; for half the size give --dtype bfloat16"]
+    assert said == ["the tensors are float32; --dtype bfloat16 halves the size"]
 
     (snapshot / "tokenizer.json").unlink()
     config, said = RunConfig.from_dict(plain), []
@@ -83,7 +83,7 @@ def test_an_export_has_the_tokens_of_the_run(snapshot, tmp_path, monkeypatch):
     assert [line.partition(":")[0] for line in said] == ["the tokenizer is not copied"]
     said = []
     assert exported(dataclasses.replace(config, weights=None), "drawn", dtype="float32")[1] is None
-    assert said[0].startswith("config.json has no ids of tokens: data.tokenizer=")
+    assert said[0].startswith("config.json has no token ids: data.tokenizer=")
     said, on_bytes = [], RunConfig.from_dict({**plain, "weights": None, **SHORT})
     assert exported(on_bytes, "bytes", dtype="float32") == [None, 0, None]
     assert said == ["no tokenizer.json is written, because the run names no data.tokenizer"]
@@ -95,7 +95,7 @@ def with_adapters(snapshot, **changes):
 
 
 def moved_from(config):
-    """The model of a config with adapters and norms that differ from their first values."""
+    """Returns a config's model, with adapters and norms that differ from their initial values."""
     model = drawn(lambda: model_of(config))
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         variable[...] = variable[...] + 1

@@ -89,7 +89,7 @@ def test_a_binary_file(tmp_path):
 
 
 def test_values_are_those_of_yaml_1_2(tmp_path):
-    """Words such as `on` are texts, `010` is ten, and an exponent needs no point."""
+    """Words such as `on` are strings, `010` is ten, and an exponent needs no point."""
     path = tmp_path / "run.yaml"
     path.write_text("a: [on, off, yes, 1:30]\nb: -010\nc: 1e-3\nd: 0o10\n")
     want = {"a": ["on", "off", "yes", "1:30"], "b": -10, "c": 0.001, "d": 8}

@@ -1,4 +1,4 @@
-"""A new strategy is one file with a function, and one row of the table of strategies."""
+"""A new strategy is one file with a function, and one entry in the table of strategies."""
 
 import importlib
 
@@ -37,7 +37,7 @@ def sizes(ranks, node_size):
 
 @pytest.fixture
 def bucketed(tmp_path, monkeypatch):
-    """Writes the file and adds the row."""
+    """Writes the file and adds the entry."""
     (tmp_path / "bucketed_strategy.py").write_text(FILE)
     monkeypatch.syspath_prepend(tmp_path)
     function = importlib.import_module("bucketed_strategy").bucketed

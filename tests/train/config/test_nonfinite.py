@@ -1,4 +1,4 @@
-"""A run whose fourth batch has no finite loss."""
+"""A run whose fourth batch has a nonfinite loss."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def config(tiny, texts, monkeypatch):
         data["checkpoint"] = {"every": 0} | checkpoint
         return RunConfig.from_dict(data)
 
-    # No window of it occurs twice.
+    # No window occurs twice.
     (texts / "train.txt").write_text(" ".join(map(str, range(1000))))
     loader = build_loader(make("stop"), World.emulate(8))
     row = [next(loader)["tokens"] for _ in range(BAD)][-1][5].copy()

@@ -114,12 +114,12 @@ def test_schedules_rise_to_the_peak_and_end_where_they_say(schedule, half, last)
 
 
 def test_a_warmup_as_long_as_the_run():
-    with pytest.raises(ConfigError, match=r"warmup_steps=5 leaves nothing of a run of 5 steps; it"):
+    with pytest.raises(ConfigError, match=r"warmup_steps=5 leaves no step of a run of 5 steps"):
         Cosine(warmup_steps=5).build(1.0, num_steps=5)
 
 
 def test_nesterov_without_momentum():
-    with pytest.raises(ConfigError, match=r"nesterov=true needs a momentum above 0 and got 0"):
+    with pytest.raises(ConfigError, match=r"nesterov=true needs a momentum above 0, but got 0"):
         read(SGD, {"nesterov": True})
 
 
@@ -155,7 +155,7 @@ def test_norms_biases_and_embeddings_do_not_decay_unless_all_do():
     ("given", "message"),
     [
         ({"paths": ["("]}, r"'\(' is not a regular expression"),
-        ({"paths": []}, "paths names nothing"),
+        ({"paths": []}, "paths is empty"),
         ({"paths": ["head"], "frozen": True, "rate": 2}, "frozen=true with rate"),
         ({"paths": ["head"], "weight_decay": 0.1}, "this optimizer has no weight decay"),
     ],

@@ -25,13 +25,13 @@ def compiled(recipe, target):
 
 
 def test_resnet50_reduces_its_gradients_once():
-    """Besides them, nothing but the statistics of BatchNorm crosses, and these are small."""
+    """In addition only the statistics of BatchNorm are sent, and these are small."""
     found = compiled("resnet50_ddp8", "v5p:2x2x2")
     gradients = 2 * 7 / 8 * 2 * 25_557_032
     sent = found.collectives.total_wire_bytes()
     assert gradients <= sent <= 1.03 * gradients
     assert set(found.collectives.by_kind()) == {"all-reduce"}
-    # Parameters and momentum, twice 4 bytes each, and a batch of bytes.
+    # Parameters and momentum, 4 bytes each, and a batch of bytes.
     assert found.memory.arguments == pytest.approx(8 * 25_557_032 + 32 * 224**2 * 3, rel=0.05)
 
 

@@ -130,19 +130,19 @@ def test_shorthands():
         ({"remat": {"interval": 0}}, r"^remat: checkpoint interval is 0; it must be at least 1"),
         ({"loss_scale": {"growth_factor": 1}}, r"^loss_scale: "),
         ({"loggers": "wandbb"}, r"^loggers\[0\].name: .* Did you mean 'wandb'\?"),
-        ({"data": {"validation_fraction": 2.0}}, r"^data.validation_fraction=2.0 must lie between"),
-        ({"name": "a/b"}, r"^name: got 'a/b', which must be usable as a folder's name"),
+        ({"data": {"validation_fraction": 2.0}}, r"^data.validation_fraction=2.0 must be between"),
+        ({"name": "a/b"}, r"^name: got 'a/b', which must be usable as a folder name"),
         (
             {"data": {"sequence_length": 2000}},
             r"^data.sequence_length: got 2000, which must not exceed model.max_length=1024",
         ),
         (
             {"model": "resnet"},
-            r"^data.kind: got text, and the model is a resnet, which needs images, image_f",
+            r"^data.kind: got text, but the model is a resnet, which needs images, image_f",
         ),
         (
             {"data": {"kind": "images", "files": ["a.npz"]}},
-            r"^data.kind: got images, and the model is a transformer, which needs text, t",
+            r"^data.kind: got images, but the model is a transformer, which needs text, t",
         ),
         ({"data": "image"}, r"^data.kind: there is no 'image'. Did you mean 'images'\?"),
         ({"model": "vit", "data": "images"}, r"^data.files names no file"),
@@ -171,7 +171,7 @@ def test_mistakes(data, message):
 
 
 def schema_types(value):
-    """The dataclasses a config can be made of, all variants included."""
+    """Returns the dataclasses that a config can consist of, including all variants."""
     yield RunConfig
     yield from (type(getattr(value, f.name)) for f in dataclasses.fields(value))
     yield from (kind.sizes for kind in MODELS.values())
@@ -233,7 +233,7 @@ def test_an_option_without_a_default_is_explained(name):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"sources": [], "weights": []}, r"^data.weights: got \[\] for 0 sources; write a number"),
+        ({"sources": [], "weights": []}, r"^data.weights: got \[\] for 0 sources; give one numbe"),
         ({"sources": ["text"], "weights": [1, 2]}, r"^data.weights: got \[1.0, 2.0\] for 1 source"),
         ({"sources": ["images"], "weights": [1]}, r"^data.sources\[0\].kind: there is no 'images'"),
         (

@@ -1,4 +1,4 @@
-"""Models, losses, data and optimizers of the user's own, by dotted path."""
+"""User-defined models, losses, data and optimizers, by dotted path."""
 
 import itertools
 import json
@@ -141,8 +141,8 @@ def test_a_plan_of_patterns_keeps_its_order(make_world):
     [
         (
             {"model": {"factory": "own_thing:Net"}},
-            r"^model.factory: there is no module 'own_thing', neither in /.* nor where "
-            r"Python looks; correct the path, or start in the folder that holds it",
+            r"^model.factory: there is no module 'own_thing', neither in /.* nor on "
+            r"Python's path; correct the path, or start in the folder that contains it",
         ),
         (
             {"model": {"factory": "own_things:Nat"}},
@@ -163,7 +163,7 @@ def test_a_plan_of_patterns_keeps_its_order(make_world):
         ),
         (
             {"model": {"factory": "own_things:number"}},
-            r"^model.factory: own_things:number is 3, which must be a function or class",
+            r"^model.factory: own_things:number is 3 and must be a function or class",
         ),
         (
             {"model": {"factory": "own_broken:Net"}},
@@ -180,16 +180,16 @@ def test_a_plan_of_patterns_keeps_its_order(make_world):
         ),
         (
             {"model": {"factory": "own_things:Net", "rngs": 8}},
-            r"^model.rngs: the run itself gives own_things:Net this argument; leave it out",
+            r"^model.rngs: the run itself passes this argument to own_things:Net; leave it out",
         ),
         (
             {"model": {"factory": "own_things:no_rngs", "width": 1}},
-            r"^model.factory: own_things:no_rngs takes \(width\) and is called with width and "
-            r"rngs, an nnx.Rngs: got an unexpected keyword argument 'rngs'; .* take the rest",
+            r"^model.factory: own_things:no_rngs takes \(width\), but is called with width and "
+            r"rngs, an nnx.Rngs: got an unexpected keyword argument 'rngs'; .* accept the others",
         ),
         (
             {"optimizer": {"factory": "own_things:decayed"}},
-            r"^optimizer.factory: own_things:decayed takes \(rate, num_steps\) and is called with "
+            r"^optimizer.factory: own_things:decayed takes \(rate, num_steps\), but is called with "
             r"num_steps: missing a required argument: 'rate'; set the missing keys next to factory",
         ),
         (
@@ -199,16 +199,16 @@ def test_a_plan_of_patterns_keeps_its_order(make_world):
         ),
         (
             {"model": {"factory": "own_things:Net", "kind": "vit"}},
-            r"^model: got factory and kind, which both say what it is; leave one of them out",
+            r"^model: got factory and kind, which exclude each other; leave one of them out",
         ),
         (
             {"loss": None},
-            r"^loss: missing, and for a model and data of your own there is none; set loss: "
-            r"\{function:",
+            r"^loss: missing, but a user-defined model with user-defined data has no default; set "
+            r"loss: \{function:",
         ),
         (
             {"loss": {"factory": "own_things:squares"}},
-            r"^loss.factory: own_things:squares takes a model, so it is a loss itself .* "
+            r"^loss.factory: own_things:squares takes a model, so it is itself a loss .* "
             r"write loss: \{function: own_things:squares\}",
         ),
         (
@@ -218,7 +218,7 @@ def test_a_plan_of_patterns_keeps_its_order(make_world):
         ),
         (
             {"loss": {"function": "own_things:nothing"}},
-            r"^loss.function: own_things:nothing takes \(\) and is called with a model and "
+            r"^loss.function: own_things:nothing takes \(\), but is called with a model and "
             r"a batch",
         ),
         (

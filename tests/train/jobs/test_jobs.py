@@ -23,7 +23,7 @@ GOLDEN = pathlib.Path(__file__).with_name("golden")
 
 
 def job_of(path, **fields):
-    """The config on two nodes, with as many GPUs as it emulates devices."""
+    """Returns a job for the config on two nodes, with as many GPUs as it emulates devices."""
     data = yaml.safe_load(path.read_text())
     gpus = max(data["devices"]["emulate"] // 2, 1)
     name = path.stem.replace("_", "-")
@@ -137,7 +137,7 @@ def test_sbatch_checks_and_takes_the_file(tmp_path, monkeypatch):
     assert check_job(SCHEDULERS["slurm"], file) == ["sbatch --test-only"]
     assert submit_job(SCHEDULERS["slurm"], file) == f"job 7 {file}"
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho no such partition >&2; exit 3\n")
-    with pytest.raises(LaunchError, match=r"refuses the job file .*code 3.*no such partition"):
+    with pytest.raises(LaunchError, match=r"rejects the job file .*code 3.*no such partition"):
         check_job(SCHEDULERS["slurm"], file)
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     with pytest.raises(LaunchError, match="there is no sbatch on this machine"):
@@ -159,7 +159,7 @@ def test_jobs_that_cannot_be(fields, words):
 
 
 class FakeRay:
-    """Runs what Ray would run on other nodes in threads."""
+    """Runs the functions that Ray would run on other nodes in threads."""
 
     def __init__(self):
         self.pool = concurrent.futures.ThreadPoolExecutor()
@@ -199,7 +199,7 @@ def test_ray_starts_a_process_on_each_node_again_after_a_loss(tmp_path, monkeypa
     spec.loader.exec_module(ray_train)
     assert ray_train.COMMAND[:2] == ["axon", "train"]
     monkeypatch.setattr(ray_train, "address", lambda: "10.0.0.1")
-    # The first start loses a process; each start notes the variables that it got.
+    # The first start loses a process; each start records the variables that it got.
     script = f"""
 echo $MASTER_ADDR $MASTER_PORT $WORLD_SIZE $RANK >> {tmp_path}/$RANK
 [ $(wc -l < {tmp_path}/$RANK) -gt 1 ] || exit 76

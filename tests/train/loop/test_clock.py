@@ -41,7 +41,7 @@ def test_waiting_for_data_and_saving_are_distinguished(world):
     elapsed = time.perf_counter() - start
     assert result.seconds["data"] >= 7 * 0.02
     assert result.seconds["save"] >= 0.6
-    # Nothing is counted twice: saves are not training.
+    # Nothing is counted twice: saves do not count as training.
     assert result.train_seconds + result.seconds["save"] <= elapsed
     assert sum(result.seconds.values()) <= elapsed + 1e-3
     row = writer.rows[-1][1]

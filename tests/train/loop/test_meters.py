@@ -30,7 +30,7 @@ def test_time_step_waits_for_the_device():
     timed = time_step(lambda: step(x), num_calls=5)
     assert len(timed.seconds) == 5
     assert timed.best <= timed.median
-    # A machine that others use may speed up in between; the dispatch alone takes well under 1 %.
+    # A shared machine may speed up in between; the dispatch alone takes well under 1 %.
     assert timed.best > blocked / 10
 
 

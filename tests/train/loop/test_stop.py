@@ -57,15 +57,15 @@ def test_handlers_come_back_even_after_an_error():
 
 
 def test_a_terminal_that_closes_asks_once_to_stop():
-    """Its kernel and its shell both send SIGHUP, and the second must not end the save."""
-    # Tests that run under nohup find it ignored, which is kept.
+    """The kernel and the shell both send SIGHUP, and the second must not abort the save."""
+    # Under nohup the tests ignore SIGHUP, and this is kept.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         with stop_on_signals() as request:
             for _ in range(10):
                 os.kill(os.getpid(), signal.SIGHUP)
             assert request.reason == "SIGHUP"
-        # The last save may still be under way.
+        # The last save may still be running.
         os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -58,7 +58,7 @@ class FakeState:
 
 
 class FakeStep:
-    """Counts: the loss of step n is `losses[n - 1]`, and a hook runs before each step."""
+    """A fake step: the loss of step n is `losses[n - 1]`, and a hook runs before each step."""
 
     def __init__(self, world, losses=None, before=lambda number: None):
         self.options = StepOptions()
@@ -107,14 +107,14 @@ def test_equals_the_plain_loop(world):
         losses.append(float(metrics["loss"]))
     assert result.train_curve == tuple(enumerate(losses, start=1))
     np.testing.assert_array_equal(result.state.params["kernel"], state.params["kernel"])
-    # Where there is a moving average, it is what a run is after.
+    # If there is a moving average, it is the result of a run.
     evaluate = lambda batch: float(step.evaluate(state, batch, ema=True)["loss"])
     validation = np.mean([evaluate(batch) for batch in batches[:2]])
     assert result.validation_curve == ((6, pytest.approx(validation)),)
     assert (result.reason, result.num_steps, result.is_finished) == ("finished", 6, True)
     assert result.compile_seconds > 0
     assert result.train_seconds > 0
-    # kernel and bias and their averages in float32, the step in int32; SGD keeps nothing.
+    # kernel and bias and their averages in float32, the step in int32; SGD has no state.
     assert result.device_bytes == 2 * 4 * (3 + 1) + 4
 
 
@@ -217,7 +217,7 @@ def usual_interrupt():
 def test_a_second_signal_acts_as_usual(world, usual_interrupt):
     def before(step):
         if step == 2:
-            # Raised in this thread: two that are sent to the process may be taken for one.
+            # Raised in this thread, because two signals sent to the process may be merged.
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
 
@@ -255,14 +255,14 @@ def test_a_signal_in_a_validation_ends_it_and_saves(world, eval_every, save_ever
     assert result.num_steps == saved_at
     assert saved[-1] == (saved_at, None)
     assert result.reason == ("finished" if saved_at == 6 else "SIGTERM")
-    assert f"SIGTERM: left the validation after step {saved_at}" in progress.notes
+    assert f"SIGTERM: aborted the validation after step {saved_at}" in progress.notes
     assert [step for step, _ in result.validation_curve] == list(range(2, saved_at, 2))[:eval_every]
 
 
 def test_should_stop_reads_the_records(world):
     step = FakeStep(world, losses=[5.0, 4.0, 3.0, 2.0, 1.0, 0.5, 0.25, 0.1])
     result = fit(step, 8, should_stop=lambda record: record["train/loss"] <= 3.0)
-    # The record of step 3 comes back two steps later.
+    # The record of step 3 is available two steps later.
     assert (result.reason, result.num_steps) == ("should_stop", 5)
 
 
@@ -302,7 +302,7 @@ def test_throughput_and_utilization(world):
     row = writer.rows[-1][1]
     speed = row["time/tokens_per_second"]
     assert speed == pytest.approx(50 / row["time/step_seconds"])
-    # 6 x 3 parameters x tokens per second, of 8 devices with 1e6 FLOP/s each.
+    # 6 x 3 parameters x tokens per second, on 8 devices with 1e6 FLOP/s each.
     assert row["time/model_flops_utilization"] == pytest.approx(18 * speed / 8e6)
 
 
@@ -329,7 +329,7 @@ def test_impossible_options(options, message):
     ],
 )
 def test_a_period_needs_its_function(world, option, name, function):
-    message = rf"{option}=2 and the trainer has no {name} function; give it one, or leave {option}"
+    message = rf"{option}=2, but the trainer has no {name} function; give it one, or leave {option}"
     with pytest.raises(ConfigError, match=message):
         fit(FakeStep(world), 3, **{option: 2})
     assert fit(FakeStep(world), 3, **{option: 2, name: function}).is_finished
@@ -359,7 +359,7 @@ def test_should_stop_reads_validations_too(world):
 
 
 class Curved(FakeStep):
-    """Validations of two sets, whose losses are written here."""
+    """Validations of two sets, whose losses are defined here."""
 
     def __init__(self, world, losses):
         super().__init__(world)
@@ -437,7 +437,7 @@ def test_spikes_are_counted_and_told_and_in_no_mean(world):
 def test_nothing_to_do(world):
     with pytest.raises(ConfigError, match="there is no batch to train on; give the trainer"):
         fit(FakeStep(world), 1, batches=[])
-    with pytest.raises(ConfigError, match="has taken 3 steps and the run ends at step 3; raise"):
+    with pytest.raises(ConfigError, match="has taken 3 steps, but the run ends at step 3; raise"):
         fit(FakeStep(world), 3, state=FakeState(jnp.int32(3), {}))
     with pytest.raises(ConfigError, match="validation gave no batch; give at least one"):
         fit(FakeStep(world), 1, validation=list)
