@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -479,18 +480,38 @@ def _instead_of(why: str, samples: int) -> str:
     return advice
 
 
+_SHARED_TRACES: ContextVar[dict[Hashable, dict[bool, Traces]] | None] = ContextVar(
+    "shared_traces", default=None
+)
+
+
+@contextmanager
+def sharing_traces() -> Iterator[None]:
+    """Lets steps that are built inside share the traces of their loss, as a search needs them.
+
+    Steps share traces if they have the same `trace_key`: candidates on one mesh that differ in what
+    they shard, or in the number of microbatches. The traces are released at the end.
+    """
+    token = _SHARED_TRACES.set({})
+    try:
+        yield
+    finally:
+        _SHARED_TRACES.reset(token)
+
+
 class Separator:
     """Finds out, once per batch shape, how the loss of a batch is computed from its parts.
 
     Args:
         spec: the resolved arguments of the step.
         prepare: (gather, first change) -> the function that adapts a merged model to the step.
+        trace_key: equal for separators whose losses have equal traces; None shares nothing.
 
     Attributes:
         model_spec: the model, with the `Shared` leaves of a batch.
     """
 
-    def __init__(self, spec: StepSpec, prepare: MakePrepare):
+    def __init__(self, spec: StepSpec, prepare: MakePrepare, trace_key: Hashable = None):
         self._spec = spec
         self._prepare = prepare
         self.model_spec: ModelSpec = spec.model_spec
@@ -500,7 +521,9 @@ class Separator:
         self._num_microbatches = spec.num_microbatches
         self._promise = spec.options.separable
         self._separations: dict[Any, Separation] = {}
-        self._traced: dict[bool, Traces] = {}
+        shared = _SHARED_TRACES.get()
+        is_shared = shared is not None and trace_key is not None
+        self._traced = shared.setdefault(trace_key, {}) if is_shared else {}
 
     def with_shared(self, shared: PyTree) -> Separator:
         """Returns the separator for batches that also have `Shared` leaves; cached by shape.
