@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from .model_changes import ModelChanges
 from .model_spec import ModelSpec
 from .optimizer import DistributedUpdate, Update, trace_update
 from .separation import Separator
+from .sharing import once
 from .spec import StepSpec
 from .storage import Storage, storage_of
 
@@ -211,7 +213,9 @@ def units_of_step(spec: StepSpec) -> frozenset[Path]:
     strategy = _strategy_of_whole_model(spec)
     is_split = strategy.splits or bool(spec.model_spec.int8)
     if is_split or strategy.remat is not None or spec.options.scan_layers is True:
-        return strategy.units(spec.model_spec.abstract)
+        abstract = spec.model_spec.abstract
+        key = "units", abstract, strategy.wrap, strategy.remat
+        return once(key, functools.partial(strategy.units, abstract))
     return frozenset()
 
 

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -61,6 +60,7 @@ from .objective import (
     is_one,
     mean_loss,
 )
+from .sharing import once
 from .spec import StepSpec
 from .statistics import has_statistics, synchronise_statistics, warn_of_parts
 
@@ -480,25 +480,6 @@ def _instead_of(why: str, samples: int) -> str:
     return advice
 
 
-_SHARED_TRACES: ContextVar[dict[Hashable, dict[bool, Traces]] | None] = ContextVar(
-    "shared_traces", default=None
-)
-
-
-@contextmanager
-def sharing_traces() -> Iterator[None]:
-    """Lets steps that are built inside share the traces of their loss, as a search needs them.
-
-    Steps share traces if they have the same `trace_key`: candidates on one mesh that differ in what
-    they shard, or in the number of microbatches. The traces are released at the end.
-    """
-    token = _SHARED_TRACES.set({})
-    try:
-        yield
-    finally:
-        _SHARED_TRACES.reset(token)
-
-
 class Separator:
     """Finds out, once per batch shape, how the loss of a batch is computed from its parts.
 
@@ -521,9 +502,9 @@ class Separator:
         self._num_microbatches = spec.num_microbatches
         self._promise = spec.options.separable
         self._separations: dict[Any, Separation] = {}
-        shared = _SHARED_TRACES.get()
-        is_shared = shared is not None and trace_key is not None
-        self._traced = shared.setdefault(trace_key, {}) if is_shared else {}
+        self._traced: dict[bool, Traces] = (
+            {} if trace_key is None else once(("traces", trace_key), dict)
+        )
 
     def with_shared(self, shared: PyTree) -> Separator:
         """Returns the separator for batches that also have `Shared` leaves; cached by shape.

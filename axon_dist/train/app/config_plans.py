@@ -36,7 +36,7 @@ from axon_dist.planner import (
 )
 from axon_dist.planner.candidates import divisors, first_guess
 from axon_dist.planner.reading import USABLE
-from axon_dist.step import TrainStep, sharing_traces
+from axon_dist.step import TrainStep, sharing_steps
 
 from ..config import CONFIG, RunConfig, abstract_batch
 from .examine import examine
@@ -181,7 +181,7 @@ def plan_config(
     factory = ModelOfZeros(config)
     search = _Search(config, hardware, num_devices, size, factory, *outer, tell=tell)
     refused: dict[str, str] = {}
-    with sharing_traces():
+    with sharing_steps():
         plans = search.plans(MOST, refused)
         if not plans:
             name, why = next(iter(refused.items()))

@@ -152,7 +152,9 @@ def generate_texts(arguments: argparse.Namespace) -> int:
             console.rule()
         prompt = printable(completion.prompt)
         text = printable(completion.text)
-        console.print(Text.assemble((prompt, "bold"), text))
+        # An answer is a text of its own; a continuation is not.
+        between = "\n" if arguments.chat else ""
+        console.print(Text.assemble((prompt, "bold"), between, text))
         if not completion.text.strip():
             notice(empty_line(completion))
     _write_json(arguments, [dataclasses.asdict(completion) for completion in completions])
