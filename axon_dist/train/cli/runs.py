@@ -20,7 +20,7 @@ from rich.text import Text
 
 from axon_dist.core.errors import ConfigError, MeshError
 from axon_dist.core.files import as_place, kind_at
-from axon_dist.core.words import plural, printable
+from axon_dist.core.words import plural, printable, si
 from axon_dist.launch import INTERRUPTED
 from axon_dist.mesh import process_index
 from axon_dist.planner import parse_bytes
@@ -214,13 +214,13 @@ def data_lines(check: DataCheck) -> list[str]:
     lines = [f"data: {check.description}"]
     for number, sample in enumerate(check.samples, start=1):
         lines += [f"--- sample {number}", sample]
-    lines += ["---", f"loading: {check.samples_per_second:.4g} samples/s by one thread"]
+    lines += ["---", f"loading: {_number(check.samples_per_second)} samples/s by one thread"]
     if check.needed_per_second is not None:
         ratio = check.samples_per_second / check.needed_per_second
         verdict = "enough" if check.keeps_up else "TOO SLOW: steps will wait for data"
         lines.append(
-            f"the step takes {check.needed_per_second:.4g} samples/s on these devices: {verdict} "
-            f"({ratio:.2g} times as fast)"
+            f"the step takes {_number(check.needed_per_second)} samples/s on these devices: "
+            f"{verdict} ({_number(ratio)} times as fast)"
         )
     if check.padding is not None:
         lines.append(f"padding: {100 * check.padding:.1f} % of the tokens")
@@ -229,13 +229,24 @@ def data_lines(check: DataCheck) -> list[str]:
     return lines
 
 
+def _number(value: float) -> str:
+    """Formats a rate or a ratio, such as 0.25, 28.8k or 247."""
+    return f"{value:.2g}" if value < 10 else si(value)
+
+
+def _wide_console() -> Console:
+    """Returns a console that does not fold lines at 80 columns in a file or a pipe."""
+    console = Console()
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Console(width=max(console.width, 140))
+
+
 def inspect(arguments: argparse.Namespace) -> int:
     """Compiles the step, and prints what it costs."""
     config = _config(arguments)
     examination = examine(config, arguments.target)
-    # In a file or a pipe, do not fold lines at 80 columns.
-    console = Console()
-    console = console if console.is_terminal else Console(width=max(console.width, 140))
+    console = _wide_console()
     machine = examination.target.name if examination.target else "this machine"
     console.print(
         f"{config.name}: {examination.strategy} on {examination.mesh}, compiled for {machine}"
@@ -271,8 +282,7 @@ def profile(arguments: argparse.Namespace) -> int:
         )
     if process_index():
         return 0
-    console = Console()
-    console = console if console.is_terminal else Console(width=max(console.width, 140))
+    console = _wide_console()
     console.print(found, highlight=False)
     _write_json(arguments, found.to_dict())
     return 0
