@@ -23,6 +23,7 @@ from axon_dist.core.files import as_place, kind_at
 from axon_dist.core.words import plural, printable, si
 from axon_dist.launch import INTERRUPTED
 from axon_dist.mesh import process_index
+from axon_dist.ops.precision import MixedPrecision
 from axon_dist.planner import parse_bytes
 from axon_dist.train.app import (
     Completion,
@@ -316,8 +317,10 @@ def verify_config(arguments: argparse.Namespace) -> int:
     explained = ""
     if is_explained:
         explained = f", or {SPREAD:g} times the change that rounding causes on one device"
+    given = config.precision
+    precision = given if isinstance(given, str) else f"{MixedPrecision.of(given).compute}"
     console.print(
-        f"{verdict} within {verification.tolerance:.0e}{explained} (SGD, {steps} steps; "
-        f"{more} more parameters are closer)"
+        f"{verdict} within {verification.tolerance:.0e}{explained} "
+        f"({precision}, SGD, {plural(steps, 'step')}; {more} more parameters are closer)"
     )
     return 0 if verification.passed else 1
