@@ -57,7 +57,7 @@ def _telling() -> Iterator[Tell]:
     if not console.is_terminal or console.is_dumb_terminal:
         yield lambda name, clause: notice(f"{called(name)}: {clause}")
         return
-    with console.status("") as status:
+    with console.status("reading the model") as status:
         yield lambda name, clause: status.update(f"{called(name)}: {clause}")
 
 
