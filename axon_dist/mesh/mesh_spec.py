@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from ..core.arguments import COUNT
 from ..core.errors import MeshError, did_you_mean
+from ..core.words import plural
 
 _COUNT = dataclasses.replace(COUNT, error=MeshError)
 
@@ -111,10 +112,11 @@ class MeshSpec:
                 for name, size in self.axes
                 if size != -1 and num_devices * size % known == 0
             ]
+            needed = f"a multiple of {known} devices" if inferred else plural(known, "device")
             raise MeshError(
-                f"mesh {self} needs {'a multiple of ' if inferred else ''}{known} devices and got "
-                f"{num_devices}; the sizes must multiply to the number of devices. Change a "
-                f"size{f', as in mesh={MeshSpec(fits[0])}' if fits else ''}, give one axis the "
+                f"mesh {self} needs {needed} and got {num_devices}; the sizes must multiply to the "
+                f"number of devices. Change a size"
+                f"{f', as in mesh={MeshSpec(fits[0])}' if fits else ''}, give one axis the "
                 f"size -1, or emulate other devices: devices.emulate={known}, in Python "
                 f"World.emulate({known})"
             )

@@ -26,6 +26,7 @@ from .plan import StepPlan as StepPlan
 from .portable import PortableForm as PortableForm
 from .rules import RULES as RULES
 from .separation import Separation as Separation
+from .sharing import sharing_steps as sharing_steps
 from .spec import StepSpec as StepSpec
 from .state import TrainState as TrainState
 from .step import TrainStep as TrainStep

@@ -203,7 +203,9 @@ def _check_arity(loss_fn: LossFn) -> None:
     except TypeError as error:
         raise ConfigError(
             f"loss_fn takes {signature}, but is called as loss_fn(model, batch): {error}; let it "
-            "take these two, and bind the others with functools.partial"
+            "take these two, and bind the others with functools.partial. Draw random numbers "
+            "from an nnx.Rngs that the model keeps, as in model.rngs.noise(), since a bound key is "
+            "the same in every step"
         ) from error
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import Mesh
 
-from ..core.tree import combine
+from ..core.tree import combine, shape_key
 from ..core.typing import LossFn, OptionValue, Path, PyTree
 from ..core.words import AUTO
 from ..ir.loop_rule import GATHERED_BLOCKS, LoopChoice, LoopCost, LoopRule
@@ -24,6 +25,7 @@ from .model_changes import ModelChanges
 from .model_spec import ModelSpec
 from .optimizer import DistributedUpdate, Update, trace_update
 from .separation import Separator
+from .sharing import once
 from .spec import StepSpec
 from .storage import Storage, storage_of
 
@@ -129,8 +131,27 @@ def plan_step(spec: StepSpec, parent: StepPlan | None = None) -> StepPlan:
         choices = parent.loop_choices
         stored = parent.stored.on(spec)
     changes = changes_of_model(spec, choices)
-    separator = Separator(spec, changes.prepare)
+    separator = Separator(spec, changes.prepare, _trace_key(spec, changes))
     return StepPlan(spec, options, stored, changes, separator, choices)
+
+
+def _trace_key(spec: StepSpec, changes: ModelChanges) -> Hashable:
+    """Returns all that the traces of a step's loss depend on; None if that cannot be compared."""
+    model_spec = spec.model_spec
+    if changes.fp8 is not None or model_spec.int8:
+        return None
+    shapes = shape_key((*model_spec.arguments, model_spec.frozen))
+    strategy = changes.strategy
+    return (
+        spec.loss_fn,
+        spec.mesh,
+        model_spec.graphdef,
+        shapes,
+        changes.units,
+        changes.stacked_units,
+        strategy.precision,
+        strategy.pipeline is None,
+    )
 
 
 def stored_form(spec: StepSpec) -> Stored:
@@ -192,7 +213,9 @@ def units_of_step(spec: StepSpec) -> frozenset[Path]:
     strategy = _strategy_of_whole_model(spec)
     is_split = strategy.splits or bool(spec.model_spec.int8)
     if is_split or strategy.remat is not None or spec.options.scan_layers is True:
-        return strategy.units(spec.model_spec.abstract)
+        abstract = spec.model_spec.abstract
+        key = "units", abstract, strategy.wrap, strategy.remat
+        return once(key, functools.partial(strategy.units, abstract))
     return frozenset()
 
 

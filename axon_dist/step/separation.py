@@ -60,6 +60,7 @@ from .objective import (
     is_one,
     mean_loss,
 )
+from .sharing import once
 from .spec import StepSpec
 from .statistics import has_statistics, synchronise_statistics, warn_of_parts
 
@@ -485,12 +486,13 @@ class Separator:
     Args:
         spec: the resolved arguments of the step.
         prepare: (gather, first change) -> the function that adapts a merged model to the step.
+        trace_key: equal for separators whose losses have equal traces; None shares nothing.
 
     Attributes:
         model_spec: the model, with the `Shared` leaves of a batch.
     """
 
-    def __init__(self, spec: StepSpec, prepare: MakePrepare):
+    def __init__(self, spec: StepSpec, prepare: MakePrepare, trace_key: Hashable = None):
         self._spec = spec
         self._prepare = prepare
         self.model_spec: ModelSpec = spec.model_spec
@@ -500,7 +502,9 @@ class Separator:
         self._num_microbatches = spec.num_microbatches
         self._promise = spec.options.separable
         self._separations: dict[Any, Separation] = {}
-        self._traced: dict[bool, Traces] = {}
+        self._traced: dict[bool, Traces] = (
+            {} if trace_key is None else once(("traces", trace_key), dict)
+        )
 
     def with_shared(self, shared: PyTree) -> Separator:
         """Returns the separator for batches that also have `Shared` leaves; cached by shape.

@@ -57,6 +57,7 @@ from .options import StepKeywords, StepOptions, check_arguments, options_of, tak
 from .plan import StepPlan, plan_step
 from .replicas import ReplicaLayout, shared_metrics
 from .rules import check_plan, check_rules
+from .sharing import once
 from .spec import StepSpec, strategy_for
 from .state import WEIGHTS, TrainState, averaged, check_fits, check_usable
 from .update import one_step, unscaled_gradients
@@ -171,12 +172,15 @@ def build_train_step(
     check_arguments(optimizer, loss_fn, world, remat, strategy, model)
     names = AxisNames.of(world.mesh, options_of(options, keywords, False).axis_names)
     with own_context(names):
-        model_spec, source = split_model(model, trainable)
+        split = functools.partial(split_model, model, trainable)
+        is_factory = not isinstance(model, nnx.Module)
+        model_spec, source = once(("model", model, trainable), split) if is_factory else split()
         chosen = on_mesh(as_strategy(strategy), world.mesh)
         resolved = strategy_for(model_spec, chosen, precision, remat, names)
         scales = resolved.precision is not None and resolved.precision.needs_scaling
         resolved_options = options_of(options, keywords, scales)
-        model_spec = dataclasses.replace(model_spec, reads_step=takes_step(loss_fn))
+        if takes_step(loss_fn):
+            model_spec = dataclasses.replace(model_spec, reads_step=True)
         if resolved.precision is not None or frozen_dtype is not None:
             model_spec, source = stored_as(model_spec, source, resolved.precision, frozen_dtype)
         extended = optax.with_extra_args_support(optimizer)

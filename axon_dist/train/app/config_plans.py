@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
+from flax import nnx
+
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.core.words import AUTO
@@ -34,11 +36,11 @@ from axon_dist.planner import (
 )
 from axon_dist.planner.candidates import divisors, first_guess
 from axon_dist.planner.reading import USABLE
-from axon_dist.step import TrainStep
+from axon_dist.step import TrainStep, sharing_steps
 
 from ..config import CONFIG, RunConfig, abstract_batch
 from .examine import examine
-from .steps import build_step, model_of
+from .steps import ModelOfZeros, build_step
 
 MOST = 10
 """The number of kinds of plans to trace, simplest first."""
@@ -177,14 +179,16 @@ def plan_config(
     """
     size = hardware.memory_bytes if device_bytes is None else device_bytes
     outer = _outer_loop_of(config, hardware.num_nodes(num_devices))
-    search = _Search(config, hardware, num_devices, size, *outer, tell=tell)
+    factory = ModelOfZeros(config)
+    search = _Search(config, hardware, num_devices, size, factory, *outer, tell=tell)
     refused: dict[str, str] = {}
-    plans = search.plans(MOST, refused)
-    if not plans:
-        name, why = next(iter(refused.items()))
-        raise ConfigError(f"no candidate can be built; {name}: {why}")
+    with sharing_steps():
+        plans = search.plans(MOST, refused)
+        if not plans:
+            name, why = next(iter(refused.items()))
+            raise ConfigError(f"no candidate can be built; {name}: {why}")
+        others = [plan for other in search.with_other_numbers() for plan in other.plans(FEW, {})]
     ranked = _ranked(plans)
-    others = [plan for other in search.with_other_numbers() for plan in other.plans(FEW, {})]
     limit = ranked[0].time.total if ranked[0].fits else float("inf")
     faster = [plan for plan in others if plan.fits and (1 + TIE) * plan.time.total < limit]
     for rank, plan in enumerate(ranked[:num_compiled]):
@@ -203,6 +207,7 @@ class _Search:
         hardware: the chip.
         num_devices: the number of devices; all are used.
         device_bytes: memory of a device.
+        factory: makes the config's model for traces.
         outer: how replicas synchronize in outer steps; None without outer steps.
         replicas: the number of replicas.
         changed: why its numerics differ from the config's; None if they do not.
@@ -216,6 +221,7 @@ class _Search:
     hardware: Hardware
     num_devices: int
     device_bytes: int
+    factory: Callable[[], nnx.Module]
     outer: SlowReplicas | None = None
     replicas: int = 1
     changed: str | None = None
@@ -232,7 +238,7 @@ class _Search:
     def work(self) -> Workload:
         """The workload, read from the abstract model and its loss."""
         return workload_of(
-            functools.partial(model_of, self.config),
+            self.factory,
             self.config.kind.task.loss_fn,
             abstract_batch(self.config),
             self.config.precision,
@@ -358,7 +364,8 @@ def _build(search: _Search, candidate: Candidate) -> tuple[RunConfig, TrainStep]
     config = config_for(search.config, candidate)
     capability = compute_capability(search.hardware.name)
     world = abstract_world(config.mesh, search.num_devices, search.platform, capability)
-    return config, build_step(config, world, follows_loss=False)
+    # No candidate changes the model.
+    return config, build_step(config, world, follows_loss=False, factory=search.factory)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -252,11 +252,10 @@ def changes_since(saved: object, config: RunConfig, state: TrainState) -> list[s
         at = int(state.step)
         if old is not None and new is not None and 0 < at <= len(old) and at < len(new):
             rate = f"learning rate: {old[at - 1]:.4g} in step {at}, {new[at]:.4g} in step {at + 1}"
-            planned = (
-                f"{old[at]:.4g}" if at < len(old) else "none, because the run would have ended"
-            )
-            if at >= len(old) or not math.isclose(old[at], new[at], rel_tol=1e-6):
-                lines.append(f"{rate}; before the change it would have been {planned}")
+            is_longer = at >= len(old)
+            planned = "ended there" if is_longer else f"had {old[at]:.4g} in step {at + 1}"
+            if is_longer or not math.isclose(old[at], new[at], rel_tol=1e-6):
+                lines.append(f"{rate}; the saved config {planned}")
     return lines
 
 

@@ -364,12 +364,20 @@ def _thinned(curve: Curve) -> Curve:
 
 
 def _ticks(low: float, high: float, least: float = 0) -> list[float]:
-    """Returns round numbers from `low` to `high`, at least `least` apart."""
+    """Returns three or more round numbers from `low` to `high`, fewer if `least` lies between them.
+
+    Example:
+        >>> _ticks(2010, 2930), _ticks(0, 400), _ticks(1, 2, least=1)
+        ([2200, 2400, 2600, 2800], [0, 200, 400], [1, 2])
+    """
     span = high - low
     if span <= 0:
         return [low]
-    raw = span / 4
-    power = 10 ** math.floor(math.log10(raw))
-    step = max(next(k * power for k in (1, 2, 5, 10) if k * power >= raw), least)
-    first = math.ceil(low / step)
-    return [k * step for k in range(first, math.floor(high / step) + 1)]
+    power = 10 ** math.floor(math.log10(span / 4))
+    ticks: list[float] = []
+    for factor in (10, 5, 2, 1):
+        step = max(factor * power, least)
+        ticks = [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        if len(ticks) >= 3:
+            break
+    return ticks

@@ -87,6 +87,7 @@ def build_step(
     change_outer_loop: Callable[[OuterLoop | None], OuterLoop | None] = lambda loop: loop,
     trains: bool = True,
     follows_loss: bool = True,
+    factory: Callable[[], nnx.Module] | None = None,
 ) -> TrainStep:
     """Builds the step of a run, without compiling it.
 
@@ -102,6 +103,7 @@ def build_step(
             its parts. If not, there are no outer steps and only one replica.
         follows_loss: whether to determine here how the loss of the batch follows from its parts.
             Otherwise the first trace of the step determines it, and raises the same errors.
+        factory: makes the config's model; None makes it with its first values.
 
     Raises:
         ConfigError: when an option of the strategy does not exist.
@@ -121,9 +123,10 @@ def build_step(
             change_outer_loop,
             trains,
             follows_loss,
+            factory,
         )
         return recomputing_least(config, world, trains, lambda one: build_step(one, world, *args))
-    factory = functools.partial(model_of, config)
+    factory = factory or functools.partial(model_of, config)
     strategy = build_strategy(config.parallel, factory, world)
     outer_loop = change_outer_loop(strategy.outer_loop) if trains else None
     strategy = dataclasses.replace(strategy, outer_loop=outer_loop)
@@ -227,6 +230,29 @@ def model_of(config: RunConfig) -> nnx.Module:
     """
     model = make_model(config.model, config.seed)
     return model if config.lora is None else config.lora.add_to(model, config.seed)
+
+
+class ModelOfZeros:
+    """Makes the model of a run with zeros for its arrays, for steps that are traced and never run.
+
+    The first call traces the model, and later ones reuse its structure. Call it only where JAX
+    traces: elsewhere it would allocate the zeros.
+
+    Args:
+        config: a checked run.
+    """
+
+    def __init__(self, config: RunConfig):
+        self._make = functools.partial(model_of, config)
+        self._split: tuple[Any, Any] | None = None
+
+    def __call__(self) -> nnx.Module:
+        """Makes a model."""
+        if self._split is None:
+            with nnx.use_eager_sharding(False):
+                self._split = nnx.split(nnx.eval_shape(self._make))
+        graphdef, shapes = self._split
+        return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
 
 def what_is_trained(config: RunConfig) -> dict[str, Any]:

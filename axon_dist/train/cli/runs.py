@@ -20,9 +20,10 @@ from rich.text import Text
 
 from axon_dist.core.errors import ConfigError, MeshError
 from axon_dist.core.files import as_place, kind_at
-from axon_dist.core.words import plural, printable
+from axon_dist.core.words import plural, printable, si
 from axon_dist.launch import INTERRUPTED
 from axon_dist.mesh import process_index
+from axon_dist.ops.precision import MixedPrecision
 from axon_dist.planner import parse_bytes
 from axon_dist.train.app import (
     Completion,
@@ -153,7 +154,9 @@ def generate_texts(arguments: argparse.Namespace) -> int:
             console.rule()
         prompt = printable(completion.prompt)
         text = printable(completion.text)
-        console.print(Text.assemble((prompt, "bold"), text))
+        # An answer is a text of its own; a continuation is not.
+        between = "\n" if arguments.chat else ""
+        console.print(Text.assemble((prompt, "bold"), between, text))
         if not completion.text.strip():
             notice(empty_line(completion))
     _write_json(arguments, [dataclasses.asdict(completion) for completion in completions])
@@ -213,13 +216,13 @@ def data_lines(check: DataCheck) -> list[str]:
     lines = [f"data: {check.description}"]
     for number, sample in enumerate(check.samples, start=1):
         lines += [f"--- sample {number}", sample]
-    lines += ["---", f"loading: {check.samples_per_second:.4g} samples/s by one thread"]
+    lines += ["---", f"loading: {_number(check.samples_per_second)} samples/s by one thread"]
     if check.needed_per_second is not None:
         ratio = check.samples_per_second / check.needed_per_second
         verdict = "enough" if check.keeps_up else "TOO SLOW: steps will wait for data"
         lines.append(
-            f"the step takes {check.needed_per_second:.4g} samples/s on these devices: {verdict} "
-            f"({ratio:.2g} times as fast)"
+            f"the step takes {_number(check.needed_per_second)} samples/s on these devices: "
+            f"{verdict} ({_number(ratio)} times as fast)"
         )
     if check.padding is not None:
         lines.append(f"padding: {100 * check.padding:.1f} % of the tokens")
@@ -228,13 +231,24 @@ def data_lines(check: DataCheck) -> list[str]:
     return lines
 
 
+def _number(value: float) -> str:
+    """Formats a rate or a ratio, such as 0.25, 28.8k or 247."""
+    return f"{value:.2g}" if value < 10 else si(value)
+
+
+def _wide_console() -> Console:
+    """Returns a console that does not wrap lines at 80 columns in a file or a pipe."""
+    console = Console()
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Console(width=max(console.width, 140))
+
+
 def inspect(arguments: argparse.Namespace) -> int:
     """Compiles the step, and prints its costs."""
     config = _config(arguments)
     examination = examine(config, arguments.target)
-    # In a file or a pipe, do not wrap lines at 80 columns.
-    console = Console()
-    console = console if console.is_terminal else Console(width=max(console.width, 140))
+    console = _wide_console()
     machine = examination.target.name if examination.target else "this machine"
     console.print(
         f"{config.name}: {examination.strategy} on {examination.mesh}, compiled for {machine}"
@@ -270,8 +284,7 @@ def profile(arguments: argparse.Namespace) -> int:
         )
     if process_index():
         return 0
-    console = Console()
-    console = console if console.is_terminal else Console(width=max(console.width, 140))
+    console = _wide_console()
     console.print(found, highlight=False)
     _write_json(arguments, found.to_dict())
     return 0
@@ -305,8 +318,10 @@ def verify_config(arguments: argparse.Namespace) -> int:
     explained = ""
     if is_explained:
         explained = f", or {SPREAD:g} times the change that rounding causes on one device"
+    given = config.precision
+    precision = given if isinstance(given, str) else f"{MixedPrecision.of(given).compute}"
     console.print(
-        f"{verdict} within {verification.tolerance:.0e}{explained} (SGD, {steps} steps; "
-        f"{more} more parameters are closer)"
+        f"{verdict} within {verification.tolerance:.0e}{explained} "
+        f"({precision}, SGD, {plural(steps, 'step')}; {more} more parameters are closer)"
     )
     return 0 if verification.passed else 1

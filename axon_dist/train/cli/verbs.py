@@ -112,9 +112,15 @@ _RUN = (
 
 
 def _schedulers(*names: str) -> tuple[Argument, ...]:
-    """Declares an option for each of `train.jobs.SCHEDULERS`, without importing them and JAX."""
-    text = "writes a job file that trains CONFIG on many nodes, and checks it"
-    return tuple(_argument(f"--{name}", text, metavar="CONFIG") for name in names)
+    """Declares an option for each row of `train.jobs.SCHEDULERS`, whose import would import JAX."""
+    return tuple(
+        _argument(
+            f"--{name}",
+            f"writes a job file for {name} that trains CONFIG on many nodes, and checks it",
+            metavar="CONFIG",
+        )
+        for name in names
+    )
 
 
 VERBS: tuple[Verb, ...] = (

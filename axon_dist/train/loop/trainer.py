@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from typing import NoReturn, TypeAlias
 
 from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError, did_you_mean
@@ -426,22 +426,24 @@ class Trainer:
     ) -> dict[str, float] | None:
         """Computes the mean of every metric over one set; None if the run must stop."""
         sums = MetricSums()
-        with self.progress.phase("compiling the validation") if is_first else nullcontext():
-            source = make()
-            BATCHES.check("a Trainer", "validation()", source)
-            batches = (record.sign() or batch for batch in source)
-            averages = self.step.options.ema is not None
-            batch_sums = (self.step.evaluate_sums(state, batch, ema=averages) for batch in batches)
-            with record.sheet.on(COMPILE) if is_first else nullcontext():
-                first = [*itertools.islice(batch_sums, 1)]
-            for metrics in delayed(itertools.chain(first, batch_sums), LAG):
-                sums.add(metrics)
-                record.sign()
-                if stops.meanwhile():
-                    self.progress.note(
-                        f"{stops.reason}: aborted the validation after step {record.step}"
-                    )
-                    return None
+        source = make()
+        BATCHES.check("a Trainer", "validation()", source)
+        batches = (record.sign() or batch for batch in source)
+        averages = self.step.options.ema is not None
+        batch_sums = (self.step.evaluate_sums(state, batch, ema=averages) for batch in batches)
+        with ExitStack() as compiling:
+            if is_first:
+                compiling.enter_context(self.progress.phase("compiling the validation"))
+                compiling.enter_context(record.sheet.on(COMPILE))
+            first = [*itertools.islice(batch_sums, 1)]
+        for metrics in delayed(itertools.chain(first, batch_sums), LAG):
+            sums.add(metrics)
+            record.sign()
+            if stops.meanwhile():
+                self.progress.note(
+                    f"{stops.reason}: aborted the validation after step {record.step}"
+                )
+                return None
         if not sums.means:
             raise ConfigError(
                 "validation gave no batch; give at least one, or set validation=None",

@@ -7,6 +7,7 @@ import pytest
 from axon_dist.mesh.chips import hardware
 from axon_dist.planner import Candidate, Reading, StepCost, Workload
 from axon_dist.train.app import config_plans
+from axon_dist.train.app.steps import ModelOfZeros
 from axon_dist.train.config import RunConfig
 
 GB = 10**9
@@ -31,7 +32,9 @@ def tries(monkeypatch):
             return config_plans.ReadPlan(one, RunConfig(), reading, NO_TIME, usable * GB * 10 // 9)
 
         monkeypatch.setattr(config_plans, "_traced", traced)
-        search = config_plans._Search(RunConfig(), hardware("h100"), 4, usable * GB * 10 // 9)
+        size = usable * GB * 10 // 9
+        config = RunConfig()
+        search = config_plans._Search(config, hardware("h100"), 4, size, ModelOfZeros(config))
         search.__dict__["work"] = dataclasses.replace(WORK, activations=256 * estimate)
         search.residuals.update({} if residuals is None else {(): residuals})
         start = Candidate(strategy="ddp", dp=4)

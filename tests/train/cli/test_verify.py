@@ -24,7 +24,7 @@ def test_says_what_it_compared(path, capsys):
     text = capsys.readouterr().out
     assert "ddp on dp=8 against one device" in text
     assert "loss of step 0" in text
-    assert "equal within 1e-05 (SGD, 1 steps" in text
+    assert "equal within 1e-05 (float32, SGD, 1 step;" in text
 
 
 @pytest.mark.full
