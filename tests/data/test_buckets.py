@@ -103,7 +103,7 @@ def test_resumes_exactly(tmp_path):
         one, other = next(first), next(again)
         for name, x in one.items():
             np.testing.assert_array_equal(x, other[name])
-    with pytest.raises(ConfigError, match="global_batch=16, this loader has global_batch=8"):
+    with pytest.raises(ConfigError, match="global_batch=16, but this loader has global_batch=8"):
         Loader(opened(path, 8), global_batch=8, seed=3).restore(state)
     with pytest.raises(ConfigError, match="contents"):
         loaded(path, 4).restore(state)

@@ -176,9 +176,9 @@ def test_no_validation_batches_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 7}, r"seed=7, this loader has seed=0: .*same data, length and seed"),
-        ({"num_samples": 11}, r"num_samples=11, this loader has num_samples=10"),
-        ({"length": 8}, r"length=8, this loader has length=4"),
+        ({"seed": 7}, r"seed=7, but this loader has seed=0: .*same data, length and seed"),
+        ({"num_samples": 11}, r"num_samples=11, but this loader has num_samples=10"),
+        ({"length": 8}, r"length=8, but this loader has length=4"),
         ({"samples_seen": -4}, r"samples_seen=-4, which must be 0 or more"),
         ({"samples_seen": 10**30}, r"samples_seen=10{30}, which must be .* less than"),
     ],

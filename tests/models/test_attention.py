@@ -147,7 +147,9 @@ def test_the_attention_that_runs_is_reported_with_advice(monkeypatch):
         "einsum, which stores the scores of all pairs: there is no fused kernel for CPUs"
     )
     told = describe_attention("auto", "gpu", "float32", shape)
-    assert told.startswith("einsum, which stores the scores of all pairs, for cudnn cannot run:")
+    assert told.startswith(
+        "einsum, which stores the scores of all pairs, because cudnn cannot run:"
+    )
     assert "precision bf16" in told
     assert describe_attention("auto", "tpu", "float32", shape).startswith(
         "the fused kernel for TPU"

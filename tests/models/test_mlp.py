@@ -43,7 +43,7 @@ def test_dropout_rests_in_evaluation():
     ("arguments", "message"),
     [
         ({"sizes": (3,)}, r"sizes=\(3,\) must have at least an input and an output"),
-        ({"sizes": (3, 0)}, r"sizes=\(3, 0\) must name .* each 1 or more"),
+        ({"sizes": (3, 0)}, r"sizes=\(3, 0\) must have .* each 1 or more"),
         ({"sizes": (3, 2), "activation": "rely"}, r"'rely'.*Did you mean 'relu'\?"),
         ({"sizes": (3, 2), "dropout": 1.5}, r"dropout=1.5 must be in \[0, 1\)"),
     ],

@@ -124,7 +124,7 @@ def test_a_mask_and_segments_count_together():
 
 def test_segments_that_cannot_be():
     batch, _ = packed()
-    with pytest.raises(ConfigError, match=r"has segments, .* and function does not take them"):
+    with pytest.raises(ConfigError, match=r"has segments, .* but function does not take them"):
         next_token_loss(lambda tokens: jnp.zeros((*tokens.shape, 4)), batch)
     with pytest.raises(ConfigError, match=r"segments of shape \(3, 128\) for tokens of shape"):
         next_token_loss(None, batch | {"segments": batch["segments"][:, :-1]})

@@ -67,7 +67,7 @@ def test_it_is_a_value():
         ({"ffn_width": -4}, ConfigError, r"hidden_size=-4 must be at least 1"),
         ({"width": 30}, ConfigError, r"width=30 does not divide by num_heads=4.*head_dim"),
         ({"num_kv_heads": 3}, ConfigError, r"num_heads=4.*num_kv_heads=3.*use a divisor"),
-        ({"head_dim": 7}, ConfigError, r"heads of 7 .*must be even"),
+        ({"head_dim": 7}, ConfigError, r"heads of size 7 .*must be even"),
         ({"dropout": 1.0}, ConfigError, r"dropout=1.0 must be in \[0, 1\)"),
         ({"norm_eps": 0.0}, ConfigError, r"norm_eps=0.0 must be above 0"),
         ({"rope_theta": -1.0}, ConfigError, r"rope_theta=-1.0 must be above 0"),

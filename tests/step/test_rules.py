@@ -588,7 +588,7 @@ def test_attention_that_asks_for_more_than_strategies_give():
             return self.attend(mixed, heads, heads, jnp.ones(()))[:, :, 0]
 
     sequences = {name: jax.ShapeDtypeStruct((8, 4, 8), jnp.float32) for name in "xy"}
-    with pytest.raises(UnsupportedError, match=r"Optional.attend is called with .*, mask; where"):
+    with pytest.raises(UnsupportedError, match=r"Optional.attend is called with .*, mask; if"):
         build(context_parallel(), "dp=4,cp=2", Optional, batch=sequences)
 
 

@@ -91,7 +91,7 @@ NARROW = {name: x.astype(jnp.bfloat16) for name, x in hub.llama_tensors().items(
         ({"more": np.ones(1, np.float32)}, {}, "left over: more."),
         ({UP: np.ones((3, 2), np.float32)}, {},
          f"{UP} [3, 2] of the files as 'out in -> in out' cannot be blocks/1"),
-        ({UP: np.ones(3, np.float32)}, {}, f"{UP} is [3]: the form 'out in -> in out' takes 2"),
+        ({UP: np.ones(3, np.float32)}, {}, f"{UP} is [3]: the form 'out in -> in out' has 2"),
         ({UP: hub.llama_tensors()[UP].astype(np.float16)}, {},
          f"{UP} is float16 and blocks/1/mlp/up/kernel is float32 (cast=True converts)"),
         ({UP: np.ones((24, 16), np.int8)}, {}, "is int8 and blocks/1/mlp/up/kernel is float32 (on"),

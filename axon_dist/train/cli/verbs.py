@@ -272,7 +272,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     _verb(
         "data",
-        "Show a config's data, and check whether loading is fast enough.",
+        "Show a config's data, and check how fast it loads.",
         "runs:check_samples",
         _argument("action", "check: load some samples, and time them", choices=["check"]),
         *_CONFIG,

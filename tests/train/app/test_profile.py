@@ -7,7 +7,8 @@ from axon_dist.train.app import report_page
 from axon_dist.train.cli.main import main
 
 
-def test_a_config_and_a_run(tiny, tmp_path, capsys):
+def test_a_config_and_a_run(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     tiny |= {"mesh": "dp=2", "devices": {"emulate": 8}, "parallel": "ddp"}
     folder = tmp_path / "run"
     folder.mkdir()

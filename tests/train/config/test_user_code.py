@@ -208,7 +208,7 @@ def test_a_plan_of_patterns_keeps_its_order(make_world):
         ),
         (
             {"loss": {"factory": "own_things:squares"}},
-            r"^loss.factory: own_things:squares takes a model, so it is itself a loss .* "
+            r"^loss.factory: own_things:squares takes a model, so it is itself a loss, .* "
             r"write loss: \{function: own_things:squares\}",
         ),
         (
