@@ -186,7 +186,7 @@ def test_the_command_goes_on_with_prompts(run, tmp_path, capsys):
         (["nowhere", "--prompt", "a"], "there is no run in 'nowhere'"),
         (["{run}", "--prompt", ""], "prompt 0 is empty; it needs at least one token"),
         (["{run}", "--prompt", "a" * 9], "a prompt of 9 tokens plus 8 new tokens exceeds"),
-        (["{run}", "--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be 0 or in [1e-6"),
+        (["{run}", "--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be 0 or in ["),
         (["{run}", "--prompt", "a", "data.tokenizer=no.json"], "data.tokenizer='no.json' is not"),
         (
             ["{run}", "--prompt", "a", "model={{kind: vit, preset: tiny}}", MADE_UP],
