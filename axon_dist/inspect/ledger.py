@@ -263,35 +263,49 @@ class Ledger:
             for row in self.rows
         ]
 
-    def table(self, exposure: bool = True) -> Table:
+    def table(self, exposure: bool = True, narrow: bool = False) -> Table:
         """Returns the ledger as a table for a terminal: equal collectives grouped, largest first.
 
         Args:
             exposure: whether to show how much of each is hidden; on CPUs, which have no links, this
                 has no meaning.
+            narrow: whether to fit 60 columns: the source is below the kind, and the bytes of each
+                are left out.
         """
         title = "collectives per device and step"
         tight = (0, 1, 0, 0)
         table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=tight)
-        for column in ("kind", "axis", "dtype", "count", "each", "total"):
-            right = column in ("each", "total")
-            table.add_column(column, justify="right" if right else "left", no_wrap=True)
-        if exposure:
-            table.add_column("covered", no_wrap=True)
-        table.add_column("source", overflow="fold")
+        names = ["kind", "axis", "dtype", "count", "each", "total"]
+        names += ["covered"] * exposure + ["source"]
+        if narrow:
+            names = [name for name in names if name not in ("dtype", "each", "source")]
+        for name in names:
+            justify: Literal["right", "left"] = "right" if name in ("each", "total") else "left"
+            is_source = name == "source"
+            overflow: Literal["fold", "ellipsis"] = "fold" if is_source else "ellipsis"
+            table.add_column(name, justify=justify, no_wrap=not is_source, overflow=overflow)
+
+        def add(**cells: str) -> None:
+            table.add_row(*(cells.get(name, "") for name in names))
+
         for (*labels, each, coverage, source), rows in self._grouped():
             kind, axis, dtypes, flags = labels
             count = rows.num_executions()
-            sizes = (byte_size(each), byte_size(each * count))
-            covered = coverage if coverage == "hidden" else f"{coverage} {rows._times(None)}"
-            last = (covered, source) if exposure else (source,)
-            table.add_row(kind, axis, dtypes, f"{count}{flags}", *sizes, *last)
+            add(
+                kind=f"{kind} {dtypes}\n{source}" if narrow else kind,
+                axis=axis,
+                dtype=dtypes,
+                count=f"{count}{flags}",
+                each=byte_size(each),
+                total=byte_size(each * count),
+                covered=coverage if coverage == "hidden" else f"{coverage} {rows._times(None)}",
+                source=source,
+            )
         table.add_section()
         totals = self.by_exposure() if exposure else {}
         for name in (each for each in get_args(Exposure) if each in totals):
-            table.add_row(name, "", "", "", "", byte_size(totals[name]), self._times(name))
-        covered = (self._times(None),) if exposure else ()
-        table.add_row("total", "", "", "", "", byte_size(self.total_wire_bytes()), *covered)
+            add(kind=name, total=byte_size(totals[name]), covered=self._times(name))
+        add(kind="total", total=byte_size(self.total_wire_bytes()), covered=self._times(None))
         return table
 
     def _times(self, exposure: Exposure | None) -> str:

@@ -34,6 +34,9 @@ from .model_time import ModelTime, model_time
 from .parse import as_module
 from .transfers import collectives
 
+_NARROW = 80
+"""A terminal with fewer columns shows the source of a collective on a line of its own."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
@@ -277,7 +280,8 @@ class Report:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.memory.table()
-        yield self.collectives.table(exposure=not self.is_cpu)
+        is_narrow = options.max_width < _NARROW
+        yield self.collectives.table(exposure=not self.is_cpu, narrow=is_narrow)
         yield self._summary()
         kinds = {row.kind for row in self.collectives}
         if self.is_cpu and "reduce-scatter" not in kinds >= {"all-gather", "all-reduce"}:

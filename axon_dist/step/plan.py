@@ -193,7 +193,10 @@ def optimizer_for(
         ConfigError: when the optimizer cannot work on the parameters; it gives the reason.
         UnsupportedError: when a pipeline cannot run it; it names the leaf and the operation.
     """
-    update = trace_update(optax.with_extra_args_support(optimizer), model_spec)
+    extended = optax.with_extra_args_support(optimizer)
+    shapes = shape_key((model_spec.weights, model_spec.frozen))
+    key = "update", extended, model_spec.graphdef, shapes
+    update = once(key, functools.partial(trace_update, extended, model_spec))
     fitting = update.optimizer
     pipeline = storage.strategy.pipeline
     if storage.rows is None or pipeline is None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
+import optax
 from flax import nnx
 
 from axon_dist.core.checks import checked
@@ -40,7 +41,7 @@ from axon_dist.step import TrainStep, sharing_steps
 
 from ..config import CONFIG, RunConfig, abstract_batch
 from .examine import examine
-from .steps import ModelOfZeros, build_step
+from .steps import ModelOfZeros, build_step, optimizer_of
 
 MOST = 10
 """The number of kinds of plans to trace, simplest first."""
@@ -180,7 +181,8 @@ def plan_config(
     size = hardware.memory_bytes if device_bytes is None else device_bytes
     outer = _outer_loop_of(config, hardware.num_nodes(num_devices))
     factory = ModelOfZeros(config)
-    search = _Search(config, hardware, num_devices, size, factory, *outer, tell=tell)
+    optimizer = optax.with_extra_args_support(optimizer_of(config, factory))
+    search = _Search(config, hardware, num_devices, size, factory, optimizer, *outer, tell=tell)
     refused: dict[str, str] = {}
     with sharing_steps():
         plans = search.plans(MOST, refused)
@@ -208,6 +210,7 @@ class _Search:
         num_devices: the number of devices; all are used.
         device_bytes: memory of a device.
         factory: makes the config's model for traces.
+        optimizer: the config's.
         outer: how replicas synchronize in outer steps; None without outer steps.
         replicas: the number of replicas.
         changed: why its numerics differ from the config's; None if they do not.
@@ -222,6 +225,7 @@ class _Search:
     num_devices: int
     device_bytes: int
     factory: Callable[[], nnx.Module]
+    optimizer: optax.GradientTransformation
     outer: SlowReplicas | None = None
     replicas: int = 1
     changed: str | None = None
@@ -364,8 +368,9 @@ def _build(search: _Search, candidate: Candidate) -> tuple[RunConfig, TrainStep]
     config = config_for(search.config, candidate)
     capability = compute_capability(search.hardware.name)
     world = abstract_world(config.mesh, search.num_devices, search.platform, capability)
-    # No candidate changes the model.
-    return config, build_step(config, world, follows_loss=False, factory=search.factory)
+    # No candidate changes the model or the optimizer.
+    step = build_step(config, world, search.optimizer, follows_loss=False, factory=search.factory)
+    return config, step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -213,6 +213,18 @@ def _optimizer(
     return watch, None
 
 
+def optimizer_of(
+    config: RunConfig, factory: Callable[[], nnx.Module]
+) -> optax.GradientTransformation:
+    """Returns the optimizer of a config.
+
+    Args:
+        config: a checked run.
+        factory: makes its model.
+    """
+    return _optimizer(config, factory)[0]
+
+
 def _example(config: RunConfig, strategy: Strategy, world: World) -> Batch | None:
     """Returns the batch for which a pipeline traces block calls; None without a pipeline."""
     if strategy.pipeline is None:

@@ -69,7 +69,7 @@ def _collecting_rarely() -> Iterator[None]:
     """
     thresholds = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(50_000, *thresholds[1:])
+    gc.set_threshold(200_000, *thresholds[1:])
     try:
         yield
     finally:

@@ -34,7 +34,7 @@ def tries(monkeypatch):
         monkeypatch.setattr(config_plans, "_traced", traced)
         size = usable * GB * 10 // 9
         config = RunConfig()
-        search = config_plans._Search(config, hardware("h100"), 4, size, ModelOfZeros(config))
+        search = config_plans._Search(config, hardware("h100"), 4, size, ModelOfZeros(config), None)
         search.__dict__["work"] = dataclasses.replace(WORK, activations=256 * estimate)
         search.residuals.update({} if residuals is None else {(): residuals})
         start = Candidate(strategy="ddp", dp=4)
