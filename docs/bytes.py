@@ -24,7 +24,13 @@ def lines(name):
             "devices": {"emulate": 8},
             "mesh": mesh,
             "parallel": PARALLEL.get(name, {name: {}}),
-            "model": {"width": 32, "num_layers": 4, "num_heads": 4, "ffn_width": 64},
+            "model": {
+                "width": 32,
+                "num_layers": 4,
+                "num_heads": 4,
+                "ffn_width": 64,
+                "scan_layers": True,
+            },
             "data": {"max_bytes": 200_000, "sequence_length": 32},
             "train": {"global_batch": 16},
         }

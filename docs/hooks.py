@@ -15,6 +15,10 @@ from unittest import mock
 from axon_dist.train.cli.main import main
 
 ROOT = pathlib.Path(__file__).parents[1]
+# Pages show what programs store and send, which is decided before XLA makes code for the CPU.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+)
 WIDTH = 80
 """The number of letters that fit on a page."""
 COMMAND = re.compile(r"^(Printed|Drawn) by `(.*)`\.$", re.MULTILINE)

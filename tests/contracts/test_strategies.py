@@ -78,7 +78,6 @@ ROWS = [
     Row("ddp", "dp=8", "linen", 2),
     Row("ddp_buckets", "dp=4", "dropout", 2),
     Row("ddp_overlapped", "dp=4", "batchnorm", 2),
-    Row("ddp", "dp=4", "mlp", 2, "sgd", 0.1),
     Row("zero2", "dp=8", "weighted", 2),
     Row("zero3", "dp=8", "dropout", 2),
     Row("zero1", "dp=8", "mlp", 2, "adam", unroll=1),
@@ -103,6 +102,7 @@ def _mesh(strategy: str, size: int) -> str:
 TURNS = ((2, 4), (4, 1), (8, 2))
 FULL = [
     Row("full_shard_once", "fsdp=4", "dropout", 4),
+    Row("ddp", "dp=4", "mlp", 2, "sgd", 0.1),
     Row("ddp_microbatch", "dp=4", "dropout", 2),
     *(Row("ddp", "dp=8", model, 2) for model in CASES),
     *(Row("ddp", mesh, "weighted", k) for mesh in ("dp=2", "dp=4") for k in (1, 4)),

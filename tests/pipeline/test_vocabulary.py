@@ -22,11 +22,16 @@ SIZE, COUNT, WIDTH, TOKENS, POSITIONS = 4, 4, 32, 96, 16
 
 
 def model(**changes):
-    options = {"vocab_size": TOKENS, "tied_head": False, "logits": "chunked", **changes}
+    options = {"vocab_size": TOKENS, "tied_head": False, "logits": "chunked", "num_layers": SIZE}
     config = TransformerConfig(
-        width=WIDTH, num_layers=4, num_heads=2, ffn_width=32, max_length=8, **options
+        width=WIDTH, num_heads=2, ffn_width=32, max_length=8, **options | changes
     )
     return Transformer(config, rngs=nnx.Rngs(0))
+
+
+def small(**changes):
+    """A layer for each of two ranks."""
+    return model(num_layers=2, **changes)
 
 
 def compiled(make=model, loss_fn=next_token_loss, split=True, strategy=None):
@@ -119,7 +124,7 @@ def test_a_bias_is_split_with_its_kernel():
     ("make", "loss_fn", "error", "said"),
     [
         (
-            functools.partial(model, logits="whole"),
+            functools.partial(small, logits="whole"),
             next_token_loss,
             UnsupportedError,
             "has 0 visible calls of linear_cross_entropy",
@@ -137,34 +142,35 @@ def test_a_bias_is_split_with_its_kernel():
             "its kernel is not a parameter outside the blocks, at most cast or transposed",
         ),
         (
-            functools.partial(model, tied_head=True),
+            functools.partial(small, tied_head=True),
             with_table,
             UnsupportedError,
             "its kernel 'token_embedding/embedding' is also read by 'reduce_sum'",
         ),
         (
-            model,
+            small,
             with_table,
             UnsupportedError,
             "the embedding 'token_embedding/embedding' over 'pp', and it is also read by 'reduce",
         ),
         (
-            functools.partial(model, tied_head=True),
+            functools.partial(small, tied_head=True),
             guided,
             UnsupportedError,
             "its kernel 'token_embedding/embedding' is also read by 'jit'",
         ),
         (
-            functools.partial(model, vocab_size=50),
+            functools.partial(small, vocab_size=51),
             next_token_loss,
             DivisibilityError,
-            "has 50 tokens.*4 ranks of 'pp'.*such as 52",
+            "has 51 tokens.*2 ranks of 'pp'.*such as 52",
         ),
     ],
 )
 def test_vocabularies_that_cannot_be_split_are_refused(make, loss_fn, error, said):
+    strategy = pipelined(2, 2, "1f1b", split_vocabulary=True)
     with pytest.raises(error, match=said) as found:
-        compiled(make, loss_fn)
+        compiled(make, loss_fn, strategy=strategy)
     assert "or leave split_vocabulary out" in str(found.value)
 
 

@@ -1,5 +1,7 @@
 """Devices that do not divide the dims of a model: what a state looks like, and who reads it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,7 @@ def mean_square(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
+@functools.cache
 def step_of(ranks: int, make=lambda: Net(nnx.Rngs(0)), **options):
     world = World.emulate(ranks, f"fsdp={ranks}")
     reduction = options.pop("reduction", Reduction())
@@ -62,9 +65,10 @@ def test_what_a_state_and_its_readers_show():
     )
     model = step.merge(state)
     assert model.layers[0].kernel.shape == (WIDTH, WIDTH)
-    loss = mean_square(model, BATCH)
+    loss_of = nnx.jit(mean_square)
+    loss = loss_of(model, BATCH)
     np.testing.assert_allclose(step.evaluate(state, BATCH)["loss"], loss, rtol=1e-6)
-    averaged = mean_square(step.merge(state, ema=True), BATCH)
+    averaged = loss_of(step.merge(state, ema=True), BATCH)
     np.testing.assert_allclose(step.evaluate(state, BATCH, ema=True)["loss"], averaged, rtol=1e-6)
     # Weights of a model that exists, and those of a state, start another run.
     again = step.init({path: jnp.array(x) for path, x in weights.items()})
