@@ -49,7 +49,7 @@ from axon_dist.train.loop import (
 from ...core.own_context import in_own_context
 from ..config import CONFIG, Mlflow, Prometheus, RunConfig, TensorBoard, Trackio, Wandb
 from .config_plans import plan_here
-from .directory import RunDirectory, create_directory, directory_at, take_folders
+from .directory import PastMetrics, RunDirectory, create_directory, directory_at, take_folders
 from .examine import read_program
 from .resume import SavedStates, check_copies, check_resume, keep_programs, open_states
 from .run_records import END, START
@@ -126,7 +126,7 @@ def train(
         if state is not None and int(state.step) >= config.train.steps:
             tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
             return _finished_already(run, directory, state, tell)
-        history = _go_on(config, directory, state, tell, told) if run.is_main else []
+        history = _go_on(config, directory, state, tell, told) if run.is_main else ()
         on_main(directory.copy)
         state = run.first_state(tell) if state is None else state
         progress = make_progress(console, config.name)
@@ -224,10 +224,10 @@ def _go_on(
     state: TrainState | None,
     tell: Callable,
     told: Sequence[str],
-) -> list[JsonDict]:
+) -> PastMetrics:
     """Prepares the records of a new or resumed run: reports config changes, and writes the config.
 
-    Removes an old summary, and returns the rows of metrics up to the state's step.
+    Removes an old summary, and returns the metrics up to the state's step.
     """
     for line in (f"config: {change}" for change in directory.changes(config)):
         if line not in told:

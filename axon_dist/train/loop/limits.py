@@ -285,8 +285,12 @@ KINDS: MappingProxyType[str, ArgumentKind] = MappingProxyType(
             ("should_stop", "save", "copy", "give_back", "go_back"), FUNCTION.or_none()
         ),
         "history": ArgumentKind(
-            "a list of dicts",
-            lambda x: isinstance(x, Sequence) and all(isinstance(row, Mapping) for row in x),
+            "a list of dicts, or something that yields them whenever it is iterated",
+            lambda x: (
+                all(isinstance(row, Mapping) for row in x)
+                if isinstance(x, Sequence)
+                else isinstance(x, Iterable) and not isinstance(x, Iterator)
+            ),
         ),
     }
 )

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -164,7 +164,7 @@ class Record:
         utilization: Callable[[float], float] | None,
         skips: bool,
         tell: Callable[[int], None],
-        history: Sequence[Mapping[str, Any]],
+        history: Iterable[Mapping[str, Any]],
         facts: Callable[[int, int], Mapping[str, float]],
         sheet: TimeSheet,
     ):
@@ -181,12 +181,13 @@ class Record:
         # Train, data and device seconds, and the number of steps, at the last record.
         self._reported = (0.0, 0.0, 0.0, 0)
         self.lost: NonfiniteLoss | None = None
-        self.skipped_steps = int(max((row.get(_SKIPPED, 0) for row in history), default=0))
+        self.skipped_steps = 0
         self._skipped: list[str] = []
         self.first_step = self.dispatched = self.step = first_step
         self.rollbacks = 0
         self._curves = _Curves()
         for row in history:
+            self.skipped_steps = max(self.skipped_steps, int(row.get(_SKIPPED, 0)))
             for point in _points(row):
                 self._curves.add(*point)
         self.latest: dict[str, float] = {}

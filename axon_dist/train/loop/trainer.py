@@ -142,7 +142,7 @@ class Trainer:
     copy: Callable[[TrainState, int], None] | None = None
     give_back: Callable[[int], None] | None = None
     go_back: Callable[[], TrainState | None] | None = None
-    history: Sequence[Mapping[str, object]] = ()
+    history: Iterable[Mapping[str, object]] = ()
     facts: Callable[[int, int], Mapping[str, float]] = dataclasses.field(default=lambda *_: {})
     on_compiled: Callable[[], None] = dataclasses.field(default=lambda: None)
     profile_dir: str | None = None

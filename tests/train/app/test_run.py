@@ -24,6 +24,7 @@ from axon_dist.checkpoint import read_manifest
 from axon_dist.core.errors import ConfigError, OutOfMemoryError, install_command
 from axon_dist.mesh import MeshSpec, World
 from axon_dist.train.app import config_plans, create_directory, train
+from axon_dist.train.app.directory import RunDirectory
 from axon_dist.train.app.runs import build_loader, build_run
 from axon_dist.train.app.summary import opening_lines
 from axon_dist.train.app.training import advice
@@ -359,3 +360,15 @@ def test_a_dry_run_says_all_and_writes_nothing(tiny, tmp_path, capsys):
     assert sorted(tmp_path.rglob("*")) == before
     assert main(["train", str(path), "--dry-run", "--resume", "auto"]) == 2
     assert "--resume auto with --dry-run" in capsys.readouterr().err
+
+
+def test_metrics_of_the_past_are_read_again_and_not_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": step, "train/loss": 1.0 / step} for step in (1, 2, 3, 2, 3, 4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 5, "tr')
+    told = []
+    past = RunDirectory(tmp_path).take_metrics(3, told.append)
+    assert told == []
+    assert [row["step"] for row in past] == [row["step"] for row in past] == [1, 2, 3]
+    assert path.read_text().count("\n") == 3
+    assert vars(past) == {"path": path, "step": 3}
