@@ -111,7 +111,7 @@ def _prints(arrays: Mapping[str, Any]) -> dict[str, Fingerprint]:
         array = np.asarray(jax.device_get(x))
         numbers = fingerprint(array)
         bound = 0.0 if array.dtype.kind in "iub" else 1e-6 * float(np.abs(numbers).max())
-        found[name] = Fingerprint.of(numbers, bound)
+        found[name] = Fingerprint(numbers.tolist(), bound)
     return found
 
 
