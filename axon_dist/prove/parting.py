@@ -19,7 +19,7 @@ from .check import prove_subject
 from .locate import matched
 from .meshes import find_mesh, sizes_of
 from .program import EXACT
-from .recording import Fingerprint, RecordedValue, Recording, record
+from .recording import Fingerprint, RecordedValue, Recording, started
 from .report import Place, finite
 from .trace import Subject, subject_of
 
@@ -143,8 +143,17 @@ def bisect_subjects(
         (subject, mesh or other_mesh or ONE_DEVICE),
         (other_subject, other_mesh or mesh or ONE_DEVICE),
     )
-    recordings = [record(side, on, steps) for side, on in sides]
-    parting = compare(*recordings)
+    pairs = [started(side, on, steps) for side, on in sides]
+    recordings = [recording for recording, _ in pairs]
+    parting = Parting(True)
+    for steps_of_both in zip(*(recorded for _, recorded in pairs), strict=True):
+        recordings = [
+            dataclasses.replace(recording, steps=(*recording.steps, step))
+            for recording, step in zip(recordings, steps_of_both, strict=True)
+        ]
+        parting = compare(*recordings)
+        if not parting.ok:
+            break
     if parting.ok or parting.operation:
         return parting
     for (side, on), recording in zip(sides, recordings, strict=True):
@@ -172,7 +181,7 @@ def compare(one: Recording, other: Recording) -> Parting:
     for number, (first, second) in enumerate(zip(one.steps, other.steps, strict=False), 1):
         for before, after in ((first.inputs, second.inputs), (first.outputs, second.outputs)):
             names = tuple(_differing(before, after))
-            found = Parting(False, names, number, runs=number, operations=len(one.values))
+            found = Parting(False, names, number, runs=len(one.steps), operations=len(one.values))
             if names and before is first.inputs:
                 return dataclasses.replace(found, note="these are inputs of the step")
             if names:

@@ -8,6 +8,7 @@ value in every turn, and then one for each manual mesh axis, with its value on e
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,12 @@ EXACT |= {"abs", "max", "min", "sign", "reduce_max", "reduce_min", "sort", "real
 EXACT |= {"floor", "ceil", "round", "bitcast_convert_type", "copy_to_host_async", "name"}
 EXACT |= {"all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pmax", "pmin"}
 """Primitives whose results are not rounded."""
+
+COMPILER_OPTIONS: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+"""A program runs a few times, so compiling it takes longer than running it."""
 
 _SUMS = frozenset({"reduce_sum", "dot_general", "conv_general_dilated", "cumsum", "cumlogsumexp"})
 
@@ -224,11 +231,14 @@ class Evaluation:
         noise: a seed and a scale: results of arithmetic are perturbed by this many units in the
             last place, up or down. None for no noise.
         injected: bits for draws, by the number of the operation.
+        pieces: loops and maps that are compiled by themselves, by the number of the operation;
+            None where the whole program is.
     """
 
     wanted: frozenset[Value]
     noise: tuple[Array, Array] | None
     injected: Mapping[int, Injected]
+    pieces: dict[int, tuple[Callable[..., Any], list[Value]]] | None = None
 
     def run(self, program: Region, values: Sequence[Array]) -> tuple[list[Array], dict]:
         """Computes the outputs and the recorded values by `Value`.
@@ -260,11 +270,13 @@ class Evaluation:
     def _operation(self, operation: Operation, operands: list, record: dict) -> list[Array]:
         if operation.number in self.injected:
             return [_block(self.injected[operation.number], operation.results[0])]
-        if operation.is_map:
-            return self._map(operation, operands, record)
         here = _branch_of_platform(operation)
         if here is not None:
             return self._region(here, operands[1:], record)
+        if operation.regions and self.pieces is not None:
+            return self._piece(operation, operands, record)
+        if operation.is_map:
+            return self._map(operation, operands, record)
         if operation.regions and self._opens(operation):
             return _OPENED[operation.name](self, operation, operands, record)
         results = eval_equation(operation.equation, operands)
@@ -276,6 +288,28 @@ class Evaluation:
             size = min(math.sqrt(max(1.0, terms / max(1, math.prod(results[0].shape)))), 64.0)
         return [self._moved(x, operation.number, size) for x in results]
 
+    def _piece(self, operation: Operation, operands: list, record: dict) -> list[Array]:
+        """Runs a loop, branch or map in a compiled program of its own."""
+        assert self.pieces is not None
+        if operation.number not in self.pieces:
+            names: list[Value] = []
+
+            @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+            def compute(operands: list, noise: Any, bits: dict) -> tuple[list, list]:
+                given = {n: Injected(bits[n], self.injected[n].splits) for n in bits}
+                within: dict[Value, Array] = {}
+                inner = Evaluation(self.wanted, noise, given)
+                results = inner._operation(operation, operands, within)
+                names[:] = within
+                return results, list(within.values())
+
+            self.pieces[operation.number] = compute, names
+        compute, names = self.pieces[operation.number]
+        bits = {n: one.bits for n, one in self.injected.items()}
+        results, recorded = compute(operands, self.noise, bits)
+        record.update(zip(names, recorded, strict=True))
+        return results
+
     def _opens(self, operation: Operation) -> bool:
         """Whether something inside a loop or branch is to be recorded or changed."""
         if self.noise is not None or self.injected:
@@ -286,8 +320,8 @@ class Evaluation:
         """Perturbs a value up or down in its last place, by a hash of its own bits."""
         if self.noise is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        seed, scale = self.noise
-        return _moved(jnp.asarray(x), seed + jnp.uint32(number * 7919), scale * np.float32(size))
+        step = np.uint32(number * 7919 % 2**32), np.float32(size)
+        return _moved(x, *self.noise, *step)
 
     def _map(self, operation: Operation, operands: list, record: dict) -> list[Array]:
         """Runs a `shard_map`, and also returns the values recorded on all of its ranks."""
@@ -373,14 +407,14 @@ _OPENED: Mapping[str, Callable[..., list[Array]]] = {
 
 
 @jax.jit
-def _moved(x: Array, seed: Array, scale: Array) -> Array:
-    """Perturbs each number by `scale` units in its last place, up or down by a hash of its bits."""
+def _moved(x: Array, seed: Array, scale: Array, number: Array, size: Array) -> Array:
+    """Perturbs each number by some units in its last place, up or down by a hash of its bits."""
     # Few operations: this follows nearly every operation of a program, and compiling it is most of
     # the time of a proof.
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    is_up = jax.lax.lt((bits ^ seed) * jnp.uint32(2654435761), jnp.uint32(2**31))
+    is_up = jax.lax.lt((bits ^ (seed + number)) * jnp.uint32(2654435761), jnp.uint32(2**31))
     kind = x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32
-    step = (float(jnp.finfo(x.dtype).eps) * scale).astype(kind)
+    step = (float(jnp.finfo(x.dtype).eps) * scale * size).astype(kind)
     return (x.astype(kind) * jnp.where(is_up, 1 + step, 1 - step)).astype(x.dtype)
 
 

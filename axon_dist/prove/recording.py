@@ -15,7 +15,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -208,25 +208,10 @@ def _step(plain: dict[str, Any]) -> RecordedStep:
     return RecordedStep(**named, values=values)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Reading:
-    """A traced program with the fingerprints of all its values in each step.
-
-    Args:
-        places: the source lines.
-        values: where each value is computed.
-        outputs: the fingerprints of the outputs in each step.
-        prints: the fingerprints of the values in each step.
-    """
-
-    places: tuple[Place, ...]
-    values: tuple[RecordedValue, ...]
-    outputs: list[list[Fingerprint]]
-    prints: list[list[Fingerprint]]
-
-
-def read(traced: Traced, state: Sequence[Any], batches: Sequence[Sequence[Any]]) -> Reading:
-    """Runs a traced program and records all its values.
+def read(
+    traced: Traced, state: Sequence[Any], batches: Iterable[Sequence[Any]]
+) -> Iterator[tuple[list[Fingerprint], list[Fingerprint]]]:
+    """Runs the steps of a traced program; yields the prints of the outputs and of all values.
 
     Several runs go over all steps, perturbed but for the first. So what rounding explains grows
     over the steps as the runs diverge, and is that of the dtype in which each value is computed.
@@ -239,19 +224,14 @@ def read(traced: Traced, state: Sequence[Any], batches: Sequence[Sequence[Any]])
     Raises:
         ConfigError: when its values do not fit in the memory of this machine.
     """
-    order = list(_in_order(traced.program, -1))
     _check_size(traced.program)
-    wanted = frozenset(value for value, _ in order)
+    order = [value for value, _ in _in_order(traced.program, -1)]
     states = [list(state) for _ in range(NOISY_RUNS + 1)]
-    outputs: list[list[Fingerprint]] = []
-    prints: list[list[Fingerprint]] = []
     for batch in batches:
-        runs = [traced.run([*one, *batch], wanted, noise=n) for n, one in enumerate(states)]
-        outputs.append([_print(each) for each in zip(*(r[0] for r in runs), strict=True)])
-        prints.append([_print_of(value, [r[1] for r in runs]) for value, _ in order])
+        runs = [traced.run([*one, *batch], order, noise=n) for n, one in enumerate(states)]
+        outputs = [_print(each) for each in zip(*(r[0] for r in runs), strict=True)]
+        yield outputs, [_print_of(value, [r[1] for r in runs]) for value in order]
         states = [following(s, r[0]) for s, r in zip(states, runs, strict=True)]
-    places, recorded = _described(order)
-    return Reading(places, recorded, outputs, prints)
 
 
 def _print(runs: Sequence[np.ndarray], num_leading: int = 0) -> Fingerprint:
@@ -298,9 +278,9 @@ def _check_size(region: Region) -> None:
         )
 
 
-def _described(
-    order: Sequence[tuple[Value, int]],
-) -> tuple[tuple[Place, ...], tuple[RecordedValue, ...]]:
+def described(program: Region) -> tuple[tuple[Place, ...], tuple[RecordedValue, ...]]:
+    """Returns the source lines of a program, and where each of its values is computed."""
+    order = list(_in_order(program, -1))
     numbers = {value: number for number, (value, _) in enumerate(order)}
     places: dict[Place, int] = {}
     found = []
@@ -338,6 +318,12 @@ def record(subject: Subject, mesh: Any, steps: int = 1) -> Recording:
         mesh: the mesh, or its sizes.
         steps: the number of steps; leading outputs replace leading arguments of the same shape.
     """
+    recording, recorded = started(subject, mesh, steps)
+    return dataclasses.replace(recording, steps=tuple(recorded))
+
+
+def started(subject: Subject, mesh: Any, steps: int) -> tuple[Recording, Iterator[RecordedStep]]:
+    """Returns a recording without steps, and its steps, each of which runs when it is taken."""
     sizes = sizes_of(mesh)
     like = mesh if isinstance(mesh, jax.sharding.Mesh) else None
     own = alone = subject.on(sizes, like)
@@ -346,13 +332,16 @@ def record(subject: Subject, mesh: Any, steps: int = 1) -> Recording:
         with contextlib.suppress(Exception):
             found = subject.on(dict.fromkeys(sizes, 1), like)
             alone = found if found.names == own.names else own
+    title = f"on {own.title}"
+    recording = Recording(subject.name, title, versions(), *described(alone.program), ())
+    return recording, _steps(own, alone, steps)
+
+
+def _steps(own: Traced, alone: Traced, steps: int) -> Iterator[RecordedStep]:
     inputs = draws_of(own.leaves, 1)[0]
-    reading = read(alone, inputs, [[]] * steps)
     given = {f"argument {n}": _print([np.asarray(plain(x))] * 2) for n, x in enumerate(inputs)}
-    recorded = []
-    for number, (prints, values) in enumerate(zip(reading.outputs, reading.prints, strict=True)):
-        results = dict(zip(own.names, prints, strict=True))
-        outputs = results
+    for number, (prints, values) in enumerate(read(alone, inputs, [[]] * steps)):
+        outputs = results = dict(zip(own.names, prints, strict=True))
         if own is not alone:
             step, _ = own.run(inputs)
             outputs = {
@@ -360,11 +349,7 @@ def record(subject: Subject, mesh: Any, steps: int = 1) -> Recording:
                 for name, x in zip(own.names, step, strict=True)
             }
             inputs = following(inputs, step)
-        recorded.append(RecordedStep({} if number else given, outputs, results, values))
-    title = f"on {own.title}"
-    return Recording(
-        subject.name, title, versions(), reading.places, reading.values, tuple(recorded)
-    )
+        yield RecordedStep({} if number else given, outputs, results, values)
 
 
 def following(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:

@@ -17,7 +17,16 @@ from jax.sharding import Mesh, NamedSharding
 from ..core.errors import ConfigError
 from .inputs import is_array
 from .meshes import build_mesh, rebind, sizes_of, title_of, unchecked
-from .program import Evaluation, Injected, Region, Value, flatten, is_key, plain
+from .program import (
+    COMPILER_OPTIONS,
+    Evaluation,
+    Injected,
+    Region,
+    Value,
+    flatten,
+    is_key,
+    plain,
+)
 from .relations import NOISY_RUNS, bound_of
 
 
@@ -115,26 +124,24 @@ class Traced:
         if wanted in self._programs:
             return self._programs[wanted]
         order: list[Value] = []
+        # On one device each operation is compiled by itself, and JAX keeps it for the next program
+        # that has it. A whole program with noise takes many times longer to compile.
+        pieces: dict[int, Any] | None = {} if self.mesh.size == 1 else None
 
-        @functools.partial(jax.jit, static_argnums=0, compiler_options=_COMPILER_OPTIONS)
         def compute(splits: Any, values: list, noise: Any, bits: dict) -> tuple[list, list]:
             given = {number: Injected(bits[number], split) for number, split in splits}
-            outputs, record = Evaluation(wanted, noise, given).run(self.program, values)
+            outputs, record = Evaluation(wanted, noise, given, pieces).run(self.program, values)
             order[:] = record
             return [plain(x) for x in outputs], list(record.values())
+
+        if pieces is None:
+            compute = jax.jit(compute, static_argnums=0, compiler_options=COMPILER_OPTIONS)
 
         def run(*arguments: Any) -> tuple[list, dict[Value, Any]]:
             outputs, values = compute(*arguments)
             return outputs, dict(zip(order, values, strict=True))
 
         return self._programs.setdefault(wanted, run)
-
-
-_COMPILER_OPTIONS: dict[str, Any] = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
-"""A program runs a few times, so compiling it takes longer than running it."""
 
 
 def _placed(x: Any, sharding: NamedSharding | None) -> Any:

@@ -24,6 +24,7 @@ from axon_dist.prove.recording import (
     Fingerprint,
     RecordedStep,
     Recording,
+    described,
     fingerprint,
     read,
     versions,
@@ -65,10 +66,10 @@ def record_config(config: RunConfig, steps: int = 3) -> Recording:
     with jax.default_matmul_precision("highest"):
         first, results = _on_mesh(step, batches)
         traced, state, names = _alone(config, world, batches[0])
-        reading = read(traced, state, [_leaves(batch) for batch in batches])
+        readings = list(read(traced, state, map(_leaves, batches)))
     recorded = []
-    for number, batch in enumerate(batches):
-        alone = dict(zip(names, reading.outputs[number], strict=True))
+    for number, (batch, (prints, values)) in enumerate(zip(batches, readings, strict=True)):
+        alone = dict(zip(names, prints, strict=True))
         alone = {name: print_ for name, print_ in alone.items() if name in results[number]}
         outputs = {
             name: dataclasses.replace(print_, bound=alone[name].bound if name in alone else 0.0)
@@ -76,11 +77,10 @@ def record_config(config: RunConfig, steps: int = 3) -> Recording:
         }
         inputs = _prints({f"batch {name}": leaf for name, leaf in batch.items()})
         inputs |= {} if number else first
-        recorded.append(RecordedStep(inputs, outputs, alone, reading.prints[number]))
+        recorded.append(RecordedStep(inputs, outputs, alone, values))
     return Recording(
-        config.name, _title(config, step), versions(), reading.places, reading.values,
-        tuple(recorded),
-    )  # fmt: skip
+        config.name, _title(config, step), versions(), *described(traced.program), tuple(recorded)
+    )
 
 
 def _title(config: RunConfig, step: TrainStep) -> str:
