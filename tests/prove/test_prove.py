@@ -272,6 +272,10 @@ def test_the_plugin_proves_marked_tests(tmp_path, capsys):
     found = Outcomes()
     pytest.main([str(file), *options, "--rootdir", str(tmp_path)], plugins=[found])
     assert found.outcomes == ["passed", "failed"]
+    shown = capsys.readouterr().out
+    assert "sum for mean" in shown
+    assert "test_loss[psum]: 1 mistake on dp=4" in shown
+    assert "def prove(" not in shown
 
 
 class Outcomes:
