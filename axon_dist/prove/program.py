@@ -231,14 +231,14 @@ class Evaluation:
         noise: a seed and a scale: results of arithmetic are perturbed by this many units in the
             last place, up or down. None for no noise.
         injected: bits for draws, by the number of the operation.
-        pieces: loops and maps that are compiled by themselves, by the number of the operation;
-            None where the whole program is.
+        pieces: loops and maps that are compiled by themselves, by the number of the operation and
+            of the injected draws; None where the whole program is compiled.
     """
 
     wanted: frozenset[Value]
     noise: tuple[Array, Array] | None
     injected: Mapping[int, Injected]
-    pieces: dict[int, tuple[Callable[..., Any], list[Value]]] | None = None
+    pieces: dict[tuple[int, ...], tuple[Callable[..., Any], list[Value]]] | None = None
 
     def run(self, program: Region, values: Sequence[Array]) -> tuple[list[Array], dict]:
         """Computes the outputs and the recorded values by `Value`.
@@ -291,7 +291,8 @@ class Evaluation:
     def _piece(self, operation: Operation, operands: list, record: dict) -> list[Array]:
         """Runs a loop, branch or map in a compiled program of its own."""
         assert self.pieces is not None
-        if operation.number not in self.pieces:
+        key = operation.number, *self.injected
+        if key not in self.pieces:
             names: list[Value] = []
 
             @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
@@ -303,8 +304,8 @@ class Evaluation:
                 names[:] = within
                 return results, list(within.values())
 
-            self.pieces[operation.number] = compute, names
-        compute, names = self.pieces[operation.number]
+            self.pieces[key] = compute, names
+        compute, names = self.pieces[key]
         bits = {n: one.bits for n, one in self.injected.items()}
         results, recorded = compute(operands, self.noise, bits)
         record.update(zip(names, recorded, strict=True))

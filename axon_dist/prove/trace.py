@@ -126,7 +126,7 @@ class Traced:
         order: list[Value] = []
         # On one device each operation is compiled by itself, and JAX keeps it for the next program
         # that has it. A whole program with noise takes many times longer to compile.
-        pieces: dict[int, Any] | None = {} if self.mesh.size == 1 else None
+        pieces: dict[Any, Any] | None = {} if self.mesh.size == 1 else None
 
         def compute(splits: Any, values: list, noise: Any, bits: dict) -> tuple[list, list]:
             given = {number: Injected(bits[number], split) for number, split in splits}
