@@ -24,7 +24,6 @@ from axon_dist.prove.recording import (
     Fingerprint,
     RecordedStep,
     Recording,
-    described,
     fingerprint,
     read,
     versions,
@@ -66,10 +65,10 @@ def record_config(config: RunConfig, steps: int = 3) -> Recording:
     with jax.default_matmul_precision("highest"):
         first, results = _on_mesh(step, batches)
         traced, state, names = _alone(config, world, batches[0])
-        readings = list(read(traced, state, map(_leaves, batches)))
+        reading = read(traced, state, [_leaves(batch) for batch in batches])
     recorded = []
-    for number, (batch, (prints, values)) in enumerate(zip(batches, readings, strict=True)):
-        alone = dict(zip(names, prints, strict=True))
+    for number, batch in enumerate(batches):
+        alone = dict(zip(names, reading.outputs[number], strict=True))
         alone = {name: print_ for name, print_ in alone.items() if name in results[number]}
         outputs = {
             name: dataclasses.replace(print_, bound=alone[name].bound if name in alone else 0.0)
@@ -77,10 +76,11 @@ def record_config(config: RunConfig, steps: int = 3) -> Recording:
         }
         inputs = _prints({f"batch {name}": leaf for name, leaf in batch.items()})
         inputs |= {} if number else first
-        recorded.append(RecordedStep(inputs, outputs, alone, values))
+        recorded.append(RecordedStep(inputs, outputs, alone, reading.prints[number]))
     return Recording(
-        config.name, _title(config, step), versions(), *described(traced.program), tuple(recorded)
-    )
+        config.name, _title(config, step), versions(), reading.places, reading.values,
+        tuple(recorded),
+    )  # fmt: skip
 
 
 def _title(config: RunConfig, step: TrainStep) -> str:
@@ -111,7 +111,7 @@ def _prints(arrays: Mapping[str, Any]) -> dict[str, Fingerprint]:
         array = np.asarray(jax.device_get(x))
         numbers = fingerprint(array)
         bound = 0.0 if array.dtype.kind in "iub" else 1e-6 * float(np.abs(numbers).max())
-        found[name] = Fingerprint(numbers.tolist(), bound)
+        found[name] = Fingerprint.of(numbers, bound)
     return found
 
 
