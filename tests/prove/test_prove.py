@@ -65,8 +65,8 @@ PROVEN = {
 """Programs whose outputs rules prove for every input, and one where they cannot."""
 
 
-# One row whose bits are cut into parts, and one whose blocks travel; rules prove those below.
-@pytest.mark.sample("dropout_with_folded_keys", "ring_attention_causal")
+# One row each whose outputs rules prove, whose bits are cut into parts, and whose blocks travel.
+@pytest.mark.sample("masked_loss", "dropout_with_folded_keys", "ring_attention_causal")
 @pytest.mark.parametrize("name", RIGHT)
 def test_nothing_is_found_in_a_right_program(name):
     report = prove(RIGHT[name], meshes=REAL)
