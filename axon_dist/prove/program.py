@@ -311,7 +311,7 @@ class Evaluation:
         if self.noise is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         seed, scale = self.noise
-        return _moved(jnp.asarray(x), seed + jnp.uint32(number * 7919), scale * np.float32(size))
+        return _moved(x, seed, np.uint32(number * 7919 % 2**32), scale, np.float32(size))
 
     def _map(self, operation: Operation, operands: list, record: dict | None) -> list[Array]:
         """Runs a `shard_map`, and also returns the values recorded on all of its ranks."""
@@ -418,14 +418,14 @@ _LOOPED: Mapping[str, Callable[..., list[Array]]] = {
 
 
 @jax.jit
-def _moved(x: Array, seed: Array, scale: Array) -> Array:
-    """Perturbs each number by `scale` units in its last place, up or down by a hash of its bits."""
+def _moved(x: Array, seed: Array, number: Array, scale: Array, size: Array) -> Array:
+    """Perturbs each number by some units in its last place, up or down by a hash of its bits."""
     # Few operations: this follows nearly every operation of a program, and compiling it is most of
     # the time of a proof.
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    is_up = jax.lax.lt((bits ^ seed) * jnp.uint32(2654435761), jnp.uint32(2**31))
+    is_up = jax.lax.lt((bits ^ (seed + number)) * jnp.uint32(2654435761), jnp.uint32(2**31))
     kind = x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32
-    step = (float(jnp.finfo(x.dtype).eps) * scale).astype(kind)
+    step = (float(jnp.finfo(x.dtype).eps) * scale * size).astype(kind)
     return (x.astype(kind) * jnp.where(is_up, 1 + step, 1 - step)).astype(x.dtype)
 
 
