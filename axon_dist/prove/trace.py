@@ -132,11 +132,11 @@ def _runnable(
     # it, and a whole program with noise takes many times longer to compile. Loops would be compiled
     # anew in each run.
     is_whole = mesh.size > 1 or any(operation.regions for operation in program.operations)
-    if is_whole:
-        compute = jax.jit(compute, static_argnums=0, compiler_options=_COMPILER_OPTIONS)
+    jitted = jax.jit(compute, static_argnums=0, compiler_options=_COMPILER_OPTIONS)
+    computed = jitted if is_whole else compute
 
     def run(*arguments: Any) -> tuple[list, dict[Value, Any]]:
-        outputs, values = compute(*arguments)
+        outputs, values = computed(*arguments)
         return outputs, dict(zip(order, values, strict=True))
 
     return run
