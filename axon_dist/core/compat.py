@@ -596,8 +596,9 @@ def source_frames(
 
     Args:
         equation: of a jaxpr.
-        callers: the calls that contain it, outermost first. JAX traces a function once even if it
-            is called twice, so its equations carry the line of the first call.
+        callers: the calls and loops that contain it, outermost first. JAX traces a function once
+            even if it is called twice, so its equations carry the line of the first call. Those of
+            a loop's body carry no line outside it.
 
     Returns:
         The frames outside JAX, innermost first, and the frame that asked for the gradient. That
@@ -612,6 +613,9 @@ def source_frames(
         name = getattr(info, "func_name", None)
         file = getattr(info, "func_filename", None)
         if not outer:
+            continue
+        if program is None:
+            frames = [*frames, *(frame for frame in outer if frame not in frames)]
             continue
         within = [n for n, f in enumerate(frames) if f.file == file and _ends(f.function, name)]
         frames = [*frames[: within[0] + 1], *outer] if within else outer

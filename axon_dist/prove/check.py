@@ -68,6 +68,7 @@ def assert_mesh_invariant(
         >>> assert_mesh_invariant(make, np.arange(8.0, dtype=np.float32), meshes="dp=4").ok
         True
     """
+    __tracebackhide__ = True  # pytest shows the line of the test
     report = prove(function, *arguments, meshes=meshes, inputs=inputs, draws=draws)
     if not report.ok:
         raise MeshVariant(report)

@@ -53,7 +53,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     meshes = list(pyfuncitem.config.getoption("--mesh") or ()) or list(mark.args)
     if not meshes:
         pytest.skip(f"no mesh: give --mesh dp=2,tp=2, or name one in @pytest.mark.{_MARK}")
-    from .check import assert_mesh_invariant  # noqa: PLC0415
+    from .check import prove  # noqa: PLC0415
 
     given = dict(pyfuncitem.funcargs)
     test = pyfuncitem.obj
@@ -63,7 +63,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         fixtures = {name: given[name] for name in names if name != "mesh"}
         return test(**fixtures, **({"mesh": mesh} if "mesh" in names else {}))
 
-    assert_mesh_invariant(make, meshes=meshes)
+    report = prove(make, meshes=meshes, name=pyfuncitem.name)
+    if not report.ok:
+        pytest.fail(str(report), pytrace=False)
     return True
 
 

@@ -89,7 +89,7 @@ class Operation:
         results: its results.
         regions: the programs that it runs: one for a `shard_map` or `scan`, test and body for a
             `while`, and the branches of a `cond`.
-        callers: the calls around it, the outermost first.
+        callers: the calls and loops around it, the outermost first.
     """
 
     number: int
@@ -204,7 +204,9 @@ def _open(
             region.operations.append(operation)
             operation.results = [Value(v.aval, axes, operation) for v in equation.outvars]
             inside = (*axes, *map_axes(equation)) if operation.is_map else axes
-            operation.regions = [_region(p, inside, found, callers) for p in _programs(equation)]
+            # Operations of a map have its call's lines, but those of a loop's body may have none.
+            at = callers if operation.is_map else (*callers, equation)
+            operation.regions = [_region(p, inside, found, at) for p in _programs(equation)]
             results = list(operation.results)
         known.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
@@ -309,7 +311,7 @@ class Evaluation:
         if self.noise is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         seed, scale = self.noise
-        return _moved(jnp.asarray(x), seed + jnp.uint32(number * 7919), scale * np.float32(size))
+        return _moved(x, seed, np.uint32(number * 7919 % 2**32), scale, np.float32(size))
 
     def _map(self, operation: Operation, operands: list, record: dict | None) -> list[Array]:
         """Runs a `shard_map`, and also returns the values recorded on all of its ranks."""
@@ -416,14 +418,14 @@ _LOOPED: Mapping[str, Callable[..., list[Array]]] = {
 
 
 @jax.jit
-def _moved(x: Array, seed: Array, scale: Array) -> Array:
-    """Perturbs each number by `scale` units in its last place, up or down by a hash of its bits."""
+def _moved(x: Array, seed: Array, number: Array, scale: Array, size: Array) -> Array:
+    """Perturbs each number by some units in its last place, up or down by a hash of its bits."""
     # Few operations: this follows nearly every operation of a program, and compiling it is most of
     # the time of a proof.
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    is_up = jax.lax.lt((bits ^ seed) * jnp.uint32(2654435761), jnp.uint32(2**31))
+    is_up = jax.lax.lt((bits ^ (seed + number)) * jnp.uint32(2654435761), jnp.uint32(2**31))
     kind = x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32
-    step = (float(jnp.finfo(x.dtype).eps) * scale).astype(kind)
+    step = (float(jnp.finfo(x.dtype).eps) * scale * size).astype(kind)
     return (x.astype(kind) * jnp.where(is_up, 1 + step, 1 - step)).astype(x.dtype)
 
 

@@ -72,7 +72,7 @@ class Traced:
             given = noise if with_noise else None
             return Evaluation(wanted, given, bits, turns or {}, all_turns)
 
-        return functools.partial(self._call, _jitted(self.program, evaluation))
+        return functools.partial(self._call, _runnable(self.program, self.mesh, evaluation))
 
     def _call(
         self,
@@ -117,18 +117,26 @@ def array_leaves(arguments: tuple[Any, ...]) -> list[Any]:
     return [leaf for leaf in _flat(arguments)[0] if is_array(leaf)]
 
 
-def _jitted(program: Program, evaluation: Callable[..., Evaluation]) -> Callable[..., Any]:
+def _runnable(
+    program: Program, mesh: Mesh, evaluation: Callable[..., Evaluation]
+) -> Callable[..., Any]:
     order: list[Value] = []
 
-    @functools.partial(jax.jit, static_argnums=0, compiler_options=_COMPILER_OPTIONS)
     def compute(splits: Any, values: list, noise: tuple, bits: dict) -> tuple[list, list]:
         given = {number: Injected(bits[number], split) for number, split in splits}
         outputs, record = evaluation(noise, given).run(program, values)
         order[:] = record
         return [plain(x) for x in outputs], [plain(x) for x in record.values()]
 
+    # On one device each operation runs by itself: JAX compiles it once, for all programs that have
+    # it, and a whole program with noise takes many times longer to compile. Loops would be compiled
+    # anew in each run.
+    is_whole = mesh.size > 1 or any(operation.regions for operation in program.operations)
+    jitted = jax.jit(compute, static_argnums=0, compiler_options=_COMPILER_OPTIONS)
+    computed = jitted if is_whole else compute
+
     def run(*arguments: Any) -> tuple[list, dict[Value, Any]]:
-        outputs, values = compute(*arguments)
+        outputs, values = computed(*arguments)
         return outputs, dict(zip(order, values, strict=True))
 
     return run
