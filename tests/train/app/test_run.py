@@ -364,7 +364,7 @@ def test_a_dry_run_says_all_and_writes_nothing(tiny, tmp_path, capsys):
 
 def test_metrics_of_the_past_are_read_again_and_not_kept(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    rows = [{"step": step, "train/loss": 1.0 / step} for step in (1, 2, 3, 2, 3, 4)]
+    rows = [{"step": step, "train/loss": 1.0 / step} for step in (1, 3, 2, 3, 4)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 5, "tr')
     told = []
     past = RunDirectory(tmp_path).take_metrics(3, told.append)
