@@ -5,10 +5,11 @@
 `axon launch` runs a tiny model with checkpoints and copies in memory. At steps spread over the run
 its process is stopped for a second or killed, or its log is renamed or cut to nothing, as logrotate
 does. Memory, open files and threads of the launcher and of the rank, shared memory and the disk of
-the checkpoints are read as it goes. Each is put into parts of `PART` steps, of which the median
-counts; a line through the parts has one slope, and a height for each process that a kill began. A
-row is the slope per 1000 steps with its standard error. Exits with 1 where the run did not end as
-it should, or something grew over the run by more than 1 % and two standard errors.
+the checkpoints are read as it goes. Each is put into parts, of `PART` steps or, after many kills,
+one for each process; the median of a part counts. A row is the slope of a line through the parts,
+per 1000 steps, with its standard error. The line goes through all processes, so that it also shows
+a process that needs more memory the longer the run is that it resumes. Exits with 1 where the run
+did not end as it should, or something grew over the run by more than 1 % and two standard errors.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -34,8 +36,12 @@ from rich.table import Table
 
 from .soak import last_step
 
-PART, WARM_UP, MOST_GROWTH = 250, 500, 0.01
-"""Steps of a part; steps after a start that do not count; growth that is allowed."""
+PART, MANY, WARM_UP, MOST_GROWTH = 250, 8, 2000, 0.01
+"""Steps of a part; processes from which on each is a part; steps after a start that do not count;
+growth that is allowed.
+
+Caches fill at first: JAX's, and the table of CPython's interned strings, which grows once by 4 MB.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,33 +72,32 @@ class Slope:
         return (self.growth - 2 * self.error) * steps / 1000 <= MOST_GROWTH * self.median
 
 
-def slope_of(samples: list[Sample], name: str, by_process: bool) -> Slope:
+def slope_of(samples: list[Sample], name: str) -> Slope:
     """The slope of a count.
 
     Args:
         samples: of a run.
         name: a key of their numbers.
-        by_process: whether each process that trains has a height of its own.
     """
-    parts: dict[tuple[int, int], list[float]] = {}
     firsts: dict[int, int] = {}
     for sample in samples:
-        first = firsts.setdefault(sample.pid, sample.step)
-        if sample.step >= first + WARM_UP and name in sample.numbers:
-            process = sample.pid if by_process else 0
-            parts.setdefault((process, sample.step // PART), []).append(sample.numbers[name])
-    processes = sorted({process for process, _ in parts})
-    values = np.array([statistics.median(found) for found in parts.values()])
-    places = np.array([part * PART / 1000 for _, part in parts])
-    heights = np.array([[process == own for own in processes] for process, _ in parts], float)
-    columns = np.column_stack([places, heights])
-    free = len(values) - columns.shape[1]
-    if free < 1:
+        firsts.setdefault(sample.pid, sample.step)
+    # Samples of one process are alike, so each process is one part if there are enough of them.
+    has_many = len(firsts) >= MANY
+    parts: dict[int, list[tuple[int, float]]] = {}
+    for sample in samples:
+        if sample.step >= firsts[sample.pid] + WARM_UP and name in sample.numbers:
+            part = sample.pid if has_many else sample.step // PART
+            parts.setdefault(part, []).append((sample.step, sample.numbers[name]))
+    values = np.array([statistics.median(x for _, x in part) for part in parts.values()])
+    if len(values) < 3:
         raise SystemExit(f"{name}: {len(values)} parts are too few for a slope; take more steps")
-    found, *_ = np.linalg.lstsq(columns, values, rcond=None)
-    variance = float(np.sum((values - columns @ found) ** 2)) / free
-    spread = np.linalg.pinv(columns.T @ columns)[0, 0]
-    return Slope(float(found[0]), float(np.sqrt(variance * spread)), float(np.median(values)))
+    steps = np.array([statistics.fmean(at for at, _ in part) / 1000 for part in parts.values()])
+    centred = steps - steps.mean()
+    growth = float(centred @ values / (centred @ centred))
+    rest = values - values.mean() - growth * centred
+    error = math.sqrt(float(rest @ rest) / (len(values) - 2) / float(centred @ centred))
+    return Slope(growth, error, float(np.median(values)))
 
 
 class LongRun:
@@ -262,7 +267,7 @@ def main() -> int:
     )
     is_flat = True
     for name in samples[-1].numbers:
-        slope = slope_of(samples, name, by_process=name.startswith("rank"))
+        slope = slope_of(samples, name)
         is_flat = is_flat and slope.is_flat(asked.steps)
         cells = (f"{slope.median:.1f}", f"{slope.growth:+.3f}", f"{slope.error:.3f}")
         table.add_row(name, *cells)
