@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from axon_dist.checkpoint import CheckpointManager, Retention
 from axon_dist.core.errors import AxonDistError
 from axon_dist.train.app.directory import RunDirectory, create_directory, take_folders
-from axon_dist.train.app.training import _go_on, _record
+from axon_dist.train.app.training import _prepare_records, _record
 from axon_dist.train.config import RunConfig
 from axon_dist.train.loop import JsonlWriter
 
@@ -73,7 +73,7 @@ def little_run(root: Path, resume: str | None, saved: list[int]) -> None:
         assert first is not None
         if resume:
             state: Any = types.SimpleNamespace(step=first)
-            _go_on(config, directory, state, told.append, told=())
+            _prepare_records(config, directory, state, told.append, told=())
         writer = stack.enter_context(
             contextlib.closing(JsonlWriter(directory.metrics, told.append))
         )

@@ -100,7 +100,7 @@ class StrategyRow:
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether it is over the data axes of a mesh, which several such strategies share."""
+        """Whether it uses the data axes of a mesh, which several such strategies share."""
         return getattr(self.make, "is_data_parallel", False)
 
     def __call__(self, model: Any, world: World, **options: Any) -> Strategy:

@@ -75,9 +75,9 @@ class Executor:
     In each tick a rank runs the actions of its cell. Each action is a conditional, which computes
     nothing if the cell does not contain it. Activations and gradients are sent after the actions,
     by `ppermute`s that every rank executes, outside the conditionals. A `ppermute` inside a
-    conditional would hang, because ranks in the other branch would never join it. A buffer has as
-    many slots as values are alive at once: M for GPipe and looped BFS, independent of M for 1F1B
-    and its relatives.
+    conditional would hang, because ranks in the other branch would never join it. A buffer has
+    one slot for each value that is live at the same time: M for GPipe and looped BFS, independent
+    of M for 1F1B and its relatives.
 
     A backward pass either recomputes its stage from the stage's input, or reads the residuals of
     the forward pass. If it recomputes, the last stage's forward runs only within its backward,
@@ -88,7 +88,7 @@ class Executor:
         stages: the programs of its stages.
         axis: the mesh axis of the pipeline.
         weights: the trained rows of this rank's block parameters.
-        rest: all other parameters; None in place of frozen ones.
+        rest: the parameters outside the blocks; None in place of frozen ones.
         data: (index of a microbatch) -> its `Data`.
         scale: the loss scale of the backward passes.
         saves_residuals: whether forward passes save residuals; otherwise backward passes recompute.

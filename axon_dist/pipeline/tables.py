@@ -264,7 +264,7 @@ class State(NamedTuple):
         inputs: inputs of stages.
         gradients: gradients of the outputs of stages.
         stash: outputs and residuals that forwards save.
-        held: intermediates from input gradients to weight gradients.
+        held: intermediates that an action `I` saves for its `W`.
         outputs: outputs of the last stage, if the schedule has the action `V`.
         lookups: rows looked up for the first stage, if the schedule has the action `E`.
         scatters: the gradients of these rows.

@@ -1,4 +1,4 @@
-"""Proves which outputs of a program equal those of one device for every input, not only as tried.
+"""Proves, for all inputs, which outputs of a program equal those on one device.
 
 Each value on the mesh has a description relative to its value on one device: which axes split which
 dims, over which axes the ranks hold terms of a sum, and by which constant factor it is larger. The

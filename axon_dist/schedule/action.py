@@ -50,7 +50,7 @@ class Action(NamedTuple):
     """One unit of work, printed as torch prints it: `2F0` is stage 2, forward, microbatch 0.
 
     Args:
-        stage: the stage, counted through the whole model (not per device).
+        stage: the stage, numbered over the whole model and not per device.
         phase: the computation.
         microbatch: the number of the microbatch, from 0.
 

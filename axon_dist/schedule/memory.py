@@ -202,11 +202,11 @@ class _Life(NamedTuple):
 
 
 def assign_slots(schedule: Schedule) -> SlotPlan:
-    """Assigns a buffer slot to every value, with only as many slots as values alive at one time.
+    """Assigns a buffer slot to every value: as many slots as values that are live at one time.
 
     The lives of values are intervals in time. Coloring intervals greedily by their start needs
-    exactly as many colors as intervals overlap. A buffer has as many slots as values are alive at
-    once: M for GPipe and looped BFS, independent of M for 1F1B and its relatives.
+    exactly as many colors as the most intervals that overlap at one time: M for GPipe and looped
+    BFS, independent of M for 1F1B and its relatives.
 
     Args:
         schedule: a valid table.

@@ -346,7 +346,7 @@ def min_microbatches(num_stages: int, target: float) -> int:
 
 
 def pipeline_advice(num_microbatches: int, num_stages: int) -> tuple[str, ...]:
-    """Says how busy a number of microbatches keeps the stages, if more of them would help.
+    """Reports how busy the stages are, if more microbatches would keep them busier.
 
     Args:
         num_microbatches: microbatches `M`.

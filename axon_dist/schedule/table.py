@@ -194,7 +194,7 @@ class Schedule:
     Args:
         name: the name of the schedule.
         num_microbatches: microbatches per step.
-        placement: `placement[stage]` is the device of a stage; stages count through the model.
+        placement: `placement[stage]` is the device of a stage, by its number in the model.
         rows: `rows[device][tick]` is a cell; all rows have the same length.
 
     Raises:
@@ -283,7 +283,7 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages through the whole model: devices times chunks."""
+        """The number of stages of the whole model: devices times chunks."""
         return len(self.placement)
 
     @property

@@ -419,7 +419,7 @@ class Walk:
         which, *inputs = operands
         is_own = which.is_constant or (which.is_rows and which.dim is None)
         if not is_own or which.is_scaled:
-            why = "is part of a branch that the samples choose"
+            why = "is computed in a `cond` whose predicate depends on several samples"
             return [coupled(which.why or why, which.line or at)] * len(pair[0].outvars)
         branches = zip(*map(inners, pair), strict=True)
         by_branch = [self._body((one.program, two.program), inputs) for one, two in branches]
@@ -489,6 +489,6 @@ _SPECIAL: MappingProxyType[str, Callable[..., list[Value]]] = MappingProxyType(
         "cond": Walk.branch,
         "psum": Walk.average,
         "psum_invariant": Walk.average,
-        "axis_index": lambda walk, pair, operands, at: [coupled("asks for its rank", at)],
+        "axis_index": lambda walk, pair, operands, at: [coupled("calls `axis_index`", at)],
     }
 )

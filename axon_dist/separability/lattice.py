@@ -50,8 +50,8 @@ class Why(enum.StrEnum):
     """Why a value depends on several samples, or on their number; verb phrases about the value."""
 
     DIFFERS = (
-        "traces to a different program when the number of samples differs, as a Python loop over "
-        "them or an `if` on their number does"
+        "traces to a different program for a different number of samples, for example because of a "
+        "Python loop over them or an `if` on their number"
     )
     DIMS = "depends on the number of samples in more than one dim"
     SIZES = "depends on how many samples there are in a way that parts of a batch do not show"
@@ -70,19 +70,19 @@ class Why(enum.StrEnum):
         "weight of 0 gives a loss of 0"
     )
     PRODUCT = "multiplies or divides totals over the samples"
-    EACH = "puts a total over the samples together with each of them"
+    EACH = "combines a sum over the samples with individual samples"
     NUMBERS = (
-        "numbers the samples, and the first sample of a part need not be the first of the batch"
+        "depends on the position of a sample in the batch, which is another one in a part of it"
     )
     RESHAPED = "is reshaped across the samples"
-    WRITTEN = "is written at a place where several samples may write"
+    WRITTEN = "is written where several samples may write"
     PICKED = "picks samples by an index"
-    MOVING = "takes slices at places that differ from sample to sample"
+    MOVING = "takes slices at offsets that differ from sample to sample"
     SOME = "takes some of the samples"
     UNEVEN = SOME + ", and different ones for a part of the batch than for the whole"
     TURNED = "reverses the order of the samples"
-    JOINED = "joins samples with something else along their dim"
-    RUNNING = "goes on from sample to sample, by"
+    JOINED = "concatenates samples with something else along the batch dim"
+    RUNNING = "runs along the batch dim, by"
     OFTEN = "is computed in a loop whose number of iterations depends on the samples"
     ONE_EACH = "is an array with an entry of its own for every sample"
 

@@ -141,9 +141,12 @@ def _options(plan: StepPlan) -> Sequence[str]:
     strategy = plan.spec.strategy
     blocks = "; ".join(map(str, plan.loop_choices)) or "known once the step has seen a batch"
     compiler = ", ".join(f"{name}={value}" for name, value in plan.compiler_options.items())
+    # Without `remat`, a block that gathers its weights still saves no elementwise results.
+    saves_most = plan.changes.units and not strategy.layers
+    by_default = "elementwise operations of blocks" if saves_most else "nothing"
     return [
         f"precision: {strategy.precision or plan.spec.model_spec.dtype}",
-        f"recomputed: {strategy.remat or 'nothing'}",
+        f"recomputed: {strategy.remat or by_default}",
         f"blocks: {blocks}",
         f"compiler: {compiler or 'its own defaults'}",
     ]

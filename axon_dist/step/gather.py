@@ -1,10 +1,10 @@
 """Gathers a sharded weight for use, and reduces its gradient on the way back.
 
 `model_changes.py` attaches a gather to each weight of a unit, and `gather_params` in `ir/units.py`
-calls it inside the unit. The backward pass gathers again, because `LayerScan.protect` in
-`ir/layer_scan.py` wraps the unit in a `jax.checkpoint` whose policy is the `remat` policy if one is
-set; otherwise `ModelChanges.with_layer_scan` chooses it. A weight outside all units is
-gathered once, before the model runs.
+calls it inside the unit. The backward pass gathers again, because each unit runs under
+`jax.checkpoint` (`LayerScan.protect` in `ir/layer_scan.py`). Its policy is that of `remat`, or else
+one that never saves gathered weights (`ModelChanges.with_layer_scan`). A weight outside all units
+is gathered once, before the model runs.
 
 `GlobalGather` is the default. `LocalGather` runs where `StepSpec.is_local` is true, for example
 with `Reduction(manual=True)`.
@@ -44,16 +44,16 @@ GATHERED = (
 class GlobalGather:
     """Gathers a weight in global view by sharding constraints, forward and backward.
 
-    A plain `with_sharding_constraint(w, whole)` lets the compiler gather before the cast, and
-    keeps the gradient whole. Constraining both layouts in both directions makes the forward an
-    all-gather in the compute dtype and the backward a reduce-scatter.
+    With only `with_sharding_constraint(w, whole)`, XLA may all-gather before the cast and
+    all-reduce the gradient. So the sharded and the gathered layout are both constrained in both
+    passes: the forward is an all-gather in the compute dtype, the backward a reduce-scatter.
 
     Args:
         mesh: names and sizes of its axes, over all devices.
         stored: the spec of the weight between uses.
         grad: the spec of its gradient after the reduction; None for a weight without one.
         full: the spec of the weight in use. Dims that tensor parallelism splits stay split.
-        ndim: dims of the parameter. A weight with fewer dims is a row of stacked layers.
+        ndim: dims of the parameter. A weight in a scan over stacked layers has one dim less.
         in_loop: whether a loop reads it in every iteration. It is then gathered before the loop,
             and its gradient is summed over the iterations before it is scattered. Left to itself,
             the compiler would gather the weight, or what it is multiplied with, in every
@@ -117,7 +117,7 @@ class LocalGather:
         axes: all the batch axes, whose ranks have different samples.
         wire: the dtype of the reduction.
         shape: the shape of the parameter in the model. The gathered weight is cut to it if shards
-            are padded. A weight with fewer dims is a row of stacked layers.
+            are padded. A weight in a scan over stacked layers has one dim less.
         has_grad: whether it is trained.
     """
 
@@ -177,7 +177,8 @@ class Accumulated:
     Args:
         weight: the weight, or its rows in a stack of layers.
         sums: the sum of those gradients, of the same shape.
-        slot: zeros in the shape of the owner's shard, whose gradient will be the reduced sum.
+        slot: zeros in the shape of the owner's shard; the gradient with respect to them is the
+            reduced gradient.
     """
 
     weight: Array
@@ -202,7 +203,7 @@ class ReduceAccumulated:
         spec: the sharding of the total over batch axes only.
         axes: all the batch axes, whose ranks have different samples.
         wire: the dtype of the reduction.
-        ndim: dims of the parameter. A weight with fewer dims is a row of stacked layers.
+        ndim: dims of the parameter. A weight in a scan over stacked layers has one dim less.
     """
 
     spec: PartitionSpec

@@ -107,7 +107,9 @@ def global_gather(
     gathers_once: bool = False,
     read_in_loop: frozenset[Path] = frozenset(),
 ) -> GlobalGather:
-    """Returns the gather of a weight in global view: whole over the data axes, gradient to owners.
+    """Returns the gather of a weight in global view.
+
+    It all-gathers the weight over the data axes, and reduce-scatters its gradient.
 
     Args:
         spec: the resolved arguments of the step.

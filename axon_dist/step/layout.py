@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,14 +46,7 @@ from .separation import Separation
 from .spec import StepSpec
 from .state import TrainState, wide_copy
 from .statistics import buffer_partition, mean_buffers, stack_buffers
-
-GradientsFn: TypeAlias = Callable[[StepPlan, TrainState, Placed], GradientResult]
-"""Computes the gradients of a state in device memory, with any loss scale divided out."""
-
-StepFn: TypeAlias = Callable[
-    [StepPlan, TrainState, Placed, Array | None], tuple[TrainState, Metrics]
-]
-"""(plan, state in device memory, batch, nonfinite flag) -> the next state and metrics."""
+from .update import one_step, unscaled_gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,34 +287,26 @@ class StateLayout:
         """The results for the batch shapes seen so far."""
         return self.plan.separator.found
 
-    def run_gradients(
-        self, gradients_fn: GradientsFn, state: TrainState, placed: Placed
-    ) -> GradientResult:
+    def run_gradients(self, state: TrainState, placed: Placed) -> GradientResult:
         """Computes the gradients of a state's parameters.
 
         Args:
-            gradients_fn: `unscaled_gradients`, passed in because `update.py` imports this file.
             state: a state in device memory.
             placed: the batch.
         """
-        return gradients_fn(self.plan, state, placed)
+        return unscaled_gradients(self.plan, state, placed)
 
     def run_step(
-        self,
-        step_fn: StepFn,
-        state: TrainState,
-        placed: Placed,
-        was_nonfinite: Array | None = None,
+        self, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
     ) -> tuple[TrainState, Metrics]:
         """Computes the next state.
 
         Args:
-            step_fn: `one_step`, passed in for the same reason.
             state: a state in device memory.
             placed: the batch.
             was_nonfinite: the nonfinite flag of the step before.
         """
-        return step_fn(self.plan, state, placed, was_nonfinite)
+        return one_step(self.plan, state, placed, was_nonfinite)
 
     def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Returns the stored trained parameters and the buffers of a state's model."""

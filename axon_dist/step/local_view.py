@@ -304,8 +304,9 @@ class RankProgram:
     def _reduces_within(self, scale: Any) -> bool:
         """Whether the backward pass of the last microbatch reduces the gradients of all of them.
 
-        Buckets are reduced in their own order instead. With a loss scale it does not either: it
-        reduces gradients of sums, for which a scale that fits gradients of means is too large.
+        Buckets are reduced in their own order instead. With a loss scale, the reduction also stays
+        outside: within the backward pass it is one of gradients of sums, which would overflow with
+        a scale that fits gradients of means.
         """
         reduction = self.spec.reduction
         accumulates = reduction.per == "step" and self.spec.num_microbatches > 1

@@ -40,7 +40,7 @@ LastFn: TypeAlias = Callable[[Sums, PyTree, PyTree, Batch], tuple[Sums, PyTree]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Draws:
-    """The random draws of the parts of a batch.
+    """How random streams and buffers advance from one part of a batch to the next.
 
     Args:
         rows: the draws whose shape depends on the number of samples, and which rows of them a part

@@ -407,10 +407,9 @@ def gradient_sums(
     Args:
         forward: the forward pass.
         scale: the loss scale, against vanishing gradients.
-        common: maps a rank's weight to one that is the same on all ranks. Needed if the backward
-            pass itself adds the gradients of different ranks: they cannot be multiplied by each
-            rank's own weight afterwards. If it returns 1, the total is differentiated and not the
-            mean.
+        common: returns the weight that all ranks divide by. Required if gradients are reduced
+            inside the backward pass, where each rank's own weight can no longer be applied
+            afterwards. If it returns 1, the total is differentiated instead of the mean.
         num_shards: how many shards of about this size a batch is cut into: ranks times
             microbatches. The mean over a shard gives each sample that many times its weight in
             the batch. The loss scale is therefore divided by it; half precision would otherwise

@@ -39,7 +39,7 @@ class Nonfinite(NamedChoice):
 
     @property
     def holds(self) -> bool:
-        """Whether steps that are already in flight keep the state unchanged too."""
+        """Whether later steps, also those already in flight, leave the state unchanged too."""
         return self is not Nonfinite.SKIP
 
 
@@ -122,7 +122,7 @@ def check_arguments(
 
     Raises:
         ConfigError: naming what was given and what to give instead.
-        GroupError: when a wrapper is over a group of another world.
+        GroupError: when a wrapper belongs to another world.
 
     Example:
         >>> check_arguments(None, len, None)

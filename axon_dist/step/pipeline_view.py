@@ -172,8 +172,9 @@ class PipelineRegion:
         row_specs: the specs of the rows of trained parameters in the manual region: split by
             stages, and experts over the ranks that their tokens are sent to.
         frozen_specs: the same for the rows of frozen parameters.
-        added_over: the batch axes over which the gradients of each row are summed. Axes that split
-            the row are not among them: the samples of all ranks along these are sent to the row.
+        added_over: the batch axes over which the gradients of each row are summed. Excludes
+            axes that shard the row, such as `ep`: each shard already sees the samples of all ranks
+            along them.
     """
 
     plan: StepPlan
@@ -257,8 +258,8 @@ class PipelineRegion:
     def grad_specs(self, split_dims: Partitioned) -> tuple[PyTree, PyTree]:
         """Returns the specs of the gradients of rows and rest as they leave the manual region.
 
-        In a region where other axes are automatic, a reduce-scatter would first gather over these.
-        There, the addends of all ranks leave the region stacked in a new dim, and the compiler sums
+        If other axes are automatic, a `psum_scatter` would first all-gather over them. So the
+        gradients of all ranks then leave the region stacked in a new dim, and the compiler reduces
         them outside.
         """
         if not self.is_whole_mesh:
@@ -293,10 +294,10 @@ class PipelineRegion:
         has a value. Of the parameters in `split_dims` this rank has its shard.
         """
         spec = self.spec
-        drawing = buffers if draws is None else draws.before(buffers, buffers, 0)
+        first_buffers = buffers if draws is None else draws.before(buffers, buffers, 0)
         stacks = self.plan.stored.storage.stacks
-        drawing = stacks.split_buffers(drawing) if stacks.depths else drawing
-        trace = self.trace(drawing, batch)
+        first_buffers = stacks.split_buffers(first_buffers) if stacks.depths else first_buffers
+        trace = self.trace(first_buffers, batch)
         lookups = (
             lookups_in(trace, {i: self.rows.rest[i] for i in split_dims}) if split_dims else []
         )
@@ -308,14 +309,16 @@ class PipelineRegion:
         # The buffers that the loss changes, and the stage that changes each.
         mutable = {i: stage for one in programs for i, stage in one.buffer_stages.items()}
         unchanged = frozenset[Path]() if draws is None else draws.once
-        averaged, shared = _kinds_of_buffers(mutable, drawing, draws)
+        averaged, shared = _kinds_of_buffers(mutable, first_buffers, draws)
         in_turn = {i: stage for i, stage in mutable.items() if i not in shared}
         if in_turn:
-            check_order(trace, drawing, self.pipeline.schedule, in_turn)
+            check_order(trace, first_buffers, self.pipeline.schedule, in_turn)
         rest = [x if x is not None else y for x, y in zip_longest(params[1], frozen[1])]
         ahead = {keys: rest[i] for keys, i in unsplit.items()}
-        over_time, changed = buffers_over_time(trace, drawing, count, mutable, unchanged, ahead)
-        first = jax.tree.leaves(drawing)
+        over_time, changed = buffers_over_time(
+            trace, first_buffers, count, mutable, unchanged, ahead
+        )
+        first = jax.tree.leaves(first_buffers)
         data = _data_of_microbatches(batch, first, over_time, draws)
         weight = mean_weight(trace, data, count, spec.strategy.batch_axes)
         sums = Executor(

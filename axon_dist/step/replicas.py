@@ -19,13 +19,14 @@ from ..parallel import OuterLoop
 from ..sharding import Copies, optimizer_shardings, shardings, specs
 from ..sharding.padding import cut_like, for_region, stored_shape
 from .batch import Placed, batch_spec
-from .layout import GradientsFn, StateLayout, StepFn
+from .layout import StateLayout
 from .model_spec import Source
 from .objective import GradientResult
 from .options import FLAG
 from .plan import StepPlan, plan_step
 from .separation import Separation
 from .state import TrainState, wide_copy
+from .update import one_step, unscaled_gradients
 
 ROWS = ("params", "opt_state", "buffers", "scaler")
 """The fields of a state that have one row per replica."""
@@ -325,24 +326,18 @@ class ReplicaLayout(StateLayout):
         """The results for the batch shapes of a replica seen so far."""
         return self.inner.separator.found
 
-    def run_gradients(
-        self, gradients_fn: GradientsFn, state: TrainState, placed: Placed
-    ) -> GradientResult:
+    def run_gradients(self, state: TrainState, placed: Placed) -> GradientResult:
         """Returns the gradients and the metrics of all replicas, one row for each."""
         inner = self.inner
 
         def of_replica(state: TrainState, placed: Placed) -> tuple:
-            return _stacked(tuple(gradients_fn(inner, state, placed)))
+            return _stacked(tuple(unscaled_gradients(inner, state, placed)))
 
         rows = PartitionSpec(self.outer.loop.axis)
         return GradientResult(*self._on_each(of_replica, state, placed, rows))
 
     def run_step(
-        self,
-        step_fn: StepFn,
-        state: TrainState,
-        placed: Placed,
-        was_nonfinite: Array | None = None,
+        self, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
     ) -> tuple[TrainState, Metrics]:
         """Takes one step on each replica independently.
 
@@ -357,7 +352,7 @@ class ReplicaLayout(StateLayout):
         axis = self.outer.loop.axis
 
         def of_replica(state: TrainState, placed: Placed) -> tuple[TrainState, dict]:
-            new, metrics = step_fn(inner, state, placed, was_nonfinite)
+            new, metrics = one_step(inner, state, placed, was_nonfinite)
             return _with_rows(new, _stacked), _stacked(metrics)
 
         out_specs = _specs(axis), PartitionSpec(axis)

@@ -282,7 +282,7 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement.row(
         "no replica waits for another",
         UnsupportedError,
-        "nonfinite={policy!r} keeps the state of all ranks from the first step that is not finite, "
+        "nonfinite={policy!r} freezes the state of all ranks from the first nonfinite step on, "
         "and replicas over axis {axis!r} would have to tell each other on every step; use 'skip', "
         "with which each leaves out its own batch, in a config train: {{nonfinite: skip}}",
         _stops_replicas,

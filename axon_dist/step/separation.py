@@ -237,8 +237,8 @@ class FunctionOfSums(PartLoss):
     Args:
         loss_fn: the user's loss. Its outputs that are not in `names` stay as a part computes them.
         names: the names of the outputs that are replaced by sums: metrics, or `LOSS`.
-        differentiated: if the loss is replaced, the linear combination of sums that a part
-            differentiates instead, as pairs (index of a sum, coefficient).
+        differentiated: pairs (index of a sum, coefficient). If the loss is replaced, each part
+            differentiates this linear combination of its sums instead.
         factors: for each sum, the factor that turns its mean over the parts into the sum over the
             whole batch.
     """
@@ -545,7 +545,7 @@ class Separator:
         return tuple(self._separations.values())
 
     def coupling(self, batch: Batch) -> str:
-        """Says what couples the samples, so that other microbatches would change the loss; or "".
+        """Returns why the loss depends on the number of microbatches; "" if it does not.
 
         Statistics such as BatchNorm's are taken over a microbatch, and so couple its samples.
 
@@ -847,7 +847,7 @@ class Separator:
 
     def _mixed(self, use: SampleUse, ranks: int) -> str:
         """Returns the error for a loss that adds a term once per part, not once per sample."""
-        guard = "A constant that keeps it from being 0 can be left out: a loss of weight 0 is 0. "
+        guard = "Drop a constant that keeps it from being 0: a loss with weight 0 is 0. "
         guard = guard if use.loss.why.startswith(OF_WEIGHT) else ""
         return (
             f"the loss {use.loss.why} ({use.loss.line}). Each of {ranks * self._num_microbatches} "
@@ -877,9 +877,9 @@ class Separator:
         if strategy.pipeline is None:
             instead = f"leave {what} out, and the step computes it over the whole batch"
         return (
-            f"{why}, so that {ranks} ranks cannot compute it each from its own samples, as {what} "
-            f"asks for. {_instead_of(why, part)}; or {instead}; or, to average the losses of the "
-            "ranks, say so: build_train_step(separable=True)"
+            f"{why}, so that {ranks} ranks cannot compute it each from its own samples, which "
+            f"{what} requires. {_instead_of(why, part)}; or {instead}; or, to average the losses of "
+            "the ranks, say so: build_train_step(separable=True)"
         )
 
 

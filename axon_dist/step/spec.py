@@ -95,7 +95,7 @@ class StepSpec:
 
     @property
     def is_local(self) -> bool:
-        """Whether each rank differentiates its own samples, or the compiler partitions the work."""
+        """Whether ranks compute gradients in `shard_map`; else the compiler partitions them."""
         strategy = self.strategy
         # Without batch axes no rank has gradients of its own to sum first. Parameters that
         # are never gathered, such as experts, get the samples of other ranks too.

@@ -60,7 +60,6 @@ from .rules import check_plan, check_rules
 from .sharing import once
 from .spec import StepSpec, strategy_for
 from .state import WEIGHTS, TrainState, averaged, check_fits, check_usable
-from .update import one_step, unscaled_gradients
 
 STEPS_IN_FLIGHT = 16
 """The most steps in flight on emulated devices."""
@@ -279,7 +278,7 @@ class StepPrograms:
         step: (state, placed batch, nonfinite flag) -> next state, metrics; donates the state.
         evaluate: (state, placed batch) -> the sums of an evaluation.
         gradients: (state, placed batch) -> reduced gradients, metrics.
-        evaluated: the plan of evaluations, of all replicas together.
+        evaluated: the plan of evaluations, which treats all replicas as one data-parallel group.
         outer_steps: state -> state, one for each fragment of replicas that train independently.
     """
 
@@ -354,11 +353,11 @@ def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
     def train_step(
         state: TrainState, placed: Placed, was_nonfinite: Array | None = None
     ) -> tuple[TrainState, Metrics]:
-        new, metrics = layout.run_step(one_step, on_device(state), placed, was_nonfinite)
+        new, metrics = layout.run_step(on_device(state), placed, was_nonfinite)
         return layout.padded(new), metrics
 
     def gradients(state: TrainState, placed: Placed) -> tuple[PyTree, Metrics]:
-        grads, metrics, _ = layout.run_gradients(unscaled_gradients, on_device(state), placed)
+        grads, metrics, _ = layout.run_gradients(on_device(state), placed)
         return stored_tree(grads, layout.grad_shardings), metrics
 
     def evaluate(state: TrainState, placed: Placed) -> dict[str, Weighted]:

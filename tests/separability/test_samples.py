@@ -346,7 +346,7 @@ COUPLED = {
     ),
     "numbered samples": (
         lambda p, b: jnp.mean(error(p, b) * jnp.arange(len(b["x"]))),
-        "numbers the samples",
+        "depends on the position of a sample",
     ),
     "numbers from outside": (
         lambda p, b: jnp.mean(error(p, b) * np.arange(len(b["x"]))),
@@ -358,7 +358,7 @@ COUPLED = {
                 jnp.arange(len(b["x"]))
             )
         ),
-        "numbers the samples",
+        "depends on the position of a sample",
     ),
     "a key made on the way": (
         lambda p, b: jnp.mean(b["x"] * jax.random.normal(jax.random.key(0), b["x"].shape)),

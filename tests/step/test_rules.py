@@ -257,7 +257,7 @@ EXAMPLES = {
     ),
     "no replica waits for another": (
         lambda: build(local_sgd(every=2), "nodes=8", nonfinite="stop"),
-        "nonfinite='stop' keeps the state of all ranks",
+        "nonfinite='stop' freezes the state of all ranks",
     ),
     "EMA needs one set of parameters": (
         lambda: build(local_sgd(every=2), "nodes=8", ema=0.9),

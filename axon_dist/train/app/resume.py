@@ -223,7 +223,7 @@ _WITHOUT_EFFECT = (
     *("train.log_every", "train.eval_every", "train.eval_batches", "train.profile", "validation."),
     *("train.peak_flops", "train.layer_norms", "train.best"),
 )
-"""Prefixes of config keys that do not affect the trained numbers."""
+"""Prefixes of config keys that do not change the result of training."""
 
 
 def changes_since(saved: object, config: RunConfig, state: TrainState) -> list[str]:

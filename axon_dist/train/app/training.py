@@ -126,7 +126,7 @@ def train(
         if state is not None and int(state.step) >= config.train.steps:
             tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
             return _finished_already(run, directory, state, tell)
-        history = _go_on(config, directory, state, tell, told) if run.is_main else ()
+        history = _prepare_records(config, directory, state, tell, told) if run.is_main else ()
         on_main(directory.copy)
         state = run.first_state(tell) if state is None else state
         progress = make_progress(console, config.name)
@@ -138,7 +138,7 @@ def train(
             checkpoints = inner.enter_context(saved.checkpoints)
             checkpoints.tell = progress.note
             ahead = compiling_ahead(config, run.world, os.environ, progress.note)
-            keep = _keep_program(run, directory, progress, inner.enter_context(ahead))
+            keep = _record_program(run, directory, progress, inner.enter_context(ahead))
             trainer = run.trainer(
                 progress,
                 writers,
@@ -150,9 +150,9 @@ def train(
                 profile_dir=str(directory.profile),
             )
             with explained(run, directory.path):
-                fitted = time.perf_counter()
+                loop_began = time.perf_counter()
                 result = _fit(trainer, state, checkpoints)
-        summary = _write_results(run, result, directory, tell, began, fitted)
+        summary = _write_results(run, result, directory, tell, began, loop_began)
         # Wait for process 0: a scheduler may kill the other processes as soon as one exits.
         on_main(lambda: None)
         _print_closing(console, result, summary, directory)
@@ -168,7 +168,7 @@ def _write_results(
     directory: RunDirectory,
     tell: Callable[[str], None],
     began: float,
-    fitted: float,
+    loop_began: float,
 ) -> JsonDict:
     """Writes the summary and the curves of a run; returns the contents of the summary.
 
@@ -178,10 +178,10 @@ def _write_results(
         directory: the folder of the files.
         tell: called with a message about each file that cannot be written.
         began: when the run began, as a `time.perf_counter` reading.
-        fitted: when its training loop began, as a `time.perf_counter` reading.
+        loop_began: when its training loop began, as a `time.perf_counter` reading.
     """
     summary = summarize(run, result)
-    seconds = {START: fitted - began, **summary["seconds"]}
+    seconds = {START: loop_began - began, **summary["seconds"]}
     if run.is_main:
         first = {**summary, "seconds": seconds}
         _record(directory.summary, tell, lambda: directory.write_summary(first))
@@ -218,7 +218,7 @@ def _start(
     return saved.find_start(resume, tell_and_keep), told
 
 
-def _go_on(
+def _prepare_records(
     config: RunConfig,
     directory: RunDirectory,
     state: TrainState | None,
@@ -260,7 +260,7 @@ def _check_not_removed(
         )
 
 
-def _keep_program(
+def _record_program(
     run: Run, directory: RunDirectory, progress: Progress, then: Callable[[], None]
 ) -> Callable[[], None]:
     """Returns the callback after the first step, which writes `program.json` and calls `then`."""
