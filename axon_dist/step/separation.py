@@ -878,8 +878,8 @@ class Separator:
             instead = f"leave {what} out, and the step computes it over the whole batch"
         return (
             f"{why}, so that {ranks} ranks cannot compute it each from its own samples, which "
-            f"{what} requires. {_instead_of(why, part)}; or {instead}; or, to average the losses of "
-            "the ranks, say so: build_train_step(separable=True)"
+            f"{what} requires. {_instead_of(why, part)}; or {instead}; or, to average the losses "
+            "of the ranks, say so: build_train_step(separable=True)"
         )
 
 
