@@ -135,9 +135,9 @@ OPTIONS = {
 """The strategy, the mesh and the microbatches."""
 ASKS = {
     "buckets": "as bucket_capacity=64 asks for.*leave bucket_capacity=64 out",
-    "overlapped": "as sync=OVERLAPPED asks for",
-    "recast": "as a reduction in bfloat16 with compute in float32 asks for",
-    "manual": "as manual=True asks for",
+    "overlapped": "which sync=OVERLAPPED requires",
+    "recast": "which a reduction in bfloat16 with compute in float32 requires",
+    "manual": "which manual=True requires",
     "pipeline": "as a pipeline with dp asks for.*leave the pipeline out",
 }
 

@@ -308,7 +308,7 @@ COUPLED = {
         lambda p, b: jnp.sum(jax.nn.softmax(logits(p, b)).mean(0) ** 2),
         "takes `(square|integer_pow)` of a total",
     ),
-    "variance": (lambda p, b: jnp.var(logits(p, b), 0).sum(), "over the samples together with"),
+    "variance": (lambda p, b: jnp.var(logits(p, b), 0).sum(), "over the samples with individual"),
     "batch norm": (
         lambda p, b: jnp.mean(jax.nn.standardize(logits(p, b), axis=0) ** 3),
         "over the samples",

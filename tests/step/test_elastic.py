@@ -273,7 +273,7 @@ def test_other_devices_are_refused():
     ("model", "loss", "words"),
     [
         (Normed, loss_fn, "statistics"),
-        (Net, coupled, 'as deterministic="elastic" asks for'),
+        (Net, coupled, 'which deterministic="elastic" requires'),
     ],
 )
 def test_losses_that_couple_samples_are_refused(model, loss, words):
