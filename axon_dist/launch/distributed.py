@@ -452,7 +452,7 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
 def orders_collectives(hlo: str) -> bool:
-    """Whether XLA:CPU can tell all collectives of a program apart, in whatever order they run.
+    """Whether XLA:CPU distinguishes all collectives of a program, in whatever order they run.
 
     XLA:CPU matches devices in a collective by its kind and channel, and runs the collectives of one
     computation in order. In a program loaded from the cache, loops and branches lose that order. So

@@ -141,7 +141,7 @@ def _options(plan: StepPlan) -> Sequence[str]:
     strategy = plan.spec.strategy
     blocks = "; ".join(map(str, plan.loop_choices)) or "known once the step has seen a batch"
     compiler = ", ".join(f"{name}={value}" for name, value in plan.compiler_options.items())
-    # Without `remat`, a block that gathers its weights still saves no elementwise results.
+    # Without `remat`, blocks still recompute their elementwise results; see `with_layer_scan`.
     saves_most = plan.changes.units and not strategy.layers
     by_default = "elementwise operations of blocks" if saves_most else "nothing"
     return [

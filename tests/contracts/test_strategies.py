@@ -24,7 +24,7 @@ OPTIMIZERS = {
     # Adam hides constant factors of the gradient; SGD rows are what prove them absent.
     "adam": lambda: optax.adam(1e-2, eps=1e-4),
     # A smaller epsilon would make rounding of small gradients large.
-    "adamw": lambda: optax.adamw(1e-2, eps=1e-3, weight_decay=0.1),
+    "adamw": lambda: optax.adamw(1e-2, eps=3e-3, weight_decay=0.1),
 }
 
 
@@ -189,16 +189,16 @@ ODD_FULL = [
 
 
 def rounding_of_adam(row: Row, case: Case, want: Trace) -> float:
-    """How far one device in float32 is from the same run in float64, at most 2e-5.
+    """How far one device in float32 is from the same run in float64, at most 1e-5.
 
-    With ten samples Adam makes 1.1e-5 of rounding in attention. A step on many devices may be as
+    With ten samples Adam rounds by several 1e-6 in attention. A step on many devices may be as
     far from the run on one as both are from the exact one.
     """
     with jax.enable_x64(True):
         optimizer = OPTIMIZERS[row.optimizer]()
         exact = train(in_float64(case), optimizer, NUM_STEPS, row.accumulate, row.clip_norm)
     rounding = distance(want.params, exact.params)
-    assert rounding < 2e-5
+    assert rounding < 1e-5
     return rounding
 
 

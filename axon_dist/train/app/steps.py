@@ -173,7 +173,7 @@ def warn_of_vanishing(config: RunConfig, step: TrainStep) -> None:
     """Warns if weights are stored in a dtype too coarse for updates of this learning rate.
 
     A stored weight w can only change to another number of its dtype. In bfloat16, neighboring
-    numbers are up to w / 128 apart, so rounding loses an update of less than half of that.
+    numbers differ by up to w / 128, so rounding loses an update of less than half of that.
 
     Args:
         config: the config of a run.

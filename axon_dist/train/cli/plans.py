@@ -68,13 +68,11 @@ def _collecting_rarely() -> Iterator[None]:
     Traces are millions of objects, of which most stay until the end of a search.
     """
     thresholds = gc.get_threshold()
-    gc.freeze()
     gc.set_threshold(200_000, *thresholds[1:])
     try:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
 
 
 def _devices(arguments: argparse.Namespace) -> tuple[Hardware, int]:
