@@ -269,7 +269,7 @@ def check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) ->
 
 
 def says_little(train: float, validation: float, what: str) -> str:
-    """Returns a note for users if training has less than 80 % of the data, else "".
+    """Returns a note for users if training has less than 80% of the data, else "".
 
     Args:
         train: the amount of training data.
@@ -278,12 +278,12 @@ def says_little(train: float, validation: float, what: str) -> str:
 
     Example:
         >>> says_little(10, 205, "bytes")
-        '; note that only 5 % of the bytes are for training'
+        '; note that only 5% of the bytes are for training'
         >>> says_little(90, 10, "bytes")
         ''
     """
     share = train / (train + validation)
-    few = f"; note that only {100 * share:.0f} % of the {what} are for training"
+    few = f"; note that only {100 * share:.0f}% of the {what} are for training"
     return few if share < _MOST else ""
 
 

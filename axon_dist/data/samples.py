@@ -415,7 +415,7 @@ class Mixture:
         paddings = (s * p.padding for s, p in zip(self._shares, parts, strict=True))
         self.padding: float = float(sum(paddings))
         self.description: str = " + ".join(
-            f"{100 * share:.3g} % of ({part.description})"
+            f"{100 * share:.3g}% of ({part.description})"
             for share, part in zip(self._shares, parts, strict=True)
         )
 

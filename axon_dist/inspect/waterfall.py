@@ -204,7 +204,7 @@ class Waterfall:
             if loss.seconds > 0:
                 percent = self.percent(loss.seconds)
                 lines = ", ".join(
-                    f"{place.source or place.operation} {self.percent(place.seconds):.1f} %"
+                    f"{place.source or place.operation} {self.percent(place.seconds):.1f}%"
                     for place in loss.places[:_LINES]
                 )
                 found.append((KINDS[loss.kind], percent, loss.seconds, lines, loss.advice))

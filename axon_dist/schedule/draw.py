@@ -98,7 +98,7 @@ def title(schedule: Schedule, timeline: Timeline | None) -> str:
     sizes += f", {schedule.num_microbatches} microbatches"
     if timeline is None:
         return f"{sizes}, {schedule.num_ticks} ticks"
-    bubble = f"bubble {timeline.bubble_fraction:.1%}".replace("%", " %")
+    bubble = f"bubble {timeline.bubble_fraction:.1%}"
     reading = "in lockstep: makespan" if timeline.lockstep else "makespan"
     return f"{sizes}, {reading} {timeline.makespan:g}, {bubble}"
 
@@ -133,7 +133,7 @@ def draw(
         >>> from axon_dist.schedule import one_f_one_b, simulate
         >>> table = one_f_one_b(2, 2)
         >>> print(draw(table, simulate(table)))
-        1f1b: 2 stages on 2 devices, 2 microbatches, makespan 9, bubble 33.3 %
+        1f1b: 2 stages on 2 devices, 2 microbatches, makespan 9, bubble 33.3%
                  0  1  2  3  4  5  6  7  8
         device 0 |F0|F1|     |B0   |  |B1   |
         device 1    |F0|B0   |F1|B1   |

@@ -353,14 +353,14 @@ def pipeline_advice(num_microbatches: int, num_stages: int) -> tuple[str, ...]:
         num_stages: stages `S`.
 
     Returns:
-        Sentences; none if `M >= 4S`, because at least 80 % of the time is then work.
+        Sentences; none if `M >= 4S`, because at least 80% of the time is then work.
 
     Raises:
         ScheduleError: a number below 1.
 
     Example:
         >>> pipeline_advice(8, 4)
-        ('8 microbatches keep 4 stages busy 73 % of the time; 16 would give 84 %.',)
+        ('8 microbatches keep 4 stages busy 73% of the time; 16 would give 84%.',)
     """
     now = efficiency(num_microbatches, num_stages)
     enough = 4 * num_stages
@@ -376,4 +376,4 @@ def pipeline_advice(num_microbatches: int, num_stages: int) -> tuple[str, ...]:
             f"With fewer microbatches than stages, at least "
             f"{num_stages - num_microbatches} devices are idle in every tick."
         )
-    return tuple(line.replace("%", " %") for line in advice)
+    return tuple(advice)

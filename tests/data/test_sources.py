@@ -175,7 +175,7 @@ def test_every_document_is_in_one_row_with_its_own_segment(texts):
     padding = (batch["segments"] == 0).mean()
     assert samples.padding == pytest.approx(padding)
     assert padding < 0.1
-    assert f"{100 * padding:.1f} % is padding" in samples.description
+    assert f"{100 * padding:.1f}% is padding" in samples.description
     assert "raise data.sequence_length" not in samples.description
     lonely = JsonlSource((texts,), validation_fraction=0.25, too_long="drop").open(3)
     assert "; no two fit into 3 tokens: raise data.sequence_length" in lonely.description
@@ -421,7 +421,7 @@ def test_a_few_files_are_split_by_their_bytes(tmp_path):
     both = bytes(text.train).count(b"line") + bytes(text.validation).count(b"line")
     assert both == 6300
     one = TextSource((str(tmp_path / "small.txt"),), (str(tmp_path / "large.txt"),)).open(16)
-    assert one.description.endswith("note that only 5 % of the bytes are for training")
+    assert one.description.endswith("note that only 5% of the bytes are for training")
 
 
 def test_a_file_without_lines_is_cut_between_letters(tmp_path):

@@ -33,7 +33,7 @@ def test_a_drawing_by_ticks():
 def test_time_is_to_scale():
     table = one_f_one_b(2, 2)
     lines = draw(table, simulate(table, Costs(b=3))).splitlines()
-    assert lines[0].endswith("makespan 12, bubble 33.3 %")
+    assert lines[0].endswith("makespan 12, bubble 33.3%")
     assert lines[3].rstrip() == "device 1    |F0|B0      |F1|B1      |"
 
 

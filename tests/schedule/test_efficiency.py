@@ -58,6 +58,6 @@ def test_advice():
     assert pipeline_advice(16, 4) == ()
     assert pipeline_advice(1, 1) == ()
     assert pipeline_advice(8, 4) == (
-        "8 microbatches keep 4 stages busy 73 % of the time; 16 would give 84 %.",
+        "8 microbatches keep 4 stages busy 73% of the time; 16 would give 84%.",
     )
     assert "at least 2 devices are idle in every tick" in pipeline_advice(2, 4)[1]

@@ -35,7 +35,7 @@ def test_time_is_to_scale():
     widths = {title: width for title, _, _, width in boxes(to_svg(table, simulate(table)))}
     assert widths["0B0"] == pytest.approx(2 * widths["0F0"], abs=0.2)
     timeline = simulate(table, Costs(b=3))
-    assert "makespan 12, bubble 33.3 %" in to_svg(table, timeline)
+    assert "makespan 12, bubble 33.3%" in to_svg(table, timeline)
 
 
 def test_everything_lies_inside_the_picture():

@@ -239,7 +239,7 @@ def _step_time(runs: Runs) -> str | None:
     return (plot or "") + _table(rows, ["", *_PERCENTILES.values()])
 
 
-_PERCENTILES = {"50": "half within", "90": "90 %", "99": "99 %", "100": "all"}
+_PERCENTILES = {"50": "half within", "90": "90%", "99": "99%", "100": "all"}
 
 
 def _under(heading: str, html: str | None) -> str:

@@ -344,7 +344,7 @@ def bars(parts: Mapping[str, float], words: Mapping[str, str]) -> str:
         cells.append(f'<i class="{color}" style="width:{share:.3f}%" title="{tooltip}"></i>')
         rows.append(
             f'<tr><td><b class="{color}"></b>{escape(name)}</td>'
-            f"<td>{escape(words[name])}</td><td>{share:.1f} %</td></tr>"
+            f"<td>{escape(words[name])}</td><td>{share:.1f}%</td></tr>"
         )
     return f'<div class="bar">{"".join(cells)}</div><table>{"".join(rows)}</table>'
 

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from axon_dist import __version__
 from axon_dist.core.clock import process_began
@@ -44,12 +44,43 @@ class _Parser(argparse.ArgumentParser):
         """Returns the help; on a terminal its lines wrap between words."""
         return fitted(super().format_help(), sys.stdout)
 
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parses arguments, and keeps them for the errors of argparse."""
+        self.words = list(args or ())
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        """Ends the program with the message."""
+        """Ends the program with the message.
+
+        Argparse looks for missing arguments first. The unknown option is named in its place,
+        because `--propmt hello` is then a misspelt `--prompt` and not a missing one.
+        """
+        unknown = self._unknown() if "arguments are required" in message else []
+        if unknown:
+            message = self.unrecognized(unknown)
         text = one_line(message)
         see = " See" if text.endswith("?") else "; see"
         line = f"axon: error: {text}{see} {self.prog} --help"
         self.exit(_USER_ERROR, fitted(line, sys.stderr) + "\n")
+
+    def _options(self) -> list[str]:
+        return [name for action in self._actions for name in action.option_strings]
+
+    def _unknown(self) -> list[str]:
+        """Returns the words that look like options and are not, not even as abbreviations."""
+        options = self._options()
+        typed = [word for word in self.words if word.startswith("--") and word != "--"]
+        names = [(word, word.partition("=")[0]) for word in typed]
+        return [word for word, name in names if not any(o.startswith(name) for o in options)]
+
+    def unrecognized(self, words: Sequence[str]) -> str:
+        """Names unknown arguments, and suggests an option that is similar to the first one."""
+        name = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+        hint = did_you_mean(name, self._options()) if name else ""
+        hint = hint.partition(" Valid:")[0] if hint.startswith(" Did") else ""
+        return f"unrecognized arguments: {' '.join(words)}{'.' if hint else ''}{hint}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -218,29 +249,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser, by_name = _parser(arguments[0])
     parsed, extra = parser.parse_known_args(arguments)
     if extra and (not hasattr(parsed, "overrides") or any(a.startswith("-") for a in extra)):
-        hint = _hint(by_name, parsed, extra)
-        words = f"{' '.join(extra)}{'.' if hint else ''}{hint}"
-        by_name[parsed.verb.name].error(f"unrecognized arguments: {words}")
+        by_name[parsed.verb.name].error(by_name[parsed.verb.name].unrecognized(extra))
     if extra:
         parsed.overrides = [*parsed.overrides, *extra]
     return parsed
 
 
-def _hint(
-    by_name: Mapping[str, argparse.ArgumentParser], parsed: argparse.Namespace, extra: Sequence[str]
-) -> str:
-    """Suggests an option of the verb for the first unknown one; "" if none is similar."""
-    unknown = next((word.partition("=")[0] for word in extra if word.startswith("-")), None)
-    if unknown is None:
-        return ""
-    options = [name for a in by_name[parsed.verb.name]._actions for name in a.option_strings]
-    hint = did_you_mean(unknown, options)
-    return hint.partition(" Valid:")[0] if hint.startswith(" Did") else ""
-
-
 def _parser(
     called: str | None = None,
-) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+) -> tuple[_Parser, dict[str, _Parser]]:
     """Builds the parser of the command, and those of its verbs by name.
 
     Args:

@@ -235,8 +235,8 @@ def show_config_plans(name: str, ranking: ConfigPlans, console: Console) -> None
         f"rates of {rates or ranking.hardware.name}"
     )
     console.print(
-        "Best first: plans that fit into 90 % of the memory, then the shortest predicted step, "
-        "then the simplest among steps within 3 %. Every plan's step was traced"
+        "Best first: plans that fit into 90% of the memory, then the shortest predicted step, "
+        "then the simplest among steps within 3%. Every plan's step was traced"
     )
     console.print(_table(ranking.plans, best if best.fits else None))
     console.print(_reason(best), style="bold" if ranking.fits else "bold red")

@@ -225,9 +225,9 @@ def data_lines(check: DataCheck) -> list[str]:
             f"{verdict} ({_number(ratio)} times as fast)"
         )
     if check.padding is not None:
-        lines.append(f"padding: {100 * check.padding:.1f} % of the tokens")
+        lines.append(f"padding: {100 * check.padding:.1f}% of the tokens")
     if check.learned is not None:
-        lines.append(f"targets: {100 * check.learned:.1f} % of the tokens")
+        lines.append(f"targets: {100 * check.learned:.1f}% of the tokens")
     return lines
 
 

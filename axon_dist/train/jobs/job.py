@@ -150,7 +150,7 @@ class Job:
             Setting(
                 "XLA_PYTHON_CLIENT_MEM_FRACTION",
                 "0.90",
-                "XLA takes 75 % by default; NCCL and CUDA need the last tenth.",
+                "XLA takes 75% by default; NCCL and CUDA need the last tenth.",
             ),
             Setting(
                 "NCCL_DEBUG",

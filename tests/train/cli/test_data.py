@@ -41,7 +41,7 @@ def test_the_summary_shows_measured_values(sft):
     text = "\n".join(runs.data_lines(slow))
     assert "loading: 5 samples/s by one thread" in text
     assert "takes 10 samples/s on these devices: TOO SLOW: steps will wait for data (0.5" in text
-    assert "padding: 5.9 % of the tokens\ntargets: 50.0 % of the tokens" in text
+    assert "padding: 5.9% of the tokens\ntargets: 50.0% of the tokens" in text
 
 
 def test_the_verb(sft, tmp_path, capsys):

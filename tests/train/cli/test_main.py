@@ -55,6 +55,14 @@ def test_an_unknown_option_is_suggested_one(capsys):
     )
 
 
+def test_a_misspelt_option_is_named_before_the_required_one_that_it_was_meant_for(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "runs/a", "--propmt", "a"])
+    err = capsys.readouterr().err
+    assert "--propmt. Did you mean '--prompt'? See axon generate --help" in err
+    assert "required" not in err
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

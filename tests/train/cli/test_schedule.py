@@ -123,7 +123,7 @@ def test_draws_what_runs_and_says_both_readings(capsys):
     assert "in lockstep: makespan 40, bubble" in out
     assert "makespan 33, in lockstep 40, which is 1.667 of the busiest rank's work" in out
     assert main(["schedule", "1f1b", *SIZES, "--ahead"]) == 0
-    assert "microbatches, makespan 33, bubble 27.3 %" in capsys.readouterr().out
+    assert "microbatches, makespan 33, bubble 27.3%" in capsys.readouterr().out
 
 
 def test_says_when_a_split_backward_does_not_pay(capsys):
