@@ -307,7 +307,7 @@ class Report:
             total = f"{1e3 * self.time.total:,.1f} ms at the rates that kernels reach"
             table.add_row("modelled step", ": ".join([total, ", ".join(parts)]))
         more = "+" if self.flops.unknown_trip or self.flops.opaque else ""
-        table.add_row("matrix FLOPs", f"{si(self.flops.high)}{more}")
+        table.add_row("matrix FLOPs, recomputed ones too", f"{si(self.flops.high)}{more}")
         if self.flops.low != self.flops.high:
             table.add_row("on the cheapest branches", si(self.flops.low))
         if self.flops.opaque:

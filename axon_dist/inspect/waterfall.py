@@ -216,7 +216,7 @@ class Waterfall:
         return [
             f"{duration(self.step_seconds)} a step, of {steps} on "
             f"{plural(self.num_devices, 'device')} ({self.device}); "
-            f"{si(self.flops)} FLOPs a step and device",
+            f"{si(self.flops)} matrix FLOPs a step and device, recomputed ones not counted",
             f"peak: {si(self.peak_flops)} FLOP/s, {self.peak_source}",
             *self.notes,
         ]
