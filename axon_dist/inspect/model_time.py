@@ -32,7 +32,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "attention": "attention",
         "kernels": "memory-bound kernels",
         "copies": "copies and zeroing",
-        "wire": "waiting for the wire, and slowed down by it",
+        "wire": "waiting for collectives, and slowed down by them",
         "gaps": "gaps between kernels",
     }
 )

@@ -37,7 +37,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "recomputed": "computed again for the backward pass",
         "kernels": "memory-bound kernels",
         "copies": "copies and zeroing",
-        "wire": "waiting for the wire",
+        "wire": "waiting for collectives",
         "gaps": "gaps between kernels",
         "host": "waiting for the host",
     }
@@ -229,19 +229,29 @@ class Waterfall:
         table.add_column("the step's time")
         table.add_column("%", justify="right", no_wrap=True)
         table.add_column("ms", justify="right", no_wrap=True)
-        table.add_column("lines", overflow="fold")
-        table.add_column("what gives it back", overflow="fold")
-        for label, percent, seconds, lines, advice in self.rows():
-            table.add_row(label, f"{percent:.1f}", f"{1e3 * seconds:.3g}", lines, advice)
+        is_wide = options.max_width >= _WIDE
+        if is_wide:
+            table.add_column("lines", overflow="fold")
+            table.add_column("what gives it back", overflow="fold")
+        for label, percent, seconds, *texts in self.rows():
+            cells = texts if is_wide else ()
+            table.add_row(label, f"{percent:.1f}", f"{1e3 * seconds:.3g}", *cells)
         table.add_section()
         total = self.useful_seconds + sum(loss.seconds for loss in self.losses)
         table.add_row("step", f"{self.percent(total):.1f}", f"{1e3 * self.step_seconds:.3g}")
         yield table
+        if not is_wide:
+            for label, _, _, *texts in self.rows():
+                if any(texts):
+                    yield f"{label}: {'; '.join(filter(None, texts))}"
         yield from self.summary()
 
 
 _LINES = 3
 """How many lines of a row are shown."""
+
+_WIDE = 90
+"""On a narrower terminal the texts of the rows follow the table, which has numbers alone."""
 
 
 @dataclasses.dataclass(frozen=True)
