@@ -141,9 +141,10 @@ def errors() -> list[tuple[str, str, str]]:
 
 
 if __name__ == "__main__":
-    print("| code | class | message |\n|---|---|---|")
+    print("| code and class | message |\n|---|---|")
     for code, kind, message in errors():
         # In code, because Markdown would read the brackets as HTML.
         shown = re.sub(f"{START}([^{END}]*){END}", r"`<\1>`", message)
         shown = shown.replace("``", "` `").replace("|", "\\|").replace("\n", " ")
-        print(f"| `{code}` | {kind} | {shown} |")
+        # One column for both, so that the message fits on a phone.
+        print(f"| `{code}`<br>{kind} | {shown} |")
