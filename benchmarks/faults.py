@@ -380,7 +380,9 @@ PARTS: dict[str, tuple[str, Callable[[Ground, int], Rows]]] = {
     ),
     "losses": (
         "losses",
-        lambda on, times: measure_losses(on.folder, on.config, times, on.chance("losses")),
+        lambda on, times: measure_losses(
+            _new(on.folder / "losses"), on.config, times, on.chance("losses")
+        ),
     ),
 }
 """By its name each part, after the option that says how often."""
