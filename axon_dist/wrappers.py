@@ -19,6 +19,7 @@ from .collectives import GradSyncStrategy as GradSyncStrategy
 from .collectives import broadcast, sync_gradients
 from .core.checks import COUNT, MODEL, MODULE, OPTIMIZER, SIZE, ArgumentKind, checked
 from .core.errors import ConfigError, GroupError
+from .core.renamed import renamed_arguments
 from .core.typing import Array, ArrayTree, PyTree
 from .mesh import GROUP, ProcessGroup, from_main
 from .nn import ActivationCheckpointing
@@ -419,8 +420,9 @@ class Pipeline:
     Args:
         module: an unmodified NNX module that runs its blocks one after another, or a function of
             no arguments that makes one.
-        num_stages: **ranks** along the axis, each with `chunks` stages.
-        num_microbatches: microbatches per step; `num_stages` by default.
+        num_ranks: the ranks along the axis, each with `chunks` stages; `num_stages=` is its
+            deprecated name.
+        num_microbatches: microbatches per step; `num_ranks` by default.
         schedule: a name of `PipelineSchedule`, a table, or the path of a CSV file with one.
         chunks: stages per rank; None uses the schedule's usual number.
         options: those of `pipelined`.
@@ -432,27 +434,28 @@ class Pipeline:
 
     Example:
         >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
-        >>> pipe = Pipeline(nnx.Sequential(*layers), num_stages=2, num_microbatches=4)
+        >>> pipe = Pipeline(nnx.Sequential(*layers), num_ranks=2, num_microbatches=4)
         >>> pipe.num_stages(), pipe.strategy.pipeline.schedule.name
         (2, 'eager_1f1b')
 
     Source: Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., arXiv:2104.04473.
     """
 
+    @renamed_arguments(num_stages="num_ranks")
     @checked("Pipeline", module=MODEL)
     def __init__(
         self,
         module: nnx.Module,
-        num_stages: int,
+        num_ranks: int,
         num_microbatches: int | None = None,
         schedule: str | Schedule = PipelineSchedule.EAGER_1F1B,
         *,
         chunks: int | None = None,
         **options: Any,
     ):
-        count = num_stages if num_microbatches is None else num_microbatches
+        count = num_ranks if num_microbatches is None else num_microbatches
         self.module = module
-        self.strategy: Strategy = pipelined(num_stages, count, schedule, chunks=chunks, **options)
+        self.strategy: Strategy = pipelined(num_ranks, count, schedule, chunks=chunks, **options)
 
     @classmethod
     @checked("Pipeline.from_modules", modules=_STAGES)

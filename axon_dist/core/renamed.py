@@ -72,7 +72,8 @@ def renamed_arguments(**new_of: str) -> Callable[[Callable[_P, _R]], Callable[_P
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def with_old_keywords(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            name = function.__name__
+            # A class is called by its own name, not as `__init__`.
+            name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
             for old, new in new_of.items():
                 if old in kwargs:
                     if new in kwargs:

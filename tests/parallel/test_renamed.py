@@ -4,7 +4,9 @@ import dataclasses
 import pickle
 
 import pytest
+from flax import nnx
 
+from axon_dist import Pipeline
 from axon_dist.models.weight_rules import WeightRule
 from axon_dist.parallel import Reduction, Rule, Strategy, diloco, expert_parallel, pipelined
 from axon_dist.schedule import build_schedule, compare, search
@@ -63,6 +65,17 @@ def test_an_old_keyword_of_a_function_warns_and_works(make):
 
 def _new_keywords(make):
     return {"num_ranks": 2} if make is pipelined else {"num_devices": 2}
+
+
+def test_the_old_keyword_of_a_pipeline_warns_and_works():
+    net = nnx.Sequential(*(nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for _ in range(2)))
+    expected = Pipeline(net, num_ranks=2, num_microbatches=4).strategy
+    with pytest.warns(DeprecationWarning, match=r"^Pipeline\(num_stages=...\) is deprecated; use"):
+        pipe = Pipeline(net, num_stages=2, num_microbatches=4)
+    assert pipe.strategy == expected
+    assert pipe.num_stages() == 2
+    with pytest.raises(TypeError, match=r"Pipeline\(\) got num_ranks= and num_stages="):
+        Pipeline(net, num_ranks=2, num_stages=2)
 
 
 def test_experts_are_never_gathered_over_their_axis():
