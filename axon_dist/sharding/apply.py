@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..core.errors import ClaimError, ConfigError
+from ..core.renamed import renamed_attribute
 from ..core.tree import is_key, leaves_with_paths, map_with_path, path_str, shard_bytes
 from ..core.typing import Array, ArrayTree, Leaf, Path, PyTree, Shape
 from .padding import stored_shape
@@ -379,9 +380,11 @@ class Explanation:
         return sum(row.bytes_per_device for row in self.rows)
 
     @property
-    def whole(self) -> tuple[LeafDecision, ...]:
-        """The rows of arrays that every device holds in full; each has its reason."""
+    def replicated(self) -> tuple[LeafDecision, ...]:
+        """The rows of the arrays that no mesh axis splits; each has its reason."""
         return tuple(row for row in self.rows if row.ways == 1)
+
+    whole = renamed_attribute("whole", "replicated")
 
     def check(self, tree: ArrayTree) -> None:
         """Raises if a device holds more bytes of an array than decided.
