@@ -208,6 +208,9 @@ def test_a_config_key_works_by_its_old_name():
         old = config(by_hand=True)
     assert old == config(manual=True)
     assert old != config()
+    with pytest.warns(DeprecationWarning, match="layer_norms is deprecated; use norms_by_layer"):
+        old = RunConfig.from_dict({"train": {"layer_norms": True}})
+    assert old == RunConfig.from_dict({"train": {"norms_by_layer": True}})
 
 
 def test_every_other_name_means_one_strategy():
