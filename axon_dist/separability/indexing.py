@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from ..ir.factors import SCATTERS, Role
-from .lattice import Coupling, Kind, Value, Why, aligned, either, nonlinear, plus
+from .abstract_values import Coupling, Kind, Value, Why, aligned, either, nonlinear, plus
 from .operation import Operation, Rule, Shapes, all_constant, as_rows, grown, is_turn, not_numbered
 
 

@@ -25,7 +25,7 @@ from ..core.tree import is_key
 from ..core.weighted import PER_SAMPLE
 from ..ir.factors import RESHAPES
 from ..ir.walk import Inner, called, inners
-from .lattice import (
+from .abstract_values import (
     CONSTANT,
     Coupling,
     Kind,

@@ -1,7 +1,7 @@
 """Preparing batches for the devices: padding, cutting into microbatches, sharding.
 
 Whether padded samples drop out of a loss is read from the loss's program: each output must be a sum
-over the samples (`Traces.use`) in which a sample of weight 0 contributes 0 (`uniform_values`).
+over the samples (`Traces.dependence`) in which a sample of weight 0 contributes 0 (`uniform_values`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..core.typing import Batch, LossFn, PyTree
 from ..core.weighted import Shared, Weighted
 from ..ir.uniform import UNKNOWN, ZERO, UniformValue, uniform_values
 from ..mesh import World
-from ..separability.lattice import OutputUse, Use
+from ..separability.abstract_values import Dependence, OutputDependence
 from .model_spec import ModelSpec
 from .objective import evaluate
 from .separation import Traces, scalars
@@ -445,17 +445,17 @@ def check_padding(model_spec: ModelSpec, loss_fn: LossFn, batch: Batch, weight: 
     """
     unweighted = _without_weights(model_spec, loss_fn, batch, weight)
     rows = max(jax.tree.leaves(batch)[0].shape[0], 2)
-    use = Traces(model_spec, loss_fn, over_all=False).use(batch, (rows, 2 * rows))
-    if use.failure:
-        raise ConfigError(f"the loss, for pad={weight!r}, {use.loss.why}")
-    for path, buffer in use.buffers.items():
-        if buffer.kind is not Use.CONSTANT:
+    dependence = Traces(model_spec, loss_fn, over_all=False).dependence(batch, (rows, 2 * rows))
+    if dependence.failure:
+        raise ConfigError(f"the loss, for pad={weight!r}, {dependence.loss.why}")
+    for path, buffer in dependence.buffers.items():
+        if buffer.kind is not Dependence.CONSTANT:
             raise UnsupportedError(
                 f"the buffer {path!r} depends on the batch, as the statistics of BatchNorm do: it "
                 f"{buffer.why}{buffer.place}, and would count the samples that pad={weight!r} "
                 "adds. Use a normalisation without statistics, or batches that divide"
             )
-    for name, output in use.outputs().items():
+    for name, output in dependence.outputs().items():
         if name in unweighted and (problem := _problem(output, *unweighted[name])):
             raise ConfigError(
                 f"the {name} of loss_fn {problem}{output.place}, so that the samples that "
@@ -464,12 +464,14 @@ def check_padding(model_spec: ModelSpec, loss_fn: LossFn, batch: Batch, weight: 
             )
 
 
-def _problem(use: OutputUse, total: UniformValue, weight: UniformValue, is_plain: bool) -> str:
+def _problem(
+    dependence: OutputDependence, total: UniformValue, weight: UniformValue, is_plain: bool
+) -> str:
     """Says how an output depends on samples of weight 0; "" if it does not."""
-    if is_plain and use.kind is Use.CONSTANT:
+    if is_plain and dependence.kind is Dependence.CONSTANT:
         return ""
-    if not use.is_separable:
-        return use.why
+    if not dependence.is_separable:
+        return dependence.why
     if not total.is_zero:
         return (
             "has a term that is not 0 for samples of weight 0"
@@ -478,7 +480,9 @@ def _problem(use: OutputUse, total: UniformValue, weight: UniformValue, is_plain
         )
     if not is_plain and not weight.is_zero:
         return "has a weight that is not 0 for samples of weight 0"
-    if use.kind is not Use.WEIGHTED and not (is_plain and use.kind is Use.SUM):
+    if dependence.kind is not Dependence.WEIGHTED and not (
+        is_plain and dependence.kind is Dependence.SUM
+    ):
         return "depends on the number of samples, including those of weight 0"
     return ""
 

@@ -27,7 +27,7 @@ from ..core.tree import shapes_of
 from ..core.typing import Array, Batch, Function, PyTree
 from ..core.weighted import Shared, Weighted
 from ..ops.linear_loss import BEFORE_HEAD
-from ..separability.lattice import same_scale
+from ..separability.abstract_values import same_scale
 from .batch import samples_of
 from .global_view import global_forward
 from .model_changes import change_layers
@@ -359,12 +359,12 @@ def adds_up(plan: StepPlan, batch: Batch) -> bool:
 def _adds_up_between(traces: Traces, batch: Batch, part: int, whole: int) -> bool:
     """Whether the sums over `whole` samples are those of their parts of `part` samples, added."""
     try:
-        use = traces.use(shapes_of(batch), (part, whole))
+        dependence = traces.dependence(shapes_of(batch), (part, whole))
     except AxonDistError:
         return False
-    return not use.failure and all(
+    return not dependence.failure and all(
         output.is_separable and same_scale(output.factor, whole / part)
-        for output in use.metrics.values()
+        for output in dependence.metrics.values()
     )
 
 
