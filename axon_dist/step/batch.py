@@ -1,7 +1,8 @@
 """Preparing batches for the devices: padding, cutting into microbatches, sharding.
 
 Whether padded samples drop out of a loss is read from the loss's program: each output must be a sum
-over the samples (`Traces.dependence`) in which a sample of weight 0 contributes 0 (`uniform_values`).
+over the samples (`Traces.dependence`), in which a sample of weight 0 contributes 0
+(`uniform_values`).
 """
 
 from __future__ import annotations
