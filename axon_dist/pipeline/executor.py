@@ -171,11 +171,11 @@ class Executor:
         looked_up = zeros([each.shape for each in self.lookups])
         first_data = example._replace(looked_up=looked_up)
         self.wire: Wire = jax.eval_shape(lambda: self.stages[0].first(self.all_rest, first_data))
-        keeps_lookups = False
+        saves_lookups = False
         if self.lookups:
             bound = next(bound for bound in self.bound if 0 in bound.program.stages)
             start = Start(bound.program.first, *bound.first, example)
-            keeps_lookups = start.reads_looked_up(looked_up, zeros(self.wire.floats))
+            saves_lookups = start.reads_looked_up(looked_up, zeros(self.wire.floats))
         self.backwards: list[DividedBackward] = []
         if self.saves_residuals or self.schedule.splits_backward:
             shapes = jax.eval_shape(lambda: (example, jnp.int32(0), zeros(self.wire)))
@@ -191,7 +191,7 @@ class Executor:
         self.stash: Packing = Packing(residuals or [()])
         self.held: Packing = Packing([p.shapes(p.intermediates) for p in self.backwards] or [()])
         self.slots: dict[str, Slots] = buffers_of(
-            assign_slots(self.schedule), self.saves_residuals, keeps_lookups
+            assign_slots(self.schedule), self.saves_residuals, saves_lookups
         )
         self.tables: TickProgram = program_of(self.schedule, self.slots)
         last = self.schedule.num_stages - 1

@@ -78,23 +78,23 @@ class TickProgram:
 
 
 def buffers_of(
-    slots: SlotPlan, stashes: bool = False, keeps_lookups: bool = False
+    slots: SlotPlan, saves_residuals: bool = False, saves_lookups: bool = False
 ) -> dict[str, Slots]:
     """Returns the buffers of a schedule, by their names in `State`.
 
     Args:
         slots: the slots of all values.
-        stashes: whether forwards save residuals in the `stash`; a stage's input is then needed
-            only until its forward.
-        keeps_lookups: whether the first stage's backward also reads the rows that were looked up.
+        saves_residuals: whether forward passes save residuals in the `stash`; a stage's input is
+            then needed only until its forward pass.
+        saves_lookups: whether the first stage's backward pass also reads the rows looked up.
     """
     return {
-        "inputs": slots.activations if stashes else slots.inputs,
+        "inputs": slots.activations if saves_residuals else slots.inputs,
         "gradients": slots.gradients,
         "stash": slots.stash,
         "held": slots.held,
         "outputs": slots.outputs,
-        "lookups": slots.kept_lookups if keeps_lookups else slots.lookups,
+        "lookups": slots.saved_lookups if saves_lookups else slots.lookups,
         "scatters": slots.scatters,
     }
 

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.errors import UnsupportedError
-from ..core.reduction import all_mean, all_sum, on_wire
+from ..core.reduction import all_mean, all_sum, cast_for_reduction
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, Path, PyTree
 from ..ir.pieces import read_once, read_outside_units
@@ -358,7 +358,7 @@ class RankProgram:
         mesh = self.spec.world.mesh
         sharding = jax.sharding.NamedSharding(mesh, owner)
         # A gradient sent in a narrower dtype has no more precision than that.
-        dtype = on_wire(grad, self.spec.reduction.dtype).dtype
+        dtype = cast_for_reduction(grad, self.spec.reduction.dtype).dtype
         return jnp.zeros(sharding.shard_shape(stored_shape(grad.shape, owner, mesh)), dtype)
 
     def _read_once(self, buffers: PyTree, batch: Batch) -> frozenset[Path]:
@@ -455,7 +455,7 @@ def local_gather(spec: StepSpec, path: Path) -> LocalGather:
     return LocalGather(
         spec=_over_batch(spec, spec.strategy.params, path),
         axes=spec.strategy.batch_axes,
-        wire=spec.reduction.dtype,
+        reduce_dtype=spec.reduction.dtype,
         shape=tuple(spec.model_spec.shapes[path]),
         has_grad=path not in spec.model_spec.frozen_paths,
     )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.reduction import all_sum, on_wire
+from ..core.reduction import all_sum, cast_for_reduction
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
@@ -329,7 +329,7 @@ class PipelineRegion:
             rest=params[1],
             data=data,
             scale=scale if weight is None else (1.0 if scale is None else scale) / weight,
-            saves_residuals=self.pipeline.keeps_residuals,
+            saves_residuals=self.pipeline.saves_residuals,
             frozen_weights=jax.tree.map(lambda leaf: leaf[0], frozen[0]),
             frozen_rest=frozen[1],
             mutable_buffers={i: first[i] for i in mutable},
@@ -396,7 +396,7 @@ class PipelineRegion:
     def _reduce(self, sums: PipelineSums, split_dims: Partitioned) -> tuple[Any, Any]:
         """Sums rows over the ranks that share a stage, and the other parameters over all ranks."""
         row_specs, rest_specs = self.grad_specs(split_dims)
-        wire = self.spec.reduction.dtype
+        reduce_dtype = self.spec.reduction.dtype
         batch_axes = self.spec.strategy.batch_axes
         rows = jax.tree.map(lambda leaf: leaf[None], sums.rows)
         rest = [sums.rest.get(i) for i in range(len(self.rows.rest))]
@@ -405,7 +405,7 @@ class PipelineRegion:
             return rows, jax.tree.map(lambda x: jnp.expand_dims(x, (0, 1)), rest)
 
         def reduced(x: Array | None, spec: PartitionSpec, axes: tuple[str, ...]) -> Array | None:
-            return x if x is None else reduce_by(x, only_axes(spec, axes), axes, wire)
+            return x if x is None else reduce_by(x, only_axes(spec, axes), axes, reduce_dtype)
 
         reduced_rest = []
         for i, (x, rest_spec) in enumerate(zip(rest, rest_specs, strict=True)):
@@ -429,7 +429,7 @@ class PipelineRegion:
 
         def total(x: Array, dim: int, spec: PartitionSpec) -> Array:
             # `jnp.sum` would add bfloat16 in float32, and send float32.
-            summed = jax.lax.reduce_sum(on_wire(x, self.spec.reduction.dtype), (dim,))
+            summed = jax.lax.reduce_sum(cast_for_reduction(x, self.spec.reduction.dtype), (dim,))
             return jax.lax.with_sharding_constraint(summed, NamedSharding(self.spec.mesh, spec))
 
         def over_all(x: Array, spec: PartitionSpec) -> Array:

@@ -188,7 +188,7 @@ def _of_sums(spec: StepSpec) -> Obstacle:
         )
     if reduction.dtype is not None and jnp.finfo(reduction.dtype).bits < _WIDE:
         return (
-            f"gradients cross the wire in {jnp.dtype(reduction.dtype).name}, and are then rounded "
+            f"gradients are sent in {jnp.dtype(reduction.dtype).name}, and are then rounded "
             "between ranks but not between the shards of a rank",
             'reduce in float32: ddp(reduce_dtype="float32"), or '
             'MixedPrecision(compute="bfloat16", reduce="float32")',

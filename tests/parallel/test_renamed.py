@@ -8,13 +8,27 @@ from flax import nnx
 
 from axon_dist import Pipeline
 from axon_dist.models.weight_rules import WeightRule
-from axon_dist.parallel import Reduction, Rule, Strategy, diloco, expert_parallel, pipelined
+from axon_dist.parallel import (
+    PipelinePlan,
+    Reduction,
+    Rule,
+    Strategy,
+    diloco,
+    expert_parallel,
+    pipelined,
+)
 from axon_dist.schedule import build_schedule, compare, search
 
 RENAMED = {
     "by_hand": (Reduction, {}, "manual", True),
     "resident": (Strategy, {"name": "ep"}, "ungathered_axes", ("ep",)),
     "slow": (Strategy, {"name": "diloco"}, "outer_loop", diloco("nodes", every=2).outer_loop),
+    "keeps_residuals": (
+        PipelinePlan,
+        {"schedule": build_schedule("1f1b", 2, 2)},
+        "saves_residuals",
+        True,
+    ),
     "unit": (Rule, {"pattern": "q$", "mode": "column"}, "multiple_of", 16),
     "parts": (Rule, {"pattern": "qkv$", "mode": "column"}, "num_fused", 3),
     "parts of a weight": (

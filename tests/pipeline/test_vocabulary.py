@@ -237,4 +237,4 @@ def test_lookups_are_kept_only_if_the_backward_pass_reads_them(norm):
     table = with_vocabulary(one_f_one_b(2, 8))
     # One for the forward pass that is next, and those in flight.
     kept = peak_live(table)[0] if norm else 1
-    assert buffers_of(assign_slots(table), keeps_lookups=norm)["lookups"].num_slots == kept + 1
+    assert buffers_of(assign_slots(table), saves_lookups=norm)["lookups"].num_slots == kept + 1
