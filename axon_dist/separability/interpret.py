@@ -278,8 +278,8 @@ class Walk:
     ) -> list[Value]:
         name = str(op.params.get("name", ""))
         if name == PER_SAMPLE:
-            if drawing := draws(programs[0]):
-                why = f"draws random numbers (`{drawing}`) {WITHIN}"
+            if primitive := draws(programs[0]):
+                why = f"draws random numbers (`{primitive}`) {WITHIN}"
                 return [coupled(why, source_line(equation))] * len(op.outputs)
             results = promised(op.outputs, operands)
             return self._checked(op.outputs, results, source_line(equation))
@@ -382,8 +382,10 @@ class Walk:
             first.is_zero and all(counts(body.jaxpr, num_consts + i, i) for body in bodies)
             for i, first in enumerate(carry)
         ]
-        turn = Value(Kind.ROWS, positions=(True,), loop_length=lengths[0])
-        start = [turn if is_counter else s for s, is_counter in zip(start, counters, strict=True)]
+        position = Value(Kind.ROWS, positions=(True,), loop_length=lengths[0])
+        start = [
+            position if is_counter else s for s, is_counter in zip(start, counters, strict=True)
+        ]
         outputs = self._body(bodies, [*consts, *start, *each])
         results = []
         for slot, (value, first, passes) in enumerate(zip(outputs, carry, through, strict=False)):

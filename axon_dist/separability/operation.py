@@ -114,7 +114,7 @@ def only_numbers(value: Value) -> Value:
     return value
 
 
-def is_turn(value: Value, count: int) -> bool:
+def is_loop_index(value: Value, count: int) -> bool:
     """Whether a value is the iteration index of a loop over `count` samples."""
     return (
         value.is_rows

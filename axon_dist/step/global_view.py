@@ -67,7 +67,7 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
         batch,
         count,
         constrain=lambda grads: jax.lax.with_sharding_constraint(grads, grad_shardings),
-        drawing=draws_of(spec, plan.separator, batch),
+        draws=draws_of(spec, plan.separator, batch),
     )
     grads, metrics = sums.means()
     return GradientResult(jax.lax.with_sharding_constraint(grads, grad_shardings), metrics, buffers)

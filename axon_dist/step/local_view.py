@@ -179,7 +179,7 @@ class RankProgram:
 
     Args:
         plan: the plan of the step.
-        drawing: the random draws of its microbatches; None if nothing is drawn.
+        draws: the random draws of its microbatches; None if nothing is drawn.
 
     Attributes:
         axes: the manual axes.
@@ -189,7 +189,7 @@ class RankProgram:
     """
 
     plan: StepPlan
-    drawing: Draws | None
+    draws: Draws | None
     axes: tuple[str, ...] = dataclasses.field(init=False)
     param_specs: PyTree = dataclasses.field(init=False)
     frozen_specs: PyTree = dataclasses.field(init=False)
@@ -222,9 +222,9 @@ class RankProgram:
         reduction = self.spec.reduction
         count = self.spec.num_microbatches
         local = rank_buffers(buffers, reduction)
-        drawing = self.drawing if count == 1 else None
-        first = local if drawing is None else drawing.before(local, local, 0)
-        accumulated = functools.partial(accumulate, num_microbatches=count, drawing=self.drawing)
+        draws = self.draws if count == 1 else None
+        first = local if draws is None else draws.before(local, local, 0)
+        accumulated = functools.partial(accumulate, num_microbatches=count, draws=self.draws)
         num_shards = count * self.spec.num_ranks
         mean_weight = functools.partial(all_mean, axes=self.axes)
         if not gathers_by_units(self.spec):
@@ -295,7 +295,7 @@ class RankProgram:
             batch,
             self.spec.num_microbatches,
             last=None if reduced is None else last,
-            drawing=self.drawing,
+            draws=self.draws,
         )
         if reduced is None:
             sums = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))

@@ -118,7 +118,7 @@ def test_a_host_without_space_reports_it_and_keeps_the_previous_copy(tmp_path, m
 HEADER = CopyHeader(
     step=4,
     generation="a",
-    turn=1,
+    copy_number=1,
     process=0,
     writers=(0, 1),
     leaves={"w": LeafSpec("float32", (4,))},
