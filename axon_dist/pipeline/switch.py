@@ -24,7 +24,7 @@ from ..schedule import Schedule
 from .layout import Stages
 from .loss_trace import LossTrace
 from .stage import Data, Rest, StageLoss, StageProgram, Weights, Wire
-from .storage import ModelStorage
+from .storage import StageStorage
 from .tables import Packing, zeros
 
 BATCH = (
@@ -231,7 +231,7 @@ class SwitchStages:
             reads the parameters of another rank's blocks.
     """
 
-    def __init__(self, trace: LossTrace, storage: ModelStorage):
+    def __init__(self, trace: LossTrace, storage: StageStorage):
         self.trace = trace
         self.storage = storage
         stages = storage.stages

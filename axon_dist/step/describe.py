@@ -27,7 +27,7 @@ def idle_axes(spec: StepSpec) -> tuple[str, ...]:
 
 def replicated_arrays(layout: StateLayout) -> tuple[LeafDecision, ...]:
     """Returns the arrays that every device holds whole; see `TrainStep.replicated_arrays`."""
-    strategy = layout.plan.stored.storage.strategy
+    strategy = layout.plan.state_plan.storage.strategy
     sizes = layout.spec.mesh.shape
     claims = layout.claims
     if any(sizes[axis] > 1 for axis in strategy.params.split_axes):

@@ -188,14 +188,14 @@ def elastic_update(
     """
     spec = plan.spec
     mesh = spec.mesh
-    policy = plan.stored.storage.strategy.opt_state
+    policy = plan.state_plan.storage.strategy.opt_state
     shardings = (
-        plan.stored.grad_shardings,
-        optimizer_shardings(policy, plan.stored.params, state, mesh),
+        plan.state_plan.grad_shardings,
+        optimizer_shardings(policy, plan.state_plan.params, state, mesh),
     )
     grad_specs, moments = jax.tree.map(lambda sharding: sharding.spec, shardings)
 
-    update = functools.partial(updated, plan.stored.update.traced.optimizer.update)
+    update = functools.partial(updated, plan.state_plan.update.traced.optimizer.update)
     isolated = _isolated(
         spec, update, (grad_specs, moments, grad_specs, PartitionSpec()), (grad_specs, moments)
     )

@@ -38,7 +38,7 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
     params, frozen, buffers, batch, scale = arguments
     count = spec.num_microbatches
     gathers_once = spec.strategy.gathers_once
-    grad_shardings = plan.stored.grad_shardings
+    grad_shardings = plan.state_plan.grad_shardings
     read_in_loop: frozenset[Path] = frozenset()
     if spec.strategy.splits:
         # Recurrent layers read their weights in every iteration of a loop.

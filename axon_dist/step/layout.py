@@ -179,7 +179,7 @@ class StateLayout:
         self.spec = spec
         self.source = source
         model_spec = spec.model_spec
-        stored = plan.stored
+        stored = plan.state_plan
         mesh = spec.mesh
         self.replicated = self.reported = NamedSharding(mesh, PartitionSpec())
         self.outer_steps: tuple[Callable[[TrainState], TrainState], ...] = ()
@@ -315,7 +315,7 @@ class StateLayout:
     def values(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Returns a state's parameters, trained and frozen, and buffers, in the model's form."""
         params, buffers = self.model_of(state)
-        return self.plan.stored.storage.weights(params, state.frozen), buffers
+        return self.plan.state_plan.storage.weights(params, state.frozen), buffers
 
     @cached_property
     def values_of_rows(self) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
@@ -336,7 +336,7 @@ class StateLayout:
     def arguments(self, state: TrainState, shared: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the weights and buffers that a forward pass takes, from a state and a batch."""
         params, buffers = self.model_of(state)
-        weights = self.plan.stored.storage.forward(params, state.frozen)
+        weights = self.plan.state_plan.storage.forward(params, state.frozen)
         return weights, self.spec.model_spec.with_inputs(buffers, state.step, shared)
 
     @cached_property
@@ -349,7 +349,7 @@ class StateLayout:
         """
         model_spec = self.spec.model_spec
         mesh = self.spec.mesh
-        if self.plan.stored.storage.rows is None:
+        if self.plan.state_plan.storage.rows is None:
             places = combine(*self._stored)
         else:
             places = shardings(LargestDim(tuple(mesh.axis_names)), model_spec.weights, mesh)
@@ -363,7 +363,7 @@ class StateLayout:
         """Returns the arrays of `weight_targets` with the values of a state."""
         targets = self.weight_targets
         values = self.values
-        if self.plan.stored.storage.rows is not None or self.padding is not None:
+        if self.plan.state_plan.storage.rows is not None or self.padding is not None:
             values = self._placed_values
         arrays = {path: leaf for tree in values(state) for path, leaf in leaves_with_paths(tree)}
         return {path: arrays[path] for path in targets}
@@ -388,7 +388,7 @@ class StateLayout:
             params, buffers = self.source.arrays or ({}, {})
             if world.num_processes > 1:
                 agree(world, "parameters of the model", checksums(params))
-            stored = self.plan.stored.storage.store(params)
+            stored = self.plan.state_plan.storage.store(params)
             stored = put(stored_tree(stored, self._stored), self._stored)
             buffers = jax.device_put(buffers, self.replicated)
         else:
@@ -401,7 +401,7 @@ class StateLayout:
             first = (state.params, state.frozen)
             # With rows, the trained and the frozen blocks of a row have the same path in both
             # trees, which cannot be combined then.
-            can_combine = self.plan.stored.storage.rows is None
+            can_combine = self.plan.state_plan.storage.rows is None
             agree(world, "first parameters", checksums(combine(*first) if can_combine else first))
         self.claims.check(state)
         return state
@@ -436,7 +436,7 @@ class StateLayout:
             buffers = stack_buffers(buffers, spec.reduction, spec.num_ranks)
         step = jnp.zeros((), jnp.int32)
         if opt_state is None:
-            opt_state = self.plan.stored.update.traced.optimizer.init(params)
+            opt_state = self.plan.state_plan.update.traced.optimizer.init(params)
         return TrainState(
             step=step,
             params=params,
@@ -449,7 +449,7 @@ class StateLayout:
 
     def _first(self, stored: tuple[PyTree, PyTree], buffers: PyTree) -> TrainState:
         """Builds the first state, padded, from stored parameters."""
-        shapes = self.plan.stored.params, self.plan.stored.frozen
+        shapes = self.plan.state_plan.params, self.plan.state_plan.frozen
         return self.padded(self.state_from(model_tree(stored, shapes, self._stored), buffers))
 
     @property
@@ -458,7 +458,7 @@ class StateLayout:
 
         Rows of a pipeline, int8 weights and padded arrays are not.
         """
-        is_unchanged = self.plan.stored.storage.rows is None and not self.spec.model_spec.int8
+        is_unchanged = self.plan.state_plan.storage.rows is None and not self.spec.model_spec.int8
         return is_unchanged and self.padding is None
 
     def _first_stored(self, replacing: dict[Path, Array]) -> tuple[Any, PyTree]:
@@ -467,7 +467,7 @@ class StateLayout:
         weights, buffers = map_with_path(
             lambda path, x: replacing.get(path.partition("/")[2], x), make()
         )
-        stored = self.plan.stored.storage.store(weights)
+        stored = self.plan.state_plan.storage.store(weights)
         return stored_tree(stored, self._stored), buffers
 
     @cached_property

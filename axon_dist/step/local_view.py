@@ -207,7 +207,10 @@ class RankProgram:
         object.__setattr__(self, "axes", axes)
         policies = {
             "param_specs": (strategy.params, model_spec.params),
-            "frozen_specs": (self.plan.stored.storage.strategy.params, model_spec.stored_frozen),
+            "frozen_specs": (
+                self.plan.state_plan.storage.strategy.params,
+                model_spec.stored_frozen,
+            ),
             "owner_specs": (strategy.opt_state, model_spec.params),
         }
         for name, (policy, shapes) in policies.items():

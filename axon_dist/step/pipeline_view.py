@@ -24,8 +24,8 @@ from ..pipeline import (
     Data,
     Executor,
     LossTrace,
-    ModelStorage,
     StageProgram,
+    StageStorage,
     SwitchStages,
     UniformStages,
     buffers_over_time,
@@ -102,8 +102,8 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
     if not region.is_whole_mesh:
         rows, rest = region.reduced_outside(rows, rest)
     # `shard_map` needs equal shards: cut the padding off again.
-    reduced = cut_like(region.rows.assemble(rows, rest), plan.stored.params)
-    reduced = jax.lax.with_sharding_constraint(reduced, plan.stored.grad_shardings)
+    reduced = cut_like(region.rows.assemble(rows, rest), plan.state_plan.params)
+    reduced = jax.lax.with_sharding_constraint(reduced, plan.state_plan.grad_shardings)
     total, weight, metrics = loss
     grad_factor = grad_factor if scale is None else grad_factor * num_shards
     sums = Sums(jax.tree.map(lambda g: g * grad_factor, reduced), Weighted(total, weight), metrics)
@@ -179,7 +179,7 @@ class PipelineRegion:
 
     plan: StepPlan
     pipeline: PipelinePlan
-    rows: ModelStorage
+    rows: StageStorage
     axes: tuple[str, ...]
     is_whole_mesh: bool
     changes: ModelChanges
@@ -193,20 +193,20 @@ class PipelineRegion:
         """Builds the region of a step whose strategy has a pipeline."""
         spec = plan.spec
         strategy = spec.strategy
-        rows = plan.stored.storage.rows
+        rows = plan.state_plan.storage.rows
         assert strategy.pipeline is not None
         assert rows is not None
         axis = strategy.pipeline.axis
         batch_axes = strategy.batch_axes
         axes = (axis, *batch_axes)
         called = (*rows.stages.blocks, *rows.stages.shared)
-        blocks, stacked_units = unit_paths(called, plan.stored.storage.stacks)
+        blocks, stacked_units = unit_paths(called, plan.state_plan.storage.stacks)
         rank_shapes = dict(rows.flat_shapes)
         row_specs = []
         manual = (axis, *strategy.ungathered_axes)
         for part in filter(None, (rows.trained, rows.untrained)):
             stored = jax.eval_shape(part.from_model, part.shapes)
-            layout = specs(plan.stored.storage.strategy.params, stored, spec.mesh)
+            layout = specs(plan.state_plan.storage.strategy.params, stored, spec.mesh)
             layout = jax.tree.map(lambda each: only_axes(each, manual), layout)
             row_specs.append(part.rows_of(layout))
             by_slot = flatten(layout)
@@ -270,7 +270,7 @@ class PipelineRegion:
                 rows.append([PartitionSpec(axis, by or None, *row[1:]) for row, by in pairs])
             return rows, PartitionSpec(axis, self.spec.strategy.batch_axes)
         manual = jax.tree.map(
-            lambda x: only_axes(x.spec, self.axes), self.plan.stored.grad_shardings
+            lambda x: only_axes(x.spec, self.axes), self.plan.state_plan.grad_shardings
         )
         rest = [
             None if spec is None else self.split_spec(split_dims.get(i), spec)
@@ -295,7 +295,7 @@ class PipelineRegion:
         """
         spec = self.spec
         first_buffers = buffers if draws is None else draws.before(buffers, buffers, 0)
-        stacks = self.plan.stored.storage.stacks
+        stacks = self.plan.state_plan.storage.stacks
         first_buffers = stacks.split_buffers(first_buffers) if stacks.depths else first_buffers
         trace = self.trace(first_buffers, batch)
         lookups = (
@@ -373,7 +373,7 @@ class PipelineRegion:
         rewrite = functools.partial(
             rewritten, strategy=strategy, mesh=spec.mesh, memory_bytes=spec.memory_bytes
         )
-        stacks = self.plan.stored.storage.stacks
+        stacks = self.plan.state_plan.storage.stacks
         return traced(run, rewrite if in_region else None, stacks, params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
@@ -420,7 +420,9 @@ class PipelineRegion:
 
     def reduced_outside(self, rows: Any, rest: Any) -> tuple[Any, Any]:
         """Sums the addends that left the manual region stacked; the compiler reduces them."""
-        grad_specs = jax.tree.map(lambda sharding: sharding.spec, self.plan.stored.grad_shardings)
+        grad_specs = jax.tree.map(
+            lambda sharding: sharding.spec, self.plan.state_plan.grad_shardings
+        )
         row_places = self.rows.trained.rows_of(grad_specs)
         rest_places = self.rows.rest_of(grad_specs)
 

@@ -53,13 +53,13 @@ class PortableForm:
     @in_own_context
     def __init__(self, step: HasStateLayout):
         layout = step.state_layout
-        storage = layout.plan.stored.storage
+        storage = layout.plan.state_plan.storage
         self._layout = layout
         self.target: TrainState = layout.placed_shapes
         self._is_same = storage.rows is None
         if self._is_same:
             return
-        optimizer: Any = layout.plan.stored.update.traced.optimizer
+        optimizer: Any = layout.plan.state_plan.update.traced.optimizer
         paths = layout.spec.model_spec.frozen_paths
 
         def model_weights(params: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
@@ -106,7 +106,7 @@ class PortableForm:
         is_same = self._is_same
         places = layout.places
         if is_same:
-            stored = layout.plan.stored.storage.store(weights)
+            stored = layout.plan.state_plan.storage.store(weights)
         else:
             stored = partition(weights, layout.spec.model_spec.frozen_paths)
         state = layout.state_from(stored, buffers, self.target.opt_state)

@@ -99,7 +99,7 @@ class Outer:
     @property
     def fragments(self) -> tuple[frozenset[Path], ...]:
         """The paths of the parameters that synchronize together."""
-        sizes = {path: num_params(x) for path, x in leaves_with_paths(self.plan.stored.params)}
+        sizes = {path: num_params(x) for path, x in leaves_with_paths(self.plan.state_plan.params)}
         return self.loop.fragment_paths(sizes)
 
     def first(self, params: PyTree) -> tuple[PyTree, Metrics]:
@@ -129,7 +129,7 @@ class Outer:
         Returns:
             The shardings of `outer` and `outer_state`.
         """
-        strategy = self.plan.stored.storage.strategy
+        strategy = self.plan.state_plan.storage.strategy
         mesh = self.plan.spec.mesh
         states = tuple(
             optimizer_shardings(strategy.opt_state, self._part(state.outer, number), moments, mesh)
@@ -175,10 +175,10 @@ class Outer:
     def wire_bytes(self) -> int:
         """Returns the bytes that one device sends over the slow axis in H steps, by the formula."""
         mesh = self.plan.spec.mesh
-        policy = self.plan.stored.storage.strategy.params
-        places = shardings(policy, self.plan.stored.params, mesh)
+        policy = self.plan.state_plan.storage.strategy.params
+        places = shardings(policy, self.plan.state_plan.params, mesh)
         by_path = dict(leaves_with_paths(places))
-        shapes = leaves_with_paths(self.plan.stored.params)
+        shapes = leaves_with_paths(self.plan.state_plan.params)
         sizes = {}
         for path, x in shapes:
             place = by_path[path]
@@ -203,7 +203,7 @@ class Outer:
         axis = self.loop.axis
         compression = self.loop.compression
         ranks = mesh.shape[axis]
-        split = specs(self.plan.stored.storage.strategy.params, outer, mesh)
+        split = specs(self.plan.state_plan.storage.strategy.params, outer, mesh)
         rows = jax.tree.map(lambda spec: PartitionSpec(axis, *spec), split)
 
         def local(outer: PyTree, params: PyTree, missing: PyTree) -> tuple[PyTree, PyTree]:
@@ -251,7 +251,7 @@ class ReplicaLayout(StateLayout):
         self.outer = Outer(plan)
         self.inner = plan_step(plan.spec.replica(), plan)
         loop = self.outer.loop
-        strategy = plan.stored.storage.strategy
+        strategy = plan.state_plan.storage.strategy
         params = Copies(strategy.params, loop.axis)
         moments = Copies(strategy.opt_state, loop.axis)
         super().__init__(

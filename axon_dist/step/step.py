@@ -438,7 +438,7 @@ class TrainStep:
         self.strategy: Strategy = spec.strategy
         self.world: World = spec.world
         self.options: StepOptions = spec.options
-        self.storage = plan.stored.storage
+        self.storage = plan.state_plan.storage
         self.compiler_options = plan.compiler_options
         self.state_layout: StateLayout = state_layout
         self.batch_layout: BatchLayout = BatchLayout.of(spec)
