@@ -48,7 +48,7 @@ class TrainState:
         ema: nested dict, the moving average of `params`, in float32 or wider; or None.
         outer: nested dict, the parameters after the last outer step where replicas train
             independently (DiLoCo), in float32 or wider; `params`, `opt_state`, `buffers` and
-            `scaler` then have one row per replica in dim 0. None otherwise.
+            `scaler` then have a dim 0 that counts replicas. None otherwise.
         outer_state: what else the next outer step of such replicas needs: `opt_state`, a tuple with
             the state of the outer optimizer for each fragment, and `missing`, the error feedback of
             each replica's compression.
