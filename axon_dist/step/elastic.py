@@ -80,7 +80,7 @@ class ElasticProgram(RankProgram):
         shards = spec.num_ranks
         gathered = self._unsharded(params, self.param_specs, spec.model_spec.params)
         whole_frozen = self._unsharded(frozen, self.frozen_specs, spec.model_spec.stored_frozen)
-        forward = forward_of(spec.model_spec, spec.loss_fn, changes.prepare(None))
+        forward = forward_of(spec.model_spec, spec.loss_fn, changes.change_with(None))
         forward = with_frozen(changes.with_layer_scan(forward), whole_frozen)
         sums_of = gradient_sums(forward, scale, num_shards=shards)
         count = shards // spec.mesh.size

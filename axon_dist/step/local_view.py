@@ -398,13 +398,13 @@ class RankProgram:
         """Returns the forward pass with its units marked, before they become a scan."""
         spec = self.spec
 
-        def also(model: nnx.Module) -> None:
+        def first(model: nnx.Module) -> None:
             change_layers(spec.strategy, spec.world.mesh, model)
             if spec.reduction.sync_buffers:
                 synchronise_statistics(model, self.axes)
 
-        prepare = self.plan.changes.prepare(make_gather, also, **gathering)
-        return forward_of(spec.model_spec, spec.loss_fn, prepare)
+        change = self.plan.changes.change_with(make_gather, first, **gathering)
+        return forward_of(spec.model_spec, spec.loss_fn, change)
 
     def _reduced(self, sums_of: SumsFn) -> SumsFn:
         def reduced(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:

@@ -358,17 +358,17 @@ class PipelineRegion:
         spec = self.spec
         strategy = spec.strategy
 
-        def change(model: nnx.Module) -> None:
+        def first(model: nnx.Module) -> None:
             change_layers(strategy, spec.world.mesh, model)
             if in_region and strategy.batch_axes:
                 synchronise_statistics(model, strategy.batch_axes)
 
         policy = None if strategy.remat is None else strategy.remat.remat
-        prepare = self.changes.prepare(None, change, policy)
+        change = self.changes.change_with(None, first, policy)
         shapes = self.rank_shapes if in_region else self.rows.shapes
         params = jax.eval_shape(self.changes.cast, shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-        run = functools.partial(evaluate, spec.model_spec, spec.loss_fn, prepare=prepare)
+        run = functools.partial(evaluate, spec.model_spec, spec.loss_fn, change=change)
         # The rewriting is for one rank: outside of the region the trace covers the whole mesh.
         rewrite = functools.partial(
             rewritten, strategy=strategy, mesh=spec.mesh, memory_bytes=spec.memory_bytes

@@ -131,7 +131,7 @@ def plan_step(spec: StepSpec, parent: StepPlan | None = None) -> StepPlan:
         choices = parent.loop_choices
         state_plan = parent.state_plan.on(spec)
     changes = changes_of_model(spec, choices)
-    separator = Separator(spec, changes.prepare, _trace_key(spec, changes))
+    separator = Separator(spec, changes.change_with, _trace_key(spec, changes))
     return StepPlan(spec, options, state_plan, changes, separator, choices)
 
 

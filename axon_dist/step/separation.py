@@ -60,9 +60,9 @@ from .model_spec import ModelSpec
 from .objective import (
     Forward,
     GradientResult,
+    ModelChange,
     Outcome,
     PartLoss,
-    Prepare,
     evaluate,
     forward_of,
     is_one,
@@ -104,24 +104,24 @@ class Traces:
     Args:
         model_spec: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
-        adapt: changes the merged model first.
+        change: changes the merged model before the loss runs.
         over_all: whether statistics are averaged over all parts, rather than each part having its
             own.
 
     Attributes:
-        adapt: the argument `adapt`.
+        change: the argument `change`.
     """
 
     def __init__(
         self,
         model_spec: ModelSpec,
         loss_fn: LossFn,
-        adapt: Prepare | None = None,
+        change: ModelChange | None = None,
         over_all: bool = True,
     ):
         self._model_spec = model_spec
         self._loss_fn = loss_fn
-        self.adapt = adapt
+        self.change = change
         self._over_all = over_all and has_statistics(model_spec.abstract)
         self._traced: dict[Hashable, Traced] = {}
 
@@ -144,26 +144,26 @@ class Traces:
         return self._traced[key]
 
     def _over_ranks(self, model: nnx.Module) -> None:
-        """Adapts a model whose statistics are averaged over all parts."""
-        if self.adapt is not None:
-            self.adapt(model)
+        """Changes a model whose statistics are averaged over all parts."""
+        if self.change is not None:
+            self.change(model)
         synchronise_statistics(model, (RANKS,))
 
     def _trace(self, batch: Batch) -> Traced:
         """Traces the loss; see `Traced`."""
         # Filled while `run` is traced.
         details: dict[str, Any] = {}
-        prepare = self._over_ranks if self._over_all else self.adapt
+        change = self._over_ranks if self._over_all else self.change
 
         def run(params: PyTree, buffers: PyTree, batch: Batch) -> list[Any]:
             inputs = (params, buffers, batch)
             loss_fn = self._loss_fn
             ending = None
             if isinstance(loss_fn, PartLoss):
-                forward = forward_of(self._model_spec, loss_fn.loss_fn, prepare)
+                forward = forward_of(self._model_spec, loss_fn.loss_fn, change)
                 outcome, ending = loss_fn.outcome(forward, *inputs)
             else:
-                outcome = evaluate(self._model_spec, loss_fn, *inputs, prepare)
+                outcome = evaluate(self._model_spec, loss_fn, *inputs, change)
             names = tuple(sorted(outcome.metrics))
             is_plain = is_one(outcome.loss.weight)
             details.update(names=names, is_plain=is_plain, ending=ending)
@@ -416,8 +416,8 @@ def rescale_parts(loss_fn: LossFn, dependence: LossDependence) -> LossFn:
 _SUMMED = (Dependence.MEAN, Dependence.SUM, Dependence.SCALED)
 
 
-MakePrepare: TypeAlias = Callable[..., Prepare]
-"""(gather of each weight or None, first change) -> the function that adapts a merged model."""
+MakeChange: TypeAlias = Callable[..., ModelChange]
+"""(gather of each weight or None, first change) -> the change to a merged model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -495,16 +495,16 @@ class Separator:
 
     Args:
         spec: the resolved arguments of the step.
-        prepare: (gather, first change) -> the function that adapts a merged model to the step.
+        change_with: (gather of each weight or None, first change) -> the change to a merged model.
         trace_key: equal for separators whose losses have equal traces; None shares nothing.
 
     Attributes:
         model_spec: the model, with the `Shared` leaves of a batch.
     """
 
-    def __init__(self, spec: StepSpec, prepare: MakePrepare, trace_key: Hashable = None):
+    def __init__(self, spec: StepSpec, change_with: MakeChange, trace_key: Hashable = None):
         self._spec = spec
-        self._prepare = prepare
+        self._change_with = change_with
         self.model_spec: ModelSpec = spec.model_spec
         self._for_shared: dict[Hashable, Separator] = {}
         self._loss_fn = spec.loss_fn
@@ -526,7 +526,7 @@ class Separator:
         if key not in self._for_shared:
             model_spec = dataclasses.replace(self._spec.model_spec, shared=shapes_of(shared))
             spec = dataclasses.replace(self._spec, model_spec=model_spec)
-            self._for_shared[key] = Separator(spec, self._prepare)
+            self._for_shared[key] = Separator(spec, self._change_with)
         return self._for_shared[key]
 
     def of(self, batch: Batch) -> Separation:
@@ -668,7 +668,7 @@ class Separator:
         if not names:
             return None
         loss_fn: Any = FunctionOfSums(rescale_parts(self._loss_fn, dependence), frozenset(names))
-        traces = Traces(self.model_spec, loss_fn, self._traces(ranks).adapt)
+        traces = Traces(self.model_spec, loss_fn, self._traces(ranks).change)
         dependence_of_sums = traces.dependence(batch, sizes)
         traced = traces.of(batch, sizes[1])
         sums = [sum_name(number) for number in range(len(traced.ending.sums))]
@@ -717,8 +717,8 @@ class Separator:
 
     @cached_property
     def _of_one_rank(self) -> Traces:
-        adapt = self._prepare(None)
-        return Traces(self.model_spec, self._loss_fn, adapt, over_all=False)
+        change = self._change_with(None)
+        return Traces(self.model_spec, self._loss_fn, change, over_all=False)
 
     def _traces(self, ranks: int) -> Traces:
         """Returns the programs for `ranks` ranks, each of which computes the loss on its own."""
@@ -728,9 +728,9 @@ class Separator:
             # Here experts promise not to mix samples.
             modules = nnx.iter_modules(self.model_spec.abstract)
             has_experts = any(hasattr(module, SUM_SAMPLES) for _, module in modules)
-            change = mark_experts_per_sample if runs_experts and has_experts else None
-            adapt = self._prepare(None, change)
-            self._traced[runs_experts] = Traces(self.model_spec, self._loss_fn, adapt)
+            first = mark_experts_per_sample if runs_experts and has_experts else None
+            change = self._change_with(None, first)
+            self._traced[runs_experts] = Traces(self.model_spec, self._loss_fn, change)
         return self._traced[runs_experts]
 
     def _dependence(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> LossDependence:
