@@ -52,8 +52,8 @@ class BatchPadding:
     and returns `Weighted(that, sum of weight)` has the value and the gradient of the real samples.
 
     Args:
-        weight: the name of the leaf of weights, of shape [B, ...]. A batch without it gets ones of
-            shape [B] in float32.
+        weight: the name of the leaf of sample weights, of shape [B, ...]. A batch without it gets
+            ones of shape [B] in float32.
         spec: model, loss, optimizer, strategy, devices and options of the step.
     """
 
@@ -73,11 +73,11 @@ class BatchPadding:
             shared: nested dict of the leaves that all samples share; None for nothing.
 
         Returns:
-            The batch with its weights, padded to the next multiple.
+            The batch with its sample weights, padded to the next multiple.
 
         Raises:
             ConfigError: when the batch is not a dict, the loss returns no weight, or the loss or a
-                metric ignores the weights.
+                metric ignores the sample weights.
             UnsupportedError: when the model keeps statistics of the batch.
         """
         if not isinstance(batch, Mapping):
@@ -438,13 +438,13 @@ def check_padding(model_spec: ModelSpec, loss_fn: LossFn, batch: Batch, weight: 
         model_spec: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
         batch: a dict of the shapes of a padded batch.
-        weight: the name of the leaf of weights.
+        weight: the name of the leaf of sample weights.
 
     Raises:
         ConfigError: naming the output that counts padded samples, how it does, and the remedy.
         UnsupportedError: when a buffer of the model depends on the batch.
     """
-    unweighted = _without_weights(model_spec, loss_fn, batch, weight)
+    of_zeros = _with_zero_weights(model_spec, loss_fn, batch, weight)
     rows = max(jax.tree.leaves(batch)[0].shape[0], 2)
     dependence = Traces(model_spec, loss_fn, over_all=False).dependence(batch, (rows, 2 * rows))
     if dependence.failure:
@@ -457,7 +457,7 @@ def check_padding(model_spec: ModelSpec, loss_fn: LossFn, batch: Batch, weight: 
                 "adds. Use a normalisation without statistics, or batches that divide"
             )
     for name, output in dependence.outputs().items():
-        if name in unweighted and (problem := _problem(output, *unweighted[name])):
+        if name in of_zeros and (problem := _problem(output, *of_zeros[name])):
             raise ConfigError(
                 f"the {name} of loss_fn {problem}{output.place}, so that the samples that "
                 f"pad={weight!r} adds would count. {_HOW}, with the weights of "
@@ -477,7 +477,7 @@ def _problem(
         return (
             "has a term that is not 0 for samples of weight 0"
             if total.is_finite
-            else "divides by the weights, or takes a logarithm of them, sample by sample"
+            else "divides by the sample weights, or takes a logarithm of them, sample by sample"
         )
     if not is_plain and not weight.is_zero:
         return "has a weight that is not 0 for samples of weight 0"
@@ -488,10 +488,10 @@ def _problem(
     return ""
 
 
-def _without_weights(
+def _with_zero_weights(
     model_spec: ModelSpec, loss_fn: LossFn, batch: Batch, weight: str
 ) -> dict[str, tuple[UniformValue, UniformValue, bool]]:
-    """Evaluates each output with all weights 0: (total, weight, whether it is a plain number)."""
+    """Evaluates each output with sample weights 0: (total, weight, whether it has no weight)."""
     names: list[tuple[str, bool]] = []
 
     def run(params: Any, buffers: Any, batch: Any) -> Any:
