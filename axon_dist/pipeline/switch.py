@@ -28,8 +28,8 @@ from .storage import StageStorage
 from .tables import Packing, zeros
 
 BATCH = (
-    "Give build_train_step a batch, of arrays or shapes, batch=...: it then finds the calls in the "
-    "loss before it lays out parameters, and keeps what several ranks call on each of them"
+    "Pass a batch of arrays or shapes to build_train_step(batch=...): it then reads the calls from "
+    "the loss before it lays out parameters, and stores a block on every rank that calls it"
 )
 """The advice in errors about the order of calls."""
 

@@ -194,7 +194,7 @@ def optimizer_decisions(
                 like = _shortened(of_parameter, shape, parameter.shape)
                 break
         other = policy.flexible_part.decide(path_str(key_path), shape, mesh, like.spec)
-        return _joined(like, other) if like.reason else other
+        return _with_free_dims(like, other) if like.reason else other
 
     return jax.tree_util.tree_map_with_path(of_leaf, opt_state)
 
@@ -216,7 +216,7 @@ def _shortened(decision: Decision, shape: Shape, of: Shape) -> Decision:
     return Decision(spec_of(axes_by_dim), decision.rule, reason)
 
 
-def _joined(first: Decision, more: Decision) -> Decision:
+def _with_free_dims(first: Decision, more: Decision) -> Decision:
     """Adds the axes of a decision along the dims that another one leaves free."""
     used = spec_axes(first.spec)
     dims = range(max(len(first.spec), len(more.spec)))

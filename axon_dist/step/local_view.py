@@ -251,9 +251,11 @@ class RankProgram:
             if reduction.per == "microbatch" or count == 1:
                 sums, changed = accumulated(sums_of, gathered, first, batch)
             else:
-                last = self._last(forward, whole_frozen) if self._reduces_within(scale) else None
+                last = (
+                    self._last(forward, whole_frozen) if self._reduces_in_backward(scale) else None
+                )
                 sums, changed = self._unreduced_sums(sums_of, gathered, first, batch, last)
-            if reduction.per == "step" and not self._reduces_within(scale):
+            if reduction.per == "step" and not self._reduces_in_backward(scale):
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
             # Units reduce their gradients within the backward pass, so all ranks must use the same
@@ -304,12 +306,12 @@ class RankProgram:
             sums = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
         return sums, buffers
 
-    def _reduces_within(self, scale: Any) -> bool:
+    def _reduces_in_backward(self, scale: Any) -> bool:
         """Whether the backward pass of the last microbatch reduces the gradients of all of them.
 
-        Buckets are reduced in their own order instead. With a loss scale, the reduction also stays
-        outside: within the backward pass it is one of gradients of sums, which would overflow with
-        a scale that fits gradients of means.
+        Buckets are reduced in their own order instead. With a loss scale, the reduction runs after
+        the backward pass too. Within it gradients are those of sums over the samples, which would
+        overflow at a scale that fits the gradients of means.
         """
         reduction = self.spec.reduction
         accumulates = reduction.per == "step" and self.spec.num_microbatches > 1
@@ -365,7 +367,7 @@ class RankProgram:
         return jnp.zeros(sharding.shard_shape(stored_shape(grad.shape, owner, mesh)), dtype)
 
     def _read_once(self, buffers: PyTree, batch: Batch) -> frozenset[Path]:
-        """Returns the weights that a single call of a single unit reads, without those of Linen."""
+        """Returns the weights that one call of one unit reads, except those of Linen modules."""
         spec = self.spec
         samples = jax.tree.leaves(batch)[0].shape[0]
         jaxpr = self.plan.separator.program(batch, samples).jaxpr

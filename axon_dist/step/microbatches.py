@@ -101,8 +101,8 @@ def draws_of(
         axes: the axes whose ranks compute from different samples; none in global view.
 
     Raises:
-        UnsupportedError: when the draws cannot be separated by rank. If they only cannot be
-            separated by microbatch, each microbatch draws anew, with a warning.
+        UnsupportedError: when the draws cannot be separated by rank. If only the microbatches
+            cannot be separated, each microbatch draws anew, with a warning.
     """
     count = spec.num_microbatches
     ranks = spec.num_ranks if axes else 1
@@ -164,7 +164,7 @@ def accumulate(
     last: LastFn | None = None,
     draws: Draws | None = None,
 ) -> tuple[Sums, PyTree]:
-    """Adds up the sums of every microbatch, threading the buffers through.
+    """Adds up the sums of every microbatch, and passes the buffers from each to the next.
 
     Equals:
 

@@ -131,7 +131,7 @@ def _of_strategy(spec: StepSpec) -> Obstacle:
         )
     if strategy.pipeline is not None:
         return (
-            f"a pipeline over {strategy.pipeline.axis!r} adds microbatches up in the order of its "
+            f"a pipeline over {strategy.pipeline.axis!r} adds up microbatches in the order of its "
             "schedule",
             f"use {supported}",
         )

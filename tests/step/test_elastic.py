@@ -194,7 +194,7 @@ REFUSED = {
     ),
     "pipeline": (
         dict(mesh="dp=2,pp=2", strategy=compose(ddp(), pipelined(2, 2))),
-        "a pipeline over 'pp' adds microbatches up in the order of its schedule",
+        "a pipeline over 'pp' adds up microbatches in the order of its schedule",
     ),
     "axis": (
         dict(mesh="dp=2,tp=2", strategy=ddp()),
