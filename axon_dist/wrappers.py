@@ -40,7 +40,7 @@ from .schedule import SCHEDULES, Schedule
 from .schedule import PipelineSchedule as PipelineSchedule
 from .schedule.action import check_sizes
 from .sharding import put, shardings
-from .sharding.padding import even_places
+from .sharding.padding import even_shardings
 
 _STAGES = ArgumentKind("an nnx.Module, of one stage", lambda x: isinstance(x, nnx.Module)).several()
 
@@ -273,7 +273,7 @@ class FullyShardedDataParallel(_Wrapper):
         kind = self.strategy.offload.params
         places = shardings(self.strategy.params, params, self.group.mesh, kind)
         # No padding: a leaf that does not divide over all axes is split over those that divide it.
-        return put(params, even_places(params, places))
+        return put(params, even_shardings(params, places))
 
     def clip_grad_norm(self, grads: ArrayTree, max_norm: float) -> tuple[PyTree, Array]:
         """Scales gradients down to a global norm, as `build_train_step(clip_norm=...)` does.

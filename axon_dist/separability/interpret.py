@@ -4,9 +4,9 @@ This is an abstract interpretation of two traces: one of the program on the whol
 one of the equal parts that the batch is split into. Both traces must have the same operations on
 the same values; the dims and constants that differ between them are those that depend on the
 number of samples. Dim 0 of the batch counts samples. The rules in `rules.py` derive the abstract
-value (`abstract_values.Value`) of each result from those of the operands. This shows whether each output is
-a mean over the samples, a sum, one row per sample, independent of the samples, or a value that
-cannot be combined from those of the parts.
+value (`abstract_values.Value`) of each result from those of the operands. This shows whether each
+output is a mean over the samples, a sum, one row per sample, independent of the samples, or a value
+that cannot be combined from those of the parts.
 """
 
 from __future__ import annotations

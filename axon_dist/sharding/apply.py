@@ -76,7 +76,7 @@ def _placed(mesh: Mesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSh
         ) from error
 
 
-def put(tree: ArrayTree, places: PyTree) -> PyTree:
+def put(tree: ArrayTree, targets: PyTree) -> PyTree:
     """Puts arrays on devices, like `jax.device_put`.
 
     Arrays on a single CPU device of this process are sliced by numpy into views. JAX would compile
@@ -84,7 +84,7 @@ def put(tree: ArrayTree, places: PyTree) -> PyTree:
 
     Args:
         tree: arrays.
-        places: a tree of their shardings.
+        targets: a tree of the shardings to put them in.
 
     Returns:
         The sharded arrays; the arrays in `tree` stay usable.
@@ -93,12 +93,12 @@ def put(tree: ArrayTree, places: PyTree) -> PyTree:
         >>> from axon_dist.mesh import World
         >>> from axon_dist.sharding import LargestDim
         >>> tree = {"w": jnp.ones((8, 16))}
-        >>> places = shardings(LargestDim(("dp",), 1), tree, World.emulate(8).mesh)
-        >>> put(tree, places)["w"].addressable_shards[0].data.shape
+        >>> targets = shardings(LargestDim(("dp",), 1), tree, World.emulate(8).mesh)
+        >>> put(tree, targets)["w"].addressable_shards[0].data.shape
         (8, 2)
     """
-    on_host = jax.tree.map(_on_host, tree, places)
-    return jax.device_put(jax.tree.map(on_devices_of, on_host, places), places)
+    on_host = jax.tree.map(_on_host, tree, targets)
+    return jax.device_put(jax.tree.map(on_devices_of, on_host, targets), targets)
 
 
 def on_devices_of(leaf: Array | np.ndarray, sharding: NamedSharding) -> Array | np.ndarray:

@@ -123,7 +123,7 @@ class Outer:
         missing = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), jnp.float32), params)
         return outer, {"opt_state": states, "missing": missing}
 
-    def places(self, state: TrainState, params: PyTree) -> tuple[PyTree, Metrics]:
+    def state_shardings(self, state: TrainState, params: PyTree) -> tuple[PyTree, Metrics]:
         """Returns the shardings: each replica's devices hold the outer parameters as its own.
 
         Args:
@@ -180,8 +180,8 @@ class Outer:
         """Returns the bytes that one device sends over the slow axis in H steps, by the formula."""
         mesh = self.plan.spec.mesh
         policy = self.plan.state_plan.storage.strategy.params
-        places = shardings(policy, self.plan.state_plan.params, mesh)
-        by_path = dict(leaves_with_paths(places))
+        state_shardings = shardings(policy, self.plan.state_plan.params, mesh)
+        by_path = dict(leaves_with_paths(state_shardings))
         shapes = leaves_with_paths(self.plan.state_plan.params)
         sizes = {}
         for path, x in shapes:
@@ -263,12 +263,12 @@ class ReplicaLayout(StateLayout):
         self.reported = NamedSharding(plan.spec.mesh, PartitionSpec(loop.axis))
         self.outer_steps = tuple(self.outer.program(number) for number in range(loop.fragments))
 
-    def _with_replicas(self, places: TrainState) -> TrainState:
+    def _with_replicas(self, state_shardings: TrainState) -> TrainState:
         """Adds the shardings of `outer` and `outer_state`, which all replicas share."""
         per_replica = NamedSharding(self.spec.mesh, PartitionSpec(self.outer.loop.axis))
-        outer, outer_state = self.outer.places(self.model_shapes, places.params)
+        outer, outer_state = self.outer.state_shardings(self.model_shapes, state_shardings.params)
         return dataclasses.replace(
-            places,
+            state_shardings,
             buffers=jax.tree.map(lambda _: per_replica, self.model_shapes.buffers),
             scaler=jax.tree.map(lambda _: per_replica, self.model_shapes.scaler),
             outer=outer,

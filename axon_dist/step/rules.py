@@ -312,7 +312,9 @@ def _no_fp8_gather(spec: StepSpec, fp8: Fp8Layers) -> str:
         return "no kernel of a layer in fp8 is split over ranks that have other samples"
     if spec.is_local:
         reduction = spec.reduction
-        return f"ranks gather explicitly, to reduce gradients per {reduction.per} in {reduction.dtype}"
+        return (
+            f"ranks gather explicitly, to reduce gradients per {reduction.per} in {reduction.dtype}"
+        )
     return ""
 
 

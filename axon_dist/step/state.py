@@ -105,13 +105,13 @@ def averaged(state: TrainState) -> TrainState:
     return dataclasses.replace(state, params=params)
 
 
-def check_fits(state: TrainState, shapes: TrainState, places: TrainState) -> None:
+def check_fits(state: TrainState, shapes: TrainState, state_shardings: TrainState) -> None:
     """Raises unless a state is one that a step could have made.
 
     Args:
         state: any.
         shapes: the shapes of the step's states.
-        places: their shardings.
+        state_shardings: their shardings.
 
     Raises:
         ConfigError: naming the first array that is missing, unexpected, of another shape or dtype,
@@ -119,7 +119,7 @@ def check_fits(state: TrainState, shapes: TrainState, places: TrainState) -> Non
     """
     wanted = dict(leaves_with_paths(shapes))
     leaves = dict(leaves_with_paths(state))
-    layouts = dict(leaves_with_paths(places))
+    layouts = dict(leaves_with_paths(state_shardings))
     for path in [*wanted, *(path for path in leaves if path not in wanted)]:
         problem = _problem(leaves.get(path), wanted.get(path), layouts.get(path))
         if problem is not None:

@@ -368,12 +368,14 @@ def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
     return StepPrograms(
         state_layout=layout,
         batch_layout=batches,
-        step=jit(train_step, donate_argnums=0, out_shardings=(layout.places, layout.reported)),
+        step=jit(
+            train_step, donate_argnums=0, out_shardings=(layout.state_shardings, layout.reported)
+        ),
         evaluate=jit(evaluate, out_shardings=layout.replicated),
         gradients=jit(gradients, out_shardings=(layout.grad_shardings, layout.reported)),
         evaluated=together,
         outer_steps=tuple(
-            jit(_on_stored(run, layout), donate_argnums=0, out_shardings=layout.places)
+            jit(_on_stored(run, layout), donate_argnums=0, out_shardings=layout.state_shardings)
             for run in layout.outer_steps
         ),
     )
@@ -444,7 +446,7 @@ class TrainStep:
         self.batch_layout: BatchLayout = BatchLayout.of(spec)
         self.programs: StepPrograms = programs_of(state_layout, self.batch_layout)
         self.abstract_state: TrainState = state_layout.shapes
-        self.state_shardings: TrainState = state_layout.places
+        self.state_shardings: TrainState = state_layout.state_shardings
         self.claims: Claims = state_layout.claims
         self.on_device: Callable[[TrainState], TrainState] = state_layout.on_device
         self.axis_names = AxisNames.of(spec.world.mesh, spec.options.axis_names)
