@@ -86,7 +86,7 @@ def pipelined(
 
     Raises:
         ScheduleError: for an unknown schedule, sizes that it does not support, a table that is not
-            valid, or one with no room for the vocabulary's actions.
+            valid, or one into which the vocabulary's actions do not fit.
         ConfigError: for a table whose sizes differ from those given, a missing file, an unknown
             `backward`, or `classes` or `boundaries` of another type.
 

@@ -345,7 +345,7 @@ def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
 def axes_or(
     axes: str | Sequence[str] | None, default: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the axes of a data-parallel strategy, and those of them that nobody chose.
+    """Returns the axes of a data-parallel strategy, and those of them that are defaults.
 
     Args:
         axes: the axes that were given; None for the default.

@@ -174,7 +174,7 @@ def check_arguments(
         )
     wrapped: Any = getattr(strategy, "module", None)
     both = isinstance(wrapped, nnx.Module) and isinstance(model, nnx.Module)
-    # An equal model made anew will do: a strategy depends on names and shapes alone.
+    # Another, equal model is accepted: a strategy depends on names and shapes alone.
     if both and wrapped is not model and _weights(wrapped) != _weights(model):
         raise ConfigError(
             f"the {type(strategy).__name__} wraps a {type(wrapped).__name__}, but the model passed "
