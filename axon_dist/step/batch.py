@@ -218,8 +218,8 @@ class BatchLayout:
             DivisibilityError: when it cannot be cut evenly.
         """
         batch, shared = self._padded(batch, self.num_processes)
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return Placed(jax.tree.map(self._place_leaf, batch), jax.device_put(shared, everywhere))
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        return Placed(jax.tree.map(self._place_leaf, batch), jax.device_put(shared, replicated))
 
     def place_whole(self, batch: Batch) -> Placed:
         """Replicates a whole batch of any size on every device.
@@ -228,8 +228,8 @@ class BatchLayout:
             batch: leaves of shape [B, ...], the same on every process.
         """
         samples, shared = split_shared(batch)
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return Placed(jax.device_put(samples, everywhere), jax.device_put(shared, everywhere))
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        return Placed(jax.device_put(samples, replicated), jax.device_put(shared, replicated))
 
     def over_ranks(self, arrays: Batch) -> Batch:
         """Shards samples over the ranks unevenly, when their number does not divide.
@@ -270,10 +270,10 @@ class BatchLayout:
             ),
             batch,
         )
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        replicated = NamedSharding(self.mesh, PartitionSpec())
         return Placed(
             _with_sharding(placed, self.sharding),
-            _with_sharding(shared, everywhere),
+            _with_sharding(shared, replicated),
         )
 
     def _padded(self, batch: Batch, num_processes: int) -> tuple[Batch, PyTree]:

@@ -80,7 +80,7 @@ class GlobalGather:
         return gather(weight)
 
     def forward(self, weight: Array) -> Array:
-        """The forward half; differentiated directly, its gradient is left to the compiler."""
+        """The forward pass alone; if it is differentiated, the compiler reduces the gradient."""
         gathered = weight
         for spec in (self.stored, self.full):
             sharding = NamedSharding(self.mesh, row_spec(spec, self.ndim, weight))
