@@ -183,8 +183,8 @@ def _call_loss(loss_fn: LossFn, model: nnx.Module, batch: Batch, kwargs: dict[st
     """Calls the user's loss, and adds the shapes of the batch to an error that it raises.
 
     Raises:
-        ConfigError: when it looks up a key that the batch lacks, or a layer does not know whether it
-            is in training mode.
+        ConfigError: when it looks up a key that the batch lacks, or a layer does not know whether
+            it is in training mode.
     """
     # Under manual axes, ignore the logical activation axes that Linen models name.
     manual = jax.sharding.get_abstract_mesh().manual_axes
