@@ -383,9 +383,9 @@ class LossDependence:
     """How the outputs of a loss function depend on the samples of its batch.
 
     Args:
-        loss: that of the loss; with a weight, that of their quotient.
-        metrics: that of each metric, by name.
-        buffers: that of each buffer's new value, by path.
+        loss: how the loss does; if it has a weight, how the quotient of the two does.
+        metrics: how each metric does, by name.
+        buffers: how the new value of each buffer does, by path.
         is_plain: whether the loss is a number without its own weight.
         failure: the error of the loss function if it fails on a part of the batch.
 
