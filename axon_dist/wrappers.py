@@ -19,6 +19,7 @@ from .collectives import GradSyncStrategy as GradSyncStrategy
 from .collectives import broadcast, sync_gradients
 from .core.checks import COUNT, MODEL, MODULE, OPTIMIZER, SIZE, ArgumentKind, checked
 from .core.errors import ConfigError, GroupError
+from .core.renamed import renamed_arguments
 from .core.typing import Array, ArrayTree, PyTree
 from .mesh import GROUP, ProcessGroup, from_main
 from .nn import ActivationCheckpointing
@@ -39,7 +40,7 @@ from .schedule import SCHEDULES, Schedule
 from .schedule import PipelineSchedule as PipelineSchedule
 from .schedule.action import check_sizes
 from .sharding import put, shardings
-from .sharding.padding import even_places
+from .sharding.padding import even_shardings
 
 _STAGES = ArgumentKind("an nnx.Module, of one stage", lambda x: isinstance(x, nnx.Module)).several()
 
@@ -272,7 +273,7 @@ class FullyShardedDataParallel(_Wrapper):
         kind = self.strategy.offload.params
         places = shardings(self.strategy.params, params, self.group.mesh, kind)
         # No padding: a leaf that does not divide over all axes is split over those that divide it.
-        return put(params, even_places(params, places))
+        return put(params, even_shardings(params, places))
 
     def clip_grad_norm(self, grads: ArrayTree, max_norm: float) -> tuple[PyTree, Array]:
         """Scales gradients down to a global norm, as `build_train_step(clip_norm=...)` does.
@@ -419,8 +420,9 @@ class Pipeline:
     Args:
         module: an unmodified NNX module that runs its blocks one after another, or a function of
             no arguments that makes one.
-        num_stages: **ranks** along the axis, each with `chunks` stages.
-        num_microbatches: microbatches per step; `num_stages` by default.
+        num_ranks: the ranks along the axis, each with `chunks` stages; `num_stages=` is its
+            deprecated name.
+        num_microbatches: microbatches per step; `num_ranks` by default.
         schedule: a name of `PipelineSchedule`, a table, or the path of a CSV file with one.
         chunks: stages per rank; None uses the schedule's usual number.
         options: those of `pipelined`.
@@ -432,27 +434,28 @@ class Pipeline:
 
     Example:
         >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
-        >>> pipe = Pipeline(nnx.Sequential(*layers), num_stages=2, num_microbatches=4)
+        >>> pipe = Pipeline(nnx.Sequential(*layers), num_ranks=2, num_microbatches=4)
         >>> pipe.num_stages(), pipe.strategy.pipeline.schedule.name
         (2, 'eager_1f1b')
 
     Source: Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., arXiv:2104.04473.
     """
 
+    @renamed_arguments(num_stages="num_ranks")
     @checked("Pipeline", module=MODEL)
     def __init__(
         self,
         module: nnx.Module,
-        num_stages: int,
+        num_ranks: int,
         num_microbatches: int | None = None,
         schedule: str | Schedule = PipelineSchedule.EAGER_1F1B,
         *,
         chunks: int | None = None,
         **options: Any,
     ):
-        count = num_stages if num_microbatches is None else num_microbatches
+        count = num_ranks if num_microbatches is None else num_microbatches
         self.module = module
-        self.strategy: Strategy = pipelined(num_stages, count, schedule, chunks=chunks, **options)
+        self.strategy: Strategy = pipelined(num_ranks, count, schedule, chunks=chunks, **options)
 
     @classmethod
     @checked("Pipeline.from_modules", modules=_STAGES)

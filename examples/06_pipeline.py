@@ -41,7 +41,7 @@ def main() -> None:
     model = Transformer(config, rngs=nnx.Rngs(0))
     table.add_row("dp=1", "", "", "", show(train(DDP(model, alone.group("dp")), alone)))
     for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_h1"):
-        pipe = Pipeline(model, num_stages=2, num_microbatches=4, schedule=schedule)
+        pipe = Pipeline(model, num_ranks=2, num_microbatches=4, schedule=schedule)
         row = summarize(pipe.schedule)
         losses = train(compose(pipe, DDP(model, world.group("dp"))), world)
         table.add_row(

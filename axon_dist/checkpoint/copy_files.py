@@ -29,7 +29,7 @@ Slices: TypeAlias = tuple[tuple[int, int], ...]
 """The slices of a piece in its leaf: (start, stop) along each dim."""
 
 CopyId: TypeAlias = tuple[int, str, int]
-"""Step, generation and turn of a copy; all of its pieces are from the same moment."""
+"""Step, generation and number of a copy; all of its pieces are from the same moment."""
 
 _HEADER, _PLACES, _CHECKSUMS = "header", "places", "checksums"
 
@@ -41,7 +41,7 @@ class CopyHeader:
     Args:
         step: how many steps the state has taken.
         generation: an id of the start of the run that wrote it.
-        turn: how many copies had been made since that start.
+        copy_number: how many copies had been made since that start.
         process: the owner of the pieces; it, or a process of the next host, wrote the file.
         writers: all processes of the owner's host; each has such a file.
         leaves: the leaves of the whole state.
@@ -51,7 +51,7 @@ class CopyHeader:
 
     step: int
     generation: str
-    turn: int
+    copy_number: int
     process: int
     writers: tuple[int, ...]
     leaves: Mapping[LeafPath, LeafSpec]
@@ -61,7 +61,7 @@ class CopyHeader:
     @property
     def copy(self) -> CopyId:
         """The copy to which the file belongs."""
-        return self.step, self.generation, self.turn
+        return self.step, self.generation, self.copy_number
 
     def to_json(self) -> str:
         """Formats the header; `from_json` parses it."""
@@ -71,6 +71,9 @@ class CopyHeader:
     def from_json(cls, text: str) -> CopyHeader:
         """Parses the output of `to_json`."""
         fields = json.loads(text)
+        if "turn" in fields:
+            # The name in files of 0.2 and before, which a run that was updated may find in memory.
+            fields["copy_number"] = fields.pop("turn")
         parsed = {"leaves": leaf_specs(fields["leaves"]), "writers": tuple(fields["writers"])}
         parsed["unpadded"] = {p: tuple(shape) for p, shape in fields.get("unpadded", {}).items()}
         return cls(**{**fields, **parsed})

@@ -247,7 +247,7 @@ class HostCopies:
         self._ring = HostRing(tuple(_gathered(zlib.crc32(location.encode()) >> 1)))
         # After a loss steps are repeated, and files of different starts must not be mixed.
         self._generation: str = from_main(secrets.token_hex(8))
-        self._turn = 0
+        self._copy_number = 0
 
     def check(self, target: PyTree) -> None:
         """Raises `ConfigError` if the run could not survive the loss of a host.
@@ -273,11 +273,11 @@ class HostCopies:
         stored = {path: to_stored(leaf) for path, leaf in leaves.items()}
         me = process_index()
         ring = self._ring
-        self._turn += 1
+        self._copy_number += 1
         header = CopyHeader(
             step=step,
             generation=self._generation,
-            turn=self._turn,
+            copy_number=self._copy_number,
             process=me,
             writers=ring.peers(me),
             leaves={path: spec_of(leaf) for path, leaf in leaves.items()},

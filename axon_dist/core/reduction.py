@@ -69,7 +69,7 @@ def varying(x: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def on_wire(x: Array, dtype: DTypeLike | None) -> Array:
+def cast_for_reduction(x: Array, dtype: DTypeLike | None) -> Array:
     """Casts a value to the dtype of its reduction; complex values are not cast."""
     is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
     return x if dtype is None or is_complex else x.astype(dtype)

@@ -1,4 +1,4 @@
-"""Renamed fields and arguments: the old names work, with a warning, for one more release."""
+"""Renamed fields, attributes and arguments: old names work for one more release, and warn."""
 
 from __future__ import annotations
 
@@ -43,11 +43,35 @@ def renamed_fields(**new_of: str) -> Callable[[type[_T]], type[_T]]:
         setattr(cls, "__init__", with_old_names)  # noqa: B010
         setattr(cls, "_new_name_of", MappingProxyType(new_of))  # noqa: B010
         for old, new in new_of.items():
-            setattr(cls, old, _old_attribute(cls, old, new))
+            setattr(cls, old, renamed_attribute(old, new))
         setattr(cls, "__setstate__", _set_state)  # noqa: B010
         return cls
 
     return decorate
+
+
+def renamed_attribute(old: str, new: str) -> property:
+    """Returns a property that reads another attribute, and warns that it is the old name of it.
+
+    Args:
+        old: the name that the property gets in the class.
+        new: the name of the attribute that it reads.
+
+    Example:
+        >>> class Span:
+        ...     length = 3
+        ...     size = renamed_attribute("size", "length")
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     Span().size, str(caught[0].message)
+        (3, 'Span.size is deprecated; use length')
+    """
+
+    def get(self: Any) -> Any:
+        _warn(type(self), old, new, stacklevel=3)
+        return getattr(self, new)
+
+    return property(get, doc=f"The deprecated name of `{new}`.")
 
 
 def renamed_arguments(**new_of: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -72,7 +96,8 @@ def renamed_arguments(**new_of: str) -> Callable[[Callable[_P, _R]], Callable[_P
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def with_old_keywords(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            name = function.__name__
+            # A class is called by its own name, not as `__init__`.
+            name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
             for old, new in new_of.items():
                 if old in kwargs:
                     if new in kwargs:
@@ -110,14 +135,6 @@ def _set_state(self: Any, state: Mapping[str, Any]) -> None:
     new_of = type(self)._new_name_of
     # The class is frozen, so its fields cannot be assigned.
     vars(self).update({new_of.get(name, name): value for name, value in state.items()})
-
-
-def _old_attribute(cls: type[Any], old: str, new: str) -> property:
-    def get(self: Any) -> Any:
-        _warn(cls, old, new, stacklevel=3)
-        return getattr(self, new)
-
-    return property(get, doc=f"The deprecated name of `{new}`.")
 
 
 def _warn(cls: type[Any], old: str, new: str, stacklevel: int) -> None:

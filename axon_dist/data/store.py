@@ -420,8 +420,8 @@ class Folder:
         most = _sample_of(paths)
         todo = [number for number, path in enumerate(paths) if not _is_complete(path, most)]
         # Each process begins with a different part, so that processes rarely compete for one.
-        turn = os.getpid() % max(1, len(todo))
-        todo = todo[turn:] + todo[:turn]
+        first = os.getpid() % max(1, len(todo))
+        todo = todo[first:] + todo[:first]
         while todo:
             rest = []
             for number in todo:

@@ -63,13 +63,13 @@ def threefry(key: np.ndarray, high: np.ndarray, low: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         x = high + words[0]
         y = low + words[1]
-        for turn in range(5):
-            for distance in ROTATIONS[turn % 2]:
+        for round_number in range(5):
+            for distance in ROTATIONS[round_number % 2]:
                 x = x + y
                 y = (y << np.uint32(distance)) | (y >> np.uint32(32 - distance))
                 y = x ^ y
-            x = x + words[(turn + 1) % 3]
-            y = y + words[(turn + 2) % 3] + np.uint32(turn + 1)
+            x = x + words[(round_number + 1) % 3]
+            y = y + words[(round_number + 2) % 3] + np.uint32(round_number + 1)
     return np.stack([x, y], -1)
 
 

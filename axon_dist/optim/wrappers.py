@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.errors import ConfigError
+from ..core.renamed import renamed_arguments
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, PyTree
 
@@ -108,12 +109,13 @@ class Watched(NamedTuple):
     metrics: dict[str, Array]
 
 
+@renamed_arguments(layer_norms="norms_by_layer")
 def watched(
     optimizer: optax.GradientTransformation,
     *,
     clip_norm: float | None = None,
     spikes: Spikes | None = None,
-    layer_norms: bool = False,
+    norms_by_layer: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer: skips spikes, and reports the norms of every layer.
 
@@ -127,8 +129,8 @@ def watched(
         clip_norm: clips gradients to this norm after their norms are measured; None does not clip.
             `build_train_step` instead clips before the optimizer sees the gradient.
         spikes: which steps are skipped; None skips none.
-        layer_norms: reports `grad_norm/L`, `param_norm/L` and `update_norm/L` of every layer L: a
-            block such as `blocks/0`, or else the first part of the path.
+        norms_by_layer: whether to report `grad_norm/L`, `param_norm/L` and `update_norm/L` of every
+            layer L: a block such as `blocks/0`, or else the first part of the path.
 
     Returns:
         The wrapped optimizer. With `spikes`, its `update` needs the loss as `value`.
@@ -137,7 +139,7 @@ def watched(
         ConfigError: if `spikes` is out of range.
 
     Example:
-        >>> optimizer, params = watched(optax.sgd(1.0), layer_norms=True), {"w": jnp.ones(4)}
+        >>> optimizer, params = watched(optax.sgd(1.0), norms_by_layer=True), {"w": jnp.ones(4)}
         >>> _, state = optimizer.update(params, optimizer.init(params), params, value=0.0)
         >>> {name: float(norm) for name, norm in state.metrics.items()}
         {'grad_norm/w': 2.0, 'param_norm/w': 2.0, 'update_norm/w': 2.0}
@@ -149,9 +151,9 @@ def watched(
 
     def norms(**trees: PyTree) -> dict[str, Array]:
         metrics: dict[str, Array] = {}
-        if layer_norms:
+        if norms_by_layer:
             for name, tree in trees.items():
-                for layer, norm in _layer_norms(tree).items():
+                for layer, norm in _norms_by_layer(tree).items():
                     metrics[f"{name}_norm/{layer}"] = norm
         if spikes is not None:
             metrics[SPIKE] = jnp.zeros(())
@@ -216,7 +218,7 @@ def layer_of(path: str) -> str:
     return "/".join(keys[: first + 1])
 
 
-def _layer_norms(tree: PyTree) -> dict[str, Array]:
+def _norms_by_layer(tree: PyTree) -> dict[str, Array]:
     squares: dict[str, Array] = {}
     for path, leaf in leaves_with_paths(tree):
         square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))

@@ -86,7 +86,7 @@ def pipelined(
 
     Raises:
         ScheduleError: for an unknown schedule, sizes that it does not support, a table that is not
-            valid, or one with no room for the vocabulary's actions.
+            valid, or one into which the vocabulary's actions do not fit.
         ConfigError: for a table whose sizes differ from those given, a missing file, an unknown
             `backward`, or `classes` or `boundaries` of another type.
 
@@ -98,12 +98,12 @@ def pipelined(
     table = with_vocabulary(table) if split_vocabulary else table
     if backward not in (valid := [*BACKWARD, *POLICIES]):
         raise ConfigError(f"backward={backward!r} is unknown.{did_you_mean(backward, valid)}")
-    keeps = backward != "recompute"
+    saves_residuals = backward != "recompute"
     entries = (classes,) if isinstance(classes, (str, type)) else classes
     names = tuple(each if isinstance(each, str) else each.__name__ for each in entries)
     if boundaries is not None:
         boundaries = tuple(map(operator.index, boundaries))
-    plan = PipelinePlan(table, axis, names, boundaries, costs, keeps)
+    plan = PipelinePlan(table, axis, names, boundaries, costs, saves_residuals)
     remat = ActivationCheckpointing(policy=backward) if backward in POLICIES else None
     return Strategy("pipeline", pipeline=plan, remat=remat)
 

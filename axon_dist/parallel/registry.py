@@ -221,28 +221,34 @@ def over_data_axes(
     axes: Callable[[World], tuple[str, ...]] = data_axes,
     **fixed: Any,
 ) -> MakeStrategy:
-    """Returns `make` for a row: over the data axes of a mesh, some of its options fixed.
+    """Returns the function of a `StrategyRow` for a strategy over the data axes of a mesh.
 
-    With `shares=True`, which a config cannot set, the strategy takes only the axis of its own name.
-    In `[ddp, fsdp]`, for example, `ddp` takes `dp` and leaves `fsdp` to the other strategy.
+    Its signature lists the options that a config can set: those of `make` without `axes`, which
+    come from the mesh, without `name`, and without the fixed ones.
 
     Args:
-        make: makes a strategy over `axes`, a keyword argument; None for the axis of its name.
-        axes: which axes of a world these are.
-        **fixed: options that a config cannot set.
+        make: makes a strategy; its keyword argument `axes` is a tuple of mesh axes, or None for
+            the axis of the strategy's own name.
+        axes: (world) -> the mesh axes to use.
+        **fixed: options of `make` with the same value in every config.
+
+    Returns:
+        (model, world, **options) -> the strategy. With `shares=True`, which a config cannot set,
+        the strategy uses only the axis of its own name: in `[ddp, fsdp]`, for example, `ddp` uses
+        `dp` and leaves `fsdp` to the other strategy.
     """
 
     def strategy(model: nnx.Module, world: World, shares: bool = False, **options: Any) -> Strategy:
         return make(axes=None if shares else axes(world), **fixed, **options)
 
-    left = [
+    settable = [
         parameter
         for name, parameter in inspect.signature(make).parameters.items()
-        if name not in {"axes", "name", "shard_axes", *fixed}
+        if name not in {"axes", "name", *fixed}
     ]
     strategy.is_data_parallel = True  # type: ignore[attr-defined]
     strategy.__wrapped__ = make  # type: ignore[attr-defined]
-    strategy.__signature__ = inspect.Signature(left)  # type: ignore[attr-defined]
+    strategy.__signature__ = inspect.Signature(settable)  # type: ignore[attr-defined]
     return strategy
 
 
@@ -445,7 +451,7 @@ STRATEGIES = StrategyTable(
             plan=DataPlan(sizes=_along("dp"), stage=ZeROStage.STAGE0, complexity=0),
         ),
         "zero1": StrategyRow(
-            make=over_data_axes(zero, array_axes, stage=ZeROStage.STAGE1),
+            make=over_data_axes(zero, array_axes, stage=ZeROStage.STAGE1, shard_axes=None),
             does_not_fit="optimizer state",
             page="zero",
             example="dp=8",
@@ -454,7 +460,7 @@ STRATEGIES = StrategyTable(
         # The planner prefers it to ZeRO-1: it stores less, and is slower only if a step has so many
         # microbatches that reducing the gradients of each one takes long.
         "zero2": StrategyRow(
-            make=over_data_axes(zero, array_axes, stage=ZeROStage.STAGE2),
+            make=over_data_axes(zero, array_axes, stage=ZeROStage.STAGE2, shard_axes=None),
             does_not_fit="optimizer state and gradients",
             page="zero",
             example="dp=8",

@@ -20,7 +20,7 @@ from ..ir.units import block_paths, check_some
 from ..nn import ActivationCheckpointing, Layout
 from ..ops.precision import MixedPrecision
 from ..schedule import Schedule
-from ..sharding import LargestDim, Merge, Policy, Replicate, WithMoments, same_for_rows
+from ..sharding import LargestDim, Merge, Policy, Replicate, WithMoments, per_layer_policy
 from .strategy_values import (
     AutoWrapPolicy,
     CPUOffload,
@@ -125,7 +125,7 @@ class AdaptLayers(abc.ABC):
 
     @abc.abstractmethod
     def check(self, model: nnx.Module, layout: Layout) -> None:
-        """Raises where a model has no layers to change, or layers that it cannot change.
+        """Raises if a model has no layers to change, or layers that cannot be changed.
 
         Args:
             model: a model of shapes.
@@ -345,7 +345,7 @@ def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
 def axes_or(
     axes: str | Sequence[str] | None, default: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the axes of a data-parallel strategy, and those of them that nobody chose.
+    """Returns the axes of a data-parallel strategy, and those of them that are defaults.
 
     Args:
         axes: the axes that were given; None for the default.
@@ -355,7 +355,7 @@ def axes_or(
 
 
 def on_mesh(strategy: Strategy, mesh: Mesh) -> Strategy:
-    """Replaces a default axis that the mesh lacks by the data axis that it has.
+    """Replaces a default axis that the mesh lacks by the data axis that the mesh has.
 
     So `ddp()`, `zero(1)` and `fsdp()` each run on a mesh `dp=8` and on a mesh `fsdp=8`. Axes that
     were given stay; a rule refuses those that the mesh lacks.
@@ -376,7 +376,7 @@ def on_mesh(strategy: Strategy, mesh: Mesh) -> Strategy:
     free = [axis for axis in DATA_AXES if axis in mesh.shape and axis not in strategy.axes]
     for default in strategy.default_axes:
         if default not in mesh.shape and len(free) == 1:
-            strategy = _over_instead(strategy, default, free.pop())
+            strategy = _replace_axis(strategy, default, free.pop())
     if strategy.default_axes and (idle := [axis for axis in free if mesh.shape[axis] > 1]):
         both = tuple(axis for axis in mesh.shape if axis in DATA_AXES)
         warn(
@@ -388,8 +388,8 @@ def on_mesh(strategy: Strategy, mesh: Mesh) -> Strategy:
     return strategy
 
 
-def _over_instead(strategy: Strategy, old: str, new: str) -> Strategy:
-    """Returns the strategy over another data axis; it names that axis in samples and arrays."""
+def _replace_axis(strategy: Strategy, old: str, new: str) -> Strategy:
+    """Returns the strategy with one data axis replaced by another, for samples and arrays."""
 
     def renamed(axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(new if axis == old else axis for axis in axes)
@@ -484,8 +484,8 @@ def per_layer(strategy: Strategy, stacks: frozenset[Path]) -> Strategy:
     """
     return dataclasses.replace(
         strategy,
-        params=same_for_rows(strategy.params, stacks),
-        opt_state=same_for_rows(strategy.opt_state, stacks),
+        params=per_layer_policy(strategy.params, stacks),
+        opt_state=per_layer_policy(strategy.opt_state, stacks),
     )
 
 

@@ -12,6 +12,7 @@ from flax import nnx
 from ..collectives import Compression
 from ..core.checks import is_whole
 from ..core.errors import ConfigError, NamedChoice, UnsupportedError
+from ..core.renamed import renamed_fields
 from ..core.typing import Path
 from ..ir.linen import linen_modules
 from ..ir.units import block_paths
@@ -19,6 +20,7 @@ from ..mesh import World
 from ..schedule import Schedule
 
 
+@renamed_fields(keeps_residuals="saves_residuals")
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
     """A pipeline as a value: its schedule, its mesh axis, and where the model is cut.
@@ -29,7 +31,7 @@ class PipelinePlan:
         classes: names of the block classes; empty for the blocks that the model keeps in lists.
         boundaries: the first block of each stage and the number of blocks; None for equal stages.
         costs: the cost of each block, to balance the stages by; None for equal ones.
-        keeps_residuals: whether a forward pass keeps the values that its backward pass needs; if
+        saves_residuals: whether a forward pass saves the values that its backward pass needs; if
             not, the backward pass recomputes the stage from its input.
     """
 
@@ -38,7 +40,7 @@ class PipelinePlan:
     classes: tuple[str, ...] = ()
     boundaries: tuple[int, ...] | None = None
     costs: tuple[float, ...] | None = None
-    keeps_residuals: bool = False
+    saves_residuals: bool = False
 
 
 DEFAULT_SYNC_EVERY = 100

@@ -54,8 +54,8 @@ def tensor_parallel(
             and each sum becomes a reduce-scatter, with an all-gather before the next column
             layer. The same bytes are sent, and activations take 1/size of the memory.
         rings: sends those gathers and reduce-scatters piece by piece around a ring, each piece
-            while the previous one is multiplied. The same bytes are sent, hidden as far as the
-            products take as long. Needs `sequence`.
+            while the previous one is multiplied. The same bytes are sent, but the products hide
+            them as far as they take as long. Needs `sequence`.
 
     Returns:
         The strategy; it splits no batch: compose it with `ddp`, `zero` or `fsdp`.

@@ -35,7 +35,6 @@ from .tables import (
     TickProgram,
     Totals,
     add,
-    buffers_of,
     empty,
     from_rank,
     get,
@@ -43,6 +42,7 @@ from .tables import (
     outgoing,
     program_of,
     put,
+    slots_by_name,
     zeros,
 )
 from .vocabulary import Embedding, Lookup
@@ -75,9 +75,9 @@ class Executor:
     In each tick a rank runs the actions of its cell. Each action is a conditional, which computes
     nothing if the cell does not contain it. Activations and gradients are sent after the actions,
     by `ppermute`s that every rank executes, outside the conditionals. A `ppermute` inside a
-    conditional would hang, because ranks in the other branch would never join it. A buffer has
-    one slot for each value that is live at the same time: M for GPipe and looped BFS, independent
-    of M for 1F1B and its relatives.
+    conditional would hang, because ranks in the other branch would never join it. Values are kept
+    in slots, as many as there are values of a kind that are live at the same time: M for GPipe and
+    looped BFS, independent of M for 1F1B and its relatives.
 
     A backward pass either recomputes its stage from the stage's input, or reads the residuals of
     the forward pass. If it recomputes, the last stage's forward runs only within its backward,
@@ -114,7 +114,7 @@ class Executor:
             residuals.
         held: the packed form of the intermediates that an input gradient saves for the weight
             gradient.
-        slots: the slot of every value, by buffer.
+        slots: the slots of all values, by field of `State`.
         tables: the actions and transfers of every tick.
         fuse_last_forward: whether the last stage's forward pass runs only within its backward pass.
             The backward mostly follows in the next tick and recomputes the output for the loss, so
@@ -171,11 +171,11 @@ class Executor:
         looked_up = zeros([each.shape for each in self.lookups])
         first_data = example._replace(looked_up=looked_up)
         self.wire: Wire = jax.eval_shape(lambda: self.stages[0].first(self.all_rest, first_data))
-        keeps_lookups = False
+        saves_lookups = False
         if self.lookups:
             bound = next(bound for bound in self.bound if 0 in bound.program.stages)
             start = Start(bound.program.first, *bound.first, example)
-            keeps_lookups = start.reads_looked_up(looked_up, zeros(self.wire.floats))
+            saves_lookups = start.reads_looked_up(looked_up, zeros(self.wire.floats))
         self.backwards: list[DividedBackward] = []
         if self.saves_residuals or self.schedule.splits_backward:
             shapes = jax.eval_shape(lambda: (example, jnp.int32(0), zeros(self.wire)))
@@ -190,8 +190,8 @@ class Executor:
         ]
         self.stash: Packing = Packing(residuals or [()])
         self.held: Packing = Packing([p.shapes(p.intermediates) for p in self.backwards] or [()])
-        self.slots: dict[str, Slots] = buffers_of(
-            assign_slots(self.schedule), self.saves_residuals, keeps_lookups
+        self.slots: dict[str, Slots] = slots_by_name(
+            assign_slots(self.schedule), self.saves_residuals, saves_lookups
         )
         self.tables: TickProgram = program_of(self.schedule, self.slots)
         last = self.schedule.num_stages - 1
@@ -404,7 +404,7 @@ class Executor:
 
     def _input_gradient(self, entry: LaneEntry, state: State) -> tuple[State, Wire]:
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple:
-            state, buffers, sums, scatters, mutable_buffers = operand
+            state, held, sums, scatters, mutable_buffers = operand
             at = self._operands(bound, entry, state, mutable_buffers)
             if self.saves_residuals:
                 y, residuals = self._stashed(i, entry, state)
@@ -415,18 +415,16 @@ class Executor:
                 )
             seed, sums = self._seed(bound, entry, y, state, sums)
             result, intermediates = self.backwards[i].input_gradient(at, residuals, seed)
-            buffers = put(buffers, entry["held"], self.held.pack(intermediates))
+            held = put(held, entry["held"], self.held.pack(intermediates))
             back = self._backward_of_first_layers(bound, entry, result, state, (sums, scatters))
-            return result, buffers, *back, mutable_buffers
+            return result, held, *back, mutable_buffers
 
         read = state._replace(sums=None, held=[], scatters=[], mutable_buffers={})
         operand = (read, state.held, state.sums, state.scatters, state.mutable_buffers)
-        result, intermediates, sums, back, mutable_buffers = self._choose(
+        result, held, sums, back, mutable_buffers = self._choose(
             entry, entry["active"], run, (self.wire.floats,), operand
         )
-        state = state._replace(
-            sums=sums, held=intermediates, scatters=back, mutable_buffers=mutable_buffers
-        )
+        state = state._replace(sums=sums, held=held, scatters=back, mutable_buffers=mutable_buffers)
         return state, Wire(result, [])
 
     def _weight_gradient(self, entry: LaneEntry, state: State) -> tuple[State, None]:

@@ -19,9 +19,9 @@ from ..ir.rows import Stacked, by_rows, whole
 from .layout import ParamLike, Stacks, Stages
 from .owners import OwnedOperation, OwnedProgram, ValueId, as_array, owned
 from .rows import RowProgram
-from .storage import ModelStorage
-from .stored_form import Ends, LeafPlace, Run, Slot, StoredForm, VectorLayout, on_whole_vectors
+from .storage import StageStorage
 from .tables import Packing
+from .tree_storage import Ends, LeafPlace, Run, Slot, TreeStorage, VectorLayout, on_whole_vectors
 
 
 class _Form(ParamLike):
@@ -115,7 +115,7 @@ class StagedOptimizer:
     def __init__(
         self,
         optimizer: optax.GradientTransformationExtraArgs | UnstackedOptimizer,
-        storage: ModelStorage,
+        storage: StageStorage,
         mesh: Mesh,
         axis: str,
     ):
@@ -125,8 +125,8 @@ class StagedOptimizer:
         self._axis = axis
         is_unstacked = isinstance(optimizer, UnstackedOptimizer)
         self._unstacked: _Form | None = optimizer.state_form if is_unstacked else None
-        params = StoredForm(storage, storage.shapes)
-        self.state_form: StoredForm = StoredForm(
+        params = TreeStorage(storage, storage.shapes)
+        self.state_form: TreeStorage = TreeStorage(
             storage, jax.eval_shape(self._optimizer.init, params.shapes)
         )
         self._init = self._staged(self._optimizer.init, {"params": params}, ("opt_state",))
@@ -134,7 +134,7 @@ class StagedOptimizer:
             "grads": params,
             "opt_state": self.state_form,
             "params": params,
-            "value": StoredForm(storage, jax.ShapeDtypeStruct((), jnp.float32)),
+            "value": TreeStorage(storage, jax.ShapeDtypeStruct((), jnp.float32)),
         }
         self._update = self._staged(self._updates, arguments, ("updates", "opt_state"))
 
@@ -171,14 +171,15 @@ class StagedOptimizer:
         return self._optimizer.update(grads, state, params, value=value)
 
     def _staged(
-        self, function: Function, arguments: dict[str, StoredForm], results: Sequence[str]
+        self, function: Function, arguments: dict[str, TreeStorage], results: Sequence[str]
     ) -> Callable[..., list[PyTree]]:
         """Turns a function of trees in the model's form into one of trees in stored form."""
         shapes = [form.shapes for form in arguments.values()]
         closed, trees = jax.make_jaxpr(function, return_shape=True)(*shapes)
         trees = trees if len(results) > 1 else (trees,)
         targets = {
-            name: StoredForm(self._storage, tree) for name, tree in zip(results, trees, strict=True)
+            name: TreeStorage(self._storage, tree)
+            for name, tree in zip(results, trees, strict=True)
         }
         sources, source_names = _places(arguments)
         ends, end_names = _places(targets)
@@ -208,7 +209,7 @@ class StagedOptimizer:
         program: Callable[..., OwnedProgram],
         sources: Ends,
         targets: Ends,
-        forms: tuple[list[StoredForm], list[StoredForm]],
+        forms: tuple[list[TreeStorage], list[TreeStorage]],
     ) -> Run | None:
         """Returns a function that runs the program on whole vectors; None if not elementwise."""
         if (layout := VectorLayout.of(self._storage, forms)) is None:
@@ -222,7 +223,7 @@ class StagedOptimizer:
 
 
 def _run(
-    run: Function, sources: list[StoredForm], targets: list[StoredForm], *trees: PyTree
+    run: Function, sources: list[TreeStorage], targets: list[TreeStorage], *trees: PyTree
 ) -> list[PyTree]:
     stored = {
         (number, *slot): leaf
@@ -235,7 +236,7 @@ def _run(
     return [form.of_slots(slots) for form, slots in zip(targets, results, strict=True)]
 
 
-def _places(forms: dict[str, StoredForm]) -> tuple[list[LeafPlace], list[Path]]:
+def _places(forms: dict[str, TreeStorage]) -> tuple[list[LeafPlace], list[Path]]:
     """Returns the places of all leaves of several trees, and their paths."""
     places = [
         dataclasses.replace(place, tree=tree)
@@ -265,8 +266,8 @@ class RankBranches:
         program: OwnedProgram,
         sources: Ends,
         targets: Ends,
-        arguments: Sequence[StoredForm],
-        results: Sequence[StoredForm],
+        arguments: Sequence[TreeStorage],
+        results: Sequence[TreeStorage],
         stages: Stages,
         mesh: Mesh,
         axis: str,
@@ -427,14 +428,14 @@ class RankBranches:
         return operations[::-1], reads
 
 
-def _storages(forms: Sequence[StoredForm]) -> Iterator[tuple[int, int, ModelStorage]]:
+def _storages(forms: Sequence[TreeStorage]) -> Iterator[tuple[int, int, StageStorage]]:
     for tree, form in enumerate(forms):
         for part, storage in enumerate(form.storages):
             if storage is not None:
                 yield tree, part, storage
 
 
-def _vectors_of(forms: Sequence[StoredForm]) -> list[Slot]:
+def _vectors_of(forms: Sequence[TreeStorage]) -> list[Slot]:
     """Returns the slots of the stored vectors of several trees."""
     return [
         (tree, part, keys) for tree, part, storage in _storages(forms) for keys in storage.row_keys

@@ -24,7 +24,7 @@ from ..core.typing import Array
 from ..ir.walk import same
 from .owners import OwnedOperation, OwnedProgram, ValueId, as_array, sums_of
 from .storage import RankRow
-from .stored_form import LeafPlace, Slot
+from .tree_storage import LeafPlace, Slot
 
 Name: TypeAlias = Hashable
 """The name of a value in a block's part, equal for all blocks that have an equal part."""

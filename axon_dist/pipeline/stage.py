@@ -273,7 +273,7 @@ class DividedBackward:
         program: StageProgram,
         at: StageOperands,
         cotangents: list[Array],
-        keeps_wire: bool = False,
+        saves_input: bool = False,
     ) -> DividedBackward:
         """Divides the forward and backward passes of a stage.
 
@@ -281,13 +281,13 @@ class DividedBackward:
             program: the program of the stage, differentiated with respect to its weights and input.
             at: the operands, arrays or shapes.
             cotangents: the gradients of the floats of its output, arrays or shapes.
-            keeps_wire: whether the input is saved with the residuals. Otherwise each part receives
+            saves_input: whether the input is one of the residuals. Otherwise each part receives
                 it as an operand, and the forward part runs right before the input gradient.
 
         Returns:
             The three parts.
         """
-        if not keeps_wire:
+        if not saves_input:
             # A checkpointed block would run twice in one branch, where XLA would merge both runs.
             program = dataclasses.replace(program, middle=_without_checkpoints(program.middle))
 
@@ -307,7 +307,7 @@ class DividedBackward:
         seeds = jaxpr.invars[len(inputs) :]
         # Drop the last operands, the frozen weights: they do not depend on the microbatch.
         inputs = inputs[: len(inputs) - len(jax.tree.leaves(at.frozen))]
-        wire = inputs[len(inputs) - len(jax.tree.leaves(at.wire)) :] if keeps_wire else []
+        wire = inputs[len(inputs) - len(jax.tree.leaves(at.wire)) :] if saves_input else []
         # Only values that depend on the microbatch are saved from part to part. Values of weights
         # alone are cheaper to recompute than to save for every microbatch in flight.
         varying = depends_on(jaxpr, inputs[len(jax.tree.leaves((at.weights, at.rest))) :] + seeds)

@@ -1,4 +1,4 @@
-"""The storage of a pipelined model's parameters: each rank stores only those of its stages."""
+"""How a pipeline stores the parameters of a model: each rank has only those of its stages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ RankRow: TypeAlias = tuple[int, int]
 """A rank and one of its rows."""
 
 
-class ModelStorage:
-    """A form of a model's parameters in which every rank stores only those of its stages.
+class StageStorage:
+    """How each rank of a pipeline stores the parameters of its stages, and no others.
 
     Parameters outside the blocks are stored unchanged. Those of blocks are stored in rows: lists of
     arrays whose dim 0 counts ranks and is sharded over the pipeline axis.
@@ -91,8 +91,8 @@ class ModelStorage:
         else:
             self._lay_chunks()
         self.row_keys: tuple[Keys, ...] = tuple(keys for row in self.row_names for keys in row)
-        self.trained: ModelStorage = self
-        self.untrained: ModelStorage | None = None
+        self.trained: StageStorage = self
+        self.untrained: StageStorage | None = None
         if frozen:
             flat = self.flat_shapes.items()
             self.trained = self.like(nest({keys: x for keys, x in flat if keys not in frozen}))
@@ -163,14 +163,14 @@ class ModelStorage:
                     tuple(keys for keys in leaves if keys in same_dtype) for leaves in ranks
                 ]
 
-    def like(self, shapes: PyTree) -> ModelStorage:
+    def like(self, shapes: PyTree) -> StageStorage:
         """Returns the storage, in the same stages, of a tree like the parameters.
 
         Args:
             shapes: nested dict of `ShapeDtypeStruct` of any shapes. Its keys begin with those of
                 leaves of the model; some leaves may be missing.
         """
-        return ModelStorage(self.stages, shapes, by_blocks=self.by_blocks)
+        return StageStorage(self.stages, shapes, by_blocks=self.by_blocks)
 
     def from_model(self, params: PyTree) -> PyTree:
         """Returns the stored form of a model's parameters.

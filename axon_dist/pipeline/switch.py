@@ -24,12 +24,12 @@ from ..schedule import Schedule
 from .layout import Stages
 from .loss_trace import LossTrace
 from .stage import Data, Rest, StageLoss, StageProgram, Weights, Wire
-from .storage import ModelStorage
+from .storage import StageStorage
 from .tables import Packing, zeros
 
 BATCH = (
-    "Give build_train_step a batch, of arrays or shapes, batch=...: it then finds the calls in the "
-    "loss before it lays out parameters, and keeps what several ranks call on each of them"
+    "Pass a batch of arrays or shapes to build_train_step(batch=...): it then reads the calls from "
+    "the loss before it lays out parameters, and stores a block on every rank that calls it"
 )
 """The advice in errors about the order of calls."""
 
@@ -231,7 +231,7 @@ class SwitchStages:
             reads the parameters of another rank's blocks.
     """
 
-    def __init__(self, trace: LossTrace, storage: ModelStorage):
+    def __init__(self, trace: LossTrace, storage: StageStorage):
         self.trace = trace
         self.storage = storage
         stages = storage.stages

@@ -1,4 +1,4 @@
-"""A schedule as arrays for the scan over ticks, and the buffers that the scan carries."""
+"""A schedule as arrays for the scan over ticks, and the state that the scan carries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Lane:
     Args:
         phase: of the action.
         columns: arrays [ranks, ticks], by name: whether the rank is `active`, of which `stage` and
-            `microbatch`; the slot of each buffer of `State` that the action reads or writes; and
+            `microbatch`; the slot of each field of `State` that the action reads or writes; and
             `hand_over`, the slot from which the next stage on the same rank reads the result.
     """
 
@@ -77,34 +77,34 @@ class TickProgram:
     channels: tuple[Channel, ...]
 
 
-def buffers_of(
-    slots: SlotPlan, stashes: bool = False, keeps_lookups: bool = False
+def slots_by_name(
+    slots: SlotPlan, saves_residuals: bool = False, saves_lookups: bool = False
 ) -> dict[str, Slots]:
-    """Returns the buffers of a schedule, by their names in `State`.
+    """Returns the slots of the values of a schedule, by the names of the fields of `State`.
 
     Args:
         slots: the slots of all values.
-        stashes: whether forwards save residuals in the `stash`; a stage's input is then needed
-            only until its forward.
-        keeps_lookups: whether the first stage's backward also reads the rows that were looked up.
+        saves_residuals: whether forward passes save residuals in the `stash`; a stage's input is
+            then needed only until its forward pass.
+        saves_lookups: whether the first stage's backward pass also reads the rows looked up.
     """
     return {
-        "inputs": slots.activations if stashes else slots.inputs,
+        "inputs": slots.activations if saves_residuals else slots.inputs,
         "gradients": slots.gradients,
         "stash": slots.stash,
         "held": slots.held,
         "outputs": slots.outputs,
-        "lookups": slots.kept_lookups if keeps_lookups else slots.lookups,
+        "lookups": slots.saved_lookups if saves_lookups else slots.lookups,
         "scatters": slots.scatters,
     }
 
 
-def program_of(schedule: Schedule, buffers: Mapping[str, Slots]) -> TickProgram:
+def program_of(schedule: Schedule, slots: Mapping[str, Slots]) -> TickProgram:
     """Turns a valid schedule into the tables that one scan over ticks reads.
 
     Args:
         schedule: a valid table.
-        buffers: the slots of its values, by buffer.
+        slots: the slots of its values, by field of `State`.
 
     Returns:
         The tables.
@@ -117,7 +117,7 @@ def program_of(schedule: Schedule, buffers: Mapping[str, Slots]) -> TickProgram:
             phase,
             {
                 "active": np.zeros(shape, bool),
-                **{n: np.zeros(shape, np.int32) for n in ("stage", "microbatch", *buffers)},
+                **{n: np.zeros(shape, np.int32) for n in ("stage", "microbatch", *slots)},
                 # Slot 0 is a valid slot, so NONE marks the absence of a transfer.
                 "hand_over": np.full(shape, NONE, np.int32),
             },
@@ -137,14 +137,14 @@ def program_of(schedule: Schedule, buffers: Mapping[str, Slots]) -> TickProgram:
         columns["microbatch"][at] = microbatch
         # A vocabulary action uses the last stage's output and its gradient, whatever its rank.
         # Rows that are looked up enter the first stage.
-        stage_of = dict.fromkeys(buffers, last if phase is Phase.V else stage)
-        for name, buffer_stage in {**stage_of, "lookups": 0, "scatters": 0}.items():
-            columns[name][at] = buffers[name].slot.get((buffer_stage, microbatch), 0)
+        stage_of = dict.fromkeys(slots, last if phase is Phase.V else stage)
+        for name, of_stage in {**stage_of, "lookups": 0, "scatters": 0}.items():
+            columns[name][at] = slots[name].slot.get((of_stage, microbatch), 0)
         # The result goes to a slot on this rank or on another one.
         if (to := receiver(action, schedule.num_stages)) is None:
             continue
         name = "inputs" if phase is Phase.F else "gradients"
-        slot = buffers[name].slot[to.stage, microbatch]
+        slot = slots[name].slot[to.stage, microbatch]
         target = schedule.placement[to.stage]
         if target == device:
             columns["hand_over"][at] = slot
@@ -258,7 +258,9 @@ GradientSums: TypeAlias = tuple[Totals, list[Array]]
 
 
 class State(NamedTuple):
-    """The carry of the scan over ticks; buffers have a leading dim of slots.
+    """The carry of the scan over ticks.
+
+    Dim 0 of its arrays counts slots, except in `sums` and `mutable_buffers`.
 
     Args:
         inputs: inputs of stages.
@@ -268,7 +270,7 @@ class State(NamedTuple):
         outputs: outputs of the last stage, if the schedule has the action `V`.
         lookups: rows looked up for the first stage, if the schedule has the action `E`.
         scatters: the gradients of these rows.
-        sums: the `Totals` so far; None if an action only reads the buffers.
+        sums: the `Totals` so far; None if an action only reads slots.
         mutable_buffers: the history of each buffer that stages update, by number: its values before
             each microbatch and after the last. Zeros for buffers that other ranks update.
     """
@@ -285,7 +287,7 @@ class State(NamedTuple):
 
 
 def empty(shapes: PyTree, num_slots: int) -> PyTree:
-    """Returns buffers of zeros, with `num_slots` slots for values of the given shapes."""
+    """Returns zeros: `num_slots` slots for values of the given shapes."""
     return jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), shapes)
 
 
@@ -297,36 +299,36 @@ def zeros(shapes: PyTree, wide: bool = False) -> PyTree:
     )
 
 
-def get(buffers: PyTree, slot: Array) -> PyTree:
+def get(arrays: PyTree, slot: Array) -> PyTree:
     """Returns the values in a slot."""
     return jax.tree.map(
-        lambda buffer: jax.lax.dynamic_index_in_dim(buffer, slot, keepdims=False), buffers
+        lambda array: jax.lax.dynamic_index_in_dim(array, slot, keepdims=False), arrays
     )
 
 
-def put(buffers: PyTree, slot: Array, values: PyTree, when: Array | None = None) -> PyTree:
+def put(arrays: PyTree, slot: Array, values: PyTree, when: Array | None = None) -> PyTree:
     """Writes values into a slot, or leaves the slot unchanged.
 
     Args:
-        buffers: leaves with a leading dim of slots.
+        arrays: leaves whose dim 0 counts slots.
         slot: the index of the slot; ignored if nothing is written.
         values: leaves of one slot.
         when: whether to write; None always writes. The slot is written in any case, with the old or
             the new value. It is better to write large values in the branch that computes them.
 
     Returns:
-        The new buffers.
+        The new arrays.
     """
     place = jnp.maximum(slot, 0)
 
-    def write(buffer: Array, value: Array) -> Array:
-        value = value.astype(buffer.dtype)
+    def write(array: Array, value: Array) -> Array:
+        value = value.astype(array.dtype)
         if when is not None:
-            old = jax.lax.dynamic_index_in_dim(buffer, place, keepdims=False)
+            old = jax.lax.dynamic_index_in_dim(array, place, keepdims=False)
             value = jnp.where(when, value, old)
-        return jax.lax.dynamic_update_index_in_dim(buffer, value, place, 0)
+        return jax.lax.dynamic_update_index_in_dim(array, value, place, 0)
 
-    return jax.tree.map(write, buffers, values)
+    return jax.tree.map(write, arrays, values)
 
 
 def outgoing(lanes: Sequence[int], ticks: Sequence[LaneEntry], results: Sequence[Wire]) -> Wire:
@@ -435,7 +437,7 @@ class Packing:
 
 
 def plain(value: Any) -> Array:
-    """Returns the value; for random keys their integer data, which buffers of zeros can hold."""
+    """Returns the value; for random keys their integer data, which arrays of zeros can hold."""
     return jax.random.key_data(value) if is_key(value) else jnp.asarray(value)
 
 

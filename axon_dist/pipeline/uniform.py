@@ -18,7 +18,7 @@ from ..ir.pieces import Piece, unconstrained
 from ..ir.walk import made_by, variables
 from .loss_trace import LossTrace
 from .stage import Data, Rest, StageLoss, StageProgram, Wire
-from .storage import ModelStorage
+from .storage import StageStorage
 from .tables import plain, rewrap_key, zeros
 
 
@@ -51,7 +51,7 @@ class UniformStages:
     """
 
     trace: LossTrace
-    storage: ModelStorage
+    storage: StageStorage
     chain: Chain
     calls: list[Any]
     weights: dict[int, int]
@@ -64,7 +64,7 @@ class UniformStages:
     epilogue: Piece
 
     @classmethod
-    def find(cls, trace: LossTrace, storage: ModelStorage) -> UniformStages | None:
+    def find(cls, trace: LossTrace, storage: StageStorage) -> UniformStages | None:
         """Returns the stages of a trace, or None if its blocks are not such a chain."""
         if not storage.by_blocks or storage.stages.depths is not None:
             return None
@@ -248,7 +248,7 @@ class UniformStages:
 
 
 def _weights(
-    trace: LossTrace, storage: ModelStorage, calls: Sequence[Any]
+    trace: LossTrace, storage: StageStorage, calls: Sequence[Any]
 ) -> dict[int, int] | None:
     """Returns the leaf of the block that each operand is, by number; None if blocks differ."""
     previous = {}

@@ -115,10 +115,10 @@ class Embedding:
             parts: the parameters outside the blocks, by number.
         """
 
-        def looked_up(buffers: list[Array]) -> list[Array]:
+        def looked_up(slots: list[Array]) -> list[Array]:
             data = self.data(tick["microbatch"])
             rows = [each.read(parts[each.table], data, self.axis) for each in self.lookups]
-            return put(buffers, tick["lookups"], rows)
+            return put(slots, tick["lookups"], rows)
 
         if not self.lookups:
             return state

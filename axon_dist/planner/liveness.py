@@ -165,8 +165,8 @@ def shared(node: Node) -> Shared:
         node: a node with bodies.
 
     Returns:
-        From the number of each such result to that of its operand, and per body the buffers
-        between.
+        The number of each such result -> the number of its operand, and for each body the buffers
+        between the two.
     """
     reused: dict[int, tuple[int, tuple[Chain, ...]]] = {}
     if not node.bodies:

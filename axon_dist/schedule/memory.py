@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from ..core.renamed import renamed_fields
 from .action import TOGETHER, Action, Phase, check_sizes, dependencies
 from .table import PlacedAction, Schedule
 
@@ -160,6 +161,7 @@ class Slots:
         return max(self.per_device)
 
 
+@renamed_fields(kept_lookups="saved_lookups")
 @dataclass(frozen=True)
 class SlotPlan:
     """The slots in which an executor keeps every value that outlives its action.
@@ -178,8 +180,8 @@ class SlotPlan:
         held: the values that a split backward passes from `I` to `W`.
         outputs: the last stage's output, from its `F` to the `V`; empty without `V`.
         lookups: the rows looked up for the first stage, from the `E` to its `F`; empty without `E`.
-        kept_lookups: the same rows until the first stage's `B` or `I`, for backwards that read them
-            again.
+        saved_lookups: the same rows until the first stage's `B` or `I`, for backward passes that
+            read them again.
         scatters: the gradient of the rows, from the first stage's `B` or `I` to the `G`.
     """
 
@@ -190,7 +192,7 @@ class SlotPlan:
     held: Slots
     outputs: Slots
     lookups: Slots
-    kept_lookups: Slots
+    saved_lookups: Slots
     scatters: Slots
 
 
@@ -266,7 +268,7 @@ def _lives(schedule: Schedule, placed: PlacedAction) -> Iterator[tuple[str, Mome
         if lookup is not None:
             back = places.get(action._replace(phase=Phase.I), end)
             yield "lookups", _moment(lookup), now
-            yield "kept_lookups", _moment(lookup), _moment(back)
+            yield "saved_lookups", _moment(lookup), _moment(back)
         return
     if lookup is not None:
         yield "scatters", now, _moment(places[action._replace(phase=Phase.G)])

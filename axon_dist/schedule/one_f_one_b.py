@@ -175,12 +175,13 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """
     check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
     order = [
-        turns(s, num_stages, num_microbatches, ahead=num_stages - s) for s in range(num_stages)
+        alternating_order(s, num_stages, num_microbatches, ahead=num_stages - s)
+        for s in range(num_stages)
     ]
     return order_to_table("1f1b", order, range(num_stages), num_microbatches)
 
 
-def turns(
+def alternating_order(
     device: int,
     num_devices: int,
     num_microbatches: int,
@@ -339,7 +340,9 @@ def _table(
     """Builds a table from the number of forwards that each stage runs ahead, the first the most."""
     check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
     orders = [
-        turns(s, num_stages, num_microbatches, ahead=ahead(s), delay=ahead(0) - ahead(s))
+        alternating_order(
+            s, num_stages, num_microbatches, ahead=ahead(s), delay=ahead(0) - ahead(s)
+        )
         for s in range(num_stages)
     ]
     return order_to_table(name, orders, range(num_stages), num_microbatches)
@@ -375,7 +378,9 @@ def interleaved_zero_bubble(num_devices: int, num_microbatches: int, chunks: int
     """
     check_groups("interleaved_zero_bubble", "zero_bubble_h1", num_devices, num_microbatches, chunks)
     order = [
-        turns(d, num_devices, num_microbatches, chunks, ahead=chunks * num_devices - d, delay=d)
+        alternating_order(
+            d, num_devices, num_microbatches, chunks, ahead=chunks * num_devices - d, delay=d
+        )
         for d in range(num_devices)
     ]
     placement = [device for _ in range(chunks) for device in range(num_devices)]

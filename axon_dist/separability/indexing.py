@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from ..ir.factors import SCATTERS, Role
-from .lattice import Coupling, Kind, Value, Why, aligned, either, nonlinear, plus
-from .operation import Operation, Rule, Shapes, all_constant, as_rows, grown, is_turn, not_numbered
+from .abstract_values import Coupling, Kind, Value, Why, aligned, either, nonlinear, plus
+from .operation import (
+    Operation,
+    Rule,
+    Shapes,
+    all_constant,
+    as_rows,
+    grown,
+    is_loop_index,
+    not_numbered,
+)
 
 
 def _take(op: Operation, values: list[Value]) -> Value:
@@ -30,7 +39,7 @@ def _take(op: Operation, values: list[Value]) -> Value:
         raise Coupling(Why.NUMBERS)
     if table.dim is None:
         return aligned([table, indices], table.scale)
-    if is_turn(indices, op.inputs[_TABLE][0][table.dim]) and table.outer == 1:
+    if is_loop_index(indices, op.inputs[_TABLE][0][table.dim]) and table.outer == 1:
         numbers = op.params["dimension_numbers"]
         is_row = numbers.start_index_map == (table.dim,) == numbers.collapsed_slice_dims
         return table.at(None) if is_row else _stray()
@@ -155,7 +164,7 @@ def _own_row(op: Operation, values: list[Value]) -> Value | None:
         return None
     rest = [*places[:dim], *places[dim + 1 :]]
     is_one = op.params["slice_sizes"][dim] == 1 == op.others["slice_sizes"][dim]
-    is_own = is_one and is_turn(places[dim], op.inputs[0][0][dim])
+    is_own = is_one and is_loop_index(places[dim], op.inputs[0][0][dim])
     return table.at(None) if is_own and all_constant(rest) else None
 
 

@@ -4,9 +4,9 @@ This is an abstract interpretation of two traces: one of the program on the whol
 one of the equal parts that the batch is split into. Both traces must have the same operations on
 the same values; the dims and constants that differ between them are those that depend on the
 number of samples. Dim 0 of the batch counts samples. The rules in `rules.py` derive the abstract
-value (`lattice.Value`) of each result from those of the operands. This shows whether each output is
-a mean over the samples, a sum, one row per sample, independent of the samples, or a value that
-cannot be combined from those of the parts.
+value (`abstract_values.Value`) of each result from those of the operands. This shows whether each
+output is a mean over the samples, a sum, one row per sample, independent of the samples, or a value
+that cannot be combined from those of the parts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..core.tree import is_key
 from ..core.weighted import PER_SAMPLE
 from ..ir.factors import RESHAPES
 from ..ir.walk import Inner, called, inners
-from .lattice import (
+from .abstract_values import (
     CONSTANT,
     Coupling,
     Kind,
@@ -278,8 +278,8 @@ class Walk:
     ) -> list[Value]:
         name = str(op.params.get("name", ""))
         if name == PER_SAMPLE:
-            if drawing := draws(programs[0]):
-                why = f"draws random numbers (`{drawing}`) {WITHIN}"
+            if primitive := draws(programs[0]):
+                why = f"draws random numbers (`{primitive}`) {WITHIN}"
                 return [coupled(why, source_line(equation))] * len(op.outputs)
             results = promised(op.outputs, operands)
             return self._checked(op.outputs, results, source_line(equation))
@@ -382,8 +382,10 @@ class Walk:
             first.is_zero and all(counts(body.jaxpr, num_consts + i, i) for body in bodies)
             for i, first in enumerate(carry)
         ]
-        turn = Value(Kind.ROWS, positions=(True,), loop_length=lengths[0])
-        start = [turn if is_counter else s for s, is_counter in zip(start, counters, strict=True)]
+        position = Value(Kind.ROWS, positions=(True,), loop_length=lengths[0])
+        start = [
+            position if is_counter else s for s, is_counter in zip(start, counters, strict=True)
+        ]
         outputs = self._body(bodies, [*consts, *start, *each])
         results = []
         for slot, (value, first, passes) in enumerate(zip(outputs, carry, through, strict=False)):

@@ -21,7 +21,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from ..core.typing import Shape
 from ..ir.factors import ELEMENTWISE, RESHAPES
 from ..ir.walk import shape_of
-from .lattice import Coupling, Kind, Value
+from .abstract_values import Coupling, Kind, Value
 from .operation import Operation, PairValues, Shapes
 from .rules import SAMPLE_RULES, is_transposed
 

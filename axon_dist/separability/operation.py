@@ -19,7 +19,7 @@ from ..core.tree import is_key
 from ..core.typing import Array, PyTree
 from ..ir.factors import Factors, Role, factors_of
 from ..ir.walk import OPENED, Atom, Aval, Params, dtype_of, equations, shape_of, struct_of
-from .lattice import CONSTANT, Coupling, Kind, Number, Value, Why, coupled
+from .abstract_values import CONSTANT, Coupling, Kind, Number, Value, Why, coupled
 
 Constant: TypeAlias = Array | np.ndarray | Number
 """The value of a literal or a constant of a program."""
@@ -114,7 +114,7 @@ def only_numbers(value: Value) -> Value:
     return value
 
 
-def is_turn(value: Value, count: int) -> bool:
+def is_loop_index(value: Value, count: int) -> bool:
     """Whether a value is the iteration index of a loop over `count` samples."""
     return (
         value.is_rows

@@ -15,8 +15,7 @@ from types import MappingProxyType
 from ..ir.factors import ALONG_ONE, ELEMENTWISE, KEEPS, REDUCTIONS, TRAILING, WINDOWS, Role
 from ..ir.randomness import FIRST_KEY
 from ..ops.linear_loss import LINEAR_CROSS_ENTROPY
-from .indexing import INDEXING
-from .lattice import (
+from .abstract_values import (
     CONSTANT,
     Coupling,
     Kind,
@@ -29,6 +28,7 @@ from .lattice import (
     plus,
     times,
 )
+from .indexing import INDEXING
 from .operation import Operation, Rule, all_constant, as_rows, grown, not_numbered, only_numbers
 
 

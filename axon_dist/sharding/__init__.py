@@ -31,7 +31,7 @@ from .policy import Replicate as Replicate
 from .policy import Wrapped as Wrapped
 from .policy import annotations_of as annotations_of
 from .policy import axes_of as axes_of
-from .policy import same_for_rows as same_for_rows
+from .policy import per_layer_policy as per_layer_policy
 from .policy import shard_count as shard_count
 from .policy import spec_axes as spec_axes
 from .policy import spec_of as spec_of

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..core.errors import ClaimError, ConfigError
+from ..core.renamed import renamed_attribute
 from ..core.tree import is_key, leaves_with_paths, map_with_path, path_str, shard_bytes
 from ..core.typing import Array, ArrayTree, Leaf, Path, PyTree, Shape
 from .padding import stored_shape
@@ -75,7 +76,7 @@ def _placed(mesh: Mesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSh
         ) from error
 
 
-def put(tree: ArrayTree, places: PyTree) -> PyTree:
+def put(tree: ArrayTree, targets: PyTree) -> PyTree:
     """Puts arrays on devices, like `jax.device_put`.
 
     Arrays on a single CPU device of this process are sliced by numpy into views. JAX would compile
@@ -83,7 +84,7 @@ def put(tree: ArrayTree, places: PyTree) -> PyTree:
 
     Args:
         tree: arrays.
-        places: a tree of their shardings.
+        targets: a tree of the shardings to put them in.
 
     Returns:
         The sharded arrays; the arrays in `tree` stay usable.
@@ -92,12 +93,12 @@ def put(tree: ArrayTree, places: PyTree) -> PyTree:
         >>> from axon_dist.mesh import World
         >>> from axon_dist.sharding import LargestDim
         >>> tree = {"w": jnp.ones((8, 16))}
-        >>> places = shardings(LargestDim(("dp",), 1), tree, World.emulate(8).mesh)
-        >>> put(tree, places)["w"].addressable_shards[0].data.shape
+        >>> targets = shardings(LargestDim(("dp",), 1), tree, World.emulate(8).mesh)
+        >>> put(tree, targets)["w"].addressable_shards[0].data.shape
         (8, 2)
     """
-    on_host = jax.tree.map(_on_host, tree, places)
-    return jax.device_put(jax.tree.map(on_devices_of, on_host, places), places)
+    on_host = jax.tree.map(_on_host, tree, targets)
+    return jax.device_put(jax.tree.map(on_devices_of, on_host, targets), targets)
 
 
 def on_devices_of(leaf: Array | np.ndarray, sharding: NamedSharding) -> Array | np.ndarray:
@@ -193,7 +194,7 @@ def optimizer_decisions(
                 like = _shortened(of_parameter, shape, parameter.shape)
                 break
         other = policy.flexible_part.decide(path_str(key_path), shape, mesh, like.spec)
-        return _joined(like, other) if like.reason else other
+        return _with_free_dims(like, other) if like.reason else other
 
     return jax.tree_util.tree_map_with_path(of_leaf, opt_state)
 
@@ -215,7 +216,7 @@ def _shortened(decision: Decision, shape: Shape, of: Shape) -> Decision:
     return Decision(spec_of(axes_by_dim), decision.rule, reason)
 
 
-def _joined(first: Decision, more: Decision) -> Decision:
+def _with_free_dims(first: Decision, more: Decision) -> Decision:
     """Adds the axes of a decision along the dims that another one leaves free."""
     used = spec_axes(first.spec)
     dims = range(max(len(first.spec), len(more.spec)))
@@ -379,9 +380,11 @@ class Explanation:
         return sum(row.bytes_per_device for row in self.rows)
 
     @property
-    def whole(self) -> tuple[LeafDecision, ...]:
-        """The rows of arrays that every device holds in full; each has its reason."""
+    def replicated(self) -> tuple[LeafDecision, ...]:
+        """The rows of the arrays that no mesh axis splits; each has its reason."""
         return tuple(row for row in self.rows if row.ways == 1)
+
+    whole = renamed_attribute("whole", "replicated")
 
     def check(self, tree: ArrayTree) -> None:
         """Raises if a device holds more bytes of an array than decided.

@@ -175,7 +175,7 @@ def even_spec(spec: PartitionSpec, shape: Shape, mesh: HasShape) -> PartitionSpe
     return spec_of(dims)
 
 
-def even_places(tree: PyTree, shardings: PyTree) -> PyTree:
+def even_shardings(tree: PyTree, shardings: PyTree) -> PyTree:
     """Shardings that divide the model's shapes; see `even_spec`."""
 
     def one(x: Leaf, sharding: NamedSharding) -> NamedSharding:

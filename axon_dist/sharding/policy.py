@@ -443,7 +443,7 @@ class PerLayer(Wrapped):
         return Decision(spec, layer.rule, f"of each of {shape[0]} stacked layers: {layer.reason}")
 
 
-def same_for_rows(policy: Policy, stacks: frozenset[Path]) -> Policy:
+def per_layer_policy(policy: Policy, stacks: frozenset[Path]) -> Policy:
     """Makes the flexible parts of a policy shard stacked layers one by one.
 
     Args:
@@ -454,7 +454,7 @@ def same_for_rows(policy: Policy, stacks: frozenset[Path]) -> Policy:
         The policy.
     """
     if isinstance(policy, Merge):
-        return Merge(tuple(same_for_rows(part, stacks) for part in policy.policies))
+        return Merge(tuple(per_layer_policy(part, stacks) for part in policy.policies))
     return PerLayer(policy, stacks) if policy.flexible else policy
 
 

@@ -1,7 +1,8 @@
 """Preparing batches for the devices: padding, cutting into microbatches, sharding.
 
 Whether padded samples drop out of a loss is read from the loss's program: each output must be a sum
-over the samples (`Traces.use`) in which a sample of weight 0 contributes 0 (`uniform_values`).
+over the samples (`Traces.dependence`), in which a sample of weight 0 contributes 0
+(`uniform_values`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..core.typing import Batch, LossFn, PyTree
 from ..core.weighted import Shared, Weighted
 from ..ir.uniform import UNKNOWN, ZERO, UniformValue, uniform_values
 from ..mesh import World
-from ..separability.lattice import OutputUse, Use
+from ..separability.abstract_values import Dependence, OutputDependence
 from .model_spec import ModelSpec
 from .objective import evaluate
 from .separation import Traces, scalars
@@ -51,8 +52,8 @@ class BatchPadding:
     and returns `Weighted(that, sum of weight)` has the value and the gradient of the real samples.
 
     Args:
-        weight: the name of the leaf of weights, of shape [B, ...]. A batch without it gets ones of
-            shape [B] in float32.
+        weight: the name of the leaf of sample weights, of shape [B, ...]. A batch without it gets
+            ones of shape [B] in float32.
         spec: model, loss, optimizer, strategy, devices and options of the step.
     """
 
@@ -72,11 +73,11 @@ class BatchPadding:
             shared: nested dict of the leaves that all samples share; None for nothing.
 
         Returns:
-            The batch with its weights, padded to the next multiple.
+            The batch with its sample weights, padded to the next multiple.
 
         Raises:
             ConfigError: when the batch is not a dict, the loss returns no weight, or the loss or a
-                metric ignores the weights.
+                metric ignores the sample weights.
             UnsupportedError: when the model keeps statistics of the batch.
         """
         if not isinstance(batch, Mapping):
@@ -217,8 +218,8 @@ class BatchLayout:
             DivisibilityError: when it cannot be cut evenly.
         """
         batch, shared = self._padded(batch, self.num_processes)
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return Placed(jax.tree.map(self._place_leaf, batch), jax.device_put(shared, everywhere))
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        return Placed(jax.tree.map(self._place_leaf, batch), jax.device_put(shared, replicated))
 
     def place_whole(self, batch: Batch) -> Placed:
         """Replicates a whole batch of any size on every device.
@@ -227,8 +228,8 @@ class BatchLayout:
             batch: leaves of shape [B, ...], the same on every process.
         """
         samples, shared = split_shared(batch)
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return Placed(jax.device_put(samples, everywhere), jax.device_put(shared, everywhere))
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        return Placed(jax.device_put(samples, replicated), jax.device_put(shared, replicated))
 
     def over_ranks(self, arrays: Batch) -> Batch:
         """Shards samples over the ranks unevenly, when their number does not divide.
@@ -269,10 +270,10 @@ class BatchLayout:
             ),
             batch,
         )
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        replicated = NamedSharding(self.mesh, PartitionSpec())
         return Placed(
             _with_sharding(placed, self.sharding),
-            _with_sharding(shared, everywhere),
+            _with_sharding(shared, replicated),
         )
 
     def _padded(self, batch: Batch, num_processes: int) -> tuple[Batch, PyTree]:
@@ -437,26 +438,26 @@ def check_padding(model_spec: ModelSpec, loss_fn: LossFn, batch: Batch, weight: 
         model_spec: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
         batch: a dict of the shapes of a padded batch.
-        weight: the name of the leaf of weights.
+        weight: the name of the leaf of sample weights.
 
     Raises:
         ConfigError: naming the output that counts padded samples, how it does, and the remedy.
         UnsupportedError: when a buffer of the model depends on the batch.
     """
-    unweighted = _without_weights(model_spec, loss_fn, batch, weight)
+    of_zeros = _with_zero_weights(model_spec, loss_fn, batch, weight)
     rows = max(jax.tree.leaves(batch)[0].shape[0], 2)
-    use = Traces(model_spec, loss_fn, over_all=False).use(batch, (rows, 2 * rows))
-    if use.failure:
-        raise ConfigError(f"the loss, for pad={weight!r}, {use.loss.why}")
-    for path, buffer in use.buffers.items():
-        if buffer.kind is not Use.CONSTANT:
+    dependence = Traces(model_spec, loss_fn, over_all=False).dependence(batch, (rows, 2 * rows))
+    if dependence.failure:
+        raise ConfigError(f"the loss, for pad={weight!r}, {dependence.loss.why}")
+    for path, buffer in dependence.buffers.items():
+        if buffer.kind is not Dependence.CONSTANT:
             raise UnsupportedError(
                 f"the buffer {path!r} depends on the batch, as the statistics of BatchNorm do: it "
                 f"{buffer.why}{buffer.place}, and would count the samples that pad={weight!r} "
                 "adds. Use a normalisation without statistics, or batches that divide"
             )
-    for name, output in use.outputs().items():
-        if name in unweighted and (problem := _problem(output, *unweighted[name])):
+    for name, output in dependence.outputs().items():
+        if name in of_zeros and (problem := _problem(output, *of_zeros[name])):
             raise ConfigError(
                 f"the {name} of loss_fn {problem}{output.place}, so that the samples that "
                 f"pad={weight!r} adds would count. {_HOW}, with the weights of "
@@ -464,29 +465,33 @@ def check_padding(model_spec: ModelSpec, loss_fn: LossFn, batch: Batch, weight: 
             )
 
 
-def _problem(use: OutputUse, total: UniformValue, weight: UniformValue, is_plain: bool) -> str:
+def _problem(
+    dependence: OutputDependence, total: UniformValue, weight: UniformValue, is_plain: bool
+) -> str:
     """Says how an output depends on samples of weight 0; "" if it does not."""
-    if is_plain and use.kind is Use.CONSTANT:
+    if is_plain and dependence.kind is Dependence.CONSTANT:
         return ""
-    if not use.is_separable:
-        return use.why
+    if not dependence.is_separable:
+        return dependence.why
     if not total.is_zero:
         return (
             "has a term that is not 0 for samples of weight 0"
             if total.is_finite
-            else "divides by the weights, or takes a logarithm of them, sample by sample"
+            else "divides by the sample weights, or takes a logarithm of them, sample by sample"
         )
     if not is_plain and not weight.is_zero:
         return "has a weight that is not 0 for samples of weight 0"
-    if use.kind is not Use.WEIGHTED and not (is_plain and use.kind is Use.SUM):
+    if dependence.kind is not Dependence.WEIGHTED and not (
+        is_plain and dependence.kind is Dependence.SUM
+    ):
         return "depends on the number of samples, including those of weight 0"
     return ""
 
 
-def _without_weights(
+def _with_zero_weights(
     model_spec: ModelSpec, loss_fn: LossFn, batch: Batch, weight: str
 ) -> dict[str, tuple[UniformValue, UniformValue, bool]]:
-    """Evaluates each output with all weights 0: (total, weight, whether it is a plain number)."""
+    """Evaluates each output with sample weights 0: (total, weight, whether it has no weight)."""
     names: list[tuple[str, bool]] = []
 
     def run(params: Any, buffers: Any, batch: Any) -> Any:

@@ -25,15 +25,15 @@ def idle_axes(spec: StepSpec) -> tuple[str, ...]:
     return tuple(axis for axis, size in sizes if size > 1 and axis not in spec.strategy.axes)
 
 
-def whole_arrays(layout: StateLayout) -> tuple[LeafDecision, ...]:
-    """Returns the arrays that every device holds whole; see `TrainStep.whole`."""
-    strategy = layout.plan.stored.storage.strategy
+def replicated_arrays(layout: StateLayout) -> tuple[LeafDecision, ...]:
+    """Returns the arrays that every device holds whole; see `TrainStep.replicated_arrays`."""
+    strategy = layout.plan.state_plan.storage.strategy
     sizes = layout.spec.mesh.shape
     claims = layout.claims
     if any(sizes[axis] > 1 for axis in strategy.params.split_axes):
-        return (*claims.params.whole, *claims.frozen.whole)
+        return (*claims.params.replicated, *claims.frozen.replicated)
     if any(sizes[axis] > 1 for axis in strategy.opt_state.split_axes):
-        return claims.grads.whole
+        return claims.grads.replicated
     return ()
 
 
@@ -78,7 +78,7 @@ def describe(layout: StateLayout, batches: BatchLayout) -> str:
         "frozen": claims.frozen,
         "optimizer state": claims.opt_state,
     }
-    whole = whole_summary(whole_arrays(layout))
+    whole = whole_summary(replicated_arrays(layout))
     lines = [
         f"batch: {_batch(batches)}",
         f"view: {_view(layout)}",
@@ -119,12 +119,13 @@ def _layout(table: Explanation) -> str:
     )
     if split:
         text += f"; split: {plural(len(split), 'array')} of {_size(split)}"
-    if table.whole:
-        largest = sorted(table.whole, key=lambda row: -row.bytes)[:_SHOWN]
+    whole = table.replicated
+    if whole:
+        largest = sorted(whole, key=lambda row: -row.bytes)[:_SHOWN]
         named = ", ".join(f"{row.path} {_bytes(row.bytes)}" for row in largest)
-        more = len(table.whole) - len(largest)
+        more = len(whole) - len(largest)
         named += f" and {more} more" if more else ""
-        text += f"; whole: {plural(len(table.whole), 'array')} of {_size(table.whole)} ({named})"
+        text += f"; whole: {plural(len(whole), 'array')} of {_size(whole)} ({named})"
     return text
 
 

@@ -80,7 +80,7 @@ class ElasticProgram(RankProgram):
         shards = spec.num_ranks
         gathered = self._unsharded(params, self.param_specs, spec.model_spec.params)
         whole_frozen = self._unsharded(frozen, self.frozen_specs, spec.model_spec.stored_frozen)
-        forward = forward_of(spec.model_spec, spec.loss_fn, changes.prepare(None))
+        forward = forward_of(spec.model_spec, spec.loss_fn, changes.change_with(None))
         forward = with_frozen(changes.with_layer_scan(forward), whole_frozen)
         sums_of = gradient_sums(forward, scale, num_shards=shards)
         count = shards // spec.mesh.size
@@ -105,13 +105,13 @@ class ElasticProgram(RankProgram):
         l of k + 1 is set.
         """
         # The random numbers of a shard depend on its number alone, not on the rank it runs on.
-        by_rank = self.drawing
-        drawing = None if by_rank is None else dataclasses.replace(by_rank, axes=(), ranks=1)
+        by_rank = self.draws
+        draws = None if by_rank is None else dataclasses.replace(by_rank, axes=(), ranks=1)
         batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
         start = jax.lax.axis_index(self.axes) * count
 
         def before(number: Any) -> PyTree:
-            return first if drawing is None else drawing.before(first, first, number)
+            return first if draws is None else draws.before(first, first, number)
 
         trace = jax.make_jaxpr(sums_of, return_shape=True)
         program, shapes = trace(weights, before(0), jax.tree.map(lambda x: x[0], batch))
@@ -148,7 +148,7 @@ class ElasticProgram(RankProgram):
     def _check_buffers(self, program: ClosedJaxpr, buffers: PyTree) -> None:
         """Raises if a buffer depends on the samples of a shard."""
         paths = [path for path, _ in leaves_with_paths(buffers)]
-        once = frozenset() if self.drawing is None else self.drawing.once
+        once = frozenset() if self.draws is None else self.draws.once
         weights = len(jax.tree.leaves(self.spec.model_spec.params))
         for number in changed_results(program, weights, len(paths)):
             if (path := paths[number]) not in once:
@@ -188,14 +188,14 @@ def elastic_update(
     """
     spec = plan.spec
     mesh = spec.mesh
-    policy = plan.stored.storage.strategy.opt_state
+    policy = plan.state_plan.storage.strategy.opt_state
     shardings = (
-        plan.stored.grad_shardings,
-        optimizer_shardings(policy, plan.stored.params, state, mesh),
+        plan.state_plan.grad_shardings,
+        optimizer_shardings(policy, plan.state_plan.params, state, mesh),
     )
     grad_specs, moments = jax.tree.map(lambda sharding: sharding.spec, shardings)
 
-    update = functools.partial(updated, plan.stored.update.traced.optimizer.update)
+    update = functools.partial(updated, plan.state_plan.update.traced.optimizer.update)
     isolated = _isolated(
         spec, update, (grad_specs, moments, grad_specs, PartitionSpec()), (grad_specs, moments)
     )

@@ -27,15 +27,15 @@ from ..core.tree import shapes_of
 from ..core.typing import Array, Batch, Function, PyTree
 from ..core.weighted import Shared, Weighted
 from ..ops.linear_loss import BEFORE_HEAD
-from ..separability.lattice import same_scale
+from ..separability.abstract_values import same_scale
 from .batch import samples_of
 from .global_view import global_forward
 from .model_changes import change_layers
 from .objective import (
     Forward,
+    ModelChange,
     Outcome,
     PartLoss,
-    Prepare,
     is_one,
     mean_loss,
     weighed_metrics,
@@ -113,18 +113,18 @@ def evaluation(
     spec = plan.spec
     set_eval_mode = in_eval_mode(spec)
 
-    def adapt(model: nnx.Module) -> None:
+    def first(model: nnx.Module) -> None:
         set_eval_mode(model)
         change_layers(spec.strategy, spec.world.mesh, model)
 
-    return summed(global_forward(plan, adapt)(params, buffers, batch), batch)
+    return summed(global_forward(plan, first)(params, buffers, batch), batch)
 
 
-def in_eval_mode(spec: StepSpec) -> Prepare:
+def in_eval_mode(spec: StepSpec) -> ModelChange:
     """Returns a function that sets a merged model to eval mode in place; see `evaluation`."""
     kwargs = dict(spec.options.eval_kwargs or {})
 
-    def adapt(model: nnx.Module) -> None:
+    def change(model: nnx.Module) -> None:
         model.eval()
         for _, module in nnx.iter_modules(model):
             if isinstance(module, nnx.bridge.ToNNX):
@@ -133,7 +133,7 @@ def in_eval_mode(spec: StepSpec) -> Prepare:
             if kwargs and hasattr(model, method):
                 wrap_calls(model, {method: _with_arguments(model, method, kwargs)})
 
-    return adapt
+    return change
 
 
 def summed(outcome: Outcome, batch: Batch) -> dict[str, Weighted]:
@@ -344,9 +344,9 @@ def adds_up(plan: StepPlan, batch: Batch) -> bool:
     spec = plan.spec
     least = max(spec.num_ranks, 2)
     largest = samples_of(batch) // least * least
-    adapt = plan.changes.prepare(None, in_eval_mode(spec))
+    change = plan.changes.change_with(None, in_eval_mode(spec))
     sums: Any = _EvaluationSums(spec.loss_fn)
-    traces = Traces(spec.model_spec, sums, adapt, over_all=False)
+    traces = Traces(spec.model_spec, sums, change, over_all=False)
     sizes = [(least, whole) for whole in dict.fromkeys((2 * least, largest)) if whole > least]
     # `least` and `least + 1` have no common divisor, so a loss of groups of samples adds up over
     # parts of one of these sizes at most. The number of ranks divides neither size of this pair, so
@@ -359,12 +359,12 @@ def adds_up(plan: StepPlan, batch: Batch) -> bool:
 def _adds_up_between(traces: Traces, batch: Batch, part: int, whole: int) -> bool:
     """Whether the sums over `whole` samples are those of their parts of `part` samples, added."""
     try:
-        use = traces.use(shapes_of(batch), (part, whole))
+        dependence = traces.dependence(shapes_of(batch), (part, whole))
     except AxonDistError:
         return False
-    return not use.failure and all(
+    return not dependence.failure and all(
         output.is_separable and same_scale(output.factor, whole / part)
-        for output in use.metrics.values()
+        for output in dependence.metrics.values()
     )
 
 

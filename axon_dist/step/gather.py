@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from ..collectives import plan_buckets, reduce_buckets
-from ..core.reduction import all_sum, on_wire, sum_scatter
+from ..core.reduction import all_sum, cast_for_reduction, sum_scatter
 from ..core.typing import Array, PyTree, Shape
 from ..ir.factors import CHEAP_ELEMENTWISE, COMPARES, MOVES
 from ..ops.fp8 import WEIGHT
@@ -80,7 +80,7 @@ class GlobalGather:
         return gather(weight)
 
     def forward(self, weight: Array) -> Array:
-        """The forward half; differentiated directly, its gradient is left to the compiler."""
+        """The forward pass alone; if it is differentiated, the compiler reduces the gradient."""
         gathered = weight
         for spec in (self.stored, self.full):
             sharding = NamedSharding(self.mesh, row_spec(spec, self.ndim, weight))
@@ -110,12 +110,12 @@ class LocalGather:
     """Gathers a weight inside `shard_map`, and reduces its gradient to its owner.
 
     The forward all-gathers the sharded dim. The backward reduce-scatters it, and sums over the
-    ranks that hold copies. The gradient crosses the wire in its own dtype.
+    ranks that hold copies.
 
     Args:
         spec: the sharding of the weight over batch axes only.
         axes: all the batch axes, whose ranks have different samples.
-        wire: the dtype of the reduction.
+        reduce_dtype: the dtype of the reduction; None is that of the gradient.
         shape: the shape of the parameter in the model. The gathered weight is cut to it if shards
             are padded. A weight in a scan over stacked layers has one dim less.
         has_grad: whether it is trained.
@@ -123,7 +123,7 @@ class LocalGather:
 
     spec: PartitionSpec
     axes: tuple[str, ...]
-    wire: Any
+    reduce_dtype: Any
     shape: Shape
     has_grad: bool = True
 
@@ -136,7 +136,7 @@ class LocalGather:
         gather = jax.custom_vjp(lambda w: all_gather_by(w, spec, shape))
         gather.defvjp(
             lambda w: (all_gather_by(w, spec, shape), None),
-            lambda _, ct: (reduce_by(ct, spec, self.axes, self.wire),),
+            lambda _, ct: (reduce_by(ct, spec, self.axes, self.reduce_dtype),),
         )
         return gather(weight)
 
@@ -202,13 +202,13 @@ class ReduceAccumulated:
     Args:
         spec: the sharding of the total over batch axes only.
         axes: all the batch axes, whose ranks have different samples.
-        wire: the dtype of the reduction.
+        reduce_dtype: the dtype of the reduction; None is that of the gradient.
         ndim: dims of the parameter. A weight in a scan over stacked layers has one dim less.
     """
 
     spec: PartitionSpec
     axes: tuple[str, ...]
-    wire: Any
+    reduce_dtype: Any
     ndim: int
 
     def __call__(self, bundle: Accumulated) -> Array:
@@ -218,7 +218,7 @@ class ReduceAccumulated:
         dtype = bundle.slot.dtype
 
         def backward(sums: Array, ct: Array) -> tuple[None, None, Array]:
-            total = reduce_by(sums + ct.astype(sums.dtype), spec, self.axes, self.wire)
+            total = reduce_by(sums + ct.astype(sums.dtype), spec, self.axes, self.reduce_dtype)
             return None, None, total.astype(dtype)
 
         weight = jax.custom_vjp(lambda weight, sums, slot: weight)
@@ -243,20 +243,22 @@ def all_gather_by(shard: Array, spec: PartitionSpec, shape: Shape | None = None)
     return shard
 
 
-def reduce_by(value: Array, spec: PartitionSpec, axes: tuple[str, ...], wire: Any = None) -> Array:
+def reduce_by(
+    value: Array, spec: PartitionSpec, axes: tuple[str, ...], reduce_dtype: Any = None
+) -> Array:
     """Sums over ranks and returns this rank's shard of the sum, inside `shard_map`.
 
     Args:
         value: this rank's addend, whole.
         spec: the sharding of the sum.
         axes: the axes to sum over. The sum is replicated over those that the spec does not name.
-        wire: the dtype of the sum on the wire; None is that of the value.
+        reduce_dtype: the dtype in which addends are sent and summed; None is that of the value.
 
     Returns:
         This rank's shard of the sum, in the dtype of the value. If a dim does not divide, its last
         shards end in zeros.
     """
-    total = on_wire(value, wire)
+    total = cast_for_reduction(value, reduce_dtype)
     for dim in range(len(spec)):
         if split := axes_of(spec, dim):
             total = sum_scatter(even_rows(total, split, dim), split, dim)
@@ -318,9 +320,9 @@ def reduce_tree(
     """
     if reduction.bucket_capacity is None:
         return jax.tree.map(lambda g, spec: reduce_by(g, spec, axes, reduction.dtype), grads, specs)
-    # Each bucket has one dtype, so gradients are cast to the wire dtype before they are packed.
-    wire = jax.tree.map(lambda g: on_wire(g, reduction.dtype), grads)
-    buckets = plan_buckets(wire, reduction.bucket_capacity)
+    # Each bucket has one dtype, so gradients are cast before they are packed.
+    addends = jax.tree.map(lambda g: cast_for_reduction(g, reduction.dtype), grads)
+    buckets = plan_buckets(addends, reduction.bucket_capacity)
     total = functools.partial(all_sum, axes=axes)
-    reduced = reduce_buckets(wire, buckets, total, strategy=reduction.sync)
+    reduced = reduce_buckets(addends, buckets, total, strategy=reduction.sync)
     return jax.tree.map(lambda total, grad: total.astype(grad.dtype), reduced, grads)

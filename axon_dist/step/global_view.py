@@ -16,7 +16,7 @@ from .objective import (
     Forward,
     GradientArguments,
     GradientResult,
-    Prepare,
+    ModelChange,
     forward_of,
     gradient_means,
     gradient_sums,
@@ -38,7 +38,7 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
     params, frozen, buffers, batch, scale = arguments
     count = spec.num_microbatches
     gathers_once = spec.strategy.gathers_once
-    grad_shardings = plan.stored.grad_shardings
+    grad_shardings = plan.state_plan.grad_shardings
     read_in_loop: frozenset[Path] = frozenset()
     if spec.strategy.splits:
         # Recurrent layers read their weights in every iteration of a loop.
@@ -47,8 +47,8 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
         read_in_loop = read_in_loops(
             jaxpr, [p for p, _ in leaves_with_paths(spec.model_spec.weights)]
         )
-    before = functools.partial(change_layers, spec.strategy, spec.world.mesh)
-    forward = global_forward(plan, before, gathers_once, read_in_loop)
+    first = functools.partial(change_layers, spec.strategy, spec.world.mesh)
+    forward = global_forward(plan, first, gathers_once, read_in_loop)
     if frozen:
         forward = with_frozen(forward, frozen)
     if gathers_once:
@@ -67,7 +67,7 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
         batch,
         count,
         constrain=lambda grads: jax.lax.with_sharding_constraint(grads, grad_shardings),
-        drawing=draws_of(spec, plan.separator, batch),
+        draws=draws_of(spec, plan.separator, batch),
     )
     grads, metrics = sums.means()
     return GradientResult(jax.lax.with_sharding_constraint(grads, grad_shardings), metrics, buffers)
@@ -75,7 +75,7 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
 
 def global_forward(
     plan: StepPlan,
-    before: Prepare,
+    first: ModelChange,
     gathers_once: bool = False,
     read_in_loop: frozenset[Path] = frozenset(),
 ) -> Forward:
@@ -83,7 +83,7 @@ def global_forward(
 
     Args:
         plan: the plan of the step.
-        before: changes the merged model first.
+        first: a change to the merged model that is made before those of the plan.
         gathers_once: whether the parameters are whole already, and only gradients are reduced.
         read_in_loop: the weights that a loop reads in every iteration.
 
@@ -94,8 +94,8 @@ def global_forward(
     gather = functools.partial(
         global_gather, spec, gathers_once=gathers_once, read_in_loop=read_in_loop
     )
-    prepare = plan.changes.prepare(gather if spec.strategy.splits else None, before)
-    forward = forward_of(spec.model_spec, spec.loss_fn, prepare)
+    change = plan.changes.change_with(gather if spec.strategy.splits else None, first)
+    forward = forward_of(spec.model_spec, spec.loss_fn, change)
     return plan.changes.with_layer_scan(
         rewritten(forward, spec.strategy, spec.mesh, spec.memory_bytes)
     )

@@ -29,13 +29,13 @@ class Program:
 
     Args:
         program_slice: the first slice of the kind.
-        places: the shardings of its results.
+        out_shardings: the shardings of its results.
         run: (values of the operands) -> results.
         count: how often it has run.
     """
 
     program_slice: ProgramSlice
-    places: tuple[Sharding, ...]
+    out_shardings: tuple[Sharding, ...]
     run: Any
     count: int = 0
 
@@ -43,12 +43,12 @@ class Program:
 class InSlices:
     """Runs a function by small programs, each shared by all results of one kind.
 
-    The results are bitwise equal to those of `jax.jit(function, out_shardings=places)(*arguments)`,
+    The results are bitwise equal to those of `jax.jit(function, out_shardings=...)(*arguments)`,
     a single program that takes long to compile if it draws hundreds of arrays.
 
     Args:
         function: of trees of arrays.
-        places: a tree of shardings, like the results.
+        out_shardings: a tree of shardings, like the results.
         owns: whether the arguments are donated, so that results may alias them.
         in_flight: how many programs may be queued; None sets no limit.
         on_host: whether the devices are CPUs, on which the host writes constants.
@@ -62,7 +62,7 @@ class InSlices:
     def __init__(
         self,
         function: Callable[..., PyTree],
-        places: PyTree,
+        out_shardings: PyTree,
         *,
         owns: bool = False,
         in_flight: int | None = None,
@@ -70,7 +70,7 @@ class InSlices:
         spreads: bool = False,
     ):
         self._function = function
-        self._places = places
+        self._out_shardings = out_shardings
         self._owns = owns
         self._in_flight = in_flight
         self._on_host = on_host
@@ -84,23 +84,25 @@ class InSlices:
         sliced = SlicedProgram.of(closed)
         if sliced is None:
             donated = tuple(range(len(arguments))) if self._owns else ()
-            whole = jax.jit(self._function, out_shardings=self._places, donate_argnums=donated)
+            whole = jax.jit(
+                self._function, out_shardings=self._out_shardings, donate_argnums=donated
+            )
             return whole(*arguments)
-        places = jax.tree.leaves(self._places)
+        out_shardings = jax.tree.leaves(self._out_shardings)
         inputs = dict(zip(sliced.inputs, jax.tree.leaves(arguments), strict=True))
         known: dict[Any, Any] = {**sliced.values(), **inputs}
-        results: list[Any] = [None] * len(places)
+        results: list[Any] = [None] * len(out_shardings)
         kept: set[int] = set()
         for number, program_slice in enumerate(sliced.slices):
-            own_places = tuple(places[at] for at in program_slice.results)
+            own_shardings = tuple(out_shardings[at] for at in program_slice.results)
             operands = [known[v] for v in program_slice.operands]
-            if self._owns and _is_kept(program_slice, operands, own_places, kept):
+            if self._owns and _is_kept(program_slice, operands, own_shardings, kept):
                 made = operands
                 kept.add(id(operands[0]))
             elif self._on_host and (constant := program_slice.constant) is not None:
-                made = [_filled(constant, own_places[0])]
+                made = [_filled(constant, own_shardings[0])]
             else:
-                made = self._run(program_slice, own_places, operands)
+                made = self._run(program_slice, own_shardings, operands)
             for at, array in zip(program_slice.results, made, strict=True):
                 results[at] = array
             if self._in_flight is not None and (number + 1) % self._in_flight == 0:
@@ -108,18 +110,21 @@ class InSlices:
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     def _run(
-        self, program_slice: ProgramSlice, places: tuple[Sharding, ...], operands: Sequence[Any]
+        self,
+        program_slice: ProgramSlice,
+        out_shardings: tuple[Sharding, ...],
+        operands: Sequence[Any],
     ) -> list[Array]:
         """Runs a slice with the program of its kind, compiling it on first use."""
-        candidates = self._by_signature.setdefault((program_slice.signature, places), [])
+        candidates = self._by_signature.setdefault((program_slice.signature, out_shardings), [])
         program = next(
             (one for one in candidates if one.program_slice.is_like(program_slice)), None
         )
         impls = tuple(x.impl if isinstance(x, Key) else None for x in operands)
         if program is None:
-            shares = _shares(program_slice, places) if self._spreads else None
-            run = jax.jit(_named(program_slice, impls, shares), out_shardings=list(places))
-            program = Program(program_slice, places, run)
+            shares = _shares(program_slice, out_shardings) if self._spreads else None
+            run = jax.jit(_named(program_slice, impls, shares), out_shardings=list(out_shardings))
+            program = Program(program_slice, out_shardings, run)
             candidates.append(program)
             self.programs.append(program)
         program.count += 1
@@ -139,11 +144,11 @@ def _named(
     return first_values
 
 
-def _shares(program_slice: ProgramSlice, places: Sequence[Sharding]) -> NamedSharding | None:
+def _shares(program_slice: ProgramSlice, out_shardings: Sequence[Sharding]) -> NamedSharding | None:
     """Returns the sharding in which replicas draw a large array; None if each draws it whole."""
-    place = places[0]
+    place = out_shardings[0]
     shape = program_slice.shape
-    if len(places) > 1 or program_slice.is_operand or not isinstance(place, NamedSharding):
+    if len(out_shardings) > 1 or program_slice.is_operand or not isinstance(place, NamedSharding):
         return None
     if math.prod(place.shard_shape(shape)) < LARGE:
         return None
@@ -179,7 +184,10 @@ def _filled(constant: Constant, place: Sharding) -> Array:
 
 
 def _is_kept(
-    program_slice: ProgramSlice, operands: Sequence[Any], places: Sequence[Sharding], kept: set[int]
+    program_slice: ProgramSlice,
+    operands: Sequence[Any],
+    out_shardings: Sequence[Sharding],
+    kept: set[int],
 ) -> bool:
     """Whether a slice returns its operand, already placed and not yet used by another result."""
     if not program_slice.is_operand:
@@ -187,4 +195,4 @@ def _is_kept(
     (array,) = operands
     if not isinstance(array, jax.Array) or id(array) in kept:
         return False
-    return array.committed and array.sharding == places[0]
+    return array.committed and array.sharding == out_shardings[0]

@@ -31,7 +31,7 @@ from ..sharding import (
 from ..sharding.apply import on_devices_of
 from ..sharding.padding import (
     Padding,
-    even_places,
+    even_shardings,
     model_tree,
     padding_of,
     stored_shapes,
@@ -165,7 +165,7 @@ class StateLayout:
         reported: the sharding of a step's metrics.
         shapes: a `TrainState` of shapes as stored: padded where a dim does not divide by the
             devices.
-        places: a `TrainState` of shardings.
+        state_shardings: a `TrainState` of shardings.
         model_shapes: a `TrainState` of shapes without padding, with which a step computes.
         padding: which leaves are padded; None if none is.
         grad_shardings: the shardings of the reduced gradients, which are those of their moments.
@@ -179,7 +179,7 @@ class StateLayout:
         self.spec = spec
         self.source = source
         model_spec = spec.model_spec
-        stored = plan.stored
+        stored = plan.state_plan
         mesh = spec.mesh
         self.replicated = self.reported = NamedSharding(mesh, PartitionSpec())
         self.outer_steps: tuple[Callable[[TrainState], TrainState], ...] = ()
@@ -189,7 +189,7 @@ class StateLayout:
             lambda w, b: self.state_from(store(w), b), model_spec.weights, model_spec.buffers
         )
         # The shardings of one replica's parameters, trained and frozen.
-        self._stored: tuple[Any, Any] = (
+        self._stored_shardings: tuple[Any, Any] = (
             shardings(of_replica.params, stored.params, mesh),
             shardings(of_replica.params, stored.frozen, mesh),
         )
@@ -201,20 +201,20 @@ class StateLayout:
         rows = state.params
         moments = strategy.opt_state
         self.grad_shardings = shardings(moments, rows, mesh)
-        self.places: Any = TrainState(
+        self.state_shardings: Any = TrainState(
             step=self.replicated,  # type: ignore[arg-type]
             params=shardings(strategy.params, rows, mesh),
             opt_state=optimizer_shardings(moments, rows, state.opt_state, mesh),
             buffers=jax.tree.map(lambda place: NamedSharding(mesh, place), buffers),
             scaler=jax.tree.map(lambda _: self.replicated, state.scaler),
-            frozen=self._stored[1],
+            frozen=self._stored_shardings[1],
             # The average is sharded like the moments, which are never split less than parameters.
             ema=None if state.ema is None else shardings(moments, state.ema, mesh),
         )
         if spec.strategy.offload is not CPUOffload.NONE:
-            # Replicas that train independently offload nothing, so one replica's places will do.
-            self.places = _offloaded(self.places, spec.strategy.offload)
-            self._stored = self.places.params, self.places.frozen
+            # Replicas that train independently offload nothing: one replica's shardings will do.
+            self.state_shardings = _offloaded(self.state_shardings, spec.strategy.offload)
+            self._stored_shardings = self.state_shardings.params, self.state_shardings.frozen
         under = f"under {strategy.name}"
         self.claims = Claims(
             explain(strategy.params, rows, mesh, f"parameters {under}"),
@@ -223,27 +223,31 @@ class StateLayout:
             explain(of_replica.params, state.frozen, mesh, f"frozen parameters {under}"),
         )
         self.model_shapes: TrainState = state
-        self._places = self._with_replicas(self.places)
-        self.padding: Padding | None = padding_of(state, self._places)
-        self.places = dataclasses.replace(self._places, padding=self.padding)
-        stored = stored_shapes(state, self._places) if self.padding else state
+        self._unpadded_shardings = self._with_replicas(self.state_shardings)
+        self.padding: Padding | None = padding_of(state, self._unpadded_shardings)
+        self.state_shardings = dataclasses.replace(self._unpadded_shardings, padding=self.padding)
+        stored = stored_shapes(state, self._unpadded_shardings) if self.padding else state
         self.shapes: TrainState = dataclasses.replace(stored, padding=self.padding)
 
-    def _with_replicas(self, places: TrainState) -> TrainState:
+    def _with_replicas(self, state_shardings: TrainState) -> TrainState:
         """Adds the shardings of what replicas share; without replicas it adds nothing."""
-        return places
+        return state_shardings
 
     def unpadded(self, state: TrainState) -> TrainState:
         """Removes the padding of a stored state, as a step computes with it; call it in `jit`."""
         if self.padding is None:
             return state
-        return model_tree(dataclasses.replace(state, padding=None), self.model_shapes, self._places)
+        return model_tree(
+            dataclasses.replace(state, padding=None), self.model_shapes, self._unpadded_shardings
+        )
 
     def padded(self, state: TrainState) -> TrainState:
         """Pads a state as it is stored; the inverse of `unpadded`; call it in `jit`."""
         if self.padding is None:
             return state
-        return dataclasses.replace(stored_tree(state, self._places), padding=self.padding)
+        return dataclasses.replace(
+            stored_tree(state, self._unpadded_shardings), padding=self.padding
+        )
 
     def due(self, step: int) -> tuple[int, ...]:
         """Returns which outer steps are due after a number of steps."""
@@ -252,7 +256,7 @@ class StateLayout:
     @property
     def placed_shapes(self) -> TrainState:
         """A `TrainState` of shapes with shardings."""
-        return jax.tree.map(placed_shape, self.shapes, self.places)
+        return jax.tree.map(placed_shape, self.shapes, self.state_shardings)
 
     def on_device(self, state: TrainState) -> TrainState:
         """Returns the state as a step computes with it.
@@ -260,8 +264,10 @@ class StateLayout:
         It is in device memory, has no padding, and its buffers are gathered.
         """
         if self.spec.strategy.offload is not CPUOffload.NONE:
-            places = jax.tree.map(lambda place: place.with_memory_kind("device"), self.places)
-            state = jax.device_put(state, places)
+            on_device = jax.tree.map(
+                lambda sharding: sharding.with_memory_kind("device"), self.state_shardings
+            )
+            state = jax.device_put(state, on_device)
         state = self.unpadded(state)
         if not self._split_buffers:
             return state
@@ -315,7 +321,7 @@ class StateLayout:
     def values(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Returns a state's parameters, trained and frozen, and buffers, in the model's form."""
         params, buffers = self.model_of(state)
-        return self.plan.stored.storage.weights(params, state.frozen), buffers
+        return self.plan.state_plan.storage.weights(params, state.frozen), buffers
 
     @cached_property
     def values_of_rows(self) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
@@ -328,15 +334,18 @@ class StateLayout:
     def _placed_values(self) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
         """`values` as one jitted function, with the shardings of `weight_targets`."""
         targets = self.weight_targets
-        places = map_with_path(lambda path, _: targets[path].sharding, self.spec.model_spec.weights)
+        weight_shardings = map_with_path(
+            lambda path, _: targets[path].sharding, self.spec.model_spec.weights
+        )
         return jax.jit(
-            lambda s: self.values(self.on_device(s)), out_shardings=(places, self.replicated)
+            lambda s: self.values(self.on_device(s)),
+            out_shardings=(weight_shardings, self.replicated),
         )
 
     def arguments(self, state: TrainState, shared: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the weights and buffers that a forward pass takes, from a state and a batch."""
         params, buffers = self.model_of(state)
-        weights = self.plan.stored.storage.forward(params, state.frozen)
+        weights = self.plan.state_plan.storage.forward(params, state.frozen)
         return weights, self.spec.model_spec.with_inputs(buffers, state.step, shared)
 
     @cached_property
@@ -349,21 +358,21 @@ class StateLayout:
         """
         model_spec = self.spec.model_spec
         mesh = self.spec.mesh
-        if self.plan.stored.storage.rows is None:
-            places = combine(*self._stored)
+        if self.plan.state_plan.storage.rows is None:
+            stored = combine(*self._stored_shardings)
         else:
-            places = shardings(LargestDim(tuple(mesh.axis_names)), model_spec.weights, mesh)
-        by_path: dict[Path, Any] = dict(leaves_with_paths(places))
+            stored = shardings(LargestDim(tuple(mesh.axis_names)), model_spec.weights, mesh)
+        by_path: dict[Path, Any] = dict(leaves_with_paths(stored))
         by_path |= {path: by_path[f"{path}/{NUMBERS}"] for path in model_spec.int8}
         shapes = weight_shapes(model_spec)
-        places = {path: by_path.get(path, self.replicated) for path in shapes}
-        return jax.tree.map(placed_shape, shapes, even_places(shapes, places))
+        by_path = {path: by_path.get(path, self.replicated) for path in shapes}
+        return jax.tree.map(placed_shape, shapes, even_shardings(shapes, by_path))
 
     def weights(self, state: TrainState) -> dict[Path, Array]:
         """Returns the arrays of `weight_targets` with the values of a state."""
         targets = self.weight_targets
         values = self.values
-        if self.plan.stored.storage.rows is not None or self.padding is not None:
+        if self.plan.state_plan.storage.rows is not None or self.padding is not None:
             values = self._placed_values
         arrays = {path: leaf for tree in values(state) for path, leaf in leaves_with_paths(tree)}
         return {path: arrays[path] for path in targets}
@@ -388,20 +397,20 @@ class StateLayout:
             params, buffers = self.source.arrays or ({}, {})
             if world.num_processes > 1:
                 agree(world, "parameters of the model", checksums(params))
-            stored = self.plan.stored.storage.store(params)
-            stored = put(stored_tree(stored, self._stored), self._stored)
+            stored = self.plan.state_plan.storage.store(params)
+            stored = put(stored_tree(stored, self._stored_shardings), self._stored_shardings)
             buffers = jax.device_put(buffers, self.replicated)
         else:
             stored, buffers = self._drawn(weights)
         # A given module keeps its arrays: `put` does not copy one that is on its device already, so
         # the next program must not donate it.
-        complete = self._in_slices(self._first, self.places, owns=not is_placed)
+        complete = self._in_slices(self._first, self.state_shardings, owns=not is_placed)
         state = complete(stored, buffers)
         if world.num_processes > 1:
             first = (state.params, state.frozen)
             # With rows, the trained and the frozen blocks of a row have the same path in both
             # trees, which cannot be combined then.
-            can_combine = self.plan.stored.storage.rows is None
+            can_combine = self.plan.state_plan.storage.rows is None
             agree(world, "first parameters", checksums(combine(*first) if can_combine else first))
         self.claims.check(state)
         return state
@@ -436,7 +445,7 @@ class StateLayout:
             buffers = stack_buffers(buffers, spec.reduction, spec.num_ranks)
         step = jnp.zeros((), jnp.int32)
         if opt_state is None:
-            opt_state = self.plan.stored.update.traced.optimizer.init(params)
+            opt_state = self.plan.state_plan.update.traced.optimizer.init(params)
         return TrainState(
             step=step,
             params=params,
@@ -449,8 +458,10 @@ class StateLayout:
 
     def _first(self, stored: tuple[PyTree, PyTree], buffers: PyTree) -> TrainState:
         """Builds the first state, padded, from stored parameters."""
-        shapes = self.plan.stored.params, self.plan.stored.frozen
-        return self.padded(self.state_from(model_tree(stored, shapes, self._stored), buffers))
+        shapes = self.plan.state_plan.params, self.plan.state_plan.frozen
+        return self.padded(
+            self.state_from(model_tree(stored, shapes, self._stored_shardings), buffers)
+        )
 
     @property
     def _stores_model_arrays(self) -> bool:
@@ -458,7 +469,7 @@ class StateLayout:
 
         Rows of a pipeline, int8 weights and padded arrays are not.
         """
-        is_unchanged = self.plan.stored.storage.rows is None and not self.spec.model_spec.int8
+        is_unchanged = self.plan.state_plan.storage.rows is None and not self.spec.model_spec.int8
         return is_unchanged and self.padding is None
 
     def _first_stored(self, replacing: dict[Path, Array]) -> tuple[Any, PyTree]:
@@ -467,22 +478,22 @@ class StateLayout:
         weights, buffers = map_with_path(
             lambda path, x: replacing.get(path.partition("/")[2], x), make()
         )
-        stored = self.plan.stored.storage.store(weights)
-        return stored_tree(stored, self._stored), buffers
+        stored = self.plan.state_plan.storage.store(weights)
+        return stored_tree(stored, self._stored_shardings), buffers
 
     @cached_property
     def _factory(self) -> Any:
         """(weights) -> stored parameters and buffers, as one jitted function."""
-        places = (self._stored, self.replicated)
+        out_shardings = (self._stored_shardings, self.replicated)
         donated = 0 if self._stores_model_arrays else ()
-        return jax.jit(self._first_stored, out_shardings=places, donate_argnums=donated)
+        return jax.jit(self._first_stored, out_shardings=out_shardings, donate_argnums=donated)
 
-    def _in_slices(self, function: Function, places: PyTree, owns: bool) -> InSlices:
+    def _in_slices(self, function: Function, out_shardings: PyTree, owns: bool) -> InSlices:
         world = self.spec.world
         is_cpu = world.is_cpu
         return InSlices(
             function,
-            places,
+            out_shardings,
             owns=owns,
             in_flight=IN_FLIGHT if is_cpu and world.size > 1 else None,
             on_host=is_cpu,
@@ -499,15 +510,15 @@ class StateLayout:
             if got != wanted:
                 raise ConfigError(f"{path!r} is {wanted} in the model; got {got}; convert it first")
         # Given arrays may be used in place; those of the module are copied, so it stays usable.
-        places = {path: target.sharding for path, target in targets.items()}
+        at = {path: target.sharding for path, target in targets.items()}
         arrays = {
-            path: jax.device_put(on_devices_of(x, places[path]), places[path])
+            path: jax.device_put(on_devices_of(x, at[path]), at[path])
             for path, x in weights.items()
         }
         if self.source.arrays is not None:
             pairs = (pair for tree in self.source.arrays for pair in leaves_with_paths(tree))
             arrays |= {
-                path: jax.device_put(on_devices_of(x, places[path]), places[path], may_alias=False)
+                path: jax.device_put(on_devices_of(x, at[path]), at[path], may_alias=False)
                 for path, x in pairs
                 if path in targets and path not in arrays
             }
@@ -516,17 +527,19 @@ class StateLayout:
             program = {"program": digest(self.lower_factory())}
             agree(self.spec.world, "factory of the model", program)
         buffers = jax.tree.map(lambda _: self.replicated, self.spec.model_spec.buffers)
-        places = (self._stored, buffers)
-        return self._in_slices(self._first_stored, places, owns=self._stores_model_arrays)(arrays)
+        made = (self._stored_shardings, buffers)
+        return self._in_slices(self._first_stored, made, owns=self._stores_model_arrays)(arrays)
 
 
-def _offloaded(places: TrainState, offload: CPUOffload) -> TrainState:
+def _offloaded(state_shardings: TrainState, offload: CPUOffload) -> TrainState:
     """Moves the shardings of offloaded fields to host memory."""
     kinds = {"params": offload.params, "opt_state": offload.opt_state}
     kinds |= {"frozen": offload.params, "ema": offload.opt_state}
     moved = {
-        name: jax.tree.map(lambda place, to=kind: place.with_memory_kind(to), getattr(places, name))
+        name: jax.tree.map(
+            lambda sharding, to=kind: sharding.with_memory_kind(to), getattr(state_shardings, name)
+        )
         for name, kind in kinds.items()
         if kind is not None
     }
-    return dataclasses.replace(places, **moved)
+    return dataclasses.replace(state_shardings, **moved)

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.errors import UnsupportedError
-from ..core.reduction import all_mean, all_sum, on_wire
+from ..core.reduction import all_mean, all_sum, cast_for_reduction
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, Path, PyTree
 from ..ir.pieces import read_once, read_outside_units
@@ -179,7 +179,7 @@ class RankProgram:
 
     Args:
         plan: the plan of the step.
-        drawing: the random draws of its microbatches; None if nothing is drawn.
+        draws: the random draws of its microbatches; None if nothing is drawn.
 
     Attributes:
         axes: the manual axes.
@@ -189,7 +189,7 @@ class RankProgram:
     """
 
     plan: StepPlan
-    drawing: Draws | None
+    draws: Draws | None
     axes: tuple[str, ...] = dataclasses.field(init=False)
     param_specs: PyTree = dataclasses.field(init=False)
     frozen_specs: PyTree = dataclasses.field(init=False)
@@ -207,7 +207,10 @@ class RankProgram:
         object.__setattr__(self, "axes", axes)
         policies = {
             "param_specs": (strategy.params, model_spec.params),
-            "frozen_specs": (self.plan.stored.storage.strategy.params, model_spec.stored_frozen),
+            "frozen_specs": (
+                self.plan.state_plan.storage.strategy.params,
+                model_spec.stored_frozen,
+            ),
             "owner_specs": (strategy.opt_state, model_spec.params),
         }
         for name, (policy, shapes) in policies.items():
@@ -222,9 +225,9 @@ class RankProgram:
         reduction = self.spec.reduction
         count = self.spec.num_microbatches
         local = rank_buffers(buffers, reduction)
-        drawing = self.drawing if count == 1 else None
-        first = local if drawing is None else drawing.before(local, local, 0)
-        accumulated = functools.partial(accumulate, num_microbatches=count, drawing=self.drawing)
+        draws = self.draws if count == 1 else None
+        first = local if draws is None else draws.before(local, local, 0)
+        accumulated = functools.partial(accumulate, num_microbatches=count, draws=self.draws)
         num_shards = count * self.spec.num_ranks
         mean_weight = functools.partial(all_mean, axes=self.axes)
         if not gathers_by_units(self.spec):
@@ -248,9 +251,11 @@ class RankProgram:
             if reduction.per == "microbatch" or count == 1:
                 sums, changed = accumulated(sums_of, gathered, first, batch)
             else:
-                last = self._last(forward, whole_frozen) if self._reduces_within(scale) else None
+                last = (
+                    self._last(forward, whole_frozen) if self._reduces_in_backward(scale) else None
+                )
                 sums, changed = self._unreduced_sums(sums_of, gathered, first, batch, last)
-            if reduction.per == "step" and not self._reduces_within(scale):
+            if reduction.per == "step" and not self._reduces_in_backward(scale):
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
             # Units reduce their gradients within the backward pass, so all ranks must use the same
@@ -295,18 +300,18 @@ class RankProgram:
             batch,
             self.spec.num_microbatches,
             last=None if reduced is None else last,
-            drawing=self.drawing,
+            draws=self.draws,
         )
         if reduced is None:
             sums = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
         return sums, buffers
 
-    def _reduces_within(self, scale: Any) -> bool:
+    def _reduces_in_backward(self, scale: Any) -> bool:
         """Whether the backward pass of the last microbatch reduces the gradients of all of them.
 
-        Buckets are reduced in their own order instead. With a loss scale, the reduction also stays
-        outside: within the backward pass it is one of gradients of sums, which would overflow with
-        a scale that fits gradients of means.
+        Buckets are reduced in their own order instead. With a loss scale, the reduction runs after
+        the backward pass too. Within it gradients are those of sums over the samples, which would
+        overflow at a scale that fits the gradients of means.
         """
         reduction = self.spec.reduction
         accumulates = reduction.per == "step" and self.spec.num_microbatches > 1
@@ -358,11 +363,11 @@ class RankProgram:
         mesh = self.spec.world.mesh
         sharding = jax.sharding.NamedSharding(mesh, owner)
         # A gradient sent in a narrower dtype has no more precision than that.
-        dtype = on_wire(grad, self.spec.reduction.dtype).dtype
+        dtype = cast_for_reduction(grad, self.spec.reduction.dtype).dtype
         return jnp.zeros(sharding.shard_shape(stored_shape(grad.shape, owner, mesh)), dtype)
 
     def _read_once(self, buffers: PyTree, batch: Batch) -> frozenset[Path]:
-        """Returns the weights that a single call of a single unit reads, without those of Linen."""
+        """Returns the weights that one call of one unit reads, except those of Linen modules."""
         spec = self.spec
         samples = jax.tree.leaves(batch)[0].shape[0]
         jaxpr = self.plan.separator.program(batch, samples).jaxpr
@@ -395,13 +400,13 @@ class RankProgram:
         """Returns the forward pass with its units marked, before they become a scan."""
         spec = self.spec
 
-        def also(model: nnx.Module) -> None:
+        def first(model: nnx.Module) -> None:
             change_layers(spec.strategy, spec.world.mesh, model)
             if spec.reduction.sync_buffers:
                 synchronise_statistics(model, self.axes)
 
-        prepare = self.plan.changes.prepare(make_gather, also, **gathering)
-        return forward_of(spec.model_spec, spec.loss_fn, prepare)
+        change = self.plan.changes.change_with(make_gather, first, **gathering)
+        return forward_of(spec.model_spec, spec.loss_fn, change)
 
     def _reduced(self, sums_of: SumsFn) -> SumsFn:
         def reduced(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
@@ -455,7 +460,7 @@ def local_gather(spec: StepSpec, path: Path) -> LocalGather:
     return LocalGather(
         spec=_over_batch(spec, spec.strategy.params, path),
         axes=spec.strategy.batch_axes,
-        wire=spec.reduction.dtype,
+        reduce_dtype=spec.reduction.dtype,
         shape=tuple(spec.model_spec.shapes[path]),
         has_grad=path not in spec.model_spec.frozen_paths,
     )

@@ -101,8 +101,8 @@ def draws_of(
         axes: the axes whose ranks compute from different samples; none in global view.
 
     Raises:
-        UnsupportedError: when the draws cannot be separated by rank. If they only cannot be
-            separated by microbatch, each microbatch draws anew, with a warning.
+        UnsupportedError: when the draws cannot be separated by rank. If only the microbatches
+            cannot be separated, each microbatch draws anew, with a warning.
     """
     count = spec.num_microbatches
     ranks = spec.num_ranks if axes else 1
@@ -162,9 +162,9 @@ def accumulate(
     num_microbatches: int,
     constrain: Callable[[PyTree], PyTree] = lambda grads: grads,
     last: LastFn | None = None,
-    drawing: Draws | None = None,
+    draws: Draws | None = None,
 ) -> tuple[Sums, PyTree]:
-    """Adds up the sums of every microbatch, threading the buffers through.
+    """Adds up the sums of every microbatch, and passes the buffers from each to the next.
 
     Equals:
 
@@ -181,7 +181,7 @@ def accumulate(
         constrain: pins the sharding of accumulated gradients.
         last: runs the last microbatch, given the sums of the others, and returns the sums of all.
             None runs it like the others.
-        drawing: gives each microbatch the random numbers of its samples; None if nothing is drawn,
+        draws: gives each microbatch the random numbers of its samples; None if nothing is drawn,
             or if each microbatch draws anew.
 
     Returns:
@@ -192,13 +192,13 @@ def accumulate(
     first = buffers
     iterations = num_microbatches - (last is not None)
     # Without draws the loop needs no microbatch index.
-    numbers = None if drawing is None else jnp.arange(iterations)
+    numbers = None if draws is None else jnp.arange(iterations)
 
     def before(buffers: PyTree, number: Any) -> PyTree:
-        return buffers if drawing is None else drawing.before(buffers, first, number)
+        return buffers if draws is None else draws.before(buffers, first, number)
 
     def after(new: PyTree, buffers: PyTree) -> PyTree:
-        return new if drawing is None else drawing.after(new, buffers, first, num_microbatches)
+        return new if draws is None else draws.after(new, buffers, first, num_microbatches)
 
     sample = jax.tree.map(lambda leaf: leaf[0], batch)
     # Trace once, and evaluate that program for every microbatch.

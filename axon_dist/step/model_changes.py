@@ -30,7 +30,7 @@ from ..parallel import (
 )
 from .gather import GlobalGather, Int8Gather, save_all_but_gathers_policy, save_products_policy
 from .model_spec import ModelSpec
-from .objective import Forward, Prepare
+from .objective import Forward, ModelChange
 
 MakeGather: TypeAlias = Callable[[Path], Any]
 """Path of a parameter -> the function that gathers it; None if it is whole."""
@@ -80,20 +80,20 @@ class ModelChanges:
         """Casts parameters to the compute dtype."""
         return params if self.dtype is None else cast_floating(params, self.dtype)
 
-    def prepare(
+    def change_with(
         self,
         make_gather: MakeGather | None,
-        before: Prepare | None = None,
+        first: ModelChange | None = None,
         remat: RematPolicy | None = None,
         bundle: Bundle = lambda _, weight: weight,
         by_units: Callable[[Path], bool] = lambda _: True,
-    ) -> Prepare:
-        """Returns a function that applies the changes to a merged model, in place.
+    ) -> ModelChange:
+        """Returns a function that makes the changes to a merged model, in place.
 
         Args:
             make_gather: gives the gather of each weight, which runs within its unit; None if all
                 weights are whole already.
-            before: a further change, made first.
+            first: a further change, made before the others.
             remat: which residuals each unit saves; None if the scan over units decides.
             bundle: wraps a weight together with what its gather also needs.
             by_units: whether a weight may be gathered within its unit; otherwise it is gathered
@@ -104,8 +104,8 @@ class ModelChanges:
         """
 
         def apply_changes(model: nnx.Module) -> None:
-            if before is not None:
-                before(model)
+            if first is not None:
+                first(model)
             shapes = self.model_spec.shapes
             variables = {
                 "/".join(map(str, keys)): variable

@@ -236,7 +236,7 @@ class ModelSpec:
         return self.weights, self.with_inputs(self.buffers, step, self.shared)
 
     def with_inputs(self, buffers: PyTree, step: Any, shared: PyTree) -> PyTree:
-        """Adds the other inputs of the loss that belong to no sample to the buffers.
+        """Adds to the buffers the other inputs of the loss that belong to no sample.
 
         They are passed with the buffers because these belong to no sample either. They come out
         unchanged, like a key from which nothing is drawn.

@@ -46,8 +46,8 @@ class Outcome:
 RESERVED = frozenset({*METRICS, LOSS_SCALE, FLAG})
 """Names of metrics that a step reports itself."""
 
-Prepare: TypeAlias = Callable[[nnx.Module], None]
-"""Adapts a merged model in place, such as to take statistics over mesh axes."""
+ModelChange: TypeAlias = Callable[[nnx.Module], None]
+"""Changes a merged model in place, for example to average statistics over mesh axes."""
 
 
 Forward: TypeAlias = Callable[[PyTree, PyTree, Batch], Outcome]
@@ -72,7 +72,7 @@ def evaluate(
     params: PyTree,
     buffers: PyTree,
     batch: Batch,
-    prepare: Prepare | None = None,
+    change: ModelChange | None = None,
 ) -> Outcome:
     """Runs the user's loss function on a model merged from arrays.
 
@@ -82,7 +82,7 @@ def evaluate(
         params: nested dict of arrays, trained and frozen.
         buffers: nested dict of arrays.
         batch: what the loss function takes.
-        prepare: adapts the merged model before it runs.
+        change: changes the merged model before it runs.
 
     Returns:
         The outcome; a plain scalar loss has weight 1.
@@ -92,11 +92,11 @@ def evaluate(
             metric has a name that the step uses itself.
     """
     if isinstance(loss_fn, PartLoss):
-        inner = forward_of(model_spec, loss_fn.loss_fn, prepare)
+        inner = forward_of(model_spec, loss_fn.loss_fn, change)
         return loss_fn.outcome(inner, params, buffers, batch)[0]
     model = model_spec.merge(params, buffers)
-    if prepare is not None:
-        prepare(model)
+    if change is not None:
+        change(model)
     before = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
     kwargs = {"step": buffers[STEP]} if STEP in buffers else {}
     shared = dict(buffers.get(SHARED, {}))
@@ -183,8 +183,8 @@ def _call_loss(loss_fn: LossFn, model: nnx.Module, batch: Batch, kwargs: dict[st
     """Calls the user's loss, and adds the shapes of the batch to an error that it raises.
 
     Raises:
-        ConfigError: when it looks up a key that the batch lacks, or a layer was not told whether it
-            is in training mode.
+        ConfigError: when it looks up a key that the batch lacks, or a layer does not know whether
+            it is in training mode.
     """
     # Under manual axes, ignore the logical activation axes that Linen models name.
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -376,10 +376,12 @@ class Sums:
         return grads, {"loss": mean_loss(self.loss), **metrics}
 
 
-def forward_of(model_spec: ModelSpec, loss_fn: LossFn, prepare: Prepare | None = None) -> Forward:
+def forward_of(
+    model_spec: ModelSpec, loss_fn: LossFn, change: ModelChange | None = None
+) -> Forward:
     """Returns the forward pass of a model as a function of its arrays."""
     return lambda params, buffers, batch: evaluate(
-        model_spec, loss_fn, params, buffers, batch, prepare
+        model_spec, loss_fn, params, buffers, batch, change
     )
 
 

@@ -174,7 +174,7 @@ def check_arguments(
         )
     wrapped: Any = getattr(strategy, "module", None)
     both = isinstance(wrapped, nnx.Module) and isinstance(model, nnx.Module)
-    # An equal model made anew will do: a strategy depends on names and shapes alone.
+    # Another, equal model is accepted: a strategy depends on names and shapes alone.
     if both and wrapped is not model and _weights(wrapped) != _weights(model):
         raise ConfigError(
             f"the {type(strategy).__name__} wraps a {type(wrapped).__name__}, but the model passed "
@@ -297,18 +297,21 @@ class StepOptions(_Fields):
             step is compiled with these options, and `lower(batch).compile()` shows the program
             that runs.
         separable: whether the loss of a batch can be computed from the losses of its parts: the
-            microbatches, and the samples of each rank.
+            microbatches, and the samples of each rank. None has it proved; True and False take your
+            word, and both average the losses of microbatches, but only True also lets each rank
+            compute the loss of its own samples and averages these.
 
-            - None (default): the step finds out from the traced loss. It can if the loss is a
-              mean, a sum, `Weighted` or a function of sums over the samples. Otherwise the loss
+            - None (default): the step reads it off the traced loss. A mean, a sum, a `Weighted` or
+              a function of sums over the samples can be computed from parts. Any other loss
               couples samples: it is computed over the samples of all ranks, in global view, and
               refused with several microbatches. A metric that couples samples is refused with
               microbatches too.
-            - True: yes, without a check. Each part computes the loss of its own samples, and the
-              losses of the parts are averaged. A quotient `sum / count` is NaN for a part with
-              count 0; return `Weighted(sum, count)` instead.
-            - False: no. Ranks compute the loss together, in global view. With microbatches, the
-              result is the mean of their losses, not the loss of the whole batch.
+            - True: it can; nothing is proved. Where the step computes per rank, each rank computes
+              the loss of its own samples; the result is the mean over all parts. A quotient
+              `sum / count` is NaN for a part with count 0; return `Weighted(sum, count)` instead.
+            - False: it cannot; nothing is proved. All ranks compute the loss of a microbatch
+              together, in global view, and the result is the mean over the microbatches, which
+              may differ from the loss of the whole batch.
         eval_kwargs: keyword arguments that `evaluate` passes to the call of the model, in place of
             those that the loss passes, such as `{"deterministic": True}`. NNX modules are put into
             eval mode by `eval()`; in bridged Linen modules the layers are switched, and the

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.reduction import all_sum, on_wire
+from ..core.reduction import all_sum, cast_for_reduction
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
@@ -24,8 +24,8 @@ from ..pipeline import (
     Data,
     Executor,
     LossTrace,
-    ModelStorage,
     StageProgram,
+    StageStorage,
     SwitchStages,
     UniformStages,
     buffers_over_time,
@@ -102,8 +102,8 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
     if not region.is_whole_mesh:
         rows, rest = region.reduced_outside(rows, rest)
     # `shard_map` needs equal shards: cut the padding off again.
-    reduced = cut_like(region.rows.assemble(rows, rest), plan.stored.params)
-    reduced = jax.lax.with_sharding_constraint(reduced, plan.stored.grad_shardings)
+    reduced = cut_like(region.rows.assemble(rows, rest), plan.state_plan.params)
+    reduced = jax.lax.with_sharding_constraint(reduced, plan.state_plan.grad_shardings)
     total, weight, metrics = loss
     grad_factor = grad_factor if scale is None else grad_factor * num_shards
     sums = Sums(jax.tree.map(lambda g: g * grad_factor, reduced), Weighted(total, weight), metrics)
@@ -179,7 +179,7 @@ class PipelineRegion:
 
     plan: StepPlan
     pipeline: PipelinePlan
-    rows: ModelStorage
+    rows: StageStorage
     axes: tuple[str, ...]
     is_whole_mesh: bool
     changes: ModelChanges
@@ -193,20 +193,20 @@ class PipelineRegion:
         """Builds the region of a step whose strategy has a pipeline."""
         spec = plan.spec
         strategy = spec.strategy
-        rows = plan.stored.storage.rows
+        rows = plan.state_plan.storage.rows
         assert strategy.pipeline is not None
         assert rows is not None
         axis = strategy.pipeline.axis
         batch_axes = strategy.batch_axes
         axes = (axis, *batch_axes)
         called = (*rows.stages.blocks, *rows.stages.shared)
-        blocks, stacked_units = unit_paths(called, plan.stored.storage.stacks)
+        blocks, stacked_units = unit_paths(called, plan.state_plan.storage.stacks)
         rank_shapes = dict(rows.flat_shapes)
         row_specs = []
         manual = (axis, *strategy.ungathered_axes)
         for part in filter(None, (rows.trained, rows.untrained)):
             stored = jax.eval_shape(part.from_model, part.shapes)
-            layout = specs(plan.stored.storage.strategy.params, stored, spec.mesh)
+            layout = specs(plan.state_plan.storage.strategy.params, stored, spec.mesh)
             layout = jax.tree.map(lambda each: only_axes(each, manual), layout)
             row_specs.append(part.rows_of(layout))
             by_slot = flatten(layout)
@@ -270,7 +270,7 @@ class PipelineRegion:
                 rows.append([PartitionSpec(axis, by or None, *row[1:]) for row, by in pairs])
             return rows, PartitionSpec(axis, self.spec.strategy.batch_axes)
         manual = jax.tree.map(
-            lambda x: only_axes(x.spec, self.axes), self.plan.stored.grad_shardings
+            lambda x: only_axes(x.spec, self.axes), self.plan.state_plan.grad_shardings
         )
         rest = [
             None if spec is None else self.split_spec(split_dims.get(i), spec)
@@ -295,7 +295,7 @@ class PipelineRegion:
         """
         spec = self.spec
         first_buffers = buffers if draws is None else draws.before(buffers, buffers, 0)
-        stacks = self.plan.stored.storage.stacks
+        stacks = self.plan.state_plan.storage.stacks
         first_buffers = stacks.split_buffers(first_buffers) if stacks.depths else first_buffers
         trace = self.trace(first_buffers, batch)
         lookups = (
@@ -329,7 +329,7 @@ class PipelineRegion:
             rest=params[1],
             data=data,
             scale=scale if weight is None else (1.0 if scale is None else scale) / weight,
-            saves_residuals=self.pipeline.keeps_residuals,
+            saves_residuals=self.pipeline.saves_residuals,
             frozen_weights=jax.tree.map(lambda leaf: leaf[0], frozen[0]),
             frozen_rest=frozen[1],
             mutable_buffers={i: first[i] for i in mutable},
@@ -358,22 +358,22 @@ class PipelineRegion:
         spec = self.spec
         strategy = spec.strategy
 
-        def change(model: nnx.Module) -> None:
+        def first(model: nnx.Module) -> None:
             change_layers(strategy, spec.world.mesh, model)
             if in_region and strategy.batch_axes:
                 synchronise_statistics(model, strategy.batch_axes)
 
         policy = None if strategy.remat is None else strategy.remat.remat
-        prepare = self.changes.prepare(None, change, policy)
+        change = self.changes.change_with(None, first, policy)
         shapes = self.rank_shapes if in_region else self.rows.shapes
         params = jax.eval_shape(self.changes.cast, shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-        run = functools.partial(evaluate, spec.model_spec, spec.loss_fn, prepare=prepare)
+        run = functools.partial(evaluate, spec.model_spec, spec.loss_fn, change=change)
         # The rewriting is for one rank: outside of the region the trace covers the whole mesh.
         rewrite = functools.partial(
             rewritten, strategy=strategy, mesh=spec.mesh, memory_bytes=spec.memory_bytes
         )
-        stacks = self.plan.stored.storage.stacks
+        stacks = self.plan.state_plan.storage.stacks
         return traced(run, rewrite if in_region else None, stacks, params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
@@ -396,7 +396,7 @@ class PipelineRegion:
     def _reduce(self, sums: PipelineSums, split_dims: Partitioned) -> tuple[Any, Any]:
         """Sums rows over the ranks that share a stage, and the other parameters over all ranks."""
         row_specs, rest_specs = self.grad_specs(split_dims)
-        wire = self.spec.reduction.dtype
+        reduce_dtype = self.spec.reduction.dtype
         batch_axes = self.spec.strategy.batch_axes
         rows = jax.tree.map(lambda leaf: leaf[None], sums.rows)
         rest = [sums.rest.get(i) for i in range(len(self.rows.rest))]
@@ -405,7 +405,7 @@ class PipelineRegion:
             return rows, jax.tree.map(lambda x: jnp.expand_dims(x, (0, 1)), rest)
 
         def reduced(x: Array | None, spec: PartitionSpec, axes: tuple[str, ...]) -> Array | None:
-            return x if x is None else reduce_by(x, only_axes(spec, axes), axes, wire)
+            return x if x is None else reduce_by(x, only_axes(spec, axes), axes, reduce_dtype)
 
         reduced_rest = []
         for i, (x, rest_spec) in enumerate(zip(rest, rest_specs, strict=True)):
@@ -420,7 +420,9 @@ class PipelineRegion:
 
     def reduced_outside(self, rows: Any, rest: Any) -> tuple[Any, Any]:
         """Sums the addends that left the manual region stacked; the compiler reduces them."""
-        grad_specs = jax.tree.map(lambda sharding: sharding.spec, self.plan.stored.grad_shardings)
+        grad_specs = jax.tree.map(
+            lambda sharding: sharding.spec, self.plan.state_plan.grad_shardings
+        )
         row_places = self.rows.trained.rows_of(grad_specs)
         rest_places = self.rows.rest_of(grad_specs)
 
@@ -429,7 +431,7 @@ class PipelineRegion:
 
         def total(x: Array, dim: int, spec: PartitionSpec) -> Array:
             # `jnp.sum` would add bfloat16 in float32, and send float32.
-            summed = jax.lax.reduce_sum(on_wire(x, self.spec.reduction.dtype), (dim,))
+            summed = jax.lax.reduce_sum(cast_for_reduction(x, self.spec.reduction.dtype), (dim,))
             return jax.lax.with_sharding_constraint(summed, NamedSharding(self.spec.mesh, spec))
 
         def over_all(x: Array, spec: PartitionSpec) -> Array:

@@ -27,12 +27,12 @@ from .optimizer import DistributedUpdate, Update, trace_update
 from .separation import Separator
 from .sharing import once
 from .spec import StepSpec
-from .storage import Storage, storage_of
+from .storage import ParamStorage, storage_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stored:
-    """The parameters and the optimizer of a step, in the form that the state has.
+class StatePlan:
+    """The parameters and the optimizer of a step, in the form that the state stores.
 
     Args:
         storage: how the state stores the parameters.
@@ -42,13 +42,13 @@ class Stored:
         update: the optimizer, which distributes its work on whole matrices over devices.
     """
 
-    storage: Storage
+    storage: ParamStorage
     params: PyTree
     frozen: PyTree
     grad_shardings: PyTree
     update: DistributedUpdate
 
-    def on(self, spec: StepSpec) -> Stored:
+    def on(self, spec: StepSpec) -> StatePlan:
         """Returns the same parameters and optimizer for a step that is a part of this one.
 
         Args:
@@ -56,7 +56,7 @@ class Stored:
         """
         if self.storage.rows is not None:
             # The optimizer of stages is made for a mesh.
-            return stored_form(spec)
+            return plan_state(spec)
         grad_shardings = shardings(self.storage.strategy.opt_state, self.params, spec.mesh)
         update = dataclasses.replace(self.update, mesh=spec.mesh)
         return dataclasses.replace(self, grad_shardings=grad_shardings, update=update)
@@ -69,7 +69,7 @@ class StepPlan:
     Args:
         spec: the resolved arguments of the step.
         compiler_options: the compiler options of its programs.
-        stored: the parameters and the optimizer in the form that the state has.
+        state_plan: the parameters and the optimizer, in the form that the state stores.
         changes: the changes to a model that is not cut into stages.
         separator: finds out for each batch shape whether each rank may compute the loss of its own
             samples.
@@ -78,7 +78,7 @@ class StepPlan:
 
     spec: StepSpec
     compiler_options: Mapping[str, OptionValue]
-    stored: Stored
+    state_plan: StatePlan
     changes: ModelChanges
     separator: Separator
     loop_choices: dict[LoopChoice, None]
@@ -125,14 +125,14 @@ def plan_step(spec: StepSpec, parent: StepPlan | None = None) -> StepPlan:
         deterministic = spec.options.deterministic
         options = compiler_options(spec.world, given, deterministic, spec.strategy)
         choices: dict[LoopChoice, None] = {}
-        stored = stored_form(spec)
+        state_plan = plan_state(spec)
     else:
         options = parent.compiler_options
         choices = parent.loop_choices
-        stored = parent.stored.on(spec)
+        state_plan = parent.state_plan.on(spec)
     changes = changes_of_model(spec, choices)
-    separator = Separator(spec, changes.prepare, _trace_key(spec, changes))
-    return StepPlan(spec, options, stored, changes, separator, choices)
+    separator = Separator(spec, changes.change_with, _trace_key(spec, changes))
+    return StepPlan(spec, options, state_plan, changes, separator, choices)
 
 
 def _trace_key(spec: StepSpec, changes: ModelChanges) -> Hashable:
@@ -154,8 +154,8 @@ def _trace_key(spec: StepSpec, changes: ModelChanges) -> Hashable:
     )
 
 
-def stored_form(spec: StepSpec) -> Stored:
-    """Finds the parameters and the optimizer of a step in the form that the state has."""
+def plan_state(spec: StepSpec) -> StatePlan:
+    """Finds the parameters and the optimizer of a step, in the form that the state stores."""
     model_spec = spec.model_spec
     storage = storage_of(model_spec, spec.strategy, spec.loss_fn, spec.batch)
     optimizer, storage, update = optimizer_for(spec.optimizer, model_spec, storage, spec.mesh)
@@ -171,12 +171,15 @@ def stored_form(spec: StepSpec) -> Stored:
         spec.mesh,
     )
     grad_shardings = shardings(policies.opt_state, params, spec.mesh)
-    return Stored(storage, params, frozen, grad_shardings, distributed)
+    return StatePlan(storage, params, frozen, grad_shardings, distributed)
 
 
 def optimizer_for(
-    optimizer: optax.GradientTransformation, model_spec: ModelSpec, storage: Storage, mesh: Mesh
-) -> tuple[Any, Storage, Update | None]:
+    optimizer: optax.GradientTransformation,
+    model_spec: ModelSpec,
+    storage: ParamStorage,
+    mesh: Mesh,
+) -> tuple[Any, ParamStorage, Update | None]:
     """Returns the optimizer for the stored form of a model's parameters.
 
     Args:

@@ -53,13 +53,13 @@ class PortableForm:
     @in_own_context
     def __init__(self, step: HasStateLayout):
         layout = step.state_layout
-        storage = layout.plan.stored.storage
+        storage = layout.plan.state_plan.storage
         self._layout = layout
         self.target: TrainState = layout.placed_shapes
         self._is_same = storage.rows is None
         if self._is_same:
             return
-        optimizer: Any = layout.plan.stored.update.traced.optimizer
+        optimizer: Any = layout.plan.state_plan.update.traced.optimizer
         paths = layout.spec.model_spec.frozen_paths
 
         def model_weights(params: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
@@ -72,22 +72,24 @@ class PortableForm:
         to_rows = functools.partial(_convert, row_weights, optimizer.state_from_model)
         mesh = layout.spec.world.mesh
         portable = jax.eval_shape(to_model, layout.model_shapes)
-        places = shardings(LargestDim(tuple(mesh.axis_names)), portable, mesh)
-        padding = padding_of(portable, places)
-        padded = dataclasses.replace(places, padding=padding)
-        stored = dataclasses.replace(stored_shapes(portable, places), padding=padding)
+        portable_shardings = shardings(LargestDim(tuple(mesh.axis_names)), portable, mesh)
+        padding = padding_of(portable, portable_shardings)
+        padded = dataclasses.replace(portable_shardings, padding=padding)
+        stored = dataclasses.replace(stored_shapes(portable, portable_shardings), padding=padding)
         self.target = jax.tree.map(placed_shape, stored, padded)
 
         def from_rows(state: TrainState) -> TrainState:
-            converted = stored_tree(to_model(layout.on_device(state)), places)
+            converted = stored_tree(to_model(layout.on_device(state)), portable_shardings)
             return dataclasses.replace(converted, padding=padding)
 
         def into_rows(state: TrainState) -> TrainState:
-            converted = model_tree(dataclasses.replace(state, padding=None), portable, places)
+            converted = model_tree(
+                dataclasses.replace(state, padding=None), portable, portable_shardings
+            )
             return layout.padded(to_rows(converted))
 
         self._to_model = jax.jit(from_rows, out_shardings=padded)
-        self._to_rows = jax.jit(into_rows, out_shardings=layout.places)
+        self._to_rows = jax.jit(into_rows, out_shardings=layout.state_shardings)
 
     @in_own_context
     def to_canonical(self, state: TrainState) -> TrainState:
@@ -104,16 +106,16 @@ class PortableForm:
         """
         layout = self._layout
         is_same = self._is_same
-        places = layout.places
+        state_shardings = layout.state_shardings
         if is_same:
-            stored = layout.plan.stored.storage.store(weights)
+            stored = layout.plan.state_plan.storage.store(weights)
         else:
             stored = partition(weights, layout.spec.model_spec.frozen_paths)
         state = layout.state_from(stored, buffers, self.target.opt_state)
         if is_same and layout.padding is not None:
-            return jax.jit(layout.padded, out_shardings=places)(state)
+            return jax.jit(layout.padded, out_shardings=state_shardings)(state)
         names = ("frozen", "buffers") if is_same else ("buffers",)
-        placed = {n: jax.device_put(getattr(state, n), getattr(places, n)) for n in names}
+        placed = {n: jax.device_put(getattr(state, n), getattr(state_shardings, n)) for n in names}
         return self.from_canonical(dataclasses.replace(state, **placed))
 
     @in_own_context

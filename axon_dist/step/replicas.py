@@ -1,4 +1,4 @@
-"""The step of replicas that train independently (DiLoCo): each has a row of the state."""
+"""The step of replicas that train independently (DiLoCo); dim 0 of their state counts replicas."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from .separation import Separation
 from .state import TrainState, wide_copy
 from .update import one_step, unscaled_gradients
 
-ROWS = ("params", "opt_state", "buffers", "scaler")
-"""The fields of a state that have one row per replica."""
+PER_REPLICA = ("params", "opt_state", "buffers", "scaler")
+"""The fields of a state whose dim 0 counts replicas."""
 
 
 def shared_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
     """Combines the metrics of all replicas: means, and the logical or of the nonfinite flags.
 
     Args:
-        metrics: rows of scalars, one for each replica.
+        metrics: arrays [replicas].
     """
     return {
         name: jnp.any(x) if name == FLAG else jnp.mean(x, axis=0) for name, x in metrics.items()
     }
 
 
-def mean_rows(buffers: PyTree) -> PyTree:
-    """Returns the buffers to evaluate with: mean statistics, and the first replica's other rows."""
+def buffers_for_evaluation(buffers: PyTree) -> PyTree:
+    """Returns mean statistics, and the other buffers of the first replica."""
 
     def mean_or_first(x: Array) -> Array:
         return x.mean(0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
@@ -62,22 +62,26 @@ def _repeated(x: Array, replicas: int) -> Array:
 
 def _specs(axis: str) -> Any:
     """Returns the specs of a state in the manual region; `outer` and `outer_state` stay outside."""
-    rows = PartitionSpec(axis)
+    per_replica = PartitionSpec(axis)
     full = PartitionSpec()
-    placed: Any = {name: rows for name in ROWS}
+    placed: Any = {name: per_replica for name in PER_REPLICA}
     return TrainState(step=full, frozen=full, ema=full, outer=full, outer_state=full, **placed)  # type: ignore[arg-type]
 
 
-def _own_row(state: TrainState) -> TrainState:
-    return _with_rows(state, lambda tree: jax.tree.map(lambda x: x[0], tree))
+def _own_state(state: TrainState) -> TrainState:
+    """Drops dim 0, of size 1, of one replica's state inside the manual region."""
+    return _map_own(state, lambda tree: jax.tree.map(lambda x: x[0], tree))
 
 
 def _stacked(tree: PyTree) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
-def _with_rows(state: TrainState, change: Any) -> TrainState:
-    return dataclasses.replace(state, **{name: change(getattr(state, name)) for name in ROWS})
+def _map_own(state: TrainState, change: Any) -> TrainState:
+    """Applies a function to the trees of which each replica has its own."""
+    return dataclasses.replace(
+        state, **{name: change(getattr(state, name)) for name in PER_REPLICA}
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,7 +103,7 @@ class Outer:
     @property
     def fragments(self) -> tuple[frozenset[Path], ...]:
         """The paths of the parameters that synchronize together."""
-        sizes = {path: num_params(x) for path, x in leaves_with_paths(self.plan.stored.params)}
+        sizes = {path: num_params(x) for path, x in leaves_with_paths(self.plan.state_plan.params)}
         return self.loop.fragment_paths(sizes)
 
     def first(self, params: PyTree) -> tuple[PyTree, Metrics]:
@@ -115,27 +119,27 @@ class Outer:
         states = tuple(self.loop.outer.init(self._part(outer, n)) for n in self._numbers)
         if self.loop.compression is None:
             return outer, {"opt_state": states}
-        rows = self.plan.spec.mesh.shape[self.loop.axis]
-        missing = jax.tree.map(lambda p: jnp.zeros((rows, *p.shape), jnp.float32), params)
+        replicas = self.plan.spec.mesh.shape[self.loop.axis]
+        missing = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), jnp.float32), params)
         return outer, {"opt_state": states, "missing": missing}
 
-    def places(self, state: TrainState, rows: PyTree) -> tuple[PyTree, Metrics]:
+    def state_shardings(self, state: TrainState, params: PyTree) -> tuple[PyTree, Metrics]:
         """Returns the shardings: each replica's devices hold the outer parameters as its own.
 
         Args:
             state: a state of shapes.
-            rows: the shardings of the replicas' own parameters.
+            params: the shardings of the replicas' own parameters.
 
         Returns:
             The shardings of `outer` and `outer_state`.
         """
-        strategy = self.plan.stored.storage.strategy
+        strategy = self.plan.state_plan.storage.strategy
         mesh = self.plan.spec.mesh
         states = tuple(
             optimizer_shardings(strategy.opt_state, self._part(state.outer, number), moments, mesh)
             for number, moments in enumerate(state.outer_state["opt_state"])
         )
-        feedback = {"missing": rows} if "missing" in state.outer_state else {}
+        feedback = {"missing": params} if "missing" in state.outer_state else {}
         return shardings(strategy.params, state.outer, mesh), {"opt_state": states, **feedback}
 
     def program(self, number: int) -> Callable[[TrainState], TrainState]:
@@ -175,10 +179,10 @@ class Outer:
     def wire_bytes(self) -> int:
         """Returns the bytes that one device sends over the slow axis in H steps, by the formula."""
         mesh = self.plan.spec.mesh
-        policy = self.plan.stored.storage.strategy.params
-        places = shardings(policy, self.plan.stored.params, mesh)
-        by_path = dict(leaves_with_paths(places))
-        shapes = leaves_with_paths(self.plan.stored.params)
+        policy = self.plan.state_plan.storage.strategy.params
+        state_shardings = shardings(policy, self.plan.state_plan.params, mesh)
+        by_path = dict(leaves_with_paths(state_shardings))
+        shapes = leaves_with_paths(self.plan.state_plan.params)
         sizes = {}
         for path, x in shapes:
             place = by_path[path]
@@ -203,8 +207,8 @@ class Outer:
         axis = self.loop.axis
         compression = self.loop.compression
         ranks = mesh.shape[axis]
-        split = specs(self.plan.stored.storage.strategy.params, outer, mesh)
-        rows = jax.tree.map(lambda spec: PartitionSpec(axis, *spec), split)
+        split = specs(self.plan.state_plan.storage.strategy.params, outer, mesh)
+        own_specs = jax.tree.map(lambda spec: PartitionSpec(axis, *spec), split)
 
         def local(outer: PyTree, params: PyTree, missing: PyTree) -> tuple[PyTree, PyTree]:
             deltas = jax.tree.map(lambda o, p: o - p[0].astype(o.dtype), outer, params)
@@ -213,21 +217,20 @@ class Outer:
             values = jax.tree.map(lambda d, m: d + m[0], deltas, missing)
             leaves, structure = jax.tree.flatten(values)
             mean, errors = compression.mean(leaves, axis, ranks)
-            error_rows = [x[None] for x in errors]
-            return structure.unflatten(mean), structure.unflatten(error_rows)
+            return structure.unflatten(mean), structure.unflatten([x[None] for x in errors])
 
-        feedback_specs = rows if compression is not None else missing
+        feedback_specs = own_specs if compression is not None else missing
         mapped = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(split, rows, feedback_specs),
+            in_specs=(split, own_specs, feedback_specs),
             out_specs=(split, feedback_specs),
             check_vma=False,
         )
         mean, errors = mapped(
             for_region(outer, split, mesh),
-            for_region(params, rows, mesh),
-            for_region(missing, rows, mesh) if missing else missing,
+            for_region(params, own_specs, mesh),
+            for_region(missing, own_specs, mesh) if missing else missing,
         )
         return cut_like(mean, outer), cut_like(errors, missing)
 
@@ -251,7 +254,7 @@ class ReplicaLayout(StateLayout):
         self.outer = Outer(plan)
         self.inner = plan_step(plan.spec.replica(), plan)
         loop = self.outer.loop
-        strategy = plan.stored.storage.strategy
+        strategy = plan.state_plan.storage.strategy
         params = Copies(strategy.params, loop.axis)
         moments = Copies(strategy.opt_state, loop.axis)
         super().__init__(
@@ -260,14 +263,14 @@ class ReplicaLayout(StateLayout):
         self.reported = NamedSharding(plan.spec.mesh, PartitionSpec(loop.axis))
         self.outer_steps = tuple(self.outer.program(number) for number in range(loop.fragments))
 
-    def _with_replicas(self, places: TrainState) -> TrainState:
+    def _with_replicas(self, state_shardings: TrainState) -> TrainState:
         """Adds the shardings of `outer` and `outer_state`, which all replicas share."""
-        row = NamedSharding(self.spec.mesh, PartitionSpec(self.outer.loop.axis))
-        outer, outer_state = self.outer.places(self.model_shapes, places.params)
+        per_replica = NamedSharding(self.spec.mesh, PartitionSpec(self.outer.loop.axis))
+        outer, outer_state = self.outer.state_shardings(self.model_shapes, state_shardings.params)
         return dataclasses.replace(
-            places,
-            buffers=jax.tree.map(lambda _: row, self.model_shapes.buffers),
-            scaler=jax.tree.map(lambda _: row, self.model_shapes.scaler),
+            state_shardings,
+            buffers=jax.tree.map(lambda _: per_replica, self.model_shapes.buffers),
+            scaler=jax.tree.map(lambda _: per_replica, self.model_shapes.scaler),
             outer=outer,
             outer_state=outer_state,
         )
@@ -294,7 +297,7 @@ class ReplicaLayout(StateLayout):
         self.separation(placed)
         batch: PyTree = batch_spec((axis,), spec.num_microbatches)
         mapped = jax.shard_map(
-            lambda state, placed: run(_own_row(state), placed),
+            lambda state, placed: run(_own_state(state), placed),
             mesh=spec.world.mesh,
             axis_names=frozenset({axis}),
             in_specs=(_specs(axis), Placed(batch, PartitionSpec())),
@@ -327,14 +330,14 @@ class ReplicaLayout(StateLayout):
         return self.inner.separator.found
 
     def run_gradients(self, state: TrainState, placed: Placed) -> GradientResult:
-        """Returns the gradients and the metrics of all replicas, one row for each."""
+        """Returns the gradients and the metrics; their dim 0 counts replicas."""
         inner = self.inner
 
         def of_replica(state: TrainState, placed: Placed) -> tuple:
             return _stacked(tuple(unscaled_gradients(inner, state, placed)))
 
-        rows = PartitionSpec(self.outer.loop.axis)
-        return GradientResult(*self._on_each(of_replica, state, placed, rows))
+        per_replica = PartitionSpec(self.outer.loop.axis)
+        return GradientResult(*self._on_each(of_replica, state, placed, per_replica))
 
     def run_step(
         self, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
@@ -353,7 +356,7 @@ class ReplicaLayout(StateLayout):
 
         def of_replica(state: TrainState, placed: Placed) -> tuple[TrainState, dict]:
             new, metrics = one_step(inner, state, placed, was_nonfinite)
-            return _with_rows(new, _stacked), _stacked(metrics)
+            return _map_own(new, _stacked), _stacked(metrics)
 
         out_specs = _specs(axis), PartitionSpec(axis)
         new, metrics = self._on_each(of_replica, state, placed, out_specs)
@@ -362,7 +365,7 @@ class ReplicaLayout(StateLayout):
     def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Returns the parameters of the last outer step, and the mean of the replicas' buffers."""
         outer = jax.tree.map(lambda o, p: o.astype(p.dtype), state.outer, state.params)
-        return outer, mean_rows(state.buffers)
+        return outer, buffers_for_evaluation(state.buffers)
 
     def state_from(
         self, stored: tuple[PyTree, PyTree], buffers: PyTree, opt_state: PyTree = None
@@ -370,6 +373,9 @@ class ReplicaLayout(StateLayout):
         """Builds the first state around given parameters; see `StateLayout.state_from`."""
         one = super().state_from(stored, buffers, opt_state)
         count = self.spec.mesh.shape[self.outer.loop.axis]
-        rows = _with_rows(one, lambda tree: jax.tree.map(lambda x: _repeated(x, count), tree))
+
+        def repeated(tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda x: _repeated(x, count), tree)
+
         outer, outer_state = self.outer.first(one.params)
-        return dataclasses.replace(rows, outer=outer, outer_state=outer_state)
+        return dataclasses.replace(_map_own(one, repeated), outer=outer, outer_state=outer_state)

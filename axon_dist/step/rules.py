@@ -131,7 +131,7 @@ def _of_strategy(spec: StepSpec) -> Obstacle:
         )
     if strategy.pipeline is not None:
         return (
-            f"a pipeline over {strategy.pipeline.axis!r} adds microbatches up in the order of its "
+            f"a pipeline over {strategy.pipeline.axis!r} adds up microbatches in the order of its "
             "schedule",
             f"use {supported}",
         )
@@ -188,7 +188,7 @@ def _of_sums(spec: StepSpec) -> Obstacle:
         )
     if reduction.dtype is not None and jnp.finfo(reduction.dtype).bits < _WIDE:
         return (
-            f"gradients cross the wire in {jnp.dtype(reduction.dtype).name}, and are then rounded "
+            f"gradients are sent in {jnp.dtype(reduction.dtype).name}, and are then rounded "
             "between ranks but not between the shards of a rank",
             'reduce in float32: ddp(reduce_dtype="float32"), or '
             'MixedPrecision(compute="bfloat16", reduce="float32")',
@@ -312,7 +312,9 @@ def _no_fp8_gather(spec: StepSpec, fp8: Fp8Layers) -> str:
         return "no kernel of a layer in fp8 is split over ranks that have other samples"
     if spec.is_local:
         reduction = spec.reduction
-        return f"ranks gather by hand, to reduce gradients per {reduction.per} in {reduction.dtype}"
+        return (
+            f"ranks gather explicitly, to reduce gradients per {reduction.per} in {reduction.dtype}"
+        )
     return ""
 
 
@@ -336,14 +338,14 @@ def _fp8_gather(plan: StepPlan, fp8: Fp8Layers) -> Found:
 def _matrices(plan: StepPlan) -> Found:
     spec = plan.spec
     # Stages that differ run in separate branches, each with its own matrices.
-    if spec.mesh.size == 1 or plan.stored.storage.is_by_vectors:
+    if spec.mesh.size == 1 or plan.state_plan.storage.is_by_vectors:
         return None
-    kind = plan.stored.update.hidden
+    kind = plan.state_plan.update.hidden
     return {"kind": kind, "count": spec.mesh.size} if kind else None
 
 
 def _mixing_update(plan: StepPlan) -> Found:
-    name = mixing_in(plan.stored.update.traced.program)
+    name = mixing_in(plan.state_plan.update.traced.program)
     if name is None:
         return None
     why = (
@@ -360,7 +362,7 @@ def _mixing_update(plan: StepPlan) -> Found:
 def _stage_experts(plan: StepPlan) -> Found:
     spec = plan.spec
     strategy = spec.strategy
-    storage = plan.stored.storage
+    storage = plan.state_plan.storage
     assert storage.rows is not None
     axis = strategy.ungathered_axes[0]
 
@@ -380,8 +382,8 @@ def _stage_experts(plan: StepPlan) -> Found:
     elif not storage.is_by_vectors:
         rows = {"/".join(map(str, keys)) for keys in storage.rows.row_keys}
         paths = [
-            *split_along_axis(storage.strategy.params, plan.stored.params),
-            *split_along_axis(storage.strategy.params, plan.stored.frozen),
+            *split_along_axis(storage.strategy.params, plan.state_plan.params),
+            *split_along_axis(storage.strategy.params, plan.state_plan.frozen),
         ]
         offending = [path for path in paths if path not in rows]
         place = "outside its blocks"
@@ -391,11 +393,11 @@ def _stage_experts(plan: StepPlan) -> Found:
 def _stage_classes(plan: StepPlan) -> Found:
     spec = plan.spec
     remat = spec.strategy.remat
-    rows = plan.stored.storage.rows
+    rows = plan.state_plan.storage.rows
     if remat is None or not remat.classes:
         return None
     assert rows is not None
-    modules = {plan.stored.storage.stacks.in_model(block) for block in rows.stages.called}
+    modules = {plan.state_plan.storage.stacks.in_model(block) for block in rows.stages.called}
     model = spec.model_spec.abstract
     named = [(keys, type(module).__name__) for keys, module in nnx.iter_modules(model)]
     named += [(keys, name.rpartition("/")[2]) for keys, name in linen_modules(model)]
@@ -408,7 +410,7 @@ def _stage_classes(plan: StepPlan) -> Found:
 def _fragments(plan: StepPlan) -> Found:
     spec = plan.spec
     outer_loop = spec.strategy.outer_loop
-    count = len(jax.tree.leaves(plan.stored.params))
+    count = len(jax.tree.leaves(plan.state_plan.params))
     if outer_loop is None or all(Outer(plan).fragments):
         return None
     return {"count": outer_loop.fragments, "params": count, "name": spec.strategy.name}
@@ -417,7 +419,7 @@ def _fragments(plan: StepPlan) -> Found:
 def _compressed(plan: StepPlan) -> Found:
     spec = plan.spec
     outer_loop = spec.strategy.outer_loop
-    leaves = leaves_with_paths(plan.stored.params)
+    leaves = leaves_with_paths(plan.state_plan.params)
     complex_ = next((p for p, x in leaves if jnp.issubdtype(x.dtype, jnp.complexfloating)), None)
     if outer_loop is None or outer_loop.compression is None or complex_ is None:
         return None
@@ -448,7 +450,7 @@ PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
         "over the {count} devices, each of which would do all of it. Take the branch or loop out "
         "of the optimizer: nonfinite='skip' of build_train_step is apply_if_finite without a "
         "branch",
-        lambda plan: _matrices(plan) if plan.stored.update.needs_matrices else None,
+        lambda plan: _matrices(plan) if plan.state_plan.update.needs_matrices else None,
         code="matrices-not-distributed",
     ),
 )

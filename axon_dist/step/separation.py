@@ -45,16 +45,24 @@ from ..ir.pieces import Ending
 from ..ir.randomness import is_added_to
 from ..ir.walk import moves_with, sources_of
 from ..parallel import SUM_SAMPLES, mark_experts_per_sample
+from ..separability.abstract_values import (
+    OF_WEIGHT,
+    Dependence,
+    LossDependence,
+    OutputDependence,
+    Why,
+    dependence_of,
+    same_scale,
+)
 from ..separability.interpret import RANKS, follow_samples
-from ..separability.lattice import OF_WEIGHT, OutputUse, SampleUse, Use, Why, same_scale, use_of
 from ..separability.operation import RESIZED
 from .model_spec import ModelSpec
 from .objective import (
     Forward,
     GradientResult,
+    ModelChange,
     Outcome,
     PartLoss,
-    Prepare,
     evaluate,
     forward_of,
     is_one,
@@ -96,24 +104,24 @@ class Traces:
     Args:
         model_spec: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
-        adapt: changes the merged model first.
+        change: changes the merged model before the loss runs.
         over_all: whether statistics are averaged over all parts, rather than each part having its
             own.
 
     Attributes:
-        adapt: the argument `adapt`.
+        change: the argument `change`.
     """
 
     def __init__(
         self,
         model_spec: ModelSpec,
         loss_fn: LossFn,
-        adapt: Prepare | None = None,
+        change: ModelChange | None = None,
         over_all: bool = True,
     ):
         self._model_spec = model_spec
         self._loss_fn = loss_fn
-        self.adapt = adapt
+        self.change = change
         self._over_all = over_all and has_statistics(model_spec.abstract)
         self._traced: dict[Hashable, Traced] = {}
 
@@ -136,26 +144,26 @@ class Traces:
         return self._traced[key]
 
     def _over_ranks(self, model: nnx.Module) -> None:
-        """Adapts a model whose statistics are averaged over all parts."""
-        if self.adapt is not None:
-            self.adapt(model)
+        """Changes a model whose statistics are averaged over all parts."""
+        if self.change is not None:
+            self.change(model)
         synchronise_statistics(model, (RANKS,))
 
     def _trace(self, batch: Batch) -> Traced:
         """Traces the loss; see `Traced`."""
         # Filled while `run` is traced.
         details: dict[str, Any] = {}
-        prepare = self._over_ranks if self._over_all else self.adapt
+        change = self._over_ranks if self._over_all else self.change
 
         def run(params: PyTree, buffers: PyTree, batch: Batch) -> list[Any]:
             inputs = (params, buffers, batch)
             loss_fn = self._loss_fn
             ending = None
             if isinstance(loss_fn, PartLoss):
-                forward = forward_of(self._model_spec, loss_fn.loss_fn, prepare)
+                forward = forward_of(self._model_spec, loss_fn.loss_fn, change)
                 outcome, ending = loss_fn.outcome(forward, *inputs)
             else:
-                outcome = evaluate(self._model_spec, loss_fn, *inputs, prepare)
+                outcome = evaluate(self._model_spec, loss_fn, *inputs, change)
             names = tuple(sorted(outcome.metrics))
             is_plain = is_one(outcome.loss.weight)
             details.update(names=names, is_plain=is_plain, ending=ending)
@@ -170,7 +178,9 @@ class Traces:
             program = jax.make_jaxpr(run)(*self._model_spec.arguments, batch)
         return Traced(program, **details)
 
-    def use(self, batch: Batch, sizes: tuple[int, int], zeros: Container[int] = ()) -> SampleUse:
+    def dependence(
+        self, batch: Batch, sizes: tuple[int, int], zeros: Container[int] = ()
+    ) -> LossDependence:
         """Analyses the traced programs for how the loss depends on the samples of its batch.
 
         Args:
@@ -204,17 +214,17 @@ class Traces:
             raise
         except Exception as error:  # The user's loss may raise anything for fewer samples.
             why = f"{ALONE} {sizes[0]} samples alone: {str(error)[:200]}"
-            lost = OutputUse(Use.COUPLED, why=why)
-            return SampleUse(lost, {}, {}, failure=str(error) or why)
+            lost = OutputDependence(Dependence.COUPLED, why=why)
+            return LossDependence(lost, {}, {}, failure=str(error) or why)
         if (part.names, part.is_plain) != (full.names, full.is_plain):
-            return SampleUse(OutputUse(Use.COUPLED, why=Why.DIFFERS), {}, {})
+            return LossDependence(OutputDependence(Dependence.COUPLED, why=Why.DIFFERS), {}, {})
         programs = {sizes[0]: part.program, sizes[1]: full.program}
         values = follow_samples(programs.__getitem__, sizes, len(jax.tree.leaves(batch)), zeros)
         total, weight, *rest = values
         metrics = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(part.names)}
         buffers = [path for path, _ in leaves_with_paths(model_spec.arguments[1])]
         changed = dict(zip(buffers, rest[2 * len(part.names) :], strict=True))
-        return use_of(total, weight, metrics, changed, part.is_plain, sizes[1] / sizes[0])
+        return dependence_of(total, weight, metrics, changed, part.is_plain, sizes[1] / sizes[0])
 
 
 def scalars(numbers: Iterable[Any], weight: float = 1.0) -> list[Array]:
@@ -366,7 +376,7 @@ class Finalize:
         return result._replace(grads=grads, metrics=metrics | numbers)
 
 
-def rescale_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
+def rescale_parts(loss_fn: LossFn, dependence: LossDependence) -> LossFn:
     """Rescales a loss so that the sums of totals and weights over parts equal those of the batch.
 
     Results must not depend on the number of microbatches or ranks. A sum, or a `Weighted` whose
@@ -374,15 +384,15 @@ def rescale_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
 
     Args:
         loss_fn: the user's loss.
-        use: how it depends on the samples.
+        dependence: how it depends on the samples.
 
     Returns:
         The loss function, unchanged if nothing needs rescaling.
     """
-    factors = {n: m.factor for n, m in use.metrics.items() if m.kind in _SUMMED}
-    if use.loss.kind is Use.MEAN:
+    factors = {n: m.factor for n, m in dependence.metrics.items() if m.kind in _SUMMED}
+    if dependence.loss.kind is Dependence.MEAN:
         factors = {name: factor for name, factor in factors.items() if factor != 1}
-    if use.loss.factor == 1 and not factors:
+    if dependence.loss.factor == 1 and not factors:
         return loss_fn
 
     def weighted(value: Any, factor: float) -> Weighted:
@@ -393,8 +403,8 @@ def rescale_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
     def run(model: nnx.Module, batch: Batch, **kwargs: Any) -> Any:
         returned = loss_fn(model, batch, **kwargs)
         loss, *rest = returned if isinstance(returned, tuple) else (returned,)
-        if use.loss.factor != 1:
-            loss = weighted(loss, use.loss.factor)
+        if dependence.loss.factor != 1:
+            loss = weighted(loss, dependence.loss.factor)
         if not rest:
             return loss
         metrics = {n: weighted(m, factors[n]) if n in factors else m for n, m in rest[0].items()}
@@ -403,11 +413,11 @@ def rescale_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
     return run
 
 
-_SUMMED = (Use.MEAN, Use.SUM, Use.SCALED)
+_SUMMED = (Dependence.MEAN, Dependence.SUM, Dependence.SCALED)
 
 
-MakePrepare: TypeAlias = Callable[..., Prepare]
-"""(gather of each weight or None, first change) -> the function that adapts a merged model."""
+MakeChange: TypeAlias = Callable[..., ModelChange]
+"""(gather of each weight or None, first change) -> the change to a merged model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -485,16 +495,16 @@ class Separator:
 
     Args:
         spec: the resolved arguments of the step.
-        prepare: (gather, first change) -> the function that adapts a merged model to the step.
+        change_with: (gather of each weight or None, first change) -> the change to a merged model.
         trace_key: equal for separators whose losses have equal traces; None shares nothing.
 
     Attributes:
         model_spec: the model, with the `Shared` leaves of a batch.
     """
 
-    def __init__(self, spec: StepSpec, prepare: MakePrepare, trace_key: Hashable = None):
+    def __init__(self, spec: StepSpec, change_with: MakeChange, trace_key: Hashable = None):
         self._spec = spec
-        self._prepare = prepare
+        self._change_with = change_with
         self.model_spec: ModelSpec = spec.model_spec
         self._for_shared: dict[Hashable, Separator] = {}
         self._loss_fn = spec.loss_fn
@@ -516,7 +526,7 @@ class Separator:
         if key not in self._for_shared:
             model_spec = dataclasses.replace(self._spec.model_spec, shared=shapes_of(shared))
             spec = dataclasses.replace(self._spec, model_spec=model_spec)
-            self._for_shared[key] = Separator(spec, self._prepare)
+            self._for_shared[key] = Separator(spec, self._change_with)
         return self._for_shared[key]
 
     def of(self, batch: Batch) -> Separation:
@@ -560,8 +570,12 @@ class Separator:
         if sizes[0] == sizes[1]:
             # A single sample in a single microbatch cannot be cut.
             return ""
-        use = self._use(shapes, sizes, 2)
-        return self._obstacle(use) if self._from_sums(shapes, sizes, 2, use) is None else ""
+        dependence = self._dependence(shapes, sizes, 2)
+        return (
+            self._obstacle(dependence)
+            if self._from_sums(shapes, sizes, 2, dependence) is None
+            else ""
+        )
 
     def _separate(self, batch: Batch, samples: int) -> Separation:
         """Finds out how the loss is computed; `samples` is the number per microbatch."""
@@ -585,12 +599,12 @@ class Separator:
         why = ""
         is_needed = bool(asked) or self._num_microbatches > 1
         sizes = samples // ranks, total
-        use, separation = self._use_or_sums(batch, sizes, ranks, is_needed)
-        if use.failure and self._num_microbatches > 1:
+        dependence, separation = self._dependence_or_sums(batch, sizes, ranks, is_needed)
+        if dependence.failure and self._num_microbatches > 1:
             # Raises if all ranks together cannot compute the loss of a microbatch either: that
             # needs other advice than a loss that fails on the samples of one rank.
-            self._use(batch, (samples, total), 1)
-        if separation is None and ranks > 1 and (why := self._obstacle(use)):
+            self._dependence(batch, (samples, total), 1)
+        if separation is None and ranks > 1 and (why := self._obstacle(dependence)):
             if asked:
                 refusal = self._refusal(why, asked, samples // ranks)
                 raise UnsupportedError(refusal, code="coupled-ranks")
@@ -598,62 +612,80 @@ class Separator:
             sizes = (samples, total)
             if samples == total:
                 return Separation(self._loss_fn, False, why)
-            use, separation = self._use_or_sums(batch, sizes, 1)
-        is_given = separation is not None or use.loss.is_separable
-        means = self._means(batch, sizes, ranks, use, is_given) if self._buffers else frozenset()
+            dependence, separation = self._dependence_or_sums(batch, sizes, 1)
+        is_given = separation is not None or dependence.loss.is_separable
+        means = (
+            self._means(batch, sizes, ranks, dependence, is_given) if self._buffers else frozenset()
+        )
         if separation is not None:
             is_per_rank = per_rank and not why
             return dataclasses.replace(separation, is_per_rank=is_per_rank, why=why, means=means)
-        if not self._promise and not use.is_separable:
-            self._check_follows(use, samples, total, ranks)
+        if not self._promise and not dependence.is_separable:
+            self._check_follows(dependence, samples, total, ranks)
         is_averaged = self._promise is False and self._num_microbatches > 1
-        averaged = use.coupled if is_averaged else ""
-        loss_fn = rescale_parts(self._loss_fn, use)
+        averaged = dependence.coupled if is_averaged else ""
+        loss_fn = rescale_parts(self._loss_fn, dependence)
         return Separation(loss_fn, per_rank and not why, why, averaged, means=means)
 
-    def _use_or_sums(
+    def _dependence_or_sums(
         self, batch: Batch, sizes: tuple[int, int], ranks: int, try_sums: bool = True
-    ) -> tuple[SampleUse, Separation | None]:
+    ) -> tuple[LossDependence, Separation | None]:
         """Returns how the outputs use the samples, and how they follow from sums, if they do."""
-        use = self._use(batch, sizes, ranks)
-        if not try_sums or use.is_separable:
-            return use, None
-        separation = self._from_sums(batch, sizes, ranks, use)
-        metrics = {name: output for name, output in use.metrics.items() if output.is_separable}
-        if separation is None and not use.loss.is_separable and metrics != use.metrics:
-            without_coupled = dataclasses.replace(use, metrics=metrics)
+        dependence = self._dependence(batch, sizes, ranks)
+        if not try_sums or dependence.is_separable:
+            return dependence, None
+        separation = self._from_sums(batch, sizes, ranks, dependence)
+        metrics = {
+            name: output for name, output in dependence.metrics.items() if output.is_separable
+        }
+        if (
+            separation is None
+            and not dependence.loss.is_separable
+            and metrics != dependence.metrics
+        ):
+            without_coupled = dataclasses.replace(dependence, metrics=metrics)
             if self._from_sums(batch, sizes, ranks, without_coupled) is not None:
                 # The metric is at fault: without it the loss would be computed from sums. Clear the
                 # loss, so that the error names the metric.
-                use = dataclasses.replace(use, loss=OutputUse(Use.MEAN))
-        return use, separation
+                dependence = dataclasses.replace(dependence, loss=OutputDependence(Dependence.MEAN))
+        return dependence, separation
 
     def _from_sums(
-        self, batch: Batch, sizes: tuple[int, int], ranks: int, use: SampleUse
+        self, batch: Batch, sizes: tuple[int, int], ranks: int, dependence: LossDependence
     ) -> Separation | None:
         """Returns how outputs that do not add up follow from sums that do; None if they do not."""
-        if self._promise is not None or use.failure:
+        if self._promise is not None or dependence.failure:
             return None
-        names = {name for name, output in use.metrics.items() if not output.is_separable}
-        if not use.loss.is_separable:
+        names = {name for name, output in dependence.metrics.items() if not output.is_separable}
+        if not dependence.loss.is_separable:
             # Metrics that take their weight from the loss lose it.
-            names |= {name for name, output in use.metrics.items() if output.kind is Use.WEIGHTED}
+            names |= {
+                name
+                for name, output in dependence.metrics.items()
+                if output.kind is Dependence.WEIGHTED
+            }
             names.add(LOSS)
         if not names:
             return None
-        loss_fn: Any = FunctionOfSums(rescale_parts(self._loss_fn, use), frozenset(names))
-        traces = Traces(self.model_spec, loss_fn, self._traces(ranks).adapt)
-        use_of_sums = traces.use(batch, sizes)
+        loss_fn: Any = FunctionOfSums(rescale_parts(self._loss_fn, dependence), frozenset(names))
+        traces = Traces(self.model_spec, loss_fn, self._traces(ranks).change)
+        dependence_of_sums = traces.dependence(batch, sizes)
         traced = traces.of(batch, sizes[1])
         sums = [sum_name(number) for number in range(len(traced.ending.sums))]
-        outputs = {n: x for n, x in use_of_sums.metrics.items() if n in use.metrics or n in sums}
-        use_of_sums = dataclasses.replace(use_of_sums, metrics=outputs)
-        needs_global_view = ranks > 1 and self._obstacle(use_of_sums) != ""
-        is_separable = all(output.is_separable for output in (use_of_sums.loss, *outputs.values()))
+        outputs = {
+            n: x
+            for n, x in dependence_of_sums.metrics.items()
+            if n in dependence.metrics or n in sums
+        }
+        dependence_of_sums = dataclasses.replace(dependence_of_sums, metrics=outputs)
+        needs_global_view = ranks > 1 and self._obstacle(dependence_of_sums) != ""
+        is_separable = all(
+            output.is_separable for output in (dependence_of_sums.loss, *outputs.values())
+        )
         if needs_global_view or not is_separable:
             return None
         finalize = Finalize(traced.ending, loss_fn)
-        if any(outputs[name].kind is Use.WEIGHTED for name in sums):
+        if any(outputs[name].kind is Dependence.WEIGHTED for name in sums):
             return None
         is_trained = functools.partial(self._depends_on_trained, traced)
         differentiated = finalize.differentiated(is_trained) if LOSS in names else ()
@@ -685,8 +717,8 @@ class Separator:
 
     @cached_property
     def _of_one_rank(self) -> Traces:
-        adapt = self._prepare(None)
-        return Traces(self.model_spec, self._loss_fn, adapt, over_all=False)
+        change = self._change_with(None)
+        return Traces(self.model_spec, self._loss_fn, change, over_all=False)
 
     def _traces(self, ranks: int) -> Traces:
         """Returns the programs for `ranks` ranks, each of which computes the loss on its own."""
@@ -696,17 +728,17 @@ class Separator:
             # Here experts promise not to mix samples.
             modules = nnx.iter_modules(self.model_spec.abstract)
             has_experts = any(hasattr(module, SUM_SAMPLES) for _, module in modules)
-            change = mark_experts_per_sample if runs_experts and has_experts else None
-            adapt = self._prepare(None, change)
-            self._traced[runs_experts] = Traces(self.model_spec, self._loss_fn, adapt)
+            first = mark_experts_per_sample if runs_experts and has_experts else None
+            change = self._change_with(None, first)
+            self._traced[runs_experts] = Traces(self.model_spec, self._loss_fn, change)
         return self._traced[runs_experts]
 
-    def _use(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> SampleUse:
+    def _dependence(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> LossDependence:
         """Returns how the loss uses the samples, by its programs at the sizes that run."""
-        use = self._traces(ranks).use(batch, sizes)
-        if use.failure and ranks == 1:
-            raise UnsupportedError(self._too_small(sizes[0], use.failure))
-        return use
+        dependence = self._traces(ranks).dependence(batch, sizes)
+        if dependence.failure and ranks == 1:
+            raise UnsupportedError(self._too_small(sizes[0], dependence.failure))
+        return dependence
 
     def _too_small(self, samples: int, error: str) -> str:
         error = " ".join(error.split())[:200].rstrip(".")
@@ -717,35 +749,38 @@ class Separator:
             "whole"
         )
 
-    def _check_follows(self, use: SampleUse, part: int, total: int, ranks: int) -> None:
+    def _check_follows(self, dependence: LossDependence, part: int, total: int, ranks: int) -> None:
         """Raises if the loss or a metric of the whole batch does not follow from its parts."""
-        if use.loss.kind is Use.MIXED:
-            raise UnsupportedError(self._mixed(use, ranks))
+        if dependence.loss.kind is Dependence.MIXED:
+            raise UnsupportedError(self._mixed(dependence, ranks))
         if self._promise is False:
             return
         count = self._num_microbatches
         means = [
             path
-            for path, output in use.buffers.items()
+            for path, output in dependence.buffers.items()
             if output.is_separable and self._is_statistic(path, output)
         ]
-        if means and use.loss.why == Why.EACH:
+        if means and dependence.loss.why == Why.EACH:
             # Normalisation by batch statistics does this, such as BatchNorm: it deserves a warning,
             # while a loss that compares samples is refused.
-            warn_of_parts(means[0], count, use.loss.place)
+            warn_of_parts(means[0], count, dependence.loss.place)
             return
-        if use.loss.kind is Use.COUPLED:
+        loss = dependence.loss
+        if loss.kind is Dependence.COUPLED:
             raise UnsupportedError(
-                f"the loss {use.loss.why}{use.loss.place}, so that {count} microbatches of "
-                f"{part} samples do not give the loss of {total}. "
-                f"{_instead_of(use.loss.why, part)}; or leave the batch whole; or, to average the "
-                "losses of the microbatches, say so: build_train_step(separable=False)",
+                f"the loss {loss.why}{loss.place}, so that {count} microbatches of {part} samples "
+                f"do not give the loss of {total}. {_instead_of(loss.why, part)}; or leave the "
+                "batch whole; or, to average the losses of the microbatches, say so: "
+                "build_train_step(separable=False)",
                 code="coupled-loss",
             )
         # Functions of sums come last: they would be computed if no other metric prevented it, so
         # another metric is the one to name.
         ends = ("of a total", "totals over", "divides one sum")
-        metrics = sorted(use.metrics.items(), key=lambda item: any(e in item[1].why for e in ends))
+        metrics = sorted(
+            dependence.metrics.items(), key=lambda item: any(e in item[1].why for e in ends)
+        )
         for name, output in metrics:
             if not output.is_separable:
                 parts = f"{count} microbatches" + (f" on {ranks} ranks" if ranks > 1 else "")
@@ -758,11 +793,18 @@ class Separator:
                     code="coupled-metric",
                 )
 
-    def _is_statistic(self, path: Path, use: OutputUse) -> bool:
-        return use.why != "" and jnp.issubdtype(dict(self._buffers)[path].dtype, jnp.floating)
+    def _is_statistic(self, path: Path, dependence: OutputDependence) -> bool:
+        return dependence.why != "" and jnp.issubdtype(
+            dict(self._buffers)[path].dtype, jnp.floating
+        )
 
     def _means(
-        self, batch: Batch, sizes: tuple[int, int], ranks: int, use: SampleUse, is_given: bool
+        self,
+        batch: Batch,
+        sizes: tuple[int, int],
+        ranks: int,
+        dependence: LossDependence,
+        is_given: bool,
     ) -> frozenset[Path]:
         """Returns the statistics that are averaged over microbatches, if parts give the loss.
 
@@ -774,11 +816,13 @@ class Separator:
             self._check_buffers(self.program(batch, sizes[1]))
         if self._promise is not None or self._num_microbatches == 1:
             return frozenset()
-        self._check_counts(batch, sizes, ranks, use)
+        self._check_counts(batch, sizes, ranks, dependence)
         if not is_given:
             return frozenset()
         means = {
-            path: output for path, output in use.buffers.items() if self._is_statistic(path, output)
+            path: output
+            for path, output in dependence.buffers.items()
+            if self._is_statistic(path, output)
         }
         for path, output in means.items():
             if not output.is_separable:
@@ -796,7 +840,7 @@ class Separator:
         )
 
     def _check_counts(
-        self, batch: Batch, sizes: tuple[int, int], ranks: int, use: SampleUse
+        self, batch: Batch, sizes: tuple[int, int], ranks: int, dependence: LossDependence
     ) -> None:
         """Raises for a count that depends on the samples, unless it only adds a sum over them.
 
@@ -811,7 +855,7 @@ class Separator:
         samples = range(before + len(shapes), len(program.in_avals))
         counts: dict[int, Path] = {}
         for number, (path, leaf) in enumerate(shapes):
-            coupled = path in use.buffers and use.buffers[path].why != ""
+            coupled = path in dependence.buffers and dependence.buffers[path].why != ""
             follows = coupled or not sources[after + number].isdisjoint(samples)
             if not follows or jnp.issubdtype(leaf.dtype, jnp.inexact) or is_key(leaf):
                 continue
@@ -824,7 +868,7 @@ class Separator:
             counts[before + number] = path
         if not counts:
             return
-        added = self._traces(ranks).use(batch, sizes, counts).buffers
+        added = self._traces(ranks).dependence(batch, sizes, counts).buffers
         for number, path in counts.items():
             is_sum = same_scale(added[path].factor, sizes[1] / sizes[0])
             if not (is_sum and is_added_to(program, number, after + number - before)):
@@ -845,28 +889,29 @@ class Separator:
                     code="buffer-shape",
                 )
 
-    def _mixed(self, use: SampleUse, ranks: int) -> str:
+    def _mixed(self, dependence: LossDependence, ranks: int) -> str:
         """Returns the error for a loss that adds a term once per part, not once per sample."""
+        loss = dependence.loss
         guard = "Drop a constant that keeps it from being 0: a loss with weight 0 is 0. "
-        guard = guard if use.loss.why.startswith(OF_WEIGHT) else ""
+        guard = guard if loss.why.startswith(OF_WEIGHT) else ""
         return (
-            f"the loss {use.loss.why} ({use.loss.line}). Each of {ranks * self._num_microbatches} "
+            f"the loss {loss.why} ({loss.line}). Each of {ranks * self._num_microbatches} "
             f"parts of the batch would add that term; one device adds it once. {guard}"
             "build_train_step(separable=True) averages the parts anyway"
         )
 
-    def _obstacle(self, use: SampleUse) -> str:
+    def _obstacle(self, dependence: LossDependence) -> str:
         if self._promise is not None:
             return "" if self._promise else "separable=False says that the loss couples samples"
         if not self._spec.reduction.sync_buffers:
             # The user asked that each rank keeps its own statistics, so these do not matter.
             others = {
                 path: output
-                for path, output in use.buffers.items()
+                for path, output in dependence.buffers.items()
                 if not self._is_statistic(path, output)
             }
-            use = dataclasses.replace(use, buffers=others)
-        return use.coupled
+            dependence = dataclasses.replace(dependence, buffers=others)
+        return dependence.coupled
 
     def _refusal(self, why: str, asked: list[str], part: int) -> str:
         strategy = self._spec.strategy

@@ -40,10 +40,10 @@ def sharing_steps() -> Iterator[None]:
 
 
 def once(key: Hashable, make: Callable[[], Value]) -> Value:
-    """Returns the value of a key, made once in a search; elsewhere it is made anew.
+    """Returns the value of a key. In a search it is made once and shared, otherwise in each call.
 
     Args:
-        key: all that the value depends on. A value whose key has no hash is made anew.
+        key: all that the value depends on. A value whose key has no hash is not shared.
         make: makes the value.
     """
     shared = _SHARED.get()

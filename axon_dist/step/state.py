@@ -48,7 +48,7 @@ class TrainState:
         ema: nested dict, the moving average of `params`, in float32 or wider; or None.
         outer: nested dict, the parameters after the last outer step where replicas train
             independently (DiLoCo), in float32 or wider; `params`, `opt_state`, `buffers` and
-            `scaler` then have one row per replica in dim 0. None otherwise.
+            `scaler` then have a dim 0 that counts replicas. None otherwise.
         outer_state: what else the next outer step of such replicas needs: `opt_state`, a tuple with
             the state of the outer optimizer for each fragment, and `missing`, the error feedback of
             each replica's compression.
@@ -105,13 +105,13 @@ def averaged(state: TrainState) -> TrainState:
     return dataclasses.replace(state, params=params)
 
 
-def check_fits(state: TrainState, shapes: TrainState, places: TrainState) -> None:
+def check_fits(state: TrainState, shapes: TrainState, state_shardings: TrainState) -> None:
     """Raises unless a state is one that a step could have made.
 
     Args:
         state: any.
         shapes: the shapes of the step's states.
-        places: their shardings.
+        state_shardings: their shardings.
 
     Raises:
         ConfigError: naming the first array that is missing, unexpected, of another shape or dtype,
@@ -119,7 +119,7 @@ def check_fits(state: TrainState, shapes: TrainState, places: TrainState) -> Non
     """
     wanted = dict(leaves_with_paths(shapes))
     leaves = dict(leaves_with_paths(state))
-    layouts = dict(leaves_with_paths(places))
+    layouts = dict(leaves_with_paths(state_shardings))
     for path in [*wanted, *(path for path in leaves if path not in wanted)]:
         problem = _problem(leaves.get(path), wanted.get(path), layouts.get(path))
         if problem is not None:

@@ -47,7 +47,7 @@ from ..sharding import LeafDecision
 from ..sharding.padding import stored_tree
 from ..sharding.policy import NO_DIM
 from .batch import BatchLayout, Placed, samples_of, split_shared, unwrapped
-from .describe import describe, idle_axes, summary, whole_arrays, whole_bytes, whole_summary
+from .describe import describe, idle_axes, replicated_arrays, summary, whole_bytes, whole_summary
 from .evaluation import added, adds_up, evaluation, means, pieces
 from .guards import ESCAPED, DeadlockGuard, trace
 from .layout import Claims, StateLayout
@@ -206,9 +206,10 @@ _NOTEWORTHY = 2**20
 def _warn_of_replicated(step: TrainStep) -> None:
     """Warns of large arrays that the strategy would split but whose dims are all too short.
 
-    Small arrays, which stay whole on purpose, only appear in `step.whole` and `print(step)`.
+    Small arrays, which stay whole on purpose, only appear in `step.replicated_arrays` and
+    `print(step)`.
     """
-    rows = [row for row in step.whole if NO_DIM in row.decision.reason]
+    rows = [row for row in step.replicated_arrays if NO_DIM in row.decision.reason]
     size = sum(row.bytes for row in rows)
     if size < _NOTEWORTHY:
         return
@@ -217,7 +218,7 @@ def _warn_of_replicated(step: TrainStep) -> None:
         f"{step.strategy.name} on mesh {step.world.spec} leaves {len(rows)} "
         f"array{'s' * (len(rows) > 1)} of {byte_size(size)} whole on every device, because "
         f"each of their dims is shorter than the number of shards: {first_few(listed)}. Split them "
-        "over fewer devices, as hybrid does, or see step.whole for all of them"
+        "over fewer devices, as hybrid does, or see step.replicated_arrays for all of them"
     )
 
 
@@ -367,12 +368,14 @@ def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
     return StepPrograms(
         state_layout=layout,
         batch_layout=batches,
-        step=jit(train_step, donate_argnums=0, out_shardings=(layout.places, layout.reported)),
+        step=jit(
+            train_step, donate_argnums=0, out_shardings=(layout.state_shardings, layout.reported)
+        ),
         evaluate=jit(evaluate, out_shardings=layout.replicated),
         gradients=jit(gradients, out_shardings=(layout.grad_shardings, layout.reported)),
         evaluated=together,
         outer_steps=tuple(
-            jit(_on_stored(run, layout), donate_argnums=0, out_shardings=layout.places)
+            jit(_on_stored(run, layout), donate_argnums=0, out_shardings=layout.state_shardings)
             for run in layout.outer_steps
         ),
     )
@@ -437,13 +440,13 @@ class TrainStep:
         self.strategy: Strategy = spec.strategy
         self.world: World = spec.world
         self.options: StepOptions = spec.options
-        self.storage = plan.stored.storage
+        self.storage = plan.state_plan.storage
         self.compiler_options = plan.compiler_options
         self.state_layout: StateLayout = state_layout
         self.batch_layout: BatchLayout = BatchLayout.of(spec)
         self.programs: StepPrograms = programs_of(state_layout, self.batch_layout)
         self.abstract_state: TrainState = state_layout.shapes
-        self.state_shardings: TrainState = state_layout.places
+        self.state_shardings: TrainState = state_layout.state_shardings
         self.claims: Claims = state_layout.claims
         self.on_device: Callable[[TrainState], TrainState] = state_layout.on_device
         self.axis_names = AxisNames.of(spec.world.mesh, spec.options.axis_names)
@@ -474,13 +477,13 @@ class TrainStep:
         return get(self)
 
     @property
-    def whole(self) -> tuple[LeafDecision, ...]:
+    def replicated_arrays(self) -> tuple[LeafDecision, ...]:
         """The arrays that every device holds whole although the strategy splits arrays, and why.
 
         If it splits parameters, these are trained and frozen parameters; otherwise the parameters
         whose moments are whole. Empty under a strategy that splits no array.
         """
-        return whole_arrays(self.state_layout)
+        return replicated_arrays(self.state_layout)
 
     @property
     def loop_choices(self) -> tuple[LoopChoice, ...]:
@@ -813,8 +816,12 @@ _OLD_NAMES: MappingProxyType[str, tuple[str, Callable[[TrainStep], Any]]] = Mapp
         "layout": ("TrainStep.batch_layout", lambda step: step.batch_layout),
         "idle_axes": ("axon_dist.step.idle_axes", lambda step: idle_axes(step.spec)),
         "parts": ("TrainStep.model_spec", lambda step: step.model_spec),
-        "whole_bytes": ("TrainStep.whole", lambda step: whole_bytes(step.whole)),
-        "whole_summary": ("print(step)", lambda step: whole_summary(step.whole)),
+        "whole": ("TrainStep.replicated_arrays", lambda step: step.replicated_arrays),
+        "whole_bytes": (
+            "TrainStep.replicated_arrays",
+            lambda step: whole_bytes(step.replicated_arrays),
+        ),
+        "whole_summary": ("print(step)", lambda step: whole_summary(step.replicated_arrays)),
     }
 )
 """Deprecated attributes of a `TrainStep` -> what replaces them, and its value for a step."""

@@ -31,11 +31,11 @@ from ..pipeline import (
     BATCH,
     Calls,
     LossTrace,
-    ModelStorage,
     OfBlocks,
     Stacks,
     Staged,
     Stages,
+    StageStorage,
     buffers_together,
     flatten,
     has_split,
@@ -52,8 +52,8 @@ CONTAINERS: tuple[type[Any], ...] = (nnx.List, nnx.Dict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Storage:
-    """The stored form of parameters, and the strategy that shards it.
+class ParamStorage:
+    """How a state stores parameters, and the strategy that shards them.
 
     Args:
         strategy: its policies are about stored leaves.
@@ -65,7 +65,7 @@ class Storage:
     """
 
     strategy: Strategy
-    rows: ModelStorage | None = None
+    rows: StageStorage | None = None
     stacks: Stacks = Stacks()
     frozen: frozenset[Path] = frozenset()
     int8: Mapping[Path, Int8Form] = dataclasses.field(default_factory=dict)
@@ -128,7 +128,7 @@ def storage_of(
     strategy: Strategy,
     loss_fn: LossFn | None = None,
     batch: Batch | None = None,
-) -> Storage:
+) -> ParamStorage:
     """Returns the storage that a strategy needs.
 
     Args:
@@ -146,7 +146,7 @@ def storage_of(
     """
     pipeline = strategy.pipeline
     if pipeline is None and not model_spec.int8:
-        return Storage(strategy, frozen=model_spec.frozen_paths)
+        return ParamStorage(strategy, frozen=model_spec.frozen_paths)
     if pipeline is None:
         # The int8 numbers and their scales are sharded like the weights they replace.
         in_place = InPlaceOf(
@@ -154,7 +154,7 @@ def storage_of(
         )
         frozen = frozenset(path for path, _ in leaves_with_paths(model_spec.stored_frozen))
         strategy = dataclasses.replace(strategy, params=in_place)
-        return Storage(strategy, frozen=frozen, int8=model_spec.int8)
+        return ParamStorage(strategy, frozen=frozen, int8=model_spec.int8)
     if model_spec.int8:
         raise UnsupportedError(
             f"frozen_dtype='int8' and a pipeline over {pipeline.axis!r}: its stages would "
@@ -167,7 +167,7 @@ def storage_of(
     shapes = stacks.unstack(model_spec.weights)
     paths = {keys: "/".join(map(str, stacks.in_model(keys))) for keys in flatten(shapes)}
     frozen = frozenset(keys for keys, path in paths.items() if path in model_spec.frozen_paths)
-    rows = ModelStorage(stages, shapes, frozen)
+    rows = StageStorage(stages, shapes, frozen)
     storages = filter(None, (rows, rows.trained, rows.untrained))
     row_paths = frozenset("/".join(map(str, keys)) for part in storages for keys in part.row_keys)
 
@@ -179,7 +179,7 @@ def storage_of(
     strategy = dataclasses.replace(
         strategy, params=staged(strategy.params), opt_state=staged(strategy.opt_state)
     )
-    return Storage(strategy, rows, stacks)
+    return ParamStorage(strategy, rows, stacks)
 
 
 def _stages(

@@ -274,7 +274,7 @@ def one_step(
                 plan, clipped, state.opt_state, state.params, metrics["loss"]
             )
         else:
-            updates, opt_state = plan.stored.update(
+            updates, opt_state = plan.state_plan.update(
                 clipped, state.opt_state, state.params, value=metrics["loss"]
             )
             params = optax.apply_updates(state.params, updates)

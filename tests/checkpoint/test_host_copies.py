@@ -118,7 +118,7 @@ def test_a_host_without_space_reports_it_and_keeps_the_previous_copy(tmp_path, m
 HEADER = CopyHeader(
     step=4,
     generation="a",
-    turn=1,
+    copy_number=1,
     process=0,
     writers=(0, 1),
     leaves={"w": LeafSpec("float32", (4,))},
@@ -143,7 +143,7 @@ def test_a_copy_counts_once_all_processes_have_written_theirs(tmp_path):
     assert pieces.read("w", np.float32, ((1, 4),), written).tolist() == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("changes", [{"generation": "b"}, {"turn": 2}, {"step": 5}])
+@pytest.mark.parametrize("changes", [{"generation": "b"}, {"copy_number": 2}, {"step": 5}])
 def test_pieces_of_different_moments_are_no_copy(tmp_path, changes):
     write_half(tmp_path, 0)
     write_half(tmp_path, 1, **changes)

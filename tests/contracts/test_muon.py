@@ -124,10 +124,10 @@ def test_muon_equals_one_device(name):
     options = {} if strategy.pipeline else {"accumulate": accumulate}
     step = build_train_step(case.make(), optimizer, case.loss_fn, strategy, world, **options)
     devices = world.size // (2 if strategy.pipeline else 1)
-    assert len(step.plan.stored.update.distributions) == 2
+    assert len(step.plan.state_plan.update.distributions) == 2
     assert all(
         distribution.per_device == -(-distribution.count // devices)
-        for distribution in step.plan.stored.update.distributions
+        for distribution in step.plan.state_plan.update.distributions
     )
     state = step.init()
     for number in range(STEPS):

@@ -69,7 +69,9 @@ def test_a_watched_optimizer_of_groups_equals_one_device_without_the_spike(name)
     make, mesh, scan = ROWS[name]
     case, want, strategy = case_of(scan), expected(scan), make()
     world = World.emulate(math.prod(int(axis.split("=")[1]) for axis in mesh.split(",")), mesh)
-    optimizer = watched(optimizer_of(scan), spikes=Spikes(deviations=5, window=3), layer_norms=True)
+    optimizer = watched(
+        optimizer_of(scan), spikes=Spikes(deviations=5, window=3), norms_by_layer=True
+    )
     options = {} if strategy.pipeline else {"accumulate": 2}
     step = build_train_step(case.make(), optimizer, case.loss_fn, strategy, world, **options)
     state, seen = step.init(), []

@@ -47,11 +47,11 @@ def update_of(step):
     plan = step.plan
     placed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
     state = jax.tree.map(placed, step.abstract_state, step.state_shardings)
-    grads = jax.tree.map(placed, plan.stored.params, plan.stored.grad_shardings)
+    grads = jax.tree.map(placed, plan.state_plan.params, plan.state_plan.grad_shardings)
     whole = NamedSharding(plan.spec.mesh, jax.sharding.PartitionSpec())
     value = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
-    places = plan.stored.grad_shardings, step.state_shardings.opt_state
-    run = lambda g, s, p, v: plan.stored.update(g, s, p, value=v)
+    places = plan.state_plan.grad_shardings, step.state_shardings.opt_state
+    run = lambda g, s, p, v: plan.state_plan.update(g, s, p, value=v)
     return jax.jit(run, out_shardings=places).lower(grads, state.opt_state, state.params, value)
 
 
@@ -61,7 +61,7 @@ def of_newton_schulz(m, n):
 
 def test_one_exchange_there_and_back_and_products_divided():
     step = built("fsdp=8", fsdp(min_elements=8))
-    (distribution,) = step.plan.stored.update.distributions
+    (distribution,) = step.plan.state_plan.update.distributions
     assert (distribution.count, distribution.padding, distribution.per_device) == (6, 2, 1)
     assert (
         str(distribution)
@@ -77,7 +77,7 @@ def test_one_exchange_there_and_back_and_products_divided():
 def test_tensor_ranks_share_the_work_too():
     plan = tensor_parallel({"up$": "column", "down$": "row"})
     step = built("fsdp=2,tp=2,dp=2", compose(fsdp("fsdp", min_elements=8), plan))
-    (distribution,) = step.plan.stored.update.distributions
+    (distribution,) = step.plan.state_plan.update.distributions
     assert (distribution.moved, distribution.extra, distribution.num_ranks) == (
         ("fsdp", "tp"),
         ("dp",),
@@ -91,8 +91,8 @@ def test_tensor_ranks_share_the_work_too():
 
 def test_an_optimizer_without_matrices_is_not_touched():
     step = built("fsdp=8", fsdp(min_elements=8), optax.sgd(0.1))
-    assert not step.plan.stored.update.needs_matrices
-    assert step.plan.stored.update.distributions == ()
+    assert not step.plan.state_plan.update.needs_matrices
+    assert step.plan.state_plan.update.distributions == ()
 
 
 @pytest.mark.full

@@ -4,15 +4,31 @@ import dataclasses
 import pickle
 
 import pytest
+from flax import nnx
 
+from axon_dist import Pipeline
 from axon_dist.models.weight_rules import WeightRule
-from axon_dist.parallel import Reduction, Rule, Strategy, diloco, expert_parallel, pipelined
+from axon_dist.parallel import (
+    PipelinePlan,
+    Reduction,
+    Rule,
+    Strategy,
+    diloco,
+    expert_parallel,
+    pipelined,
+)
 from axon_dist.schedule import build_schedule, compare, search
 
 RENAMED = {
     "by_hand": (Reduction, {}, "manual", True),
     "resident": (Strategy, {"name": "ep"}, "ungathered_axes", ("ep",)),
     "slow": (Strategy, {"name": "diloco"}, "outer_loop", diloco("nodes", every=2).outer_loop),
+    "keeps_residuals": (
+        PipelinePlan,
+        {"schedule": build_schedule("1f1b", 2, 2)},
+        "saves_residuals",
+        True,
+    ),
     "unit": (Rule, {"pattern": "q$", "mode": "column"}, "multiple_of", 16),
     "parts": (Rule, {"pattern": "qkv$", "mode": "column"}, "num_fused", 3),
     "parts of a weight": (
@@ -63,6 +79,17 @@ def test_an_old_keyword_of_a_function_warns_and_works(make):
 
 def _new_keywords(make):
     return {"num_ranks": 2} if make is pipelined else {"num_devices": 2}
+
+
+def test_the_old_keyword_of_a_pipeline_warns_and_works():
+    net = nnx.Sequential(*(nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for _ in range(2)))
+    expected = Pipeline(net, num_ranks=2, num_microbatches=4).strategy
+    with pytest.warns(DeprecationWarning, match=r"^Pipeline\(num_stages=...\) is deprecated; use"):
+        pipe = Pipeline(net, num_stages=2, num_microbatches=4)
+    assert pipe.strategy == expected
+    assert pipe.num_stages() == 2
+    with pytest.raises(TypeError, match=r"Pipeline\(\) got num_ranks= and num_stages="):
+        Pipeline(net, num_ranks=2, num_stages=2)
 
 
 def test_experts_are_never_gathered_over_their_axis():

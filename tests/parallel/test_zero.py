@@ -108,11 +108,11 @@ def test_gradients_held_between_microbatches_are_as_estimated(world, stage):
 
 def test_small_leaves_stay_whole_and_are_reported(world):
     step, state = built(zero(3), world)
-    whole = {row.path for row in step.claims.params.whole}
+    whole = {row.path for row in step.claims.params.replicated}
     assert "norm/scale" in whole
     assert "table/embedding" not in whole
     assert state.params["norm"]["scale"].sharding.spec == P()
-    small = sum(row.bytes for row in step.claims.params.whole)
+    small = sum(row.bytes for row in step.claims.params.replicated)
     total = step.claims.params.bytes
     assert bytes_per_device(state.params) == small + (total - small) // 8
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axon_dist.ir.units import UNIT_NAME
-from axon_dist.pipeline import Data, ModelStorage, Stages, trace_loss
+from axon_dist.pipeline import Data, Stages, StageStorage, trace_loss
 
 WIDTH, SAMPLES = 4, 3
 BLOCKS = tuple(("blocks", i) for i in range(5))
@@ -77,7 +77,7 @@ def stored(params, placement, boundaries):
     """Parameters in the form in which a pipeline holds them."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     stages = Stages(BLOCKS, boundaries, placement, max(placement) + 1)
-    return ModelStorage(stages, shapes)
+    return StageStorage(stages, shapes)
 
 
 def run_stages(programs, storage, params, data):

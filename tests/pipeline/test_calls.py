@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_dist.pipeline import Calls, ModelStorage, Stages
+from axon_dist.pipeline import Calls, Stages, StageStorage
 from axon_dist.pipeline.switch import levels_of, stages_by_calls
 from axon_dist.schedule import build_schedule, partition
 
@@ -93,7 +93,7 @@ def test_replicated_values_are_stored_once(shared):
     stages = Stages(kept, boundaries, (0, 1), 2, shared=shared)
     leaf = lambda number: {"bias": jnp.full(2, number), "kernel": jnp.full((2, 2), number)}
     params = {"blocks": {number: leaf(number) for number in range(4)}, "norm": jnp.ones(2)}
-    storage = ModelStorage(stages, jax.eval_shape(lambda: params))
+    storage = StageStorage(stages, jax.eval_shape(lambda: params))
     stored = storage.from_model(params)
     for keys in shared:
         found, want = stored, params

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from axon_dist import World
 from axon_dist.pipeline import Data, Executor, StageLoss, StageProgram, Wire
-from axon_dist.pipeline.tables import buffers_of
+from axon_dist.pipeline.tables import slots_by_name
 from axon_dist.schedule import Schedule, assign_slots, build_schedule
 
 WIDTH, SAMPLES, COUNT = 4, 3, 4
@@ -162,7 +162,7 @@ def test_the_scale_acts_on_gradients_alone():
 
 def test_buffers_have_as_many_slots_as_values_live_at_once():
     many = [build_schedule("1f1b", 2, count) for count in (4, 64)]
-    few, more = (buffers_of(assign_slots(table)) for table in many)
+    few, more = (slots_by_name(assign_slots(table)) for table in many)
     assert few["inputs"].num_slots == more["inputs"].num_slots == 2
     assert few["gradients"].num_slots == more["gradients"].num_slots
 

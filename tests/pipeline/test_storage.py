@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from axon_dist.pipeline import ModelStorage, Stages
+from axon_dist.pipeline import Stages, StageStorage
 
 
 def model(widths):
@@ -32,7 +32,7 @@ PLACEMENTS = [
 def test_the_model_comes_back_exactly(placement, boundaries, widths, by_blocks):
     params = model(widths)
     blocks = tuple(("layers", i) for i in range(5))
-    storage = ModelStorage(
+    storage = StageStorage(
         Stages(blocks, boundaries, placement, max(placement) + 1), shapes_of(params)
     )
     assert storage.by_blocks is by_blocks
@@ -49,7 +49,7 @@ def test_a_stage_finds_its_blocks_in_the_rows_of_its_rank(placement, boundaries,
     params = model(widths)
     blocks = tuple(("layers", i) for i in range(5))
     stages = Stages(blocks, boundaries, placement, max(placement) + 1)
-    storage = ModelStorage(stages, shapes_of(params))
+    storage = StageStorage(stages, shapes_of(params))
     rows = storage.rows_of(storage.from_model(params))
     for stage, device in enumerate(placement):
         own = storage.chunk_rows[stages.chunk_of(stage)]

@@ -15,7 +15,7 @@ from axon_dist.inspect.computations import visits
 from axon_dist.inspect.parse import as_module
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.pipeline.stage import Data, Start, Wire
-from axon_dist.pipeline.tables import buffers_of
+from axon_dist.pipeline.tables import slots_by_name
 from axon_dist.schedule import Schedule, assign_slots, one_f_one_b, peak_live, with_vocabulary
 
 SIZE, COUNT, WIDTH, TOKENS, POSITIONS = 4, 4, 32, 96, 16
@@ -237,4 +237,4 @@ def test_lookups_are_kept_only_if_the_backward_pass_reads_them(norm):
     table = with_vocabulary(one_f_one_b(2, 8))
     # One for the forward pass that is next, and those in flight.
     kept = peak_live(table)[0] if norm else 1
-    assert buffers_of(assign_slots(table), keeps_lookups=norm)["lookups"].num_slots == kept + 1
+    assert slots_by_name(assign_slots(table), saves_lookups=norm)["lookups"].num_slots == kept + 1

@@ -84,7 +84,7 @@ PROMISES = {
     "A metric that is a function of sums": [
         "contracts/test_samples.py::test_metrics_are_those_of_the_whole_batch"
     ],
-    "Samples with unequal weights": [
+    "A loss whose samples have unequal weights": [
         "step/test_auxiliary_terms.py::test_terms_of_uneven_samples_are_those_of_one_device",
     ],
     "With microbatches it sees one": [

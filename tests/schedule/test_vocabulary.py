@@ -113,7 +113,7 @@ def test_outputs_and_their_gradients_outlive_no_slot(name):
         ("outputs", last): {m: (place(Action(last, Phase.F, m)), part(m)) for m in range(8)},
         ("gradients", last): {m: (part(m), back(m)) for m in range(8)},
         ("lookups", 0): {m: (first(Phase.E, m), first(Phase.F, m)) for m in range(8)},
-        ("kept_lookups", 0): {m: (first(Phase.E, m), begin(m)) for m in range(8)},
+        ("saved_lookups", 0): {m: (first(Phase.E, m), begin(m)) for m in range(8)},
         ("scatters", 0): {m: (begin(m), first(Phase.G, m)) for m in range(8)},
     }
     for (buffer, stage), spans in lives.items():

@@ -13,8 +13,8 @@ from axon_dist.core.weighted import per_sample
 from axon_dist.ir import factors
 from axon_dist.ops.linear_loss import linear_cross_entropy
 from axon_dist.separability import interpret as samples
+from axon_dist.separability.abstract_values import Dependence, dependence_of, nonlinear
 from axon_dist.separability.interpret import follow_samples
-from axon_dist.separability.lattice import Use, nonlinear, use_of
 
 KEY = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
 PARAMS = {
@@ -41,7 +41,7 @@ def batch_of(count):
 
 
 def find(loss_fn, sizes=(4, 12)):
-    """The use of a loss given as a function (params, batch) -> total, weight and metrics."""
+    """How a loss depends on the samples; it is (params, batch) -> total, weight and metrics."""
     names = []
 
     def run(params, batch):
@@ -54,7 +54,7 @@ def find(loss_fn, sizes=(4, 12)):
     values = follow_samples(trace, sizes, num_batch=8)
     one = follow_samples(lambda count: jax.make_jaxpr(lambda x: 1.0)(1.0), sizes, 0)[0]
     metrics = {name: (value, one) for name, value in zip(names, values[2:], strict=True)}
-    return use_of(values[0], values[1], metrics, {}, num_shards=sizes[1] / sizes[0])
+    return dependence_of(values[0], values[1], metrics, {}, num_shards=sizes[1] / sizes[0])
 
 
 def weighted(total, weight, **metrics):
@@ -125,98 +125,104 @@ def clipped_vjp(x):
 
 
 SEPARABLE = {
-    "mean": (lambda p, b: jnp.mean(error(p, b)), Use.MEAN),
-    "mean over all dims": (lambda p, b: jnp.mean((logits(p, b) - b["y"]) ** 2), Use.MEAN),
-    "mean by the size": (lambda p, b: error(p, b).sum() / len(b["x"]), Use.MEAN),
-    "mean by a reciprocal": (lambda p, b: error(p, b).sum() * (1 / b["x"].size), Use.MEAN),
-    "mean of means": (lambda p, b: jnp.mean(jnp.mean(b["pair"] @ p["w"], -1), 0).sum(), Use.MEAN),
-    "sum": (lambda p, b: jnp.sum(error(p, b)), Use.SUM),
-    "sum by dot": (lambda p, b: error(p, b) @ b["mask"], Use.SUM),
-    "sum times a number": (lambda p, b: 0.5 * jnp.sum(error(p, b)) / 7.0, Use.SUM),
+    "mean": (lambda p, b: jnp.mean(error(p, b)), Dependence.MEAN),
+    "mean over all dims": (lambda p, b: jnp.mean((logits(p, b) - b["y"]) ** 2), Dependence.MEAN),
+    "mean by the size": (lambda p, b: error(p, b).sum() / len(b["x"]), Dependence.MEAN),
+    "mean by a reciprocal": (lambda p, b: error(p, b).sum() * (1 / b["x"].size), Dependence.MEAN),
+    "mean of means": (
+        lambda p, b: jnp.mean(jnp.mean(b["pair"] @ p["w"], -1), 0).sum(),
+        Dependence.MEAN,
+    ),
+    "sum": (lambda p, b: jnp.sum(error(p, b)), Dependence.SUM),
+    "sum by dot": (lambda p, b: error(p, b) @ b["mask"], Dependence.SUM),
+    "sum times a number": (lambda p, b: 0.5 * jnp.sum(error(p, b)) / 7.0, Dependence.SUM),
     "weighted": (
         lambda p, b: weighted((error(p, b) * b["mask"]).sum(), b["mask"].sum()),
-        Use.WEIGHTED,
+        Dependence.WEIGHTED,
     ),
     "weighted by the size": (
         lambda p, b: weighted(error(p, b).sum(), float(len(b["x"]))),
-        Use.WEIGHTED,
+        Dependence.WEIGHTED,
     ),
-    "weighted by a number": (lambda p, b: weighted(error(p, b).sum(), 0.125), Use.SUM),
+    "weighted by a number": (lambda p, b: weighted(error(p, b).sum(), 0.125), Dependence.SUM),
     "mean over the root of the size": (
         lambda p, b: error(p, b).sum() / len(b["x"]) ** 0.5,
-        Use.SCALED,
+        Dependence.SCALED,
     ),
-    "by another size": (lambda p, b: error(p, b).sum() / (len(b["x"]) + 1), Use.SCALED),
+    "by another size": (lambda p, b: error(p, b).sum() / (len(b["x"]) + 1), Dependence.SCALED),
     "times the logarithm of the size": (
         lambda p, b: jnp.mean(error(p, b)) * jnp.log(jnp.float32(len(b["x"]))),
-        Use.SCALED,
+        Dependence.SCALED,
     ),
-    "divided by at most two": (lambda p, b: error(p, b).sum() / min(len(b["x"]), 2), Use.SUM),
+    "divided by at most two": (
+        lambda p, b: error(p, b).sum() / min(len(b["x"]), 2),
+        Dependence.SUM,
+    ),
     "cross entropy": (
         lambda p, b: optax.softmax_cross_entropy_with_integer_labels(
             logits(p, b), b["label"]
         ).mean(),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "cross entropy by one-hot": (
         lambda p, b: optax.softmax_cross_entropy(
             logits(p, b), jax.nn.one_hot(b["label"], 3)
         ).mean(),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "cross entropy by indexing": (
         lambda p, b: -jax.nn.log_softmax(logits(p, b))[jnp.arange(len(b["x"])), b["label"]].mean(),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "targets by writing": (
         lambda p, b: jnp.mean(
             jnp.zeros((len(b["x"]), 3)).at[jnp.arange(len(b["x"])), b["label"]].set(1.0)
             * logits(p, b)
         ),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
-    "norm of each": (lambda p, b: jnp.linalg.norm(logits(p, b), axis=-1).mean(), Use.MEAN),
+    "norm of each": (lambda p, b: jnp.linalg.norm(logits(p, b), axis=-1).mean(), Dependence.MEAN),
     "layer norm": (
         lambda p, b: jnp.mean(jax.nn.standardize(b["x"], axis=-1) @ p["w"]),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
-    "attention": (lambda p, b: jnp.mean(attention(p, b)), Use.MEAN),
+    "attention": (lambda p, b: jnp.mean(attention(p, b)), Dependence.MEAN),
     "tokens flattened": (
         lambda p, b: jnp.mean((p["table"][b["tokens"]].reshape(-1, 6) @ p["w"]) ** 2),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "time first": (
         lambda p, b: jnp.mean(p["table"][b["tokens"]].swapaxes(0, 1).reshape(-1, 6).max(-1)),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
-    "recurrence": (lambda p, b: jnp.mean(over_time(p, b)), Use.MEAN),
-    "convolution": (lambda p, b: jnp.mean(convolution(p, b)), Use.MEAN),
-    "bfloat16": (lambda p, b: jnp.mean(jnp.square(b["half"])), Use.MEAN),
+    "recurrence": (lambda p, b: jnp.mean(over_time(p, b)), Dependence.MEAN),
+    "convolution": (lambda p, b: jnp.mean(convolution(p, b)), Dependence.MEAN),
+    "bfloat16": (lambda p, b: jnp.mean(jnp.square(b["half"])), Dependence.MEAN),
     "dropout": (
         lambda p, b: jnp.mean(b["x"] * jax.random.bernoulli(p["key"], 0.8, b["x"].shape)),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "dropout of features": (
         lambda p, b: jnp.mean(b["x"] * jax.random.bernoulli(p["key"], 0.8, (6,))),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "keys of each sample": (
         lambda p, b: jnp.mean(error(p, b) * per_sample_keys(p, b)),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "vmap of a loss": (
         lambda p, b: jax.vmap(lambda x, y: jnp.sqrt(jnp.sum((x @ p["w"] - y) ** 2)))(
             b["x"], b["y"]
         ).mean(),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "map over samples": (
         lambda p, b: jax.lax.map(lambda x: jnp.linalg.norm(x @ p["w"]), b["x"]).mean(),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "sum by a loop": (
         lambda p, b: jax.lax.scan(lambda c, x: (c + jnp.sum(x**2), None), 0.0, b["x"])[0],
-        Use.SUM,
+        Dependence.SUM,
     ),
     "remat, jit and a branch": (
         lambda p, b: jax.lax.cond(
@@ -224,64 +230,67 @@ SEPARABLE = {
             lambda: jnp.mean(jax.checkpoint(jax.jit(error))(p, b)),
             lambda: 2 * jnp.mean(error(p, b)),
         ),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "a loop over parameters": (
         lambda p, b: jax.lax.fori_loop(0, 3, lambda i, x: x @ p["w"] @ p["w"].T, b["x"]).mean(),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "mean and weight decay": (
         lambda p, b: jnp.mean(error(p, b)) + 0.1 * jnp.sum(p["w"] ** 2),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "mean of both halves of a pair": (
         lambda p, b: jnp.mean(jnp.concatenate([b["x"], 2 * b["x"]]).reshape(2, -1, 6)[1] @ p["w"]),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "real and made": (
         lambda p, b: jnp.mean(
             (jnp.concatenate([error(p, b), 2 * error(p, b)])
              - jnp.concatenate([jnp.ones(len(b["x"])), jnp.zeros(len(b["x"]))])) ** 2
         ),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "neighbours in twos": (
         lambda p, b: jnp.mean((error(p, b)[0::2] - error(p, b)[1::2]) ** 2),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "penalty of the gradient at each sample": (
         lambda p, b: jnp.mean(
             jax.vmap(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ p["w"]))))(b["x"]) ** 2
         ),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "gradient of a sum": (
         lambda p, b: jnp.mean(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ p["w"])))(b["x"]) ** 2),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "own backward pass, no gradient of what is shared": (
-        lambda p, b: jnp.mean(biased(b["x"], p["w"][:, 0])), Use.MEAN,
+        lambda p, b: jnp.mean(biased(b["x"], p["w"][:, 0])), Dependence.MEAN,
     ),
     "a backward pass of each sample": (
         lambda p, b: jnp.mean(with_backward(jnp.tanh, lambda x, g: g * jnp.clip(x, -1, 1))(b["x"])),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
     "a sum with a backward pass": (
         lambda p, b: with_backward(lambda x: jnp.sum(x), lambda x, g: g * jnp.ones_like(x))(
             error(p, b)
         ),
-        Use.SUM,
+        Dependence.SUM,
     ),
     "a mean with a backward pass": (
         lambda p, b: with_backward(lambda x: x.mean(), lambda x, g: jnp.full_like(x, g / x.size))(
             error(p, b)
         ),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
-    "counts of labels": (lambda p, b: jnp.bincount(b["label"], length=3) @ p["w"][0], Use.SUM),
+    "counts of labels": (
+        lambda p, b: jnp.bincount(b["label"], length=3) @ p["w"][0],
+        Dependence.SUM,
+    ),
     "a kernel that is promised": (
         lambda p, b: jnp.mean(per_sample(lambda x: jnp.cumsum(x, 0))(b["x"])),
-        Use.MEAN,
+        Dependence.MEAN,
     ),
 }  # fmt: skip
 
@@ -410,19 +419,19 @@ COUPLED = {
 @pytest.mark.parametrize("name", SEPARABLE)
 def test_what_the_parts_of_a_batch_give(name):
     loss_fn, kind = SEPARABLE[name]
-    use = find(loss_fn)
-    assert use.loss.kind is kind, str(use)
-    assert use.coupled == ""
+    dependence = find(loss_fn)
+    assert dependence.loss.kind is kind, str(dependence)
+    assert dependence.coupled == ""
 
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_the_operation_and_line_that_couple_samples_are_named(name):
     loss_fn, why = COUPLED[name]
-    use = find(loss_fn)
-    assert use.loss.kind is Use.COUPLED, str(use)
-    assert re.search(why, use.loss.why), str(use)
+    dependence = find(loss_fn)
+    assert dependence.loss.kind is Dependence.COUPLED, str(dependence)
+    assert re.search(why, dependence.loss.why), str(dependence)
     if "entry of its own" not in why:
-        assert use.loss.line.startswith("test_samples.py:"), str(use)
+        assert dependence.loss.line.startswith("test_samples.py:"), str(dependence)
 
 
 def test_a_foreign_call_has_a_rule_of_its_own(monkeypatch):
@@ -430,7 +439,7 @@ def test_a_foreign_call_has_a_rule_of_its_own(monkeypatch):
     rules = {**samples.SAMPLE_RULES, "pure_callback": lambda op, values: nonlinear(op.name, values)}
     monkeypatch.setattr(samples, "SAMPLE_RULES", rules)
     kept = lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-    assert find(lambda p, b: jnp.mean(kept(b["x"]))).loss.kind is Use.MEAN
+    assert find(lambda p, b: jnp.mean(kept(b["x"]))).loss.kind is Dependence.MEAN
 
 
 def test_a_sort_that_calls_its_dim_otherwise_is_not_known(monkeypatch):
@@ -439,24 +448,24 @@ def test_a_sort_that_calls_its_dim_otherwise_is_not_known(monkeypatch):
     rules = {**samples.SAMPLE_RULES, "my_sort": samples.SAMPLE_RULES["sort"]}
     monkeypatch.setattr(samples, "SAMPLE_RULES", rules)
     monkeypatch.setattr(factors, "FACTORS", {**factors.FACTORS, "my_sort": factors.FACTORS["sort"]})
-    use = find(lambda p, b: jnp.mean(sort.bind(b["x"], dim=0)))
-    assert use.loss.kind is Use.COUPLED
-    assert use.loss.why.startswith("goes through `my_sort`, whose effect on samples is")
+    dependence = find(lambda p, b: jnp.mean(sort.bind(b["x"], dim=0)))
+    assert dependence.loss.kind is Dependence.COUPLED
+    assert dependence.loss.why.startswith("goes through `my_sort`, whose effect on samples is")
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_a_mean_is_one_for_any_sizes(size):
-    assert find(SEPARABLE["mean"][0], (4, 4 * size)).loss.kind is Use.MEAN
-    assert find(SEPARABLE["mean by a reciprocal"][0], (6, 6 * size)).loss.kind is Use.MEAN
+    assert find(SEPARABLE["mean"][0], (4, 4 * size)).loss.kind is Dependence.MEAN
+    assert find(SEPARABLE["mean by a reciprocal"][0], (6, 6 * size)).loss.kind is Dependence.MEAN
 
 
 def test_a_sum_and_a_term_that_counts_once():
     """The parts of a batch would count it once each."""
-    use = find(lambda p, b: jnp.sum(error(p, b)) + 0.1 * jnp.sum(p["w"] ** 2))
-    assert use.loss.kind is Use.MIXED
-    assert "multiply the other term by their number" in use.coupled
+    dependence = find(lambda p, b: jnp.sum(error(p, b)) + 0.1 * jnp.sum(p["w"] ** 2))
+    assert dependence.loss.kind is Dependence.MIXED
+    assert "multiply the other term by their number" in dependence.coupled
     both = lambda p, b: jnp.sum(error(p, b)) + len(b["x"]) * 0.1 * jnp.sum(p["w"] ** 2)
-    assert find(both).loss.kind is Use.SUM
+    assert find(both).loss.kind is Dependence.SUM
 
 
 def test_metrics_each_have_a_use_of_their_own():
@@ -475,18 +484,20 @@ def test_metrics_each_have_a_use_of_their_own():
             norm=jnp.linalg.norm(p["w"]),
         )
 
-    use = find(loss_fn)
-    assert use.loss.kind is Use.WEIGHTED
-    assert {name: found.kind for name, found in use.metrics.items()} == {
-        "accuracy": Use.WEIGHTED,
-        "again": Use.WEIGHTED,
-        "other": Use.COUPLED,
-        "mean": Use.MEAN,
-        "count": Use.SUM,
-        "largest": Use.COUPLED,
-        "norm": Use.CONSTANT,
+    dependence = find(loss_fn)
+    assert dependence.loss.kind is Dependence.WEIGHTED
+    assert {name: found.kind for name, found in dependence.metrics.items()} == {
+        "accuracy": Dependence.WEIGHTED,
+        "again": Dependence.WEIGHTED,
+        "other": Dependence.COUPLED,
+        "mean": Dependence.MEAN,
+        "count": Dependence.SUM,
+        "largest": Dependence.COUPLED,
+        "norm": Dependence.CONSTANT,
     }
-    assert use.coupled.startswith("the metric 'largest' takes `reduce_max` over the samples (test_")
+    assert dependence.coupled.startswith(
+        "the metric 'largest' takes `reduce_max` over the samples (test_"
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -575,13 +586,15 @@ def test_a_reshape_that_turns_samples_is_seen():
 
 
 def test_the_weights_of_a_loss_without_logits_are_seen():
-    def use(weigh):
+    def dependence(weigh):
         def loss_fn(params, batch):
             weights = weigh(batch["mask"])
             return linear_cross_entropy(batch["x"], params["w"], batch["label"], weights).total
 
         return find(loss_fn).loss.kind
 
-    assert use(lambda mask: mask) is Use.SUM
-    assert use(lambda mask: mask / len(mask)) is Use.MEAN
-    assert use(lambda mask: jnp.broadcast_to(jnp.sum(mask), mask.shape)) is Use.COUPLED
+    assert dependence(lambda mask: mask) is Dependence.SUM
+    assert dependence(lambda mask: mask / len(mask)) is Dependence.MEAN
+    assert (
+        dependence(lambda mask: jnp.broadcast_to(jnp.sum(mask), mask.shape)) is Dependence.COUPLED
+    )

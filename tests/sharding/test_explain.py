@@ -28,7 +28,9 @@ def test_rows_and_totals_without_a_device():
         "scale": (P(), 32, 32, "bfloat16"),
     }
     assert (found.bytes, found.bytes_per_device) == (3624, 824)
-    assert [row.path for row in found.whole] == ["odd", "scale"]
+    assert [row.path for row in found.replicated] == ["odd", "scale"]
+    with pytest.warns(DeprecationWarning, match=r"Explanation.whole is deprecated; use replicated"):
+        assert found.whole == found.replicated
 
 
 def test_it_prints_the_rule_and_the_reason():

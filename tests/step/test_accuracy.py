@@ -22,7 +22,7 @@ def make():
 
 
 def piped(model):
-    return compose(Pipeline(model, num_stages=2, num_microbatches=4), ddp())
+    return compose(Pipeline(model, num_ranks=2, num_microbatches=4), ddp())
 
 
 STRATEGIES = {

@@ -194,7 +194,7 @@ REFUSED = {
     ),
     "pipeline": (
         dict(mesh="dp=2,pp=2", strategy=compose(ddp(), pipelined(2, 2))),
-        "a pipeline over 'pp' adds microbatches up in the order of its schedule",
+        "a pipeline over 'pp' adds up microbatches in the order of its schedule",
     ),
     "axis": (
         dict(mesh="dp=2,tp=2", strategy=ddp()),
@@ -215,7 +215,7 @@ REFUSED = {
     "pad": (dict(mesh="dp=2", strategy=ddp(), pad="w"), "leave pad out, and give batches"),
     "wire": (
         dict(mesh="dp=2", strategy=ddp(reduce_dtype="bfloat16")),
-        "cross the wire in bfloat16, and are then rounded between ranks",
+        "are sent in bfloat16, and are then rounded between ranks",
     ),
     "buckets": (
         dict(mesh="dp=2", strategy=ddp(bucket_capacity=100)),

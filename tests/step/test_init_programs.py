@@ -230,7 +230,7 @@ def test_no_leaf_is_whole_on_a_device(recorded):
     step = step_of(transformer(), World.emulate(8, "fsdp=8"), fsdp(min_elements=1))
     step.init()
     for program in recorded[0].programs:
-        (place,) = program.places
+        (place,) = program.out_shardings
         (result,) = program.program_slice.program.jaxpr.outvars
         shape = result.aval.shape
         assert place.spec != PartitionSpec()

@@ -120,11 +120,11 @@ def test_a_checkpoint_of_five_devices_is_read_on_any_number(tmp_path, kind):
 
 def test_replicated_leaves_are_reported():
     step = step_of(5, min_elements=100)
-    assert {row.path for row in step.whole} == {"layers/0/bias", "layers/1/bias"}
-    assert sum(row.bytes for row in step.whole) == 2 * 4 * WIDTH
+    assert {row.path for row in step.replicated_arrays} == {"layers/0/bias", "layers/1/bias"}
+    assert sum(row.bytes for row in step.replicated_arrays) == 2 * 4 * WIDTH
     assert "whole on every device: 2 arrays of 256 B" in str(step)
     assert "min_elements=100" in str(step)
-    assert step_of(5).whole == ()
+    assert step_of(5).replicated_arrays == ()
 
 
 def padded_bytes(ranks: int) -> int:

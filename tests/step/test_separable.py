@@ -25,7 +25,7 @@ from axon_dist.models import (
     next_token_loss,
 )
 from axon_dist.parallel import mark_experts_per_sample
-from axon_dist.separability.lattice import Use
+from axon_dist.separability.abstract_values import Dependence
 from axon_dist.step.model_spec import split_model
 from axon_dist.step.separation import Traces
 
@@ -36,8 +36,8 @@ IMAGES = {"x": np.zeros((4, 16, 16, 3), np.uint8), "y": np.zeros(4, np.int32)}
 
 
 def found(make, loss_fn, batch):
-    """The use, where a rank has two of six samples."""
-    return Traces(split_model(make)[0], loss_fn).use(batch, (2, 6))
+    """How a loss depends on its samples, where a rank has two of six samples."""
+    return Traces(split_model(make)[0], loss_fn).dependence(batch, (2, 6))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -50,10 +50,10 @@ def test_experts_are_separable_where_they_count_the_tokens_of_all_ranks():
     config = ExpertConfig(count=4, z_loss=0.1, bias_rate=0.1)
     make = lambda: transformer(experts=config, vocab_size=32)
     traces = Traces(split_model(make)[0], next_token_loss, mark_experts_per_sample)
-    apart = traces.use(token_batch(0), (2, 6))
+    apart = traces.dependence(token_batch(0), (2, 6))
     assert apart.coupled == ""
-    assert apart.loss.kind is Use.WEIGHTED
-    assert {use.kind for use in apart.metrics.values()} == {Use.CONSTANT}
+    assert apart.loss.kind is Dependence.WEIGHTED
+    assert {dependence.kind for dependence in apart.metrics.values()} == {Dependence.CONSTANT}
     # Sorting tokens by experts is not promised to keep samples separate.
     assert "routing.py" in found(make, next_token_loss, token_batch(0)).coupled
 
@@ -66,16 +66,16 @@ def test_image_models_are_separable():
         lambda: ViT(vit, rngs=nnx.Rngs(0, dropout=1)),
         lambda: ResNet(resnet, rngs=nnx.Rngs(0)),
     ):
-        use = found(make, classification_loss, IMAGES)
-        assert use.coupled == ""
-        assert use.loss.kind is Use.MEAN
+        dependence = found(make, classification_loss, IMAGES)
+        assert dependence.coupled == ""
+        assert dependence.loss.kind is Dependence.MEAN
 
 
 def test_a_decoder_with_dropout_in_half_precision_is_separable():
     config = dataclasses.replace(TransformerConfig.preset("tiny"), dropout=0.1)
     make = lambda: Transformer(config, rngs=nnx.Rngs(0, dropout=1))
-    use = found(make, next_token_loss, CASES["transformer"].batch(0))
-    assert (use.loss.kind, use.coupled) == (Use.WEIGHTED, "")
+    dependence = found(make, next_token_loss, CASES["transformer"].batch(0))
+    assert (dependence.loss.kind, dependence.coupled) == (Dependence.WEIGHTED, "")
 
 
 def test_statistics_of_a_mask_are_not_those_of_all_ranks():
@@ -88,10 +88,10 @@ def test_statistics_of_a_mask_are_not_those_of_all_ranks():
         def __call__(self, x):
             return self.norm(x, mask=x[:, :1] > 0)
 
-    use = found(
+    dependence = found(
         lambda: Masked(nnx.Rngs(0)), lambda m, b: jnp.mean(m(b["x"]) ** 2), {"x": jnp.ones((4, 3))}
     )
-    assert use.loss.kind is Use.COUPLED
+    assert dependence.loss.kind is Dependence.COUPLED
 
 
 class LinenNorm(nn.Module):

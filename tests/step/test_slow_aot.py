@@ -72,6 +72,6 @@ def test_an_outer_step_sends_the_formula_over_the_slow_axis_only(compress):
     assert {row.axis for ledger in ledgers for row in ledger} == {"nodes"}
     # Halves of the parameters, as far as a table of embeddings lets itself be halved.
     assert max(sent) < 0.75 * sum(sent)
-    params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(step.plan.stored.params))
+    params = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(step.plan.state_plan.params))
     each = 4.0 if compress is None else 1 + 4 / 256
     assert want == pytest.approx(2 * 7 / 8 * each * params / 8, rel=0.002)

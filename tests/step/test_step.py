@@ -550,6 +550,8 @@ def test_old_names_of_a_step_warn_and_do_the_same(world):
         assert step.lower_outer_steps() == ()
     with pytest.warns(DeprecationWarning, match=r"use TrainStep.check\(batch, own_rows=True\)"):
         step.check_rows(batch)
+    with pytest.warns(DeprecationWarning, match=r"use TrainStep.replicated_arrays"):
+        assert step.whole == ()
     with pytest.warns(DeprecationWarning, match=r"use print\(step\)"):
         assert step.whole_summary == ""
     with pytest.warns(DeprecationWarning, match=r"TrainStep.parts .*use TrainStep.model_spec"):

@@ -221,7 +221,9 @@ def open_states(
 _WITHOUT_EFFECT = (
     *("name", "run_dir", "loggers", "checkpoint.", "data.num_ahead", "data.num_workers"),
     *("train.log_every", "train.eval_every", "train.eval_batches", "train.profile", "validation."),
-    *("train.peak_flops", "train.layer_norms", "train.best"),
+    *("train.peak_flops", "train.norms_by_layer", "train.best"),
+    # The name of `train.norms_by_layer` in the checkpoints of 0.2 and before.
+    "train.layer_norms",
 )
 """Prefixes of config keys that do not change the result of training."""
 

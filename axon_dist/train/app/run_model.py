@@ -33,7 +33,7 @@ from axon_dist.models.snapshot import REMOTE
 from axon_dist.nn import merge_lora
 from axon_dist.ops.int8 import NUMBERS, SCALE, Int8Form, narrowed, widened
 from axon_dist.step import ModelSpec, split_model
-from axon_dist.step.replicas import mean_rows
+from axon_dist.step.replicas import buffers_for_evaluation
 from axon_dist.weights import (
     MAX_FILE,
     NATIVE_NAME,
@@ -237,7 +237,7 @@ def load_arrays(
         if path.startswith(("ema/", "outer/")):
             return value.astype(saved[path.replace(params, "params", 1)].dtype)
         if replicas and path.startswith("buffers/"):
-            return mean_rows(value)
+            return buffers_for_evaluation(value)
         return value.mean(0) if _is_per_rank(saved[path], leaf) else value
 
     loaded = map_with_path(to_model, wanted, loaded)

@@ -205,10 +205,13 @@ def _optimizer(
     """Returns the optimizer, and the norm to clip to or None if the optimizer itself clips."""
     train = config.train
     optimizer = config.optimizer.build(config.train.steps, factory)
-    if train.spikes is None and not train.layer_norms:
+    if train.spikes is None and not train.norms_by_layer:
         return optimizer, train.clip_norm
     watch = watched(
-        optimizer, clip_norm=train.clip_norm, spikes=train.spikes, layer_norms=train.layer_norms
+        optimizer,
+        clip_norm=train.clip_norm,
+        spikes=train.spikes,
+        norms_by_layer=train.norms_by_layer,
     )
     return watch, None
 

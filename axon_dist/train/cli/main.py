@@ -314,6 +314,9 @@ They are stored in a file, because every new shell runs `axon completion`, and r
 the code takes seconds.
 """
 
+RENAMED_KEYS = frozenset({"train.layer_norms"})
+"""Deprecated keys, which sections still accept (`renamed_fields`)."""
+
 
 def _check_keys(arguments: argparse.Namespace) -> None:
     """Raises for an unreadable config and misspelt keys before the imports, which take seconds.
@@ -340,6 +343,7 @@ def _check_keys(arguments: argparse.Namespace) -> None:
             continue
         for key, value in section.items():
             is_known = key in names or any(other.endswith(f".{key}") for other in keys)
+            is_known = is_known or f"{path}{key}" in RENAMED_KEYS
             if not is_known and (hint := did_you_mean(key, names)).startswith(" Did"):
                 raise ConfigError(f"{path}{key}: there is no such key.{hint}")
             if isinstance(value, Mapping):

@@ -14,6 +14,7 @@ from flax import nnx
 
 from axon_dist.checkpoint import Retention, StateDictType
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.renamed import renamed_fields
 from axon_dist.core.words import pattern_error
 from axon_dist.data import (
     ArrayRecordSource,
@@ -86,6 +87,7 @@ class BestConfig:
     min_delta: NonNegative = 0.0
 
 
+@renamed_fields(layer_norms="norms_by_layer")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long a run trains, with which batch size, and how often it validates and reports.
@@ -109,7 +111,7 @@ class TrainConfig:
         max_rollbacks: the maximum number of rollbacks before a run stops.
         spikes: which steps are skipped because the loss or the gradient is an outlier; None skips
             none.
-        layer_norms: write the norms of weights, gradients and updates of every layer.
+        norms_by_layer: write the norms of weights, gradients and updates of every layer.
         profile: which steps are traced; None traces none.
     """
 
@@ -126,7 +128,7 @@ class TrainConfig:
     nonfinite: Nonfinite = Nonfinite.STOP
     max_rollbacks: Count = 3
     spikes: Spikes | None = None
-    layer_norms: bool = False
+    norms_by_layer: bool = False
     profile: ProfileConfig | None = None
 
 

@@ -1,3 +1,4 @@
+import argparse
 import dataclasses
 import inspect
 
@@ -8,9 +9,10 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.models import TransformerConfig
 from axon_dist.parallel import STRATEGIES
 from axon_dist.train.app.steps import config_facts
+from axon_dist.train.cli.main import RENAMED_KEYS, _check_keys
 from axon_dist.train.config import DATA, MODELS, OPTIMIZERS, RunConfig
 from axon_dist.train.config.schema import read_strategies, strategy_options
-from axon_dist.train.config.sections import LOGGERS, Wandb
+from axon_dist.train.config.sections import LOGGERS, TrainConfig, Wandb
 
 FULL = {
     "name": "full",
@@ -208,6 +210,17 @@ def test_a_config_key_works_by_its_old_name():
         old = config(by_hand=True)
     assert old == config(manual=True)
     assert old != config()
+    with pytest.warns(DeprecationWarning, match="layer_norms is deprecated; use norms_by_layer"):
+        old = RunConfig.from_dict({"train": {"layer_norms": True}})
+    assert old == RunConfig.from_dict({"train": {"norms_by_layer": True}})
+
+
+def test_the_command_accepts_the_old_names_of_keys(tmp_path):
+    renamed = {f"train.{old}" for old in TrainConfig._new_name_of}
+    assert renamed == RENAMED_KEYS
+    config = tmp_path / "old.yaml"
+    config.write_text("train: {layer_norms: true}")
+    _check_keys(argparse.Namespace(config=str(config), overrides=["train.layer_norms=false"]))
 
 
 def test_every_other_name_means_one_strategy():

@@ -1,4 +1,4 @@
-"""The stored form of a tree like the model's, such as an optimizer's state, in a pipeline.
+"""How a pipeline stores a tree that contains trees like the parameters, as an optimizer's state.
 
 Blocks of different shapes are stored as flat vectors, each the concatenation of some leaves. Most
 optimizers are elementwise, except for norms over all leaves. They run on such a vector without
@@ -23,7 +23,7 @@ from ..core.typing import Array, Keys, Path, PyTree
 from ..ir.factors import CHEAP_ELEMENTWISE
 from .layout import ParamLike, flatten, nest
 from .owners import OwnedOperation, OwnedProgram, ValueId, as_array, sums_of
-from .storage import ModelStorage, RankRow
+from .storage import RankRow, StageStorage
 
 Slot: TypeAlias = tuple[int, int, Keys | None]
 """A stored leaf: the number of its tree among the arguments or results, its part, and its keys."""
@@ -55,7 +55,7 @@ class LeafPlace:
         return self.tree, self.part, self.slot
 
 
-class StoredForm:
+class TreeStorage:
     """Converts a tree between the model's form and the form in which a pipeline stores it.
 
     The moments of an optimizer are dicts like the parameters, whose leaves may have other shapes or
@@ -74,10 +74,10 @@ class StoredForm:
         UnsupportedError: if leaves of one row have different shapes.
     """
 
-    def __init__(self, storage: ModelStorage, shapes: PyTree):
+    def __init__(self, storage: StageStorage, shapes: PyTree):
         self.shapes = shapes
         self._form = ParamLike(storage.shapes, shapes)
-        self.storages: list[ModelStorage | None] = [
+        self.storages: list[StageStorage | None] = [
             storage.like(part) if is_like else None for part, is_like in self._form.split(shapes)
         ]
         self.places: list[LeafPlace] = []
@@ -172,13 +172,13 @@ class VectorLayout:
     """
 
     owners: Mapping[Keys, LeafOwner]
-    sides: Sequence[Sequence[StoredForm]]
+    sides: Sequence[Sequence[TreeStorage]]
     sizes: Mapping[Vector, int]
     lengths: Mapping[Vector, tuple[int, ...]]
 
     @classmethod
     def of(
-        cls, storage: ModelStorage, sides: Sequence[Sequence[StoredForm]]
+        cls, storage: StageStorage, sides: Sequence[Sequence[TreeStorage]]
     ) -> VectorLayout | None:
         """Returns the layout of the parameters, or None if a part of a tree has another layout.
 

@@ -326,7 +326,7 @@ def nonlinear(name: str, values: list[Value]) -> Value:
     return Value(made=any(value.made for value in values))
 
 
-class Use(enum.Enum):
+class Dependence(enum.Enum):
     """How an output of a loss function relates to the samples.
 
     MEAN is a mean over samples, or the same for all batches.
@@ -348,18 +348,18 @@ class Use(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputUse:
+class OutputDependence:
     """How one output depends on the samples.
 
     Args:
-        kind: see `Use`.
+        kind: see `Dependence`.
         factor: the value of the whole batch is this times the mean over equal parts: 1 for a mean,
             the number of parts for a sum.
         why: the reason, for MIXED, COUPLED and a buffer that is not CONSTANT.
         line: the user's line that is the reason.
     """
 
-    kind: Use
+    kind: Dependence
     factor: float = 1.0
     why: str = ""
     line: str = ""
@@ -367,7 +367,7 @@ class OutputUse:
     @property
     def is_separable(self) -> bool:
         """Whether it can be combined from the values of the parts."""
-        return self.kind not in (Use.MIXED, Use.COUPLED)
+        return self.kind not in (Dependence.MIXED, Dependence.COUPLED)
 
     @property
     def place(self) -> str:
@@ -379,64 +379,65 @@ class OutputUse:
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleUse:
+class LossDependence:
     """How the outputs of a loss function depend on the samples of its batch.
 
     Args:
-        loss: the use of the loss; with a weight, that of their quotient.
-        metrics: the use of each metric, by name.
-        buffers: the use of each buffer's new value, by path.
+        loss: how the loss does; if it has a weight, how the quotient of the two does.
+        metrics: how each metric does, by name.
+        buffers: how the new value of each buffer does, by path.
         is_plain: whether the loss is a number without its own weight.
         failure: the error of the loss function if it fails on a part of the batch.
 
     Example:
-        >>> coupled = OutputUse(Use.COUPLED, why="takes `sort` along the samples", line="a.py:3")
-        >>> use = SampleUse(OutputUse(Use.MEAN), {"median": coupled}, {})
-        >>> print(use)
+        >>> why = "takes `sort` along the samples"
+        >>> coupled = OutputDependence(Dependence.COUPLED, why=why, line="a.py:3")
+        >>> found = LossDependence(OutputDependence(Dependence.MEAN), {"median": coupled}, {})
+        >>> print(found)
         loss: mean
         metric 'median': coupled: takes `sort` along the samples (a.py:3)
-        >>> use.coupled
+        >>> found.coupled
         "the metric 'median' takes `sort` along the samples (a.py:3)"
     """
 
-    loss: OutputUse
-    metrics: Mapping[str, OutputUse]
-    buffers: Mapping[Path, OutputUse]
+    loss: OutputDependence
+    metrics: Mapping[str, OutputDependence]
+    buffers: Mapping[Path, OutputDependence]
     is_plain: bool = True
     failure: str = ""
 
     @property
     def is_separable(self) -> bool:
         """Whether the loss and all metrics can be combined from the values of the parts."""
-        return all(use.is_separable for use in (self.loss, *self.metrics.values()))
+        return all(dependence.is_separable for dependence in (self.loss, *self.metrics.values()))
 
-    def outputs(self) -> dict[str, OutputUse]:
-        """Returns the uses of all outputs, by the name to show to the user."""
-        metrics = {f"metric {name!r}": use for name, use in self.metrics.items()}
-        buffers = {f"buffer {path!r}": use for path, use in self.buffers.items()}
+    def outputs(self) -> dict[str, OutputDependence]:
+        """Returns the dependence of each output, by the name to show to the user."""
+        metrics = {f"metric {name!r}": dependence for name, dependence in self.metrics.items()}
+        buffers = {f"buffer {path!r}": dependence for path, dependence in self.buffers.items()}
         return {"loss": self.loss, **metrics, **buffers}
 
     @property
     def coupled(self) -> str:
         """The first output with a reason, and the reason; "" if there is none."""
-        for name, use in self.outputs().items():
-            if use.why:
-                return f"the {name} {use.why}{use.place}"
+        for name, dependence in self.outputs().items():
+            if dependence.why:
+                return f"the {name} {dependence.why}{dependence.place}"
         return ""
 
     def __str__(self) -> str:
-        shown = {n: u for n, u in self.outputs().items() if u.kind is not Use.CONSTANT}
-        return "\n".join(f"{name}: {use}" for name, use in shown.items())
+        shown = {n: u for n, u in self.outputs().items() if u.kind is not Dependence.CONSTANT}
+        return "\n".join(f"{name}: {dependence}" for name, dependence in shown.items())
 
 
-def use_of(
+def dependence_of(
     loss: Value,
     weight: Value,
     metrics: Mapping[str, tuple[Value, Value]],
     buffers: Mapping[Path, Value],
     is_plain: bool = True,
     num_shards: float = 1,
-) -> SampleUse:
+) -> LossDependence:
     """Summarises the abstract values of the outputs of a loss function.
 
     Args:
@@ -448,9 +449,9 @@ def use_of(
         num_shards: the number of equal shards of the batch.
 
     Returns:
-        The uses.
+        How each output depends on the samples.
     """
-    return SampleUse(
+    return LossDependence(
         _loss(loss, weight, num_shards),
         {name: _metric(v, divisor, weight, num_shards) for name, (v, divisor) in metrics.items()},
         {path: _buffer(value) for path, value in buffers.items()},
@@ -462,34 +463,36 @@ OF_WEIGHT = "has a weight that "
 """The beginning of a reason that concerns the loss's weight."""
 
 
-def _loss(loss: Value, weight: Value, num_shards: float) -> OutputUse:
+def _loss(loss: Value, weight: Value, num_shards: float) -> OutputDependence:
     for value, whose in ((loss, ""), (weight, OF_WEIGHT)):
         # The parts' values of a total can be summed; a constant is the mean of equal values.
         if value.kind not in (Kind.CONSTANT, Kind.TOTAL):
-            kind = Use.MIXED if value.kind is Kind.MIXED else Use.COUPLED
+            kind = Dependence.MIXED if value.kind is Kind.MIXED else Dependence.COUPLED
             why = whose + (value.why or "is not a sum over the samples")
-            return OutputUse(kind, 1.0, why, value.line)
+            return OutputDependence(kind, 1.0, why, value.line)
     factor = loss.scale / weight.scale
     if same_scale(factor, num_shards):
-        return OutputUse(Use.SUM, factor)
+        return OutputDependence(Dependence.SUM, factor)
     if not same_scale(factor, 1.0):
-        return OutputUse(Use.SCALED, factor)
+        return OutputDependence(Dependence.SCALED, factor)
     is_plain = weight.is_constant and not weight.is_scaled
-    return OutputUse(Use.MEAN if is_plain else Use.WEIGHTED)
+    return OutputDependence(Dependence.MEAN if is_plain else Dependence.WEIGHTED)
 
 
-def _metric(value: Value, divisor: Value, weight: Value, num_shards: float) -> OutputUse:
+def _metric(value: Value, divisor: Value, weight: Value, num_shards: float) -> OutputDependence:
     if value.kind is Kind.RATIO and not value.is_scaled and value.divisor == weight.value_id:
-        return OutputUse(Use.WEIGHTED)
+        return OutputDependence(Dependence.WEIGHTED)
     if value.is_constant and divisor.is_constant and not (value.is_scaled or divisor.is_scaled):
-        return OutputUse(Use.CONSTANT)
+        return OutputDependence(Dependence.CONSTANT)
     return _loss(value, divisor, num_shards)
 
 
-def _buffer(value: Value) -> OutputUse:
+def _buffer(value: Value) -> OutputDependence:
     if value.is_constant and not value.is_scaled:
-        return OutputUse(Use.CONSTANT)
+        return OutputDependence(Dependence.CONSTANT)
     counts = "counts the samples of the batch" if value.kind is Kind.CONSTANT else ""
     why = counts or value.why or "changes with the samples of the batch"
-    kind = Use.MEAN if value.kind is Kind.TOTAL and not value.is_scaled else Use.COUPLED
-    return OutputUse(kind, value.scale, why, value.line)
+    kind = (
+        Dependence.MEAN if value.kind is Kind.TOTAL and not value.is_scaled else Dependence.COUPLED
+    )
+    return OutputDependence(kind, value.scale, why, value.line)
