@@ -58,7 +58,7 @@ class WithTerm(Weighted):
     """A loss with an extra term that is a mean over samples, whatever their weights.
 
     The load-balancing loss of experts is such a term. In a batch of several microbatches, each
-    term is weighed by the number of samples, not by the weight of the loss.
+    term is weighted by the number of samples, not by the weight of the loss.
 
     Args:
         total: the sum of the losses, plus `term * weight`.
@@ -71,7 +71,7 @@ class WithTerm(Weighted):
     metrics: tuple[str, ...] = ()
 
     def of_samples(self, samples: int, mean_weight: Array) -> Weighted:
-        """The loss of a part of a batch, with the term weighed by samples.
+        """The loss of a part of a batch, with the term weighted by samples.
 
         Args:
             samples: the number of samples in the part.

@@ -196,8 +196,8 @@ def _link(jaxpr: Jaxpr, last: int, call: int, dependent: set[Var]) -> tuple[str 
             roles.append(SHARED)
         elif new in before.outvars:
             roles.append(before.outvars.index(new))
-            # A scan cannot carry a first input whose dtype differs from all later ones. The mesh of
-            # an aval is not compared: it is empty for an input that was traced as a shape.
+            # The carry of a scan has one dtype: the first input needs that of the results. The mesh
+            # of an aval is not compared: it is empty for an input that was traced as a shape.
             if _kind(old.aval) != _kind(new.aval):
                 return None
         elif not dependent.isdisjoint(variables([new])):
@@ -410,7 +410,7 @@ def grouped_scan(
         stacked: leaves with a leading dim of `length`.
         length: how many steps.
         group: steps per iteration; `length` need not divide by it.
-        protect: puts the body of a loop with that many iterations under `jax.checkpoint`.
+        protect: `protect(body, iterations)` puts the body of a loop under `jax.checkpoint`.
         reverse: whether to start with the last row.
         unroll: the `unroll` of `lax.scan`, for groups of one.
 

@@ -118,8 +118,8 @@ class LoopCost:
             why += f"{byte_size(stack_bytes)} of stacks take {took}"
             return LoopChoice(num_blocks, True, why)
         if STEPS * a_step > compiling:
-            why = f"the {byte_size(stack_bytes)} of a loop's stacks would take {took}, to save "
-            why += f"{saved} of compiling" if compiling else "no time to compile"
+            why = f"a loop would stack {byte_size(stack_bytes)}, {took}, and save "
+            why += f"{saved} of compiling" if compiling else "no compile time"
             return LoopChoice(num_blocks, False, why)
         why = f"that saves {saved} of compiling, and {byte_size(stack_bytes)} of stacks take {took}"
         return LoopChoice(num_blocks, True, why)
@@ -179,7 +179,7 @@ class LoopRule:
             return self.cost.choice(length, length * each)
         why = f"up to {UNROLLED} are compiled separately, more run as one loop"
         if length > UNROLLED and self.why:
-            why = f"{why}, for {self.why}"
+            why = f"{why}, because {self.why}"
         return LoopChoice(length, length > UNROLLED, why)
 
 

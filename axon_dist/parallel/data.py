@@ -37,7 +37,7 @@ def ddp(
 
     Args:
         axes: the mesh axes that split the batch; None for `dp`, or `fsdp` on a mesh without it.
-        sync: SYNCHRONOUS, or OVERLAPPED to let reductions run concurrently.
+        sync: SYNCHRONOUS reduces bucket after bucket, OVERLAPPED leaves their order to XLA.
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA, except that
             OVERLAPPED then uses 25 million (100 MB in float32).
         reduce_dtype: the dtype in which gradients are sent; None keeps their own.
@@ -164,9 +164,9 @@ def zero(
         activation_checkpointing: what the backward pass recomputes.
         min_elements: leaves with fewer elements stay whole.
         reduction: how gradients are reduced. By default stage 1 reduces once per step, and stages 2
-            and 3 once per microbatch, so that they never hold a whole gradient. In stage 2 this is
-            fixed, because reducing per microbatch is what distinguishes it from stage 1; in stage 3
-            a composed strategy may override it.
+            and 3 once per microbatch, so that they never hold a whole gradient. A strategy
+            composed with stage 2 cannot change this default, because reducing per microbatch is
+            what distinguishes it from stage 1; one composed with stage 3 can.
         name: the name shown in tables.
 
     Returns:
@@ -246,7 +246,7 @@ _NAMES: MappingProxyType[ShardingStrategy, str] = MappingProxyType(
         ShardingStrategy.HYBRID_SHARD: "hybrid",
     }
 )
-"""The name of the strategy that each sharding strategy is, as in configs."""
+"""The name in configs of each sharding strategy."""
 
 
 def _sharding_strategy_first(make: Callable[_P, Strategy]) -> Callable[_P, Strategy]:

@@ -51,8 +51,8 @@ def pipelined(
 ) -> Strategy:
     """Pipeline parallelism as a strategy: blocks are split over `axis`, microbatches pass through.
 
-    Composed with data parallelism, each rank gathers the weights of its stages (where they are
-    split) once per step and reduces their gradients once, at every ZeRO stage: once per microbatch
+    Composed with data parallelism of any ZeRO stage, each rank gathers the weights of its pipeline
+    stages (where they are split) and reduces their gradients once per step. Once per microbatch
     would multiply the bytes sent. ZeRO-3 therefore saves memory between steps, but within a step a
     rank holds its stages whole.
 

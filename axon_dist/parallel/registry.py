@@ -228,13 +228,13 @@ def over_data_axes(
 
     Args:
         make: makes a strategy; its keyword argument `axes` is a tuple of mesh axes, or None for
-            the axis of the strategy's own name.
+            its default axis: `dp` for `ddp` and `zero`, `fsdp` for `fsdp`.
         axes: (world) -> the mesh axes to use.
         **fixed: options of `make` with the same value in every config.
 
     Returns:
         (model, world, **options) -> the strategy. With `shares=True`, which a config cannot set,
-        the strategy uses only the axis of its own name: in `[ddp, fsdp]`, for example, `ddp` uses
+        the strategy uses only its default axis: in `[ddp, fsdp]`, for example, `ddp` uses
         `dp` and leaves `fsdp` to the other strategy.
     """
 
@@ -298,7 +298,7 @@ def _pipeline(
         chunks: stages per rank; None uses the default of the schedule.
         boundaries: the first block of each stage, and the number of blocks; None cuts evenly.
         backward: `recompute` keeps a stage's input and recomputes the stage, `residuals` keeps all
-            that the backward pass needs, and a policy of `remat` what that saves of each block.
+            that the backward pass needs, and the name of a `remat` policy keeps what it saves.
         split_vocabulary: every rank computes its part of the vocabulary of embedding, head and
             loss, instead of the first and last stages alone; for `linear_cross_entropy` losses.
     """
@@ -485,7 +485,7 @@ STRATEGIES = StrategyTable(
         ),
         "no_shard": StrategyRow(
             make=over_data_axes(fsdp, sharding_strategy=ShardingStrategy.NO_SHARD),
-            does_not_fit="nothing, with the options of FSDP",
+            does_not_fit="nothing: data parallelism with the options of FSDP",
             page="ddp",
             example="dp=8",
         ),

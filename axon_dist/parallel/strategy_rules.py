@@ -149,9 +149,8 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
     _rule(
         "replicas average statistics over their own ranks",
         StrategyConflictError,
-        "replicas over axis {replica_axis!r} keep their own statistics, but the "
-        "strategy asks for those of each rank: broadcast_buffers=False; leave it at True, which "
-        "is about the ranks within a replica",
+        "replicas over axis {replica_axis!r} each have one set of statistics, averaged over their "
+        "ranks, but broadcast_buffers=False gives each rank its own; leave it at True",
         lambda strategy, _: (
             strategy.outer_loop and strategy.reduction and not strategy.reduction.sync_buffers
         ),
@@ -237,10 +236,9 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
     _rule(
         "replicas have no split experts",
         StrategyConflictError,
-        "the strategy has replicas over axis {replica_axis!r}, each with its own "
-        "gradients, and parameters along axis {strategy.ungathered_axes[0]!r} whose gradients the "
-        "compiler reduces; leave expert_parallel out and split the parameters by fsdp(), or "
-        "leave out diloco() or local_sgd()",
+        "the strategy has replicas over axis {replica_axis!r} and experts split over axis "
+        "{strategy.ungathered_axes[0]!r}, which do not compose; leave expert_parallel "
+        "out and split the parameters by fsdp(), or leave out diloco() or local_sgd()",
         lambda strategy, _: strategy.outer_loop and strategy.ungathered_axes,
         code="replicas-and-experts",
     ),

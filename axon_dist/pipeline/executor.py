@@ -100,7 +100,7 @@ class Executor:
         averaged_buffers: the numbers in `shared_buffers` whose new value is the mean over the
             microbatches.
         partitioned: the numbers of the parameters in `rest` that are split over the ranks by
-            tokens.
+            rows of the vocabulary.
         lookups: the lookups in partitioned tables, which all ranks run together in the ticks of `E`
             and `G`.
 
@@ -109,7 +109,8 @@ class Executor:
         all_rest: all parameters outside the blocks, by number.
         embedding: the lookups as actions.
         wire: the shapes of the values that stages send.
-        backwards: forward, input gradient and weight gradient of each program, if they are split.
+        backwards: forward, input gradient and weight gradient of each program, if the backward
+            pass is split or residuals are saved.
         stash: the packed form of the values that a forward pass saves: the stage's output and its
             residuals.
         held: the packed form of the intermediates that an input gradient saves for the weight

@@ -56,7 +56,7 @@ class Data(NamedTuple):
 
 
 class StageLoss(NamedTuple):
-    """The outputs of the loss function: a total, its weight, and the weighed metrics."""
+    """The outputs of the loss function: a total, its weight, and the weighted metrics."""
 
     total: Array
     weight: Array
@@ -89,7 +89,7 @@ class StageProgram:
 
     Args:
         stages: the numbers of the stages.
-        chunk: the number of the chunk that each of these stages is on its rank.
+        chunk: which chunk of its rank each of these stages is.
         rows: the rows of parameters that the stages read.
         first: (rest, data) -> the input of stage 0.
         middle: (weights by row, rest, data, stage, input) -> output.

@@ -250,7 +250,7 @@ class UniformStages:
 def _weights(
     trace: LossTrace, storage: StageStorage, calls: Sequence[Any]
 ) -> dict[int, int] | None:
-    """Returns the leaf of the block that each operand is, by number; None if blocks differ."""
+    """Maps each operand that is a weight to the number of its leaf; None if blocks differ."""
     previous = {}
     for number, (block, call) in enumerate(zip(storage.stages.blocks, calls, strict=True)):
         leaf_of = {trace.params[block + leaf]: i for i, leaf in enumerate(storage.leaves)}

@@ -156,7 +156,7 @@ def dependencies(action: Action, num_stages: int, scheduled: Container[Action]) 
 
     Args:
         action: the action that waits.
-        num_stages: stages through the whole model.
+        num_stages: stages of the whole model.
         scheduled: every action of the schedule. It tells whether the next stage's gradient comes
             from a whole backward `B` or from an `I`; a stage may split its backward while its
             neighbour does not.
@@ -211,7 +211,7 @@ def partition(
 
     Args:
         num_layers: layers in the chain.
-        num_stages: stages through the whole model.
+        num_stages: stages of the whole model.
         costs: the cost of each layer, in any unit; None for equal layers.
         boundaries: the boundaries to use; they are only checked.
 

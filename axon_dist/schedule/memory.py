@@ -54,7 +54,7 @@ class PipelineMemoryStats:
     """Peak activations of a pipeline, in stage inputs of one microbatch.
 
     Args:
-        per_stage: the peak of each stage through the whole model.
+        per_stage: the peak of each stage of the whole model.
         per_device: the peak of each device; the same numbers if devices have one chunk.
 
     Example:

@@ -46,7 +46,7 @@ def interleaved_1f1b(num_devices: int, num_microbatches: int, chunks: int = 2) -
     Each device works through its chunks in groups of `P` microbatches. The bubble is
     `(P-1)(F+B)/V`. Device `d` keeps activations of at most `2(P-d-1) + (V-1)P + 1` chunks. Devices
     send each other `V` times as much as in 1F1B. In the steady state, a forward and a backward
-    share a tick, so that the bubble is the same if devices are kept in lockstep.
+    share a tick, so that lockstep does not enlarge the bubble.
 
     Args:
         num_devices: devices `P`.
@@ -98,8 +98,8 @@ def check_groups(
         below = num_microbatches - num_microbatches % num_devices
         near = " or ".join(str(m) for m in (below, below + num_devices) if m)
         raise ScheduleError(
-            f"{name} got {num_microbatches} microbatches for {num_devices} devices. It "
-            "works in groups of as many microbatches as devices, so they must divide: use "
+            f"{name} got {num_microbatches} microbatches for {num_devices} devices, but it "
+            "needs a multiple of the number of devices: use "
             f"{near} microbatches, or looped_bfs, which takes any number."
         )
 

@@ -436,7 +436,7 @@ def for_stages(costs: Costs, num_stages: int) -> Costs | None:
 
     Args:
         costs: costs with one `stage_weights` entry per piece, or none.
-        num_stages: stages through the whole model.
+        num_stages: stages of the whole model.
 
     Returns:
         The costs with a weight for each stage; None if the weights do not divide evenly.

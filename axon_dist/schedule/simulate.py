@@ -264,7 +264,7 @@ def times_of(schedule: Schedule, costs: Costs) -> _Times:
     if len(weights) != schedule.num_stages:
         raise ScheduleError(
             f"got {len(weights)} stage_weights for the {schedule.num_stages} stages of "
-            f"{schedule.name!r}. Give one weight per stage through the whole model, or none."
+            f"{schedule.name!r}. Give one weight per stage of the whole model, or none."
         )
 
     def share(phase, weight):

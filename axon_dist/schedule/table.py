@@ -167,7 +167,7 @@ def infer_placement(rows: Sequence[Sequence[Cell]]) -> tuple[int, ...]:
             devices = f"devices {sorted(homes)}" if homes else "no device"
             raise ScheduleError(
                 f"stage {stage} of 0..{max(first_ticks)} runs on {devices}. A stage must live on "
-                "exactly one device; number the stages through the whole model, without gaps."
+                "exactly one device; number the stages of the whole model without gaps."
                 + (f"\n{render_grid(rows, list(homes.items()))}" if homes else "")
             )
     return tuple(next(iter(first_ticks[stage])) for stage in range(1 + max(first_ticks)))
@@ -421,7 +421,7 @@ def earliest_starts(
     Args:
         name: the name of the schedule, for the message.
         order: per device, its cells in the order of execution.
-        num_stages: stages through the whole model.
+        num_stages: stages of the whole model.
         duration: returns the time that a cell takes.
         transfer: the time until a result reaches another device.
 

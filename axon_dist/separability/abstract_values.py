@@ -54,7 +54,9 @@ class Why(enum.StrEnum):
         "Python loop over them or an `if` on their number"
     )
     DIMS = "depends on the number of samples in more than one dim"
-    SIZES = "depends on how many samples there are in a way that parts of a batch do not show"
+    SIZES = (
+        "depends on the number of samples in a way that cannot be computed from parts of a batch"
+    )
     TERMS = (
         "adds a sum over the samples and a term that does not grow with them; take the mean over "
         "the samples, or multiply the other term by their number"
@@ -71,9 +73,7 @@ class Why(enum.StrEnum):
     )
     PRODUCT = "multiplies or divides totals over the samples"
     EACH = "combines a sum over the samples with individual samples"
-    NUMBERS = (
-        "depends on the position of a sample in the batch, which is another one in a part of it"
-    )
+    NUMBERS = "depends on a sample's position in the batch, which is different in a part of it"
     RESHAPED = "is reshaped across the samples"
     WRITTEN = "is written where several samples may write"
     PICKED = "picks samples by an index"
@@ -99,8 +99,8 @@ class Value:
         positions: for ROWS, whether each column of the last dim is the sample's position in the
             batch; `(True,)` if the whole value is, and empty if no column is.
         divisor: for RATIO, the `value_id` of the divisor.
-        loop_length: for the sample's position in a loop over the samples, how many samples a part
-            has.
+        loop_length: if the value is the index of a loop over the samples, the number of samples in
+            a part.
         slot: for CARRY, its position among the loop's carries.
         known: the number that a scalar, or every element of an array, equals in the programs of a
             part and of the whole, if it is a constant there.
@@ -383,9 +383,9 @@ class LossDependence:
     """How the outputs of a loss function depend on the samples of its batch.
 
     Args:
-        loss: how the loss does; if it has a weight, how the quotient of the two does.
-        metrics: how each metric does, by name.
-        buffers: how the new value of each buffer does, by path.
+        loss: the dependence of the loss; of total / weight if it has a weight.
+        metrics: that of each metric, by name.
+        buffers: that of the new value of each buffer, by path.
         is_plain: whether the loss is a number without its own weight.
         failure: the error of the loss function if it fails on a part of the batch.
 

@@ -299,7 +299,7 @@ class Walk:
             return results
         floats = [i for i, v in enumerate(pair[0].invars) if is_float(v.aval)]
 
-        # The cotangent may have any scale; only a result that is linear in it has the same one.
+        # The cotangent gets an arbitrary scale. A result has that scale only if it is linear in it.
         def returned(v: Value) -> Value:
             scale = _ANY / v.scale / (self._ratio if v.is_rows else 1.0)
             v = CONSTANT if v.kind is Kind.TOTAL else v

@@ -108,7 +108,7 @@ def all_constant(values: Sequence[Value]) -> bool:
 
 
 def only_numbers(value: Value) -> Value:
-    """Returns a value if all its columns are the sample's position, or none; else raises."""
+    """Returns the value; raises if only some of its columns are the sample's position."""
     if value.positions not in ((), (True,)):
         raise Coupling(Why.NUMBERS)
     return value

@@ -122,7 +122,7 @@ def _transpose(op: Operation, values: list[Value]) -> Value:
 
 
 def _times_more(op: Operation) -> float:
-    """Returns how many times more of the first operand's entries the whole sums than a part."""
+    """Returns how many entries of the first operand the whole sums, divided by those of a part."""
     small, large = op.inputs[0]
     summed = (dim for dim in grown(op.inputs[0]) if op.factors.role(0, dim) is Role.SUMMED)
     return math.prod(large[dim] / small[dim] for dim in summed)

@@ -38,7 +38,7 @@ from .objective import (
     PartLoss,
     is_one,
     mean_loss,
-    weighed_metrics,
+    weighted_metrics,
 )
 from .plan import StepPlan
 from .separation import Traces
@@ -151,7 +151,7 @@ def summed(outcome: Outcome, batch: Batch) -> dict[str, Weighted]:
     loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), outcome.loss)
     return {"loss": loss} | {
         name: x if isinstance(x, Weighted) else Weighted(x, loss.weight)
-        for name, x in weighed_metrics(outcome).items()
+        for name, x in weighted_metrics(outcome).items()
     }
 
 

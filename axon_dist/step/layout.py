@@ -155,7 +155,8 @@ class StateLayout:
     Args:
         plan: the plan of the step.
         source: where the first values of its model come from.
-        strategy: shards trained parameters and their moments; None for that of the stored form.
+        strategy: shards trained parameters and their moments; None for the strategy
+            of the storage.
 
     Attributes:
         plan: the plan of the step.

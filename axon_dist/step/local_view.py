@@ -4,7 +4,7 @@ Some reductions cannot be expressed in global view: one reduction for all microb
 
 A model that keeps its layers in a list has one array per layer, but the loop over layers wants them
 stacked. If the loop over microbatches carried the list, weights and sums would be in memory twice.
-The loop carries stacks and splits them in its body, so the compiler sees one array.
+It carries stacks instead and splits them in its body, so the compiler sees one array.
 """
 
 from __future__ import annotations
@@ -309,9 +309,9 @@ class RankProgram:
     def _reduces_in_backward(self, scale: Any) -> bool:
         """Whether the backward pass of the last microbatch reduces the gradients of all of them.
 
-        Buckets are reduced in their own order instead. With a loss scale, the reduction runs after
-        the backward pass too. Within it gradients are those of sums over the samples, which would
-        overflow at a scale that fits the gradients of means.
+        Buckets are reduced in their own order, after the backward pass. With a loss scale the
+        reduction runs after it, too: inside the backward pass gradients are those of sums over the
+        samples, which would overflow at a scale that fits the gradients of means.
         """
         reduction = self.spec.reduction
         accumulates = reduction.per == "step" and self.spec.num_microbatches > 1
@@ -367,7 +367,7 @@ class RankProgram:
         return jnp.zeros(sharding.shard_shape(stored_shape(grad.shape, owner, mesh)), dtype)
 
     def _read_once(self, buffers: PyTree, batch: Batch) -> frozenset[Path]:
-        """Returns the weights that one call of one unit reads, except those of Linen modules."""
+        """Returns the weights that exactly one call of a unit reads, except those of Linen."""
         spec = self.spec
         samples = jax.tree.leaves(batch)[0].shape[0]
         jaxpr = self.plan.separator.program(batch, samples).jaxpr

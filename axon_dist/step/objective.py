@@ -333,7 +333,7 @@ def mean_loss(loss: Weighted) -> Array:
     return total if is_one(loss.weight) else _divided(total, loss.weight)
 
 
-def weighed_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
+def weighted_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
     """Returns metrics as weighted sums; a metric without a weight gets that of the loss."""
     weight = outcome.loss.weight
 
@@ -413,7 +413,7 @@ def gradient_sums(
             inside the backward pass, where each rank's own weight can no longer be applied
             afterwards. If it returns 1, the total is differentiated instead of the mean.
         num_shards: how many shards of about this size a batch is cut into: ranks times
-            microbatches. The mean over a shard gives each sample that many times its weight in
+            microbatches. In the mean over a shard, a sample weighs `num_shards` times as much as in
             the batch. The loss scale is therefore divided by it; half precision would otherwise
             overflow in a shard where it does not for the whole batch.
 
@@ -441,7 +441,7 @@ def gradient_sums(
 
         grads = jax.tree.map(weighted, grads)
         loss = jax.tree.map(_float, outcome.loss)
-        return Sums(grads, loss, weighed_metrics(outcome)), outcome.buffers
+        return Sums(grads, loss, weighted_metrics(outcome)), outcome.buffers
 
     return sums
 

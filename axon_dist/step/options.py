@@ -297,9 +297,9 @@ class StepOptions(_Fields):
             step is compiled with these options, and `lower(batch).compile()` shows the program
             that runs.
         separable: whether the loss of a batch can be computed from the losses of its parts: the
-            microbatches, and the samples of each rank. None has it proved; True and False take your
-            word, and both average the losses of microbatches, but only True also lets each rank
-            compute the loss of its own samples and averages these.
+            microbatches, and the samples of each rank. With None, the step proves it. With True or
+            False, it takes your word and averages the losses of microbatches. With True, each rank
+            also computes the loss of its own samples, and these are averaged.
 
             - None (default): the step reads it off the traced loss. A mean, a sum, a `Weighted` or
               a function of sums over the samples can be computed from parts. Any other loss

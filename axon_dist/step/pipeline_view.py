@@ -128,7 +128,7 @@ def _parts_draw(plan: StepPlan, batch: Batch) -> bool:
 def _kinds_of_buffers(
     mutable: Collection[int], buffers: PyTree, draws: Draws | None
 ) -> tuple[set[int], set[int]]:
-    """Returns the buffers to average over microbatches, and those read only at their first value.
+    """Returns the buffers to average, and those whose initial value every microbatch reads.
 
     The second set includes the first.
     """
@@ -167,7 +167,7 @@ class PipelineRegion:
         rows: the stored form of the parameters.
         axes: the manual axes.
         is_whole_mesh: whether all axes are manual, so that none is left to the compiler.
-        changes: the changes to the model on a rank: its blocks are units.
+        changes: the changes made to a rank's model; they mark its blocks as units.
         rank_shapes: the shapes of the model's parameters on a rank, which has only its own experts.
         row_specs: the specs of the rows of trained parameters in the manual region: split by
             stages, and experts over the ranks that their tokens are sent to.
@@ -291,7 +291,7 @@ class PipelineRegion:
         """Runs on one rank: takes its stages and samples, returns reduced sums and new buffers.
 
         `params` and `frozen` are each a pair of rows and rest; each rest has None where the other
-        has a value. Of the parameters in `split_dims` this rank has its shard.
+        has a value. This rank holds only its shard of the parameters in `split_dims`.
         """
         spec = self.spec
         first_buffers = buffers if draws is None else draws.before(buffers, buffers, 0)

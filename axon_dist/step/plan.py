@@ -271,7 +271,7 @@ def loop_rule(spec: StepSpec, choices: dict[LoopChoice, None]) -> LoopRule:
 def _loop_cost(spec: StepSpec) -> tuple[LoopCost | None, str]:
     """Returns the cost of a loop over blocks here, or None and why it is not known."""
     if spec.world.is_cpu:
-        return None, "CPUs spend more on compiling than a loop takes"
+        return None, "on CPUs compiling more blocks costs more time than a loop does"
     chip = relative_of(spec.world.mesh)
     if chip is None or not chip.block_seconds:
         return None, "the cost of a loop on these devices is not known"

@@ -159,7 +159,7 @@ def _of_counts(spec: StepSpec) -> Obstacle:
         parts = f"{ranks} ranks" + f" x accumulate={accumulate}" * (accumulate > 1)
         return (
             f"logical_shards={shards} do not divide over {parts}, each of which adds up a "
-            "whole subtree",
+            "whole subtree of the binary tree in which the shards are summed",
             f"use a power of two of ranks and microbatches, up to {shards} together",
         )
     if spec.options.pad is not None:
@@ -182,8 +182,8 @@ def _of_sums(spec: StepSpec) -> Obstacle:
     if reduction.is_grouped or not reduction.sync_buffers:
         return (
             f"bucket_capacity={reduction.bucket_capacity}, sync={reduction.sync.name} and "
-            f"broadcast_buffers={reduction.sync_buffers} say how ranks reduce, "
-            "but the tree decides that",
+            f"broadcast_buffers={reduction.sync_buffers} set how ranks reduce, "
+            "but elastic steps sum in a fixed binary tree over the logical shards",
             "leave all three out",
         )
     if reduction.dtype is not None and jnp.finfo(reduction.dtype).bits < _WIDE:
@@ -242,7 +242,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "the compiler reduces the gradients of experts",
         UnsupportedError,
         "parameters are split along {axis!r} and the samples of all its ranks are sent to them, so "
-        "no rank holds gradients of its own samples alone, which {asked} needs. Remove it; "
+        "no rank holds gradients of its own samples alone, which {asked} needs. Remove {asked}; "
         "gradients are then reduced after every microbatch, in the compute dtype",
         lambda spec: _ungathered(spec) if spec.strategy.ungathered_axes else None,
         code="experts-and-ranks",
@@ -283,8 +283,9 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
         "no replica waits for another",
         UnsupportedError,
         "nonfinite={policy!r} freezes the state of all ranks from the first nonfinite step on, "
-        "and replicas over axis {axis!r} would have to tell each other on every step; use 'skip', "
-        "with which each leaves out its own batch, in a config train: {{nonfinite: skip}}",
+        "and replicas over axis {axis!r} would have to tell each other on every step; use "
+        "nonfinite='skip' (in a config, train: {{nonfinite: skip}}): each replica then skips its "
+        "own batch",
         _stops_replicas,
         code="replicas-and-nonfinite",
     ),
@@ -447,9 +448,8 @@ PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
         "matrices can be distributed",
         UnsupportedError,
         "the optimizer orthogonalises matrices within {kind!r}, where they cannot be distributed "
-        "over the {count} devices, each of which would do all of it. Take the branch or loop out "
-        "of the optimizer: nonfinite='skip' of build_train_step is apply_if_finite without a "
-        "branch",
+        "over the {count} devices, so that every device would do all the work. Remove it from the "
+        "optimizer; in place of optax.apply_if_finite, pass nonfinite='skip' to build_train_step",
         lambda plan: _matrices(plan) if plan.state_plan.update.needs_matrices else None,
         code="matrices-not-distributed",
     ),
@@ -462,9 +462,9 @@ PIPELINE_PLAN_RULES: tuple[Requirement[StepPlan], ...] = (
         "stages have experts in equal blocks",
         UnsupportedError,
         "the pipeline has {path!r} {where}, but experts that tokens are sent to along {axis!r} "
-        "must be those of modules with these methods, as models.Experts, in blocks with parameters "
-        "of equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp in "
-        "addition to the pipeline; or leave the pipeline out",
+        "must be modules with the methods mix_experts and feed, such as models.Experts, in blocks "
+        "with parameters of equal shapes. Leave expert_parallel out, and split the batch by ddp "
+        "or fsdp in addition to the pipeline; or leave the pipeline out",
         lambda plan: _stage_experts(plan) if plan.spec.strategy.ungathered_axes else None,
         code="stage-experts",
     ),

@@ -448,7 +448,7 @@ class Separation:
     def __str__(self) -> str:
         view = "per rank" if self.is_per_rank else "global view"
         text = view + (f", because {self.why}" if self.why else "")
-        also = "" if self.averaged == self.why else f", for {self.averaged}"
+        also = "" if self.averaged == self.why else f" because {self.averaged}"
         return text + (f"; averaged over microbatches{also}" if self.averaged else "")
 
 
@@ -658,7 +658,8 @@ class Separator:
             return None
         names = {name for name, output in dependence.metrics.items() if not output.is_separable}
         if not dependence.loss.is_separable:
-            # Metrics that take their weight from the loss lose it.
+            # Metrics without a weight use that of the loss. Sums in its place have none, so that
+            # these metrics are replaced, too.
             names |= {
                 name
                 for name, output in dependence.metrics.items()
@@ -712,7 +713,8 @@ class Separator:
         Returns:
             (params, buffers, batch) -> the results of the loss function, with the weights whole.
         """
-        # Callers are inside a region with named ranks; the program over all ranks has no names.
+        # Callers are inside `shard_map`, where the names of mesh axes are bound. This program is
+        # traced without them.
         return self._of_one_rank.of(batch, samples, self._traced.values()).program
 
     @cached_property
@@ -722,7 +724,8 @@ class Separator:
 
     def _traces(self, ranks: int) -> Traces:
         """Returns the programs for `ranks` ranks, each of which computes the loss on its own."""
-        # Outside of pipelines, per-rank steps leave experts to the compiler, in global view.
+        # Outside of pipelines, a model with experts runs in global view even if the step asks for
+        # ranks.
         runs_experts = ranks == 1 or self._spec.strategy.pipeline is not None
         if runs_experts not in self._traced:
             # Here experts promise not to mix samples.
@@ -771,8 +774,8 @@ class Separator:
             raise UnsupportedError(
                 f"the loss {loss.why}{loss.place}, so that {count} microbatches of {part} samples "
                 f"do not give the loss of {total}. {_instead_of(loss.why, part)}; or leave the "
-                "batch whole; or, to average the losses of the microbatches, say so: "
-                "build_train_step(separable=False)",
+                "batch whole; or, to average the losses of the microbatches, pass "
+                "separable=False to build_train_step",
                 code="coupled-loss",
             )
         # Functions of sums come last: they would be computed if no other metric prevented it, so
@@ -806,7 +809,7 @@ class Separator:
         dependence: LossDependence,
         is_given: bool,
     ) -> frozenset[Path]:
-        """Returns the statistics that are averaged over microbatches, if parts give the loss.
+        """Returns the statistics that are averaged over microbatches, if parts determine the loss.
 
         Raises:
             UnsupportedError: for a buffer that microbatches cannot pass on to the next, or that
@@ -842,9 +845,9 @@ class Separator:
     def _check_counts(
         self, batch: Batch, sizes: tuple[int, int], ranks: int, dependence: LossDependence
     ) -> None:
-        """Raises for a count that depends on the samples, unless it only adds a sum over them.
+        """Raises if an integer buffer depends on the samples, unless it only adds a sum over them.
 
-        Reading such a count before the end of the step would see the changes of other microbatches.
+        Read before the end of the step, it would show the changes of other microbatches.
         """
         program = self.program(batch, sizes[1])
         shapes = self._buffers
@@ -892,7 +895,7 @@ class Separator:
     def _mixed(self, dependence: LossDependence, ranks: int) -> str:
         """Returns the error for a loss that adds a term once per part, not once per sample."""
         loss = dependence.loss
-        guard = "Drop a constant that keeps it from being 0: a loss with weight 0 is 0. "
+        guard = "Remove a constant that keeps the weight above 0: a loss of weight 0 is 0. "
         guard = guard if loss.why.startswith(OF_WEIGHT) else ""
         return (
             f"the loss {loss.why} ({loss.line}). Each of {ranks * self._num_microbatches} "
@@ -922,9 +925,9 @@ class Separator:
         if strategy.pipeline is None:
             instead = f"leave {what} out, and the step computes it over the whole batch"
         return (
-            f"{why}, so that {ranks} ranks cannot compute it each from its own samples, which "
-            f"{what} requires. {_instead_of(why, part)}; or {instead}; or, to average the losses "
-            "of the ranks, say so: build_train_step(separable=True)"
+            f"{why}, so that the ranks of {ranks} cannot each compute it from their own samples, "
+            f"as {what} requires. {_instead_of(why, part)}; or {instead}; or, to average the losses "
+            "of the ranks, pass separable=True to build_train_step"
         )
 
 

@@ -97,8 +97,8 @@ def _mesh(strategy: str, size: int) -> str:
     return f"dp=2,fsdp={size // 2}" if strategy == "hybrid_shard" else f"dp={size}"
 
 
-# Every strategy meets every model; sizes and microbatches take turns, so that each pair of them
-# meets too without running their product.
+# Each strategy runs with every model. Of sizes and numbers of microbatches, three pairs run in
+# place of the full product.
 TURNS = ((2, 4), (4, 1), (8, 2))
 FULL = [
     Row("full_shard_once", "fsdp=4", "dropout", 4),
@@ -120,7 +120,8 @@ FULL += [
     for size, k in TURNS
     for optimizer in (("sgd", "adam") if model == "mlp" else ("sgd",))
 ]
-# Few blocks are written out where none is recomputed: what splits them meets them in a loop, too.
+# Short models are unrolled unless blocks are recomputed, so these rows run with `unroll=1`, too,
+# which tests the strategy inside a loop.
 FULL += [
     dataclasses.replace(row, unroll=1)
     for row in FULL
@@ -171,7 +172,7 @@ def _odd_mesh(strategy: str, size: int) -> str:
     return f"dp={size}" if strategy.startswith("zero") else f"fsdp={size}"
 
 
-# Devices that divide no dim of these models, and no power of two: shards are padded.
+# Numbers of devices that are no powers of two and divide few dims or none: shards are padded.
 ODD = [
     Row("full_shard", "fsdp=5", "weighted", 2, "sgd", 0.1),
     Row("zero1", "dp=7", "dropout", 2, "adam"),
@@ -228,7 +229,7 @@ def check_odd(row: Row) -> None:
     is_rough = (row.model, row.optimizer) == ("transformer", "adamw")
     tolerance = max(1e-5, 2 * rounding_of_adam(row, case, want)) if is_rough else 1e-5
     assert_same_training(step, case, want, tolerance=tolerance)
-    # What a device holds is its share of the padded arrays, and of small ones all.
+    # A device holds its share of the padded arrays, and all of each small array.
     state = step.state_layout.placed_shapes
     held = sum(map(shard_bytes, jax.tree.leaves((state.params, state.opt_state))))
     claimed = step.claims.params.bytes_per_device + step.claims.opt_state.bytes_per_device

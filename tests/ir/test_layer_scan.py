@@ -328,7 +328,7 @@ def test_a_loop_is_made_where_it_costs_less_than_compiling():
     assert choices_of(LoopRule()).is_loop
     assert not choices_of(LoopRule(), num_blocks=4).is_loop
     assert not choices_of(LoopRule(cost=fast), num_blocks=4).is_loop
-    assert "for CPUs compile slowly" in str(choices_of(LoopRule(why="CPUs compile slowly")))
+    assert "because CPUs compile slowly" in str(choices_of(LoopRule(why="CPUs compile slowly")))
     assert not choices_of(LoopRule(most=8, cost=fast)).is_loop
     assert choices_of(LoopRule(most=1, cost=slow)).is_loop
     assert choices_of(LoopRule(most=8), group=2, remat=NOTHING).is_loop

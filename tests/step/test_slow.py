@@ -184,7 +184,7 @@ REFUSED = {
     "statistics": (
         lambda: compose(diloco("nodes", every=2), ddp("fsdp", broadcast_buffers=False)),
         {},
-        "keep their own statistics, .*leave it at True",
+        "one set of statistics, .*leave it at True",
     ),
     "ema": (lambda: diloco("nodes", every=2), {"ema": 0.9}, "ema=0.9 averages .*leave ema out"),
     "stop": (

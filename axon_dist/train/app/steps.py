@@ -103,7 +103,7 @@ def build_step(
             its parts. If not, there are no outer steps and only one replica.
         follows_loss: whether to determine here how the loss of the batch follows from its parts.
             Otherwise the first trace of the step determines it, and raises the same errors.
-        factory: makes the config's model; None makes it with its first values.
+        factory: makes the model; None makes that of the config, with its initial weights.
 
     Raises:
         ConfigError: when an option of the strategy does not exist.

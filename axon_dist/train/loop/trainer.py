@@ -83,8 +83,8 @@ class Trainer:
             exists. The state includes all batches that `batches` has returned by then.
         copy: `copy(state, number)` copies a state to where it can be restored faster than from
             `save`; it must no longer use the arrays when it returns.
-        give_back: called with the number of last loaded batches that the saved state does not
-            include, before the last state of a run that stops at a nonfinite step is saved.
+        give_back: called before the last save of a run that stops at a nonfinite step, with the
+            number of batches that were loaded after the state that is saved.
         go_back: returns the newest good state that was saved, or None if there is none; required
             if the step's `nonfinite` is `"rollback"`.
         history: the records written before this call, up to the state that the run resumes from;
