@@ -926,8 +926,8 @@ class Separator:
             instead = f"leave {what} out, and the step computes it over the whole batch"
         return (
             f"{why}, so that the ranks of {ranks} cannot each compute it from their own samples, "
-            f"as {what} requires. {_instead_of(why, part)}; or {instead}; or, to average the losses "
-            "of the ranks, pass separable=True to build_train_step"
+            f"as {what} requires. {_instead_of(why, part)}; or {instead}; or, to average the "
+            "losses of the ranks, pass separable=True to build_train_step"
         )
 
 

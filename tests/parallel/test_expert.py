@@ -167,7 +167,7 @@ REFUSED = {
             accumulate=2,
         ),
         UnsupportedError,
-        "split along 'ep'.*which a reduction per 'step' of 2 microbatches needs. Remove a reduction",
+        "split along 'ep'.*which a reduction per 'step' of 2 microbatches needs",
     ),
     "buckets": (
         lambda: built(compose(ddp(bucket_capacity=100), expert_parallel())),

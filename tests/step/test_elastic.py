@@ -202,7 +202,7 @@ REFUSED = {
     ),
     "ranks": (
         dict(mesh="dp=8", strategy=ddp()),
-        "logical_shards=4 do not divide over 8 ranks, each of which adds up a whole subtree of the binary tree",
+        "logical_shards=4 do not divide over 8 ranks, each of which adds up a whole subtree",
     ),
     "three": (
         dict(mesh="dp=3", strategy=ddp()),

@@ -189,11 +189,11 @@ EXAMPLES = {
     ),
     "replicas average statistics over their own ranks": (
         lambda: build(compose(local_sgd(every=2), ddp(broadcast_buffers=False)), "nodes=2,dp=4"),
-        "those of each rank: broadcast_buffers=False",
+        "one set of statistics.*broadcast_buffers=False",
     ),
     "replicas have no split experts": (
         lambda: build(compose(local_sgd(every=2), expert_parallel()), "nodes=2,ep=4"),
-        "along axis 'ep' whose gradients the compiler reduces",
+        "experts split over axis 'ep'",
     ),
     "the axis of the stages exists": (
         lambda: build(pipelined(2, 4, axis="qq"), PP),
