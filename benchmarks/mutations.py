@@ -206,7 +206,7 @@ MUTATIONS = (
         "schedule/test_slots.py::test_no_value_is_overwritten",
     ),
     row(
-        "schedule/one_f_one_b.py", "ahead=num_stages - s)", "ahead=num_stages - s + 1)",
+        "schedule/builders.py", "ahead=num_stages - s)", "ahead=num_stages - s + 1)",
         "schedule/test_builders.py::test_the_order_of_1f1b",
     ),
     # Random draws and the order of the data.

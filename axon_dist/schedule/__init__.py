@@ -2,16 +2,22 @@
 
 A `Schedule` contains the actions of every device in every tick; `axon_dist.pipeline` runs it. This
 package is plain Python: it imports only modules of `core` that do not need jax.
-Start reading in `table.py`, then `one_f_one_b.py`.
+Start reading in `table.py`, then `builders.py`.
 """
 
 from .action import TOGETHER as TOGETHER
 from .action import Action as Action
 from .action import Cell as Cell
 from .action import Phase as Phase
-from .action import partition as partition
 from .action import receiver as receiver
-from .action import stage_ranges as stage_ranges
+from .builders import eager_1f1b as eager_1f1b
+from .builders import gpipe as gpipe
+from .builders import interleaved_1f1b as interleaved_1f1b
+from .builders import interleaved_zero_bubble as interleaved_zero_bubble
+from .builders import looped_bfs as looped_bfs
+from .builders import one_f_one_b as one_f_one_b
+from .builders import zero_bubble_h1 as zero_bubble_h1
+from .builders import zero_bubble_h2 as zero_bubble_h2
 from .draw import draw as draw
 from .draw import to_svg as to_svg
 from .memory import IN_FLIGHT_ENDS as IN_FLIGHT_ENDS
@@ -21,14 +27,8 @@ from .memory import SlotPlan as SlotPlan
 from .memory import Slots as Slots
 from .memory import assign_slots as assign_slots
 from .memory import peak_live as peak_live
-from .one_f_one_b import eager_1f1b as eager_1f1b
-from .one_f_one_b import gpipe as gpipe
-from .one_f_one_b import interleaved_1f1b as interleaved_1f1b
-from .one_f_one_b import interleaved_zero_bubble as interleaved_zero_bubble
-from .one_f_one_b import looped_bfs as looped_bfs
-from .one_f_one_b import one_f_one_b as one_f_one_b
-from .one_f_one_b import zero_bubble_h1 as zero_bubble_h1
-from .one_f_one_b import zero_bubble_h2 as zero_bubble_h2
+from .partition import partition as partition
+from .partition import stage_ranges as stage_ranges
 from .registry import SCHEDULES as SCHEDULES
 from .registry import PipelineSchedule as PipelineSchedule
 from .registry import ScheduleSummary as ScheduleSummary

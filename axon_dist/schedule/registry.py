@@ -12,8 +12,7 @@ from typing import NamedTuple, Self
 from ..core.errors import NamedChoice, ScheduleError, did_you_mean
 from ..core.renamed import renamed_arguments
 from .action import Phase, check_sizes
-from .memory import assign_slots
-from .one_f_one_b import (
+from .builders import (
     eager_1f1b,
     gpipe,
     interleaved_1f1b,
@@ -23,6 +22,7 @@ from .one_f_one_b import (
     zero_bubble_h1,
     zero_bubble_h2,
 )
+from .memory import assign_slots
 from .simulate import Costs, simulate, transfers
 from .table import Schedule
 from .v_shaped import dual_pipe_v, v_half, v_min, zero_bubble_v

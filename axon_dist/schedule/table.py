@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..core.errors import ScheduleError
-from .action import Action, Boundaries, Cell, Phase, dependencies, partition
+from .action import Action, Cell, Phase, dependencies
+from .partition import Boundaries, partition
 
 _LABEL = len("device 10")
 _MARGIN = 6  # ticks shown on each side of a marked cell
