@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import types
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from jax.sharding import Mesh
 from ..core.errors import ConfigError, did_you_mean
 from .check import check_axes, prove_subject
 from .meshes import find_mesh, load_file, sizes_of, substituted
-from .parting import Parting, bisect_subjects, paired
+from .parting import ONE_DEVICE, Parting, bisect_subjects
 from .recording import Recording, record
 from .report import Report
 from .trace import Subject, subject_of
@@ -99,7 +98,7 @@ def bisect_files(
     """
     subject, own_mesh = file_subject(one, shapes, arguments)
     other_subject, others_mesh = file_subject(other, shapes, arguments, one)
-    meshes = paired(mesh or own_mesh, other_mesh or others_mesh)
+    meshes = mesh or own_mesh, other_mesh or others_mesh
     return bisect_subjects(subject, other_subject, *meshes, steps)
 
 
@@ -123,7 +122,7 @@ def record_file(
         The recording.
     """
     subject, own_mesh = file_subject(target, shapes, arguments)
-    return record(subject, mesh or own_mesh or {"device": 1}, steps)
+    return record(subject, mesh or own_mesh or ONE_DEVICE, steps)
 
 
 def file_subject(
@@ -131,27 +130,23 @@ def file_subject(
 ) -> tuple[Subject, Mesh | None]:
     """Returns a function of a file as a subject for each mesh, and the mesh that the file makes."""
     path, name = _target(target)
-    module = load_file(path)
-    own = find_mesh(_named(module, name, path)) or _largest(module)
-    structs = tuple(struct_of(text) for text in shapes)
     at = path if given_by is None else _target(given_by)[0]
+    module = load_file(path)
+    meshes = [value for value in vars(module).values() if isinstance(value, Mesh)]
+    own = find_mesh(_named(module, name, path)) or max(meshes, key=lambda m: m.size, default=None)
+    structs = tuple(struct_of(text) for text in shapes)
     has_own = hasattr(module if at == path else load_file(at), "arguments")
     source = arguments or ("arguments" if has_own and not shapes else None)
 
     def make(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        sizes = {str(axis): size for axis, size in mesh.shape.items()}
+        sizes = sizes_of(mesh)
         fresh = load_file(path, sizes)
         giver = fresh if at == path else load_file(at, sizes)
         with substituted(sizes):
             given = structs if source is None else tuple(_named(giver, source, at)())
             function, given = subject_of(_named(fresh, name, path), given, name).make(mesh)
-
-        @functools.wraps(function)
-        def within(*values: Any) -> Any:
-            with substituted(sizes):
-                return function(*values)
-
-        return within, given
+        # Meshes that the function makes when it is called are substituted, too.
+        return substituted(sizes)(function), given
 
     return Subject(make, name), own
 
@@ -168,11 +163,6 @@ def _named(module: types.ModuleType, name: str, path: Path) -> Any:
         return getattr(module, name)
     names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
     raise ConfigError(f"[PROVE002] {path} has no {name!r}.{did_you_mean(name, names)}")
-
-
-def _largest(module: types.ModuleType) -> Mesh | None:
-    meshes = [value for value in vars(module).values() if isinstance(value, Mesh)]
-    return max(meshes, key=lambda mesh: mesh.size, default=None)
 
 
 def struct_of(text: str) -> jax.ShapeDtypeStruct:

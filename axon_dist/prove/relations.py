@@ -10,10 +10,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
+
+Split: TypeAlias = tuple[str, ...]
+"""The mesh axes that split a dim, the slowest first."""
+
+ANY = ("*",)
+"""The split of a dim along which all numbers are equal: any axes may split it."""
 
 SUM, MEAN, MAX, MIN = "sum", "mean", "max", "min"
 
@@ -34,25 +40,41 @@ class Relation:
     """How the values of the ranks make up that of one device.
 
     Args:
-        splits: for each dim the mesh axes that split it, the slowest first.
-        reduction: the reduction over the axes `over` that gives the value: sum, mean, maximum or
-            minimum. None where each rank has the value itself.
-        over: the axes of the reduction.
+        splits: for each dim the axes that split it, or `ANY`.
+        over: the axes over whose ranks a reduction gives the value; none where each rank has it.
+        factor: the value on the mesh divided by that on one device.
+        reduction: the reduction over these axes: sum, mean, maximum or minimum.
     """
 
-    splits: tuple[tuple[str, ...], ...] = ()
-    reduction: str | None = None
-    over: tuple[str, ...] = ()
+    splits: tuple[Split, ...] = ()
+    over: frozenset[str] = frozenset()
+    factor: float = 1.0
+    reduction: str = SUM
 
     @property
-    def split_axes(self) -> set[str]:
+    def axes(self) -> list[str]:
         """All axes that split a dim."""
-        return {axis for axes in self.splits for axis in axes}
+        return [axis for split in self.splits if split != ANY for axis in split]
 
     @property
     def is_whole(self) -> bool:
-        """Whether each rank has the value, or its part of it."""
-        return self.reduction is None
+        """Whether each rank has the value or its part of it, except for the factor."""
+        return not self.over
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is the value itself, or terms that add up to it."""
+        return self.is_whole or self.reduction == SUM
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is the value of one device, or a part of it."""
+        return self.is_whole and math.isclose(self.factor, 1.0, rel_tol=1e-5)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether each rank has the whole value of one device."""
+        return self.is_exact and not any(self.splits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +109,12 @@ def names_of(part: Any) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else tuple(part or ())
 
 
+def splits_of(spec: Any, num_dims: int, sizes: Mapping[str, int]) -> tuple[Split, ...]:
+    """Returns how a `PartitionSpec` splits the dims of an array, by axes with several ranks."""
+    parts = (*spec, *(None,) * (num_dims - len(spec)))
+    return tuple(tuple(n for n in names_of(part) if sizes.get(n, 1) > 1) for part in parts)
+
+
 def differs(one: np.ndarray, other: np.ndarray, bound: float) -> float:
     """Returns the largest difference of two arrays if it exceeds a bound, else 0.0."""
     if one.shape != other.shape:
@@ -102,12 +130,11 @@ def differs(one: np.ndarray, other: np.ndarray, bound: float) -> float:
     return most if most > bound else 0.0
 
 
-def bound_of(runs: Sequence[np.ndarray], scale: float = 1.0, dtype: Any = None) -> float:
+def bound_of(runs: Sequence[np.ndarray], dtype: Any = None) -> float:
     """Returns by how much rounding may change a value, from runs with perturbed results.
 
     Args:
         runs: the unperturbed value, then the value of each perturbed run.
-        scale: by how many units in the last place results were perturbed.
         dtype: the dtype in which the value was computed; by default that of the runs.
     """
     first = runs[0]
@@ -117,7 +144,7 @@ def bound_of(runs: Sequence[np.ndarray], scale: float = 1.0, dtype: Any = None) 
         return moved
     wide = np.abs(first.astype(np.float64))
     largest = float(wide[np.isfinite(wide)].max(initial=0.0))
-    return _TIMES * moved + _UNITS * float(jnp.finfo(dtype).eps) * largest * scale
+    return _TIMES * moved + _UNITS * float(jnp.finfo(dtype).eps) * largest
 
 
 def with_axes_of_dims(by_rank: RankValues, whole: np.ndarray, sizes: Mapping[str, int]) -> tuple:
@@ -152,7 +179,7 @@ def with_axes_of_dims(by_rank: RankValues, whole: np.ndarray, sizes: Mapping[str
 
 def ways_to_split(
     shape: Sequence[int], whole: Sequence[int], sizes: Mapping[str, int]
-) -> Iterator[tuple[tuple[str, ...], ...]]:
+) -> Iterator[tuple[Split, ...]]:
     """Yields each way in which axes can split the dims of `whole` so that a rank has `shape`.
 
     Example:
@@ -169,46 +196,30 @@ def ways_to_split(
             return
         else:
             ratios.append(full // local)
-    axes = [name for name, size in sizes.items() if size > 1]
 
-    def from_dim(dim: int, unused: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    def from_dim(dim: int, unused: tuple[str, ...]) -> Iterator[tuple[Split, ...]]:
         if dim == len(ratios):
             yield ()
             return
-        if ratios[dim] == 1:
-            choices: Iterator[tuple[str, ...]] = iter([()])
-        else:
-            choices = (
-                order
-                for count in range(1, len(unused) + 1)
-                for order in itertools.permutations(unused, count)
-                if math.prod(sizes[name] for name in order) == ratios[dim]
-            )
-        for order in choices:
-            rest = tuple(name for name in unused if name not in order)
-            for others in from_dim(dim + 1, rest):
-                yield (order, *others)
+        for count in range(len(unused) + 1):
+            for order in itertools.permutations(unused, count):
+                if math.prod(sizes[name] for name in order) == ratios[dim]:
+                    rest = tuple(name for name in unused if name not in order)
+                    yield from ((order, *others) for others in from_dim(dim + 1, rest))
 
-    yield from from_dim(0, tuple(axes))
+    yield from from_dim(0, tuple(name for name, size in sizes.items() if size > 1))
 
 
-def assembled(by_rank: RankValues, splits: tuple[tuple[str, ...], ...]) -> RankValues:
+def assembled(by_rank: RankValues, splits: tuple[Split, ...]) -> RankValues:
     """Concatenates the ranks' parts along their split dims; the other axes stay leading dims."""
-    names = [*by_rank.axes, *range(len(by_rank.shape))]
-    values = by_rank.values
-    for dim, axes in enumerate(splits):
-        for axis in reversed(axes):
-            at = names.index(axis)
-            to = names.index(dim)
-            values = np.moveaxis(values, at, to - 1)
-            names.pop(at)
-            names.insert(names.index(dim), axis)
-            to = names.index(axis)
-            shape = values.shape
-            values = values.reshape(*shape[:to], shape[to] * shape[to + 1], *shape[to + 2 :])
-            names.pop(to)
-    rest = tuple(name for name in names if isinstance(name, str))
-    return RankValues(values, rest)
+    used = {axis for split in splits for axis in split}
+    rest = tuple(axis for axis in by_rank.axes if axis not in used)
+    order = [by_rank.axes.index(axis) for axis in rest]
+    shape = [by_rank.sizes[axis] for axis in rest]
+    for dim, split in enumerate(splits):
+        order += [*map(by_rank.axes.index, split), len(by_rank.axes) + dim]
+        shape.append(math.prod(by_rank.sizes[axis] for axis in split) * by_rank.shape[dim])
+    return RankValues(by_rank.values.transpose(order).reshape(shape), rest)
 
 
 def find(
@@ -236,23 +247,28 @@ def find(
 
 
 def _reduced(
-    by_rank: RankValues, whole: np.ndarray, bound: float, splits: tuple[tuple[str, ...], ...]
+    by_rank: RankValues, whole: np.ndarray, bound: float, splits: tuple[Split, ...]
 ) -> Relation | None:
     ranks = by_rank.ranks()
     if not any(differs(one, whole, bound) for one in ranks):
         return Relation(splits)
-    is_number = whole.dtype.kind in "fiu"
-    axes = [name for name, size in by_rank.sizes.items() if size > 1]
-    for count in range(1, len(axes) + 1 if is_number else 0):
-        for over in itertools.combinations(axes, count):
-            dims = tuple(by_rank.axes.index(name) for name in over)
-            for name, reduce in _REDUCTIONS.items():
-                wide = by_rank.values.astype(np.float64)
-                with np.errstate(all="ignore"):
-                    got = reduce(wide, axis=dims).reshape(-1, *whole.shape)
-                if not any(differs(one, whole, bound) for one in got):
-                    return Relation(splits, name, over)
+    if whole.dtype.kind not in "fiu":
+        return None
+    wide = by_rank.values.astype(np.float64)
+    for over, (name, reduce) in itertools.product(_groups(by_rank.sizes), _REDUCTIONS.items()):
+        dims = tuple(by_rank.axes.index(axis) for axis in over)
+        with np.errstate(all="ignore"):
+            got = reduce(wide, axis=dims).reshape(-1, *whole.shape)
+        if not any(differs(one, whole, bound) for one in got):
+            return Relation(splits, frozenset(over), reduction=name)
     return None
+
+
+def _groups(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Returns all sets of axes that have several ranks, the smallest first."""
+    axes = [name for name, size in sizes.items() if size > 1]
+    counts = range(1, len(axes) + 1)
+    return [group for count in counts for group in itertools.combinations(axes, count)]
 
 
 def scaled_by(
@@ -263,15 +279,13 @@ def scaled_by(
     Returns:
         The factor; 0.0 if no such factor explains the values.
     """
-    axes = [name for name, size in sizes.items() if size > 1]
-    for count in range(1, len(axes) + 1):
-        for over in itertools.combinations(axes, count):
-            times = math.prod(sizes[name] for name in over)
-            for factor in (float(times), 1.0 / times):
-                wide = whole.astype(np.float64) * factor
-                relation = find(by_rank, wide, bound * max(factor, 1.0), sizes)
-                if relation is not None and relation.is_whole:
-                    return factor
+    for group in _groups(sizes):
+        times = math.prod(sizes[name] for name in group)
+        for factor in (float(times), 1.0 / times):
+            wide = whole.astype(np.float64) * factor
+            relation = find(by_rank, wide, bound * max(factor, 1.0), sizes)
+            if relation is not None and relation.is_whole:
+                return factor
     return 0.0
 
 
@@ -279,9 +293,7 @@ def is_permuted(
     by_rank: RankValues, whole: np.ndarray, bound: float, sizes: Mapping[str, int]
 ) -> bool:
     """Whether each rank has parts of the value of one device, though not the rank's own parts."""
-    counts = [size for size in sizes.values() if size > 1]
-    several = range(1, len(counts) + 1)
-    blocks = {math.prod(c) for n in several for c in itertools.combinations(counts, n)}
+    blocks = {math.prod(sizes[name] for name in group) for group in _groups(sizes)}
     by_rank, whole = with_axes_of_dims(by_rank, whole, sizes)
     if by_rank.shape == whole.shape and whole.size > 8 and whole.dtype.kind == "f":
         one = np.sort(whole, axis=None)
