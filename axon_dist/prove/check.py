@@ -9,16 +9,16 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from ..core.errors import AxonDistError, MeshError
 from . import relations
 from .inputs import draws_of
 from .lattice import proven_outputs
-from .locate import Search, align, frames_of
+from .locate import Search, align, finding, frames_of
 from .meshes import build_mesh, family, find_mesh, sizes_of, title_of
-from .program import DRAWS, Injected, Operation, Value, reads_of
+from .program import DRAWS, Injected, Operation, Value
 from .relations import RankValues
 from .report import Finding, Kind, Output, Place, Report, places_of
 from .trace import Run, Subject, Traced, array_leaves, mesh_in_context, subject_of
@@ -102,37 +102,39 @@ def prove(
     """
     drawn = [tuple(inputs(number)) for number in range(draws)] if inputs is not None else []
     subject = subject_of(function, drawn[0] if drawn else arguments, name)
-    like, wanted = _wanted(function, subject, meshes)
-    return prove_subject(subject, like, wanted, draws, drawn)
+    own = find_mesh(function) or (mesh_in_context() if subject.is_in_context else None)
+    return prove_subject(subject, own, meshes, draws, drawn)
 
 
 def prove_subject(
     subject: Subject,
-    like: Any,
-    wanted: Sequence[Mapping[str, int]],
+    own: Mesh | None,
+    meshes: Any,
     draws: int,
     drawn: Sequence[tuple[Any, ...]] = (),
     tell: Callable[[str], None] = lambda title: None,
 ) -> Report:
-    """Compares a function on all meshes of some families with one device.
+    """Does the work of `prove` for a function with its arguments.
 
     Args:
         subject: the function and its arguments.
-        like: a mesh whose axis types are used, or None.
-        wanted: the real sizes of each family.
+        own: the mesh for which it is written, whose axis types are used; None if that is unknown.
+        meshes: the real sizes, as for `prove`; by default those of its own mesh.
         draws: how often shapes are drawn.
         drawn: the arguments to try instead of the subject's.
         tell: is called with the title of each mesh before it is tried.
+
+    Raises:
+        MeshError: when no mesh is known, its axes are not those of the function's own mesh, or
+            there are too few devices.
     """
-    tried: list[dict[str, int]] = []
-    for sizes in wanted:
-        tried += [one for one in family(sizes) if one not in tried]
+    tried = _tried(subject.name, own, meshes)
     tell(title_of(tried[0]))
     refused: Finding | None = None
     # Where JAX's `check_vma` refuses a program, it does not name the mistake. The proof without it
     # does, if there is one.
     for is_checked in (True, False):
-        proof = _Proof(subject, like, tried, is_checked)
+        proof = _Proof(subject, own, tried, is_checked)
         oracle = proof.traced(tried[0])
         if isinstance(oracle, Finding):
             refused = refused or oracle
@@ -146,34 +148,25 @@ def prove_subject(
     return Report(subject.name, titles, 0, (), (refused,) if refused is not None else ())
 
 
-def _wanted(function: Any, subject: Subject, meshes: Any) -> tuple[Any, list[dict[str, int]]]:
-    found = find_mesh(function) or (mesh_in_context() if subject.is_in_context else None)
-    if meshes is None and found is None:
+def _tried(name: str, own: Mesh | None, meshes: Any) -> list[dict[str, int]]:
+    """Returns the sizes of all meshes to try, those of one device first."""
+    if not meshes and own is None:
         raise MeshError(
-            f"[PROVE006] {subject.name} closes over no mesh, and none is given; give the sizes to "
-            "try, as in meshes='dp=4,tp=2'"
+            f"[PROVE006] {name} has no mesh, and none is given; give the sizes to try, as in "
+            "meshes='dp=4,tp=2' or --mesh dp=4,tp=2"
         )
-    if meshes is None:
-        return found, [sizes_of(found)]
-    several = [meshes] if isinstance(meshes, (str, Mapping, jax.sharding.Mesh)) else list(meshes)
-    wanted = [sizes_of(mesh) for mesh in several]
-    check_axes(subject.name, found, wanted)
-    return found, wanted
-
-
-def check_axes(name: str, own: Any, wanted: Sequence[Mapping[str, int]]) -> None:
-    """Checks that meshes have the axes of the mesh of a function, if that has one.
-
-    Raises:
-        MeshError: if they have not, or there are too few devices for one.
-    """
-    for sizes in wanted:
+    several = [meshes] if isinstance(meshes, (str, Mapping, Mesh)) else meshes
+    found: list[dict[str, int]] = []
+    for mesh in several or [own]:
+        sizes = sizes_of(mesh)
         if own is not None and set(sizes) != set(own.axis_names):
             raise MeshError(
                 f"[PROVE007] {name} has a mesh with the axes {sorted(own.axis_names)}, but the "
                 f"mesh to try has {sorted(sizes)}; give a size for each axis of the former"
             )
         build_mesh(sizes, own)
+        found += [one for one in family(sizes) if one not in found]
+    return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -181,14 +174,14 @@ class _Proof:
     """One proof: the subject and the meshes to try, the first of which is that of one device."""
 
     subject: Subject
-    like: Any
+    own: Mesh | None
     tried: list[dict[str, int]]
     is_checked: bool
 
     def traced(self, sizes: Mapping[str, int]) -> Traced | Finding:
         """Traces the function on a mesh, or says why it raises there."""
         try:
-            return self.subject.on(sizes, self.like, self.is_checked)
+            return self.subject.on(sizes, self.own, self.is_checked)
         except AxonDistError:
             raise
         except Exception as error:
@@ -411,7 +404,8 @@ class _Comparison:
                 ways[operation] = [way for way, _ in used]
                 varied[operation] = several - same - set().union(*(axes for _, axes in used))
             elif by_rank.shape != true.shape:
-                findings.append(self._at_draw(Kind.ONE_KEY, operation, several & same))
+                at = finding(self.traced.sizes, Kind.ONE_KEY, operation, several & same)
+                findings.append(at)
         return ways, varied, findings
 
     def _copies(self, varied: Mapping[Operation, set[str]]) -> list[Finding]:
@@ -425,26 +419,23 @@ class _Comparison:
             for value, spec in zip(
                 operation.regions[0].outputs, operation.equation.params["out_specs"], strict=True
             )
-            if isinstance(value, Value) and value.maker is not None
+            if value.maker is not None
         }
         differing: set[str] = set()
         for value, by_rank in self._first_turns(self.traced, specs).items():
             split = {axis for part in specs[value] for axis in relations.names_of(part)}
             differing |= set(by_rank.axes) - _same_along(by_rank) - split
-        pairs = [(operation, axes & differing) for operation, axes in varied.items()]
-        return [self._at_draw(Kind.KEYS_OF_COPIES, o, axes) for o, axes in pairs if axes]
+        return [
+            finding(self.traced.sizes, Kind.KEYS_OF_COPIES, operation, axes & differing)
+            for operation, axes in varied.items()
+            if axes & differing
+        ]
 
     def _first_turns(self, traced: Traced, values: Iterable[Value]) -> dict[Value, RankValues]:
         """Returns values on all ranks for the first input, in the first turn of loops."""
         wanted = frozenset(values)
         recorded = traced.run(self.inputs[0], wanted)[1] if wanted else {}
         return {v: RankValues(x[(0,) * v.num_turns(x)], v.axes) for v, x in recorded.items()}
-
-    def _at_draw(self, kind: Kind, operation: Operation, axes: set[str]) -> Finding:
-        several = {name for name, size in self.traced.sizes.items() if size > 1}
-        names = tuple(name for name in self.traced.sizes if name in (axes or several))
-        places = places_of(frames_of(operation))
-        return Finding(kind, places, names, self.traced.title, operation.name)
 
 
 def _same_along(by_rank: RankValues) -> set[str]:
@@ -457,4 +448,4 @@ def _same_along(by_rank: RankValues) -> set[str]:
 
 
 def _shapes(operation: Operation) -> list[tuple[int, ...]]:
-    return [value.shape for value in [*operation.results, *reads_of(operation.reads)]]
+    return [value.shape for value in [*operation.results, *operation.reads]]

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..core.errors import ConfigError, did_you_mean
-from .check import check_axes, prove_subject
+from .check import prove_subject
 from .meshes import find_mesh, load_file, sizes_of, substituted
 from .parting import ONE_DEVICE, Parting, bisect_subjects
 from .recording import Recording, record
@@ -57,16 +57,8 @@ def prove_file(
         ConfigError: when the file, a name in it or a shape is invalid.
         MeshError: when no mesh is found, or there are too few devices.
     """
-    path, _ = _target(target)
     subject, own = file_subject(target, shapes, arguments)
-    if not meshes and own is None:
-        raise ConfigError(
-            f"[PROVE006] {path} makes no mesh when it is imported; say which sizes to try, as in "
-            "--mesh dp=4,tp=2"
-        )
-    wanted = [sizes_of(mesh) for mesh in meshes] or [sizes_of(own)]
-    check_axes(subject.name, own, wanted)
-    return prove_subject(subject, own, wanted, draws, tell=tell)
+    return prove_subject(subject, own, meshes, draws, tell=tell)
 
 
 def bisect_files(

@@ -18,14 +18,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
-from ..core.typing import Shape
 from ..ir.factors import FACTORS, KEEPS, RESHAPES, SCATTER_ADDS, Factors, Role, factors
 from ..ir.walk import same
-from .program import Operation, Read, Region, Value, plain, reads_of
+from .program import Operation, Region, Value, plain
 from .relations import ANY, MAX, MIN, SUM, Relation, Split, names_of, splits_of
 
 
@@ -97,22 +94,17 @@ class _Proof:
         for number, (one, value) in enumerate(zip(outputs, real.outputs, strict=True)):
             if one is not None and one.is_replicated:
                 found[number] = None
-            elif isinstance(value, Value) and value.maker is not None:
+            elif value.maker is not None:
                 found[number] = self._causes.get(value, value.maker)
         return found
 
-    def _note(self, operation: Operation, value: Value, inner: Sequence[Read]) -> None:
+    def _note(self, operation: Operation, value: Value, inner: Sequence[Value]) -> None:
         """Notes which operation first has no rule on the way to a value without a relation."""
-        known = [self._causes[r] for r in reads_of(inner) if r in self._causes]
+        known = [self._causes[read] for read in inner if read in self._causes]
         self._causes[value] = min(known, key=lambda o: o.number, default=operation)
 
     def _region(self, real: Region, oracle: Region) -> list[Relation | None]:
         self._pairs.update(zip(real.inputs, oracle.inputs, strict=True))
-        for on_mesh, on_one in zip(real.constants, oracle.constants, strict=False):
-            self._pairs[on_mesh] = on_one
-            first, second = np.asarray(plain(on_mesh.constant)), np.asarray(plain(on_one.constant))
-            if np.array_equal(first, second):
-                self._known[on_mesh] = Relation(((),) * len(on_mesh.shape))
         for on_mesh, on_one in zip(real.operations, oracle.operations, strict=True):
             results = self._results(on_mesh, on_one)
             self._known.update(zip(on_mesh.results, results, strict=True))
@@ -124,12 +116,11 @@ class _Proof:
         pairs = zip(real.outputs, oracle.outputs, strict=True)
         return [self._read(on_mesh, on_one) for on_mesh, on_one in pairs]
 
-    def _read(self, on_mesh: Read, on_one: Read) -> Relation | None:
-        if not isinstance(on_mesh, Literal):
-            # The Python code may have taken another value on one device.
-            return self._known.get(on_mesh) if self._pairs.get(on_mesh) is on_one else None
-        ratio = _ratio(on_mesh, on_one) if isinstance(on_one, Literal) else None
-        return None if ratio is None else Relation((), factor=ratio)
+    def _read(self, on_mesh: Value, on_one: Value) -> Relation | None:
+        if on_mesh.constant is not None:
+            return _of_constants(on_mesh, on_one)
+        # The Python code may have taken another value on one device.
+        return self._known.get(on_mesh) if self._pairs.get(on_mesh) is on_one else None
 
     def _results(self, on_mesh: Operation, on_one: Operation) -> list[Relation | None]:
         pairs = zip(on_mesh.reads, on_one.reads, strict=True)
@@ -339,7 +330,7 @@ def _new(step: _Step, dim: int) -> Split:
 def _growth(step: _Step, known: Factors, number: int) -> float:
     """Returns how much longer a dim of equal numbers is on the mesh than on one device."""
     operand, dim = known.dims(number, known.operands)[0]
-    local, full = (_shape(one.reads[operand])[dim] for one in (step.on_mesh, step.on_one))
+    local, full = (one.reads[operand].shape[dim] for one in (step.on_mesh, step.on_one))
     return local / full
 
 
@@ -353,15 +344,11 @@ def _terms(step: _Step) -> Relation:
     name, reads = step.name, step.reads
     if all(read.is_exact for read in reads):
         return Relation(())
-    kinds = [
-        getattr(one.aval, "dtype", None) for one in (*step.on_mesh.reads, *step.on_mesh.results)
-    ]
-    if name in RESHAPES | _COPIES and len(reads) == 1 and kinds[0] == kinds[-1]:
+    if name in RESHAPES | _COPIES and len(reads) == 1:
         return dataclasses.replace(reads[0], splits=())
     # Integer arithmetic rounds, which keeps neither terms nor factors.
-    ends = (kinds[0], kinds[-1])
-    is_real = all(kind is not None and jnp.issubdtype(kind, jnp.inexact) for kind in ends)
-    if not is_real or not all(read.is_sum for read in reads):
+    is_inexact = step.on_mesh.reads[0].is_inexact and step.on_mesh.results[0].is_inexact
+    if not is_inexact or not all(read.is_sum for read in reads):
         raise _Unknown
     if name in _PRODUCTS:
         first, second = reads
@@ -382,13 +369,13 @@ def _terms(step: _Step) -> Relation:
     return Relation((), first.over, first.factor)
 
 
-def _is_zero(read: Read) -> bool:
+def _is_zero(value: Value) -> bool:
     """Whether an operand is zero, or an array of zeros: a term of any sum."""
-    while isinstance(read, Value) and read.maker is not None:
-        if read.maker.name not in RESHAPES | _COPIES | {"convert_element_type"}:
+    while value.maker is not None:
+        if value.maker.name not in RESHAPES | _COPIES | {"convert_element_type"}:
             return False
-        read = read.maker.reads[0]
-    number = read.val if isinstance(read, Literal) else read.constant
+        value = value.maker.reads[0]
+    number = value.constant
     return number is not None and not isinstance(number, jax.Array) and not np.any(number)
 
 
@@ -454,18 +441,16 @@ def _agree(found: tuple[Split, ...], wanted: tuple[Split, ...]) -> bool:
     return all(split in (ANY, other) for split, other in zip(found, wanted, strict=True))
 
 
-def _shape(read: Read) -> Shape:
-    return tuple(getattr(read.aval, "shape", ()))
-
-
-def _ratio(on_mesh: Literal, on_one: Literal) -> float | None:
-    """Returns the quotient of two numbers in the program, such as the sizes of parts."""
-    if np.ndim(on_mesh.val) != 0:
+def _of_constants(on_mesh: Value, on_one: Value) -> Relation | None:
+    """Describes a constant, which may be the size of a part, by its quotient with that of one."""
+    if on_one.constant is None:
         return None
-    first, second = float(on_mesh.val), float(on_one.val)
-    if first == second or (math.isnan(first) and math.isnan(second)):
-        return 1.0
-    return first / second if first and second and math.isfinite(first / second) else None
+    first, second = np.asarray(plain(on_mesh.constant)), np.asarray(plain(on_one.constant))
+    if np.array_equal(first, second, equal_nan=on_mesh.is_inexact):
+        return Relation(((),) * len(on_mesh.shape))
+    if first.ndim or second.ndim or not first or not second or not np.isfinite(first / second):
+        return None
+    return Relation((), factor=float(first) / float(second))
 
 
 _BETWEEN_RANKS = _COLLECTIVES | {"ppermute", "axis_index", "pbroadcast", "ragged_all_to_all"}

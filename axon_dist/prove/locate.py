@@ -13,15 +13,14 @@ import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from ..core.compat import Frame, scan_counts, source_frames
 from ..ir.factors import Role, factors
 from . import relations
 from .meshes import title_of
-from .program import DRAWS, Operation, Read, Region, Value, reads_of
+from .program import DRAWS, Operation, Region, Value, is_key
 from .relations import MAX, MEAN, MIN, SUM, RankValues, Relation
 from .report import Finding, Kind, places_of
 from .trace import Run
@@ -93,6 +92,29 @@ def frames_of(operation: Operation, is_gradient: bool = False) -> tuple[Frame, .
     return tuple(inner)
 
 
+def finding(
+    sizes: Mapping[str, int],
+    kind: Kind,
+    operation: Operation | None,
+    axes: Collection[Any] = (),
+    is_gradient: bool = False,
+) -> Finding:
+    """Returns the finding for a mistake at an operation, if that is known.
+
+    Args:
+        sizes: the sizes of the mesh axes.
+        kind: the kind of mistake.
+        operation: the operation with the first wrong value.
+        axes: the mesh axes at fault; by default all that have several ranks.
+        is_gradient: whether to give the call that asked for a gradient first.
+    """
+    places = () if operation is None else places_of(frames_of(operation, is_gradient))
+    several = tuple(name for name, size in sizes.items() if size > 1)
+    at_fault = tuple(name for name in sizes if name in axes) or several
+    name = "" if operation is None else operation.name
+    return Finding(kind, places, at_fault, title_of(sizes), name)
+
+
 class Search:
     """One search, on one mesh.
 
@@ -116,9 +138,10 @@ class Search:
         self._values = values
         self._truth = truth
         self._sizes = dict(sizes)
+        self._found = functools.partial(finding, sizes)
         self._aligned = aligned
         self._relation = functools.cache(self._find_relation)
-        self._outer: dict[Value, Any] = {}
+        self._outer: dict[Value, Value] = {}
         self._specs: dict[Value, Any] = {}
         self._turns: dict[int, int] = {}
         self._sources: dict[Value, frozenset[str]] = {}
@@ -128,7 +151,7 @@ class Search:
 
     def _enter(self, operation: Operation) -> None:
         """Notes the users of its operands, and the outer values of the inputs of its region."""
-        for value in reads_of(operation.reads):
+        for value in operation.reads:
             self._users.setdefault(value, []).append(operation)
         found = frozenset[str]().union(*map(self._sources_of, operation.reads))
         found = _RANK if operation.name == "axis_index" else found
@@ -143,11 +166,9 @@ class Search:
             specs = operation.equation.params["in_specs"]
             self._specs.update(zip(operation.regions[0].inputs, specs, strict=True))
 
-    def _sources_of(self, read: Read) -> frozenset[str]:
+    def _sources_of(self, value: Value) -> frozenset[str]:
         """Returns whether the rank's index, and whether inputs are what a value is made from."""
-        if isinstance(read, Literal) or read.constant is not None:
-            return frozenset()
-        return self._sources.get(read, _INPUT)
+        return frozenset() if value.constant is not None else self._sources.get(value, _INPUT)
 
     def _is_coordinate(self, value: Value) -> bool:
         """Whether a value depends only on the rank's index and constants."""
@@ -180,8 +201,7 @@ class Search:
     def _find_relation(self, value: Value) -> Relation | None:
         """Returns how the ranks' values make up that of one device; None if nothing explains it."""
         if value.maker is None:
-            outer = self._outer.get(value)
-            known = self._relation(outer) if isinstance(outer, Value) else Relation()
+            known = self._relation(self._outer[value]) if value in self._outer else Relation()
             if known is None or value not in self._specs:
                 return known
             return Relation(relations.splits_of(self._specs[value], len(value.shape), self._sizes))
@@ -191,10 +211,8 @@ class Search:
         is_chance = found is not None and not found.is_whole and value.maker.name in _PICKS
         return None if is_chance else found
 
-    def blame(self, output: Read) -> Finding:
+    def blame(self, output: Value) -> Finding:
         """Returns the mistake that causes a wrong output of the program on the mesh."""
-        if not isinstance(output, Value):
-            return self._found(Kind.DIFFERS, None)
         frontier, visited, exits = self._back(output)
         # A rank's own indices, such as `labels - axis_index * size`, have no counterpart on one
         # device, and are right all the same. So they are blamed only if nothing else can be.
@@ -208,10 +226,8 @@ class Search:
 
     def _is_index(self, operation: Operation) -> bool:
         """Whether an operation only computes integers or booleans from the rank's index."""
-        dtypes = [getattr(result.aval, "dtype", np.float32) for result in operation.results]
-        if any(jnp.issubdtype(dtype, np.inexact) for dtype in dtypes):
-            return False
-        return any("rank" in self._sources_of(read) for read in operation.reads)
+        is_whole = not any(result.is_inexact for result in operation.results)
+        return is_whole and any("rank" in self._sources_of(read) for read in operation.reads)
 
     def _back(
         self, output: Value
@@ -233,9 +249,7 @@ class Search:
                 continue
             seen.add(value)
             if value.maker is None:
-                outer = self._outer.get(value)
-                if isinstance(outer, Value):
-                    waiting.append(outer)
+                waiting += [self._outer[value]] if value in self._outer else []
                 continue
             operation = value.maker
             visited.add(operation)
@@ -243,7 +257,7 @@ class Search:
             if inside is not None:
                 waiting.append(inside)
                 continue
-            bad = [r for r in reads_of(operation.reads) if self._relation(r) is None]
+            bad = [read for read in operation.reads if self._relation(read) is None]
             ahead = [read for read in bad if not self._is_coordinate(read)]
             if ahead:
                 waiting += ahead
@@ -258,8 +272,6 @@ class Search:
         at = operation.results.index(value)
         if operation.is_map:
             inner = operation.regions[0].outputs[at]
-            if not isinstance(inner, Value):
-                return None
             if self._relation(inner) is None:
                 return inner
             exits.append((operation, inner))
@@ -275,7 +287,7 @@ class Search:
                 self._turns[id(loop)] = number
                 self._relation.cache_clear()
             # A row that is right in this turn may be wrong in the next if the carry is wrong.
-            for inner in reads_of([turn.outputs[at], *turn.outputs]):
+            for inner in [turn.outputs[at], *turn.outputs]:
                 if self._relation(inner) is None and not self._is_coordinate(inner):
                     return inner
         self._turns.pop(id(loop), None)
@@ -295,11 +307,10 @@ class Search:
         """Returns the operation that made a value a term of a reduction over some axes."""
         while True:
             while value.maker is None:
-                outer = self._outer.get(value)
-                if not isinstance(outer, Value):
+                if value not in self._outer:
                     return None
-                value = outer
-            before = [(read, self._relation(read)) for read in reads_of(value.maker.reads)]
+                value = self._outer[value]
+            before = [(read, self._relation(read)) for read in value.maker.reads]
             parts = [
                 r for r, known in before if known and known.over and known.over <= relation.over
             ]
@@ -313,7 +324,7 @@ class Search:
             return self._found(Kind.ONE_KEY, operation)
         if operation.name == "iota":
             return self._found(Kind.POSITION, operation)
-        known = [(read, self._relation(read)) for read in reads_of(operation.reads)]
+        known = [(read, self._relation(read)) for read in operation.reads]
         parts = [(r, relation) for r, relation in known if relation and not relation.is_whole]
         found = self._scaled(operation, bool(parts), visited) or self._along_a_split(operation)
         if found is None and parts:
@@ -324,8 +335,6 @@ class Search:
         """Judges an operation that needs all of a dim, of which each rank has a part."""
         axes: set[str] = set()
         for number, read in enumerate(operation.reads):
-            if isinstance(read, Literal):
-                continue
             relation = self._relation(read)
             if relation is None or not relation.is_whole:
                 continue
@@ -403,7 +412,7 @@ class Search:
         start = self._origin(value, relation)
         name = operation.name
         reductions = {relation.reduction for _, relation in parts}
-        others = len(reads_of(operation.reads)) - len(parts)
+        others = sum(_number(read) is None for read in operation.reads) - len(parts)
         later = {o.name for o in visited if o.number > operation.number}
         kind, at = Kind.NOT_REDUCED, start
         if reductions & {MAX, MIN}:
@@ -446,22 +455,9 @@ class Search:
             if relations.is_permuted(*numbers, self._sizes):
                 axes = relations.names_of(operation.equation.params.get("axis_name"))
                 return self._found(Kind.GATHER_ORDER, operation, axes)
-        wrong = [read for read in reads_of(operation.reads) if self._relation(read) is None]
+        wrong = [read for read in operation.reads if self._relation(read) is None]
         is_position = any(map(self._is_coordinate, wrong))
         return self._found(Kind.POSITION if is_position else Kind.DIFFERS, operation)
-
-    def _found(
-        self,
-        kind: Kind,
-        operation: Operation | None,
-        axes: Collection[Any] = (),
-        is_gradient: bool = False,
-    ) -> Finding:
-        places = () if operation is None else places_of(frames_of(operation, is_gradient))
-        several = tuple(name for name, size in self._sizes.items() if size > 1)
-        at_fault = tuple(name for name in self._sizes if name in axes) or several
-        name = "" if operation is None else operation.name
-        return Finding(kind, places, at_fault, title_of(self._sizes), name)
 
 
 def _is_scan(equation: JaxprEqn) -> bool:
@@ -481,20 +477,23 @@ def _needs_all(operation: Operation, number: int, dim: int | None) -> bool:
     return known.role(number, dim) in (Role.ALONG, Role.REDUCED)
 
 
-def _origin_of(read: Read, through: Collection[str] = _PLAIN) -> Read:
+def _number(value: Value) -> float | None:
+    """Returns the number of the program that a value is; None if it is another value."""
+    is_number = value.constant is not None and not value.shape and not is_key(value.aval)
+    return float(value.constant) if is_number else None
+
+
+def _origin_of(value: Value, through: Collection[str] = _PLAIN) -> Value:
     """Returns the value before the operations that only pass it on."""
-    while isinstance(read, Value) and read.maker is not None and read.maker.name in through:
-        values = reads_of(read.maker.reads)
-        if not read.maker.reads:
-            break
-        read = values[0] if values else read.maker.reads[0]
-    return read
+    while value.maker is not None and value.maker.name in through and value.maker.reads:
+        reads = value.maker.reads
+        value = next((read for read in reads if _number(read) is None), reads[0])
+    return value
 
 
-def _maker_of(read: Read, through: Collection[str] = _PLAIN) -> str:
+def _maker_of(value: Value, through: Collection[str] = _PLAIN) -> str:
     """Returns the name of the operation that computes a value which others only pass on."""
-    origin = _origin_of(read, through)
-    maker = origin.maker if isinstance(origin, Value) else None
+    maker = _origin_of(value, through).maker
     return "" if maker is None else maker.name
 
 
@@ -507,18 +506,16 @@ def _is_of_squares(start: Operation | None) -> bool:
     if start is None:
         return False
     if start.name == "dot_general":
-        return len({id(_origin_of(read)) for read in start.reads}) == 1
-    for read in start.reads:
-        origin = _origin_of(read, _PLAIN | {"real"})
-        maker = origin.maker if isinstance(origin, Value) else None
-        if maker is not None and maker.name == "mul" and len(set(map(id, maker.reads))) == 1:
-            return True
-        if maker is not None and maker.name in _SQUARES:
-            return True
-    return False
+        return len({_origin_of(read) for read in start.reads}) == 1
+    makers = [_origin_of(read, _PLAIN | {"real"}).maker for read in start.reads]
+    return any(
+        maker.name in _SQUARES or (maker.name == "mul" and len(set(maker.reads)) == 1)
+        for maker in makers
+        if maker is not None
+    )
 
 
 def _numbers_in(operation: Operation) -> list[float]:
     """Returns the numbers of the program that an operation reads."""
-    origins = map(_origin_of, operation.reads)
-    return [float(o.val) for o in origins if isinstance(o, Literal) and np.ndim(o.val) == 0]
+    numbers = [_number(_origin_of(read)) for read in operation.reads]
+    return [number for number in numbers if number is not None]

@@ -62,8 +62,8 @@ def family(sizes: Sizes) -> list[dict[str, int]]:
     return [one for number, one in enumerate(several) if one not in several[:number]]
 
 
-def build_mesh(sizes: Sizes, like: Mesh | None = None) -> Mesh:
-    """Builds a mesh of some sizes over the first devices, with the axis types of another mesh.
+def build_mesh(sizes: Sizes, like: Any = None) -> Mesh:
+    """Builds a mesh of some sizes over the first devices, with the axis types of `like`, if a mesh.
 
     Raises:
         MeshError: when there are too few devices.
@@ -76,7 +76,7 @@ def build_mesh(sizes: Sizes, like: Mesh | None = None) -> Mesh:
             f"{len(devices)}; call axon_dist.World.emulate({count}) before anything asks JAX for a "
             f"device, or set JAX_NUM_CPU_DEVICES={count}"
         )
-    types_ = (jax.sharding.AxisType.Auto,) * len(sizes) if like is None else like.axis_types
+    types_ = like.axis_types if isinstance(like, Mesh) else None
     grid = np.array(devices[:count]).reshape(tuple(sizes.values()))
     return Mesh(grid, tuple(sizes), axis_types=types_)
 

@@ -13,13 +13,13 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jax
+from jax.sharding import Mesh
 
 from .check import prove_subject
 from .locate import matched
-from .meshes import find_mesh, sizes_of
+from .meshes import find_mesh
 from .program import EXACT
-from .recording import Fingerprint, RecordedValue, Recording, started
+from .recording import Fingerprint, RecordedStep, RecordedValue, Recording, started
 from .report import Place, finite
 from .trace import Subject, subject_of
 
@@ -143,27 +143,13 @@ def bisect_subjects(
         (subject, mesh or other_mesh or ONE_DEVICE),
         (other_subject, other_mesh or mesh or ONE_DEVICE),
     )
-    pairs = [started(side, on, steps) for side, on in sides]
-    recordings = [recording for recording, _ in pairs]
-    parting = Parting(True)
-    for steps_of_both in zip(*(recorded for _, recorded in pairs), strict=True):
-        recordings = [
-            dataclasses.replace(recording, steps=(*recording.steps, step))
-            for recording, step in zip(recordings, steps_of_both, strict=True)
-        ]
-        parting = compare(*recordings)
-        if not parting.ok:
-            break
-    if parting.ok or parting.operation:
-        return parting
-    for (side, on), recording in zip(sides, recordings, strict=True):
-        step = recording.steps[parting.step - 1]
-        if not _differing(step.outputs, step.alone):
-            continue
-        like = on if isinstance(on, jax.sharding.Mesh) else None
-        report = prove_subject(side, like, [sizes_of(on)], draws=1)
-        for found in report.mistakes[:1]:
-            note = f"{recording.title} it differs from one device: {found.kind}"
+    recordings = [started(side, on, steps) for side, on in sides]
+    parting, changed = _compared(*recordings)
+    for number in changed:
+        side, on = sides[number]
+        own = on if isinstance(on, Mesh) else None
+        for found in prove_subject(side, own, on, draws=1).mistakes[:1]:
+            note = f"{recordings[number].title} it differs from one device: {found.kind}"
             return dataclasses.replace(
                 parting, operation=found.operation, places=found.places, note=note,
                 difference=found.difference, bound=found.bound,
@@ -178,36 +164,49 @@ def compare(one: Recording, other: Recording) -> Parting:
         one: the recording of a program.
         other: that of one that should equal it.
     """
+    return _compared(one, other)[0]
+
+
+def _compared(one: Recording, other: Recording) -> tuple[Parting, list[int]]:
+    """Compares step by step; also returns which programs a mesh changes, if that is the cause."""
+    count = len(one.values)
+    number = 0
     for number, (first, second) in enumerate(zip(one.steps, other.steps, strict=False), 1):
-        for before, after in ((first.inputs, second.inputs), (first.outputs, second.outputs)):
-            names = tuple(_differing(before, after))
-            found = Parting(False, names, number, runs=len(one.steps), operations=len(one.values))
-            if names and before is first.inputs:
-                return dataclasses.replace(found, note="these are inputs of the step")
-            if names:
-                return _located(found, one, other)
-    return Parting(True, operations=len(one.values), runs=len(one.steps))
+        if names := _differing(first.inputs, second.inputs):
+            note = "these are inputs of the step"
+            return Parting(False, names, number, runs=number, operations=count, note=note), []
+        if names := _differing(first.outputs, second.outputs):
+            found = Parting(False, names, number, runs=number, operations=count)
+            if _differing(first.alone, second.alone):
+                return _located(found, (one, first), (other, second)), []
+            pairs = ((one, first), (other, second))
+            changed = [n for n, (_, s) in enumerate(pairs) if _differing(s.outputs, s.alone)]
+            note = "on one device both are equal"
+            if len(changed) == 1:
+                note += f", and {pairs[changed[0]][0].title} differs from that"
+            return dataclasses.replace(found, note=note), changed
+    return Parting(True, operations=count, runs=number), []
 
 
-def _located(found: Parting, one: Recording, other: Recording) -> Parting:
+def _located(
+    found: Parting, one: tuple[Recording, RecordedStep], other: tuple[Recording, RecordedStep]
+) -> Parting:
     """Adds the first operation that differs in a step, or what is known where none does."""
-    first, second = one.steps[found.step - 1], other.steps[found.step - 1]
-    if not _differing(first.alone, second.alone):
-        return dataclasses.replace(found, note=_of_strategies(one, other, found.step))
-    pairs = matched([value.key for value in one.values], [value.key for value in other.values])
-    each = {(a, b): first.values[a].gap(second.values[b]) for a, b in pairs}
+    (first, here), (second, there) = one, other
+    pairs = matched([value.key for value in first.values], [value.key for value in second.values])
+    each = {(a, b): here.values[a].gap(there.values[b]) for a, b in pairs}
     gaps = {pair: gap for pair, gap in each.items() if gap is not None}
     if not gaps:
         return dataclasses.replace(found, note="no operation that both have differs")
     at = min(gaps)
-    loop = one.values[at[0]].loop
+    loop = first.values[at[0]].loop
     if loop >= 0:
         # All turns of a loop are recorded, and an early turn runs before the later lines of it.
-        inside = [pair for pair in gaps if one.values[pair[0]].loop == loop]
+        inside = [pair for pair in gaps if first.values[pair[0]].loop == loop]
         at = min(inside, key=lambda pair: (gaps[pair][2], pair))
     gap, bound, turn = gaps[at]
-    recording, number = one, at[0]
-    for side, known, start in zip((one, other), zip(*pairs, strict=True), at, strict=True):
+    recording, number = first, at[0]
+    for side, known, start in zip((first, second), zip(*pairs, strict=True), at, strict=True):
         extra = _only_here(side.values, start, set(known))
         if extra is not None:
             recording, number = side, extra
@@ -255,15 +254,7 @@ def _time(values: Sequence[RecordedValue], number: int) -> int:
     return 1
 
 
-def _of_strategies(one: Recording, other: Recording, step: int) -> str:
-    """Says which program differs from its own reading on one device."""
-    pairs = [(r, r.steps[step - 1]) for r in (one, other)]
-    wrong = [r.title for r, now in pairs if _differing(now.outputs, now.alone)]
-    text = "on one device both are equal"
-    return f"{text}, and {wrong[0]} differs from that" if len(wrong) == 1 else text
-
-
-def _differing(one: Mapping[str, Fingerprint], other: Mapping[str, Fingerprint]) -> list[str]:
+def _differing(one: Mapping[str, Fingerprint], other: Mapping[str, Fingerprint]) -> tuple[str, ...]:
     """Returns the names whose fingerprints differ, the largest relative difference first."""
     if one.keys() != other.keys() and len(one) == len(other):
         # Results with other names are compared in their order.
@@ -275,4 +266,4 @@ def _differing(one: Mapping[str, Fingerprint], other: Mapping[str, Fingerprint])
             gaps[name] = math.inf
         elif found is not None:
             gaps[name] = found[0] / max(one[name].norm, 1e-30)
-    return sorted(gaps, key=lambda name: (-gaps[name], name))
+    return tuple(sorted(gaps, key=lambda name: (-gaps[name], name)))

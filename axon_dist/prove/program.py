@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -24,7 +24,7 @@ from ..core.compat import called, eval_equation, map_axes
 from ..core.reduction import varying
 from ..core.typing import Array, Shape
 from ..ir.factors import KEEPS, MOVES
-from ..ir.walk import OPENED, Inner, dtype_of, inners
+from ..ir.walk import OPENED, Inner, inners
 
 DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 """Primitives that draw random bits."""
@@ -36,7 +36,7 @@ EXACT |= {"floor", "ceil", "round", "bitcast_convert_type", "copy_to_host_async"
 EXACT |= {"all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pmax", "pmin"}
 """Primitives whose results are not rounded."""
 
-COMPILER_OPTIONS: dict[str, Any] = {
+_COMPILER_OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
@@ -53,26 +53,33 @@ class Value:
         aval: its abstract value; inside a `shard_map` that of one rank.
         axes: the manual mesh axes around it, the outermost first.
         maker: the operation that computes it; None for an input or a constant.
-        constant: the value of a constant.
+        constant: the array or number, if it is a constant of the program.
+        number: orders the values, so that a dict of them is a pytree.
     """
 
     aval: Any
     axes: tuple[str, ...]
     maker: Operation | None = None
     constant: Any = None
+    number: int = dataclasses.field(default_factory=itertools.count().__next__)
+
+    def __lt__(self, other: Value) -> bool:
+        """Whether it was made before another one."""
+        return self.number < other.number
 
     @property
     def shape(self) -> Shape:
         """The shape on one rank."""
         return tuple(getattr(self.aval, "shape", ()))
 
+    @property
+    def is_inexact(self) -> bool:
+        """Whether it holds floating-point or complex numbers."""
+        return jnp.issubdtype(getattr(self.aval, "dtype", bool), jnp.inexact)
+
     def num_turns(self, recorded: np.ndarray) -> int:
         """Returns how many leading dims of its recorded numbers are turns of loops."""
         return recorded.ndim - len(self.axes) - len(self.shape) - is_key(self.aval)
-
-
-Read: TypeAlias = Value | Literal
-"""An operand of an operation."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,7 +91,6 @@ class Region:
         inputs: its inputs.
         form: which operands of the operation that runs it are its inputs; None for the whole
             program.
-        constants: its constants.
         operations: its operations, in order.
         outputs: its outputs.
     """
@@ -92,9 +98,8 @@ class Region:
     axes: tuple[str, ...]
     inputs: list[Value]
     form: Inner | None = None
-    constants: list[Value] = dataclasses.field(default_factory=list)
     operations: list[Operation] = dataclasses.field(default_factory=list)
-    outputs: list[Read] = dataclasses.field(default_factory=list)
+    outputs: list[Value] = dataclasses.field(default_factory=list)
 
     def walk(self) -> Iterator[Operation]:
         """Yields all operations at any depth, each followed by those of its regions."""
@@ -125,7 +130,7 @@ class Operation:
 
     number: int
     equation: JaxprEqn
-    reads: list[Read]
+    reads: list[Value]
     results: list[Value]
     regions: list[Region]
     callers: tuple[JaxprEqn, ...] = ()
@@ -145,6 +150,12 @@ class Operation:
         """The body of a loop; None for other operations."""
         return self.regions[-1] if self.name in ("scan", "while") else None
 
+    @functools.cached_property
+    def alone(self) -> Region:
+        """A program of this operation only."""
+        inputs = [read for read in self.reads if read.constant is None]
+        return Region((), inputs, operations=[self], outputs=self.results)
+
 
 def flatten(closed: ClosedJaxpr) -> Region:
     """Inlines the calls of a program and numbers its operations."""
@@ -159,34 +170,33 @@ def _region(
     form: Inner | None = None,
 ) -> Region:
     region = Region(axes, [Value(variable.aval, axes) for variable in closed.jaxpr.invars], form)
-    known = dict(zip(closed.jaxpr.invars, region.inputs, strict=True))
-    region.outputs = _open(closed, known, region, numbers, callers)
+    region.outputs = _open(closed, region.inputs, region, numbers, callers)
     return region
 
 
 def _open(
     closed: ClosedJaxpr,
-    known: dict[Var, Any],
+    inputs: Sequence[Value],
     region: Region,
     numbers: Iterator[int],
     callers: tuple[JaxprEqn, ...],
-) -> list[Read]:
+) -> list[Value]:
     """Adds the operations of a program to a region; returns the program's outputs."""
     axes = region.axes
+    known: dict[Var, Value] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
     for variable, constant in zip(closed.jaxpr.constvars, closed.consts, strict=True):
         known[variable] = Value(variable.aval, axes, constant=_unplaced(constant))
-        region.constants.append(known[variable])
 
-    def read(atom: Any) -> Read:
-        return atom if isinstance(atom, Literal) else known[atom]
+    def read(atom: Any) -> Value:
+        is_literal = isinstance(atom, Literal)
+        return Value(atom.aval, axes, constant=atom.val) if is_literal else known[atom]
 
     for equation in closed.jaxpr.eqns:
         reads = [read(atom) for atom in equation.invars]
-        inner = called(equation) if equation.primitive.name in OPENED else None
+        inner = _inlined(equation)
         if inner is not None:
             taken = reads[len(reads) - len(inner.jaxpr.invars) :]
-            within: dict[Var, Any] = dict(zip(inner.jaxpr.invars, taken, strict=True))
-            results: list[Any] = _open(inner, within, region, numbers, (*callers, equation))
+            results = _open(inner, taken, region, numbers, (*callers, equation))
         else:
             operation = Operation(next(numbers), equation, reads, [], [], callers)
             region.operations.append(operation)
@@ -195,9 +205,23 @@ def _open(
             at = callers if operation.is_map else (*callers, equation)
             forms = inners(equation) if operation.name in _WITH_REGIONS else []
             operation.regions = [_region(f.program, inside, numbers, at, f) for f in forms]
-            results = list(operation.results)
+            results = operation.results
         known.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in closed.jaxpr.outvars]
+
+
+def _inlined(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """Returns the program that an equation calls once; None if it does not call one.
+
+    A choice by `jax.lax.platform_dependent` calls the branch of this platform. The other branches
+    may not even compile here.
+    """
+    platforms = equation.params.get("branches_platforms")
+    if platforms is None:
+        return called(equation) if equation.primitive.name in OPENED else None
+    here = jax.default_backend()
+    number = next(n for n, names in enumerate(platforms) if names is None or here in names)
+    return equation.params["branches"][number]
 
 
 def _unplaced(constant: Any) -> Any:
@@ -209,6 +233,7 @@ def _unplaced(constant: Any) -> Any:
 _WITH_REGIONS = frozenset({"shard_map", "scan", "while", "cond"})
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["bits"], meta_fields=["splits"])
 @dataclasses.dataclass(frozen=True)
 class Injected:
     """Random bits that replace a draw.
@@ -222,62 +247,60 @@ class Injected:
     splits: tuple[tuple[str, ...], ...]
 
 
+Record: TypeAlias = dict[Value, Array]
+"""Recorded values, with leading dims for the turns of loops, then for the ranks of a mesh."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["noise", "injected"],
+    meta_fields=["wanted", "compiled"],
+)
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """How a program is evaluated, with all traced inputs of the evaluation itself.
+    """How a program is evaluated. As a pytree it is passed into compiled programs, loops and maps.
 
     Args:
         wanted: the values to record.
         noise: a seed and a scale: results of arithmetic are perturbed by this many units in the
             last place, up or down. None for no noise.
         injected: bits for draws, by the number of the operation.
-        pieces: loops and maps that are compiled by themselves, by the number of the operation and
-            of the injected draws; None where the whole program is compiled.
+        compiled: runs a program compiled, as `compiler` does. It runs each loop, branch and map,
+            and other operations run by themselves; None if the whole program is compiled already.
     """
 
     wanted: frozenset[Value]
-    noise: tuple[Array, Array] | None
+    noise: tuple[Any, Any] | None
     injected: Mapping[int, Injected]
-    pieces: dict[tuple[int, ...], tuple[Callable[..., Any], list[Value]]] | None = None
+    compiled: Callable[..., tuple[list[Array], Record]] | None = None
 
-    def run(self, program: Region, values: Sequence[Array]) -> tuple[list[Array], dict]:
-        """Computes the outputs and the recorded values by `Value`.
+    def run(self, program: Region, values: Sequence[Any]) -> tuple[list[Array], Record]:
+        """Computes the outputs and the recorded values.
 
         All turns of a `scan` are recorded, the first turn of a `while`, and no branch of a `cond`.
         """
-        record: dict[Value, Array] = {}
-        with_noise = [self._moved(value, 977 + number, 1.0) for number, value in enumerate(values)]
-        return self._region(program, with_noise, record), record
+        known = dict(zip(program.inputs, values, strict=True))
+        record: Record = {}
 
-    def _region(self, region: Region, values: Sequence[Array], record: dict) -> list[Array]:
-        known: dict[Value, Any] = dict(zip(region.inputs, values, strict=True))
-        known.update((value, value.constant) for value in region.constants)
+        def read(value: Value) -> Any:
+            return known[value] if value.constant is None else value.constant
 
-        def read(atom: Read) -> Any:
-            return atom.val if isinstance(atom, Literal) else known[atom]
-
-        for operation in region.operations:
-            operands = [read(atom) for atom in operation.reads]
-            results = self._operation(operation, operands, record)
+        for operation in program.operations:
+            if operation.regions and self.compiled is not None:
+                piece = operation.alone
+                within = dataclasses.replace(self, compiled=None)
+                results, inner = self.compiled(within, piece, list(map(read, piece.inputs)))
+                record |= inner
+            else:
+                results = self._operation(operation, list(map(read, operation.reads)), record)
             known.update(zip(operation.results, results, strict=True))
-            wanted = [value for value in operation.results if value in self.wanted]
-            record.update((value, plain(known[value])) for value in wanted)
-        return [
-            jnp.asarray(atom.val, dtype_of(atom)) if isinstance(atom, Literal) else known[atom]
-            for atom in region.outputs
-        ]
+            record |= {v: plain(known[v]) for v in operation.results if v in self.wanted}
+        return [_as_array(read(value), value) for value in program.outputs], record
 
-    def _operation(self, operation: Operation, operands: list, record: dict) -> list[Array]:
+    def _operation(self, operation: Operation, operands: list, record: Record) -> list[Array]:
         if operation.number in self.injected:
             return [_block(self.injected[operation.number], operation.results[0])]
-        here = _branch_of_platform(operation)
-        if here is not None:
-            return self._region(here, operands[1:], record)
-        if operation.regions and self.pieces is not None:
-            return self._piece(operation, operands, record)
-        if operation.is_map:
-            return self._map(operation, operands, record)
-        if operation.regions and self._opens(operation):
+        if operation.is_map or (operation.regions and self._opens(operation)):
             return _OPENED[operation.name](self, operation, operands, record)
         results = eval_equation(operation.equation, operands)
         if self.noise is None or operation.name in EXACT:
@@ -286,30 +309,7 @@ class Evaluation:
         if operation.name in _SUMS:
             terms = sum(math.prod(jnp.shape(x)) for x in operands)
             size = min(math.sqrt(max(1.0, terms / max(1, math.prod(results[0].shape)))), 64.0)
-        return [self._moved(x, operation.number, size) for x in results]
-
-    def _piece(self, operation: Operation, operands: list, record: dict) -> list[Array]:
-        """Runs a loop, branch or map in a compiled program of its own."""
-        assert self.pieces is not None
-        key = operation.number, *self.injected
-        if key not in self.pieces:
-            names: list[Value] = []
-
-            @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
-            def compute(operands: list, noise: Any, bits: dict) -> tuple[list, list]:
-                given = {n: Injected(bits[n], self.injected[n].splits) for n in bits}
-                within: dict[Value, Array] = {}
-                inner = Evaluation(self.wanted, noise, given)
-                results = inner._operation(operation, operands, within)
-                names[:] = within
-                return results, list(within.values())
-
-            self.pieces[key] = compute, names
-        compute, names = self.pieces[key]
-        bits = {n: one.bits for n, one in self.injected.items()}
-        results, recorded = compute(operands, self.noise, bits)
-        record.update(zip(names, recorded, strict=True))
-        return results
+        return [self.moved(x, operation.number, size) for x in results]
 
     def _opens(self, operation: Operation) -> bool:
         """Whether something inside a loop or branch is to be recorded or changed."""
@@ -317,94 +317,97 @@ class Evaluation:
             return True
         return any(not self.wanted.isdisjoint(region.values()) for region in operation.regions)
 
-    def _moved(self, x: Any, number: int, size: float) -> Any:
+    def moved(self, x: Any, number: int, size: float = 1.0) -> Any:
         """Perturbs a value up or down in its last place, by a hash of its own bits."""
         if self.noise is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        step = np.uint32(number * 7919 % 2**32), np.float32(size)
-        return _moved(x, *self.noise, *step)
+        return _moved(x, *self.noise, np.uint32(number * 7919 % 2**32), np.float32(size))
 
-    def _map(self, operation: Operation, operands: list, record: dict) -> list[Array]:
+    def _map(self, operation: Operation, operands: list, record: Record) -> list[Array]:
         """Runs a `shard_map`, and also returns the values recorded on all of its ranks."""
         region = operation.regions[0]
         params = operation.equation.params
         axes = map_axes(operation.equation)
-        names: list[Value] = []
 
-        def body(operands: list, noise: Any, bits: dict) -> tuple[list, list]:
-            given = {n: Injected(bits[n], self.injected[n].splits) for n in bits}
-            inner = dataclasses.replace(self, noise=noise, injected=given)
-            within: dict[Value, Array] = {}
-            outputs = inner._region(region, operands, within)
-            names[:] = within
-            return outputs, [varying(x, axes)[(None,) * len(axes)] for x in within.values()]
+        def body(evaluation: Evaluation, operands: list) -> tuple[list, Record]:
+            outputs, inner = evaluation.run(region, operands)
+            return outputs, {v: varying(x, axes)[(None,) * len(axes)] for v, x in inner.items()}
 
         run = jax.shard_map(
             body,
             mesh=params["mesh"],
-            in_specs=(list(params["in_specs"]), PartitionSpec(), PartitionSpec()),
+            in_specs=(PartitionSpec(), list(params["in_specs"])),
             out_specs=(list(params["out_specs"]), PartitionSpec(*axes)),
             axis_names=set(axes),
             check_vma=params["check_vma"],
         )
-        bits = {n: one.bits for n, one in self.injected.items()}
-        outputs, stacked = run(list(operands), self.noise, bits)
+        outputs, inner = run(self, operands)
         outside = len(region.axes) - len(axes)
-        for value, x in zip(names, stacked, strict=True):
+        for value, x in inner.items():
             # Turns of loops inside the map come before the ranks.
             turns = value.num_turns(x) + outside
             record[value] = jnp.moveaxis(x, range(len(axes)), range(turns, turns + len(axes)))
         return outputs
 
-    def _scan(self, operation: Operation, operands: list, record: dict) -> list[Array]:
+    def _scan(self, operation: Operation, operands: list, record: Record) -> list[Array]:
         """Runs a loop, and records the values of all turns in their order."""
         region = operation.regions[0]
         params = operation.equation.params
         form = region.form
         assert form is not None
         shared, start, rows = form.split_operands(operands)
-        names: list[Value] = []
 
-        def turn(carried: list, rows: list) -> tuple[list, tuple[list, list]]:
-            within: dict[Value, Array] = {}
-            outputs = self._region(region, [*shared, *carried, *rows], within)
-            names[:] = within
+        def turn(carried: list, rows: list) -> tuple[list, tuple[list, Record]]:
+            outputs, inner = self.run(region, [*shared, *carried, *rows])
             carried, stacked = form.outputs(outputs)
-            return carried, (stacked, list(within.values()))
+            return carried, (stacked, inner)
 
         ends = {"length": params["length"], "reverse": params["reverse"]}
-        carried, (stacked, recorded) = jax.lax.scan(turn, start, rows, **ends)
+        carried, (stacked, inner) = jax.lax.scan(turn, start, rows, **ends)
         order = slice(None, None, -1 if params["reverse"] else 1)
-        record.update((v, x[order]) for v, x in zip(names, recorded, strict=True))
+        record |= {value: x[order] for value, x in inner.items()}
         return [*carried, *stacked]
 
-    def _while(self, operation: Operation, operands: list, record: dict) -> list[Array]:
+    def _while(self, operation: Operation, operands: list, record: Record) -> list[Array]:
         """Runs a loop, and records its first turn; how many there are is not known before."""
         test, body = operation.regions
         assert test.form is not None
         assert body.form is not None
         for_test, start, _ = test.form.split_operands(operands)
         for_body, _, _ = body.form.split_operands(operands)
-        self._region(body, [*for_body, *start], record)
+        record |= self.run(body, [*for_body, *start])[1]
         return jax.lax.while_loop(
-            lambda carry: self._region(test, [*for_test, *carry], {})[0],
-            lambda carry: self._region(body, [*for_body, *carry], {}),
+            lambda carry: self.run(test, [*for_test, *carry])[0][0],
+            lambda carry: self.run(body, [*for_body, *carry])[0],
             start,
         )
 
-    def _cond(self, operation: Operation, operands: list, record: dict) -> list[Array]:
+    def _cond(self, operation: Operation, operands: list, record: Record) -> list[Array]:
         def branch(region: Region) -> Callable[..., list[Array]]:
-            return lambda *values: self._region(region, values, {})
+            return lambda *values: self.run(region, values)[0]
 
         which, *values = operands
         return jax.lax.switch(which, [branch(r) for r in operation.regions], *values)
 
 
 _OPENED: Mapping[str, Callable[..., list[Array]]] = {
+    "shard_map": Evaluation._map,
     "scan": Evaluation._scan,
     "while": Evaluation._while,
     "cond": Evaluation._cond,
 }
+
+
+def compiler() -> Callable[..., tuple[list[Array], Record]]:
+    """Returns a function from (evaluation, program, values) to outputs and recorded values.
+
+    It compiles each program once. JAX frees the compiled programs with the function.
+    """
+
+    def run(how: Evaluation, program: Region, values: list) -> tuple[list[Array], Record]:
+        return how.run(program, values)
+
+    return jax.jit(run, static_argnums=1, compiler_options=_COMPILER_OPTIONS)
 
 
 @jax.jit
@@ -419,18 +422,6 @@ def _moved(x: Array, seed: Array, scale: Array, number: Array, size: Array) -> A
     return (x.astype(kind) * jnp.where(is_up, 1 + step, 1 - step)).astype(x.dtype)
 
 
-def _branch_of_platform(operation: Operation) -> Region | None:
-    """Returns the branch that `jax.lax.platform_dependent` takes here; None for other operations.
-
-    Only as long as it is a choice by platform are branches left out that do not compile here.
-    """
-    platforms = operation.equation.params.get("branches_platforms")
-    if platforms is None:
-        return None
-    here = jax.default_backend()
-    return operation.regions[next(n for n, p in enumerate(platforms) if p is None or here in p)]
-
-
 def is_key(x: Any) -> bool:
     """Whether an array holds random keys."""
     dtype = getattr(x, "dtype", None)
@@ -442,6 +433,10 @@ def plain(x: Any) -> Any:
     return jax.random.key_data(x) if is_key(x) else x
 
 
+def _as_array(x: Any, value: Value) -> Any:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x, value.aval.dtype)
+
+
 def _block(injected: Injected, result: Value) -> Array:
     """Returns the part of injected bits that this rank would draw."""
     block = injected.bits
@@ -451,8 +446,3 @@ def _block(injected: Injected, result: Value) -> Array:
             start = jax.lax.axis_index(axes) * size
             block = jax.lax.dynamic_slice_in_dim(block, start, size, dim)
     return varying(block, tuple(result.aval.mat.varying))
-
-
-def reads_of(values: Iterable[Read]) -> list[Value]:
-    """Returns the reads that are values rather than literals."""
-    return [value for value in values if not isinstance(value, Literal)]

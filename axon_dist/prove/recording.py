@@ -27,7 +27,7 @@ from ..core.errors import ConfigError
 from ..core.files import host_memory
 from .inputs import draws_of
 from .meshes import sizes_of
-from .program import Operation, Region, Value, is_key, plain, reads_of
+from .program import Operation, Region, Value, is_key, plain
 from .relations import NOISY_RUNS, bound_of, differs
 from .report import Place, places_of
 from .trace import Subject, Traced
@@ -169,7 +169,7 @@ class Recording:
     made_by: str
     places: tuple[Place, ...]
     values: tuple[RecordedValue, ...]
-    steps: tuple[RecordedStep, ...]
+    steps: Iterable[RecordedStep]
 
     def save(self, path: str | Path) -> None:
         """Writes it to a JSON file."""
@@ -289,7 +289,7 @@ def described(program: Region) -> tuple[tuple[Place, ...], tuple[RecordedValue, 
         assert operation is not None
         frames = source_frames(operation.equation, operation.callers)[0]
         lines = [places.setdefault(p, len(places)) for p in places_of(frames[:_FRAMES])]
-        reads = [numbers[read] for read in reads_of(operation.reads) if read in numbers]
+        reads = [numbers[read] for read in operation.reads if read in numbers]
         is_backward = "transpose" in str(operation.equation.source_info.name_stack)
         at = operation.name, len(value.shape), layer_of(operation), loop
         found.append(RecordedValue(*at, is_backward, lines, reads))
@@ -318,23 +318,22 @@ def record(subject: Subject, mesh: Any, steps: int = 1) -> Recording:
         mesh: the mesh, or its sizes.
         steps: the number of steps; leading outputs replace leading arguments of the same shape.
     """
-    recording, recorded = started(subject, mesh, steps)
-    return dataclasses.replace(recording, steps=tuple(recorded))
+    recording = started(subject, mesh, steps)
+    return dataclasses.replace(recording, steps=tuple(recording.steps))
 
 
-def started(subject: Subject, mesh: Any, steps: int) -> tuple[Recording, Iterator[RecordedStep]]:
-    """Returns a recording without steps, and its steps, each of which runs when it is taken."""
+def started(subject: Subject, mesh: Any, steps: int) -> Recording:
+    """Returns a recording whose steps run when they are taken, which they can be once."""
     sizes = sizes_of(mesh)
-    like = mesh if isinstance(mesh, jax.sharding.Mesh) else None
-    own = alone = subject.on(sizes, like)
+    own = alone = subject.on(sizes, mesh)
     if own.mesh.size > 1:
         # A program that is written for one mesh has only the values of its ranks.
         with contextlib.suppress(Exception):
-            found = subject.on(dict.fromkeys(sizes, 1), like)
+            found = subject.on(dict.fromkeys(sizes, 1), mesh)
             alone = found if found.names == own.names else own
     title = f"on {own.title}"
-    recording = Recording(subject.name, title, versions(), *described(alone.program), ())
-    return recording, _steps(own, alone, steps)
+    ran = _steps(own, alone, steps)
+    return Recording(subject.name, title, versions(), *described(alone.program), ran)
 
 
 def _steps(own: Traced, alone: Traced, steps: int) -> Iterator[RecordedStep]:

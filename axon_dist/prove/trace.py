@@ -17,16 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from ..core.errors import ConfigError
 from .inputs import is_array
 from .meshes import build_mesh, rebind, sizes_of, title_of, unchecked
-from .program import (
-    COMPILER_OPTIONS,
-    Evaluation,
-    Injected,
-    Region,
-    Value,
-    flatten,
-    is_key,
-    plain,
-)
+from .program import Evaluation, Injected, Region, Value, compiler, flatten, is_key, plain
 from .relations import NOISY_RUNS, bound_of
 
 
@@ -66,7 +57,7 @@ class Traced:
     context: Mesh | None
     shardings: tuple[NamedSharding | None, ...]
     leaves: tuple[Any, ...]
-    _programs: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    _compiled: Callable[..., Any] = dataclasses.field(default_factory=compiler)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -95,15 +86,22 @@ class Traced:
                 nothing, in the same compiled program.
         """
         placed = [_placed(x, sharding) for x, sharding in zip(inputs, self.shardings, strict=True)]
-        injected = injected or {}
-        bits = {number: one.bits for number, one in injected.items()}
-        splits = tuple((number, one.splits) for number, one in injected.items())
         seed = None
         if noise is not None:
             seed = np.uint32(noise * 2654435761 % 2**32), np.float32(noise > 0)
+        how = Evaluation(frozenset(wanted), seed, injected or {})
+        placed = [how.moved(x, 977 + number) for number, x in enumerate(placed)]
         with contextlib.nullcontext() if self.context is None else jax.set_mesh(self.context):
-            outputs, values = self._compiled(frozenset(wanted))(splits, placed, seed, bits)
-        return [np.asarray(x) for x in outputs], {v: np.asarray(x) for v, x in values.items()}
+            if self.mesh.size > 1:
+                outputs, values = self._compiled(how, self.program, placed)
+            else:
+                # On one device each operation is compiled by itself, and JAX keeps it for the next
+                # program that has it. A program with noise takes many times longer to compile.
+                how = dataclasses.replace(how, compiled=self._compiled)
+                outputs, values = how.run(self.program, placed)
+        return [np.asarray(plain(x)) for x in outputs], {
+            v: np.asarray(x) for v, x in values.items()
+        }
 
     def measured(
         self,
@@ -118,30 +116,6 @@ class Traced:
         bounds = {value: bound_of([one[value] for one in values]) for value in values[0]}
         of_outputs = [bound_of(each) for each in zip(*outputs, strict=True)]
         return Run(outputs[0], of_outputs, values[0], bounds)
-
-    def _compiled(self, wanted: frozenset[Value]) -> Callable[..., Any]:
-        # Compiling takes most of the time of a proof, so a program is compiled once.
-        if wanted in self._programs:
-            return self._programs[wanted]
-        order: list[Value] = []
-        # On one device each operation is compiled by itself, and JAX keeps it for the next program
-        # that has it. A whole program with noise takes many times longer to compile.
-        pieces: dict[Any, Any] | None = {} if self.mesh.size == 1 else None
-
-        def compute(splits: Any, values: list, noise: Any, bits: dict) -> tuple[list, list]:
-            given = {number: Injected(bits[number], split) for number, split in splits}
-            outputs, record = Evaluation(wanted, noise, given, pieces).run(self.program, values)
-            order[:] = record
-            return [plain(x) for x in outputs], list(record.values())
-
-        if pieces is None:
-            compute = jax.jit(compute, static_argnums=0, compiler_options=COMPILER_OPTIONS)
-
-        def run(*arguments: Any) -> tuple[list, dict[Value, Any]]:
-            outputs, values = compute(*arguments)
-            return outputs, dict(zip(order, values, strict=True))
-
-        return self._programs.setdefault(wanted, run)
 
 
 def _placed(x: Any, sharding: NamedSharding | None) -> Any:
@@ -178,12 +152,12 @@ class Subject:
             return [(code.co_filename, code.co_firstlineno)]
         return []
 
-    def on(self, sizes: Mapping[str, int], like: Mesh | None, checked: bool = True) -> Traced:
+    def on(self, sizes: Mapping[str, int], like: Any, checked: bool = True) -> Traced:
         """Traces the function on a mesh of these sizes.
 
         Args:
             sizes: the size of each axis.
-            like: a mesh whose axis types are used.
+            like: a mesh whose axis types are used; anything else for none.
             checked: False forces `check_vma=False` in every `shard_map`.
         """
         with contextlib.nullcontext() if checked else unchecked():
