@@ -22,7 +22,7 @@ import numpy as np
 
 from ..ir.factors import FACTORS, KEEPS, RESHAPES, SCATTER_ADDS, Factors, Role, factors
 from ..ir.walk import same
-from .program import Operation, Region, Value, plain
+from .program import COPIES, RANK_SUMS, Operation, Region, Value, plain
 from .relations import ANY, MAX, MIN, SUM, Relation, Split, names_of, splits_of
 
 
@@ -344,7 +344,7 @@ def _terms(step: _Step) -> Relation:
     name, reads = step.name, step.reads
     if all(read.is_exact for read in reads):
         return Relation(())
-    if name in RESHAPES | _COPIES and len(reads) == 1:
+    if name in _MOVES and len(reads) == 1:
         return dataclasses.replace(reads[0], splits=())
     # Integer arithmetic rounds, which keeps neither terms nor factors.
     is_inexact = step.on_mesh.reads[0].is_inexact and step.on_mesh.results[0].is_inexact
@@ -372,17 +372,16 @@ def _terms(step: _Step) -> Relation:
 def _is_zero(value: Value) -> bool:
     """Whether an operand is zero, or an array of zeros: a term of any sum."""
     while value.maker is not None:
-        if value.maker.name not in RESHAPES | _COPIES | {"convert_element_type"}:
+        if value.maker.name not in _MOVES | {"convert_element_type"}:
             return False
         value = value.maker.reads[0]
     number = value.constant
     return number is not None and not isinstance(number, jax.Array) and not np.any(number)
 
 
-_SUMS = frozenset({"psum", "psum2", "psum_invariant", "reduce_scatter", "psum_scatter"})
 _EXTREMES = {"reduce_max": MAX, "reduce_min": MIN, "pmax": MAX, "pmin": MIN}
-_COLLECTIVES = _SUMS | {"pmax", "pmin", "all_gather", "all_gather_invariant", "all_to_all"}
-_COPIES = KEEPS | {"copy", "copy_p", "name", "stop_gradient", "transpose"}
+_COLLECTIVES = RANK_SUMS | {"pmax", "pmin", "all_gather", "all_gather_invariant", "all_to_all"}
+_MOVES = RESHAPES | COPIES | {"transpose"}
 _PRODUCTS = frozenset({"mul", "div", "dot_general", "conv_general_dilated"})
 _LINEAR: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("neg", "convert_element_type", "real", "reduce_precision"), (0,)),
@@ -403,7 +402,7 @@ def _collective(step: _Step, read: Relation) -> Relation:
     over, factor, splits = read.over - set(axes), read.factor, read.splits
     if not params.get("tiled", True):
         raise _Unknown
-    if step.name in _SUMS:
+    if step.name in RANK_SUMS:
         if not read.is_sum or set(axes) & set(read.axes):
             raise _Unknown
         factor *= step.times(axes, read)

@@ -17,30 +17,24 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..core.compat import Frame, scan_counts, source_frames
-from ..ir.factors import Role, factors
+from ..ir.factors import ALONG_ONE, RESHAPES, Role, factors
 from . import relations
 from .meshes import title_of
-from .program import DRAWS, Operation, Region, Value, is_key
+from .program import COPIES, DRAWS, RANK_SUMS, Operation, Region, Value, is_key
 from .relations import MAX, MEAN, MIN, SUM, RankValues, Relation
 from .report import Finding, Kind, places_of
 from .trace import Run
 
-_SUMS = frozenset({"psum", "psum_invariant", "psum2", "reduce_scatter", "psum_scatter"})
 _PICKS = frozenset({"argmax", "argmin", "top_k", "approx_top_k", "sort"})
-_SCANS = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "scan"})
+_SCANS = (ALONG_ONE - _PICKS) | {"scan"}
 _ROOTS = frozenset({"sqrt", "rsqrt", "pow", "integer_pow", "cbrt"})
 _SQUARES = frozenset({"square", "integer_pow", "pow", "abs"})
 _TAKES = frozenset({"slice", "dynamic_slice", "gather", "squeeze", "dynamic_index_in_dim"})
-_PLAIN = frozenset(
-    {
-        "convert_element_type", "reshape", "broadcast_in_dim", "squeeze", "pvary", "pcast", "copy",
-        "stop_gradient", "transpose", "neg", "reduce_precision", "name", "expand_dims",
-    }
-)  # fmt: skip
+_PLAIN = COPIES | RESHAPES | {"convert_element_type", "transpose", "neg", "reduce_precision"}
 """Operations that pass a value on."""
 
 _ADDS = frozenset({"add", "add_any", "sub"})
-_ADDED = _SUMS | {"reduce_sum"}
+_ADDED = RANK_SUMS | {"reduce_sum"}
 _LINEAR = frozenset({"reduce_sum", "add", "mul"})
 _EXPONENTS = frozenset({"exp", "exp2"})
 _OF_SUMS = frozenset({"div", "log", "log1p", "max", "pow"})
@@ -364,7 +358,7 @@ class Search:
         axes = axes or [name for name, count in self._sizes.items() if count == size]
         kind, blamed = Kind.SUM_FOR_MEAN if factor > 1 else Kind.MEAN_FOR_SUM, operation
         if factor > 1 and (
-            operation.name in _SUMS or (operation.name == "reduce_sum" and has_parts)
+            operation.name in RANK_SUMS or (operation.name == "reduce_sum" and has_parts)
         ):
             if self._is_transposed_sum(operation):
                 return self._found(Kind.SUMMED_BY_GRAD, operation, axes)
@@ -382,13 +376,13 @@ class Search:
         frames, asked = source_frames(operation.equation, operation.callers)
         if asked is None or not frames:
             return False
-        sums = [o for o in self._operations if o.number < operation.number and o.name in _SUMS]
+        sums = [o for o in self._operations if o.number < operation.number and o.name in RANK_SUMS]
         before = (source_frames(other.equation, other.callers) for other in sums)
         return any(asked is None and own[:1] == frames[:1] for own, asked in before)
 
     def _reduced_again(self, operation: Operation, visited: set[Operation]) -> Operation | None:
         axes = operation.equation.params.get("axes")
-        later = [o for o in visited if o.number > operation.number and o.name in _SUMS]
+        later = [o for o in visited if o.number > operation.number and o.name in RANK_SUMS]
         again = [other for other in later if other.equation.params.get("axes") == axes]
         return min(again, key=lambda o: o.number, default=None)
 

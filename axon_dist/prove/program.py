@@ -29,10 +29,15 @@ from ..ir.walk import OPENED, Inner, inners
 DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 """Primitives that draw random bits."""
 
-EXACT = MOVES | KEEPS
-EXACT |= {"select_n", "dynamic_slice", "dynamic_update_slice", "gather", "copy", "copy_p", "neg"}
+COPIES = KEEPS | {"copy", "copy_p", "name", "stop_gradient"}
+"""Primitives that pass each element on."""
+
+RANK_SUMS = frozenset({"psum", "psum2", "psum_invariant", "reduce_scatter", "psum_scatter"})
+"""Collectives that sum over ranks."""
+
+EXACT = MOVES | COPIES | {"select_n", "dynamic_slice", "dynamic_update_slice", "gather", "neg"}
 EXACT |= {"abs", "max", "min", "sign", "reduce_max", "reduce_min", "sort", "real", "imag", "clamp"}
-EXACT |= {"floor", "ceil", "round", "bitcast_convert_type", "copy_to_host_async", "name"}
+EXACT |= {"floor", "ceil", "round", "bitcast_convert_type", "copy_to_host_async"}
 EXACT |= {"all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pmax", "pmin"}
 """Primitives whose results are not rounded."""
 
