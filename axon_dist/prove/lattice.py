@@ -87,9 +87,7 @@ class _Proof:
 
     def run(self, real: Region, oracle: Region) -> dict[int, Operation | None]:
         """Returns None for outputs that are exact and replicated, else what has no rule."""
-        for on_mesh in real.inputs:
-            self._known[on_mesh] = Relation(((),) * len(on_mesh.shape))
-        outputs = self._region(real, oracle)
+        outputs = self._inside(real, oracle, list(map(_whole, real.inputs)))
         found: dict[int, Operation | None] = {}
         for number, (one, value) in enumerate(zip(outputs, real.outputs, strict=True)):
             if one is not None and one.is_replicated:
@@ -103,7 +101,11 @@ class _Proof:
         known = [self._causes[read] for read in inner if read in self._causes]
         self._causes[value] = min(known, key=lambda o: o.number, default=operation)
 
-    def _region(self, real: Region, oracle: Region) -> list[Relation | None]:
+    def _inside(
+        self, real: Region, oracle: Region, inputs: Sequence[Relation | None]
+    ) -> list[Relation | None]:
+        """Returns the relations of the outputs of a program from those of its inputs."""
+        self._known.update(zip(real.inputs, inputs, strict=True))
         self._pairs.update(zip(real.inputs, oracle.inputs, strict=True))
         for on_mesh, on_one in zip(real.operations, oracle.operations, strict=True):
             results = self._results(on_mesh, on_one)
@@ -171,12 +173,6 @@ class _Proof:
         stacked = [one and dataclasses.replace(one, splits=((), *one.splits)) for one in results]
         return [*carry, *stacked]
 
-    def _inside(
-        self, region: Region, other: Region, inputs: Sequence[Relation | None]
-    ) -> list[Relation | None]:
-        self._known.update(zip(region.inputs, inputs, strict=True))
-        return self._region(region, other)
-
     def _checked(self, found: Relation, on_mesh: Value, on_one: Value) -> Relation | None:
         """Returns the relation if no axis occurs twice and its parts have the right shape."""
         axes = [*found.axes, *found.over]
@@ -191,19 +187,25 @@ class _Proof:
     ) -> list[Relation | None]:
         params = on_mesh.equation.params
         inside, outside = on_mesh.regions[0], on_one.regions[0]
-        for value, read, spec in zip(inside.inputs, reads, params["in_specs"], strict=True):
-            splits = splits_of(spec, len(value.shape), self._sizes)
-            is_whole = read is not None and read.is_replicated
-            self._known[value] = Relation(splits) if is_whole else None
+        inputs = [
+            Relation(splits_of(spec, len(value.shape), self._sizes))
+            if read is not None and read.is_replicated
+            else None
+            for value, read, spec in zip(inside.inputs, reads, params["in_specs"], strict=True)
+        ]
         results: list[Relation | None] = []
-        outputs = self._region(inside, outside)
+        outputs = self._inside(inside, outside, inputs)
         for value, found, spec in zip(on_mesh.results, outputs, params["out_specs"], strict=True):
-            whole = Relation(((),) * len(value.shape))
             splits = splits_of(spec, len(value.shape), self._sizes)
             is_proven = found is not None and found.is_exact and _agree(found.splits, splits)
-            results.append(whole if is_proven else None)
+            results.append(_whole(value) if is_proven else None)
         shapes = [[value.shape for value in one.results] for one in (on_mesh, on_one)]
         return results if shapes[0] == shapes[1] else [None] * len(results)
+
+
+def _whole(value: Value) -> Relation:
+    """Returns the relation of a value that each rank has whole."""
+    return Relation(((),) * len(value.shape))
 
 
 def _are_same_loops(on_mesh: Operation, on_one: Operation) -> bool:
@@ -239,7 +241,7 @@ def _described(step: _Step) -> list[Relation]:
     if step.name in _COLLECTIVES:
         return [_collective(step, read) for read in step.reads]
     if _is_same_on_all(step):
-        return [Relation(((),) * len(value.shape)) for value in step.on_mesh.results]
+        return list(map(_whole, step.on_mesh.results))
     known = factors(step.on_one.equation)
     if known is None or len(step.on_mesh.results) != 1 or not _have_equal_options(step):
         raise _Unknown
@@ -446,7 +448,7 @@ def _of_constants(on_mesh: Value, on_one: Value) -> Relation | None:
         return None
     first, second = np.asarray(plain(on_mesh.constant)), np.asarray(plain(on_one.constant))
     if np.array_equal(first, second, equal_nan=on_mesh.is_inexact):
-        return Relation(((),) * len(on_mesh.shape))
+        return _whole(on_mesh)
     if first.ndim or second.ndim or not first or not second or not np.isfinite(first / second):
         return None
     return Relation((), factor=float(first) / float(second))

@@ -155,12 +155,6 @@ class Operation:
         """The body of a loop; None for other operations."""
         return self.regions[-1] if self.name in ("scan", "while") else None
 
-    @functools.cached_property
-    def alone(self) -> Region:
-        """A program of this operation only."""
-        inputs = [read for read in self.reads if read.constant is None]
-        return Region((), inputs, operations=[self], outputs=self.results)
-
 
 def flatten(closed: ClosedJaxpr) -> Region:
     """Inlines the calls of a program and numbers its operations."""
@@ -259,7 +253,7 @@ Record: TypeAlias = dict[Value, Array]
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["noise", "injected"],
-    meta_fields=["wanted", "compiled"],
+    meta_fields=["wanted"],
 )
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
@@ -270,14 +264,11 @@ class Evaluation:
         noise: a seed and a scale: results of arithmetic are perturbed by this many units in the
             last place, up or down. None for no noise.
         injected: bits for draws, by the number of the operation.
-        compiled: runs a program compiled, as `compiler` does. It runs each loop, branch and map,
-            and other operations run by themselves; None if the whole program is compiled already.
     """
 
     wanted: frozenset[Value]
     noise: tuple[Any, Any] | None
     injected: Mapping[int, Injected]
-    compiled: Callable[..., tuple[list[Array], Record]] | None = None
 
     def run(self, program: Region, values: Sequence[Any]) -> tuple[list[Array], Record]:
         """Computes the outputs and the recorded values.
@@ -291,13 +282,7 @@ class Evaluation:
             return known[value] if value.constant is None else value.constant
 
         for operation in program.operations:
-            if operation.regions and self.compiled is not None:
-                piece = operation.alone
-                within = dataclasses.replace(self, compiled=None)
-                results, inner = self.compiled(within, piece, list(map(read, piece.inputs)))
-                record |= inner
-            else:
-                results = self._operation(operation, list(map(read, operation.reads)), record)
+            results = self._operation(operation, list(map(read, operation.reads)), record)
             known.update(zip(operation.results, results, strict=True))
             record |= {v: plain(known[v]) for v in operation.results if v in self.wanted}
         return [_as_array(read(value), value) for value in program.outputs], record

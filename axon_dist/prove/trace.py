@@ -92,13 +92,12 @@ class Traced:
         how = Evaluation(frozenset(wanted), seed, injected or {})
         placed = [how.moved(x, 977 + number) for number, x in enumerate(placed)]
         with contextlib.nullcontext() if self.context is None else jax.set_mesh(self.context):
-            if self.mesh.size > 1:
-                outputs, values = self._compiled(how, self.program, placed)
-            else:
-                # On one device each operation is compiled by itself, and JAX keeps it for the next
-                # program that has it. A program with noise takes many times longer to compile.
-                how = dataclasses.replace(how, compiled=self._compiled)
-                outputs, values = how.run(self.program, placed)
+            # On one device each operation runs by itself: JAX compiles it once, for all programs
+            # that have it, and a whole program with noise takes many times longer to compile. Loops
+            # would be compiled anew in each run.
+            is_whole = self.mesh.size > 1 or any(o.regions for o in self.program.operations)
+            run = self._compiled if is_whole else Evaluation.run
+            outputs, values = run(how, self.program, placed)
         return [np.asarray(plain(x)) for x in outputs], {
             v: np.asarray(x) for v, x in values.items()
         }
