@@ -2,10 +2,9 @@
 
 Each value on the mesh has a relation to its value on one device: which axes split which dims, over
 which axes the ranks hold terms of a sum, and by which constant factor it is larger. The table of
-`ir.factors` says how the dims of a result come from those of the operands; what happens to terms
-and factors follows from the operation being linear or not. A loop is proven by induction over its
-turns. All is in real arithmetic. Where nothing is known the value has no relation, and the output
-only counts as tried.
+`ir.factors` says how the dims of a result come from those of the operands; a linear operation
+passes terms and factors on. A loop is proven by induction over its turns. All is in real
+arithmetic. Where no rule applies the value has no relation, and the output only counts as tried.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class _Proof:
         self._causes: dict[Value, Operation] = {}
 
     def run(self, real: Region, oracle: Region) -> dict[int, Operation | None]:
-        """Returns None for outputs that are exact and replicated, else what has no rule."""
+        """Returns None for each proven output, else the first operation without a rule."""
         outputs = self._inside(real, oracle, list(map(_whole, real.inputs)))
         found: dict[int, Operation | None] = {}
         for number, (one, value) in enumerate(zip(outputs, real.outputs, strict=True)):
@@ -282,7 +281,7 @@ _SIZES = frozenset({"shape", "new_sizes", "slice_sizes", "limit_indices", "sizes
 
 
 def _by_factors(step: _Step, known: Factors) -> Relation:
-    """Describes a result by what becomes of each factor that axes split."""
+    """Describes a result by the role of each factor that axes split."""
     start = _terms(step)
     over, factor, reduction = set(start.over), start.factor, start.reduction
     splits: list[Split] = [()] * len(step.on_one.results[0].shape)

@@ -38,7 +38,7 @@ _ADDED = RANK_SUMS | {"reduce_sum"}
 _LINEAR = frozenset({"reduce_sum", "add", "mul"})
 _EXPONENTS = frozenset({"exp", "exp2"})
 _OF_SUMS = frozenset({"div", "log", "log1p", "max", "pow"})
-"""What is done with the sum of a softmax."""
+"""Operations on the sum of a softmax."""
 
 _GUARDS = frozenset({"max", "add", "clamp", "select_n", "eq", "gt", "ne"})
 """Operations that keep a count from being zero."""
@@ -161,7 +161,7 @@ class Search:
             self._specs.update(zip(operation.regions[0].inputs, specs, strict=True))
 
     def _sources_of(self, value: Value) -> frozenset[str]:
-        """Returns whether the rank's index, and whether inputs are what a value is made from."""
+        """Returns which a value is computed from: the rank's index, inputs, both or neither."""
         return frozenset() if value.constant is not None else self._sources.get(value, _INPUT)
 
     def _is_coordinate(self, value: Value) -> bool:

@@ -45,7 +45,7 @@ class Parting:
         bound: how much of that rounding explains.
         runs: how often a step of both programs ran to find it, without runs that measure rounding.
         operations: how many operations a step has.
-        note: what is known besides, or where no operation was found.
+        note: a further fact, or the reason why no operation is named.
     """
 
     ok: bool
@@ -191,7 +191,7 @@ def _compared(one: Recording, other: Recording) -> tuple[Parting, list[int]]:
 def _located(
     found: Parting, one: tuple[Recording, RecordedStep], other: tuple[Recording, RecordedStep]
 ) -> Parting:
-    """Adds the first operation that differs in a step, or what is known where none does."""
+    """Adds the first operation that differs in a step, or a note if none does."""
     (first, here), (second, there) = one, other
     pairs = matched([value.key for value in first.values], [value.key for value in second.values])
     each = {(a, b): here.values[a].gap(there.values[b]) for a, b in pairs}

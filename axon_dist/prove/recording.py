@@ -130,7 +130,7 @@ class RecordedValue:
 
     @property
     def key(self) -> Hashable:
-        """What two programs must agree on where they compute the same value."""
+        """The properties on which two programs agree where they compute the same value."""
         return self.operation, self.num_dims, self.layer
 
 
@@ -213,8 +213,9 @@ def read(
 ) -> Iterator[tuple[list[Fingerprint], list[Fingerprint]]]:
     """Runs the steps of a traced program; yields the prints of the outputs and of all values.
 
-    Several runs go over all steps, perturbed but for the first. So what rounding explains grows
-    over the steps as the runs diverge, and is that of the dtype in which each value is computed.
+    Several runs go over all steps, perturbed but for the first. So the bounds
+    grow over the steps as the runs diverge, and are those of the dtype in which each value is
+    computed.
 
     Args:
         traced: the program.
