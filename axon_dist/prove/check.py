@@ -19,7 +19,7 @@ from .lattice import proven_outputs
 from .locate import Search, align, finding, frames_of
 from .meshes import build_mesh, family, find_mesh, sizes_of, title_of
 from .program import DRAWS, Injected, Operation, Value
-from .relations import RankValues
+from .relations import Pair, RankValues
 from .report import Finding, Kind, Output, Place, Report, places_of
 from .trace import Run, Subject, Traced, array_leaves, mesh_in_context, subject_of
 
@@ -393,7 +393,7 @@ class _Comparison:
             if operation is None or value not in drawn or other not in whole:
                 continue
             by_rank, true = drawn[value], whole[other].ranks()[0]
-            if relations.find(by_rank, true, 0.0, self.traced.sizes) is not None:
+            if Pair(by_rank, true, 0.0, self.traced.sizes).relation() is not None:
                 continue
             several = {axis for axis, size in by_rank.sizes.items() if size > 1}
             same = _same_along(by_rank)

@@ -18,10 +18,9 @@ from jax.extend.core import JaxprEqn
 
 from ..core.compat import Frame, scan_counts, source_frames
 from ..ir.factors import ALONG_ONE, RESHAPES, Role, factors
-from . import relations
 from .meshes import title_of
 from .program import COPIES, DRAWS, RANK_SUMS, Operation, Region, Value, is_key
-from .relations import MAX, MEAN, MIN, SUM, RankValues, Relation
+from .relations import MAX, MEAN, MIN, SUM, Pair, RankValues, Relation, names_of, splits_of
 from .report import Finding, Kind, places_of
 from .trace import Run
 
@@ -168,7 +167,7 @@ class Search:
         """Whether a value depends only on the rank's index and constants."""
         return self._sources_of(value) == _RANK
 
-    def _numbers(self, value: Value) -> tuple[RankValues, np.ndarray, float] | None:
+    def _pair(self, value: Value) -> Pair | None:
         """Returns the value on the mesh, on one device, and the bound; None if one is unknown.
 
         In a loop these are of one turn, the first unless that is right.
@@ -186,11 +185,9 @@ class Search:
         is_as_long = by_rank.shape[: len(turns)] == whole.shape[: len(turns)]
         if len(turns) != true.num_turns(whole) or (any(turns) and not is_as_long):
             return None
-        return (
-            RankValues(by_rank[turns], value.axes),
-            whole[(*turns, *(0,) * len(true.axes))],
-            self._truth.bounds[true],
-        )
+        whole = whole[(*turns, *(0,) * len(true.axes))]
+        ranks = RankValues(by_rank[turns], value.axes)
+        return Pair(ranks, whole, self._truth.bounds[true], self._sizes)
 
     def _find_relation(self, value: Value) -> Relation | None:
         """Returns how the ranks' values make up that of one device; None if nothing explains it."""
@@ -198,9 +195,9 @@ class Search:
             known = self._relation(self._outer[value]) if value in self._outer else Relation()
             if known is None or value not in self._specs:
                 return known
-            return Relation(relations.splits_of(self._specs[value], len(value.shape), self._sizes))
-        numbers = self._numbers(value)
-        found = None if numbers is None else relations.find(*numbers, self._sizes)
+            return Relation(splits_of(self._specs[value], len(value.shape), self._sizes))
+        pair = self._pair(value)
+        found = None if pair is None else pair.relation()
         # The ranks' indices may add up to the index in the whole array by chance.
         is_chance = found is not None and not found.is_whole and value.maker.name in _PICKS
         return None if is_chance else found
@@ -347,10 +344,8 @@ class Search:
         self, operation: Operation, has_parts: bool, visited: set[Operation]
     ) -> Finding | None:
         """Judges a value that is wrong only by a factor, which is a size of the mesh."""
-        numbers = self._numbers(operation.results[0])
-        if numbers is None or len(operation.results) != 1:
-            return None
-        factor = relations.scaled_by(*numbers, self._sizes)
+        pair = self._pair(operation.results[0])
+        factor = pair.factor() if pair is not None and len(operation.results) == 1 else 0.0
         if not factor:
             return None
         size = round(max(factor, 1 / factor))
@@ -441,13 +436,13 @@ class Search:
             is_start = not any(operation.equation.params["start_indices"])
             return self._found(Kind.POSITION if is_start else Kind.DIFFERS, operation)
         for result in operation.results:
-            numbers = self._numbers(result)
-            if numbers is None or self._relation(result) is not None:
+            pair = self._pair(result)
+            if pair is None or self._relation(result) is not None:
                 continue
-            if relations.is_first_part(*numbers, self._sizes):
+            if pair.is_first_part():
                 return self._found(Kind.POSITION, operation)
-            if relations.is_permuted(*numbers, self._sizes):
-                axes = relations.names_of(operation.equation.params.get("axis_name"))
+            if pair.is_permuted():
+                axes = names_of(operation.equation.params.get("axis_name"))
                 return self._found(Kind.GATHER_ORDER, operation, axes)
         wrong = [read for read in operation.reads if self._relation(read) is None]
         is_position = any(map(self._is_coordinate, wrong))
