@@ -13,13 +13,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..core.errors import AxonDistError, MeshError
-from . import relations
 from .inputs import draws_of
 from .lattice import proven_outputs
 from .locate import Search, align, finding, frames_of
 from .meshes import build_mesh, family, find_mesh, sizes_of, title_of
 from .program import DRAWS, Injected, Operation, Value
-from .relations import Pair, RankValues
+from .relations import Pair, RankValues, differs, names_of, ways_to_split
 from .report import Finding, Kind, Output, Place, Report, places_of
 from .trace import Run, Subject, Traced, array_leaves, mesh_in_context, subject_of
 
@@ -331,17 +330,17 @@ class _Comparison:
             if value.shape != true.shape:
                 flat = value.ravel()
                 size = true.size
-                if value.size > size and not relations.differs(flat[:size], true.ravel(), bound):
+                if value.size > size and not differs(flat[:size], true.ravel(), bound):
                     continue
                 reason = f"its shape is {value.shape} on {self.traced.title}, {true.shape} on one"
                 self.outputs[name] = dataclasses.replace(old, status="unjudged", reason=reason)
                 continue
-            if gap := relations.differs(value, true, bound):
+            if gap := differs(value, true, bound):
                 wrong[number] = gap, bound
             self.outputs[name] = dataclasses.replace(
                 old,
                 status="differs" if gap else old.status,
-                difference=max(old.difference, relations.differs(value, true, 0.0)),
+                difference=max(old.difference, differs(value, true, 0.0)),
                 bound=max(old.bound, bound),
             )
         return wrong
@@ -397,7 +396,7 @@ class _Comparison:
                 continue
             several = {axis for axis, size in by_rank.sizes.items() if size > 1}
             same = _same_along(by_rank)
-            splits = relations.ways_to_split(by_rank.shape, true.shape, by_rank.sizes)
+            splits = ways_to_split(by_rank.shape, true.shape, by_rank.sizes)
             used = [(way, {axis for axes in way for axis in axes}) for way in splits]
             used = [(way, axes) for way, axes in used if not axes & same]
             if used:
@@ -423,7 +422,7 @@ class _Comparison:
         }
         differing: set[str] = set()
         for value, by_rank in self._first_turns(self.traced, specs).items():
-            split = {axis for part in specs[value] for axis in relations.names_of(part)}
+            split = {axis for part in specs[value] for axis in names_of(part)}
             differing |= set(by_rank.axes) - _same_along(by_rank) - split
         return [
             finding(self.traced.sizes, Kind.KEYS_OF_COPIES, operation, axes & differing)

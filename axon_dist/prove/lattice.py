@@ -198,8 +198,7 @@ class _Proof:
             splits = splits_of(spec, len(value.shape), self._sizes)
             is_proven = found is not None and found.is_exact and _agree(found.splits, splits)
             results.append(_whole(value) if is_proven else None)
-        shapes = [[value.shape for value in one.results] for one in (on_mesh, on_one)]
-        return results if shapes[0] == shapes[1] else [None] * len(results)
+        return results if _are_as_large(on_mesh, on_one) else [None] * len(results)
 
 
 def _whole(value: Value) -> Relation:
@@ -242,7 +241,7 @@ def _described(step: _Step) -> list[Relation]:
     if _is_same_on_all(step):
         return list(map(_whole, step.on_mesh.results))
     known = factors(step.on_one.equation)
-    if known is None or len(step.on_mesh.results) != 1 or not _have_equal_options(step):
+    if known is None or len(step.on_mesh.results) != 1 or _differing_options(step) - _SIZES:
         raise _Unknown
     for read, dims in zip(step.reads, known.operands, strict=True):
         if any(split and not numbers for split, numbers in zip(read.splits, dims, strict=True)):
@@ -258,22 +257,21 @@ def _is_same_on_all(step: _Step) -> bool:
     # A kernel may read the rank.
     if "callback" in name or (name not in FACTORS and any("jaxpr" in key for key in params)):
         return False
-    shapes = [[value.shape for value in one.results] for one in (step.on_mesh, step.on_one)]
-    return shapes[0] == shapes[1] and same(_options(step.on_mesh), _options(step.on_one))
+    return _are_as_large(step.on_mesh, step.on_one) and not _differing_options(step)
 
 
-def _options(operation: Operation) -> dict[str, Any]:
-    """Returns the parameters that determine the results, and not only where these are placed."""
-    params = {} if operation.name in KEEPS else operation.equation.params
-    return {key: value for key, value in params.items() if "sharding" not in key}
+def _are_as_large(on_mesh: Operation, on_one: Operation) -> bool:
+    """Whether the results have the same shapes."""
+    return [value.shape for value in on_mesh.results] == [value.shape for value in on_one.results]
 
 
-def _have_equal_options(step: _Step) -> bool:
-    """Whether the parameters are equal but for the sizes of dims that axes split."""
-    first, second = _options(step.on_mesh), _options(step.on_one)
-    return first.keys() == second.keys() and all(
-        str(first[key]) == str(second[key]) or key in _SIZES for key in first
-    )
+def _differing_options(step: _Step) -> set[str]:
+    """Returns the parameters that differ; those that only place the results do not count."""
+    if step.name in KEEPS:
+        return set()
+    first, second = step.on_mesh.equation.params, step.on_one.equation.params
+    keys = {key for key in first.keys() | second.keys() if "sharding" not in key}
+    return {key for key in keys if not same(first.get(key), second.get(key))}
 
 
 _SIZES = frozenset({"shape", "new_sizes", "slice_sizes", "limit_indices", "sizes"})

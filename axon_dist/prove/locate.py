@@ -468,8 +468,9 @@ def _needs_all(operation: Operation, number: int, dim: int | None) -> bool:
 
 def _number(value: Value) -> float | None:
     """Returns the number of the program that a value is; None if it is another value."""
-    is_number = value.constant is not None and not value.shape and not is_key(value.aval)
-    return float(value.constant) if is_number else None
+    if value.constant is None or value.shape or is_key(value.aval):
+        return None
+    return float(value.constant)
 
 
 def _origin_of(value: Value, through: Collection[str] = _PLAIN) -> Value:

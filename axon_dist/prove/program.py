@@ -50,7 +50,7 @@ _COMPILER_OPTIONS: dict[str, Any] = {
 _SUMS = frozenset({"reduce_sum", "dot_general", "conv_general_dilated", "cumsum", "cumlogsumexp"})
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Value:
     """A value of a program.
 
@@ -72,6 +72,10 @@ class Value:
         """Whether it was made before another one."""
         return self.number < other.number
 
+    def __repr__(self) -> str:
+        """Names it by its number, not by its operands, because JAX writes down the keys of dicts."""
+        return f"value {self.number}"
+
     @property
     def shape(self) -> Shape:
         """The shape on one rank."""
@@ -82,7 +86,7 @@ class Value:
         """Whether it holds floating-point or complex numbers."""
         return jnp.issubdtype(getattr(self.aval, "dtype", bool), jnp.inexact)
 
-    def num_turns(self, recorded: np.ndarray) -> int:
+    def num_turns(self, recorded: Array | np.ndarray) -> int:
         """Returns how many leading dims of its recorded numbers are turns of loops."""
         return recorded.ndim - len(self.axes) - len(self.shape) - is_key(self.aval)
 
