@@ -73,7 +73,7 @@ class Value:
         return self.number < other.number
 
     def __repr__(self) -> str:
-        """Names it by its number, not by its operands, because JAX writes down the keys of dicts."""
+        """Names it by its number, without operands: JAX writes down the keys of dicts."""
         return f"value {self.number}"
 
     @property
