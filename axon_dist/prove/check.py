@@ -53,8 +53,9 @@ def assert_mesh_invariant(
         MeshVariant: an `AssertionError`, if it does not hold or a mesh cannot be tried.
 
     Example:
-        >>> from jax.sharding import PartitionSpec as P
+        >>> import jax
         >>> import numpy as np
+        >>> from jax.sharding import PartitionSpec as P
         >>> def make(mesh):
         ...     def mean(x):
         ...         return jax.lax.pmean(x.mean(), "dp")
