@@ -6,8 +6,8 @@ from .file import prove_file as prove_file
 from .file import record_file as record_file
 from .parting import Parting as Parting
 from .parting import bisect as bisect
+from .parting import compare as compare
 from .recording import Recording as Recording
-from .recording import compare as compare
 from .report import Finding as Finding
 from .report import Kind as Kind
 from .report import Output as Output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import types
 from collections.abc import Callable, Sequence
@@ -14,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..core.errors import ConfigError, did_you_mean
-from .check import check_axes, prove_subject
+from .check import prove_subject
 from .meshes import find_mesh, load_file, sizes_of, substituted
-from .parting import Parting, bisect_subjects, paired
+from .parting import ONE_DEVICE, Parting, bisect_subjects
 from .recording import Recording, record
 from .report import Report
 from .trace import Subject, subject_of
@@ -58,16 +57,8 @@ def prove_file(
         ConfigError: when the file, a name in it or a shape is invalid.
         MeshError: when no mesh is found, or there are too few devices.
     """
-    path, _ = _target(target)
     subject, own = file_subject(target, shapes, arguments)
-    if not meshes and own is None:
-        raise ConfigError(
-            f"[PROVE006] {path} makes no mesh when it is imported; say which sizes to try, as in "
-            "--mesh dp=4,tp=2"
-        )
-    wanted = [sizes_of(mesh) for mesh in meshes] or [sizes_of(own)]
-    check_axes(subject.name, own, wanted)
-    return prove_subject(subject, own, wanted, draws, tell=tell)
+    return prove_subject(subject, own, meshes, draws, tell=tell)
 
 
 def bisect_files(
@@ -99,7 +90,7 @@ def bisect_files(
     """
     subject, own_mesh = file_subject(one, shapes, arguments)
     other_subject, others_mesh = file_subject(other, shapes, arguments, one)
-    meshes = paired(mesh or own_mesh, other_mesh or others_mesh)
+    meshes = mesh or own_mesh, other_mesh or others_mesh
     return bisect_subjects(subject, other_subject, *meshes, steps)
 
 
@@ -123,7 +114,7 @@ def record_file(
         The recording.
     """
     subject, own_mesh = file_subject(target, shapes, arguments)
-    return record(subject, mesh or own_mesh or {"device": 1}, steps)
+    return record(subject, mesh or own_mesh or ONE_DEVICE, steps)
 
 
 def file_subject(
@@ -131,27 +122,23 @@ def file_subject(
 ) -> tuple[Subject, Mesh | None]:
     """Returns a function of a file as a subject for each mesh, and the mesh that the file makes."""
     path, name = _target(target)
-    module = load_file(path)
-    own = find_mesh(_named(module, name, path)) or _largest(module)
-    structs = tuple(struct_of(text) for text in shapes)
     at = path if given_by is None else _target(given_by)[0]
+    module = load_file(path)
+    meshes = [value for value in vars(module).values() if isinstance(value, Mesh)]
+    own = find_mesh(_named(module, name, path)) or max(meshes, key=lambda m: m.size, default=None)
+    structs = tuple(struct_of(text) for text in shapes)
     has_own = hasattr(module if at == path else load_file(at), "arguments")
     source = arguments or ("arguments" if has_own and not shapes else None)
 
     def make(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        sizes = {str(axis): size for axis, size in mesh.shape.items()}
+        sizes = sizes_of(mesh)
         fresh = load_file(path, sizes)
         giver = fresh if at == path else load_file(at, sizes)
         with substituted(sizes):
             given = structs if source is None else tuple(_named(giver, source, at)())
             function, given = subject_of(_named(fresh, name, path), given, name).make(mesh)
-
-        @functools.wraps(function)
-        def within(*values: Any) -> Any:
-            with substituted(sizes):
-                return function(*values)
-
-        return within, given
+        # Meshes that the function makes when it is called are substituted, too.
+        return substituted(sizes)(function), given
 
     return Subject(make, name), own
 
@@ -168,11 +155,6 @@ def _named(module: types.ModuleType, name: str, path: Path) -> Any:
         return getattr(module, name)
     names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
     raise ConfigError(f"[PROVE002] {path} has no {name!r}.{did_you_mean(name, names)}")
-
-
-def _largest(module: types.ModuleType) -> Mesh | None:
-    meshes = [value for value in vars(module).values() if isinstance(value, Mesh)]
-    return max(meshes, key=lambda mesh: mesh.size, default=None)
 
 
 def struct_of(text: str) -> jax.ShapeDtypeStruct:

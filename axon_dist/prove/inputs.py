@@ -17,7 +17,7 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct))
 
 
-def draws_of(leaves: Sequence[Any], count: int, seed: int = 0) -> list[list[Any]]:
+def draws_of(leaves: Sequence[Any], count: int) -> list[list[Any]]:
     """Returns the inputs to try, each a list of arrays.
 
     Arrays are used as they are; shapes are drawn `count` times. If an input holds only zeros and
@@ -27,12 +27,11 @@ def draws_of(leaves: Sequence[Any], count: int, seed: int = 0) -> list[list[Any]
     Args:
         leaves: arrays, or shapes to draw.
         count: how often shapes are drawn.
-        seed: the seed of the draws.
     """
     is_drawn = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     found = []
     for number in range(count if is_drawn else 1):
-        rng = np.random.default_rng([seed, number])
+        rng = np.random.default_rng([0, number])
         found.append([_drawn(leaf, rng) for leaf in leaves])
     masks = [number for number, leaf in enumerate(found[0]) if _is_mask(leaf)]
     if masks:

@@ -1,75 +1,32 @@
-"""Proves, for all inputs, which outputs of a program equal those on one device.
+"""Proves which outputs of a program equal those of one device for every input, not only as tried.
 
-Each value on the mesh has a description relative to its value on one device: which axes split which
-dims, over which axes the ranks hold terms of a sum, and by which constant factor it is larger. The
-table of `ir.factors` says how the dims of a result come from those of the operands; what happens to
-terms and factors follows from the operation being linear or not. All is in real arithmetic. Where
-nothing is known the value has no description, and the output only counts as tried.
+Each value on the mesh has a relation to its value on one device: which axes split which dims, over
+which axes the ranks hold terms of a sum, and by which constant factor it is larger. The table of
+`ir.factors` says how the dims of a result come from those of the operands; a linear operation
+passes terms and factors on. A loop is proven by induction over its turns. All is in real
+arithmetic. Where no rule applies the value has no relation, and the output only counts as tried.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
-from ..core.typing import Shape
-from ..ir.factors import KEEPS, RESHAPES, SCATTER_ADDS, Factors, Role, factors
-from .program import Operation, Program, Read, Region, Value, plain, reads_of
-from .relations import names_of
-
-ANY = ("*",)
-"""The split of a dim along which all numbers are equal: any axes may split it."""
-
-Split: TypeAlias = tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Description:
-    """How a value on the ranks relates to the value on one device.
-
-    Args:
-        splits: for each dim the axes that split it, the slowest first, or `ANY`.
-        over: axes whose ranks hold terms of the value.
-        factor: the value on the mesh divided by that on one device.
-        reduction: how the terms combine to the value: "sum", "max" or "min".
-    """
-
-    splits: tuple[Split, ...]
-    over: frozenset[str] = frozenset()
-    factor: float = 1.0
-    reduction: str = "sum"
-
-    @property
-    def axes(self) -> list[str]:
-        """All axes that split a dim."""
-        return [axis for split in self.splits if split != ANY for axis in split]
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether it is the value itself, or terms that add up to it."""
-        return not self.over or self.reduction == "sum"
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether it is the value of one device, or a part of it."""
-        return not self.over and math.isclose(self.factor, 1.0, rel_tol=1e-5)
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether each rank has the whole value of one device."""
-        return self.is_exact and not any(self.splits)
+from ..ir.factors import FACTORS, KEEPS, RESHAPES, SCATTER_ADDS, Factors, Role, factors
+from ..ir.walk import same
+from .program import COPIES, RANK_SUMS, Operation, Region, Value, plain
+from .relations import ANY, MAX, MIN, SUM, Relation, Split, names_of, splits_of
 
 
 def proven_outputs(
-    real: Program, oracle: Program, sizes: Mapping[str, int]
+    real: Region, oracle: Region, sizes: Mapping[str, int]
 ) -> dict[int, Operation | None]:
     """Returns the numbers of the outputs, each with the first operation that no rule describes.
 
@@ -80,12 +37,11 @@ def proven_outputs(
         oracle: the same program on a mesh whose axes are all 1.
         sizes: the sizes of the mesh axes.
     """
-    names = [operation.name for operation in real.operations]
-    if names != [operation.name for operation in oracle.operations]:
+    if [operation.name for operation in real.walk()] != [o.name for o in oracle.walk()]:
         return {}
     # Regions that do not correspond raise a ValueError; such programs are not proven.
     with contextlib.suppress(ValueError):
-        return _Proof(sizes).run(real.region, oracle.region)
+        return _Proof(sizes).run(real, oracle)
     return {}
 
 
@@ -95,86 +51,87 @@ class _Unknown(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Step:
-    """One operation on the mesh and on one device, with the descriptions of its operands."""
+    """One operation on the mesh and on one device, with the relations of its operands."""
 
     on_mesh: Operation
     on_one: Operation
-    reads: Sequence[Description]
+    reads: Sequence[Relation]
     sizes: Mapping[str, int]
 
     @property
     def name(self) -> str:
         return self.on_mesh.name
 
-    def axes(self, key: str) -> tuple[str, ...]:
-        """Returns the axes of a collective that have several ranks."""
-        params = self.on_mesh.equation.params
-        names = names_of(params[key])
-        if params.get("axis_index_groups") is not None or not all(
-            isinstance(name, str) for name in names
-        ):
+    def axes(self, given: Any) -> tuple[str, ...]:
+        """Returns those axes of a collective that have several ranks."""
+        names = names_of(given)
+        is_grouped = self.on_mesh.equation.params.get("axis_index_groups") is not None
+        if is_grouped or not all(isinstance(name, str) for name in names):
             raise _Unknown
         return tuple(name for name in names if name in self.sizes)
 
-    def times(self, axes: Iterable[str], read: Description) -> float:
+    def times(self, axes: Iterable[str], read: Relation) -> float:
         """Returns how often a sum over axes counts a value that is the same along some of them."""
         return math.prod(self.sizes[axis] for axis in axes if axis not in read.over)
 
 
 class _Proof:
-    """The descriptions of all values of a program on one mesh."""
+    """The relations of all values of a program on one mesh."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes = {axis: size for axis, size in sizes.items() if size > 1}
-        self._known: dict[Value, Description | None] = {}
+        self._known: dict[Value, Relation | None] = {}
+        self._pairs: dict[Value, Value] = {}
         self._causes: dict[Value, Operation] = {}
 
     def run(self, real: Region, oracle: Region) -> dict[int, Operation | None]:
-        """Returns None for outputs that are exact and replicated, else what has no rule."""
-        for on_mesh in real.inputs:
-            self._known[on_mesh] = Description(((),) * len(on_mesh.shape))
-        outputs = self._region(real, oracle)
+        """Returns None for each proven output, else the first operation without a rule."""
+        outputs = self._inside(real, oracle, list(map(_whole, real.inputs)))
         found: dict[int, Operation | None] = {}
         for number, (one, value) in enumerate(zip(outputs, real.outputs, strict=True)):
             if one is not None and one.is_replicated:
                 found[number] = None
-            elif isinstance(value, Value) and value.maker is not None:
+            elif value.maker is not None:
                 found[number] = self._causes.get(value, value.maker)
         return found
 
-    def _note(self, operation: Operation, value: Value, inner: Sequence[Read]) -> None:
-        """Notes which operation first has no rule on the way to a value without a description."""
-        known = [self._causes[r] for r in reads_of(inner) if r in self._causes]
+    def _note(self, operation: Operation, value: Value, inner: Sequence[Value]) -> None:
+        """Notes which operation first has no rule on the way to a value without a relation."""
+        known = [self._causes[read] for read in inner if read in self._causes]
         self._causes[value] = min(known, key=lambda o: o.number, default=operation)
 
-    def _region(self, real: Region, oracle: Region) -> list[Description | None]:
-        for on_mesh, on_one in zip(real.constants, oracle.constants, strict=False):
-            first, second = np.asarray(plain(on_mesh.constant)), np.asarray(plain(on_one.constant))
-            if np.array_equal(first, second):
-                self._known[on_mesh] = Description(((),) * len(on_mesh.shape))
+    def _inside(
+        self, real: Region, oracle: Region, inputs: Sequence[Relation | None]
+    ) -> list[Relation | None]:
+        """Returns the relations of the outputs of a program from those of its inputs."""
+        self._known.update(zip(real.inputs, inputs, strict=True))
+        self._pairs.update(zip(real.inputs, oracle.inputs, strict=True))
         for on_mesh, on_one in zip(real.operations, oracle.operations, strict=True):
             results = self._results(on_mesh, on_one)
             self._known.update(zip(on_mesh.results, results, strict=True))
+            self._pairs.update(zip(on_mesh.results, on_one.results, strict=True))
             for number, (value, found) in enumerate(zip(on_mesh.results, results, strict=True)):
                 if found is None:
-                    inner = [on_mesh.regions[0].outputs[number]] if on_mesh.is_map else []
+                    inner = [region.outputs[number] for region in on_mesh.regions[-1:]]
                     self._note(on_mesh, value, [*on_mesh.reads, *inner])
         pairs = zip(real.outputs, oracle.outputs, strict=True)
         return [self._read(on_mesh, on_one) for on_mesh, on_one in pairs]
 
-    def _read(self, on_mesh: Read, on_one: Read) -> Description | None:
-        if not isinstance(on_mesh, Literal):
-            return self._known.get(on_mesh)
-        ratio = _ratio(on_mesh, on_one) if isinstance(on_one, Literal) else None
-        return None if ratio is None else Description((), factor=ratio)
+    def _read(self, on_mesh: Value, on_one: Value) -> Relation | None:
+        if on_mesh.constant is not None:
+            return _of_constants(on_mesh, on_one)
+        # The Python code may have taken another value on one device.
+        return self._known.get(on_mesh) if self._pairs.get(on_mesh) is on_one else None
 
-    def _results(self, on_mesh: Operation, on_one: Operation) -> list[Description | None]:
+    def _results(self, on_mesh: Operation, on_one: Operation) -> list[Relation | None]:
         pairs = zip(on_mesh.reads, on_one.reads, strict=True)
         reads = [self._read(first, second) for first, second in pairs]
         if on_mesh.is_map:
             return self._map(on_mesh, on_one, reads)
+        if on_mesh.regions:
+            return self._loop(on_mesh, on_one, reads)
         known = [read for read in reads if read is not None]
-        if len(known) == len(reads) and not on_mesh.regions:
+        if len(known) == len(reads):
             step = _Step(on_mesh, on_one, known, self._sizes)
             with contextlib.suppress(_Unknown):
                 found = _described(step)
@@ -182,8 +139,41 @@ class _Proof:
                 return [self._checked(*one) for one in each]
         return [None] * len(on_mesh.results)
 
-    def _checked(self, found: Description, on_mesh: Value, on_one: Value) -> Description | None:
-        """Returns the description if no axis occurs twice and its parts have the right shape."""
+    def _loop(
+        self, on_mesh: Operation, on_one: Operation, reads: Sequence[Relation | None]
+    ) -> list[Relation | None]:
+        """Describes the results of a loop whose carry keeps its relation, or of a branch.
+
+        All ranks must take the same branch, and a `while` must end for all in the same turn.
+        """
+        unknown: list[Relation | None] = [None] * len(on_mesh.results)
+        region, other = on_mesh.regions[-1], on_one.regions[-1]
+        form = region.form
+        if form is None or not _are_same_loops(on_mesh, on_one):
+            return unknown
+        if on_mesh.name == "cond":
+            pairs = zip(on_mesh.regions, on_one.regions, strict=True)
+            branches = [self._inside(*pair, form.inputs(reads)) for pair in pairs]
+            results = [functools.reduce(_joined, each) for each in zip(*branches, strict=True)]
+            return results if reads[0] is not None and reads[0].is_replicated else unknown
+        shared, carry, stacked = form.split_operands(reads)
+        rows = [_without_turns(relation) for relation in stacked]
+        settled = form.settled(
+            carry, lambda carry: self._inside(region, other, [*shared, *carry, *rows]), _joined
+        )
+        if settled is None:
+            return unknown
+        carry, results = settled
+        if on_mesh.name == "while":
+            test = on_mesh.regions[0]
+            consts = test.form.split_operands(reads)[0] if test.form is not None else []
+            (goes_on,) = self._inside(test, on_one.regions[0], [*consts, *carry])
+            return carry if goes_on is not None and goes_on.is_replicated else unknown
+        stacked = [one and dataclasses.replace(one, splits=((), *one.splits)) for one in results]
+        return [*carry, *stacked]
+
+    def _checked(self, found: Relation, on_mesh: Value, on_one: Value) -> Relation | None:
+        """Returns the relation if no axis occurs twice and its parts have the right shape."""
         axes = [*found.axes, *found.over]
         shape = [
             full // math.prod(self._sizes[axis] for axis in split) if split != ANY else local
@@ -192,37 +182,66 @@ class _Proof:
         return found if len(axes) == len(set(axes)) and (*shape,) == on_mesh.shape else None
 
     def _map(
-        self, on_mesh: Operation, on_one: Operation, reads: Sequence[Description | None]
-    ) -> list[Description | None]:
+        self, on_mesh: Operation, on_one: Operation, reads: Sequence[Relation | None]
+    ) -> list[Relation | None]:
         params = on_mesh.equation.params
         inside, outside = on_mesh.regions[0], on_one.regions[0]
-        for value, read, spec in zip(inside.inputs, reads, params["in_specs"], strict=True):
-            if read is not None and read.is_replicated:
-                self._known[value] = Description(self._splits(spec, len(value.shape)))
-        results: list[Description | None] = []
-        outputs = self._region(inside, outside)
+        inputs = [
+            Relation(splits_of(spec, len(value.shape), self._sizes))
+            if read is not None and read.is_replicated
+            else None
+            for value, read, spec in zip(inside.inputs, reads, params["in_specs"], strict=True)
+        ]
+        results: list[Relation | None] = []
+        outputs = self._inside(inside, outside, inputs)
         for value, found, spec in zip(on_mesh.results, outputs, params["out_specs"], strict=True):
-            whole = Description(((),) * len(value.shape))
-            splits = self._splits(spec, len(value.shape))
+            splits = splits_of(spec, len(value.shape), self._sizes)
             is_proven = found is not None and found.is_exact and _agree(found.splits, splits)
-            results.append(whole if is_proven else None)
-        shapes = [[value.shape for value in one.results] for one in (on_mesh, on_one)]
-        return results if shapes[0] == shapes[1] else [None] * len(results)
-
-    def _splits(self, spec: Any, count: int) -> tuple[Split, ...]:
-        parts = (*spec, *(None,) * (count - len(spec)))
-        return tuple(tuple(n for n in names_of(part) if n in self._sizes) for part in parts)
+            results.append(_whole(value) if is_proven else None)
+        return results if _are_as_large(on_mesh, on_one) else [None] * len(results)
 
 
-def _described(step: _Step) -> list[Description]:
+def _whole(value: Value) -> Relation:
+    """Returns the relation of a value that each rank has whole."""
+    return Relation(((),) * len(value.shape))
+
+
+def _are_same_loops(on_mesh: Operation, on_one: Operation) -> bool:
+    """Whether two operations run their regions equally often, in the same way."""
+    forms = [[region.form for region in one.regions] for one in (on_mesh, on_one)]
+    first, second = ([(form.form, form.times) for form in each if form] for each in forms)
+    is_reversed = [one.equation.params.get("reverse") for one in (on_mesh, on_one)]
+    return first == second and is_reversed[0] == is_reversed[1]
+
+
+def _without_turns(stacked: Relation | None) -> Relation | None:
+    """Returns the relation of one row of a stacked array; None if axes split the rows."""
+    if stacked is None or stacked.splits[0] not in ((), ANY):
+        return None
+    return dataclasses.replace(stacked, splits=stacked.splits[1:])
+
+
+def _joined(one: Relation | None, other: Relation | None) -> Relation | None:
+    """Returns the relation of a value that has one of two relations; None if none covers both."""
+    if one is None or other is None:
+        return None
+    pairs = zip(one.splits, other.splits, strict=True)
+    splits = tuple(second if first == ANY else first for first, second in pairs)
+    joined = dataclasses.replace(one, splits=splits)
+    is_other = _agree(other.splits, splits) and joined == dataclasses.replace(other, splits=splits)
+    return joined if is_other else None
+
+
+def _described(step: _Step) -> list[Relation]:
     """Describes the results of an operation."""
-    collective = _COLLECTIVES.get(step.name)
-    if collective is not None:
-        return [collective(step, read) for read in step.reads]
+    if step.name == "optimization_barrier":
+        return list(step.reads)
+    if step.name in _COLLECTIVES:
+        return [_collective(step, read) for read in step.reads]
     if _is_same_on_all(step):
-        return [Description(((),) * len(value.shape)) for value in step.on_mesh.results]
+        return list(map(_whole, step.on_mesh.results))
     known = factors(step.on_one.equation)
-    if known is None or len(step.on_mesh.results) != 1 or not _have_equal_options(step):
+    if known is None or len(step.on_mesh.results) != 1 or _differing_options(step) - _SIZES:
         raise _Unknown
     for read, dims in zip(step.reads, known.operands, strict=True):
         if any(split and not numbers for split, numbers in zip(read.splits, dims, strict=True)):
@@ -235,32 +254,32 @@ def _is_same_on_all(step: _Step) -> bool:
     name, params = step.name, step.on_mesh.equation.params
     if name in _BETWEEN_RANKS or not all(read.is_replicated for read in step.reads):
         return False
-    if "callback" in name or any("jaxpr" in key for key in params):
+    # A kernel may read the rank.
+    if "callback" in name or (name not in FACTORS and any("jaxpr" in key for key in params)):
         return False
-    shapes = [[value.shape for value in one.results] for one in (step.on_mesh, step.on_one)]
-    options = [_options(one) for one in (step.on_mesh, step.on_one)]
-    return shapes[0] == shapes[1] and options[0] == options[1]
+    return _are_as_large(step.on_mesh, step.on_one) and not _differing_options(step)
 
 
-def _options(operation: Operation) -> dict[str, Any]:
-    params = operation.equation.params
-    return {key: value for key, value in params.items() if "sharding" not in key}
+def _are_as_large(on_mesh: Operation, on_one: Operation) -> bool:
+    """Whether the results have the same shapes."""
+    return [value.shape for value in on_mesh.results] == [value.shape for value in on_one.results]
 
 
-def _have_equal_options(step: _Step) -> bool:
-    """Whether the parameters are equal but for the sizes of dims that axes split."""
-    first, second = _options(step.on_mesh), _options(step.on_one)
-    return first.keys() == second.keys() and all(
-        str(first[key]) == str(second[key]) or key in _SIZES for key in first
-    )
+def _differing_options(step: _Step) -> set[str]:
+    """Returns the parameters that differ; those that only place the results do not count."""
+    if step.name in KEEPS:
+        return set()
+    first, second = step.on_mesh.equation.params, step.on_one.equation.params
+    keys = {key for key in first.keys() | second.keys() if "sharding" not in key}
+    return {key for key in keys if not same(first.get(key), second.get(key))}
 
 
 _SIZES = frozenset({"shape", "new_sizes", "slice_sizes", "limit_indices", "sizes"})
 """Parameters that follow from shapes, which are compared."""
 
 
-def _by_factors(step: _Step, known: Factors) -> Description:
-    """Describes a result by what becomes of each factor that axes split."""
+def _by_factors(step: _Step, known: Factors) -> Relation:
+    """Describes a result by the role of each factor that axes split."""
     start = _terms(step)
     over, factor, reduction = set(start.over), start.factor, start.reduction
     splits: list[Split] = [()] * len(step.on_one.results[0].shape)
@@ -282,7 +301,7 @@ def _by_factors(step: _Step, known: Factors) -> Description:
             over, reduction = over | set(split), _EXTREMES[step.name]
         elif split:
             raise _Unknown
-    return Description(tuple(splits), frozenset(over), factor, reduction)
+    return Relation(tuple(splits), frozenset(over), factor, reduction)
 
 
 def _split_of(step: _Step, known: Factors, number: int) -> Split:
@@ -310,7 +329,7 @@ def _new(step: _Step, dim: int) -> Split:
 def _growth(step: _Step, known: Factors, number: int) -> float:
     """Returns how much longer a dim of equal numbers is on the mesh than on one device."""
     operand, dim = known.dims(number, known.operands)[0]
-    local, full = (_shape(one.reads[operand])[dim] for one in (step.on_mesh, step.on_one))
+    local, full = (one.reads[operand].shape[dim] for one in (step.on_mesh, step.on_one))
     return local / full
 
 
@@ -319,27 +338,23 @@ def _has_no_start(step: _Step) -> bool:
     return step.name not in SCATTER_ADDS or _is_zero(step.on_mesh.reads[0])
 
 
-def _terms(step: _Step) -> Description:
+def _terms(step: _Step) -> Relation:
     """Returns the terms and the factor of a result, without its splits."""
     name, reads = step.name, step.reads
     if all(read.is_exact for read in reads):
-        return Description(())
-    kinds = [
-        getattr(one.aval, "dtype", None) for one in (*step.on_mesh.reads, *step.on_mesh.results)
-    ]
-    if name in RESHAPES | _COPIES and len(reads) == 1 and kinds[0] == kinds[-1]:
+        return Relation(())
+    if name in _MOVES and len(reads) == 1:
         return dataclasses.replace(reads[0], splits=())
     # Integer arithmetic rounds, which keeps neither terms nor factors.
-    ends = (kinds[0], kinds[-1])
-    is_real = all(kind is not None and jnp.issubdtype(kind, jnp.inexact) for kind in ends)
-    if not is_real or not all(read.is_sum for read in reads):
+    is_inexact = step.on_mesh.reads[0].is_inexact and step.on_mesh.results[0].is_inexact
+    if not is_inexact or not all(read.is_sum for read in reads):
         raise _Unknown
     if name in _PRODUCTS:
         first, second = reads
         if second.over and (first.over or name == "div"):
             raise _Unknown
         factor = second.factor if name != "div" else 1 / second.factor
-        return Description((), first.over | second.over, first.factor * factor)
+        return Relation((), first.over | second.over, first.factor * factor)
     if name not in _LINEAR:
         raise _Unknown
     linear = _LINEAR[name] or range(len(reads))
@@ -350,21 +365,22 @@ def _terms(step: _Step) -> Description:
     for other in others:
         if other.over != first.over or not math.isclose(other.factor, first.factor, rel_tol=1e-5):
             raise _Unknown
-    return Description((), first.over, first.factor)
+    return Relation((), first.over, first.factor)
 
 
-def _is_zero(read: Read) -> bool:
+def _is_zero(value: Value) -> bool:
     """Whether an operand is zero, or an array of zeros: a term of any sum."""
-    while isinstance(read, Value) and read.maker is not None:
-        if read.maker.name not in RESHAPES | _COPIES | {"convert_element_type"}:
+    while value.maker is not None:
+        if value.maker.name not in _MOVES | {"convert_element_type"}:
             return False
-        read = read.maker.reads[0]
-    number = read.val if isinstance(read, Literal) else read.constant
+        value = value.maker.reads[0]
+    number = value.constant
     return number is not None and not isinstance(number, jax.Array) and not np.any(number)
 
 
-_EXTREMES = {"reduce_max": "max", "reduce_min": "min"}
-_COPIES = KEEPS | {"copy", "copy_p", "name", "stop_gradient", "transpose"}
+_EXTREMES = {"reduce_max": MAX, "reduce_min": MIN, "pmax": MAX, "pmin": MIN}
+_COLLECTIVES = RANK_SUMS | {"pmax", "pmin", "all_gather", "all_gather_invariant", "all_to_all"}
+_MOVES = RESHAPES | COPIES | {"transpose"}
 _PRODUCTS = frozenset({"mul", "div", "dot_general", "conv_general_dilated"})
 _LINEAR: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("neg", "convert_element_type", "real", "reduce_precision"), (0,)),
@@ -378,59 +394,35 @@ _LINEAR: Mapping[str, tuple[int, ...]] = {
 """The operands in which an operation is linear, all together; () for all operands."""
 
 
-def _psum(step: _Step, read: Description) -> Description:
-    axes = step.axes("axes")
-    if set(axes) & set(read.axes) or not read.is_sum:
-        raise _Unknown
-    return Description(read.splits, read.over - set(axes), read.factor * step.times(axes, read))
-
-
-def _pmax(step: _Step, read: Description) -> Description:
-    axes = step.axes("axes")
-    if set(axes) & set(read.axes):
-        raise _Unknown
-    if not read.is_exact and (read.reduction != step.name.removeprefix("p") or read.factor != 1.0):
-        raise _Unknown
-    return dataclasses.replace(read, over=read.over - set(axes))
-
-
-def _all_gather(step: _Step, read: Description) -> Description:
-    """Joins the parts of a dim along the axes that split it fastest."""
+def _collective(step: _Step, read: Relation) -> Relation:
+    """Describes the result of a collective, which reduces over ranks, and joins or splits dims."""
     params = step.on_mesh.equation.params
-    axes = step.axes("axis_name")
-    rest = _without_fastest(read, params["all_gather_dimension"], axes)
-    if not params["tiled"] or set(axes) & read.over:
+    axes = step.axes(params.get("axes", params.get("axis_name")))
+    over, factor, splits = read.over - set(axes), read.factor, read.splits
+    if not params.get("tiled", True):
         raise _Unknown
-    return dataclasses.replace(read, splits=rest)
-
-
-def _reduce_scatter(step: _Step, read: Description) -> Description:
-    """Sums over ranks, of which each keeps its part of a dim."""
-    params = step.on_mesh.equation.params
-    axes = step.axes("axis_name")
-    dim = params["scatter_dimension"]
-    if not params["tiled"] or set(axes) & set(read.axes) or not read.is_sum:
+    if step.name in RANK_SUMS:
+        if not read.is_sum or set(axes) & set(read.axes):
+            raise _Unknown
+        factor *= step.times(axes, read)
+    elif step.name in _EXTREMES:
+        is_known = read.is_exact or (read.reduction, factor) == (_EXTREMES[step.name], 1.0)
+        if not is_known or set(axes) & set(read.axes):
+            raise _Unknown
+    elif set(axes) & read.over:
         raise _Unknown
-    splits = _split_more(read.splits, dim, axes)
-    return Description(splits, read.over - set(axes), read.factor * step.times(axes, read))
+    for key in ("all_gather_dimension", "concat_axis"):
+        splits = _without_fastest(splits, params[key], axes) if key in params else splits
+    for key in ("scatter_dimension", "split_axis"):
+        splits = _split_more(splits, params[key], axes) if key in params else splits
+    return Relation(splits, over, factor, read.reduction if over else SUM)
 
 
-def _all_to_all(step: _Step, read: Description) -> Description:
-    """Joins the parts of one dim, and splits another one."""
-    params = step.on_mesh.equation.params
-    axes = step.axes("axis_name")
-    if not params["tiled"] or set(axes) & read.over:
+def _without_fastest(splits: tuple[Split, ...], dim: int, axes: Split) -> tuple[Split, ...]:
+    kept = len(splits[dim]) - len(axes)
+    if splits[dim] == ANY or splits[dim][kept:] != axes:
         raise _Unknown
-    rest = _without_fastest(read, params["concat_axis"], axes)
-    return dataclasses.replace(read, splits=_split_more(rest, params["split_axis"], axes))
-
-
-def _without_fastest(read: Description, dim: int, axes: Split) -> tuple[Split, ...]:
-    split = read.splits[dim]
-    kept = len(split) - len(axes)
-    if split == ANY or split[kept:] != axes:
-        raise _Unknown
-    return _with(read.splits, dim, split[:kept])
+    return _with(splits, dim, splits[dim][:kept])
 
 
 def _split_more(splits: tuple[Split, ...], dim: int, axes: Split) -> tuple[Split, ...]:
@@ -447,28 +439,16 @@ def _agree(found: tuple[Split, ...], wanted: tuple[Split, ...]) -> bool:
     return all(split in (ANY, other) for split, other in zip(found, wanted, strict=True))
 
 
-def _shape(read: Read) -> Shape:
-    return tuple(getattr(read.aval, "shape", ()))
-
-
-def _ratio(on_mesh: Literal, on_one: Literal) -> float | None:
-    """Returns the quotient of two numbers in the program, such as the sizes of parts."""
-    if np.ndim(on_mesh.val) != 0:
+def _of_constants(on_mesh: Value, on_one: Value) -> Relation | None:
+    """Describes a constant, which may be the size of a part, by its quotient with that of one."""
+    if on_one.constant is None:
         return None
-    first, second = float(on_mesh.val), float(on_one.val)
-    if first == second or (math.isnan(first) and math.isnan(second)):
-        return 1.0
-    return first / second if first and second and math.isfinite(first / second) else None
+    first, second = np.asarray(plain(on_mesh.constant)), np.asarray(plain(on_one.constant))
+    if np.array_equal(first, second, equal_nan=on_mesh.is_inexact):
+        return _whole(on_mesh)
+    if first.ndim or second.ndim or not first or not second or not np.isfinite(first / second):
+        return None
+    return Relation((), factor=float(first) / float(second))
 
 
-_COLLECTIVES: Mapping[str, Callable[[_Step, Description], Description]] = {
-    **dict.fromkeys(("psum", "psum2", "psum_invariant"), _psum),
-    **dict.fromkeys(("pmax", "pmin"), _pmax),
-    **dict.fromkeys(("all_gather", "all_gather_invariant"), _all_gather),
-    **dict.fromkeys(("reduce_scatter", "psum_scatter"), _reduce_scatter),
-    "all_to_all": _all_to_all,
-    "optimization_barrier": lambda step, read: read,
-}
-_BETWEEN_RANKS = frozenset(
-    {*_COLLECTIVES, "ppermute", "axis_index", "pbroadcast", "ragged_all_to_all"}
-)
+_BETWEEN_RANKS = _COLLECTIVES | {"ppermute", "axis_index", "pbroadcast", "ragged_all_to_all"}

@@ -10,80 +10,51 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn
 
 from ..core.compat import Frame, scan_counts, source_frames
-from ..ir.factors import Role, factors
-from . import relations
-from .program import DRAWS, Operation, Program, Value, reads_of
-from .relations import MAX, MEAN, MIN, SUM, RankValues, Relation
-from .report import Kind
+from ..ir.factors import ALONG_ONE, RESHAPES, Role, factors
+from .meshes import title_of
+from .program import COPIES, DRAWS, RANK_SUMS, Operation, Region, Value, is_key
+from .relations import MAX, MEAN, MIN, SUM, Pair, RankValues, Relation, names_of, splits_of
+from .report import Finding, Kind, places_of
+from .trace import Run
 
-_SUMS = frozenset({"psum", "psum_invariant", "psum2", "reduce_scatter", "psum_scatter"})
 _PICKS = frozenset({"argmax", "argmin", "top_k", "approx_top_k", "sort"})
-_SCANS = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "scan"})
+_SCANS = (ALONG_ONE - _PICKS) | {"scan"}
 _ROOTS = frozenset({"sqrt", "rsqrt", "pow", "integer_pow", "cbrt"})
 _SQUARES = frozenset({"square", "integer_pow", "pow", "abs"})
 _TAKES = frozenset({"slice", "dynamic_slice", "gather", "squeeze", "dynamic_index_in_dim"})
-_PLAIN = frozenset(
-    {
-        "convert_element_type", "reshape", "broadcast_in_dim", "squeeze", "pvary", "pcast", "copy",
-        "stop_gradient", "transpose", "neg", "reduce_precision", "name", "expand_dims",
-    }
-)  # fmt: skip
+_PLAIN = COPIES | RESHAPES | {"convert_element_type", "transpose", "neg", "reduce_precision"}
 """Operations that pass a value on."""
 
+_ADDS = frozenset({"add", "add_any", "sub"})
+_ADDED = RANK_SUMS | {"reduce_sum"}
+_LINEAR = frozenset({"reduce_sum", "add", "mul"})
+_EXPONENTS = frozenset({"exp", "exp2"})
+_OF_SUMS = frozenset({"div", "log", "log1p", "max", "pow"})
+"""Operations on the sum of a softmax."""
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Recorded:
-    """A program with the values that one run of it recorded.
+_GUARDS = frozenset({"max", "add", "clamp", "select_n", "eq", "gt", "ne"})
+"""Operations that keep a count from being zero."""
 
-    Args:
-        program: the program that ran.
-        values: the numbers of each recorded value, with the ranks as leading dims.
-    """
-
-    program: Program
-    values: Mapping[Value, np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Found:
-    """The operation to blame.
-
-    Args:
-        kind: the kind of mistake.
-        operation: the operation with the first wrong value; None if an output itself is wrong.
-        axes: the mesh axes at fault, if known.
-        frames: the source lines of the operation, the most useful first.
-        gap: by how much its value differs, and by how much rounding explains.
-        hard_coded: a mesh size that the program hard-codes, if that is the cause.
-    """
-
-    kind: Kind
-    operation: Operation | None
-    axes: tuple[str, ...]
-    frames: tuple[Frame, ...]
-    gap: tuple[float, float] = (math.inf, 0.0)
-    hard_coded: int | None = None
+_RANK = frozenset({"rank"})
+_INPUT = frozenset({"input"})
 
 
-def align(one: Program, other: Program) -> dict[Operation, Operation]:
+def align(one: Region, other: Region) -> dict[Operation, Operation]:
     """Maps the operations of the first program to the corresponding ones of the second."""
-
-    def key(operation: Operation) -> tuple[str, tuple[int, ...]]:
-        return operation.name, tuple(len(value.shape) for value in operation.results)
-
-    names = [operation.name for operation in one.operations]
-    if names == [operation.name for operation in other.operations]:
-        return dict(zip(one.operations, other.operations, strict=True))
-    pairs = matched(list(map(key, one.operations)), list(map(key, other.operations)))
-    return {one.operations[first]: other.operations[second] for first, second in pairs}
+    first, second = list(one.walk()), list(other.walk())
+    if [o.name for o in first] == [o.name for o in second]:
+        return dict(zip(first, second, strict=True))
+    keys = [
+        [(o.name, *(len(v.shape) for v in o.results)) for o in each] for each in (first, second)
+    ]
+    return {first[a]: second[b] for a, b in matched(*keys)}
 
 
 def matched(keys: Sequence[Hashable], others: Sequence[Hashable]) -> list[tuple[int, int]]:
@@ -99,184 +70,155 @@ def matched(keys: Sequence[Hashable], others: Sequence[Hashable]) -> list[tuple[
     return [(b.a + step, b.b + step) for b in blocks for step in range(b.size)]
 
 
+def frames_of(operation: Operation, is_gradient: bool = False) -> tuple[Frame, ...]:
+    """Returns the source lines of an operation, the most useful first.
+
+    Args:
+        operation: the operation.
+        is_gradient: whether the call that asked for a gradient is more useful than the line of the
+            forward pass.
+    """
+    inner, asked = source_frames(operation.equation, operation.callers)
+    inner = [frame for frame in inner if "site-packages" not in frame.file] or inner
+    if is_gradient and asked is not None and "site-packages" not in asked.file:
+        inner = [asked, *(frame for frame in inner if frame != asked)]
+    return tuple(inner)
+
+
+def finding(
+    sizes: Mapping[str, int],
+    kind: Kind,
+    operation: Operation | None,
+    axes: Collection[Any] = (),
+    is_gradient: bool = False,
+) -> Finding:
+    """Returns the finding for a mistake at an operation, if that is known.
+
+    Args:
+        sizes: the sizes of the mesh axes.
+        kind: the kind of mistake.
+        operation: the operation with the first wrong value.
+        axes: the mesh axes at fault; by default all that have several ranks.
+        is_gradient: whether to give the call that asked for a gradient first.
+    """
+    places = () if operation is None else places_of(frames_of(operation, is_gradient))
+    several = tuple(name for name, size in sizes.items() if size > 1)
+    at_fault = tuple(name for name in sizes if name in axes) or several
+    name = "" if operation is None else operation.name
+    return Finding(kind, places, at_fault, title_of(sizes), name)
+
+
 class Search:
     """One search, on one mesh.
 
     Args:
-        real: the program on the mesh, and its values.
-        oracle: the program on one device, and its values.
-        bounds: by how much rounding may change each value of one device.
+        program: the program on the mesh.
+        values: the numbers that a run of it recorded.
+        truth: a run on one device, which recorded all values.
         sizes: the sizes of the mesh axes.
-        aligned: the corresponding operations of the two programs.
+        aligned: the operations of the program on one device that correspond to those on the mesh.
     """
 
     def __init__(
         self,
-        real: Recorded,
-        oracle: Recorded,
-        bounds: Mapping[Value, float],
+        program: Region,
+        values: Mapping[Value, np.ndarray],
+        truth: Run,
         sizes: Mapping[str, int],
         aligned: Mapping[Operation, Operation],
     ) -> None:
-        self._real = real
-        self._oracle = oracle
-        self._bounds = bounds
+        self._operations = list(program.walk())
+        self._values = values
+        self._truth = truth
         self._sizes = dict(sizes)
+        self._found = functools.partial(finding, sizes)
         self._aligned = aligned
-        self._outer: dict[Value, Any] = {}
+        self._relation = functools.cache(self._find_relation)
+        self._outer: dict[Value, Value] = {}
         self._specs: dict[Value, Any] = {}
+        self._turns: dict[int, int] = {}
+        self._sources: dict[Value, frozenset[str]] = {}
         self._users: dict[Value, list[Operation]] = {}
-        for operation in real.program.operations:
-            for value in reads_of(operation.reads):
-                self._users.setdefault(value, []).append(operation)
+        for operation in self._operations:
             self._enter(operation)
 
     def _enter(self, operation: Operation) -> None:
-        """Records which outer value is the input of a region."""
+        """Notes the users of its operands, and the outer values of the inputs of its region."""
+        for value in operation.reads:
+            self._users.setdefault(value, []).append(operation)
+        found = frozenset[str]().union(*map(self._sources_of, operation.reads))
+        found = _RANK if operation.name == "axis_index" else found
+        found = _INPUT if operation.regions else found
+        self._sources.update(dict.fromkeys(operation.results, found))
+        region = operation.regions[0] if operation.is_map else operation.turn
+        if region is not None and region.form is not None:
+            for value, read in zip(region.inputs, region.form.inputs(operation.reads), strict=True):
+                self._outer[value] = read
+                self._sources[value] = self._sources_of(read)
         if operation.is_map:
-            region = operation.regions[0]
             specs = operation.equation.params["in_specs"]
-            for value, read, spec in zip(region.inputs, operation.reads, specs, strict=True):
-                self._outer[value] = read
-                self._specs[value] = spec
-        turn = operation.turn
-        if turn is not None:
-            given = operation.first_turn(operation.reads, lambda read: read)
-            for value, read in zip(turn.inputs, given or [], strict=True):
-                self._outer[value] = read
+            self._specs.update(zip(operation.regions[0].inputs, specs, strict=True))
 
-    def _numbers(self, value: Value) -> tuple[RankValues, np.ndarray, float] | None:
-        """Returns the value on the mesh, on one device, and the bound; None if one is unknown."""
+    def _sources_of(self, value: Value) -> frozenset[str]:
+        """Returns which a value is computed from: the rank's index, inputs, both or neither."""
+        return frozenset() if value.constant is not None else self._sources.get(value, _INPUT)
+
+    def _is_coordinate(self, value: Value) -> bool:
+        """Whether a value depends only on the rank's index and constants."""
+        return self._sources_of(value) == _RANK
+
+    def _pair(self, value: Value) -> Pair | None:
+        """Returns the value on the mesh, on one device, and the bound; None if one is unknown.
+
+        In a loop these are of one turn, the first unless that is right.
+        """
         maker = value.maker
         other = self._aligned.get(maker) if maker is not None else None
         if maker is None or other is None:
             return None
-        at = next(n for n, result in enumerate(maker.results) if result is value)
-        if at >= len(other.results):
+        at = maker.results.index(value)
+        true = other.results[at] if at < len(other.results) else None
+        if true is None or true not in self._truth.values or value not in self._values:
             return None
-        whole = self._oracle.values.get(other.results[at])
-        by_rank = self._real.values.get(value)
-        if whole is None or by_rank is None:
+        by_rank, whole = self._values[value], self._truth.values[true]
+        turns = tuple(self._turns.get(id(loop), 0) for loop in maker.callers if _is_scan(loop))
+        is_as_long = by_rank.shape[: len(turns)] == whole.shape[: len(turns)]
+        if len(turns) != true.num_turns(whole) or (any(turns) and not is_as_long):
             return None
-        bound = self._bounds[other.results[at]]
-        axes = other.results[at].axes
-        if math.prod(whole.shape[: len(axes)]) > 1:
-            # Both meshes have several devices, so they are compared rank by rank.
-            return (RankValues(by_rank, ()), whole, bound) if whole.shape == by_rank.shape else None
-        return RankValues(by_rank, value.axes), whole.reshape(whole.shape[len(axes) :]), bound
+        whole = whole[(*turns, *(0,) * len(true.axes))]
+        ranks = RankValues(by_rank[turns], value.axes)
+        return Pair(ranks, whole, self._truth.bounds[true], self._sizes)
 
-    @functools.cache  # noqa: B019
-    def relation(self, value: Value) -> Relation | None:
+    def _find_relation(self, value: Value) -> Relation | None:
         """Returns how the ranks' values make up that of one device; None if nothing explains it."""
         if value.maker is None:
-            outer = self._outer.get(value)
-            known = Relation() if not isinstance(outer, Value) else self.relation(outer)
-            is_split = known is not None and value in self._specs
-            return self._by_spec(value) if is_split else known
-        numbers = self._numbers(value)
-        if numbers is None:
-            return None
-        by_rank, whole, bound = numbers
-        found = relations.find(by_rank, whole, bound, self._sizes)
+            known = self._relation(self._outer[value]) if value in self._outer else Relation()
+            if known is None or value not in self._specs:
+                return known
+            return Relation(splits_of(self._specs[value], len(value.shape), self._sizes))
+        pair = self._pair(value)
+        found = None if pair is None else pair.relation()
         # The ranks' indices may add up to the index in the whole array by chance.
         is_chance = found is not None and not found.is_whole and value.maker.name in _PICKS
         return None if is_chance else found
 
-    def _by_spec(self, value: Value) -> Relation:
-        """Returns the relation of a right value that the `in_specs` of a `shard_map` split."""
-        splits = []
-        for part in self._specs[value]:
-            names = relations.names_of(part)
-            splits.append(tuple(name for name in names if self._sizes.get(name, 1) > 1))
-        return Relation(tuple(splits))
-
-    @functools.cache  # noqa: B019
-    def is_coordinate(self, value: Value) -> bool:
-        """Whether a value depends only on the rank's index and constants."""
-        if value.maker is None:
-            outer = self._outer.get(value)
-            return isinstance(outer, Value) and self.is_coordinate(outer)
-        if value.maker.name == "axis_index":
-            return True
-        reads = reads_of(value.maker.reads)
-        if not reads or value.maker.regions:
-            return False
-        kinds = [self.is_coordinate(read) for read in reads]
-        return any(kinds) and all(
-            kind or self._is_fixed(read) for kind, read in zip(kinds, reads, strict=True)
-        )
-
-    @functools.cache  # noqa: B019
-    def _is_fixed(self, value: Value) -> bool:
-        if value.maker is None:
-            return value.constant is not None
-        return not value.maker.regions and all(map(self._is_fixed, reads_of(value.maker.reads)))
-
-    def blame(self, output: Any, is_whole: bool = False) -> Found | None:
-        """Returns the operation that causes a wrong output.
-
-        Args:
-            output: the value of the program's output on the mesh.
-            is_whole: whether the value itself is right; then no operation is to blame.
-        """
-        if not isinstance(output, Value) or is_whole:
-            return None
+    def blame(self, output: Value) -> Finding:
+        """Returns the mistake that causes a wrong output of the program on the mesh."""
         frontier, visited, exits = self._back(output)
         # A rank's own indices, such as `labels - axis_index * size`, have no counterpart on one
         # device, and are right all the same. So they are blamed only if nothing else can be.
         doubtful = [operation for operation in frontier if self._is_index(operation)]
-        certain = [operation for operation in frontier if operation not in doubtful]
-        found = self._judged(certain, exits, visited) or self._judged(doubtful, [], visited)
-        firsts = [o for o in found if o.kind in (Kind.POSITION, Kind.ONE_KEY)]
-        known = [o for o in found if o.kind is not Kind.DIFFERS]
-        return next(iter(firsts or known or found), None)
-
-    def _judged(
-        self,
-        frontier: Sequence[Operation],
-        exits: Sequence[tuple[Operation, Value]],
-        visited: set[Operation],
-    ) -> list[Found]:
-        found = [self._judge(operation, visited) for operation in frontier]
-        found += [self._at_exit(at, inner, visited) for at, inner in exits]
-        return [one for one in found if one is not None]
+        found = [self._judge(o, visited) for o in frontier if o not in doubtful]
+        found += [self._at_exit(operation, value) for operation, value in exits]
+        found = found or [self._judge(operation, visited) for operation in doubtful]
+        firsts = [one for one in found if one.kind in (Kind.POSITION, Kind.ONE_KEY)]
+        known = [one for one in found if one.kind is not Kind.DIFFERS]
+        return next(iter(firsts or known or found), self._found(Kind.DIFFERS, None))
 
     def _is_index(self, operation: Operation) -> bool:
         """Whether an operation only computes integers or booleans from the rank's index."""
-        dtypes = [getattr(result.aval, "dtype", np.float32) for result in operation.results]
-        if any(jnp.issubdtype(dtype, np.inexact) for dtype in dtypes):
-            return False
-        return any(self._depends_on_rank(read) for read in reads_of(operation.reads))
-
-    @functools.cache  # noqa: B019
-    def _depends_on_rank(self, value: Value) -> bool:
-        """Whether the rank's index is among the values that a value is computed from."""
-        if value.maker is None:
-            outer = self._outer.get(value)
-            return isinstance(outer, Value) and self._depends_on_rank(outer)
-        if value.maker.name == "axis_index":
-            return True
-        if value.maker.regions:
-            return False
-        return any(map(self._depends_on_rank, reads_of(value.maker.reads)))
-
-    def start(self, output: Any) -> Operation | None:
-        """Returns the first operation with differing results on the way to an output, or None."""
-        if not isinstance(output, Value):
-            return None
-        frontier, _, exits = self._back(output)
-        found = [*frontier, *(operation for operation, _ in exits)]
-        return min(found, key=lambda o: o.number, default=None)
-
-    def lines_of(self, operation: Operation) -> list[Frame]:
-        """Returns the source lines of an operation, the innermost first."""
-        return source_frames(operation.equation, operation.callers)[0]
-
-    def found_at(
-        self, operation: Operation, kind: Kind = Kind.DIFFERS, axes: Sequence[str] = ()
-    ) -> Found:
-        """Returns an operation with its source lines, and by how much its value differs."""
-        return self._found(kind, operation, axes)
+        is_whole = not any(result.is_inexact for result in operation.results)
+        return is_whole and any("rank" in self._sources_of(read) for read in operation.reads)
 
     def _back(
         self, output: Value
@@ -298,9 +240,7 @@ class Search:
                 continue
             seen.add(value)
             if value.maker is None:
-                outer = self._outer.get(value)
-                if isinstance(outer, Value):
-                    waiting.append(outer)
+                waiting += [self._outer[value]] if value in self._outer else []
                 continue
             operation = value.maker
             visited.add(operation)
@@ -308,8 +248,8 @@ class Search:
             if inside is not None:
                 waiting.append(inside)
                 continue
-            bad = [r for r in reads_of(operation.reads) if self.relation(r) is None]
-            ahead = [read for read in bad if not self.is_coordinate(read)]
+            bad = [read for read in operation.reads if self._relation(read) is None]
+            ahead = [read for read in bad if not self._is_coordinate(read)]
             if ahead:
                 waiting += ahead
             elif not any(operation is one[0] for one in exits):
@@ -323,9 +263,7 @@ class Search:
         at = operation.results.index(value)
         if operation.is_map:
             inner = operation.regions[0].outputs[at]
-            if not isinstance(inner, Value):
-                return None
-            if self.relation(inner) is None:
+            if self._relation(inner) is None:
                 return inner
             exits.append((operation, inner))
             return None
@@ -334,273 +272,185 @@ class Search:
             return None
         if operation.name == "scan" and self._along_a_split(operation) is not None:
             return None
-        # A row that is right in this turn may be wrong in the next if the carry is wrong.
-        for inner in (turn.outputs[at], *turn.outputs):
-            if not isinstance(inner, Value) or self.relation(inner) is not None:
-                continue
-            if not self.is_coordinate(inner):
-                return inner
+        loop = operation.equation
+        for number in range(loop.params["length"] if _is_scan(loop) else 1):
+            if number:
+                self._turns[id(loop)] = number
+                self._relation.cache_clear()
+            # A row that is right in this turn may be wrong in the next if the carry is wrong.
+            for inner in [turn.outputs[at], *turn.outputs]:
+                if self._relation(inner) is None and not self._is_coordinate(inner):
+                    return inner
+        self._turns.pop(id(loop), None)
+        self._relation.cache_clear()
         return None
 
-    def _at_exit(self, operation: Operation, value: Value, visited: set[Operation]) -> Found | None:
+    def _at_exit(self, operation: Operation, value: Value) -> Finding:
         """Judges a value that is right on each rank but combined wrongly by the `out_specs`."""
-        relation = self.relation(value)
-        if relation is None:
-            return None
-        if not relation.is_whole:
-            kind = Kind.NOT_REDUCED
-            start = self._origin(value, relation)
-            return self._found(kind, start, relation.over, gradient=True)
-        if self._outer_bad(operation, value):
-            return None
-        axes = tuple(relation.split_axes)
-        return self._found(Kind.GATHER_ORDER, operation, axes)
-
-    def _outer_bad(self, operation: Operation, value: Value) -> bool:
-        return (
-            value.maker is None
-            and isinstance(self._outer.get(value), Value)
-            and (self.relation(value) is None)
-        )
+        relation = self._relation(value)
+        assert relation is not None
+        if relation.is_whole:
+            return self._found(Kind.GATHER_ORDER, operation, relation.axes)
+        start = self._origin(value, relation)
+        return self._found(Kind.NOT_REDUCED, start, relation.over, is_gradient=True)
 
     def _origin(self, value: Value, relation: Relation) -> Operation | None:
         """Returns the operation that made a value a term of a reduction over some axes."""
         while True:
             while value.maker is None:
-                outer = self._outer.get(value)
-                if not isinstance(outer, Value):
+                if value not in self._outer:
                     return None
-                value = outer
-            follows = [r for r in reads_of(value.maker.reads) if self._is_part(r, relation)]
-            if not follows:
+                value = self._outer[value]
+            before = [(read, self._relation(read)) for read in value.maker.reads]
+            parts = [
+                r for r, known in before if known and known.over and known.over <= relation.over
+            ]
+            if not parts:
                 return value.maker
-            value = follows[0]
+            value = parts[0]
 
-    def _is_part(self, value: Value, relation: Relation) -> bool:
-        found = self.relation(value)
-        if found is None or found.reduction is None:
-            return False
-        return set(found.over) <= set(relation.over)
-
-    def _judge(self, operation: Operation, visited: set[Operation]) -> Found | None:
+    def _judge(self, operation: Operation, visited: set[Operation]) -> Finding:
         """Classifies the mistake of the first wrong operation."""
-        reads = reads_of(operation.reads)
-        known = [(r, relation) for r in reads if (relation := self.relation(r)) is not None]
-        parts = [(read, relation) for read, relation in known if not relation.is_whole]
-        name = operation.name
-        if name in DRAWS:
-            return self._found(Kind.ONE_KEY, operation, ())
-        if name == "iota":
-            return self._found(Kind.POSITION, operation, ())
-        if (scaled := self._scaled(operation, parts, visited)) is not None:
-            return scaled
-        if (ordered := self._along_a_split(operation)) is not None:
-            return ordered
-        if parts:
+        if operation.name in DRAWS:
+            return self._found(Kind.ONE_KEY, operation)
+        if operation.name == "iota":
+            return self._found(Kind.POSITION, operation)
+        known = [(read, self._relation(read)) for read in operation.reads]
+        parts = [(r, relation) for r, relation in known if relation and not relation.is_whole]
+        found = self._scaled(operation, bool(parts), visited) or self._along_a_split(operation)
+        if found is None and parts:
             return self._of_parts(operation, parts, visited)
-        return self._of_whole(operation, reads)
+        return found or self._of_whole(operation)
 
-    def _along_a_split(self, operation: Operation) -> Found | None:
+    def _along_a_split(self, operation: Operation) -> Finding | None:
         """Judges an operation that needs all of a dim, of which each rank has a part."""
         axes: set[str] = set()
         for number, read in enumerate(operation.reads):
-            if not isinstance(read, Value):
-                continue
-            relation = self.relation(read)
+            relation = self._relation(read)
             if relation is None or not relation.is_whole:
                 continue
             # A relation leaves out the dims that hold one row for each rank.
             is_same_rank = len(relation.splits) == len(read.shape)
             for dim, split in enumerate(relation.splits):
-                is_needed = _needs_all(operation, number, dim if is_same_rank else None)
-                axes |= set(split) if is_needed else set()
+                if _needs_all(operation, number, dim if is_same_rank else None):
+                    axes |= set(split)
         if not axes:
             return None
-        if operation.name in _SCANS:
-            kind = Kind.LOCAL_SCAN
-        else:
-            is_plain_sort = operation.name == "sort" and len(operation.results) == 1
-            kind = Kind.LOCAL_ORDER if is_plain_sort else Kind.LOCAL_ARGMAX
-        return self._found(kind, operation, tuple(sorted(axes)))
+        is_order = operation.name == "sort" and len(operation.results) == 1
+        kind = Kind.LOCAL_ORDER if is_order else Kind.LOCAL_ARGMAX
+        return self._found(Kind.LOCAL_SCAN if operation.name in _SCANS else kind, operation, axes)
 
     def _scaled(
-        self, operation: Operation, parts: list[tuple], visited: set[Operation]
-    ) -> Found | None:
+        self, operation: Operation, has_parts: bool, visited: set[Operation]
+    ) -> Finding | None:
         """Judges a value that is wrong only by a factor, which is a size of the mesh."""
-        numbers = self._numbers(operation.results[0])
-        if numbers is None or len(operation.results) != 1:
-            return None
-        factor = relations.scaled_by(*numbers, self._sizes)
+        pair = self._pair(operation.results[0])
+        factor = pair.factor() if pair is not None and len(operation.results) == 1 else 0.0
         if not factor:
             return None
         size = round(max(factor, 1 / factor))
-        axes = tuple(operation.equation.params.get("axes", ())) or tuple(
-            name for name, count in self._sizes.items() if count == size
-        )
-        axes = tuple(axis for axis in axes if isinstance(axis, str))
-        written = self._hard_coded(size, visited)
-        sums = operation.name in _SUMS or (operation.name == "reduce_sum" and parts)
-        kind = Kind.SUM_FOR_MEAN if factor > 1 else Kind.MEAN_FOR_SUM
-        blamed = operation
-        if sums and factor > 1 and self._is_transposed_sum(operation):
-            return self._found(Kind.SUMMED_BY_GRAD, operation, axes)
-        if sums and factor > 1:
+        axes = operation.equation.params.get("axes", ())
+        axes = axes or [name for name, count in self._sizes.items() if count == size]
+        kind, blamed = Kind.SUM_FOR_MEAN if factor > 1 else Kind.MEAN_FOR_SUM, operation
+        if factor > 1 and (
+            operation.name in RANK_SUMS or (operation.name == "reduce_sum" and has_parts)
+        ):
+            if self._is_transposed_sum(operation):
+                return self._found(Kind.SUMMED_BY_GRAD, operation, axes)
             again = self._reduced_again(operation, visited)
-            if again is not None:
-                kind, blamed = Kind.TWICE, again
-            elif not parts:
-                kind = Kind.TWICE
+            if again is not None or not has_parts:
+                kind, blamed = Kind.TWICE, again or operation
+        written = self._hard_coded(size, visited)
         if written is not None:
-            return dataclasses.replace(self._found(kind, written, axes), hard_coded=size)
-        return self._found(kind, blamed, axes, gradient=True)
+            message = f"the mesh size {size} is hard-coded, so the result differs on other meshes"
+            return dataclasses.replace(self._found(kind, written, axes), kind=None, message=message)
+        return self._found(kind, blamed, axes, is_gradient=True)
 
     def _is_transposed_sum(self, operation: Operation) -> bool:
         """Whether `jax.grad` made an operation from a sum of the user's own."""
         frames, asked = source_frames(operation.equation, operation.callers)
         if asked is None or not frames:
             return False
-        for other in self._real.program.operations:
-            if other.number < operation.number and other.name in _SUMS:
-                own, differentiated = source_frames(other.equation, other.callers)
-                if differentiated is None and own[:1] == frames[:1]:
-                    return True
-        return False
+        sums = [o for o in self._operations if o.number < operation.number and o.name in RANK_SUMS]
+        before = (source_frames(other.equation, other.callers) for other in sums)
+        return any(asked is None and own[:1] == frames[:1] for own, asked in before)
 
     def _reduced_again(self, operation: Operation, visited: set[Operation]) -> Operation | None:
         axes = operation.equation.params.get("axes")
-        for other in sorted(visited, key=lambda o: o.number):
-            is_later = other.number > operation.number and other.name in _SUMS
-            if is_later and other.equation.params.get("axes") == axes:
-                return other
-        return None
+        later = [o for o in visited if o.number > operation.number and o.name in RANK_SUMS]
+        again = [other for other in later if other.equation.params.get("axes") == axes]
+        return min(again, key=lambda o: o.number, default=None)
 
     def _hard_coded(self, size: int, visited: set[Operation]) -> Operation | None:
         """Returns a visited operation that divides by a literal equal to the mesh's size."""
-        for operation in visited:
+        for operation in sorted(visited, key=lambda o: o.number):
             other = self._aligned.get(operation)
             if other is None or operation.name not in ("div", "mul"):
                 continue
             numbers = _numbers_in(operation)
-            if numbers == _numbers_in(other) and any(
-                math.isclose(x, size) or math.isclose(x, 1 / size) for x in numbers
-            ):
+            is_size = any(math.isclose(x, size) or math.isclose(x, 1 / size) for x in numbers)
+            if is_size and numbers == _numbers_in(other):
                 return operation
         return None
 
     def _of_parts(
-        self, operation: Operation, parts: list[tuple], visited: set[Operation]
-    ) -> Found | None:
+        self, operation: Operation, parts: list[tuple[Value, Relation]], visited: set[Operation]
+    ) -> Finding:
         """Judges an operation that reads terms of a reduction as if they were its result."""
         value, relation = parts[0]
         start = self._origin(value, relation)
         name = operation.name
         reductions = {relation.reduction for _, relation in parts}
-        others = len(reads_of(operation.reads)) - len(parts)
-        is_summed = any(
-            o.number > operation.number and (o.name in _SUMS or o.name == "reduce_sum")
-            for o in visited
-        )
-        is_addition = name in ("add", "add_any", "sub") and others == 1
-        if is_addition and is_summed and reductions == {SUM}:
-            return self._found(Kind.BIAS, operation, relation.over)
+        others = sum(_number(read) is None for read in operation.reads) - len(parts)
+        later = {o.name for o in visited if o.number > operation.number}
+        kind, at = Kind.NOT_REDUCED, start
         if reductions & {MAX, MIN}:
-            is_softmax = any(o.name in ("exp", "exp2") for o in visited)
+            is_softmax = any(o.name in _EXPONENTS for o in visited)
             kind = Kind.LOCAL_SOFTMAX if is_softmax else Kind.LOCAL_STATISTICS
-            return self._found(kind, start, relation.over)
-        if self._comes_from(value, "exp") and name in ("div", "log", "log1p", "max", "pow"):
-            return self._found(Kind.LOCAL_SOFTMAX, start, relation.over)
-        if reductions == {SUM} and (name == "div" or self._is_divisor(operation, visited)):
-            return self._found(Kind.MEAN_OF_MEANS, operation, relation.over)
-        if name in _ROOTS and reductions == {SUM} and self._is_of_squares(start):
-            return self._found(Kind.LOCAL_NORM, start, relation.over)
-        is_gradient = start is not None and source_frames(start.equation)[1] is not None
-        if reductions == {MEAN} and not is_gradient and name not in _TAKES:
-            return self._found(Kind.LOCAL_STATISTICS, start, relation.over)
-        return self._found(Kind.NOT_REDUCED, start, relation.over, gradient=True)
+        elif name in _ADDS and others == 1 and later & _ADDED and reductions == {SUM}:
+            kind, at = Kind.BIAS, operation
+        elif name in _OF_SUMS and _maker_of(value, _PLAIN | _LINEAR) in _EXPONENTS:
+            kind = Kind.LOCAL_SOFTMAX
+        elif reductions == {SUM} and (name == "div" or self._is_divisor(operation, visited)):
+            kind, at = Kind.MEAN_OF_MEANS, operation
+        elif reductions == {SUM} and name in _ROOTS and _is_of_squares(start):
+            kind = Kind.LOCAL_NORM
+        elif reductions == {MEAN} and name not in _TAKES and not _is_gradient(start):
+            kind = Kind.LOCAL_STATISTICS
+        return self._found(kind, at, relation.over, is_gradient=kind is Kind.NOT_REDUCED)
 
     def _is_divisor(self, operation: Operation, visited: set[Operation]) -> bool:
         """Whether the operation guards a count against zero, and the count divides later."""
-        if operation.name not in ("max", "add", "clamp", "select_n", "eq", "gt", "ne"):
-            return False
-        value = operation.results[0]
-        for _ in range(8):
+        users = [operation] if operation.name in _GUARDS else []
+        while len(users) == 1 and users[0].results:
+            value = users[0].results[0]
             users = [o for o in self._users.get(value, []) if o in visited]
             if any(o.name == "div" and o.reads[-1] is value for o in users):
                 return True
-            if len(users) != 1 or not users[0].results:
-                return False
-            value = users[0].results[0]
         return False
 
-    def _comes_from(self, value: Value, name: str, depth: int = 6) -> bool:
-        """Whether a value comes from an operation of this name, at most a few steps back."""
-        for _ in range(depth):
-            maker = value.maker
-            if maker is None:
-                return False
-            if maker.name == name:
-                return True
-            reads = reads_of(maker.reads)
-            if not reads or maker.name not in _PLAIN | {"reduce_sum", "add", "mul"}:
-                return False
-            value = reads[0]
-        return False
-
-    def _is_of_squares(self, start: Operation | None) -> bool:
-        if start is None:
-            return False
-        if start.name == "dot_general":
-            return len({_origin_of(read) for read in reads_of(start.reads)}) == 1
-        makers = [read.maker for read in reads_of(start.reads)]
-        return any(maker is not None and _is_square(maker) for maker in makers)
-
-    def _of_whole(self, operation: Operation, reads: Sequence[Value]) -> Found | None:
+    def _of_whole(self, operation: Operation) -> Finding:
         """Judges an operation with right operands and a wrong result."""
-        coordinates = [r for r in reads if self.relation(r) is None and self.is_coordinate(r)]
         if operation.name == "slice" and self._aligned.get(operation) is None:
             # On one device the slice has the whole length, and JAX omits it.
             is_start = not any(operation.equation.params["start_indices"])
-            return self._found(Kind.POSITION if is_start else Kind.DIFFERS, operation, ())
+            return self._found(Kind.POSITION if is_start else Kind.DIFFERS, operation)
         for result in operation.results:
-            numbers = self._numbers(result)
-            if numbers is None or self.relation(result) is not None:
+            pair = self._pair(result)
+            if pair is None or self._relation(result) is not None:
                 continue
-            if relations.is_first_part(*numbers, self._sizes):
-                return self._found(Kind.POSITION, operation, ())
-            if relations.is_permuted(*numbers, self._sizes):
-                axes = operation.equation.params.get("axis_name", ())
-                axes = (axes,) if isinstance(axes, str) else tuple(axes)
+            if pair.is_first_part():
+                return self._found(Kind.POSITION, operation)
+            if pair.is_permuted():
+                axes = names_of(operation.equation.params.get("axis_name"))
                 return self._found(Kind.GATHER_ORDER, operation, axes)
-        if coordinates:
-            return self._found(Kind.POSITION, operation, ())
-        return self._found(Kind.DIFFERS, operation, ())
+        wrong = [read for read in operation.reads if self._relation(read) is None]
+        is_position = any(map(self._is_coordinate, wrong))
+        return self._found(Kind.POSITION if is_position else Kind.DIFFERS, operation)
 
-    def _found(
-        self,
-        kind: Kind,
-        operation: Operation | None,
-        axes: Sequence[str],
-        gradient: bool = False,
-    ) -> Found:
-        frames: tuple[Frame, ...] = ()
-        if operation is not None:
-            inner, asked = source_frames(operation.equation, operation.callers)
-            inner = [frame for frame in inner if "site-packages" not in frame.file] or inner
-            if gradient and asked is not None and "site-packages" not in asked.file:
-                inner = [asked, *(frame for frame in inner if frame != asked)]
-            frames = tuple(inner)
-        if not axes:
-            axes = [name for name, size in self._sizes.items() if size > 1]
-        gap = (math.inf, 0.0)
-        if operation is not None and operation.results:
-            numbers = self._numbers(operation.results[0])
-            if numbers is not None:
-                by_rank, whole, bound = numbers
-                if by_rank.shape == whole.shape:
-                    gap = max(relations.differs(r, whole, 0.0) for r in by_rank.ranks()), bound
-                else:
-                    gap = math.inf, bound
-        return Found(kind, operation, tuple(axes), frames, gap)
+
+def _is_scan(equation: JaxprEqn) -> bool:
+    return equation.primitive.name == "scan"
 
 
 def _needs_all(operation: Operation, number: int, dim: int | None) -> bool:
@@ -616,37 +466,46 @@ def _needs_all(operation: Operation, number: int, dim: int | None) -> bool:
     return known.role(number, dim) in (Role.ALONG, Role.REDUCED)
 
 
-def _origin_of(value: Value) -> Value:
+def _number(value: Value) -> float | None:
+    """Returns the number of the program that a value is; None if it is another value."""
+    if value.constant is None or value.shape or is_key(value.aval):
+        return None
+    return float(value.constant)
+
+
+def _origin_of(value: Value, through: Collection[str] = _PLAIN) -> Value:
     """Returns the value before the operations that only pass it on."""
-    while value.maker is not None and value.maker.name in _PLAIN:
-        before = reads_of(value.maker.reads)
-        if not before:
-            break
-        value = before[0]
+    while value.maker is not None and value.maker.name in through and value.maker.reads:
+        reads = value.maker.reads
+        value = next((read for read in reads if _number(read) is None), reads[0])
     return value
 
 
-def _is_square(maker: Operation) -> bool:
-    while maker.name in _PLAIN | {"real"}:
-        inner = next((read.maker for read in reads_of(maker.reads)), None)
-        if inner is None:
-            return False
-        maker = inner
-    return maker.name in _SQUARES or (maker.name == "mul" and len(set(maker.reads)) == 1)
+def _maker_of(value: Value, through: Collection[str] = _PLAIN) -> str:
+    """Returns the name of the operation that computes a value which others only pass on."""
+    maker = _origin_of(value, through).maker
+    return "" if maker is None else maker.name
+
+
+def _is_gradient(operation: Operation | None) -> bool:
+    return operation is not None and source_frames(operation.equation)[1] is not None
+
+
+def _is_of_squares(start: Operation | None) -> bool:
+    """Whether an operation sums squares."""
+    if start is None:
+        return False
+    if start.name == "dot_general":
+        return len({_origin_of(read) for read in start.reads}) == 1
+    makers = [_origin_of(read, _PLAIN | {"real"}).maker for read in start.reads]
+    return any(
+        maker.name in _SQUARES or (maker.name == "mul" and len(set(maker.reads)) == 1)
+        for maker in makers
+        if maker is not None
+    )
 
 
 def _numbers_in(operation: Operation) -> list[float]:
-    found = []
-    for read in operation.reads:
-        number = read.val if isinstance(read, Literal) else None
-        if number is None and isinstance(read, Value):
-            maker = read.maker
-            while maker is not None and maker.name in _PLAIN and maker.reads:
-                inner = maker.reads[0]
-                if isinstance(inner, Literal):
-                    number = inner.val
-                    break
-                maker = inner.maker
-        if number is not None and np.ndim(number) == 0:
-            found.append(float(number))
-    return found
+    """Returns the numbers of the program that an operation reads."""
+    numbers = [_number(_origin_of(read)) for read in operation.reads]
+    return [number for number in numbers if number is not None]

@@ -30,22 +30,23 @@ def sizes_of(mesh: Any) -> dict[str, int]:
     """Reads the sizes of a mesh: `Mesh`, a dict, or text such as `"dp=4,tp=2"`."""
     if isinstance(mesh, Mesh):
         return {str(name): size for name, size in mesh.shape.items()}
-    if not isinstance(mesh, (str, Mapping)):
-        raise MeshError(
-            f"got {mesh!r:.80} for a mesh; it must be a jax.sharding.Mesh, a dict of sizes, or "
-            "text such as 'dp=4,tp=2'"
-        )
+    found: dict[str, int] = {}
     if isinstance(mesh, str):
         pairs = [part.partition("=")[::2] for part in mesh.split(",")]
         found = {name.strip(): int(size) if size.strip().isdecimal() else 0 for name, size in pairs}
-    else:
+    elif isinstance(mesh, Mapping):
         found = {str(name): int(size) for name, size in mesh.items()}
     if not found or not all(name and size >= 1 for name, size in found.items()):
         raise MeshError(
-            f"got {mesh!r:.80} for a mesh; each axis must have a name and a size of at least 1, as "
-            "in 'dp=4,tp=2'"
+            f"got {mesh!r:.80} for a mesh; give a jax.sharding.Mesh, or a dict or text in which "
+            "each axis has a name and a size of at least 1, as in 'dp=4,tp=2'"
         )
     return found
+
+
+def title_of(sizes: Sizes) -> str:
+    """Returns the sizes of a mesh as text, such as `dp=4,tp=2`."""
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def family(sizes: Sizes) -> list[dict[str, int]]:
@@ -57,15 +58,12 @@ def family(sizes: Sizes) -> list[dict[str, int]]:
     """
     ones = dict.fromkeys(sizes, 1)
     alone = [{**ones, name: size} for name, size in sizes.items()]
-    found: list[dict[str, int]] = []
-    for one in (ones, *alone, dict(sizes)):
-        if one not in found:
-            found.append(one)
-    return found
+    several = [ones, *alone, dict(sizes)]
+    return [one for number, one in enumerate(several) if one not in several[:number]]
 
 
-def build_mesh(sizes: Sizes, like: Mesh | None = None) -> Mesh:
-    """Builds a mesh of some sizes over the first devices, with the axis types of another mesh.
+def build_mesh(sizes: Sizes, like: Any = None) -> Mesh:
+    """Builds a mesh of some sizes over the first devices, with the axis types of `like`, if a mesh.
 
     Raises:
         MeshError: when there are too few devices.
@@ -73,13 +71,12 @@ def build_mesh(sizes: Sizes, like: Mesh | None = None) -> Mesh:
     devices = available_devices()
     count = math.prod(sizes.values())
     if count > len(devices):
-        wanted = ",".join(f"{name}={size}" for name, size in sizes.items())
         raise MeshError(
-            f"[PROVE001] the mesh {wanted} needs {count} devices, and JAX has {len(devices)}; call "
-            f"axon_dist.World.emulate({count}) before anything asks JAX for a device, or set "
-            f"JAX_NUM_CPU_DEVICES={count}"
+            f"[PROVE001] the mesh {title_of(sizes)} needs {count} devices, and JAX has "
+            f"{len(devices)}; call axon_dist.World.emulate({count}) before anything asks JAX for a "
+            f"device, or set JAX_NUM_CPU_DEVICES={count}"
         )
-    types_ = (jax.sharding.AxisType.Auto,) * len(sizes) if like is None else like.axis_types
+    types_ = like.axis_types if isinstance(like, Mesh) else None
     grid = np.array(devices[:count]).reshape(tuple(sizes.values()))
     return Mesh(grid, tuple(sizes), axis_types=types_)
 
@@ -135,12 +132,6 @@ def _names_in(code: types.CodeType) -> set[str]:
     return names
 
 
-def _content(cell: types.CellType) -> Any:
-    with contextlib.suppress(ValueError):
-        return cell.cell_contents
-    return None
-
-
 def _fields(thing: Any) -> dict[str, Any]:
     """Returns the fields of a user-defined object, or of a function with a custom derivative."""
     fields = getattr(thing, "__dict__", None)
@@ -148,6 +139,15 @@ def _fields(thing: Any) -> dict[str, Any]:
         return {}
     kind = type(thing)
     return fields if _is_users(kind.__module__) or kind.__name__ in _DERIVATIVES else {}
+
+
+def _closed_over(function: types.FunctionType) -> dict[str, Any]:
+    """Returns what is in the cells of a function; a cell may be empty."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
 
 
 def _used_names(function: types.FunctionType) -> dict[str, Any]:
@@ -158,26 +158,36 @@ def _used_names(function: types.FunctionType) -> dict[str, Any]:
     return {name: names[name] for name in _names_in(function.__code__) if name in names}
 
 
-def _parts(thing: Any) -> list[Any]:
-    """Returns the parts of an object that may contain a mesh."""
-    if isinstance(thing, (NamedSharding, Mesh)):
-        return [] if isinstance(thing, Mesh) else [thing.mesh]
+def _opened(thing: Any) -> tuple[list[Any], Callable[..., Any] | None]:
+    """Returns the parts of an object that may contain a mesh, and how it is made from them.
+
+    Functions and user-defined objects may refer to themselves, so these are copied, then filled.
+    """
+    if isinstance(thing, NamedSharding):
+        options = {"memory_kind": thing.memory_kind}
+        return [thing.mesh], lambda mesh: NamedSharding(mesh, thing.spec, **options)
     if isinstance(thing, jax.Array):
-        is_placed = not isinstance(thing, Tracer)
-        return [thing.sharding] if is_placed and isinstance(thing.sharding, NamedSharding) else []
-    if isinstance(thing, types.FunctionType):
-        cells = [_content(cell) for cell in thing.__closure__ or ()]
-        given = [thing.__defaults__, thing.__kwdefaults__]
-        return [*cells, *given, *_used_names(thing).values()]
+        is_placed = not isinstance(thing, Tracer) and isinstance(thing.sharding, NamedSharding)
+        parts = [thing.sharding] if is_placed else []
+        return parts, lambda sharding: jax.device_put(np.asarray(thing), sharding)
     if isinstance(thing, types.MethodType):
-        return [thing.__self__, thing.__func__]
+        return [thing.__func__, thing.__self__], types.MethodType
     if isinstance(thing, functools.partial):
-        return [thing.func, thing.args, thing.keywords]
-    if isinstance(thing, (tuple, list, dict)):
-        return list(thing.values()) if isinstance(thing, dict) else list(thing)
+        return (
+            [thing.func, thing.args, thing.keywords],
+            lambda function, args, keywords: functools.partial(function, *args, **keywords),
+        )
+    if isinstance(thing, dict):
+        return [*thing.values()], lambda *values: dict(zip(thing, values, strict=True))
+    if isinstance(thing, (tuple, list)):
+        remade = getattr(thing, "_make", type(thing))
+        return [*thing], lambda *values: remade(values)
     if _is_compiled(thing):
-        return [thing.__wrapped__]
-    return list(_fields(thing).values())
+        return [thing.__wrapped__], lambda function: function
+    if isinstance(thing, types.FunctionType):
+        given = [thing.__defaults__, thing.__kwdefaults__]
+        return [*_closed_over(thing).values(), *given, *_used_names(thing).values()], None
+    return list(_fields(thing).values()), None
 
 
 class _Closure:
@@ -192,7 +202,7 @@ class _Closure:
             if id(thing) in self._things:
                 continue
             self._things[id(thing)] = thing
-            for part in _parts(thing):
+            for part in [] if isinstance(thing, Mesh) else _opened(thing)[0]:
                 # An id is only valid while its object lives; `waiting` keeps it alive.
                 users.setdefault(id(part), []).append(id(thing))
                 waiting.append(part)
@@ -209,41 +219,25 @@ class _Closure:
 
     def copy(self, thing: Any, replace: Callable[[Mesh], Mesh]) -> Any:
         """Returns a copy of an object with each mesh in it replaced, and the rest unchanged."""
-        if id(thing) not in self._holders:
-            return thing
-        if id(thing) not in self._copies:
-            self._copies[id(thing)] = self._copy(
-                thing, lambda part: self.copy(part, replace), replace
-            )
-        return self._copies[id(thing)]
 
-    def _copy(self, thing: Any, of: Callable[[Any], Any], replace: Callable[[Mesh], Mesh]) -> Any:
+        def of(part: Any) -> Any:
+            return self.copy(part, replace)
+
+        if id(thing) not in self._holders or id(thing) in self._copies:
+            return self._copies.get(id(thing), thing)
         if isinstance(thing, Mesh):
             return replace(thing)
-        if isinstance(thing, NamedSharding):
-            return NamedSharding(of(thing.mesh), thing.spec, memory_kind=thing.memory_kind)
-        if isinstance(thing, jax.Array):
-            return jax.device_put(np.asarray(thing), of(thing.sharding))
         if isinstance(thing, types.FunctionType):
             return self._function(thing, of)
-        if isinstance(thing, types.MethodType):
-            return types.MethodType(of(thing.__func__), of(thing.__self__))
-        if isinstance(thing, functools.partial):
-            return functools.partial(of(thing.func), *of(thing.args), **of(thing.keywords))
-        if isinstance(thing, dict):
-            return {name: of(value) for name, value in thing.items()}
-        if isinstance(thing, (tuple, list)):
-            values = [of(value) for value in thing]
-            remade = getattr(thing, "_make", type(thing))
-            return remade(values)
-        if _is_compiled(thing):
-            return of(thing.__wrapped__)
-        other = copy.copy(thing)
-        self._copies[id(thing)] = other
-        for name, value in _fields(thing).items():
-            if id(value) in self._holders:
-                object.__setattr__(other, name, of(value))
-        return other
+        parts, remade = _opened(thing)
+        if remade is None:
+            self._copies[id(thing)] = other = copy.copy(thing)
+            for name, value in _fields(thing).items():
+                if id(value) in self._holders:
+                    object.__setattr__(other, name, of(value))
+        else:
+            self._copies[id(thing)] = remade(*map(of, parts))
+        return self._copies[id(thing)]
 
     def _function(self, function: types.FunctionType, of: Callable[[Any], Any]) -> Any:
         used = _used_names(function)
@@ -251,21 +245,18 @@ class _Closure:
         is_own = any(id(value) in self._holders for value in used.values())
         if is_own:
             names = self._globals.setdefault(id(names), dict(names))
-        cells = tuple(types.CellType() for _ in function.__closure__ or ())
         code = function.__code__
+        cells = {name: types.CellType() for name in code.co_freevars}
         defaults = of(function.__defaults__)
-        other = types.FunctionType(code, names, function.__name__, defaults, cells or None)
+        closure = tuple(cells.values()) or None
+        other = types.FunctionType(code, names, function.__name__, defaults, closure)
         other.__kwdefaults__ = of(function.__kwdefaults__)
         other.__dict__.update(function.__dict__)
         other.__qualname__ = function.__qualname__
-        # Functions may be recursive, so the copy is registered before its cells are filled.
         self._copies[id(function)] = other
-        for cell, old in zip(cells, function.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):
-                cell.cell_contents = of(old.cell_contents)
-        for cell, name in zip(cells, code.co_freevars, strict=True):
-            if _CHECKS and name == "check_vma":
-                cell.cell_contents = False
+        for name, content in _closed_over(function).items():
+            is_off = name == "check_vma" and bool(_CHECKS)
+            cells[name].cell_contents = False if is_off else of(content)
         if is_own:
             names.update({name: of(value) for name, value in used.items()})
         return other
@@ -294,44 +285,35 @@ def unchecked() -> Iterator[None]:
             _CHECKS.pop()
 
 
-class _MeshKind(type(Mesh)):
-    """The metaclass of the substitute for `Mesh`, so that `isinstance` works with real meshes."""
-
-    def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, Mesh)
-
-
 @contextlib.contextmanager
 def substituted(sizes: Sizes) -> Iterator[None]:
-    """Patches `jax.make_mesh` and `Mesh` to make meshes of the given sizes.
+    """Has `jax.make_mesh` and `Mesh` make meshes of the given sizes.
 
     For a file that is imported anew, in a process of `axon prove`. A mesh with other axes than
     those of the proof is left as written.
     """
     make = jax.make_mesh
-    devices = available_devices
+    new = Mesh.__new__
 
-    def make_mesh(shape: Sequence[int], names: Sequence[str], **options: Any) -> Mesh:
-        if not set(names) <= set(sizes):
-            return make(shape, names, **options)
-        options.pop("devices", None)
-        own = [sizes[name] for name in names]
-        return make(own, names, devices=devices()[: math.prod(own)], **options)
+    def grid_of(names: Sequence[str]) -> np.ndarray:
+        shape = [sizes[name] for name in names]
+        return np.asarray(available_devices()[: math.prod(shape)]).reshape(shape)
 
-    class Substitute(Mesh, metaclass=_MeshKind):
-        def __new__(cls, *arguments: Any, **options: Any) -> Any:
-            names = options.get("axis_names", arguments[1] if len(arguments) > 1 else ())
-            names = (names,) if isinstance(names, str) else tuple(names)
-            grid = options.get("devices", arguments[0] if arguments else None)
-            if not set(names) <= set(sizes):
-                return Mesh(*arguments, **options)
-            given = options.get("axis_types")
-            grid = np.asarray(devices()[: math.prod(sizes[n] for n in names)])
-            return Mesh(grid.reshape([sizes[n] for n in names]), names, axis_types=given)
+    def make_mesh(shape: Any, names: Sequence[str], *arguments: Any, **options: Any) -> Mesh:
+        # More devices may be written than there are here, which `make_mesh` would refuse.
+        if set(names) <= set(sizes):
+            grid = grid_of(names)
+            shape, options["devices"] = grid.shape, list(grid.flat)
+        return make(shape, names, *arguments, **options)
+
+    def new_mesh(cls: type, devices: Any, axis_names: Any, *more: Any, **options: Any) -> Any:
+        names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+        is_known = names and set(names) <= set(sizes)
+        return new(cls, grid_of(names) if is_known else devices, names, *more, **options)
 
     with (
         mock.patch.object(jax, "make_mesh", make_mesh),
-        mock.patch.object(jax.sharding, "Mesh", Substitute),
+        mock.patch.object(Mesh, "__new__", new_mesh),
     ):
         yield
 

@@ -1,25 +1,30 @@
-"""Finds where two programs that should be equal diverge: the first step and its first operation."""
+"""Finds where two programs that should be equal diverge: the first step and its first operation.
+
+Both are recorded: their results on their own meshes, and all values on one device, where they have
+the same form whatever their meshes and strategies are. The results of the steps are compared first.
+Where these differ, the values of that step name the first operation that differs. Where both agree
+on one device, it is the mesh that changes a result, and `prove` finds the line.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+from jax.sharding import Mesh
 
-from . import relations
-from .check import places_of
-from .inputs import draws_of
-from .locate import Recorded, Search, align
-from .meshes import find_mesh, sizes_of
-from .program import Operation, Value, is_key, plain
+from .check import prove_subject
+from .locate import matched
+from .meshes import find_mesh
+from .program import EXACT
+from .recording import Fingerprint, RecordedStep, RecordedValue, Recording, started
 from .report import Place, finite
-from .runs import Perturbed, Run
-from .trace import Subject, Traced, subject_of
+from .trace import Subject, subject_of
+
+ONE_DEVICE = {"device": 1}
+"""The mesh of a program that has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Parting:
         bound: how much of that rounding explains.
         runs: how often a step of both programs ran to find it, without runs that measure rounding.
         operations: how many operations a step has.
-        note: what is known where no operation was found.
+        note: a further fact, or the reason why no operation is named.
     """
 
     ok: bool
@@ -76,8 +81,8 @@ class Parting:
         text = f"{where}the programs part at {self.operation} in step {self.step}{gap}; rounding "
         text += f"explains {self.bound:.1g} {ran}\n"
         text += self.place.text() if self.place else ""
-        layer = f"    {self.layer}, " if self.layer else "    "
-        return f"{text}{layer}the {_ordinal(self.time)} time that this line runs"
+        time = f"the {_ordinal(self.time)} time that this line runs" if self.time else ""
+        return f"{text}    {', '.join(filter(None, [self.layer, self.note, time]))}"
 
     def as_json(self) -> dict[str, Any]:
         """Returns the result as plain data."""
@@ -102,7 +107,7 @@ def bisect(
     Args:
         one: a function, in any of the forms that `prove` accepts.
         other: a function that should equal it: another strategy, another version, or the same one
-            on another mesh. If it computes in lower precision, that sets the rounding bound.
+            on another mesh. If it computes in lower precision, it may differ by what that rounds.
         *arguments: the arguments of both: arrays, or shapes to draw at random.
         mesh: the mesh of the first; by default the one in its closure.
         other_mesh: the mesh of the other; by default its own, or that of the first.
@@ -113,6 +118,8 @@ def bisect(
         Where they diverge.
 
     Example:
+        >>> import jax.numpy as jnp
+        >>> import numpy as np
         >>> def old(x):
         ...     return jnp.tanh(x) * 2.0
         >>> def new(x):
@@ -120,188 +127,143 @@ def bisect(
         >>> bisect(old, new, np.ones(3, np.float32)).operation
         'mul'
     """
-    meshes = paired(mesh or find_mesh(one), other_mesh or find_mesh(other))
+    mesh, other_mesh = mesh or find_mesh(one), other_mesh or find_mesh(other)
     sides = (subject_of(one, arguments), subject_of(other, arguments))
-    return bisect_subjects(*sides, *meshes, steps)
-
-
-def paired(mesh: Any, other_mesh: Any) -> tuple[Any, Any]:
-    """Returns two meshes, if known; an unknown one is like the other, or has one device."""
-    none = {"device": 1}
-    return mesh or other_mesh or none, other_mesh or mesh or none
+    return bisect_subjects(*sides, mesh, other_mesh, steps)
 
 
 def bisect_subjects(
     subject: Subject, other_subject: Subject, mesh: Any, other_mesh: Any, steps: int = 1
 ) -> Parting:
-    """Does the work of `bisect` for two functions with their arguments, each on its mesh."""
-    first, second = traced_on(subject, mesh), traced_on(other_subject, other_mesh)
-    return _Bisection(Perturbed(first), second, draws_of(first.leaves, 1)[0], steps).run()
+    """Does the work of `bisect` for two functions with their arguments.
+
+    A mesh that is None is like the other; if both are, the functions run on one device.
+    """
+    sides = (
+        (subject, mesh or other_mesh or ONE_DEVICE),
+        (other_subject, other_mesh or mesh or ONE_DEVICE),
+    )
+    recordings = [started(side, on, steps) for side, on in sides]
+    parting, changed = _compared(*recordings)
+    for number in changed:
+        side, on = sides[number]
+        own = on if isinstance(on, Mesh) else None
+        for found in prove_subject(side, own, on, draws=1).mistakes[:1]:
+            note = f"{recordings[number].title} it differs from one device: {found.kind}"
+            return dataclasses.replace(
+                parting, operation=found.operation, places=found.places, note=note,
+                difference=found.difference, bound=found.bound,
+            )  # fmt: skip
+    return parting
 
 
-def traced_on(subject: Subject, mesh: Any) -> Traced:
-    """Traces a function on a mesh, or on one of the given sizes."""
-    return subject.on(sizes_of(mesh), mesh if isinstance(mesh, jax.sharding.Mesh) else None)
+def compare(one: Recording, other: Recording) -> Parting:
+    """Finds the first step at which two recorded programs diverge, and in it the first operation.
+
+    Args:
+        one: the recording of a program.
+        other: that of one that should equal it.
+    """
+    return _compared(one, other)[0]
 
 
-class _Bisection:
-    """Two programs, their inputs, and the number of runs made."""
-
-    def __init__(self, one: Perturbed, other: Traced, inputs: list[Any], steps: int) -> None:
-        self._one = one
-        self._other = other
-        self._inputs = inputs
-        self._steps = steps
-        self._aligned = align(other.program, one.traced.program)
-        self._runs = 0
-        self._scale = self._coarseness()
-        self._compiled: dict[Any, Any] = {}
-
-    def _coarseness(self) -> float:
-        """Returns the other program's unit in the last place in units of the first program."""
-        most = 1.0
-        for operation, known in self._aligned.items():
-            for a, b in zip(operation.results, known.results, strict=False):
-                kinds = [getattr(v.aval, "dtype", None) for v in (a, b)]
-                if all(k is not None and jnp.issubdtype(k, jnp.floating) for k in kinds):
-                    ends = [float(jnp.finfo(kind).eps) for kind in kinds]
-                    most = max(most, ends[0] / ends[1])
-        return most
-
-    def run(self) -> Parting:
-        """Compares step by step, then within the first step that differs."""
-        count = len(self._other.program.operations)
-        inputs = list(self._inputs)
-        for step in range(1, self._steps + 1):
-            truth, outputs, search = self._record(inputs, {})
-            wrong = self._wrong(outputs, truth)
-            if wrong:
-                return self._within(step, inputs, wrong, count, search)
-            # Rounding errors accumulate over steps, so each step is compared from the same state.
-            inputs = following(inputs, truth.outputs)
-        return Parting(True, runs=self._runs, operations=count)
-
-    def _wrong(self, got: Sequence[np.ndarray], truth: Run) -> list[int]:
-        wanted = truth.outputs
-        pairs = enumerate(zip(got, wanted, truth.output_bounds, strict=False))
-        wrong = [number for number, (a, b, bound) in pairs if relations.differs(a, b, bound)]
-        counts = len(got), len(wanted)
-        return wrong if wrong or counts[0] == counts[1] else [min(counts) - 1]
-
-    def _within(
-        self, step: int, inputs: list[Any], wrong: list[int], count: int, search: Search
-    ) -> Parting:
-        names = tuple(self._other.names[number] for number in wrong)
-        blamed = self._blamed(search, wrong)
-        turns: dict[Operation, int] = {}
-        while blamed is not None and blamed.name == "scan" and blamed not in turns:
-            # All of the recorded first turn is right, so a later turn must be wrong.
-            turns[blamed] = self._turn(blamed, inputs)
-            deeper = self._record(inputs, turns)[2]
-            inner = self._blamed(deeper, wrong)
-            if inner is None or inner is blamed:
-                break
-            blamed, search = inner, deeper
-        if blamed is None:
-            return Parting(False, names, step, runs=self._runs, operations=count)
-        found = search.found_at(blamed)
-        layer = str(blamed.equation.source_info.name_stack)
-        inside = [turn for loop, turn in turns.items() if loop.turn and _is_in(blamed, loop)]
-        if inside:
-            layer = f"{layer + ', ' if layer else ''}turn {inside[-1] + 1} of the loop"
-        places = places_of(found.frames)
-        ordinal = self._ordinal(blamed, search) + sum(inside)
-        gap, bound = found.gap
-        return Parting(
-            False, names, step, blamed.name, places, layer, ordinal, gap, bound, self._runs, count
-        )
-
-    def _ordinal(self, blamed: Operation, search: Search) -> int:
-        """Returns which call of a repeated line contains the operation, from 1.
-
-        The line is the outermost one of the call stack that runs more than once: for layers in a
-        Python loop, the call of the layer. The first operation of that line is counted, because the
-        differing one may occur in one layer only.
-        """
-        forward = [o for o in self._other.program.operations if not _is_transposed(o)]
-        stacks = {o: tuple(search.lines_of(o)) for o in forward}
-        lines = search.lines_of(blamed)
-        for depth in range(1, len(lines) + 1):
-            outer = tuple(lines[-depth:])
-            inside = [o for o in forward if stacks[o][-depth:] == outer]
-            if not inside:
-                continue
-            first = inside[0]
-            same = [o for o in inside if (o.name, stacks[o]) == (first.name, stacks[first])]
-            if len(same) > 1:
-                return max(1, sum(o.number <= blamed.number for o in same))
-        return 1
-
-    def _turn(self, loop: Operation, inputs: list[Any]) -> int:
-        """Returns the first turn of a loop after which the values differ, by bisection."""
-        low = 0
-        high = int(loop.equation.params["length"]) - 1
-        while low < high:
-            middle = (low + high) // 2
-            _, _, search = self._record(inputs, {loop: middle})
-            turn = loop.turn
-            outputs = [v for v in (turn.outputs if turn else []) if isinstance(v, Value)]
-            if any(search.relation(value) is None for value in outputs):
-                high = middle
-            else:
-                low = middle + 1
-        return low
-
-    def _blamed(self, search: Search, wrong: list[int]) -> Operation | None:
-        starts = [search.start(self._other.program.region.outputs[number]) for number in wrong]
-        starts = [start for start in starts if start is not None]
-        return min(starts, key=lambda o: o.number, default=None)
-
-    def _record(
-        self, inputs: list[Any], turns: Mapping[Operation, int]
-    ) -> tuple[Run, list[np.ndarray], Search]:
-        """Runs both programs and records all values, loops at the given turns."""
-        self._runs += 1
-        aligned, other = self._aligned, self._other
-        turns_of_one = {aligned[o].number: turn for o, turn in turns.items() if o in aligned}
-        truth = self._one.run(inputs, turns=turns_of_one, scale=self._scale)
-        key = frozenset(turns.items())
-        if key not in self._compiled:
-            numbered = {operation.number: turn for operation, turn in turns.items()}
-            all_values = frozenset(other.program.values())
-            self._compiled[key] = other.compiled(all_values, False, numbered)
-        outputs, values = self._compiled[key](inputs)
-        search = Search(
-            Recorded(other.program, values),
-            Recorded(self._one.traced.program, truth.values),
-            truth.bounds,
-            other.sizes,
-            aligned,
-        )
-        return truth, outputs, search
+def _compared(one: Recording, other: Recording) -> tuple[Parting, list[int]]:
+    """Compares step by step; also returns which programs a mesh changes, if that is the cause."""
+    count = len(one.values)
+    number = 0
+    for number, (first, second) in enumerate(zip(one.steps, other.steps, strict=False), 1):
+        if names := _differing(first.inputs, second.inputs):
+            note = "these are inputs of the step"
+            return Parting(False, names, number, runs=number, operations=count, note=note), []
+        if names := _differing(first.outputs, second.outputs):
+            found = Parting(False, names, number, runs=number, operations=count)
+            if _differing(first.alone, second.alone):
+                return _located(found, (one, first), (other, second)), []
+            pairs = ((one, first), (other, second))
+            changed = [n for n, (_, s) in enumerate(pairs) if _differing(s.outputs, s.alone)]
+            note = "on one device both are equal"
+            if len(changed) == 1:
+                note += f", and {pairs[changed[0]][0].title} differs from that"
+            return dataclasses.replace(found, note=note), changed
+    return Parting(True, operations=count, runs=number), []
 
 
-def _is_transposed(operation: Operation) -> bool:
-    """Whether an operation belongs to the backward pass, which runs the layers in reverse."""
-    return "transpose" in str(operation.equation.source_info.name_stack)
+def _located(
+    found: Parting, one: tuple[Recording, RecordedStep], other: tuple[Recording, RecordedStep]
+) -> Parting:
+    """Adds the first operation that differs in a step, or a note if none does."""
+    (first, here), (second, there) = one, other
+    pairs = matched([value.key for value in first.values], [value.key for value in second.values])
+    each = {(a, b): here.values[a].gap(there.values[b]) for a, b in pairs}
+    gaps = {pair: gap for pair, gap in each.items() if gap is not None}
+    if not gaps:
+        return dataclasses.replace(found, note="no operation that both have differs")
+    at = min(gaps)
+    loop = first.values[at[0]].loop
+    if loop >= 0:
+        # All turns of a loop are recorded, and an early turn runs before the later lines of it.
+        inside = [pair for pair in gaps if first.values[pair[0]].loop == loop]
+        at = min(inside, key=lambda pair: (gaps[pair][2], pair))
+    gap, bound, turn = gaps[at]
+    recording, number = first, at[0]
+    for side, known, start in zip((first, second), zip(*pairs, strict=True), at, strict=True):
+        extra = _only_here(side.values, start, set(known))
+        if extra is not None:
+            recording, number = side, extra
+    value = recording.values[number]
+    layer = [value.layer] if value.layer else []
+    layer += [f"turn {turn + 1} of the loop"] if loop >= 0 and turn else []
+    return dataclasses.replace(
+        found, operation=value.operation, places=tuple(recording.places[n] for n in value.frames),
+        layer=", ".join(layer), time=_time(recording.values, number) + turn, difference=gap,
+        bound=bound,
+    )  # fmt: skip
 
 
-def _is_in(operation: Operation, loop: Operation) -> bool:
-    regions = list(loop.regions)
-    while regions:
-        region = regions.pop()
-        if operation in region.operations:
-            return True
-        regions += [inner for o in region.operations for inner in o.regions]
-    return False
+def _only_here(values: Sequence[RecordedValue], start: int, known: Collection[int]) -> int | None:
+    """Returns the first operation that only this program has, on the way to a value; or None."""
+    found = None
+    waiting = list(values[start].reads)
+    while waiting:
+        number = waiting.pop()
+        if number in known:
+            continue
+        if values[number].operation not in EXACT | {"convert_element_type"}:
+            found = number if found is None else min(found, number)
+        waiting += values[number].reads
+    return found
 
 
-def following(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """Returns the inputs of the next step: leading outputs replace inputs of the same shape."""
-    new = list(inputs)
-    for number, (old, output) in enumerate(zip(inputs, outputs, strict=False)):
-        if np.shape(plain(old)) != np.shape(output) or plain(old).dtype != output.dtype:
-            break
-        impl = jax.random.key_impl(old) if is_key(old) else None
-        new[number] = output if impl is None else jax.random.wrap_key_data(output, impl=impl)
-    return new
+def _time(values: Sequence[RecordedValue], number: int) -> int:
+    """Returns which call of the outermost repeated line contains a value, from 1.
+
+    For layers in a Python loop, it is the call of the layer. The first operation of that line is
+    counted, because the differing one may occur in one layer only.
+    """
+    forward = [n for n, v in enumerate(values) if not v.is_backward and v != values[n - 1]]
+    lines = values[number].frames
+    for depth in range(1, len(lines) + 1):
+        inside = [n for n in forward if values[n].frames[-depth:] == lines[-depth:]]
+        first = values[inside[0]] if inside else None
+        same = [
+            n for n in inside
+            if first and (values[n].operation, values[n].frames) == (first.operation, first.frames)
+        ]  # fmt: skip
+        if len(same) > 1:
+            return max(1, sum(n <= number for n in same))
+    return 1
+
+
+def _differing(one: Mapping[str, Fingerprint], other: Mapping[str, Fingerprint]) -> tuple[str, ...]:
+    """Returns the names whose fingerprints differ, the largest relative difference first."""
+    if one.keys() != other.keys() and len(one) == len(other):
+        # Results with other names are compared in their order.
+        other = dict(zip(one, other.values(), strict=True))
+    gaps: dict[str, float] = {name: math.inf for name in one.keys() ^ other.keys()}
+    for name in one.keys() & other.keys():
+        found = one[name].gap(other[name])
+        if len(one[name].numbers) != len(other[name].numbers):
+            gaps[name] = math.inf
+        elif found is not None:
+            gaps[name] = found[0] / max(one[name].norm, 1e-30)
+    return tuple(sorted(gaps, key=lambda name: (-gaps[name], name)))

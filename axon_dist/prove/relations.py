@@ -9,11 +9,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
+
+Split: TypeAlias = tuple[str, ...]
+"""The mesh axes that split a dim, the slowest first."""
+
+ANY = ("*",)
+"""The split of a dim along which all numbers are equal: any axes may split it."""
 
 SUM, MEAN, MAX, MIN = "sum", "mean", "max", "min"
 
@@ -34,25 +40,41 @@ class Relation:
     """How the values of the ranks make up that of one device.
 
     Args:
-        splits: for each dim the mesh axes that split it, the slowest first.
-        reduction: the reduction over the axes `over` that gives the value: sum, mean, maximum or
-            minimum. None where each rank has the value itself.
-        over: the axes of the reduction.
+        splits: for each dim the axes that split it, or `ANY`.
+        over: the axes over whose ranks a reduction gives the value; none where each rank has it.
+        factor: the value on the mesh divided by that on one device.
+        reduction: the reduction over these axes: sum, mean, maximum or minimum.
     """
 
-    splits: tuple[tuple[str, ...], ...] = ()
-    reduction: str | None = None
-    over: tuple[str, ...] = ()
+    splits: tuple[Split, ...] = ()
+    over: frozenset[str] = frozenset()
+    factor: float = 1.0
+    reduction: str = SUM
 
     @property
-    def split_axes(self) -> set[str]:
+    def axes(self) -> list[str]:
         """All axes that split a dim."""
-        return {axis for axes in self.splits for axis in axes}
+        return [axis for split in self.splits if split != ANY for axis in split]
 
     @property
     def is_whole(self) -> bool:
-        """Whether each rank has the value, or its part of it."""
-        return self.reduction is None
+        """Whether each rank has the value or its part of it, except for the factor."""
+        return not self.over
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is the value itself, or terms that add up to it."""
+        return self.is_whole or self.reduction == SUM
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is the value of one device, or a part of it."""
+        return self.is_whole and math.isclose(self.factor, 1.0, rel_tol=1e-5)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether each rank has the whole value of one device."""
+        return self.is_exact and not any(self.splits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +109,12 @@ def names_of(part: Any) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else tuple(part or ())
 
 
+def splits_of(spec: Any, num_dims: int, sizes: Mapping[str, int]) -> tuple[Split, ...]:
+    """Returns how a `PartitionSpec` splits the dims of an array, by axes with several ranks."""
+    parts = (*spec, *(None,) * (num_dims - len(spec)))
+    return tuple(tuple(n for n in names_of(part) if sizes.get(n, 1) > 1) for part in parts)
+
+
 def differs(one: np.ndarray, other: np.ndarray, bound: float) -> float:
     """Returns the largest difference of two arrays if it exceeds a bound, else 0.0."""
     if one.shape != other.shape:
@@ -102,12 +130,11 @@ def differs(one: np.ndarray, other: np.ndarray, bound: float) -> float:
     return most if most > bound else 0.0
 
 
-def bound_of(runs: Sequence[np.ndarray], scale: float = 1.0, dtype: Any = None) -> float:
+def bound_of(runs: Sequence[np.ndarray], dtype: Any = None) -> float:
     """Returns by how much rounding may change a value, from runs with perturbed results.
 
     Args:
         runs: the unperturbed value, then the value of each perturbed run.
-        scale: by how many units in the last place results were perturbed.
         dtype: the dtype in which the value was computed; by default that of the runs.
     """
     first = runs[0]
@@ -117,104 +144,57 @@ def bound_of(runs: Sequence[np.ndarray], scale: float = 1.0, dtype: Any = None) 
         return moved
     wide = np.abs(first.astype(np.float64))
     largest = float(wide[np.isfinite(wide)].max(initial=0.0))
-    return _TIMES * moved + _UNITS * float(jnp.finfo(dtype).eps) * largest * scale
-
-
-def with_axes_of_dims(by_rank: RankValues, whole: np.ndarray, sizes: Mapping[str, int]) -> tuple:
-    """Treats array dims with one entry per rank as mesh axes, and drops them from `whole`.
-
-    Programs outside a `shard_map` may write `x.reshape(mesh.shape["dp"], -1)` and map over the
-    rows; on one device that dim has size 1.
-    """
-    if len(by_rank.shape) != whole.ndim or by_rank.shape == whole.shape:
-        return by_rank, whole
-    values = by_rank.values
-    axes = list(by_rank.axes)
-    for name, size in sizes.items():
-        offset = len(axes)
-        dims = zip(values.shape[offset:], whole.shape, strict=True)
-        at = [d for d, (local, full) in enumerate(dims) if local == size and full == 1]
-        if size == 1 or not at:
-            continue
-        if name in axes:
-            # Every rank may hold the same stack of all ranks' parts.
-            rank = axes.index(name)
-            if not (values == np.take(values, [0], rank)).all():
-                continue
-            values = np.take(values, 0, rank)
-            axes.pop(rank)
-            offset -= 1
-        values = np.moveaxis(values, offset + at[0], 0)
-        whole = np.squeeze(whole, at[0])
-        axes.insert(0, name)
-    return RankValues(values, tuple(axes)), whole
+    return _TIMES * moved + _UNITS * float(jnp.finfo(dtype).eps) * largest
 
 
 def ways_to_split(
     shape: Sequence[int], whole: Sequence[int], sizes: Mapping[str, int]
-) -> Iterator[tuple[tuple[str, ...], ...]]:
+) -> Iterator[tuple[Split, ...]]:
     """Yields each way in which axes can split the dims of `whole` so that a rank has `shape`.
 
     Example:
         >>> list(ways_to_split((2, 3), (8, 3), {"dp": 4, "tp": 2}))
         [(('dp',), ())]
     """
-    if len(shape) != len(whole):
+    if not shape and not whole:
+        yield ()
+    if len(shape) != len(whole) or not shape:
         return
-    ratios = []
-    for local, full in zip(shape, whole, strict=True):
-        if local == full:
-            ratios.append(1)
-        elif local == 0 or full % local:
-            return
-        else:
-            ratios.append(full // local)
-    axes = [name for name, size in sizes.items() if size > 1]
-
-    def from_dim(dim: int, unused: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
-        if dim == len(ratios):
-            yield ()
-            return
-        if ratios[dim] == 1:
-            choices: Iterator[tuple[str, ...]] = iter([()])
-        else:
-            choices = (
-                order
-                for count in range(1, len(unused) + 1)
-                for order in itertools.permutations(unused, count)
-                if math.prod(sizes[name] for name in order) == ratios[dim]
-            )
-        for order in choices:
-            rest = tuple(name for name in unused if name not in order)
-            for others in from_dim(dim + 1, rest):
-                yield (order, *others)
-
-    yield from from_dim(0, tuple(axes))
+    several = {name: size for name, size in sizes.items() if size > 1}
+    for count in range(len(several) + 1):
+        for split in itertools.permutations(several, count):
+            if math.prod(several[axis] for axis in split) * shape[0] == whole[0]:
+                rest = {axis: size for axis, size in several.items() if axis not in split}
+                for others in ways_to_split(shape[1:], whole[1:], rest):
+                    yield (split, *others)
 
 
-def assembled(by_rank: RankValues, splits: tuple[tuple[str, ...], ...]) -> RankValues:
+def assembled(by_rank: RankValues, splits: tuple[Split, ...]) -> RankValues:
     """Concatenates the ranks' parts along their split dims; the other axes stay leading dims."""
-    names = [*by_rank.axes, *range(len(by_rank.shape))]
-    values = by_rank.values
-    for dim, axes in enumerate(splits):
-        for axis in reversed(axes):
-            at = names.index(axis)
-            to = names.index(dim)
-            values = np.moveaxis(values, at, to - 1)
-            names.pop(at)
-            names.insert(names.index(dim), axis)
-            to = names.index(axis)
-            shape = values.shape
-            values = values.reshape(*shape[:to], shape[to] * shape[to + 1], *shape[to + 2 :])
-            names.pop(to)
-    rest = tuple(name for name in names if isinstance(name, str))
-    return RankValues(values, rest)
+    used = {axis for split in splits for axis in split}
+    rest = tuple(axis for axis in by_rank.axes if axis not in used)
+    order = [by_rank.axes.index(axis) for axis in rest]
+    shape = [by_rank.sizes[axis] for axis in rest]
+    for dim, split in enumerate(splits):
+        order += [*map(by_rank.axes.index, split), len(by_rank.axes) + dim]
+        shape.append(math.prod(by_rank.sizes[axis] for axis in split) * by_rank.shape[dim])
+    return RankValues(by_rank.values.transpose(order).reshape(shape), rest)
 
 
-def find(
-    by_rank: RankValues, whole: np.ndarray, bound: float, sizes: Mapping[str, int]
-) -> Relation | None:
-    """Returns how the values of the ranks make up that of one device, or None.
+def _groups(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Returns all sets of axes that have several ranks, the smallest first."""
+    axes = [name for name, size in sizes.items() if size > 1]
+    counts = range(1, len(axes) + 1)
+    return [group for count in counts for group in itertools.combinations(axes, count)]
+
+
+def _parts(array: np.ndarray, length: int, dim: int) -> list[np.ndarray]:
+    return np.split(array, array.shape[dim] // length, axis=dim)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pair:
+    """A value on all ranks of a mesh, and the value of one device.
 
     Args:
         by_rank: the values of all ranks.
@@ -222,97 +202,116 @@ def find(
         bound: by how much rounding alone may change it.
         sizes: the sizes of the mesh axes.
     """
-    given = by_rank
-    true = whole
-    by_rank, whole = with_axes_of_dims(by_rank, whole, sizes)
-    for splits in ways_to_split(by_rank.shape, whole.shape, by_rank.sizes):
-        relation = _reduced(assembled(by_rank, splits), whole, bound, splits)
-        if relation is not None:
-            return relation
-    if given.shape != true.shape and given.values.size == true.size and not given.axes:
-        same = not differs(given.values.reshape(true.shape), true, bound)
-        return Relation() if same else None
-    return None
 
+    by_rank: RankValues
+    whole: np.ndarray
+    bound: float
+    sizes: Mapping[str, int]
 
-def _reduced(
-    by_rank: RankValues, whole: np.ndarray, bound: float, splits: tuple[tuple[str, ...], ...]
-) -> Relation | None:
-    ranks = by_rank.ranks()
-    if not any(differs(one, whole, bound) for one in ranks):
-        return Relation(splits)
-    is_number = whole.dtype.kind in "fiu"
-    axes = [name for name, size in by_rank.sizes.items() if size > 1]
-    for count in range(1, len(axes) + 1 if is_number else 0):
-        for over in itertools.combinations(axes, count):
-            dims = tuple(by_rank.axes.index(name) for name in over)
-            for name, reduce in _REDUCTIONS.items():
-                wide = by_rank.values.astype(np.float64)
-                with np.errstate(all="ignore"):
-                    got = reduce(wide, axis=dims).reshape(-1, *whole.shape)
-                if not any(differs(one, whole, bound) for one in got):
-                    return Relation(splits, name, over)
-    return None
+    def relation(self) -> Relation | None:
+        """Returns how the values of the ranks make up that of one device, or None."""
+        pair = self._with_axes_of_dims()
+        ranks = pair.by_rank
+        for splits in ways_to_split(ranks.shape, pair.whole.shape, ranks.sizes):
+            relation = pair._reduced(assembled(ranks, splits), splits)
+            if relation is not None:
+                return relation
+        is_as_large = not self.by_rank.axes and self.by_rank.values.size == self.whole.size
+        is_reshaped = is_as_large and self._are_whole(
+            [self.by_rank.values.reshape(self.whole.shape)]
+        )
+        return Relation() if is_reshaped else None
 
+    def _are_whole(self, arrays: Iterable[np.ndarray]) -> bool:
+        """Whether all arrays equal the value of one device."""
+        return not any(differs(one, self.whole, self.bound) for one in arrays)
 
-def scaled_by(
-    by_rank: RankValues, whole: np.ndarray, bound: float, sizes: Mapping[str, int]
-) -> float:
-    """Returns the factor of all ranks' values to one device's: a product of sizes or its inverse.
+    def _reduced(self, by_rank: RankValues, splits: tuple[Split, ...]) -> Relation | None:
+        """Returns the relation of values with these splits that are equal, or to be reduced."""
+        if self._are_whole(by_rank.ranks()):
+            return Relation(splits)
+        if self.whole.dtype.kind not in "fiu":
+            return None
+        wide = by_rank.values.astype(np.float64)
+        for over, (name, reduce) in itertools.product(_groups(by_rank.sizes), _REDUCTIONS.items()):
+            dims = tuple(by_rank.axes.index(axis) for axis in over)
+            with np.errstate(all="ignore"):
+                got = reduce(wide, axis=dims).reshape(-1, *self.whole.shape)
+            if self._are_whole(got):
+                return Relation(splits, frozenset(over), reduction=name)
+        return None
 
-    Returns:
-        The factor; 0.0 if no such factor explains the values.
-    """
-    axes = [name for name, size in sizes.items() if size > 1]
-    for count in range(1, len(axes) + 1):
-        for over in itertools.combinations(axes, count):
-            times = math.prod(sizes[name] for name in over)
+    def factor(self) -> float:
+        """Returns the factor of all ranks' values to one device's: a size, or one by a size.
+
+        Returns:
+            A product of sizes of axes, or its inverse; 0.0 if none explains the values.
+        """
+        for group in _groups(self.sizes):
+            times = math.prod(self.sizes[name] for name in group)
             for factor in (float(times), 1.0 / times):
-                wide = whole.astype(np.float64) * factor
-                relation = find(by_rank, wide, bound * max(factor, 1.0), sizes)
+                wide = self.whole.astype(np.float64) * factor
+                scaled = Pair(self.by_rank, wide, self.bound * max(factor, 1.0), self.sizes)
+                relation = scaled.relation()
                 if relation is not None and relation.is_whole:
                     return factor
-    return 0.0
+        return 0.0
 
-
-def is_permuted(
-    by_rank: RankValues, whole: np.ndarray, bound: float, sizes: Mapping[str, int]
-) -> bool:
-    """Whether each rank has parts of the value of one device, though not the rank's own parts."""
-    counts = [size for size in sizes.values() if size > 1]
-    several = range(1, len(counts) + 1)
-    blocks = {math.prod(c) for n in several for c in itertools.combinations(counts, n)}
-    by_rank, whole = with_axes_of_dims(by_rank, whole, sizes)
-    if by_rank.shape == whole.shape and whole.size > 8 and whole.dtype.kind == "f":
-        one = np.sort(whole, axis=None)
-        if not any(differs(np.sort(rank, axis=None), one, bound) for rank in by_rank.ranks()):
-            return True
-    if len(by_rank.shape) != whole.ndim:
-        return False
-    for dim in range(whole.ndim):
-        for count in sorted(blocks):
+    def is_permuted(self) -> bool:
+        """Whether each rank has parts of the value of one device, though not its own parts."""
+        blocks = {math.prod(self.sizes[name] for name in group) for group in _groups(self.sizes)}
+        pair = self._with_axes_of_dims()
+        ranks, whole = pair.by_rank.ranks(), pair.whole
+        if pair.by_rank.shape == whole.shape and whole.size > 8 and whole.dtype.kind == "f":
+            ordered = dataclasses.replace(pair, whole=np.sort(whole, axis=None))
+            if ordered._are_whole(np.sort(rank, axis=None) for rank in ranks):
+                return True
+        if ranks.ndim - 1 != whole.ndim:
+            return False
+        for dim, count in itertools.product(range(whole.ndim), sorted(blocks)):
             length, rest = divmod(whole.shape[dim], count)
-            if rest or length == 0 or by_rank.shape[dim] % length:
+            if rest or length == 0 or pair.by_rank.shape[dim] % length:
                 continue
             parts = _parts(whole, length, dim)
-            own = [part for rank in by_rank.ranks() for part in _parts(rank, length, dim)]
-            if all(any(not differs(p, part, bound) for part in parts) for p in own):
+            own = [part for rank in ranks for part in _parts(rank, length, dim)]
+            if all(any(not differs(p, part, self.bound) for part in parts) for p in own):
                 return True
-    return False
-
-
-def _parts(array: np.ndarray, length: int, dim: int) -> list[np.ndarray]:
-    return np.split(array, array.shape[dim] // length, axis=dim)
-
-
-def is_first_part(
-    by_rank: RankValues, whole: np.ndarray, bound: float, sizes: Mapping[str, int]
-) -> bool:
-    """Whether all ranks have the first part of the value of one device."""
-    by_rank, whole = with_axes_of_dims(by_rank, whole, sizes)
-    if by_rank.shape == whole.shape or len(by_rank.shape) != whole.ndim:
         return False
-    if any(local > full for local, full in zip(by_rank.shape, whole.shape, strict=True)):
-        return False
-    first = whole[tuple(slice(0, size) for size in by_rank.shape)]
-    return not any(differs(one, first, bound) for one in by_rank.ranks())
+
+    def is_first_part(self) -> bool:
+        """Whether all ranks have the first part of the value of one device."""
+        pair = self._with_axes_of_dims()
+        shape = pair.by_rank.shape
+        if shape == pair.whole.shape or len(shape) != pair.whole.ndim:
+            return False
+        first = pair.whole[tuple(slice(0, size) for size in shape)]
+        return dataclasses.replace(pair, whole=first)._are_whole(pair.by_rank.ranks())
+
+    def _with_axes_of_dims(self) -> Pair:
+        """Treats array dims with one entry per rank as mesh axes, and drops them from `whole`.
+
+        Programs outside a `shard_map` may write `x.reshape(mesh.shape["dp"], -1)` and map over the
+        rows; on one device that dim has size 1.
+        """
+        values, whole = self.by_rank.values, self.whole
+        axes = list(self.by_rank.axes)
+        if len(self.by_rank.shape) != whole.ndim or self.by_rank.shape == whole.shape:
+            return self
+        for name, size in self.sizes.items():
+            offset = len(axes)
+            dims = zip(values.shape[offset:], whole.shape, strict=True)
+            at = [d for d, (local, full) in enumerate(dims) if local == size and full == 1]
+            if size == 1 or not at:
+                continue
+            if name in axes:
+                # Every rank may hold the same stack of all ranks' parts.
+                rank = axes.index(name)
+                if not (values == np.take(values, [0], rank)).all():
+                    continue
+                values = np.take(values, 0, rank)
+                axes.pop(rank)
+                offset -= 1
+            values = np.moveaxis(values, offset + at[0], 0)
+            whole = np.squeeze(whole, at[0])
+            axes.insert(0, name)
+        return Pair(RankValues(values, tuple(axes)), whole, self.bound, self.sizes)

@@ -9,126 +9,128 @@ import linecache
 import math
 import os
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
+
+from ..core.compat import Frame
 
 
 class Kind(enum.StrEnum):
-    """The kind of mistake of a finding."""
+    """The kind of mistake of a finding: its name, what is wrong, and what to do.
 
-    MEAN_OF_MEANS = "mean of means"
-    NOT_REDUCED = "not reduced"
-    TWICE = "reduced twice"
-    SUM_FOR_MEAN = "sum for mean"
-    MEAN_FOR_SUM = "mean for sum"
-    BIAS = "bias before the sum"
-    ONE_KEY = "one key for all"
-    POSITION = "position not offset"
-    LOCAL_STATISTICS = "local statistics"
-    LOCAL_NORM = "local norm"
-    GATHER_ORDER = "gather order"
-    LOCAL_ARGMAX = "local argmax"
-    LOCAL_SOFTMAX = "local softmax"
-    DIFFERS = "differs"
-    KEYS_OF_COPIES = "other keys for copies"
-    LOCAL_SCAN = "local scan"
-    LOCAL_ORDER = "local order"
-    SUMMED_BY_GRAD = "summed again by grad"
+    The sentences have {axes} for the mesh axes. The order gives the codes, so a new kind is last.
+    """
+
+    says: str
+    repair: str
+
+    def __new__(cls, name: str, says: str, repair: str) -> Kind:
+        """Makes a member, which is its name as a string."""
+        kind = str.__new__(cls, name)
+        kind._value_ = name
+        kind.says = says
+        kind.repair = repair
+        return kind
+
+    MEAN_OF_MEANS = (
+        "mean of means",
+        "each rank of {axes} divides by its own count, and the counts differ",
+        "sum numerator and denominator over {axes} by jax.lax.psum, then divide once",
+    )
+    NOT_REDUCED = (
+        "not reduced",
+        "each rank of {axes} has only its part of a sum or mean, but it is used as the whole",
+        "reduce it over {axes}: jax.lax.psum for a sum, jax.lax.pmean for a mean",
+    )
+    TWICE = (
+        "reduced twice",
+        "this is reduced over {axes} although it was reduced already",
+        "reduce once: leave out this reduction, or the one before it; under check_vma=True "
+        "jax.grad sums over {axes} by itself where the parameters do not vary over it",
+    )
+    SUM_FOR_MEAN = (
+        "sum for mean",
+        "the ranks of {axes} have means, but these are summed",
+        "use jax.lax.pmean over {axes}, or divide by jax.lax.axis_size",
+    )
+    MEAN_FOR_SUM = (
+        "mean for sum",
+        "the ranks of {axes} have parts of a sum, but it is divided by the number of ranks",
+        "use jax.lax.psum over {axes} without dividing",
+    )
+    BIAS = (
+        "bias before the sum",
+        "this is added on every rank of {axes} to a part of a sum, so it counts once for each rank",
+        "add it after the jax.lax.psum over {axes}",
+    )
+    ONE_KEY = (
+        "one key for all",
+        "all ranks of {axes} draw the same random bits for different samples",
+        "fold the rank into the key: jax.random.fold_in(key, jax.lax.axis_index({axes}))",
+    )
+    POSITION = (
+        "position not offset",
+        "all ranks of {axes} count from the same start, although they hold different parts",
+        "add the offset of the rank's part: jax.lax.axis_index({axes}) times its length",
+    )
+    LOCAL_STATISTICS = (
+        "local statistics",
+        "the statistics are only over the samples of one rank of {axes}",
+        "take jax.lax.pmean of the statistics over {axes} before using them",
+    )
+    LOCAL_NORM = (
+        "local norm",
+        "the norm is only over one rank's part along {axes}",
+        "take jax.lax.psum of the squares over {axes} before the root",
+    )
+    GATHER_ORDER = (
+        "gather order",
+        "the parts are in the wrong order, or come from the wrong rank of {axes}",
+        "gather over the axes in the order of the PartitionSpec that split them, and check the "
+        "pairs of jax.lax.ppermute",
+    )
+    LOCAL_ARGMAX = (
+        "local argmax",
+        "the index is relative to one rank's part along {axes}",
+        "add the offset of the part, and compare the values of all ranks of {axes}",
+    )
+    LOCAL_SOFTMAX = (
+        "local softmax",
+        "the maximum or the sum of a softmax is only over one rank's part along {axes}",
+        "take jax.lax.pmax of the maximum and jax.lax.psum of the sum over {axes}",
+    )
+    DIFFERS = (
+        "differs",
+        "its value is neither that of one device nor a part of it",
+        "compare its operands with those on one device",
+    )
+    KEYS_OF_COPIES = (
+        "other keys for copies",
+        "the ranks of {axes} have the same values, but draw other random bits for them",
+        "leave jax.lax.axis_index({axes}) out of the key where the values do not vary over it",
+    )
+    LOCAL_SCAN = (
+        "local scan",
+        "each rank of {axes} starts anew, although its part follows that of the rank before",
+        "add what the ranks before have: gather their totals over {axes}, or gather the dim first",
+    )
+    LOCAL_ORDER = (
+        "local order",
+        "only one rank's part along {axes} is sorted",
+        "gather the parts over {axes} by jax.lax.all_gather before sorting",
+    )
+    SUMMED_BY_GRAD = (
+        "summed again by grad",
+        "jax.grad transposes this sum over {axes} to a second sum, of gradients that every rank "
+        "has whole already",
+        "under check_vma=False give the sum a jax.custom_vjp that hands its gradient back as it "
+        "is, or use check_vma=True",
+    )
 
     @property
     def code(self) -> str:
         """A stable short name."""
         return f"PROVE1{list(Kind).index(self):02d}"
-
-    @property
-    def says(self) -> str:
-        """What is wrong, with {axes} for the mesh axes."""
-        return _WORDS[self][0]
-
-    @property
-    def repair(self) -> str:
-        """What to do, with {axes} for the mesh axes."""
-        return _WORDS[self][1]
-
-
-_WORDS = {
-    Kind.MEAN_OF_MEANS: (
-        "each rank of {axes} divides by its own count, and the counts differ",
-        "sum numerator and denominator over {axes} by jax.lax.psum, then divide once",
-    ),
-    Kind.NOT_REDUCED: (
-        "each rank of {axes} has only its part of a sum or mean, but it is used as the whole",
-        "reduce it over {axes}: jax.lax.psum for a sum, jax.lax.pmean for a mean",
-    ),
-    Kind.TWICE: (
-        "this is reduced over {axes} although it was reduced already",
-        "reduce once: leave out this reduction, or the one before it; under check_vma=True "
-        "jax.grad sums over {axes} by itself where the parameters do not vary over it",
-    ),
-    Kind.SUM_FOR_MEAN: (
-        "the ranks of {axes} have means, but these are summed",
-        "use jax.lax.pmean over {axes}, or divide by jax.lax.axis_size",
-    ),
-    Kind.MEAN_FOR_SUM: (
-        "the ranks of {axes} have parts of a sum, but it is divided by the number of ranks",
-        "use jax.lax.psum over {axes} without dividing",
-    ),
-    Kind.BIAS: (
-        "this is added on every rank of {axes} to a part of a sum, so it counts once for each rank",
-        "add it after the jax.lax.psum over {axes}",
-    ),
-    Kind.ONE_KEY: (
-        "all ranks of {axes} draw the same random bits for different samples",
-        "fold the rank into the key: jax.random.fold_in(key, jax.lax.axis_index({axes}))",
-    ),
-    Kind.POSITION: (
-        "all ranks of {axes} count from the same start, although they hold different parts",
-        "add the offset of the rank's part: jax.lax.axis_index({axes}) times its length",
-    ),
-    Kind.LOCAL_STATISTICS: (
-        "the statistics are only over the samples of one rank of {axes}",
-        "take jax.lax.pmean of the statistics over {axes} before using them",
-    ),
-    Kind.LOCAL_NORM: (
-        "the norm is only over one rank's part along {axes}",
-        "take jax.lax.psum of the squares over {axes} before the root",
-    ),
-    Kind.GATHER_ORDER: (
-        "the parts are in the wrong order, or come from the wrong rank of {axes}",
-        "gather over the axes in the order of the PartitionSpec that split them, and check the "
-        "pairs of jax.lax.ppermute",
-    ),
-    Kind.LOCAL_ARGMAX: (
-        "the index is relative to one rank's part along {axes}",
-        "add the offset of the part, and compare the values of all ranks of {axes}",
-    ),
-    Kind.LOCAL_SOFTMAX: (
-        "the maximum or the sum of a softmax is only over one rank's part along {axes}",
-        "take jax.lax.pmax of the maximum and jax.lax.psum of the sum over {axes}",
-    ),
-    Kind.DIFFERS: (
-        "its value is neither that of one device nor a part of it",
-        "compare its operands with those on one device",
-    ),
-    Kind.KEYS_OF_COPIES: (
-        "the ranks of {axes} have the same values, but draw other random bits for them",
-        "leave jax.lax.axis_index({axes}) out of the key where the values do not vary over it",
-    ),
-    Kind.LOCAL_SCAN: (
-        "each rank of {axes} starts anew, although its part follows that of the rank before",
-        "add what the ranks before have: gather their totals over {axes}, or gather the dim first",
-    ),
-    Kind.SUMMED_BY_GRAD: (
-        "jax.grad transposes this sum over {axes} to a second sum, of gradients that every rank "
-        "has whole already",
-        "under check_vma=False give the sum a jax.custom_vjp that hands its gradient back as it "
-        "is, or use check_vma=True",
-    ),
-    Kind.LOCAL_ORDER: (
-        "only one rank's part along {axes} is sorted",
-        "gather the parts over {axes} by jax.lax.all_gather before sorting",
-    ),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +168,23 @@ class Place:
         carets = " " * max(0, start - cut) + "^" * max(1, min(end, len(line)) - start)
         return f"    {shown}\n    {carets}\n"
 
+    def as_sarif(self) -> dict[str, Any]:
+        """Returns it as a location in SARIF, whose columns count from 1."""
+        columns = {"startColumn": self.column, "endColumn": self.end_column}
+        columns = {name: number + 1 for name, number in columns.items() if number is not None}
+        region = {"startLine": max(1, self.line), **columns}
+        uri = urllib.parse.quote(os.path.relpath(self.file).replace(os.sep, "/"))
+        return {"physicalLocation": {"artifactLocation": {"uri": uri}, "region": region}}
+
+
+def places_of(frames: Iterable[Frame]) -> tuple[Place, ...]:
+    """Converts frames to places, without those in which this package calls a user's function."""
+    return tuple(
+        Place(f.file, f.line, f.column, f.end_column, f.function.rpartition(".")[2])
+        for f in frames
+        if os.path.dirname(f.file) != os.path.dirname(__file__)
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -199,6 +218,11 @@ class Finding:
         return "PROVE010" if self.kind is None else self.kind.code
 
     @property
+    def title(self) -> str:
+        """The kind of mistake as text."""
+        return "cannot be tried" if self.kind is None else str(self.kind)
+
+    @property
     def place(self) -> Place | None:
         """The line to look at."""
         return self.places[0] if self.places else None
@@ -224,8 +248,7 @@ class Finding:
     def __str__(self) -> str:
         """Formats the finding as a compiler would print it."""
         where = f"{self.place}: " if self.place else ""
-        head = "cannot be tried" if self.kind is None else f"{self.kind}"
-        text = f"{where}{head} [{self.code}]: {self.sentence}\n"
+        text = f"{where}{self.title} [{self.code}]: {self.sentence}\n"
         if self.place is not None:
             text += self.place.text()
         for place in self.places[1:]:
@@ -328,48 +351,44 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the report as plain data."""
-        return {
-            "function": self.function,
-            "ok": self.ok,
-            "meshes": list(self.meshes),
-            "draws": self.draws,
-            "outputs": [finite(dataclasses.asdict(output)) for output in self.outputs],
-            "findings": [
-                {
-                    **finite(dataclasses.asdict(finding)),
-                    "kind": finding.kind and str(finding.kind),
-                    "code": finding.code,
-                    "sentence": finding.sentence,
-                    "repair": finding.repair,
-                }
-                for finding in self.findings
-            ],
-        }
+        findings = [
+            {
+                **dataclasses.asdict(finding),
+                "kind": finding.kind and str(finding.kind),
+                "code": finding.code,
+                "sentence": finding.sentence,
+                "repair": finding.repair,
+            }
+            for finding in self.findings
+        ]
+        return finite({**dataclasses.asdict(self), "ok": self.ok, "findings": findings})
 
     def as_sarif(self) -> dict[str, Any]:
         """Returns the report in SARIF 2.1.0, which code review tools read."""
-        rules = {finding.code: finding for finding in self.findings}
+        rules = [
+            {
+                "id": code,
+                "name": finding.title,
+                "shortDescription": {"text": finding.title},
+                "help": {"text": finding.repair},
+            }
+            for code, finding in {finding.code: finding for finding in self.findings}.items()
+        ]
+        results = [
+            {
+                "ruleId": finding.code,
+                "level": "warning" if finding.kind is None else "error",
+                "message": {"text": f"{finding.sentence}; {finding.repair}"},
+                "locations": [place.as_sarif() for place in finding.places[:1]],
+                "relatedLocations": [place.as_sarif() for place in finding.places[1:]],
+            }
+            for finding in self.findings
+        ]
         return {
             "version": "2.1.0",
             "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
             "runs": [
-                {
-                    "tool": {
-                        "driver": {
-                            "name": "axon prove",
-                            "rules": [
-                                {
-                                    "id": code,
-                                    "name": str(finding.kind or "cannot be tried"),
-                                    "shortDescription": {"text": str(finding.kind or "not tried")},
-                                    "help": {"text": finding.repair},
-                                }
-                                for code, finding in rules.items()
-                            ],
-                        }
-                    },
-                    "results": [_sarif(finding) for finding in self.findings],
-                }
+                {"tool": {"driver": {"name": "axon prove", "rules": rules}}, "results": results}
             ],
         }
 
@@ -378,30 +397,10 @@ class Report:
         return json.dumps(self.as_json() if form == "json" else self.as_sarif(), indent=1)
 
 
-def finite(data: dict[str, Any]) -> dict[str, Any]:
-    """Replaces infinities and NaN by None, which JSON writes as null."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in data.items()
-    }
-
-
-def _sarif(finding: Finding) -> dict[str, Any]:
-    return {
-        "ruleId": finding.code,
-        "level": "warning" if finding.kind is None else "error",
-        "message": {"text": f"{finding.sentence}; {finding.repair}"},
-        "locations": list(_locations(finding.places[:1])),
-        "relatedLocations": list(_locations(finding.places[1:])),
-    }
-
-
-def _locations(places: tuple[Place, ...]) -> Iterator[dict[str, Any]]:
-    for place in places:
-        region: dict[str, Any] = {"startLine": max(1, place.line)}
-        if place.column is not None:
-            region["startColumn"] = place.column + 1
-        if place.end_column is not None:
-            region["endColumn"] = place.end_column + 1
-        uri = urllib.parse.quote(os.path.relpath(place.file).replace(os.sep, "/"))
-        yield {"physicalLocation": {"artifactLocation": {"uri": uri}, "region": region}}
+def finite(data: Any) -> Any:
+    """Replaces infinities and NaN by None, which JSON writes as null, at any depth."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,26 @@ from jax.sharding import Mesh, NamedSharding
 
 from ..core.errors import ConfigError
 from .inputs import is_array
-from .meshes import build_mesh, rebind, unchecked
-from .program import Evaluation, Injected, Program, Value, flatten, is_key, plain
+from .meshes import build_mesh, rebind, sizes_of, title_of, unchecked
+from .program import Evaluation, Injected, Region, Value, compiler, flatten, is_key, plain
+from .relations import NOISY_RUNS, bound_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one step of a program computed.
+
+    Args:
+        outputs: its outputs.
+        output_bounds: by how much rounding may change each.
+        values: the recorded values.
+        bounds: by how much rounding may change each.
+    """
+
+    outputs: list[np.ndarray]
+    output_bounds: list[float]
+    values: Mapping[Value, np.ndarray]
+    bounds: Mapping[Value, float]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,117 +47,87 @@ class Traced:
         names: the names of its outputs.
         mesh: the mesh on which it was traced.
         context: the mesh in context, if the function takes its mesh from there.
-        specs: the `PartitionSpec`s of the array arguments; None where unknown.
+        shardings: how the array arguments are placed; None where unknown.
         leaves: the arrays and shapes among the arguments.
     """
 
-    program: Program
+    program: Region
     names: tuple[str, ...]
     mesh: Mesh
     context: Mesh | None
-    specs: tuple[Any, ...]
+    shardings: tuple[NamedSharding | None, ...]
     leaves: tuple[Any, ...]
+    _compiled: Callable[..., Any] = dataclasses.field(default_factory=compiler)
 
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each axis of the mesh."""
-        return {str(name): size for name, size in self.mesh.shape.items()}
+        return sizes_of(self.mesh)
 
     @property
     def title(self) -> str:
         """The mesh as text, such as `dp=4,tp=2`."""
-        return ",".join(f"{name}={size}" for name, size in self.sizes.items())
+        return title_of(self.sizes)
 
-    def compiled(
+    def run(
         self,
-        wanted: frozenset[Value],
-        with_noise: bool,
-        turns: Mapping[int, int] | None = None,
-        all_turns: bool = False,
-    ) -> Callable[..., Any]:
-        """Returns a function from (inputs, seed, scale, bits) to outputs and recorded values.
-
-        Both are NumPy arrays.
+        inputs: Sequence[Any],
+        wanted: Iterable[Value] = (),
+        injected: Mapping[int, Injected] | None = None,
+        noise: int | None = None,
+    ) -> tuple[list[np.ndarray], dict[Value, np.ndarray]]:
+        """Runs a step; returns its outputs and the recorded values.
 
         Args:
+            inputs: its inputs.
             wanted: the values to record.
-            with_noise: whether results are perturbed by `scale` units in the last place.
-            turns: which turn of a loop is recorded, by the loop's number; the first by default.
-            all_turns: whether all turns of loops are recorded, in leading dims.
+            injected: bits that replace those of draws, by the number of the operation.
+            noise: a seed, with which results are perturbed by a unit in the last place; 0 perturbs
+                nothing, in the same compiled program.
         """
+        placed = [_placed(x, sharding) for x, sharding in zip(inputs, self.shardings, strict=True)]
+        seed = None
+        if noise is not None:
+            seed = np.uint32(noise * 2654435761 % 2**32), np.float32(noise > 0)
+        how = Evaluation(frozenset(wanted), seed, injected or {})
+        placed = [how.moved(x, 977 + number) for number, x in enumerate(placed)]
+        with contextlib.nullcontext() if self.context is None else jax.set_mesh(self.context):
+            # On one device each operation runs by itself: JAX compiles it once, for all programs
+            # that have it, and a whole program with noise takes many times longer to compile. Loops
+            # would be compiled anew in each run.
+            is_whole = self.mesh.size > 1 or any(o.regions for o in self.program.operations)
+            run = self._compiled if is_whole else Evaluation.run
+            outputs, values = run(how, self.program, placed)
+        return [np.asarray(plain(x)) for x in outputs], {
+            v: np.asarray(x) for v, x in values.items()
+        }
 
-        def evaluation(noise: tuple, bits: Mapping[int, Injected]) -> Evaluation:
-            given = noise if with_noise else None
-            return Evaluation(wanted, given, bits, turns or {}, all_turns)
-
-        return functools.partial(self._call, _runnable(self.program, self.mesh, evaluation))
-
-    def _call(
+    def measured(
         self,
-        run: Callable[..., Any],
         inputs: Sequence[Any],
-        seed: int = 0,
-        scale: float = 0.0,
+        wanted: Iterable[Value] = (),
         injected: Mapping[int, Injected] | None = None,
-    ) -> tuple[list[np.ndarray], dict[Value, np.ndarray]]:
-        placed = [self._placed(x, spec) for x, spec in zip(inputs, self.specs, strict=True)]
-        bits = {number: one.bits for number, one in (injected or {}).items()}
-        splits = tuple((number, one.splits) for number, one in (injected or {}).items())
-        noise = (np.uint32(seed * 2654435761 % 2**32), np.float32(scale))
-        with self.within():
-            outputs, values = run(splits, placed, noise, bits)
-        return [np.asarray(x) for x in outputs], {v: np.asarray(x) for v, x in values.items()}
-
-    def _placed(self, x: Any, spec: Any) -> Any:
-        # The arrays may come from another mesh.
-        if is_key(x):
-            data = jax.numpy.asarray(np.asarray(jax.random.key_data(x)))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        return np.asarray(x) if spec is None else self._put(x, spec)
-
-    def _put(self, x: Any, spec: Any) -> Any:
-        return jax.device_put(np.asarray(x), NamedSharding(self.mesh, spec))
-
-    def within(self) -> Any:
-        """Sets the mesh in context, for a function that takes its mesh from there."""
-        return contextlib.nullcontext() if self.context is None else jax.set_mesh(self.context)
+    ) -> Run:
+        """Runs a step once as it is and a few times perturbed, to measure what rounding changes."""
+        wanted = frozenset(wanted)
+        several = [self.run(inputs, wanted, injected, n) for n in range(NOISY_RUNS + 1)]
+        outputs, values = zip(*several, strict=True)
+        bounds = {value: bound_of([one[value] for one in values]) for value in values[0]}
+        of_outputs = [bound_of(each) for each in zip(*outputs, strict=True)]
+        return Run(outputs[0], of_outputs, values[0], bounds)
 
 
-_COMPILER_OPTIONS: dict[str, Any] = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
-"""A program runs a few times, so compiling it takes longer than running it."""
+def _placed(x: Any, sharding: NamedSharding | None) -> Any:
+    # The arrays may come from another mesh.
+    if is_key(x):
+        data = jax.numpy.asarray(np.asarray(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return np.asarray(x) if sharding is None else jax.device_put(np.asarray(x), sharding)
 
 
 def array_leaves(arguments: tuple[Any, ...]) -> list[Any]:
     """Returns the arrays and shapes among arguments."""
     return [leaf for leaf in _flat(arguments)[0] if is_array(leaf)]
-
-
-def _runnable(
-    program: Program, mesh: Mesh, evaluation: Callable[..., Evaluation]
-) -> Callable[..., Any]:
-    order: list[Value] = []
-
-    def compute(splits: Any, values: list, noise: tuple, bits: dict) -> tuple[list, list]:
-        given = {number: Injected(bits[number], split) for number, split in splits}
-        outputs, record = evaluation(noise, given).run(program, values)
-        order[:] = record
-        return [plain(x) for x in outputs], [plain(x) for x in record.values()]
-
-    # On one device each operation runs by itself: JAX compiles it once, for all programs that have
-    # it, and a whole program with noise takes many times longer to compile. Loops would be compiled
-    # anew in each run.
-    is_whole = mesh.size > 1 or any(operation.regions for operation in program.operations)
-    jitted = jax.jit(compute, static_argnums=0, compiler_options=_COMPILER_OPTIONS)
-    computed = jitted if is_whole else compute
-
-    def run(*arguments: Any) -> tuple[list, dict[Value, Any]]:
-        outputs, values = computed(*arguments)
-        return outputs, dict(zip(order, values, strict=True))
-
-    return run
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -149,12 +137,12 @@ class Subject:
     Args:
         make: returns the function and the arguments for a mesh.
         name: the name of the function.
-        context: the mesh in context, if the function takes its mesh from there.
+        is_in_context: whether the function takes its mesh from the context.
     """
 
     make: Callable[[Mesh], tuple[Callable[..., Any], tuple[Any, ...]]]
     name: str
-    context: Mesh | None = None
+    is_in_context: bool = False
 
     def place(self, mesh: Mesh) -> list[tuple[str, int]]:
         """Returns the file and line at which the function begins, if known."""
@@ -163,12 +151,12 @@ class Subject:
             return [(code.co_filename, code.co_firstlineno)]
         return []
 
-    def on(self, sizes: Mapping[str, int], like: Mesh | None, checked: bool = True) -> Traced:
+    def on(self, sizes: Mapping[str, int], like: Any, checked: bool = True) -> Traced:
         """Traces the function on a mesh of these sizes.
 
         Args:
             sizes: the size of each axis.
-            like: a mesh whose axis types are used.
+            like: a mesh whose axis types are used; anything else for none.
             checked: False forces `check_vma=False` in every `shard_map`.
         """
         with contextlib.nullcontext() if checked else unchecked():
@@ -184,28 +172,27 @@ class Subject:
 
         def run(*arrays: Any) -> list[Any]:
             given = iter(arrays)
-            filled = [next(given) if is_array(leaf) else leaf for leaf in leaves]
-            inputs = rebuild(filled)
-            result = _outputs(function(*inputs), inputs, arguments)
+            inputs = rebuild([next(given) if is_array(leaf) else leaf for leaf in leaves])
+            result = _with_modules(function(*inputs), inputs)
             pairs = jax.tree_util.tree_leaves_with_path(result)
             pairs = [(path, x) for path, x in pairs if hasattr(x, "dtype")]
-            names[:] = [_path(path) for path, _ in pairs]
+            names[:] = [f"output{jax.tree_util.keystr(path)}" for path, _ in pairs]
             return [x for _, x in pairs]
 
-        context = mesh if self.context is not None else None
-        within = contextlib.nullcontext() if context is None else jax.set_mesh(context)
-        specs = tuple(_spec(leaf, mesh) for leaf in dynamic)
-        with within:
-            placed = [_struct(x, s, mesh) for x, s in zip(dynamic, specs, strict=True)]
-            closed = jax.make_jaxpr(run)(*placed)
+        context = mesh if self.is_in_context else None
+        shardings = tuple(_sharding(leaf, mesh) for leaf in dynamic)
+        structs = [
+            jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(dynamic, shardings, strict=True)
+        ]
+        with contextlib.nullcontext() if context is None else jax.set_mesh(context):
+            closed = jax.make_jaxpr(run)(*structs)
         if not names:
             raise ConfigError(
                 f"[PROVE012] {self.name} returns no JAX array, so there is nothing to compare; "
                 "prove a function that returns arrays"
             )
-        program = flatten(closed)
-        _release(program)
-        return Traced(program, tuple(names), mesh, context, specs, tuple(dynamic))
+        return Traced(flatten(closed), tuple(names), mesh, context, shardings, tuple(dynamic))
 
 
 def _check_arguments(function: Any, arguments: tuple[Any, ...], name: str) -> None:
@@ -224,21 +211,13 @@ def _check_arguments(function: Any, arguments: tuple[Any, ...], name: str) -> No
         ) from error
 
 
-def _path(path: Any) -> str:
-    return f"output{jax.tree_util.keystr(path)}"
-
-
-def _spec(leaf: Any, mesh: Mesh) -> Any:
-    """Returns the spec by which an argument was placed, if the mesh has its axes."""
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not isinstance(leaf, jax.Array):
+def _sharding(leaf: Any, mesh: Mesh) -> NamedSharding | None:
+    """Returns how an argument was placed, on this mesh, if the mesh has its axes."""
+    sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
+    if not isinstance(sharding, NamedSharding):
         return None
-    return sharding.spec if set(sharding.mesh.axis_names) <= set(mesh.axis_names) else None
-
-
-def _struct(leaf: Any, spec: Any, mesh: Mesh) -> Any:
-    sharding = None if spec is None else NamedSharding(mesh, spec)
-    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding)
+    is_known = set(sharding.mesh.axis_names) <= set(mesh.axis_names)
+    return NamedSharding(mesh, sharding.spec) if is_known else None
 
 
 def _is_module(leaf: Any) -> bool:
@@ -255,28 +234,12 @@ def _flat(arguments: tuple[Any, ...]) -> tuple[list[Any], Callable[[list[Any]], 
     return leaves, structure.unflatten
 
 
-def _outputs(result: Any, inputs: Any, arguments: Any) -> Any:
+def _with_modules(result: Any, inputs: Any) -> Any:
     """Returns a function's result, and its module arguments, which it may have changed."""
     if any(map(_is_module, jax.tree.leaves(result, is_leaf=_is_module))):
         result = nnx.state(result)
-    modules = [x for x in inputs if _is_module(x)]
-    if not modules:
-        return result
-    return {"returned": result, "updated": [nnx.state(module) for module in modules]}
-
-
-def _release(program: Program) -> None:
-    """Converts constants that are placed on the devices of a mesh to NumPy arrays."""
-    regions = [program.region, *(r for o in program.operations for r in o.regions)]
-    for region in regions:
-        for value in region.constants:
-            constant = value.constant
-            if (
-                isinstance(constant, jax.Array)
-                and not is_key(constant)
-                and len(constant.sharding.device_set) > 1
-            ):
-                value.constant = np.asarray(constant)
+    modules = [nnx.state(x) for x in inputs if _is_module(x)]
+    return {"returned": result, "updated": modules} if modules else result
 
 
 def subject_of(function: Any, arguments: tuple[Any, ...], name: str | None = None) -> Subject:
@@ -289,25 +252,22 @@ def subject_of(function: Any, arguments: tuple[Any, ...], name: str | None = Non
     if not callable(function):
         raise ConfigError(f"[PROVE004] got {function!r:.60} to prove; give a function")
     name = name or str(getattr(function, "__qualname__", type(function).__name__))
-    parameters = _parameters(function)
-    if parameters[:1] == ["mesh"] and len(parameters) == 1:
-        return Subject(functools.partial(_made, function, arguments, name), name)
-    if "mesh" in parameters:
-        given = functools.partial
-        return Subject(lambda mesh: (given(function, mesh=mesh), arguments), name)
-    current = _mesh_in_context()
+    parameters: list[str] = []
+    with contextlib.suppress(ValueError, TypeError):
+        parameters = list(inspect.signature(function).parameters)
 
-    def rebound(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        sizes = {str(axis): size for axis, size in mesh.shape.items()}
-        return rebind(function, sizes), arguments
+    def made(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if parameters == ["mesh"]:
+            return _pair(function(mesh), arguments, name)
+        if "mesh" in parameters:
+            return functools.partial(function, mesh=mesh), arguments
+        return rebind(function, sizes_of(mesh)), arguments
 
-    return Subject(rebound, name, current)
+    return Subject(made, name, "mesh" not in parameters and mesh_in_context() is not None)
 
 
-def _made(
-    function: Callable[..., Any], arguments: tuple[Any, ...], name: str, mesh: Mesh
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    made = function(mesh)
+def _pair(made: Any, arguments: tuple[Any, ...], name: str) -> tuple[Callable[..., Any], Any]:
+    """Reads what `make(mesh)` returned: a function, or a pair of a function and its arguments."""
     if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
         return made[0], tuple(made[1])
     if not callable(made):
@@ -318,12 +278,7 @@ def _made(
     return made, arguments
 
 
-def _parameters(function: Any) -> list[str]:
-    with contextlib.suppress(ValueError, TypeError):
-        return list(inspect.signature(function).parameters)
-    return []
-
-
-def _mesh_in_context() -> Mesh | None:
+def mesh_in_context() -> Mesh | None:
+    """Returns the mesh that `jax.set_mesh` set, or None."""
     mesh = jax.sharding.get_mesh()
     return mesh if isinstance(mesh, Mesh) and not mesh.empty else None

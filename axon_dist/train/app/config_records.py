@@ -24,6 +24,7 @@ from axon_dist.prove.recording import (
     Fingerprint,
     RecordedStep,
     Recording,
+    described,
     fingerprint,
     read,
     versions,
@@ -66,10 +67,10 @@ def record_config(config: RunConfig, steps: int = 3) -> Recording:
     with jax.default_matmul_precision("highest"):
         first, results = _on_mesh(step, batches)
         traced, state, names = _on_one_device(config, world, batches[0])
-        reading = read(traced, state, [_leaves(batch) for batch in batches])
+        readings = list(read(traced, state, map(_leaves, batches)))
     recorded = []
-    for number, batch in enumerate(batches):
-        single = dict(zip(names, reading.outputs[number], strict=True))
+    for number, (batch, (prints, values)) in enumerate(zip(batches, readings, strict=True)):
+        single = dict(zip(names, prints, strict=True))
         single = {name: print_ for name, print_ in single.items() if name in results[number]}
         outputs = {
             name: dataclasses.replace(print_, bound=single[name].bound if name in single else 0.0)
@@ -77,11 +78,10 @@ def record_config(config: RunConfig, steps: int = 3) -> Recording:
         }
         inputs = _prints({f"batch {name}": leaf for name, leaf in batch.items()})
         inputs |= {} if number else first
-        recorded.append(RecordedStep(inputs, outputs, single, reading.prints[number]))
+        recorded.append(RecordedStep(inputs, outputs, single, values))
     return Recording(
-        config.name, _title(config, step), versions(), reading.places, reading.values,
-        tuple(recorded),
-    )  # fmt: skip
+        config.name, _title(config, step), versions(), *described(traced.program), tuple(recorded)
+    )
 
 
 def _title(config: RunConfig, step: TrainStep) -> str:
@@ -112,7 +112,7 @@ def _prints(arrays: Mapping[str, Any]) -> dict[str, Fingerprint]:
         array = np.asarray(jax.device_get(x))
         numbers = fingerprint(array)
         bound = 0.0 if array.dtype.kind in "iub" else 1e-6 * float(np.abs(numbers).max())
-        found[name] = Fingerprint.of(numbers, bound)
+        found[name] = Fingerprint(numbers.tolist(), bound)
     return found
 
 

@@ -102,10 +102,10 @@ def _parting(
     targets: Sequence[str], overrides: Sequence[str], arguments: argparse.Namespace
 ) -> Parting:
     from axon_dist.prove.file import bisect_files  # noqa: PLC0415
-    from axon_dist.prove.recording import compare  # noqa: PLC0415
+    from axon_dist.prove.parting import compare  # noqa: PLC0415
 
     if len(targets) == 2 and all(map(_is_function, targets)):
-        # In one process, operations on a mesh are compared with those on one device.
+        # In one process, a result that only the mesh changes is located, too.
         return bisect_files(
             targets[0],
             targets[1],
