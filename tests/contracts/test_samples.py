@@ -134,11 +134,11 @@ OPTIONS = {
 }  # fmt: skip
 """The strategy, the mesh and the microbatches."""
 ASKS = {
-    "buckets": "which bucket_capacity=64 requires.*leave bucket_capacity=64 out",
-    "overlapped": "which sync=OVERLAPPED requires",
-    "recast": "which a reduction in bfloat16 with compute in float32 requires",
-    "manual": "which manual=True requires",
-    "pipeline": "which a pipeline with dp requires.*leave the pipeline out",
+    "buckets": "as bucket_capacity=64 requires.*leave bucket_capacity=64 out",
+    "overlapped": "as sync=OVERLAPPED requires",
+    "recast": "as a reduction in bfloat16 with compute in float32 requires",
+    "manual": "as manual=True requires",
+    "pipeline": "as a pipeline with dp requires.*leave the pipeline out",
 }
 
 

@@ -355,7 +355,7 @@ COUPLED = {
     ),
     "numbered samples": (
         lambda p, b: jnp.mean(error(p, b) * jnp.arange(len(b["x"]))),
-        "depends on the position of a sample",
+        "depends on a sample's position in the batch",
     ),
     "numbers from outside": (
         lambda p, b: jnp.mean(error(p, b) * np.arange(len(b["x"]))),
@@ -367,7 +367,7 @@ COUPLED = {
                 jnp.arange(len(b["x"]))
             )
         ),
-        "depends on the position of a sample",
+        "depends on a sample's position in the batch",
     ),
     "a key made on the way": (
         lambda p, b: jnp.mean(b["x"] * jax.random.normal(jax.random.key(0), b["x"].shape)),

@@ -219,7 +219,7 @@ REFUSED = {
     ),
     "buckets": (
         dict(mesh="dp=2", strategy=ddp(bucket_capacity=100)),
-        "bucket_capacity=100, sync=SYNCHRONOUS and broadcast_buffers=True say how ranks reduce",
+        "bucket_capacity=100, sync=SYNCHRONOUS and broadcast_buffers=True set how ranks reduce",
     ),
     "fp8": (
         dict(
@@ -273,7 +273,7 @@ def test_other_devices_are_refused():
     ("model", "loss", "words"),
     [
         (Normed, loss_fn, "statistics"),
-        (Net, coupled, 'which deterministic="elastic" requires'),
+        (Net, coupled, 'as deterministic="elastic" requires'),
     ],
 )
 def test_losses_that_couple_samples_are_refused(model, loss, words):

@@ -66,7 +66,7 @@ def test_on_one_gpu_no_residual_is_on_a_stack():
     assert not re.search(r"\[12,64,1024\b", text)
     (choice,) = step.loop_choices
     assert not choice.is_loop
-    assert "12 blocks are unrolled: the 12.3 GB of a loop's stacks" in str(step)
+    assert "12 blocks are unrolled: a loop would stack 12.3 GB" in str(step)
     ours, plain = report(compiled, world.mesh), report(jitted(batch), world.mesh)
     assert ours.collectives.step_seconds <= plain.collectives.step_seconds
 

@@ -190,7 +190,7 @@ REFUSED = {
     "stop": (
         lambda: diloco("nodes", every=2),
         {"nonfinite": "stop"},
-        "would have to tell each other on every step; use 'skip'",
+        "would have to tell each other on every step; use nonfinite='skip'",
     ),
     "empty fragments": (
         lambda: diloco("nodes", every=20, fragments=9),

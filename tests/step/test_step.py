@@ -400,7 +400,7 @@ def test_a_state_that_breaks_the_claim_is_an_error(world, field, title):
         step.state_shardings, **{field: jax.tree.map(lambda x: x.sharding, whole)}
     )
     form = StateLayout(step.plan, split_model(make_mlp())[1])
-    form.__dict__["places"] = places
+    form.__dict__["state_shardings"] = places
     with pytest.raises(ClaimError, match=rf"{title} under zero3"):
         form.init({})
 
