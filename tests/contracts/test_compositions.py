@@ -25,7 +25,10 @@ from .reference import assert_close, train
 from .rows import and_full, part
 
 STEPS = 3
-TRANSFORMER = {"width": 32, "ffn_width": 32, "vocab_size": 32, "max_length": 16, "num_heads": 4}
+TRANSFORMER = {
+    "width": 32, "ffn_width": 32, "vocab_size": 32, "max_length": 16, "num_heads": 4,
+    "gated": False,
+}  # fmt: skip
 
 
 def equals_one_device(case, strategy, mesh, accumulate=1, optimizer=None, **options):

@@ -74,7 +74,7 @@ def four_blocks():
     return Net(4)
 
 
-@pytest.mark.sample("sgd-zero bubble", "sgd-accumulate fsdp")
+@pytest.mark.sample("sgd-zero bubble")
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(1e-2)], ids=["sgd", "adam"])
 def test_dropout_draws_what_one_device_draws(row, optimizer):

@@ -69,16 +69,32 @@ class NormNet(nnx.Module):
         return self.head(x)
 
 
-def mixture(batch=token_batch, experts=(), **changes) -> Case:
+class Same(nnx.Module):
+    """Returns its input, in place of attention."""
+
+    def __call__(self, x, *args, **kwargs):
+        return x
+
+
+def without_attention(**changes) -> nnx.Module:
+    """A decoder whose blocks are nothing but mixtures of experts: half of the program."""
+    model = transformer(**changes)
+    for block in model.blocks:
+        block.attention = Same()
+    return model
+
+
+def mixture(batch=token_batch, experts=(), of=transformer, **changes) -> Case:
     """A decoder whose feed-forwards are mixtures."""
     config = ExpertConfig(**EXPERTS | dict(experts))
-    make = functools.partial(transformer, **SIZES | changes, experts=config)
+    make = functools.partial(of, **SIZES | changes, experts=config)
     return Case(make, next_token_loss, batch)
 
 
 MODELS = {
     "mixture": mixture(),
-    "weighed": mixture(weighed_batch),
+    # The model of the default run; "mixture" has attention, gates, and a shared expert.
+    "weighed": mixture(weighed_batch, {"count": 4, "shared": 0}, without_attention, gated=False),
     "of sequences": mixture(experts={"balance_per": "sequence", "bias_rate": 0.0}),
     "one each": mixture(experts={"per_token": 1, "shared": 0}),
     "uneven": mixture(num_layers=5, dropout=0.1),

@@ -168,7 +168,6 @@ ALWAYS = {
 
 
 @pytest.mark.sample(
-    "weighted-accumulate",
     "contrast-accumulate",
     "contrast-manual",
     "weighted-pipeline",

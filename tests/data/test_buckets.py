@@ -115,7 +115,7 @@ def test_the_loss_of_a_batch_is_that_of_the_padded_one(tmp_path):
     length = samples.buckets.length_of(numbers)
     assert length < LENGTH / 2
     config = TransformerConfig(
-        vocab_size=256, width=32, num_layers=1, num_heads=2, max_length=LENGTH
+        vocab_size=256, width=32, num_layers=1, num_heads=2, max_length=LENGTH, gated=False
     )
     model = Transformer(config, rngs=nnx.Rngs(0))
 

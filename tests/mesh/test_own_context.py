@@ -103,7 +103,7 @@ def test_a_step_does_not_see_the_context(strategy, name):
 
 
 TOKENS = {"tokens": np.random.default_rng(0).integers(0, 32, (4, 9)).astype(np.int32)}
-SIZES = dict(vocab_size=32, width=8, num_layers=2, num_heads=2, ffn_width=8, max_length=8)
+SIZES = dict(vocab_size=32, width=8, num_heads=2, ffn_width=8, max_length=8)
 PLAN = "transformer"
 WHOLE = {
     "sequence": (lambda: tensor_parallel(PLAN, sequence=True), "tp=2"),
@@ -140,7 +140,8 @@ def trained(strategy, path, enter):
     make, mesh = WHOLE[strategy]
     world = World.emulate(math.prod(int(part[-1]) for part in mesh.split(",")), mesh)
     experts = ExpertConfig(count=2, per_token=1) if strategy == "expert" else None
-    config = TransformerConfig(**SIZES, experts=experts)
+    num_layers = 2 if strategy == "pipeline" else 1
+    config = TransformerConfig(**SIZES, num_layers=num_layers, experts=experts)
     with enter(world):
         step = build_train_step(
             lambda: Transformer(config, rngs=nnx.Rngs(0)),

@@ -150,13 +150,14 @@ def test_experts_from_a_number_on_add_what_is_theirs():
     def sums():
         halves = [(i, kernels[i : i + 2]) for i in (0, 2)]
         return (
+            in_order(feed, tokens, choice, kernels),
             sum(in_order(feed, tokens, choice, half, i) for i, half in halves),
             sum(in_fitting_slots(feed, tokens, choice, half, 4, i) for i, half in halves),
             sum(in_slots(feed, tokens, choice, half, 2, 6, i)[0] for i, half in halves),
         )
 
-    whole = in_order(feed, tokens, choice, kernels)
-    for found in sums():
+    whole, *parts = sums()
+    for found in parts:
         np.testing.assert_allclose(found, whole, atol=1e-6)
 
 

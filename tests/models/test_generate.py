@@ -1,6 +1,7 @@
 """Decoding with a cache, in one scan, gives the same tokens as the plain loop."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,11 @@ SMALL = TransformerConfig(
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
 
 
+@functools.cache
 def make(**fields):
     """Returns a model with larger weights than at initialization, so that no tokens nearly tie."""
-    model = Transformer(TransformerConfig(**{**vars(SMALL), **fields}), rngs=nnx.Rngs(1))
+    config = TransformerConfig(**{**vars(SMALL), **fields})
+    model = nnx.jit(lambda: Transformer(config, rngs=nnx.Rngs(1)))()
     larger = lambda a: jnp.asarray(np.asarray(a) * np.asarray(3, a.dtype))
     nnx.update(model, jax.tree.map(larger, nnx.state(model, nnx.Param)))
     return model
@@ -80,7 +83,7 @@ def test_dropout_rests():
 
 
 def test_behind_the_end_is_the_end():
-    model = make()
+    model = make(num_layers=1)
     want = generate(model, PROMPTS, 6, temperature=0).rows
     end = want[0][2]
     done = generate(model, PROMPTS, 6, temperature=0, end=end)
@@ -91,7 +94,7 @@ def test_behind_the_end_is_the_end():
 
 
 def test_a_seed_gives_one_text_and_rows_draw_independently():
-    model = make()
+    model = make(num_layers=1)
     draws = [generate(model, [[1]] * 4, 8, seed=seed, temperature=2.0).rows for seed in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]
     assert len(set(map(tuple, draws[0]))) == 4
@@ -124,7 +127,7 @@ class Plain(nnx.Module):
     """A token model without a cache, with absolute positions."""
 
     def __init__(self, causal=True, length=12):
-        self.inner, self.causal = make(), causal
+        self.inner, self.causal = make(num_layers=1), causal
         self.sizes = Sizes(length)
         self.positions = nnx.Embed(length, 16, rngs=nnx.Rngs(2))
 
@@ -174,4 +177,4 @@ def test_models_and_options_unfit_for_generation_are_refused():
 )
 def test_mistakes_are_named(prompts, options, message):
     with pytest.raises(ConfigError, match=message):
-        generate(make(), prompts, **{"num_tokens": 6, **options})
+        generate(make(num_layers=1), prompts, **{"num_tokens": 6, **options})

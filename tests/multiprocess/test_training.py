@@ -16,7 +16,7 @@ CONFIG = """
 name: tiny
 devices: {{emulate: 4}}
 mesh: {{dp: 4}}
-model: {{width: 16, num_layers: 1, num_heads: 2, ffn_width: 32, max_length: 16}}
+model: {{width: 16, num_layers: 1, num_heads: 2, ffn_width: 32, max_length: 16, gated: false}}
 data:
   files: [{texts}/train.txt]
   validation_files: [{texts}/validation.txt]

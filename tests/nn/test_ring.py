@@ -45,14 +45,17 @@ def compare(attend, causal, arrays):
     """Outputs and gradients against `whole`."""
     weigh = RNG.normal(size=arrays[0].shape).astype(np.float32)
     loss = lambda f: lambda *x: jnp.sum(f(*x) * weigh)
-    dense = functools.partial(whole, causal=causal)
-    both = lambda *x: (jax.value_and_grad(loss(dense), argnums=(0, 1, 2))(*x), dense(*x))
-    want, out = jax.jit(both)(*arrays)
-    got = jax.jit(jax.value_and_grad(loss(attend), argnums=(0, 1, 2)))(*arrays)
+
+    def results(f):
+        both = lambda *x: (jax.value_and_grad(loss(f), argnums=(0, 1, 2))(*x), f(*x))
+        return jax.jit(both)(*arrays)
+
+    want, out = results(functools.partial(whole, causal=causal))
+    got, mine = results(attend)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     for ours, theirs in zip(got[1], want[1], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
-    np.testing.assert_allclose(jax.jit(attend)(*arrays), out, atol=1e-5)
+    np.testing.assert_allclose(mine, out, atol=1e-5)
 
 
 @pytest.mark.sample("2-2-True", "1-4-False")

@@ -1,5 +1,7 @@
 """AdamW with 8-bit moments: the code, its errors, and the state of a step on devices."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,10 +102,11 @@ def optimizer():
     return adamw_8bit(1e-2, weight_decay=0.1)
 
 
-def on_one_device(num_steps, optimizer):
+@functools.cache
+def one_device_programs(make):
+    """The first parameters, and compiled functions that start and update an optimizer."""
+    optimizer = make()
     graph, state = nnx.split(Net(nnx.Rngs(0)), nnx.Param)
-    params = nnx.to_pure_dict(state)
-    opt_state = jax.jit(optimizer.init)(params)
 
     @jax.jit
     def step(params, opt_state):
@@ -112,7 +115,12 @@ def on_one_device(num_steps, optimizer):
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
-    losses = []
+    return nnx.to_pure_dict(state), jax.jit(optimizer.init), step
+
+
+def on_one_device(num_steps, make):
+    params, init, step = one_device_programs(make)
+    opt_state, losses = init(params), []
     for _ in range(num_steps):
         params, opt_state, loss = step(params, opt_state)
         losses.append(float(loss))
@@ -121,8 +129,8 @@ def on_one_device(num_steps, optimizer):
 
 def test_trains_as_adamw_does():
     """The loss differs from that with float32 moments by at most 0.1% of the first loss."""
-    _, state, losses = on_one_device(40, optimizer())
-    _, full_state, full = on_one_device(40, optax.adamw(1e-2, weight_decay=0.1))
+    _, state, losses = on_one_device(40, optimizer)
+    _, full_state, full = on_one_device(40, lambda: optax.adamw(1e-2, weight_decay=0.1))
     assert full[-1] < 0.1 * full[0]
     assert max(np.abs(np.array(losses) - full)) < 2e-3 * full[0]
     sizes = [sum(x.nbytes for x in jax.tree.leaves(s)) for s in (state, full_state)]
@@ -153,7 +161,7 @@ def test_a_step_on_devices_is_that_on_one(name, tmp_path):
             save_checkpoint(tmp_path / "c", state)
             state = load_checkpoint(tmp_path / "c", step)
         state, _ = step(state, batch)
-    want, want_state, _ = on_one_device(3, optimizer())
+    want, want_state, _ = on_one_device(3, optimizer)
     weights = step.weights(state)
     for path, x in leaves_with_paths(want):
         # A gradient that differs by rounding may change the code of a few elements by one.

@@ -136,7 +136,7 @@ def compiled(world, accumulate, **options):
     return step.lower(BATCH).compile()
 
 
-@pytest.mark.sample("8-1", "4-2", "8-4")
+@pytest.mark.sample("8-1", "4-2")
 @pytest.mark.parametrize(
     ("num_ranks", "accumulate"), [(8, 1), (8, 2), (8, 4), (8, 8), (4, 2), (2, 1)]
 )

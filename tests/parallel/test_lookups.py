@@ -63,6 +63,7 @@ def loss_fn(model, batch):
     return jnp.mean(model(batch["ids"]) ** 2)
 
 
+@pytest.mark.sample("linen", "nnx shifted")
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_one_device(name):
     make, optimizer = MODELS[name], optax.sgd(0.5)

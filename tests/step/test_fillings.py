@@ -137,7 +137,7 @@ def build(loss_fn, model=make, **options):
 def test_a_loss_that_masks_padding_is_unchanged_by_it(name):
     step = build(RIGHT[name])
     _, metrics = step(step.init(), BATCH)
-    found = RIGHT[name](make(), BATCH)
+    found = nnx.jit(RIGHT[name])(make(), BATCH)
     loss, extra = found if isinstance(found, tuple) else (found, {})
     for key, value in {"loss": loss, **extra}.items():
         want = value.total / value.weight if isinstance(value, Weighted) else value
@@ -206,7 +206,7 @@ def test_metrics_that_couple_samples_are_those_of_a_batch_that_is_not_cut():
     batch = jax.tree.map(lambda x: x[:8], BATCH)
     step = build(loss_fn, pad=None, batch=batch)
     _, metrics = step(step.init(), batch)
-    for name, want in loss_fn(make(), batch)[1].items():
+    for name, want in nnx.jit(loss_fn)(make(), batch)[1].items():
         np.testing.assert_allclose(metrics[name], want, rtol=1e-5, err_msg=name)
 
 
@@ -216,6 +216,6 @@ def test_metrics_that_are_functions_of_sums_are_those_of_the_whole_batch():
     step = build(loss_fn, pad=None, batch=batch, accumulate=2)
     _, metrics = step(step.init(), batch)
     assert sorted(metrics) == sorted(["loss", *OF_SUMS])
-    for name, want in loss_fn(make(), batch)[1].items():
+    for name, want in nnx.jit(loss_fn)(make(), batch)[1].items():
         want = want.mean if isinstance(want, Weighted) else want
         np.testing.assert_allclose(metrics[name], want, rtol=1e-5, err_msg=name)

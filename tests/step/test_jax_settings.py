@@ -57,8 +57,8 @@ def squares(model, batch):
 
 
 def transformer(**more):
-    sizes = {"vocab_size": 32, "width": 8, "num_layers": 2, "num_heads": 2, "ffn_width": 8}
-    config = TransformerConfig(**sizes, max_length=8, **more)
+    sizes = {"vocab_size": 32, "width": 8, "num_layers": 1, "num_heads": 2, "ffn_width": 8}
+    config = TransformerConfig(**{**sizes, "max_length": 8, **more})
     return lambda: Transformer(config, rngs=nnx.Rngs(0))
 
 
@@ -70,7 +70,9 @@ ROWS = {
         compose(ddp(), tensor_parallel("transformer", sequence=True)), "dp=2,tp=2", 1,
     ),
     "ring": (transformer(), next_token_loss, TOKENS, context_parallel("ring"), "cp=2", 1),
-    "pipeline": (transformer(dropout=0.1), next_token_loss, TOKENS, pipelined(2, 2), "pp=2", 1),
+    "pipeline": (
+        transformer(dropout=0.1, num_layers=2), next_token_loss, TOKENS, pipelined(2, 2), "pp=2", 1,
+    ),
     "experts": (
         transformer(experts=EXPERTS), next_token_loss, TOKENS, expert_parallel(), "ep=2", 1,
     ),
@@ -123,7 +125,13 @@ def test_a_setting_of_jax_leaves_a_step_that_of_one_device(row, name):
     "more",
     [
         {"positions": "learned", "norm": "layer", "bias": True, "gated": False},
-        {"qk_norm": "head", "windows": (4, 0), "attention_softcap": 5.0, "num_kv_heads": 1},
+        {
+            "qk_norm": "head",
+            "windows": (4, 0),
+            "num_layers": 2,
+            "attention_softcap": 5.0,
+            "num_kv_heads": 1,
+        },
         {"experts": EXPERTS},
     ],
     ids=lambda more: ",".join(more),

@@ -508,7 +508,7 @@ def gradients_with(remat, strategy=None):
     return step.gradients(step.init(), batch_of())[0]
 
 
-@pytest.mark.sample("1-nothing", "sqrt-everything")
+@pytest.mark.sample("sqrt-everything")
 @pytest.mark.parametrize(
     "remat",
     [

@@ -57,7 +57,11 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain_run(tmp_path_factory):
     """A run of one step on one device, for error cases."""
-    changes = {"model": {"num_layers": 1}, "train": {"steps": 1, "eval_every": 0}}
+    changes = {
+        "model": {"num_layers": 1, "gated": False},
+        "optimizer": {"name": "sgd"},
+        "train": {"steps": 1, "eval_every": 0},
+    }
     return trained(tmp_path_factory.mktemp("plain"), **changes)
 
 

@@ -14,6 +14,7 @@ import yaml
 
 from axon_dist.core.errors import LaunchError
 from axon_dist.launch import INTERRUPTED, LaunchPlan, from_env, launch_hosts, read_hosts
+from axon_dist.train.cli.main import main
 from axon_dist.train.cli.verbs import VERBS
 from axon_dist.train.jobs import SCHEDULERS, Job, check_job, jobset, submit_job
 
@@ -231,20 +232,18 @@ time.sleep(600 if int(sys.argv[1]) >= 0 else 0)
 
 
 @pytest.fixture
-def over_ssh(tmp_path):
-    """Starts `axon launch --hosts` with an ssh that runs the command on this host."""
+def over_ssh(tmp_path, monkeypatch):
+    """Runs `axon launch --hosts` with an ssh that runs the command on this host."""
     (tmp_path / "ssh").write_text(FAKE_SSH)
     (tmp_path / "ssh").chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "AXON_SILENCE_TIMEOUT": "5"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", python_path)
+    monkeypatch.setenv("AXON_SILENCE_TIMEOUT", "5")
 
-    def run(hosts, *command, **options):
-        given = [word for name, value in options.items() for word in (f"--{name}", value)]
-        arguments = ["--hosts", hosts, "--log-dir", str(tmp_path), "--grace", "2", *given]
-        return subprocess.run(
-            [sys.executable, "-m", "axon_dist.train.cli", "launch", *arguments, "--", *command],
-            env=env, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+    def run(hosts, *command):
+        arguments = ["--hosts", hosts, "--log-dir", str(tmp_path), "--grace", "2"]
+        return main(["launch", *arguments, "--", *command])
 
     return run
 
@@ -269,10 +268,11 @@ def test_hosts_are_read_from_a_file_as_from_an_option(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_two_hosts_meet_and_none_is_left_behind_when_a_rank_is_killed(over_ssh, tmp_path):
-    done = over_ssh("127.0.0.2,127.0.0.3", sys.executable, "-c", RANK, "1")
-    assert done.returncode == 76, done.stderr
-    assert "127.0.0.3: rank 1 was killed by SIGKILL" in done.stderr
+def test_two_hosts_meet_and_none_is_left_behind_when_a_rank_is_killed(over_ssh, tmp_path, capfd):
+    code = over_ssh("127.0.0.2,127.0.0.3", sys.executable, "-c", RANK, "1")
+    told = capfd.readouterr().err
+    assert code == 76, told
+    assert "127.0.0.3: rank 1 was killed by SIGKILL" in told
     logs = [(tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 1)]
     said = [next(x for x in log.splitlines() if x.startswith("rank ")).split() for log in logs]
     assert [words[1:4] for words in said] == [["0", "of", "2"], ["1", "of", "2"]]
