@@ -191,7 +191,7 @@ def test_the_weight_of_a_batch_is_that_of_its_parts(weight, divided, strategy):
 def test_separable_false_averages_the_metrics_of_microbatches():
     case = CASES["mlp"]
     spread = lambda m, b: jnp.std(m(b["x"]) - b["y"])
-    with pytest.raises(UnsupportedError, match="2 microbatches of 16 samples .*separable=False"):
+    with pytest.raises(UnsupportedError, match=r"2 microbatches of 16 samples .*separable=False"):
         separation(split_in(2, spread), case.batch(0))
     said = separation(split_in(2, spread, separable=False), case.batch(0))
     assert "averaged over microbatches" in str(said)
