@@ -248,7 +248,7 @@ class PackedRows(TwoSides):
         self._how = (length, packed, too_long != "split", *self._lengths)
         dropped = sum(side.num_dropped for side in self.sides)
         none_packed = packed and len(self.sides[0]) == len(rows[0].order) > 1
-        text = f"{description}, in {len(self.sides[0])} rows of which {100 * self.padding:.1f} "
+        text = f"{description}, in {len(self.sides[0])} rows of which {100 * self.padding:.1f}"
         text += "% is padding"
         if self.buckets is not None:
             text += f", padded to {' or '.join(map(str, self._lengths))} tokens"

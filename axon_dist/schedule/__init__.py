@@ -27,8 +27,6 @@ from .memory import SlotPlan as SlotPlan
 from .memory import Slots as Slots
 from .memory import assign_slots as assign_slots
 from .memory import peak_live as peak_live
-from .partition import partition as partition
-from .partition import stage_ranges as stage_ranges
 from .registry import SCHEDULES as SCHEDULES
 from .registry import PipelineSchedule as PipelineSchedule
 from .registry import ScheduleSummary as ScheduleSummary
@@ -49,6 +47,8 @@ from .simulate import Timeline as Timeline
 from .simulate import Transfer as Transfer
 from .simulate import simulate as simulate
 from .simulate import transfers as transfers
+from .stages import partition as partition
+from .stages import stage_ranges as stage_ranges
 from .table import PlacedAction as PlacedAction
 from .table import Schedule as Schedule
 from .table import order_to_table as order_to_table

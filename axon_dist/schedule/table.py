@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..core.errors import ScheduleError
 from .action import Action, Cell, Phase, dependencies
-from .partition import Boundaries, partition
+from .stages import Boundaries, partition
 
 _LABEL = len("device 10")
 _MARGIN = 6  # ticks shown on each side of a marked cell

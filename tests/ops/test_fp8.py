@@ -292,7 +292,7 @@ def test_weights_that_travel_as_bytes_change_no_bit():
 @pytest.mark.parametrize(
     ("strategy", "mesh", "options", "why"),
     [
-        (fsdp(min_elements=8, reduction=Reduction(manual=True)), "fsdp=8", {}, "gather by hand"),
+        (fsdp(min_elements=8, reduction=Reduction(manual=True)), "fsdp=8", {}, "gather explicitly"),
         (fsdp(min_elements=8, reduction=Reduction(per="step")), "fsdp=8", {"accumulate": 2},
          "reduce gradients per step in float32"),
         (zero(1, min_elements=8), "dp=8", {}, "no kernel of a layer in fp8 is split"),

@@ -47,7 +47,7 @@ def last(rest, data, wire):
     (x,), (number,) = wire.floats, wire.others
     y, weight = x * rest[HEAD], data.batch[1]
     mean = jnp.mean(y**2) + 0.01 * number
-    # Metrics come weighed, as `weighed_metrics` has them.
+    # Metrics come weighted, as `weighted_metrics` has them.
     return StageLoss(mean * weight, weight, [jnp.mean(y) * weight, jnp.max(y) * weight])
 
 

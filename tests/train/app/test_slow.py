@@ -94,7 +94,7 @@ def test_replicas_are_verified_one_after_the_other(folder):
 def test_the_default_of_a_config_is_refused_with_what_to_say(folder):
     plain = config_of(folder)
     del plain["train"]["nonfinite"]
-    with pytest.raises(UnsupportedError, match=r"in a config train: \{nonfinite: skip\}"):
+    with pytest.raises(UnsupportedError, match=r"in a config, train: \{nonfinite: skip\}"):
         examine(RunConfig.from_dict(plain))
     plain = config_of(folder, parallel={"diloco": {"every": 2}, "ddp": {}}, mesh="nodes=2,dp=2")
     config = RunConfig.from_dict(plain)
