@@ -105,7 +105,7 @@ def check_groups(
 
 
 def paired_order(num_devices: int, num_microbatches: int, chunks: int) -> list[list[Cell]]:
-    """Orders Megatron's 1F1B, with a steady forward and backward of a device in one cell.
+    """Returns Megatron's order of 1F1B; later cells hold a forward and a backward each.
 
     Device `d` does `2(P-1-d) + (V-1)P` forwards, then pairs of one forward and one backward, then
     the remaining backwards. One chunk gives eager 1F1B.
@@ -337,7 +337,10 @@ def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
 def _table(
     name: str, num_stages: int, num_microbatches: int, ahead: Callable[[int], int]
 ) -> Schedule:
-    """Builds a table from the number of forwards that each stage runs ahead, the first the most."""
+    """Builds a table whose stage `s` runs `ahead(s)` forwards before its first backward.
+
+    `ahead(0)` must be the largest.
+    """
     check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
     orders = [
         alternating_order(

@@ -53,7 +53,7 @@ class PipelineSchedule(NamedChoice):
     builder: Builder
 
     def __new__(cls, name: str, builder: Builder) -> Self:
-        """Makes a member that is its name and has a builder."""
+        """Makes a member: a string equal to its name, with the attribute `builder`."""
         member = str.__new__(cls, name)
         member._value_ = name
         member.builder = builder

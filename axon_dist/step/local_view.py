@@ -137,10 +137,11 @@ def local_gradients(
     """Computes gradients, sharded like their moments, per rank, and reduces them explicitly.
 
     Each rank of the batch axes differentiates its rows of every microbatch and sums the gradients.
-    Weights are gathered once per step, and gradients are reduced once per step or per microbatch
-    (`Reduction.per`); or each unit gathers its weights and reduces its gradients in every
-    microbatch. The compiler partitions the other mesh axes. `check_vma` is off, so that gradients
-    taken inside stay local until we reduce them, and user modules need no casts in their scans.
+    If `gathers_by_units(spec)`, each unit gathers its weights and reduces its gradients in every
+    microbatch. Otherwise weights are gathered once per step, and gradients are reduced once per
+    step or per microbatch, as `Reduction.per` says. The compiler partitions the other mesh axes.
+    `check_vma` is off, so that gradients taken inside stay local until we reduce them, and user
+    modules need no casts in their scans.
 
     Args:
         plan: the plan of the step; the `reduction` of its strategy says how gradients are reduced.

@@ -590,8 +590,8 @@ class Separator:
             except AxonDistError:
                 raise
             except Exception:  # The user's loss may raise anything for more samples.
-                # The loss works on a microbatch only, so that is the whole to compare with: one
-                # device could not compute it for more samples either.
+                # The loss fails for more samples than a microbatch, on one device too. So a
+                # microbatch takes the place of the whole batch in the comparison.
                 total = samples
         if samples // ranks == total:
             self._check_buffers(self._traces(ranks).of(batch, total).program)
@@ -653,7 +653,7 @@ class Separator:
     def _from_sums(
         self, batch: Batch, sizes: tuple[int, int], ranks: int, dependence: LossDependence
     ) -> Separation | None:
-        """Returns how outputs that do not add up follow from sums that do; None if they do not."""
+        """Returns how to compute outputs that do not add up from sums that do, or None."""
         if self._promise is not None or dependence.failure:
             return None
         names = {name for name, output in dependence.metrics.items() if not output.is_separable}
@@ -774,8 +774,8 @@ class Separator:
             raise UnsupportedError(
                 f"the loss {loss.why}{loss.place}, so that {count} microbatches of {part} samples "
                 f"do not give the loss of {total}. {_instead_of(loss.why, part)}; or leave the "
-                "batch whole; or, to average the losses of the microbatches, pass "
-                "separable=False to build_train_step",
+                "batch whole; or pass separable=False to build_train_step: all ranks compute each "
+                "microbatch together, and the losses of the microbatches are averaged",
                 code="coupled-loss",
             )
         # Functions of sums come last: they would be computed if no other metric prevented it, so
@@ -900,7 +900,7 @@ class Separator:
         return (
             f"the loss {loss.why} ({loss.line}). Each of {ranks * self._num_microbatches} "
             f"parts of the batch would add that term; one device adds it once. {guard}"
-            "build_train_step(separable=True) averages the parts anyway"
+            "build_train_step(separable=True) averages the losses of the parts without this check"
         )
 
     def _obstacle(self, dependence: LossDependence) -> str:
@@ -926,8 +926,9 @@ class Separator:
             instead = f"leave {what} out, and the step computes it over the whole batch"
         return (
             f"{why}, so that the ranks of {ranks} cannot each compute it from their own samples, "
-            f"as {what} requires. {_instead_of(why, part)}; or {instead}; or, to average the "
-            "losses of the ranks, pass separable=True to build_train_step"
+            f"as {what} requires. {_instead_of(why, part)}; or {instead}; or pass "
+            "separable=True to build_train_step: each rank computes the loss of its own samples, "
+            "and the losses of all parts are averaged"
         )
 
 

@@ -72,7 +72,8 @@ class Run:
         world: the devices and their mesh.
         step: the step of the config's model, strategy and optimizer.
         loader: the training and validation batches of this process.
-        note: a sentence about changes because processes were lost; empty if none were.
+        note: the changes that lost processes made necessary, as a sentence; empty if none were
+            lost.
         validation: loaders of further validation sets, by name.
     """
 
@@ -445,7 +446,7 @@ def compiling_ahead(
 
 
 def _compile_ahead(config: RunConfig, world: World, tell: Callable[[str], None]) -> None:
-    """Compiles the step for the largest number of fewer processes that can continue the run."""
+    """Compiles the step for the run with the most remaining processes that can continue it."""
     reasons = []
     for fewer in range(world.num_processes - 1, 0, -1):
         try:
