@@ -10,7 +10,8 @@ from flax import nnx
 
 from axon_dist import DDP, Trainer, World, build_train_step, ddp
 from axon_dist.train import LoopOptions
-from axon_dist.train.config import load_config, train
+from axon_dist.train.app import train
+from axon_dist.train.config import load_config
 
 
 def linear(seed):

@@ -1,6 +1,8 @@
 """One process is killed, stopped, fails or never comes: the others say who, and end."""
 
 import itertools
+import math
+import re
 import signal
 import time
 
@@ -54,9 +56,12 @@ def test_a_lost_process_is_named_by_all_others(start, lost, number):
     texts, seconds = lose(start(3, "-c", LOOP, "3"), lost, number)
     for text in texts:
         assert f"lost process {lost} (host " in text
-        # Its neighbours see the connections of one that died break: five heartbeats tell the rest.
-        silence = SILENCE_SECONDS / 2 if number == signal.SIGKILL else SILENCE_SECONDS
-        assert f"no sign of life for {silence:g} s" in text
+        # If a neighbour sees a connection break, it waits for five heartbeats (test_watchdog.py). On
+        # a busy machine the others may hear of that only after the whole silence.
+        allowed = {SILENCE_SECONDS, SILENCE_SECONDS / 2 if number == signal.SIGKILL else math.inf}
+        waited = re.search(r"no sign of life for ([\d.]+) s", text)
+        assert waited, text
+        assert float(waited[1]) in allowed, text
     assert seconds < SILENCE_SECONDS + 10
 
 
