@@ -196,8 +196,9 @@ def _link(jaxpr: Jaxpr, last: int, call: int, dependent: set[Var]) -> tuple[str 
             roles.append(SHARED)
         elif new in before.outvars:
             roles.append(before.outvars.index(new))
-            # The carry of a scan has one dtype: the first input needs that of the results. The mesh
-            # of an aval is not compared: it is empty for an input that was traced as a shape.
+            # The carry of a scan keeps its dtype, so the input of the chain must have the dtype of
+            # its results. The mesh of an aval is not compared: it is empty for an input that was
+            # traced as a shape.
             if _kind(old.aval) != _kind(new.aval):
                 return None
         elif not dependent.isdisjoint(variables([new])):

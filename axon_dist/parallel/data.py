@@ -17,7 +17,7 @@ from ..core.errors import ConfigError, NamedChoice, StrategyConflictError, unkno
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision
 from ..sharding import LargestDim, Replicate
-from .strategy import Reduction, Strategy, axes_of, axes_or
+from .strategy import Reduction, Strategy, axes_or, axis_names
 from .strategy_values import AutoWrapPolicy, CPUOffload, OuterLoop
 
 _P = ParamSpec("_P")
@@ -153,8 +153,8 @@ def zero(
 
     Args:
         stage: 0 to 3.
-        axes: the mesh axes that split the batch; None for `dp`, or `fsdp` on a mesh without it. An
-            axis that a composed `context_parallel` also uses splits the arrays but no samples.
+        axes: the mesh axes that split the batch; None for `dp`, or `fsdp` on a mesh without it. One
+            that a composed `context_parallel` also uses splits the arrays but no samples.
         shard_axes: the axes that split the arrays; all of `axes` by default. A subset makes hybrid
             sharding: split over the subset, replicated over the others.
         cpu_offload: which arrays live in host memory between steps.
@@ -187,7 +187,7 @@ def zero(
         )
     row = ZERO[ZeROStage(stage)]
     axes, defaults = axes_or(axes, "dp")
-    over = axes if shard_axes is None else axes_of(shard_axes)
+    over = axes if shard_axes is None else axis_names(shard_axes)
     if not set(over) <= set(axes):
         raise ConfigError(
             f"shard axes {over} must be one or more of the batch axes {axes}; the ranks that split "

@@ -209,7 +209,7 @@ class Strategy:
         return "\n".join([f"Strategy {self.name}", *given])
 
     @property
-    def data_axes(self) -> tuple[str, ...]:
+    def reduced_axes(self) -> tuple[str, ...]:
         """The axes whose ranks hold different data: samples, or positions of samples.
 
         Gradients are summed over all of them.
@@ -233,7 +233,7 @@ class Strategy:
         microbatch.
         """
         configured = None if self.reduction is None else self.reduction.per
-        splits = not set(self.data_axes).isdisjoint(self.params.split_axes)
+        splits = not set(self.reduced_axes).isdisjoint(self.params.split_axes)
         return configured or ("microbatch" if splits else "step")
 
     def layout(self, mesh: Mesh) -> Layout:
@@ -257,7 +257,7 @@ class Strategy:
     @property
     def keeps_weights_whole(self) -> bool:
         """Whether no loop of a step gathers weights over the data axes."""
-        splits = not set(self.data_axes).isdisjoint(self.params.split_axes)
+        splits = not set(self.reduced_axes).isdisjoint(self.params.split_axes)
         once = self.gathers_once or (self.reduction is not None and self.reduction.per == "step")
         return (once or not splits) and self.pipeline is None
 
@@ -325,11 +325,11 @@ def as_strategy(strategy: Strategy | HasStrategy) -> Strategy:
     return resolved
 
 
-def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
+def axis_names(axes: str | Sequence[str]) -> tuple[str, ...]:
     """Returns names of mesh axes as a tuple; a single name may be given as a string.
 
     Example:
-        >>> axes_of("dp"), axes_of(["dp", "fsdp"])
+        >>> axis_names("dp"), axis_names(["dp", "fsdp"])
         (('dp',), ('dp', 'fsdp'))
     """
     names = (axes,) if isinstance(axes, str) else axes
@@ -351,7 +351,7 @@ def axes_or(
         axes: the axes that were given; None for the default.
         default: the axis that has the name of this kind of strategy.
     """
-    return ((default,), (default,)) if axes is None else (axes_of(axes), ())
+    return ((default,), (default,)) if axes is None else (axis_names(axes), ())
 
 
 def on_mesh(strategy: Strategy, mesh: Mesh) -> Strategy:
@@ -506,7 +506,7 @@ def with_masters(strategy: Strategy, frozen: frozenset[Path], dtype: Any) -> Str
         The new strategy; the same one where nothing is gained, or where stages own the parameters.
     """
     precision = strategy.precision
-    axes = set(strategy.data_axes)
+    axes = set(strategy.reduced_axes)
     splits = not axes.isdisjoint(strategy.opt_state.split_axes)
     replicates = axes.isdisjoint(strategy.params.split_axes)
     if precision is None or strategy.pipeline is not None or not (splits and replicates):

@@ -29,7 +29,9 @@ NONE = -1
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """One action that every rank may run in a tick; the lanes of a tick run in order.
+    """A position in the program of a tick: there each rank runs an action of one phase, or none.
+
+    The lanes of a tick run in order.
 
     Args:
         phase: of the action.
@@ -270,7 +272,7 @@ class State(NamedTuple):
         outputs: outputs of the last stage, if the schedule has the action `V`.
         lookups: rows looked up for the first stage, if the schedule has the action `E`.
         scatters: the gradients of these rows.
-        sums: the `Totals` so far; None if an action only reads slots.
+        sums: the `Totals` so far; None in the copy that an action gets to read slots from.
         mutable_buffers: the history of each buffer that stages update, by number: its values before
             each microbatch and after the last. Zeros for buffers that other ranks update.
     """

@@ -27,7 +27,8 @@ Number: TypeAlias = bool | int | float
 class Kind(enum.Enum):
     """How the value of the whole batch follows from the values of its parts.
 
-    CONSTANT does not depend on the samples; all entries along a dim that counts samples are equal.
+    CONSTANT does not depend on the values of the samples, but may depend on their number. Along a
+    dim that counts samples, all its entries are equal.
     ROWS has a dim that counts samples: the parts' values, concatenated along it, are the whole's.
     TOTAL is a sum over the samples of a term that depends on one sample each: the whole's value is
     the mean of the parts' values, times the scale.
@@ -95,9 +96,10 @@ class Value:
         kind: see `Kind`.
         scale: how many times larger it is for the whole batch than for a part.
         dim: for ROWS, the dim that counts samples; None for the one sample of a loop's iteration.
-        outer: for ROWS, how many times the sequence of all samples is repeated along the dim.
-        positions: for ROWS, whether each column of the last dim is the sample's position in the
-            batch; `(True,)` if the whole value is, and empty if no column is.
+        outer: for ROWS, how many times the sequence of all samples is repeated along the dim, such
+            as 3 after (3, B) was reshaped to (3 * B,).
+        positions: for ROWS, a flag for each column of the last dim: whether it holds the sample's
+            position in the batch. `(True,)`: the whole value does. Empty: no column does.
         divisor: for RATIO, the `value_id` of the divisor.
         loop_length: if the value is the index of a loop over the samples, the number of samples in
             a part.

@@ -299,7 +299,7 @@ class Walk:
             return results
         floats = [i for i, v in enumerate(pair[0].invars) if is_float(v.aval)]
 
-        # The cotangent gets an arbitrary scale. A result has that scale only if it is linear in it.
+        # The cotangent gets an arbitrary scale. Results that are linear in it have the same scale.
         def returned(v: Value) -> Value:
             scale = _ANY / v.scale / (self._ratio if v.is_rows else 1.0)
             v = CONSTANT if v.kind is Kind.TOTAL else v
@@ -435,7 +435,7 @@ class Walk:
             results = [v if acc else _combined(either, Value(Kind.ROWS), v, at) for v, acc in pairs]
         return results
 
-    def average(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
+    def psum(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
         """The rule for `psum`: a sum over all ranks is the same on each of them."""
         is_over_all = pair[0].params["axes"] == (RANKS,)
         return [
@@ -489,8 +489,8 @@ _SPECIAL: MappingProxyType[str, Callable[..., list[Value]]] = MappingProxyType(
         "scan": Walk.scan,
         "while": Walk.loop,
         "cond": Walk.branch,
-        "psum": Walk.average,
-        "psum_invariant": Walk.average,
+        "psum": Walk.psum,
+        "psum_invariant": Walk.psum,
         "axis_index": lambda walk, pair, operands, at: [coupled("calls `axis_index`", at)],
     }
 )

@@ -2,9 +2,9 @@
 
 With one sample per part, JAX drops the dim that counts samples: `x.sum(0)` of shape (1, 3) traces
 to a reshape. The program of a part then differs from that of the whole batch: arrays lack this dim,
-and an equation that would repeat or sum a single entry is missing. An equation that only one of the
-programs has, and that only changes the shape of the same entries, is called a *relay*. The value of
-its result is derived from the program of the whole batch. The shape of the array in the part's
+and an equation that would repeat or sum a single entry is missing. A *relay* is an equation that
+only one of the programs has and that, for one sample, only changes the shape: a reshape, or a
+broadcast or sum over the single sample. The value of its result is derived from the program of the whole batch. The shape of the array in the part's
 program is checked when an operation reads it. An array is *loose* if it has lost, in the part, the
 dim that counts samples.
 """
@@ -26,7 +26,7 @@ from .operation import Operation, PairValues, Shapes
 from .rules import SAMPLE_RULES, is_transposed
 
 Aligned: TypeAlias = tuple[JaxprEqn | None, JaxprEqn | None]
-"""An equation of the part and one of the whole; None for a relay that this program lacks."""
+"""An equation of the part and one of the whole; None on the side that lacks a relay."""
 
 
 def aligned_equations(part: Jaxpr, whole: Jaxpr) -> Sequence[Aligned] | None:

@@ -80,7 +80,7 @@ class GlobalGather:
         return gather(weight)
 
     def forward(self, weight: Array) -> Array:
-        """The forward pass alone; if it is differentiated, the compiler reduces the gradient."""
+        """The gather without a rule for its gradient, which the compiler then reduces as it likes."""
         gathered = weight
         for spec in (self.stored, self.full):
             sharding = NamedSharding(self.mesh, row_spec(spec, self.ndim, weight))
@@ -177,8 +177,8 @@ class Accumulated:
     Args:
         weight: the weight, or its rows in a stack of layers.
         sums: the sum of those gradients, of the same shape.
-        slot: zeros in the shape of the owner's shard; the gradient with respect to them is the
-            reduced gradient.
+        slot: zeros in the shape of the owner's shard, which exist to be differentiated:
+            `ReduceAccumulated` returns the reduced gradient as the gradient with respect to them.
     """
 
     weight: Array

@@ -120,7 +120,7 @@ def global_gather(
     strategy = spec.strategy
     mesh = spec.mesh
     shape = spec.model_spec.shapes[path]
-    gathered_over = {*strategy.data_axes} - {*strategy.ungathered_axes}
+    gathered_over = {*strategy.reduced_axes} - {*strategy.ungathered_axes}
     sharded = strategy.params(path, shape, mesh)
     full = only_axes(sharded, tuple(axis for axis in mesh.axis_names if axis not in gathered_over))
     if path in spec.model_spec.frozen_paths:

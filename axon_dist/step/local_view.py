@@ -328,7 +328,7 @@ class RankProgram:
 
         def last(sums: Sums, weights: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
             units = self.plan.changes.units
-            once = self._read_once(buffers, batch) if units else frozenset()
+            read_once = self._read_once(buffers, batch) if units else frozenset()
             addends = dict(leaves_with_paths(sums.grads))
 
             def forward(slots: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
@@ -345,7 +345,7 @@ class RankProgram:
 
                 if not units:
                     return plain(map_with_path(reduced, weights), buffers, batch)
-                run = self._plain(reduce, bundle=bundle, by_units=once.__contains__)
+                run = self._plain(reduce, bundle=bundle, by_units=read_once.__contains__)
                 return with_frozen(run, frozen)(weights, buffers, batch)
 
             # Only the shapes of the slots matter. The reduced sums are computed as their gradients.

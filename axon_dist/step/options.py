@@ -283,7 +283,7 @@ class StepOptions(_Fields):
             see `deterministic_options`. With `"elastic"`, results are also bitwise equal for any
             number of ranks. CPUs only; data parallelism, ZeRO and FSDP only. All sums follow one
             balanced binary tree over `logical_shards`. A rank evaluates its shards one after
-            another, so `accumulate` only requires that there are at least as many shards.
+            another, whatever `accumulate` is, which only requires `logical_shards >= accumulate`.
         logical_shards: V, the number of equal parts of successive samples into which a batch is cut
             under `deterministic="elastic"`; a power of two, and a multiple of the number of ranks
             of every run that should have the same bits.
@@ -297,9 +297,10 @@ class StepOptions(_Fields):
             step is compiled with these options, and `lower(batch).compile()` shows the program
             that runs.
         separable: whether the loss of a batch can be computed from the losses of its parts: the
-            microbatches, and the samples of each rank. With None, the step proves it. With True or
-            False, it takes your word and averages the losses of microbatches. With True, each rank
-            also computes the loss of its own samples, and these are averaged.
+            microbatches, and the samples of each rank. With None, the step proves it. True and False
+            prove nothing, and both average the losses of microbatches. They differ in a microbatch:
+            with True each rank computes the loss of its own samples, and these are averaged; with
+            False all ranks compute the loss of the microbatch together.
 
             - None (default): the step reads it off the traced loss. A mean, a sum, a `Weighted` or
               a function of sums over the samples can be computed from parts. Any other loss

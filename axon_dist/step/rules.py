@@ -323,7 +323,7 @@ def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
     """Whether units gather any of the weights, or would on more devices."""
     strategy = spec.strategy
     mesh = spec.mesh
-    axes = {*strategy.data_axes} - {*strategy.ungathered_axes}
+    axes = {*strategy.reduced_axes} - {*strategy.ungathered_axes}
     splits = axes.intersection(strategy.params.split_axes)
     if splits and all(mesh.shape[axis] == 1 for axis in splits):
         return True

@@ -10,9 +10,10 @@ is also refused if an option needs ranks that work on their own.
 Some outputs for a whole batch do not follow from the outputs for its parts, but do follow from sums
 over its samples. The last operations of a loss such as `sqrt(mean)` or `sum / maximum(count, 1)`
 act on scalars. The parts then return the scalars before these operations (`FunctionOfSums`). The
-scalars add up, and the operations run once, on those of the whole batch (`Finalize`). The gradient
-is that of the one sum that depends on the parameters, times the derivative of the loss
-with respect to that sum.
+scalars add up, and the operations run once, on those of the whole batch (`Finalize`). If one
+sum depends on the parameters, its gradient is multiplied by the derivative of the loss with respect
+to that sum. If several do, the loss must be a linear combination of them with constant
+coefficients.
 
 `Traces` traces the loss once per number of samples, and `Separator` decides.
 """
@@ -658,8 +659,8 @@ class Separator:
             return None
         names = {name for name, output in dependence.metrics.items() if not output.is_separable}
         if not dependence.loss.is_separable:
-            # Metrics without a weight use that of the loss. Sums in its place have none, so that
-            # these metrics are replaced, too.
+            # A metric without its own weight uses the weight of the loss. Sums in place of the loss
+            # have no weight, so these metrics are replaced as well.
             names |= {
                 name
                 for name, output in dependence.metrics.items()
@@ -939,8 +940,8 @@ def wants_ranks(spec: StepSpec) -> tuple[bool, list[str]]:
         spec: the step, whose reduction or pipeline may need ranks.
 
     Returns:
-        Whether they are, and the options in words. Without any such option, global view would give
-        the same.
+        Whether gradients are computed per rank, and the options that require it, in words. If
+        there are none, global view gives the same result.
     """
     if spec.strategy.pipeline is not None:
         return True, [f"a pipeline with {'×'.join(spec.strategy.batch_axes)}"]

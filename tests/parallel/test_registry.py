@@ -27,7 +27,7 @@ def test_state_is_split_over_the_ranks_of_positions_too(make_world):
     world = make_world("fsdp=2,cp=2")
     strategy = compose(STRATEGIES["full_shard"](None, world), STRATEGIES["context"](None, world))
     assert (strategy.batch_axes, strategy.params.axes) == (("fsdp",), ("fsdp", "cp"))
-    assert strategy.data_axes == ("fsdp", "cp")
+    assert strategy.reduced_axes == ("fsdp", "cp")
     assert STRATEGIES["ddp"](None, world) == ddp(("fsdp",))
     staged = make_world("pp=2,dp=2,cp=2")
     assert STRATEGIES["zero1"](None, staged) == zero(1, ("dp",))

@@ -211,7 +211,9 @@ def tiny(config: RunConfig) -> RunConfig:
         (2, 4)
     """
     plain = config.to_dict()
-    size = math.prod(abs(axis) for axis in config.mesh.shape.values())
+    sizes = config.mesh.shape.values()
+    # An axis of size -1 takes the devices that the others leave.
+    size = World.init(config.mesh).size if -1 in sizes else math.prod(sizes)
     pipeline = plain["parallel"].get("pipeline", {})
     microbatches = max(config.train.accumulate, pipeline.get("num_microbatches", 1))
     plain["devices"]["emulate"] = None

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from axon_dist.train.app.verify import Difference, Verification, _compare
+from axon_dist.train.app.verify import Difference, Verification, _compare, tiny
+from axon_dist.train.config import RunConfig
 
 
 def verification(*params: Difference, tolerance: float = 1e-5) -> Verification:
@@ -54,3 +55,9 @@ def test_a_row_may_be_off_by_a_few_times_what_rounding_moves_one_device_by():
     assert not Difference("a", 3e-5, rounding=6e-6).passes(1e-5)
     assert not Difference("a", 2e-3, rounding=1.0).passes(1e-5)
     assert not Difference("a", math.nan, rounding=1.0).passes(1e-5)
+
+
+def test_a_tiny_config_has_a_sample_for_each_device_of_an_open_axis():
+    for mesh, samples in (("dp=-1", 8), ("dp=-1,tp=2", 8), ("dp=2", 2)):
+        config = RunConfig.from_dict({"mesh": mesh, "train": {"global_batch": 16}})
+        assert tiny(config).train.global_batch == samples
