@@ -4,9 +4,9 @@ With one sample per part, JAX drops the dim that counts samples: `x.sum(0)` of s
 to a reshape. The program of a part then differs from that of the whole batch: arrays lack this dim,
 and an equation that would repeat or sum a single entry is missing. A *relay* is an equation that
 only one of the programs has and that, for one sample, only changes the shape: a reshape, or a
-broadcast or sum over the single sample. The value of its result is derived from the program of the whole batch. The shape of the array in the part's
-program is checked when an operation reads it. An array is *loose* if it has lost, in the part, the
-dim that counts samples.
+broadcast or sum over the single sample. The value of its result is derived from the program of the
+whole batch. The shape of the array in the part's program is checked when an operation reads it. An
+array is *loose* if it has lost, in the part, the dim that counts samples.
 """
 
 from __future__ import annotations
