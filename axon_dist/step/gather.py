@@ -80,7 +80,7 @@ class GlobalGather:
         return gather(weight)
 
     def forward(self, weight: Array) -> Array:
-        """The gather without a rule for its gradient, which the compiler then reduces as it likes."""
+        """The gather without a rule for its gradient, which the compiler then reduces."""
         gathered = weight
         for spec in (self.stored, self.full):
             sharding = NamedSharding(self.mesh, row_spec(spec, self.ndim, weight))

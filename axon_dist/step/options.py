@@ -297,8 +297,8 @@ class StepOptions(_Fields):
             step is compiled with these options, and `lower(batch).compile()` shows the program
             that runs.
         separable: whether the loss of a batch can be computed from the losses of its parts: the
-            microbatches, and the samples of each rank. With None, the step proves it. True and False
-            prove nothing, and both average the losses of microbatches. They differ in a microbatch:
+            microbatches, and the samples of each rank. With None, the step proves it. With True or
+            False nothing is proved, and the losses of microbatches are averaged. In a microbatch,
             with True each rank computes the loss of its own samples, and these are averaged; with
             False all ranks compute the loss of the microbatch together.
 
