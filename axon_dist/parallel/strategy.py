@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from ..collectives import GradSyncStrategy
 from ..core.checks import TEXTS, check_fields
 from ..core.errors import ConfigError, StrategyConflictError, did_you_mean, warn
-from ..core.renamed import renamed_fields
+from ..core.renamed import renamed_attribute, renamed_fields
 from ..core.tree import floating_dtype
 from ..core.typing import Path
 from ..ir.units import block_paths, check_some
@@ -216,6 +216,8 @@ class Strategy:
         """
         positions = (layers.axes for layers in self.layers if layers.splits_positions)
         return (*self.batch_axes, *(axis for axes in positions for axis in axes))
+
+    data_axes = renamed_attribute("data_axes", "reduced_axes")
 
     @property
     def axes(self) -> frozenset[str]:

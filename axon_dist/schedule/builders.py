@@ -105,7 +105,7 @@ def check_groups(
 
 
 def paired_order(num_devices: int, num_microbatches: int, chunks: int) -> list[list[Cell]]:
-    """Returns Megatron's order of 1F1B; later cells hold a forward and a backward each.
+    """Returns Megatron's order of 1F1B; a steady forward and its backward share a cell.
 
     Device `d` does `2(P-1-d) + (V-1)P` forwards, then pairs of one forward and one backward, then
     the remaining backwards. One chunk gives eager 1F1B.

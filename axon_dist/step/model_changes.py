@@ -169,7 +169,7 @@ class ModelChanges:
         remat: RematPolicy | None = save_products_policy
         if strategy.layers:
             # `save_products_policy` would save a partial product, before its sum over tensor ranks.
-            # The residual stream, which these policies save instead, is already summed.
+            # The residual stream, which is saved in its place, is already summed.
             gathers = strategy.params.split_axes and not strategy.gathers_once
             remat = save_all_but_gathers_policy if gathers or self.model_spec.int8 else None
         group = 1
@@ -179,8 +179,8 @@ class ModelChanges:
             if loops.most is None:
                 why = "each saves only its input, and is recomputed in the backward pass"
                 loops = dataclasses.replace(loops, most=1, why=why)
-        # Safe only if all activations move in pieces around a ring: the compiler would also
-        # prefetch a gather of activations, but it leaves the pieces where they are.
+        # Only if all activations move in pieces around a ring: the compiler would also prefetch a
+        # gather of activations, but it does not prefetch the pieces.
         prefetch = all(map(sends_pieces, strategy.layers))
         return scan_over_layers(forward, group, remat, prefetch=prefetch, rule=loops)
 

@@ -283,10 +283,10 @@ class StepOptions(_Fields):
             see `deterministic_options`. With `"elastic"`, results are also bitwise equal for any
             number of ranks. CPUs only; data parallelism, ZeRO and FSDP only. All sums follow one
             balanced binary tree over `logical_shards`. A rank evaluates its shards one after
-            another, whatever `accumulate` is, which only requires `logical_shards >= accumulate`.
+            another, whatever `accumulate` is, so `accumulate` changes no result.
         logical_shards: V, the number of equal parts of successive samples into which a batch is cut
             under `deterministic="elastic"`; a power of two, and a multiple of the number of ranks
-            of every run that should have the same bits.
+            times `accumulate`, in every run that should have the same bits.
         pad: the name of the batch leaf with one weight per sample. A batch that does not divide is
             padded with copies of its last sample, of weight 0 (`BatchPadding`). Raises if the
             traced program does not show that they leave loss, metrics and buffers unchanged. None:

@@ -98,7 +98,7 @@ class StepSpec:
         """Whether ranks compute gradients in `shard_map`; else the compiler partitions them."""
         strategy = self.strategy
         # Without batch axes there is nothing to sum per rank. Parameters that are never gathered,
-        # such as experts, see samples of other ranks, so a rank's gradient is not that of its own.
+        # such as experts, also process samples of other ranks, so their gradients are not per rank.
         if strategy.pipeline is not None or strategy.ungathered_axes or not strategy.batch_axes:
             return False
         is_local = self.reduction.is_local(self.num_microbatches, self.compute_dtype)

@@ -11,7 +11,7 @@ WORKER = str(pathlib.Path(__file__).with_name("agreement_worker.py"))
 API = {
     "factory": "factory of the model",
     "module": "process 1 has kernel=",
-    "rate": "process 1 has program=",
+    "rate": "about 'step': process 1 has program=",
     "options": "process 1 has num_steps=3 where process 0 has num_steps=2",
 }
 CONFIG = {

@@ -1,8 +1,6 @@
 """One process is killed, stopped, fails or never comes: the others say who, and end."""
 
 import itertools
-import math
-import re
 import signal
 import time
 
@@ -53,15 +51,16 @@ CASES = [
 
 @pytest.mark.parametrize(("lost", "number"), CASES)
 def test_a_lost_process_is_named_by_all_others(start, lost, number):
-    texts, seconds = lose(start(3, "-c", LOOP, "3"), lost, number)
+    # Longer for a killed one: a busy machine must raise the error of a broken connection, print it
+    # and tell the others before the silence that needs no such error is over.
+    silence = 10 if number == signal.SIGKILL else SILENCE_SECONDS
+    processes = start(3, "-c", LOOP, "3", AXON_SILENCE_TIMEOUT=str(silence))
+    texts, seconds = lose(processes, lost, number)
     for text in texts:
         assert f"lost process {lost} (host " in text
-        # If a neighbour sees a connection break, five heartbeats are enough (test_watchdog.py). On
-        # a busy machine the others may hear of that only after the whole silence.
-        allowed = {SILENCE_SECONDS, SILENCE_SECONDS / 2 if number == signal.SIGKILL else math.inf}
-        waited = re.search(r"no sign of life for ([\d.]+) s", text)
-        assert waited, text
-        assert float(waited[1]) in allowed, text
+        # Its neighbours see the connections of one that died break: five heartbeats tell the rest.
+        waited = silence / 2 if number == signal.SIGKILL else silence
+        assert f"no sign of life for {waited:g} s" in text, text
     assert seconds < SILENCE_SECONDS + 10
 
 

@@ -46,7 +46,7 @@ class Module:
         return self.path.name == "__init__.py"
 
 
-def _imported_names(path: pathlib.PurePath, nodes: tuple[ast.AST, ...]) -> Iterator[str]:
+def imported_names(path: pathlib.PurePath, nodes: tuple[ast.AST, ...]) -> Iterator[str]:
     """Dotted names below the package, also those given to `import_module` as a text."""
     package = path.parts[:-1]
     for node in nodes:
@@ -80,9 +80,9 @@ def modules() -> Mapping[str, Module]:
     for file in sorted(PACKAGE.rglob("*.py")):
         path = pathlib.PurePath(file.relative_to(PACKAGE))
         nodes = tuple(ast.walk(ast.parse(file.read_text())))
-        all_names = frozenset(_imported_names(path, nodes))
+        all_names = frozenset(imported_names(path, nodes))
         hidden = {x for node in nodes if _is_type_checking(node) for x in ast.walk(node)}
-        run = frozenset(_imported_names(path, tuple(x for x in nodes if x not in hidden)))
+        run = frozenset(imported_names(path, tuple(x for x in nodes if x not in hidden)))
         module = Module(path, nodes, all_names, all_names - run)
         read[module.name] = module
     exports = {name: _exports(module) for name, module in read.items()}

@@ -98,7 +98,7 @@ def test_the_pages_are_built_without_a_warning(tmp_path):
     config_page = (tmp_path / "config" / "index.html").read_text()
     assert "train.global_batch" in config_page
     # Markdown takes braces at the end of a cell for attributes, and a code span as it is.
-    assert "dp=4,tp=2 or {dp: 4, tp: 2}</td>" in config_page
+    assert "dp=4,tp=2 or &#123;dp: 4, tp: 2}</td>" in config_page
     assert "<code>runs/&lt;name&gt;-&lt;time&gt;</code>" in config_page
     # A number and its unit stay on one line of a cell.
     assert "33.3\u00a0%</td>" in (tmp_path / "measured" / "index.html").read_text()

@@ -7,20 +7,15 @@ default run, so a renamed function would be noticed there late.
 import ast
 import importlib
 import importlib.util
-import pathlib
 
-ROOT = pathlib.Path(__file__).parents[2]
+from .source_tree import PACKAGE, imported_names
 
-
-def imported(path):
-    """Yields module and name of each `from axon_dist... import NAME` in a file."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("axon_dist"):
-            yield from ((node.module, alias.name) for alias in node.names)
+ROOT = PACKAGE.parent
 
 
-def exists(module, name):
-    """Whether a module has a name, or a submodule of that name."""
+def exists(dotted):
+    """Whether a dotted name of the package is a module, or a name in one."""
+    module, _, name = f"axon_dist.{dotted}".rpartition(".")
     if hasattr(importlib.import_module(module), name):
         return True
     return importlib.util.find_spec(f"{module}.{name}") is not None
@@ -30,12 +25,11 @@ def test_imported_names_exist():
     found = {}
     for folder in ("tests", "benchmarks", "examples", "docs"):
         for path in (ROOT / folder).rglob("*.py"):
-            for module, name in imported(path):
-                found.setdefault((module, name), str(path.relative_to(ROOT)))
+            nodes = tuple(ast.walk(ast.parse(path.read_text())))
+            absolute = tuple(node for node in nodes if not getattr(node, "level", 0))
+            imports = tuple(n for n in absolute if isinstance(n, ast.Import | ast.ImportFrom))
+            for dotted in imported_names(path.relative_to(ROOT), imports):
+                found.setdefault(dotted, str(path.relative_to(ROOT)))
     assert len(found) > 500
-    missing = {
-        f"{module}.{name}": path
-        for (module, name), path in found.items()
-        if not exists(module, name)
-    }
+    missing = {dotted: path for dotted, path in found.items() if not exists(dotted)}
     assert not missing

@@ -211,9 +211,11 @@ def tiny(config: RunConfig) -> RunConfig:
         (2, 4)
     """
     plain = config.to_dict()
-    sizes = config.mesh.shape.values()
-    # An axis of size -1 takes the devices that the others leave.
-    size = World.init(config.mesh).size if -1 in sizes else math.prod(sizes)
+    shape = config.mesh.shape
+    if -1 in shape.values():
+        # That axis takes the devices that the others leave.
+        shape = World.init(config.mesh).mesh.shape
+    size = math.prod(shape.values())
     pipeline = plain["parallel"].get("pipeline", {})
     microbatches = max(config.train.accumulate, pipeline.get("num_microbatches", 1))
     plain["devices"]["emulate"] = None
@@ -225,7 +227,7 @@ def tiny(config: RunConfig) -> RunConfig:
     # Explicit boundaries and costs refer to single layers, so the number of layers must stay.
     has_explicit_cuts = {"boundaries", "costs"} & pipeline.keys()
     if "num_layers" in model and "factory" not in model and not has_explicit_cuts:
-        stages = config.mesh.shape.get("pp", 1) * pipeline.get("chunks", 2)
+        stages = shape.get("pp", 1) * pipeline.get("chunks", 2)
         model["num_layers"] = min(model["num_layers"], max(stages, 2))
     return RunConfig.from_dict(plain)
 

@@ -293,9 +293,9 @@ def profile(arguments: argparse.Namespace) -> int:
 def verify_config(arguments: argparse.Namespace) -> int:
     """Prints the difference from one device; the exit code is 1 if it exceeds the tolerance."""
     config = _config(arguments)
-    config = tiny(config) if arguments.here else config
     steps = (2 if arguments.here else 5) if arguments.steps is None else arguments.steps
     try:
+        config = tiny(config) if arguments.here else config
         verification = verify(config, steps)
     except MeshError as error:
         if not arguments.here:

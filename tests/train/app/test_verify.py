@@ -57,7 +57,21 @@ def test_a_row_may_be_off_by_a_few_times_what_rounding_moves_one_device_by():
     assert not Difference("a", math.nan, rounding=1.0).passes(1e-5)
 
 
-def test_a_tiny_config_has_a_sample_for_each_device_of_an_open_axis():
-    for mesh, samples in (("dp=-1", 8), ("dp=-1,tp=2", 8), ("dp=2", 2)):
-        config = RunConfig.from_dict({"mesh": mesh, "train": {"global_batch": 16}})
-        assert tiny(config).train.global_batch == samples
+@pytest.mark.parametrize(
+    ("open_mesh", "mesh", "parallel"),
+    [
+        ("dp=-1", "dp=8", "ddp"),
+        ("dp=-1,tp=2", "dp=4,tp=2", {"ddp": {}, "tensor": {}}),
+        ("pp=-1", "pp=8", {"pipeline": {"num_microbatches": 4}}),
+        ("dp=2,pp=-1", "dp=2,pp=4", {"ddp": {}, "pipeline": {"num_microbatches": 4}}),
+    ],
+)
+def test_a_tiny_config_of_an_open_axis_is_that_of_its_size(open_mesh, mesh, parallel):
+    def small(axes):
+        config = {"mesh": axes, "parallel": parallel, "model": {"num_layers": 32}}
+        return tiny(RunConfig.from_dict({**config, "train": {"global_batch": 64}}))
+
+    found, expected = small(open_mesh), small(mesh)
+    assert found.train.global_batch == expected.train.global_batch < 64
+    assert found.model.num_layers == expected.model.num_layers < 32
+    assert found.data.sequence_length == expected.data.sequence_length
