@@ -73,7 +73,7 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True)
 class LayerScan:
-    """How units run.
+    """How the units of a function run: as loops or one by one, and what they keep for later.
 
     Args:
         group: (length of a chain, or of the model's own loop) -> how many units each iteration
@@ -291,7 +291,7 @@ def _scan_of_model(equation: JaxprEqn, operands: Sequence[Array], how: LayerScan
         how.group(params["length"]) if is_one else 1,
         both.protect if is_one else lambda body, _: body,
         reverse=params["reverse"],
-        unroll=params["unroll"],
+        scan_unroll=params["unroll"],
     )
     return [*carry, *rows]
 
@@ -401,7 +401,7 @@ def grouped_scan(
     protect: Protect,
     *,
     reverse: bool = False,
-    unroll: int | bool = 1,
+    scan_unroll: int | bool = 1,
 ) -> tuple[PyTree, list[Array]]:
     """`lax.scan` whose iterations run `group` steps each, under one `jax.checkpoint` each.
 
@@ -413,14 +413,14 @@ def grouped_scan(
         group: steps per iteration; `length` need not divide by it.
         protect: `protect(body, iterations)` puts the body of a loop under `jax.checkpoint`.
         reverse: whether to start with the last row.
-        unroll: the `unroll` of `lax.scan`, for groups of one.
+        scan_unroll: the `unroll` of `lax.scan`, for groups of one.
 
     Returns:
         The last carry, and the stacked outputs of all steps.
     """
     if group == 1:
         return jax.lax.scan(
-            protect(body, length), carry, stacked, length, reverse=reverse, unroll=unroll
+            protect(body, length), carry, stacked, length, reverse=reverse, unroll=scan_unroll
         )
     if reverse:
 

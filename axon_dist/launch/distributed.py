@@ -289,15 +289,22 @@ class _OnException:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
     ) -> None:
+        if _is_of_peer(error):
+            # First, because a busy machine may take seconds to format and print the traceback.
+            self.watchdog.report_broken()
         sys.__excepthook__(kind, error, trace)
         self.leave(error)
 
     def leave(self, error: BaseException) -> NoReturn:
-        if any(word in str(error) for word in _PEER_WORDS):
-            # A collective failed because a peer is gone. The watchdog knows which one.
+        if _is_of_peer(error):
             self.watchdog.wait_for_verdict()
         first_line = (str(error).splitlines() or [""])[0]
         _end_at_once(1, f"{type(error).__name__}: {first_line}")
+
+
+def _is_of_peer(error: BaseException) -> bool:
+    """Whether a collective failed because a peer is gone; the watchdog knows which one."""
+    return any(word in str(error) for word in _PEER_WORDS)
 
 
 def _end_at_once(code: int, reason: str) -> NoReturn:

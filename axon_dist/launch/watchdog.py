@@ -118,11 +118,15 @@ class Watchdog:
         """Stops the watch; call it before JAX closes the store."""
         self._stopped.set()
 
+    def report_broken(self) -> None:
+        """Tells all processes that a collective failed, so they wait less for a silent process."""
+        with contextlib.suppress(Exception):
+            self.store.set(f"{_BROKEN}{self.me}", "1")
+
     def wait_for_verdict(self) -> None:
         """Waits, after a collective failed, for the verdict, which ends this process."""
         self._is_leaving = True
-        with contextlib.suppress(Exception):
-            self.store.set(f"{_BROKEN}{self.me}", "1")
+        self.report_broken()
         self._stopped.wait(self.timeout + 5 * self.period)
 
     def _beat(self) -> None:

@@ -155,8 +155,8 @@ def zero(
         stage: 0 to 3.
         axes: the mesh axes that split the batch; None for `dp`, or `fsdp` on a mesh without it. One
             that a composed `context_parallel` also uses splits the arrays but no samples.
-        shard_axes: the axes that split the arrays; all of `axes` by default. A subset makes hybrid
-            sharding: split over the subset, replicated over the others.
+        shard_axes: the mesh axes that split the arrays; by default all that split the batch. Some
+            of them make hybrid sharding: split over these axes, replicated over the others.
         cpu_offload: which arrays live in host memory between steps.
         mixed_precision: dtypes, a preset's name, or True.
         auto_wrap_policy: which modules are gathered and freed as one unit, in stage 3; by default

@@ -101,7 +101,7 @@ class StrategyRow:
     @property
     def is_data_parallel(self) -> bool:
         """Whether it uses the data axes of a mesh, which several such strategies share."""
-        return getattr(self.make, "is_data_parallel", False)
+        return isinstance(self.make, _OverDataAxes)
 
     def __call__(self, model: Any, world: World, **options: Any) -> Strategy:
         """Makes the strategy.
@@ -238,18 +238,32 @@ def over_data_axes(
         `dp` and leaves `fsdp` to the other strategy.
     """
 
-    def strategy(model: nnx.Module, world: World, shares: bool = False, **options: Any) -> Strategy:
-        return make(axes=None if shares else axes(world), **fixed, **options)
+    return _OverDataAxes(make, axes, fixed)
 
-    settable = [
-        parameter
-        for name, parameter in inspect.signature(make).parameters.items()
-        if name not in {"axes", "name", *fixed}
-    ]
-    strategy.is_data_parallel = True  # type: ignore[attr-defined]
-    strategy.__wrapped__ = make  # type: ignore[attr-defined]
-    strategy.__signature__ = inspect.Signature(settable)  # type: ignore[attr-defined]
-    return strategy
+
+class _OverDataAxes:
+    """The function that `over_data_axes` returns."""
+
+    def __init__(
+        self,
+        make: Callable[..., Strategy],
+        axes: Callable[[World], tuple[str, ...]],
+        fixed: Mapping[str, Any],
+    ):
+        self._axes = axes
+        self._fixed = fixed
+        # `inspect` reads these two: the docstring of `make`, and what a config may set.
+        self.__wrapped__ = make
+        parameters = inspect.signature(make).parameters
+        hidden = {"axes", "name", *fixed}
+        settable = [parameter for name, parameter in parameters.items() if name not in hidden]
+        self.__signature__ = inspect.Signature(settable)
+
+    def __call__(
+        self, model: nnx.Module, world: World, shares: bool = False, **options: Any
+    ) -> Strategy:
+        axes = None if shares else self._axes(world)
+        return self.__wrapped__(axes=axes, **self._fixed, **options)
 
 
 def _tensor(
@@ -451,7 +465,7 @@ STRATEGIES = StrategyTable(
             plan=DataPlan(sizes=_along("dp"), stage=ZeROStage.STAGE0, complexity=0),
         ),
         "zero1": StrategyRow(
-            make=over_data_axes(zero, array_axes, stage=ZeROStage.STAGE1, shard_axes=None),
+            make=over_data_axes(zero, array_axes, stage=ZeROStage.STAGE1),
             does_not_fit="optimizer state",
             page="zero",
             example="dp=8",
@@ -460,7 +474,7 @@ STRATEGIES = StrategyTable(
         # The planner prefers it to ZeRO-1: it stores less, and is slower only if a step has so many
         # microbatches that reducing the gradients of each one takes long.
         "zero2": StrategyRow(
-            make=over_data_axes(zero, array_axes, stage=ZeROStage.STAGE2, shard_axes=None),
+            make=over_data_axes(zero, array_axes, stage=ZeROStage.STAGE2),
             does_not_fit="optimizer state and gradients",
             page="zero",
             example="dp=8",

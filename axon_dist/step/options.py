@@ -322,8 +322,8 @@ class StepOptions(_Fields):
             parameters. `evaluate` and `merge` use it with `ema=True`, and a `Trainer` validates
             it.
         unroll: the largest number of blocks that are unrolled, where `scan_layers` is `"auto"` and
-            the strategy splits or recomputes them; longer chains run as one loop. None leaves it to
-            `scan_layers`. It does not change the results.
+            the strategy splits or recomputes blocks; longer chains run as one loop. None leaves it
+            to `scan_layers`. It does not change the results.
         scan_layers: whether equal blocks that are called one after another run as one loop, a
             `lax.scan`, or are unrolled. A loop is compiled once, gathers and recomputes one block
             at a time, and stacks what each block keeps for its backward pass; unrolled, each block

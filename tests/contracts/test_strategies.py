@@ -74,6 +74,13 @@ STRATEGIES: dict[str, Callable] = {
         name: lambda model, world, name=name: AXON[name](model, world, min_elements=8)
         for name in ("zero1", "zero2", "zero3", "shard_grad_op", "full_shard", "hybrid_shard")
     },
+    # Optimizer state is split within a node and repeated on every node.
+    **{
+        f"{name}_within_nodes": lambda model, world, name=name: AXON[name](
+            model, world, shard_axes="fsdp", min_elements=8
+        )
+        for name in ("zero1", "zero2")
+    },
     "full_shard_once": lambda model, world: fsdp(
         axes=data_axes(world), min_elements=8, reduction=Reduction(per="step")
     ),
@@ -97,6 +104,7 @@ ROWS = [
     Row("ddp_buckets", "dp=4", "dropout", 2),
     Row("ddp_overlapped", "dp=4", "batchnorm", 2),
     Row("zero2", "dp=8", "weighted", 2),
+    Row("zero1_within_nodes", "dp=2,fsdp=2", "mlp", 2, "adam"),
     Row("zero3", "dp=8", "dropout", 2),
     Row("full_shard", "fsdp=4", "mlp", 2, "sgd", 0.1, unroll=1),
     Row("full_shard_once", "fsdp=4", "weighted", 2),
@@ -111,7 +119,8 @@ BLOCKS = ("mlp", "weighted", "transformer")
 
 
 def _mesh(strategy: str, size: int) -> str:
-    return f"dp=2,fsdp={size // 2}" if strategy == "hybrid_shard" else f"dp={size}"
+    has_two_axes = strategy == "hybrid_shard" or strategy.endswith("_within_nodes")
+    return f"dp=2,fsdp={size // 2}" if has_two_axes else f"dp={size}"
 
 
 # Each strategy runs with every model. Of sizes and numbers of microbatches, three pairs run in

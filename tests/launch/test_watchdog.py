@@ -1,9 +1,10 @@
 import os
+import sys
 from unittest import mock
 
 import pytest
 
-from axon_dist.launch import watchdog
+from axon_dist.launch import distributed, watchdog
 from axon_dist.launch.rendezvous import Peer
 from axon_dist.launch.watchdog import EXIT_PEER_LOST, Silences, Watchdog, post_failure
 
@@ -92,6 +93,18 @@ def test_a_collective_that_broke_makes_silence_short(said, me, lost):
     with pytest.raises(Ended):
         run(dog, store, 7, also)
     assert f"lost process {lost} (host h{lost}, pid {lost}): no sign of life for 5 s" in said[0]
+
+
+def test_a_broken_collective_is_reported_before_its_traceback_is_printed(monkeypatch):
+    store, reported = Shelf(), []
+    monkeypatch.setattr(sys, "__excepthook__", lambda *_: reported.append(bool(store)))
+    monkeypatch.setattr(distributed, "_end_at_once", lambda *_: None)
+    hook = distributed._OnException(Watchdog(1, PRESENT, store, timeout=0.01))
+    own = ValueError("wrong shape")
+    hook(ValueError, own, None)
+    lost = RuntimeError(f"gloo: {distributed._PEER_WORDS[0]}")
+    hook(RuntimeError, lost, None)
+    assert reported == [False, True]
 
 
 @pytest.mark.parametrize(("failed", "reader"), [(2, 0), (0, 1)])

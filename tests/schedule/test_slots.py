@@ -104,11 +104,18 @@ def test_no_value_is_overwritten(name, sizes):
     assert set(plan.held.slot) == split
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SCHEDULES if name not in ("gpipe", "looped_bfs")]
-)
-def test_buffers_do_not_grow_with_the_number_of_microbatches(name):
-    few, many = (assign_slots(build_schedule(name, 4, m)) for m in (16, 64))
+def all_forwards_come_first(table):
+    phases = [[action.phase for cell in row for action in cell] for row in table.rows]
+    return all(row == sorted(row, key=lambda phase: phase is not Phase.F) for row in phases)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_buffers_grow_with_the_microbatches_only_if_all_forwards_come_first(name):
+    tables = [build_schedule(name, 4, m) for m in (16, 64)]
+    few, many = map(assign_slots, tables)
+    if all_forwards_come_first(tables[0]):
+        assert [4 * slots for slots in few.stash.per_device] == list(many.stash.per_device)
+        return
     for buffer in ("inputs", "stash", "activations", "gradients", "held"):
         assert getattr(few, buffer).per_device == getattr(many, buffer).per_device
 
