@@ -154,7 +154,7 @@ def mark_units(
     model: nnx.Module,
     matches: IsUnit,
     remat: RematPolicy | None = None,
-    looped: Container[Path] = (),
+    stacked_units: Container[Path] = (),
 ) -> list[Path]:
     """Makes every unit of a model a named equation of the traced program, in place.
 
@@ -162,8 +162,8 @@ def mark_units(
         model: a model merged inside a trace; it is changed.
         matches: which modules are units; the outermost match wins.
         remat: if given, each unit is under `jax.checkpoint` with this policy.
-        looped: paths of Linen modules that stack the parameters of the layers a loop calls; each
-            call of a layer is a unit.
+        stacked_units: paths of Linen modules that stack the parameters of the layers a loop calls;
+            each call of a layer is a unit.
 
     Returns:
         The paths of the units.
@@ -194,7 +194,7 @@ def mark_units(
         below = [path for path in inner if is_inside(path, path_str(keys))]
         if below:
             by_name = {path.removeprefix(path_str(keys)).lstrip("/"): path for path in below}
-            stacked = frozenset(name for name, path in by_name.items() if path in looped)
+            stacked = frozenset(name for name, path in by_name.items() if path in stacked_units)
             run = UnitPrograms(_running(remat))
             linen = LinenUnits(frozenset(by_name), run, GATHER, stacked)
             wrap_calls(bridge, {"__call__": linen})

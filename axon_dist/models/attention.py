@@ -221,7 +221,7 @@ def describe_attention(
     plain = _NAMES["tiles" if tiled else "einsum"]
     if form not in ("auto", kernel):
         asked = "as asked for" + (': "auto" takes a fused kernel' if kernel else "")
-        return f"{plain if form == 'einsum' else _NAMES[form]}, {asked}"
+        return f"{plain if form == 'einsum' else _NAMES.get(form, form)}, {asked}"
     if kernel is None:
         return f"{plain}: there is no fused kernel for {platform.upper()}s"
     heads_of = jax.ShapeDtypeStruct((1, length, heads, size), dtype)
@@ -245,7 +245,8 @@ _NAMES = MappingProxyType(
 
 _CURES = MappingProxyType(
     {
-        "cudnn": "precision bf16, with heads of a multiple of 8 up to 128 would fuse it",
+        "cudnn": "precision bf16, with heads of a multiple of 8 up to 128 (from Hopper on, 256), "
+        "would fuse it",
         "flash": "a length that is a multiple of 128 would fuse it",
     }
 )

@@ -220,7 +220,8 @@ class ShardingStrategy(NamedChoice):
     """Splits nothing: plain data parallelism."""
     SHARD_GRAD_OP = "shard_grad_op"
     """Gradients (between microbatches too) and optimizer state: ZeRO-2. Parameters stay whole
-    between steps, whereas PyTorch splits them until the forward pass."""
+    between steps, whereas PyTorch splits them until the forward pass. Master weights of a narrower
+    compute dtype are split."""
     FULL_SHARD = "full_shard"
     """Parameters too: ZeRO-3."""
     HYBRID_SHARD = "hybrid_shard"

@@ -1,8 +1,10 @@
 """The table of strategies, from which configs, the command line, the planner and the docs are made.
 
 To add a strategy, write a function that returns a `Strategy`, in a file of this folder, and a row
-of `STRATEGIES` here. The keys of a config and their help, the candidates of `axon plan` and the
-index of the docs follow from the row; one of `tests/contracts` compares it with one device.
+of `STRATEGIES` here. Its `make` is that function under `over_data_axes`, or one that takes
+`(model, world, **options)`. The keys of a config and their help, the candidates of `axon plan` and
+the index of the docs follow from the row. Also add a row to `tests/contracts/test_strategies.py`,
+which compares it with one device.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ POSITION_AXIS = "cp"
 """The axis that splits positions."""
 
 MakeStrategy: TypeAlias = Callable[..., Strategy]
-"""(model, world, **options) -> a strategy over the data axes of the world's mesh."""
+"""(model, world, **options) -> a strategy over axes of the world's mesh."""
 
 Sizes: TypeAlias = Mapping[str, int]
 """Sizes of mesh axes by name."""
@@ -80,7 +82,7 @@ class StrategyRow:
         make: `make(model, world, **options)`. The rest of its signature is what a config may set:
             names, types and defaults. Its docstring is the help text: the first sentence describes
             the strategy, `Args` its options.
-        does_not_fit: what does not fit without it, for the table of `docs/choosing.md`.
+        does_not_fit: the obstacle that it removes, for the table of `docs/choosing.md`.
         page: its page in `docs/strategies`.
         example: a mesh that it runs on.
         other_names: its names in Python, in meshes and in other libraries.
@@ -161,7 +163,7 @@ class StrategyTable(Mapping[str, StrategyRow]):
         return known, {} if row is None else dict(row.implied.get(name.lower(), {}))
 
     def of_data(self) -> dict[str, DataPlan]:
-        """The data-parallel strategies that the planner tries, from the most memory to the least.
+        """The data-parallel strategies that the planner tries, in the order of the table.
 
         Example:
             >>> list(STRATEGIES.of_data())

@@ -42,8 +42,10 @@ class Reduction:
         per: `"step"` accumulates K microbatches in a whole gradient on every rank and reduces once;
             `"microbatch"` reduces each, which sends K times the bytes but holds only shards. None:
             another part of the strategy decides, or else `Strategy.reduces_per`.
-        sync: SYNCHRONOUS reduces bucket after bucket, OVERLAPPED leaves their order to XLA.
-        bucket_capacity: elements in one reduction; None leaves the grouping to XLA.
+        sync: SYNCHRONOUS starts after the backward pass, OVERLAPPED may start a bucket as soon as
+            its gradients are ready.
+        bucket_capacity: elements in one reduction; None leaves the grouping to XLA. `ddp` gives
+            overlapped reductions a size.
         dtype: the dtype in which gradients are sent; None keeps their own.
         sync_buffers: whether statistics such as BatchNorm's are those of the global batch.
         manual: runs per rank with explicit collectives (mesh axes of type Manual in JAX), even

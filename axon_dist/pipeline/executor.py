@@ -76,8 +76,8 @@ class Executor:
     nothing if the cell does not contain it. Activations and gradients are sent after the actions,
     by `ppermute`s that every rank executes, outside the conditionals. A `ppermute` inside a
     conditional would hang, because ranks in the other branch would never join it. Values are kept
-    in slots, as many as there are values of a kind that are live at the same time: M for GPipe and
-    looped BFS, independent of M for 1F1B and its relatives.
+    in slots, as many as there are values of a kind that are live at the same time: M per chunk for
+    GPipe and looped BFS, independent of M for 1F1B and its relatives.
 
     A backward pass either recomputes its stage from the stage's input, or reads the residuals of
     the forward pass. If it recomputes, the last stage's forward runs only within its backward,
@@ -357,7 +357,11 @@ class Executor:
         return state._replace(inputs=inputs), y
 
     def _vocabulary(self, entry: LaneEntry, state: State) -> tuple[State, list[Array]]:
-        """Computes the loss split over all ranks; only the last stage's rank keeps the results."""
+        """Computes the loss split over all ranks.
+
+        Each rank keeps the gradients of its share of the vocabulary; only the last stage's rank
+        keeps the loss and the other gradients.
+        """
         is_home = jax.lax.axis_index(self.axis) == self.schedule.placement[-1]
 
         def run(operand: tuple[Wire, Totals]) -> tuple[list[Array], Totals]:

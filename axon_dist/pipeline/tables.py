@@ -35,9 +35,10 @@ class Lane:
 
     Args:
         phase: of the action.
-        columns: arrays [ranks, ticks], by name: whether the rank is `active`, of which `stage` and
-            `microbatch`; the slot of each field of `State` that the action reads or writes; and
-            `hand_over`, the slot from which the next stage on the same rank reads the result.
+        columns: arrays [ranks, ticks], by name: `active`, whether the rank has an action; its
+            `stage` and `microbatch`; the slot of each field of `State` that the action reads or
+            writes; and `hand_over`, the slot from which the next stage on the same rank reads the
+            result.
     """
 
     phase: Phase
@@ -50,9 +51,9 @@ class Channel:
 
     Args:
         pairs: (source, target), each rank at most once on either side.
-        slots: for each lane, by its number, the slots [D, T] into which receivers write its results
-            at the end of a tick; `NONE` for no transfer. In each tick a rank is active in at most
-            one of these lanes.
+        slots: for each lane, by its number, the slots [ranks, ticks] into which receivers write its
+            results at the end of a tick; `NONE` for no transfer. In each tick a rank is active in
+            at most one of these lanes.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -228,7 +229,7 @@ def lane_phases(cells: Iterable[Cell]) -> tuple[Phase, ...]:
 
 
 class Totals(NamedTuple):
-    """Sums over microbatches, in float32.
+    """Sums over microbatches, in float32 or wider.
 
     Args:
         rows: gradients of the rows of block parameters.
@@ -274,7 +275,8 @@ class State(NamedTuple):
         scatters: the gradients of these rows.
         sums: the `Totals` so far; None in the copy that an action gets to read slots from.
         mutable_buffers: the history of each buffer that stages update, by number: its values before
-            each microbatch and after the last. Zeros for buffers that other ranks update.
+            each microbatch and after the last. For buffers that other ranks update only slot 0 is
+            set, to the initial value.
     """
 
     inputs: Wire
@@ -333,11 +335,11 @@ def put(arrays: PyTree, slot: Array, values: PyTree, when: Array | None = None) 
     return jax.tree.map(write, arrays, values)
 
 
-def outgoing(lanes: Sequence[int], ticks: Sequence[LaneEntry], results: Sequence[Wire]) -> Wire:
+def outgoing(lanes: Sequence[int], entries: Sequence[LaneEntry], results: Sequence[Wire]) -> Wire:
     """Returns the result of the one lane of a channel in which this rank was active."""
     floats = results[lanes[0]].floats
     for lane in lanes[1:]:
-        of_lane = partial(jnp.where, ticks[lane]["active"])
+        of_lane = partial(jnp.where, entries[lane]["active"])
         floats = jax.tree.map(of_lane, results[lane].floats, floats)
     # Gradients have no `others`.
     return Wire(floats, [x for lane in lanes for x in results[lane].others])

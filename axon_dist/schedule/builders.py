@@ -254,8 +254,9 @@ def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Sche
     """Builds looped BFS: all microbatches through chunk 0, then chunk 1, ..., and back in reverse.
 
     The bubble is `(P-1)(F+B)/V` for `M >= P`, and any `M` is allowed. All `M` microbatches stay
-    alive in every chunk. Each chunk runs its microbatches consecutively, so that sharded parameters
-    are gathered once per step, not once per microbatch.
+    alive in every chunk. Each chunk runs its microbatches consecutively. In the paper a device
+    therefore gathers the sharded parameters of a chunk once per step; the step of this library does
+    so with every schedule.
 
     Args:
         num_devices: devices `P`; device `d` holds the stages `d, d+P, d+2P, ...`.
@@ -352,7 +353,7 @@ def _table(
 
 
 def interleaved_zero_bubble(num_devices: int, num_microbatches: int, chunks: int = 2) -> Schedule:
-    """Builds interleaved 1F1B whose weight gradients fill the bubble; `V = 1` is ZB-H1.
+    """Builds interleaved 1F1B whose weight gradients fill the bubble: ZB-H1 with several chunks.
 
     Device `d` holds the stages `d, d+P, ...`. It runs `(V-1)P + P-d` chunks ahead, half as far as
     interleaved 1F1B, and delays each `W` by `d` chunks. So every device keeps `VP` chunks in total,

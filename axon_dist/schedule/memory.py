@@ -207,8 +207,8 @@ def assign_slots(schedule: Schedule) -> SlotPlan:
     """Assigns a buffer slot to every value: as many slots as values that are live at one time.
 
     The lives of values are intervals in time. Coloring intervals greedily by their start needs
-    exactly as many colors as the most intervals that overlap at one time: M for GPipe and looped
-    BFS, independent of M for 1F1B and its relatives.
+    exactly as many colors as the most intervals that overlap at one time: M per chunk for GPipe
+    and looped BFS, independent of M for 1F1B and its relatives.
 
     Args:
         schedule: a valid table.

@@ -46,8 +46,9 @@ class PipelineSchedule(NamedChoice):
     """The schedules that have a name, each with its builder.
 
     To add one, write a function that returns a table and a member here. `EAGER_1F1B` is the
-    default, because the step runs a table tick by tick. A tick of `ONE_F_ONE_B` has forwards on
-    some ranks and backwards on others, which wait for each other.
+    default, because the step runs a table tick by tick, and a tick lasts as long as its slowest
+    action. In a tick of `ONE_F_ONE_B` ranks with a forward wait for those with a backward. In one
+    of `EAGER_1F1B` a rank has one of each.
     """
 
     builder: Builder
@@ -149,8 +150,8 @@ class ScheduleSummary:
         lockstep_bubble: idle share of that time.
         lockstep_slowdown: `lockstep_makespan` divided by the time that the busiest device computes;
             at least 1.
-        peak_live: microbatches in flight (`F` to `B` or `I`), over all layers of a device; the
-            papers' number.
+        peak_live: the most microbatches in flight (`F` to `B` or `I`), with a stage of several per
+            device counted as its share of the device; the papers' number.
         num_inputs: slots for stage inputs, including waiting ones; each is one chunk's input.
         num_held: slots for values from `I` to `W`; 0 with whole backwards.
         num_transfers: values sent between devices in a step.

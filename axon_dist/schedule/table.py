@@ -284,7 +284,7 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages of the whole model: devices times chunks."""
+        """The number of stages of the whole model."""
         return len(self.placement)
 
     @property

@@ -252,7 +252,7 @@ def times(left: Value, right: Value) -> Value:
     """Returns the value of a product.
 
     Raises:
-        Coupling: if the result is not a sum over the samples.
+        Coupling: if the result has no abstract value, such as that of two sums.
     """
     scale = left.scale * right.scale
     if left.is_constant and right.is_constant:
@@ -270,7 +270,7 @@ def over(left: Value, right: Value) -> Value:
     """Returns the value of a quotient.
 
     Raises:
-        Coupling: if the result is not a sum over the samples.
+        Coupling: if the result has no abstract value, such as that of rows and a sum.
     """
     scale = left.scale / right.scale
     if right.is_constant:
@@ -333,7 +333,7 @@ class Dependence(enum.Enum):
 
     MEAN is a mean over samples, or the same for all batches.
     SUM is a sum over them.
-    WEIGHTED is a sum divided by a sum: a loss by its own weight, a metric by the loss's weight.
+    WEIGHTED is a sum divided by a sum: a loss by its weight, a metric by its own or the loss's.
     SCALED is a mean or sum over the samples times another factor that depends on their number.
     CONSTANT, for a buffer or a metric, is the same for all parts of a batch.
     MIXED adds terms that grow differently with the number of samples.
@@ -421,7 +421,7 @@ class LossDependence:
 
     @property
     def coupled(self) -> str:
-        """The first output with a reason, and the reason; "" if there is none."""
+        """The first output that is no sum or mean over samples, and why; "" if there is none."""
         for name, dependence in self.outputs().items():
             if dependence.why:
                 return f"the {name} {dependence.why}{dependence.place}"

@@ -232,7 +232,10 @@ class Walk:
         return self._checked(op.outputs, self._numbered(op, operands, results), at)
 
     def _checked(self, outputs: Sequence[Shapes], values: list[Value], at: str) -> list[Value]:
-        """Makes values COUPLED unless exactly the dims that count samples grow with the batch."""
+        """Makes a value COUPLED if other dims than the one that counts samples grow with the batch.
+
+        Constants have no such dim, and any of their dims may grow.
+        """
         results = []
         for value, shapes in zip(values, outputs, strict=True):
             if value.kind is not Kind.COUPLED and len(shapes[0]) != len(shapes[1]):
@@ -249,7 +252,10 @@ class Walk:
         return results
 
     def _loose(self, op: Operation, operands: list[Value]) -> Value | None:
-        """Returns the result if the part's one sample has no dim of its own; else None."""
+        """Returns the result if the part has one sample and an operand has lost its dim of size 1.
+
+        Otherwise returns None.
+        """
         if op.name in RESHAPES and math.prod(op.inputs[0][0]) == math.prod(op.outputs[0][0]):
             value = relayed(op, operands[0], self._ratio)
             if value is not None:

@@ -384,7 +384,11 @@ SAMPLE_RULES: MappingProxyType[str, Rule] = MappingProxyType(
 
 
 def unknown(op: Operation, values: list[Value]) -> Value:
-    """The rule for operations without one: allows only operands independent of the samples."""
+    """The rule for operations without one.
+
+    Allows operands that are independent of the samples, or one sample in the body of a loop over
+    samples, if no dim grows with the batch.
+    """
     fixed = not any(grown(shapes) for shapes in (*op.inputs, *op.outputs))
     if values and all_constant(values) and fixed and not any(v.is_scaled for v in values):
         return CONSTANT

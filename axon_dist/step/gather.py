@@ -1,13 +1,15 @@
 """Gathers a sharded weight for use, and reduces its gradient on the way back.
 
-`model_changes.py` attaches a gather to each weight of a unit, and `gather_params` in `ir/units.py`
-calls it inside the unit. The backward pass gathers again, because each unit runs under
-`jax.checkpoint` (`LayerScan.protect` in `ir/layer_scan.py`). Its policy is that of `remat`, or else
-one that never saves gathered weights (`ModelChanges.with_layer_scan`). A weight outside all units
-is gathered once, before the model runs.
+`model_changes.py` attaches a gather to each weight of a unit, and `ir/units.py` calls it inside the
+unit (`gather_params`, or `_running` for bridged Linen modules). The backward pass gathers again,
+because each unit runs under `jax.checkpoint` (`LayerScan.protect` in `ir/layer_scan.py`). Its
+policy is that of `remat`, or else one that never saves gathered weights
+(`ModelChanges.with_layer_scan`). A weight outside all units is gathered once, before the model
+runs.
 
-`GlobalGather` is the default. `LocalGather` runs where `StepSpec.is_local` is true, for example
-with `Reduction(manual=True)`.
+`GlobalGather` is the default. Where ranks compute gradients in `shard_map`, for example with
+`Reduction(manual=True)`, units call a `LocalGather`; with `Reduction(per="step")` they do not, and
+`RankProgram` gathers all weights once.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ GATHERED = (
     *("sharding_constraint", "all_gather", "all_gather_invariant"),
     *("optimization_barrier", WIDEN, WEIGHT),
 )
-"""Primitives that produce gathered weights. Their results are never saved for backward."""
+"""Primitives that produce gathered weights. The policies of this file never save their results."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +47,10 @@ class GlobalGather:
     """Gathers a weight in global view by sharding constraints, forward and backward.
 
     With only `with_sharding_constraint(w, whole)`, XLA may all-gather before the cast and
-    all-reduce the gradient. So the sharded and the gathered layout are both constrained in both
-    passes: the forward is an all-gather in the compute dtype, the backward a reduce-scatter.
+    all-reduce the gradient. So the forward pass constrains the sharded layout and then the gathered
+    one, which is an all-gather in the compute dtype. The backward pass constrains the gradient to
+    its reduced layout, which is a reduce-scatter; if a loop reads the weight, first to the gathered
+    one.
 
     Args:
         mesh: names and sizes of its axes, over all devices.

@@ -1,4 +1,4 @@
-"""The layout of a step's state: shapes, shardings, claims, and how the first state is made."""
+"""The layout of a step's state: shapes, shardings, claims, first values, and the step over it."""
 
 from __future__ import annotations
 

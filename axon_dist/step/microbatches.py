@@ -1,8 +1,8 @@
 """Microbatches: their random draws, the loop that sums their gradients, and their buffers.
 
 One device draws once for the whole batch. A part is one rank's share of one microbatch. Each part
-draws with the keys and counts of the whole batch, and keeps the rows of its samples. So the result
-is bitwise independent of the number of ranks and of microbatches.
+draws with the keys and counts of the whole batch, and keeps the rows of its samples. So the numbers
+that a sample draws are bitwise independent of the number of ranks and of microbatches.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class Draws:
 def draws_of(
     spec: StepSpec, separator: Separator, batch: Batch, axes: tuple[str, ...] = ()
 ) -> Draws | None:
-    """Finds the draws of the parts of a batch; None if there is one part, or nothing is drawn.
+    """Finds the draws of the parts of a batch, and the buffers that change once or are averaged.
+
+    Returns None if there is one part, or if there are neither.
 
     Args:
         spec: the resolved arguments of the step.

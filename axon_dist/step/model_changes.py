@@ -165,11 +165,13 @@ class ModelChanges:
             return forward
         strategy = self.strategy
         loops = self.loops
-        # A unit never saves gathered weights for its backward pass, with or without remat.
+        # A unit saves no gathered weights for its backward pass, with or without remat, unless the
+        # user's policy is `everything`.
         remat: RematPolicy | None = save_products_policy
         if strategy.layers:
-            # `save_products_policy` would save a partial product, before its sum over tensor ranks.
-            # The residual stream, which is saved in its place, is already summed.
+            # `save_products_policy` would save the partial product of a row-parallel layer and
+            # repeat its sum over the ranks in the backward pass. Saving every value but gathered
+            # weights also saves the sum.
             gathers = strategy.params.split_axes and not strategy.gathers_once
             remat = save_all_but_gathers_policy if gathers or self.model_spec.int8 else None
         group = 1

@@ -32,7 +32,7 @@ class Outcome:
     """The result of one evaluation of the loss.
 
     Args:
-        loss: the sum of the losses and the weight it is divided by.
+        loss: a sum and the weight that it is divided by; a plain loss has weight 1.
         metrics: what the loss function reports: `Weighted`, or a number with the weight of the
             loss.
         buffers: the buffers after the forward pass.
@@ -459,7 +459,7 @@ def gradient_means(
         scale: the loss scale.
 
     Returns:
-        float32 gradients, metrics, new buffers.
+        Gradients in float32 or wider, metrics, new buffers.
     """
     differentiate = _differentiated(forward, lambda loss: loss.weight, scale, mean_loss)
     (_, outcome), grads = differentiate(params, buffers, batch)

@@ -298,21 +298,24 @@ class StepOptions(_Fields):
             that runs.
         separable: whether the loss of a batch can be computed from the losses of its parts: the
             microbatches, and the samples of each rank. With None, the step proves it. With True or
-            False nothing is proved, and the losses of microbatches are averaged. In a microbatch,
-            with True each rank computes the loss of its own samples, and these are averaged; with
-            False all ranks compute the loss of the microbatch together.
+            False a loss that couples samples is not refused: the losses of microbatches are
+            averaged, and sums over samples are added. In a microbatch, with True each rank computes
+            the loss of its own samples, and these are averaged; with False all ranks compute the
+            loss of the microbatch together.
 
             - None (default): the step reads it off the traced loss. A mean, a sum, a `Weighted` or
               a function of sums over the samples can be computed from parts. Any other loss
               couples samples: it is computed over the samples of all ranks, in global view, and
               refused with several microbatches. A metric that couples samples is refused with
               microbatches too.
-            - True: it can; nothing is proved. Where the step computes per rank, each rank computes
-              the loss of its own samples; the result is the mean over all parts. A quotient
-              `sum / count` is NaN for a part with count 0; return `Weighted(sum, count)` instead.
-            - False: it cannot; nothing is proved. All ranks compute the loss of a microbatch
-              together, in global view, and the result is the mean over the microbatches, which
-              may differ from the loss of the whole batch.
+            - True: it can, even if the step cannot prove it. Where the step computes per rank,
+              each rank computes the loss of its own samples; the result is the mean over all parts.
+              A quotient `sum / count` is NaN for a part with count 0; return `Weighted(sum, count)`
+              instead.
+            - False: it cannot. All ranks compute the loss of a microbatch together, in global
+              view, and the result is the mean over the microbatches, which may differ from the
+              loss of the whole batch. A sum of terms that grow differently with the number of
+              samples is refused.
         eval_kwargs: keyword arguments that `evaluate` passes to the call of the model, in place of
             those that the loss passes, such as `{"deterministic": True}`. NNX modules are put into
             eval mode by `eval()`; in bridged Linen modules the layers are switched, and the

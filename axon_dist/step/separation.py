@@ -659,8 +659,8 @@ class Separator:
             return None
         names = {name for name, output in dependence.metrics.items() if not output.is_separable}
         if not dependence.loss.is_separable:
-            # A metric without its own weight uses the weight of the loss. Sums in place of the loss
-            # have no weight, so these metrics are replaced as well.
+            # A metric without its own weight uses the weight of the loss, which sums in place of
+            # the loss do not have. So weighted metrics are replaced as well.
             names |= {
                 name
                 for name, output in dependence.metrics.items()
@@ -714,8 +714,8 @@ class Separator:
         Returns:
             (params, buffers, batch) -> the results of the loss function, with the weights whole.
         """
-        # Callers are inside `shard_map`, where the names of mesh axes are bound. This program is
-        # traced without them.
+        # Some callers are inside `shard_map`, where the names of mesh axes are bound. This program
+        # is traced without them.
         return self._of_one_rank.of(batch, samples, self._traced.values()).program
 
     @cached_property
@@ -724,18 +724,18 @@ class Separator:
         return Traces(self.model_spec, self._loss_fn, change, over_all=False)
 
     def _traces(self, ranks: int) -> Traces:
-        """Returns the programs for `ranks` ranks, each of which computes the loss on its own."""
+        """Returns the programs of the loss on one rank; with `ranks=1` that of all samples."""
         # Outside of pipelines, a model with experts runs in global view even if the step asks for
         # ranks.
-        runs_experts = ranks == 1 or self._spec.strategy.pipeline is not None
-        if runs_experts not in self._traced:
+        marks_experts = ranks == 1 or self._spec.strategy.pipeline is not None
+        if marks_experts not in self._traced:
             # Here experts promise not to mix samples.
             modules = nnx.iter_modules(self.model_spec.abstract)
             has_experts = any(hasattr(module, SUM_SAMPLES) for _, module in modules)
-            first = mark_experts_per_sample if runs_experts and has_experts else None
+            first = mark_experts_per_sample if marks_experts and has_experts else None
             change = self._change_with(None, first)
-            self._traced[runs_experts] = Traces(self.model_spec, self._loss_fn, change)
-        return self._traced[runs_experts]
+            self._traced[marks_experts] = Traces(self.model_spec, self._loss_fn, change)
+        return self._traced[marks_experts]
 
     def _dependence(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> LossDependence:
         """Returns how the loss uses the samples, by its programs at the sizes that run."""
@@ -955,7 +955,7 @@ def wants_ranks(spec: StepSpec) -> tuple[bool, list[str]]:
     capacity = reduction.bucket_capacity
     overlaps = reduction.sync is GradSyncStrategy.OVERLAPPED
     words = {
-        # Overlapped reductions have buckets of a default size.
+        # `ddp` gives overlapped reductions a size, so the user may have set `sync` alone.
         f"bucket_capacity={capacity}": capacity is not None and not overlaps,
         f"sync={reduction.sync.name}": overlaps,
         "manual=True": reduction.manual,

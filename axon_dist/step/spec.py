@@ -95,7 +95,11 @@ class StepSpec:
 
     @property
     def is_local(self) -> bool:
-        """Whether ranks compute gradients in `shard_map`; else the compiler partitions them."""
+        """Whether the options ask for gradients per rank, in `shard_map`; False for pipelines.
+
+        `local_view.py` computes them then. A loss that couples samples runs in global view all the
+        same, unless an option needs ranks.
+        """
         strategy = self.strategy
         # Without batch axes there is nothing to sum per rank. Parameters that are never gathered,
         # such as experts, also process samples of other ranks, so their gradients are not per rank.
@@ -154,7 +158,8 @@ def strategy_for(
 ) -> Strategy:
     """Resolves every option of a strategy: precision, remat, reduction, the model's layouts.
 
-    Without a precision, gradients are computed and sent in the dtype of the parameters.
+    Without a precision, gradients are computed in the dtype of the parameters, and sent in it
+    unless `Reduction.dtype` names another.
 
     Args:
         model_spec: the model, whose variables may carry sharding annotations, and whose layers

@@ -123,8 +123,8 @@ def build_train_step(
             equals one whose model has `int8 * scale` in their place, in their own dtype. They are
             stored and sent as int8 and widened in the block that reads them; within bridged Linen
             modules they are widened before they are sent. Pipelines do not support it.
-        **keywords: fields of `StepOptions` by name, such as `accumulate=4`. They replace `options`,
-            or override its fields.
+        **keywords: fields of `StepOptions` by name, such as `accumulate=4`; they override those of
+            `options`.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.

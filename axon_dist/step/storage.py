@@ -462,7 +462,7 @@ def calls_in(
     modules, stacked_units = unit_paths(blocks, stacks)
 
     def mark(model: nnx.Module) -> None:
-        mark_units(model, lambda path, _: path in modules, looped=stacked_units)
+        mark_units(model, lambda path, _: path in modules, stacked_units=stacked_units)
 
     def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
         return evaluate(model_spec, loss_fn, params, buffers, batch, mark)

@@ -46,6 +46,9 @@ class Module:
         return self.path.name == "__init__.py"
 
 
+_IMPORTING = (ast.ImportFrom, ast.Import, ast.Call)
+
+
 def imported_names(path: pathlib.PurePath, nodes: tuple[ast.AST, ...]) -> Iterator[str]:
     """Dotted names below the package, also those given to `import_module` as a text."""
     package = path.parts[:-1]
@@ -80,9 +83,10 @@ def modules() -> Mapping[str, Module]:
     for file in sorted(PACKAGE.rglob("*.py")):
         path = pathlib.PurePath(file.relative_to(PACKAGE))
         nodes = tuple(ast.walk(ast.parse(file.read_text())))
-        all_names = frozenset(imported_names(path, nodes))
+        importing = tuple(x for x in nodes if isinstance(x, _IMPORTING))
+        all_names = frozenset(imported_names(path, importing))
         hidden = {x for node in nodes if _is_type_checking(node) for x in ast.walk(node)}
-        run = frozenset(imported_names(path, tuple(x for x in nodes if x not in hidden)))
+        run = frozenset(imported_names(path, tuple(x for x in importing if x not in hidden)))
         module = Module(path, nodes, all_names, all_names - run)
         read[module.name] = module
     exports = {name: _exports(module) for name, module in read.items()}

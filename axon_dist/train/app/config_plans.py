@@ -369,7 +369,7 @@ def _build(search: _Search, candidate: Candidate) -> tuple[RunConfig, TrainStep]
     capability = compute_capability(search.hardware.name)
     world = abstract_world(config.mesh, search.num_devices, search.platform, capability)
     # No candidate changes the model or the optimizer.
-    step = build_step(config, world, search.optimizer, follows_loss=False, factory=search.factory)
+    step = build_step(config, world, search.optimizer, checks_loss=False, factory=search.factory)
     return config, step
 
 

@@ -219,13 +219,13 @@ def open_states(
 
 
 _WITHOUT_EFFECT = (
-    *("name", "run_dir", "loggers", "checkpoint.", "data.num_ahead", "data.num_workers"),
-    *("train.log_every", "train.eval_every", "train.eval_batches", "train.profile", "validation."),
+    *("name", "run_dir", "loggers", "checkpoint", "data.num_ahead", "data.num_workers"),
+    *("train.log_every", "train.eval_every", "train.eval_batches", "train.profile", "validation"),
     *("train.peak_flops", "train.norms_by_layer", "train.best"),
     # The name of `train.norms_by_layer` in the checkpoints of 0.2 and before.
     "train.layer_norms",
 )
-"""Prefixes of config keys that do not change the result of training."""
+"""Keys and sections of a config that do not change the result of training."""
 
 
 def changes_since(saved: object, config: RunConfig, state: TrainState) -> list[str]:
@@ -243,7 +243,8 @@ def changes_since(saved: object, config: RunConfig, state: TrainState) -> list[s
     if not isinstance(saved, dict):
         return []
     lines = changed_keys(flat(saved), flat(config.to_dict()))
-    lines = [line for line in lines if not line.startswith(_WITHOUT_EFFECT)]
+    without_effect = tuple(key + end for key in _WITHOUT_EFFECT for end in (":", "."))
+    lines = [line for line in lines if not line.startswith(without_effect)]
     if not lines:
         return []
     # The saved config may be from an older version or name code that is not here.

@@ -86,7 +86,7 @@ def build_step(
     compiler_options: Mapping[str, OptionValue | None] | None = None,
     change_outer_loop: Callable[[OuterLoop | None], OuterLoop | None] = lambda loop: loop,
     trains: bool = True,
-    follows_loss: bool = True,
+    checks_loss: bool = True,
     factory: Callable[[], nnx.Module] | None = None,
 ) -> TrainStep:
     """Builds the step of a run, without compiling it.
@@ -99,9 +99,9 @@ def build_step(
         loss_fn: replaces the loss of the config's task.
         compiler_options: compiler options that override those of the config.
         change_outer_loop: changes the strategy's `OuterLoop`, for example removes it.
-        trains: whether steps will be taken. If so, the loss of the batch must be computable from
-            its parts. If not, there are no outer steps and only one replica.
-        follows_loss: whether to determine here how the loss of the batch follows from its parts.
+        trains: whether steps will be taken. If so, a loss that couples samples is refused where
+            the step needs the losses of parts. If not, there are no outer steps and one replica.
+        checks_loss: whether to determine here how the loss of the batch follows from its parts.
             Otherwise the first trace of the step determines it, and raises the same errors.
         factory: makes the model; None makes that of the config, with its initial weights.
 
@@ -110,7 +110,8 @@ def build_step(
         DivisibilityError: when the batch does not divide over the mesh and the microbatches.
         MeshError: when the strategy needs an axis that the mesh lacks.
         StrategyConflictError: when strategies contradict each other.
-        UnsupportedError: when the loss of the batch cannot be computed from its parts.
+        UnsupportedError: when the step needs the losses of parts of the batch, and the loss couples
+            samples.
     """
     if config.weights is not None and config.weights.format != NATIVE_NAME:
         format_of(config.weights.format)
@@ -122,7 +123,7 @@ def build_step(
             compiler_options,
             change_outer_loop,
             trains,
-            follows_loss,
+            checks_loss,
             factory,
         )
         return recomputing_least(config, world, trains, lambda one: build_step(one, world, *args))
@@ -157,7 +158,7 @@ def build_step(
     _check_batch(config, step)
     if trains:
         warn_of_vanishing(config, step)
-    if trains and follows_loss:
+    if trains and checks_loss:
         separation(step, abstract_batch(config))
     return step
 
@@ -229,7 +230,10 @@ def optimizer_of(
 
 
 def _example(config: RunConfig, strategy: Strategy, world: World) -> Batch | None:
-    """Returns the batch for which a pipeline traces block calls; None without a pipeline."""
+    """Returns the batch for which a pipeline traces block calls, if there is one.
+
+    None without a pipeline, and for a batch that does not divide over its ranks and microbatches.
+    """
     if strategy.pipeline is None:
         return None
     ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)

@@ -116,7 +116,7 @@ Devices: TypeAlias = Annotated[int, _from(1, 1024)]
 Positive: TypeAlias = Annotated[
     float, number(", above 0 and at most 3e38, in float32", lambda value: 1e-37 <= value <= 3e38)
 ]
-"""A rate or a size; a smaller value would be rounded to 0 on the devices."""
+"""A rate or a size; float32 would round a smaller value to 0."""
 
 NonNegative: TypeAlias = Annotated[
     float, number(", at least 0 and at most 3e38", lambda value: 0 <= value <= 3e38)
