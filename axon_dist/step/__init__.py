@@ -32,3 +32,4 @@ from .state import TrainState as TrainState
 from .step import TrainStep as TrainStep
 from .step import build_train_step as build_train_step
 from .step import leaves_remat_open as leaves_remat_open
+from .step import recomputing_least as recomputing_least

@@ -7,9 +7,16 @@ policy is that of `remat`, or else one that never saves gathered weights
 (`ModelChanges.with_layer_scan`). A weight outside all units is gathered once, before the model
 runs.
 
-`GlobalGather` is the default. Where ranks compute gradients in `shard_map`, for example with
-`Reduction(manual=True)`, units call a `LocalGather`; with `Reduction(per="step")` they do not, and
-`RankProgram` gathers all weights once.
+A weight is gathered by one of:
+
+- `GlobalGather`, the default, whose collectives the compiler inserts.
+- `LocalGather`, where ranks compute gradients in `shard_map`, such as with
+  `Reduction(manual=True)`, and reduce them once per microbatch.
+- `RankProgram` in `local_view.py`, which gathers all weights once per step, where ranks reduce
+  gradients once per step.
+- `global_gradients` in `global_view.py`, which gathers all weights before the first unit, where the
+  strategy says `gathers_once`.
+- `Int8Gather`, for frozen weights that are stored as int8, around one of the first two.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ from ..inspect import (
 )
 from ..ir.loop_rule import LoopChoice
 from ..mesh import World, agree, digest, is_abstract
+from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision
 from ..parallel import HasStrategy, Strategy, as_strategy
 from ..parallel.strategy import on_mesh
@@ -168,7 +169,7 @@ def build_train_step(
                 **keywords,
             )
 
-        return _recomputing_least(build, batch)
+        return recomputing_least(build, batch)
     check_arguments(optimizer, loss_fn, world, remat, strategy, model)
     names = AxisNames.of(world.mesh, options_of(options, keywords, False).axis_names)
     with own_context(names):
@@ -252,18 +253,27 @@ def leaves_remat_open(step: TrainStep) -> bool:
     return not world.is_cpu and not is_abstract(world) and knows_memory(world)
 
 
-def _recomputing_least(build: Callable[..., TrainStep], batch: Batch | None) -> TrainStep:
-    """Returns the step that recomputes the least that fits, or the one its strategy describes.
+def recomputing_least(
+    build: Callable[[ActivationCheckpointing | None], TrainStep], batch: Batch | None
+) -> TrainStep:
+    """Builds the step of `remat="auto"`: the one that recomputes least and fits into memory.
 
     Args:
         build: makes a step with the given `remat`.
-        batch: a global batch, arrays or shapes.
+        batch: a global batch, arrays or shapes; None recomputes nothing.
+
+    Returns:
+        The step. If the strategy sets a remat policy, that policy is used. If the memory of the
+        devices is unknown, the step recomputes nothing and is not even traced.
+
+    Raises:
+        ConfigError: when nothing fits.
     """
-    plain = build(remat=None)
+    plain = build(None)
     if batch is None or not leaves_remat_open(plain):
         return plain
     return recompute_least(
-        lambda remat: plain if remat is None else build(remat=remat),
+        lambda remat: plain if remat is None else build(remat),
         lambda step: read_step(step, batch),
         lambda step: memory(step.lower(batch).compile()).peak,
         usable_bytes(plain.world),

@@ -18,7 +18,7 @@ from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import fsdp
 from axon_dist.planner import read_step, recompute_least
 from axon_dist.planner.reading import LADDER, SURE
-from axon_dist.train.app import steps, summary
+from axon_dist.train.app import summary
 from axon_dist.train.app.steps import build_step
 from axon_dist.train.app.summary import remat_line
 from axon_dist.train.config import RunConfig
@@ -89,16 +89,17 @@ TINY = {
 def emulated(monkeypatch, usable=None, **changes):
     """The step of the config on emulated devices, which are said to have so much memory."""
     if usable is not None:
-        monkeypatch.setattr(steps, "leaves_remat_open", lambda step: step.strategy.remat is None)
-        monkeypatch.setattr(steps, "usable_bytes", lambda world: usable)
-        monkeypatch.setattr(summary, "leaves_remat_open", lambda step: step.strategy.remat is None)
+        is_open = lambda step: step.strategy.remat is None
+        monkeypatch.setattr(build_module, "leaves_remat_open", is_open)
+        monkeypatch.setattr(build_module, "usable_bytes", lambda world: usable)
+        monkeypatch.setattr(summary, "leaves_remat_open", is_open)
         monkeypatch.setattr(summary, "usable_bytes", lambda world: usable)
     config = RunConfig.from_dict({**TINY, **changes})
     return config, build_step(config, World.emulate(8, str(config.mesh)))
 
 
 def test_auto_is_the_default_and_traces_nothing_where_memory_is_unknown(monkeypatch):
-    monkeypatch.setattr(steps, "read_step", None)
+    monkeypatch.setattr(build_module, "read_step", None)
     config, step = emulated(monkeypatch)
     assert RunConfig().remat == config.remat == "auto"
     assert RunConfig.from_dict(config.to_dict()).remat == "auto"

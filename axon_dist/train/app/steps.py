@@ -20,15 +20,14 @@ from axon_dist.core.errors import ConfigError, warn
 from axon_dist.core.files import host_memory
 from axon_dist.core.typing import Batch, LossFn, OptionValue
 from axon_dist.core.words import AUTO
-from axon_dist.inspect import bytes_per_device, memory, separation
+from axon_dist.inspect import bytes_per_device, separation
 from axon_dist.launch import Timeouts
 from axon_dist.mesh import World, agree, self_test
 from axon_dist.models.formats import NATIVE_NAME, format_of
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.optim import watched
 from axon_dist.parallel import OuterLoop, Strategy
-from axon_dist.planner import read_step, recompute_least, usable_bytes
-from axon_dist.step import TrainStep, build_train_step, leaves_remat_open, trainable_filter
+from axon_dist.step import TrainStep, build_train_step, recomputing_least, trainable_filter
 
 from ..config import Optimizer, RunConfig, abstract_batch, build_strategy, make_model
 from ..config.optimizers import Adam, AdamW, Lion
@@ -116,17 +115,22 @@ def build_step(
     if config.weights is not None and config.weights.format != NATIVE_NAME:
         format_of(config.weights.format)
     if config.remat == AUTO:
-        args = (
-            optimizer,
-            metrics,
-            loss_fn,
-            compiler_options,
-            change_outer_loop,
-            trains,
-            checks_loss,
-            factory,
-        )
-        return recomputing_least(config, world, trains, lambda one: build_step(one, world, *args))
+
+        def build(remat: ActivationCheckpointing | None) -> TrainStep:
+            return build_step(
+                dataclasses.replace(config, remat=remat),
+                world,
+                optimizer,
+                metrics=metrics,
+                loss_fn=loss_fn,
+                compiler_options=compiler_options,
+                change_outer_loop=change_outer_loop,
+                trains=trains,
+                checks_loss=checks_loss,
+                factory=factory,
+            )
+
+        return recomputing_least(build, abstract_batch(config)) if trains else build(None)
     factory = factory or functools.partial(model_of, config)
     strategy = build_strategy(config.parallel, factory, world)
     outer_loop = change_outer_loop(strategy.outer_loop) if trains else None
@@ -299,40 +303,6 @@ def _check_batch(config: RunConfig, step: TrainStep) -> None:
             f"{step.world.spec} with num_microbatches={step.batch_layout.num_microbatches}; "
             f"make it a multiple of {divisor}, such as {-(-batch // divisor) * divisor}"
         )
-
-
-def recomputing_least(
-    config: RunConfig, world: World, trains: bool, build: Callable[[RunConfig], TrainStep]
-) -> TrainStep:
-    """Builds the step of a config with `remat: auto`: the one that recomputes least and fits.
-
-    Args:
-        config: a checked run, as YAML describes it.
-        world: the devices and their mesh.
-        trains: whether steps will be taken; otherwise nothing is recomputed.
-        build: builds the step of a config with an explicit `remat`.
-
-    Returns:
-        The step. If the strategy sets a remat policy, that policy is used. If the memory of the
-        devices is unknown, the step recomputes nothing and is not even traced.
-
-    Raises:
-        ConfigError: when nothing fits.
-    """
-
-    def with_remat(remat: ActivationCheckpointing | None) -> TrainStep:
-        return build(dataclasses.replace(config, remat=remat))
-
-    batch = abstract_batch(config)
-    plain = with_remat(None)
-    if not trains or not leaves_remat_open(plain):
-        return plain
-    return recompute_least(
-        lambda remat: plain if remat is None else with_remat(remat),
-        lambda step: read_step(step, batch),
-        lambda step: memory(step.lower(batch).compile()).peak,
-        usable_bytes(world),
-    )
 
 
 def check_memory(config: RunConfig, step: TrainStep) -> None:
