@@ -35,7 +35,7 @@ from ..mesh import World
 from ..separability.abstract_values import Dependence, OutputDependence
 from .model_spec import ModelSpec
 from .objective import evaluate
-from .separation import Traces, scalars
+from .sample_traces import Traces, scalars
 from .spec import StepSpec
 
 

@@ -41,7 +41,7 @@ from .objective import (
     weighted_metrics,
 )
 from .plan import StepPlan
-from .separation import Traces
+from .sample_traces import Traces
 from .spec import StepSpec
 
 LINEN_EVAL_ATTRIBUTES: MappingProxyType[type[nn.Module], str] = MappingProxyType(

@@ -27,7 +27,7 @@ from axon_dist.models import (
 from axon_dist.parallel import mark_experts_per_sample
 from axon_dist.separability.abstract_values import Dependence
 from axon_dist.step.model_spec import split_model
-from axon_dist.step.separation import Traces
+from axon_dist.step.sample_traces import Traces
 
 from ..contracts.models import CASES, token_batch, transformer
 from ..contracts.reference import assert_close, train
