@@ -26,7 +26,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
 from ..collectives import GradSyncStrategy
-from ..core.errors import AxonDistError, UnsupportedError
+from ..core.errors import AxonDistError, UnsupportedError, warn
 from ..core.tree import is_key, leaves_with_paths, shape_key, shapes_of
 from ..core.typing import Batch, LossFn, Path, PyTree
 from ..ir.randomness import is_added_to
@@ -222,10 +222,12 @@ class Separator:
                 self._traces(ranks).of(batch, total)
             except AxonDistError:
                 raise
-            except Exception:  # The user's loss may raise anything for more samples.
+            except Exception as error:  # The user's loss may raise anything for more samples.
                 # The loss fails for more samples than a microbatch, on one device too. So a
                 # microbatch takes the place of the whole batch in the comparison.
                 total = samples
+                self._traces(ranks).of(batch, samples)  # Raises if the loss always fails.
+                warn(self._of_microbatch_alone(samples, str(error)), code="loss-of-one-size")
         if samples // ranks == total:
             self._check_buffers(self._traces(ranks).of(batch, total).program)
             return Separation(self._loss_fn, per_rank)
@@ -383,6 +385,15 @@ class Separator:
             f"batch is cut into {self._num_microbatches}: {error}. Take the number of "
             "samples from the shapes of the batch, and not from a constant; or leave the batch "
             "whole"
+        )
+
+    def _of_microbatch_alone(self, samples: int, error: str) -> str:
+        error = " ".join(error.split())[:200].rstrip(".")
+        return (
+            f"the loss cannot be computed for the {samples * self._num_microbatches} samples of a "
+            f"batch, only for the {samples} of a microbatch: {error}. So the loss of a batch is "
+            "the mean of those of its microbatches, even if it is a sum over samples; take the "
+            "number of samples from the shapes of the batch, and not from a constant"
         )
 
     def _check_follows(self, dependence: LossDependence, part: int, total: int, ranks: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import Weighted, World, build_train_step, ddp, per_sample
-from axon_dist.core.errors import ConfigError, UnsupportedError
+from axon_dist.core.errors import AxonDistWarning, ConfigError, UnsupportedError
 from axon_dist.inspect import separation
 from axon_dist.models import (
     ExpertConfig,
@@ -210,6 +210,18 @@ def test_a_loss_that_wants_the_whole_batch_is_not_cut(strategy):
     wrong = lambda m, b: m(b["x"]) @ b["nothing"]
     with pytest.raises(ConfigError, match=r"looks up .nothing."):
         separation(split_in(1, wrong, strategy=ddp(bucket_capacity=64)), case.batch(0))
+
+
+def test_a_loss_of_microbatches_alone_is_their_mean_with_a_warning():
+    case = CASES["mlp"]
+    fixed = lambda m, b: jnp.sum((m(b["x"]) - b["y"]) ** 2 * jnp.arange(16.0)[:, None])
+    step, batch = split_in(2, fixed), case.batch(0)
+    with pytest.warns(AxonDistWarning, match=r"32 samples of a batch, only for the 16 of") as seen:
+        _, metrics = step(step.init(), batch)
+    assert [one.message.code for one in seen] == ["loss-of-one-size"]
+    halves = [{name: x[part] for name, x in batch.items()} for part in (slice(16), slice(16, 32))]
+    mean = sum(float(fixed(case.make(), half)) for half in halves) / 2
+    assert float(metrics["loss"]) == pytest.approx(mean, rel=1e-5)
 
 
 def test_numbers_of_python_in_a_program_are_read():
