@@ -150,8 +150,8 @@ class ScheduleSummary:
         lockstep_bubble: idle share of that time.
         lockstep_slowdown: `lockstep_makespan` divided by the time that the busiest device computes;
             at least 1.
-        peak_live: the most microbatches in flight (`F` to `B` or `I`), with a stage of several per
-            device counted as its share of the device; the papers' number.
+        peak_live: the most microbatches in flight on a device (`F` to `B` or `I`): the sum over its
+            stages, divided by their number, as in the papers.
         num_inputs: slots for stage inputs, including waiting ones; each is one chunk's input.
         num_held: slots for values from `I` to `W`; 0 with whole backwards.
         num_transfers: values sent between devices in a step.

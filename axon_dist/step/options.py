@@ -298,7 +298,7 @@ class StepOptions(_Fields):
             that runs.
         separable: whether the loss of a batch can be computed from the losses of its parts: the
             microbatches, and the samples of each rank. With None, the step proves it. With True or
-            False a loss that couples samples is not refused: the losses of microbatches are
+            False a loss that couples the samples of microbatches is not refused: their losses are
             averaged, and sums over samples are added. In a microbatch, with True each rank computes
             the loss of its own samples, and these are averaged; with False all ranks compute the
             loss of the microbatch together.
