@@ -203,19 +203,17 @@ def _odd_mesh(strategy: str, size: int) -> str:
 # Numbers of devices that are no powers of two and divide few dims or none: shards are padded.
 ODD = [
     Row("full_shard", "fsdp=5", "weighted", 2, "sgd", 0.1),
+    Row("zero1", "dp=7", "dropout", 2, "adam"),
 ]
 ODD_FULL = [
-    Row("zero1", "dp=7", "dropout", 2, "adam"),
-    *(
-        Row(strategy, _odd_mesh(strategy, size), model, k, optimizer)
-        for strategy in ("full_shard", "full_shard_manual", "hybrid_shard", "zero1", "zero2")
-        for size in (3, 5, 6, 7)
-        if strategy != "hybrid_shard" or size == 6
-        for model in CASES
-        for k in (1, 2)
-        for optimizer in ("sgd", "adamw")
-        if strategy == "full_shard" or (k, optimizer) == (2, "sgd")
-    ),
+    Row(strategy, _odd_mesh(strategy, size), model, k, optimizer)
+    for strategy in ("full_shard", "full_shard_manual", "hybrid_shard", "zero1", "zero2")
+    for size in (3, 5, 6, 7)
+    if strategy != "hybrid_shard" or size == 6
+    for model in CASES
+    for k in (1, 2)
+    for optimizer in ("sgd", "adamw")
+    if strategy == "full_shard" or (k, optimizer) == (2, "sgd")
 ]
 
 
