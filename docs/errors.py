@@ -8,7 +8,7 @@ from collections.abc import Iterator
 PACKAGE = pathlib.Path(__file__).parents[1] / "axon_dist"
 # Calls whose result reads like their argument, such as `sorted(names)` or `"; ".join(names)`.
 SAME = {"byte_size", "dict", "first_few", "float", "int", "list", "max", "min", "repr", "rstrip"}
-SAME |= {"set", "sorted", "split", "str", "str_short", "tuple", "typeof"}
+SAME |= {"_shortened", "set", "sorted", "split", "str", "str_short", "tuple", "typeof"}
 SAME_AS_LAST = {"filter", "join", "map"}
 # Attributes that a message shows in place of the thing that has them.
 SHOWN = {"name", "value", "path"}

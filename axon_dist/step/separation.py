@@ -123,6 +123,11 @@ def _instead_of(why: str, samples: int) -> str:
     return advice
 
 
+def _shortened(error: str) -> str:
+    """Returns the start of a message of the user's loss, in one line."""
+    return " ".join(error.split())[:200].rstrip(".")
+
+
 class Separator:
     """Finds out, once per batch shape, how the loss of a batch is computed from its parts.
 
@@ -379,21 +384,20 @@ class Separator:
         return dependence
 
     def _too_small(self, samples: int, error: str) -> str:
-        error = " ".join(error.split())[:200].rstrip(".")
         return (
             f"the loss cannot be computed for a microbatch, which has {samples} samples when the "
-            f"batch is cut into {self._num_microbatches}: {error}. Take the number of "
+            f"batch is cut into {self._num_microbatches}: {_shortened(error)}. Take the number of "
             "samples from the shapes of the batch, and not from a constant; or leave the batch "
             "whole"
         )
 
     def _of_microbatch_alone(self, samples: int, error: str) -> str:
-        error = " ".join(error.split())[:200].rstrip(".")
+        total = samples * self._num_microbatches
         return (
-            f"the loss cannot be computed for the {samples * self._num_microbatches} samples of a "
-            f"batch, only for the {samples} of a microbatch: {error}. So the loss of a batch is "
-            "the mean of those of its microbatches, even if it is a sum over samples; take the "
-            "number of samples from the shapes of the batch, and not from a constant"
+            f"the loss cannot be computed for the {total} samples of a batch, only for the {samples} "
+            f"of a microbatch: {_shortened(error)}. So the loss of a batch is the mean of those of "
+            "its microbatches, even if it is a sum over samples; take the number of samples from "
+            "the shapes of the batch, and not from a constant"
         )
 
     def _check_follows(self, dependence: LossDependence, part: int, total: int, ranks: int) -> None:

@@ -105,6 +105,7 @@ ROWS = [
     Row("ddp_overlapped", "dp=4", "batchnorm", 2),
     Row("zero2", "dp=8", "weighted", 2),
     Row("zero1_within_nodes", "dp=2,fsdp=2", "mlp", 2, "adam"),
+    Row("zero3", "dp=8", "dropout", 2),
     Row("full_shard", "fsdp=4", "mlp", 2, "sgd", 0.1, unroll=1),
     Row("full_shard_once", "fsdp=4", "weighted", 2),
     Row("full_shard_manual", "fsdp=4", "weighted", 2),
