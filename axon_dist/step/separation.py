@@ -394,10 +394,10 @@ class Separator:
     def _of_microbatch_alone(self, samples: int, error: str) -> str:
         total = samples * self._num_microbatches
         return (
-            f"the loss cannot be computed for the {total} samples of a batch, only for the {samples} "
-            f"of a microbatch: {_shortened(error)}. So the loss of a batch is the mean of those of "
-            "its microbatches, even if it is a sum over samples; take the number of samples from "
-            "the shapes of the batch, and not from a constant"
+            f"the loss cannot be computed for the {total} samples of a batch, only for the "
+            f"{samples} of a microbatch: {_shortened(error)}. So the loss of a batch is the mean of "
+            "those of its microbatches, even if it is a sum over samples; take the number of "
+            "samples from the shapes of the batch, and not from a constant"
         )
 
     def _check_follows(self, dependence: LossDependence, part: int, total: int, ranks: int) -> None:
