@@ -395,8 +395,8 @@ class Separator:
         total = samples * self._num_microbatches
         return (
             f"the loss cannot be computed for the {total} samples of a batch, only for the "
-            f"{samples} of a microbatch: {_shortened(error)}. So the loss of a batch is the mean of "
-            "those of its microbatches, even if it is a sum over samples; take the number of "
+            f"{samples} of a microbatch: {_shortened(error)}. So the loss of a batch is the mean "
+            "of those of its microbatches, even if it is a sum over samples; take the number of "
             "samples from the shapes of the batch, and not from a constant"
         )
 
