@@ -31,8 +31,8 @@ from .tables import (
     GradientSums,
     LaneEntry,
     Packing,
+    ScanTables,
     State,
-    TickProgram,
     Totals,
     add,
     empty,
@@ -40,8 +40,8 @@ from .tables import (
     get,
     masked,
     outgoing,
-    program_of,
     put,
+    scan_tables_of,
     slots_by_name,
     zeros,
 )
@@ -194,7 +194,7 @@ class Executor:
         self.slots: dict[str, Slots] = slots_by_name(
             assign_slots(self.schedule), self.saves_residuals, saves_lookups
         )
-        self.tables: TickProgram = program_of(self.schedule, self.slots)
+        self.tables: ScanTables = scan_tables_of(self.schedule, self.slots)
         last = self.schedule.num_stages - 1
         self.fuse_last_forward: bool = not (
             self.saves_residuals or self.schedule.splits_vocabulary

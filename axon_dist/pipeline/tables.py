@@ -68,7 +68,7 @@ class _Sent(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class TickProgram:
+class ScanTables:
     """A schedule as the tables that the executor reads.
 
     Args:
@@ -102,7 +102,7 @@ def slots_by_name(
     }
 
 
-def program_of(schedule: Schedule, slots: Mapping[str, Slots]) -> TickProgram:
+def scan_tables_of(schedule: Schedule, slots: Mapping[str, Slots]) -> ScanTables:
     """Turns a valid schedule into the tables that one scan over ticks reads.
 
     Args:
@@ -156,7 +156,7 @@ def program_of(schedule: Schedule, slots: Mapping[str, Slots]) -> TickProgram:
             # share it, as in a ring.
             shift = (target - device) % schedule.num_devices
             sent.setdefault((position, shift), []).append(_Sent(device, target, tick, slot))
-    return TickProgram(tuple(lanes), _channels(sent, lanes))
+    return ScanTables(tuple(lanes), _channels(sent, lanes))
 
 
 def _channels(

@@ -44,11 +44,11 @@ from .placement import (
     is_rare,
     kind_of,
     of_spec,
-    once,
     placed,
     product_dims,
     union,
     unsplit,
+    without_repeats,
 )
 
 
@@ -377,7 +377,9 @@ class _Reader:
         for atom, value, spec in zip(equation.invars, operands, params["in_specs"], strict=True):
             wanted = of_spec(spec, len(value.splits))
             self.resolved(value, scatter=union(wanted))
-            keep = once([(a - manual) | s for a, s in zip(value.splits, wanted, strict=True)])
+            keep = without_repeats(
+                [(a - manual) | s for a, s in zip(value.splits, wanted, strict=True)]
+            )
             if keep != value.splits and value.buffer >= 0:
                 lost = union(value.splits) & manual - union(wanted)
                 value = self._resplit(value, keep, lost, atom)
@@ -387,7 +389,9 @@ class _Reader:
         outputs = []
         for value, spec in zip(results, params["out_specs"], strict=True):
             pairs = zip(value.splits, of_spec(spec, len(value.splits)), strict=True)
-            outputs.append(Sharded(self.resolved(value).buffer, once([a | s for a, s in pairs])))
+            outputs.append(
+                Sharded(self.resolved(value).buffer, without_repeats([a | s for a, s in pairs]))
+            )
         return outputs
 
     def _resplit(self, value: Sharded, splits: Splits, lost: Axes, atom: Atom) -> Sharded:

@@ -112,7 +112,7 @@ def carried(node: Node) -> tuple[int, ...]:
 Chain: TypeAlias = frozenset[int]
 """Buffers that use the same memory one after another."""
 
-Shared: TypeAlias = Mapping[int, tuple[int, tuple[Chain, ...]]]
+ReusedOperands: TypeAlias = Mapping[int, tuple[int, tuple[Chain, ...]]]
 """The number of a result -> the number of an operand, and per body the buffers between them."""
 
 
@@ -158,7 +158,7 @@ def overwrites(program: LivenessProgram) -> list[Mapping[int, Chain]]:
     return [back(buffer) if buffer >= 0 else {} for buffer in program.outputs]
 
 
-def shared(node: Node) -> Shared:
+def reused_operands(node: Node) -> ReusedOperands:
     """Finds the results of a loop or a conditional that reuse the memory of an operand.
 
     Args:
@@ -194,7 +194,8 @@ def _under(node: Node, buffer: int, sizes: Sequence[int]) -> list[int]:
     if node.name in ADDS:
         return [one for one in node.reads if one >= 0 and sizes[one] == sizes[buffer]]
     place = node.writes.index(buffer)
-    return [node.reads[operand] for at, (operand, _) in shared(node).items() if at == place]
+    reused = reused_operands(node)
+    return [node.reads[operand] for at, (operand, _) in reused.items() if at == place]
 
 
 MOVES = frozenset({"transpose", "rev", "concatenate", "pad"})
@@ -240,9 +241,9 @@ class _Allocation:
         for number, node in enumerate(self.program.nodes):
             new = sum(self._bytes(b) for b in node.writes if b in self.written.buffers)
             dying = [b for b in ends[number] if b in self.written.buffers]
-            inside = shared(node)
-            inner = max(self._inner(node, inside), default=0)
-            reused = self._reused(node, dying, inside)
+            reused_inside = reused_operands(node)
+            inner = max(self._inner(node, reused_inside), default=0)
+            reused = self._reused(node, dying, reused_inside)
             most = max(most, alive + new + inner - reused)
             alive += new - sum(self._bytes(buffer) for buffer in dying)
         return most
@@ -250,13 +251,13 @@ class _Allocation:
     def _bytes(self, buffer: int) -> int:
         return 0 if buffer in self.free else self.program.sizes[buffer]
 
-    def _inner(self, node: Node, inside: Shared) -> Iterable[int]:
+    def _inner(self, node: Node, reused_inside: ReusedOperands) -> Iterable[int]:
         """Yields the peak of each body, without its inputs and the outputs that overwrite them."""
         for number, body in enumerate(node.bodies):
-            free = (b for _, chains in inside.values() for b in chains[number])
+            free = (b for _, chains in reused_inside.values() for b in chains[number])
             yield _Allocation(body, free).peak() + node.ahead
 
-    def _reused(self, node: Node, dying: list[int], inside: Shared) -> int:
+    def _reused(self, node: Node, dying: list[int], reused_inside: ReusedOperands) -> int:
         """Returns the bytes of results that overwrite buffers that are read for the last time."""
         if node.num_carry:
             carries = zip(carried(node), node.writes[: node.num_carry], strict=True)
@@ -264,7 +265,8 @@ class _Allocation:
                 self._bytes(b) for a, b in carries if a in dying and b in self.written.buffers
             )
         if node.bodies:
-            pairs = [(node.reads[operand], node.writes[at]) for at, (operand, _) in inside.items()]
+            reused = reused_inside.items()
+            pairs = [(node.reads[operand], node.writes[at]) for at, (operand, _) in reused]
             return sum(self._bytes(b) for a, b in pairs if a in dying)
         if node.name in IN_PLACE:
             first = node.reads[0]

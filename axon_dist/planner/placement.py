@@ -56,7 +56,7 @@ def of_spec(spec: PartitionSpec | Sequence[object], ndim: int) -> Splits:
     return (*splits, *unsplit(ndim - len(splits)))
 
 
-def once(splits: Sequence[Axes]) -> Splits:
+def without_repeats(splits: Sequence[Axes]) -> Splits:
     """Removes axes that already split an earlier dim."""
     used: set[str] = set()
     remaining = []
@@ -68,7 +68,7 @@ def once(splits: Sequence[Axes]) -> Splits:
 
 def either(one: Splits, other: Splits) -> Splits:
     """Returns, per dim, the axes that split the first array, or else those of the second."""
-    return once([a or b for a, b in zip(one, other, strict=True)])
+    return without_repeats([a or b for a, b in zip(one, other, strict=True)])
 
 
 def placed(equation: JaxprEqn, operands: Sequence[Splits]) -> list[ResultLayout]:
@@ -88,7 +88,8 @@ def placed(equation: JaxprEqn, operands: Sequence[Splits]) -> list[ResultLayout]
     # An elementwise operation whose operands disagree follows the first one.
     is_first = known is None or equation.primitive.name in ELEMENTWISE
     axes_of = _axes(rule, operands, is_first)
-    results = [once([_split(rule, numbers, axes_of) for numbers in dims]) for dims in rule.results]
+    split = [[_split(rule, numbers, axes_of) for numbers in dims] for dims in rule.results]
+    results = [without_repeats(splits) for splits in split]
     summed = union(axes_of[n] for n, role in enumerate(rule.roles) if role in ADDED_UP)
     return [(splits, summed - union(splits)) for splits in results]
 
@@ -124,7 +125,7 @@ def _constrained(equation: JaxprEqn, operand: Splits) -> Splits:
     sharding = equation.params["sharding"]
     free = equation.params.get("unconstrained_dims") or ()
     wanted = of_spec(getattr(sharding, "spec", ()), len(operand))
-    return once([operand[d] if d in free else axes for d, axes in enumerate(wanted)])
+    return without_repeats([operand[d] if d in free else axes for d, axes in enumerate(wanted)])
 
 
 VIEWS = frozenset(

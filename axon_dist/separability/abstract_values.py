@@ -398,7 +398,7 @@ class LossDependence:
         >>> print(found)
         loss: mean
         metric 'median': coupled: takes `sort` along the samples (a.py:3)
-        >>> found.coupled
+        >>> found.why_coupled
         "the metric 'median' takes `sort` along the samples (a.py:3)"
     """
 
@@ -420,7 +420,7 @@ class LossDependence:
         return {"loss": self.loss, **metrics, **buffers}
 
     @property
-    def coupled(self) -> str:
+    def why_coupled(self) -> str:
         """The first output that is no sum or mean over samples, and why; "" if there is none."""
         for name, dependence in self.outputs().items():
             if dependence.why:

@@ -105,13 +105,13 @@ class ElasticProgram(RankProgram):
         l of k + 1 is set.
         """
         # The random numbers of a shard depend on its number alone, not on the rank it runs on.
-        by_rank = self.draws
-        draws = None if by_rank is None else dataclasses.replace(by_rank, axes=(), ranks=1)
+        by_rank = self.part_buffers
+        part_buffers = None if by_rank is None else dataclasses.replace(by_rank, axes=(), ranks=1)
         batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
         start = jax.lax.axis_index(self.axes) * count
 
         def before(number: Any) -> PyTree:
-            return first if draws is None else draws.before(first, first, number)
+            return first if part_buffers is None else part_buffers.before(first, first, number)
 
         trace = jax.make_jaxpr(sums_of, return_shape=True)
         program, shapes = trace(weights, before(0), jax.tree.map(lambda x: x[0], batch))
@@ -148,7 +148,7 @@ class ElasticProgram(RankProgram):
     def _check_buffers(self, program: ClosedJaxpr, buffers: PyTree) -> None:
         """Raises if a buffer depends on the samples of a shard."""
         paths = [path for path, _ in leaves_with_paths(buffers)]
-        once = frozenset() if self.draws is None else self.draws.once
+        once = frozenset() if self.part_buffers is None else self.part_buffers.once_per_step
         weights = len(jax.tree.leaves(self.spec.model_spec.params))
         for number in changed_results(program, weights, len(paths)):
             if (path := paths[number]) not in once:

@@ -284,7 +284,7 @@ class EvalPiece:
 
         return jax.tree.map(cut, batch)
 
-    def once(self, sums: dict[str, Weighted]) -> dict[str, Weighted]:
+    def without_copies(self, sums: dict[str, Weighted]) -> dict[str, Weighted]:
         """Returns the sums over the samples of the piece, with each sample counted once."""
         return jax.tree.map(lambda x: x / self.copies, sums) if self.copies > 1 else sums
 

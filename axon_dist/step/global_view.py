@@ -10,7 +10,7 @@ from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Path
 from ..ir.pieces import read_in_loops
 from .gather import GlobalGather, only_axes
-from .microbatches import accumulate, draws_of
+from .microbatches import accumulate, part_buffers_of
 from .model_changes import change_layers, rewritten
 from .objective import (
     Forward,
@@ -67,7 +67,7 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
         batch,
         count,
         constrain=lambda grads: jax.lax.with_sharding_constraint(grads, grad_shardings),
-        draws=draws_of(spec, plan.separator, batch),
+        part_buffers=part_buffers_of(spec, plan.separator, batch),
     )
     grads, metrics = sums.means()
     return GradientResult(jax.lax.with_sharding_constraint(grads, grad_shardings), metrics, buffers)

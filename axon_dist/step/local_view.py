@@ -38,7 +38,7 @@ from .gather import (
     only_axes,
     reduce_tree,
 )
-from .microbatches import Draws, LastFn, SumsFn, accumulate, draws_of
+from .microbatches import LastFn, PartBuffers, SumsFn, accumulate, part_buffers_of
 from .model_changes import (
     MakeGather,
     change_layers,
@@ -151,8 +151,8 @@ def local_gradients(
     spec = plan.spec
     axes = spec.strategy.batch_axes
     # Found outside `shard_map`, since a trace inside would only see the samples of one rank.
-    draws = draws_of(spec, plan.separator, arguments.batch, axes)
-    program = (kind or RankProgram)(plan, draws)
+    part_buffers = part_buffers_of(spec, plan.separator, arguments.batch, axes)
+    program = (kind or RankProgram)(plan, part_buffers)
     if gathers_by_units(spec):
         check_reads(plan, arguments.batch)
     replicated = PartitionSpec()
@@ -180,7 +180,7 @@ class RankProgram:
 
     Args:
         plan: the plan of the step.
-        draws: the random draws of its microbatches; None if nothing is drawn.
+        part_buffers: how its buffers advance over the microbatches; None if nothing is drawn.
 
     Attributes:
         axes: the manual axes.
@@ -190,7 +190,7 @@ class RankProgram:
     """
 
     plan: StepPlan
-    draws: Draws | None
+    part_buffers: PartBuffers | None
     axes: tuple[str, ...] = dataclasses.field(init=False)
     param_specs: PyTree = dataclasses.field(init=False)
     frozen_specs: PyTree = dataclasses.field(init=False)
@@ -226,9 +226,11 @@ class RankProgram:
         reduction = self.spec.reduction
         count = self.spec.num_microbatches
         local = rank_buffers(buffers, reduction)
-        draws = self.draws if count == 1 else None
-        first = local if draws is None else draws.before(local, local, 0)
-        accumulated = functools.partial(accumulate, num_microbatches=count, draws=self.draws)
+        part_buffers = self.part_buffers if count == 1 else None
+        first = local if part_buffers is None else part_buffers.before(local, local, 0)
+        accumulated = functools.partial(
+            accumulate, num_microbatches=count, part_buffers=self.part_buffers
+        )
         num_shards = count * self.spec.num_ranks
         mean_weight = functools.partial(all_mean, axes=self.axes)
         if not gathers_by_units(self.spec):
@@ -301,7 +303,7 @@ class RankProgram:
             batch,
             self.spec.num_microbatches,
             last=None if reduced is None else last,
-            draws=self.draws,
+            part_buffers=self.part_buffers,
         )
         if reduced is None:
             sums = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))

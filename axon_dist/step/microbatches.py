@@ -39,22 +39,22 @@ LastFn: TypeAlias = Callable[[Sums, PyTree, PyTree, Batch], tuple[Sums, PyTree]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Draws:
+class PartBuffers:
     """How random streams and buffers advance from one part of a batch to the next.
 
     Args:
-        rows: the draws whose shape depends on the number of samples, and which rows of them a part
-            uses.
-        once: the paths of the buffers that change once per step: the counts of random streams, and
-            all buffers that do not depend on the samples.
-        means: the paths of the buffers that become the mean over the microbatches.
+        sample_rows: the random draws whose shape depends on the number of samples, and which of
+            their rows a part uses.
+        once_per_step: the paths of the buffers that change once per step: the counts of random
+            streams, and all buffers that do not depend on the samples.
+        averaged: the paths of the buffers that become the mean over the microbatches.
         axes: the manual axes that split a microbatch; none in global view.
         ranks: how many ranks there are along them.
     """
 
-    rows: Mapping[Drawn, SampleRows]
-    once: frozenset[Path]
-    means: frozenset[Path]
+    sample_rows: Mapping[Drawn, SampleRows]
+    once_per_step: frozenset[Path]
+    averaged: frozenset[Path]
     axes: tuple[str, ...]
     ranks: int
 
@@ -72,26 +72,26 @@ class Draws:
             microbatch: its index.
         """
         part = self.part(microbatch)
-        reset = self.once | self.means
+        reset = self.once_per_step | self.averaged
 
         def one(path: Path, now: Any, then: Any) -> Any:
             return then if path in reset else now
 
         streams = map_with_path(one, buffers, first)
-        return with_rank(streams, self.rows, part) if self.rows else streams
+        return with_rank(streams, self.sample_rows, part) if self.sample_rows else streams
 
     def after(self, new: PyTree, before: PyTree, first: PyTree, count: int) -> PyTree:
         """Returns the buffers after one of `count` microbatches, from those `before` it."""
 
         def one(path: Path, new: Any, now: Any, then: Any) -> Any:
-            return now + (new - then) / count if path in self.means else new
+            return now + (new - then) / count if path in self.averaged else new
 
         return map_with_path(one, without_rank(new, first), before, first)
 
 
-def draws_of(
+def part_buffers_of(
     spec: StepSpec, separator: Separator, batch: Batch, axes: tuple[str, ...] = ()
-) -> Draws | None:
+) -> PartBuffers | None:
     """Finds the draws of the parts of a batch, and the buffers that change once or are averaged.
 
     Returns None if there is one part, or if there are neither.
@@ -133,7 +133,7 @@ def draws_of(
         once = counts | _independent_of_samples(spec, separator, batch, ranks, paths)
     means = separator.of(batch).means
     is_needed = rows is not None or once or means
-    return Draws(rows or {}, once, means, axes, ranks) if is_needed else None
+    return PartBuffers(rows or {}, once, means, axes, ranks) if is_needed else None
 
 
 def _independent_of_samples(
@@ -164,7 +164,7 @@ def accumulate(
     num_microbatches: int,
     constrain: Callable[[PyTree], PyTree] = lambda grads: grads,
     last: LastFn | None = None,
-    draws: Draws | None = None,
+    part_buffers: PartBuffers | None = None,
 ) -> tuple[Sums, PyTree]:
     """Adds up the sums of every microbatch, and passes the buffers from each to the next.
 
@@ -183,8 +183,8 @@ def accumulate(
         constrain: pins the sharding of accumulated gradients.
         last: runs the last microbatch, given the sums of the others, and returns the sums of all.
             None runs it like the others.
-        draws: gives each microbatch the random numbers of its samples; None if nothing is drawn,
-            or if each microbatch draws anew.
+        part_buffers: gives each microbatch the random numbers of its samples; None if nothing is
+            drawn, or if each microbatch draws anew.
 
     Returns:
         The sums over all microbatches, and the buffers after the last.
@@ -193,14 +193,16 @@ def accumulate(
         return gradient(params, buffers, batch)
     first = buffers
     iterations = num_microbatches - (last is not None)
-    # Without draws the loop needs no microbatch index.
-    numbers = None if draws is None else jnp.arange(iterations)
+    # Without it the loop needs no microbatch index.
+    numbers = None if part_buffers is None else jnp.arange(iterations)
 
     def before(buffers: PyTree, number: Any) -> PyTree:
-        return buffers if draws is None else draws.before(buffers, first, number)
+        return buffers if part_buffers is None else part_buffers.before(buffers, first, number)
 
     def after(new: PyTree, buffers: PyTree) -> PyTree:
-        return new if draws is None else draws.after(new, buffers, first, num_microbatches)
+        if part_buffers is None:
+            return new
+        return part_buffers.after(new, buffers, first, num_microbatches)
 
     sample = jax.tree.map(lambda leaf: leaf[0], batch)
     # Trace once, and evaluate that program for every microbatch.

@@ -43,7 +43,7 @@ from ..pipeline import Totals as PipelineSums
 from ..sharding import axes_of, spec_axes, specs
 from ..sharding.padding import cut_like
 from .gather import only_axes, reduce_by
-from .microbatches import Draws, draws_of
+from .microbatches import PartBuffers, part_buffers_of
 from .model_changes import ModelChanges, change_layers, rewritten
 from .objective import GradientArguments, GradientResult, Sums, evaluate
 from .plan import StepPlan
@@ -76,9 +76,9 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
     split_dims: Partitioned = {}
     if region.pipeline.schedule.splits_vocabulary:
         split_dims = region.vocabulary_dims(buffers, batch)
-    draws = None
+    part_buffers = None
     if jax.tree.leaves(buffers) or _parts_draw(plan, batch):
-        draws = draws_of(spec, plan.separator, batch, spec.strategy.batch_axes)
+        part_buffers = part_buffers_of(spec, plan.separator, batch, spec.strategy.batch_axes)
     rest_specs = [
         region.split_spec(split_dims.get(i), replicated) for i in range(len(region.rows.rest))
     ]
@@ -88,7 +88,7 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
         stored[1] = (region.rows.untrained.rows_of(frozen), region.rows.rest_of(frozen))
         in_specs[1] = (region.frozen_specs, rest_specs)
     mapped = jax.shard_map(
-        lambda p, f, b, x, s: region.run(p, f, b, x, s, draws, split_dims),
+        lambda p, f, b, x, s: region.run(p, f, b, x, s, part_buffers, split_dims),
         mesh=spec.mesh,
         axis_names=frozenset(region.axes),
         in_specs=(*in_specs, replicated, PartitionSpec(None, spec.strategy.batch_axes), replicated),
@@ -126,21 +126,24 @@ def _parts_draw(plan: StepPlan, batch: Batch) -> bool:
 
 
 def _kinds_of_buffers(
-    mutable: Collection[int], buffers: PyTree, draws: Draws | None
+    mutable: Collection[int], buffers: PyTree, part_buffers: PartBuffers | None
 ) -> tuple[set[int], set[int]]:
     """Returns the buffers to average, and those whose initial value every microbatch reads.
 
     The second set includes the first.
     """
-    if draws is None:
+    if part_buffers is None:
         return set(), set()
     paths = [path for path, _ in leaves_with_paths(buffers)]
-    averaged = {i for i in mutable if paths[i] in draws.means}
-    return averaged, {i for i in mutable if paths[i] in draws.once} | averaged
+    averaged = {i for i in mutable if paths[i] in part_buffers.averaged}
+    return averaged, {i for i in mutable if paths[i] in part_buffers.once_per_step} | averaged
 
 
 def _data_of_microbatches(
-    batch: Batch, buffers: list[Array], over_time: Mapping[int, Array], draws: Draws | None
+    batch: Batch,
+    buffers: list[Array],
+    over_time: Mapping[int, Array],
+    part_buffers: PartBuffers | None,
 ) -> Callable[[Array], Data]:
     """A function of a microbatch's number: its buffers and its samples."""
     leaves = jax.tree.leaves(batch)
@@ -150,8 +153,8 @@ def _data_of_microbatches(
         buffers_now = [
             row(over_time[i]) if i in over_time else leaf for i, leaf in enumerate(buffers)
         ]
-        if draws is not None:
-            buffers_now = [at_part(leaf, draws.part(microbatch)) for leaf in buffers_now]
+        if part_buffers is not None:
+            buffers_now = [at_part(leaf, part_buffers.part(microbatch)) for leaf in buffers_now]
         return Data(buffers_now, [row(leaf) for leaf in leaves])
 
     return data
@@ -285,7 +288,7 @@ class PipelineRegion:
         buffers: PyTree,
         batch: Batch,
         scale: Any,
-        draws: Draws | None,
+        part_buffers: PartBuffers | None,
         split_dims: Partitioned,
     ) -> Any:
         """Runs on one rank: takes its stages and samples, returns reduced sums and new buffers.
@@ -294,7 +297,9 @@ class PipelineRegion:
         has a value. This rank holds only its shard of the parameters in `split_dims`.
         """
         spec = self.spec
-        first_buffers = buffers if draws is None else draws.before(buffers, buffers, 0)
+        first_buffers = buffers
+        if part_buffers is not None:
+            first_buffers = part_buffers.before(buffers, buffers, 0)
         stacks = self.plan.state_plan.storage.stacks
         first_buffers = stacks.split_buffers(first_buffers) if stacks.depths else first_buffers
         trace = self.trace(first_buffers, batch)
@@ -308,8 +313,8 @@ class PipelineRegion:
         count = spec.num_microbatches
         # The buffers that the loss changes, and the stage that changes each.
         mutable = {i: stage for one in programs for i, stage in one.buffer_stages.items()}
-        unchanged = frozenset[Path]() if draws is None else draws.once
-        averaged, shared = _kinds_of_buffers(mutable, first_buffers, draws)
+        unchanged = frozenset[Path]() if part_buffers is None else part_buffers.once_per_step
+        averaged, shared = _kinds_of_buffers(mutable, first_buffers, part_buffers)
         in_turn = {i: stage for i, stage in mutable.items() if i not in shared}
         if in_turn:
             check_order(trace, first_buffers, self.pipeline.schedule, in_turn)
@@ -319,7 +324,7 @@ class PipelineRegion:
             trace, first_buffers, count, mutable, unchanged, ahead
         )
         first = jax.tree.leaves(first_buffers)
-        data = _data_of_microbatches(batch, first, over_time, draws)
+        data = _data_of_microbatches(batch, first, over_time, part_buffers)
         weight = mean_weight(trace, data, count, spec.strategy.batch_axes)
         sums = Executor(
             schedule=self.pipeline.schedule,
@@ -350,7 +355,7 @@ class PipelineRegion:
             *reduced,
             grad_factor,
             loss,
-            changed if draws is None else without_rank(changed, buffers),
+            changed if part_buffers is None else without_rank(changed, buffers),
         )
 
     def trace(self, buffers: PyTree, batch: Batch, in_region: bool = True) -> LossTrace:

@@ -25,7 +25,7 @@ from .model_changes import ModelChanges
 from .model_spec import ModelSpec
 from .optimizer import DistributedUpdate, Update, trace_update
 from .separation import Separator
-from .sharing import once
+from .sharing import shared_value
 from .spec import StepSpec
 from .storage import ParamStorage, storage_of
 
@@ -199,7 +199,7 @@ def optimizer_for(
     extended = optax.with_extra_args_support(optimizer)
     shapes = shape_key((model_spec.weights, model_spec.frozen))
     key = "update", extended, model_spec.graphdef, shapes
-    update = once(key, functools.partial(trace_update, extended, model_spec))
+    update = shared_value(key, functools.partial(trace_update, extended, model_spec))
     fitting = update.optimizer
     pipeline = storage.strategy.pipeline
     if storage.rows is None or pipeline is None:
@@ -221,7 +221,7 @@ def units_of_step(spec: StepSpec) -> frozenset[Path]:
     if is_split or strategy.remat is not None or spec.options.scan_layers is True:
         abstract = spec.model_spec.abstract
         key = "units", abstract, strategy.wrap, strategy.remat
-        return once(key, functools.partial(strategy.units, abstract))
+        return shared_value(key, functools.partial(strategy.units, abstract))
     return frozenset()
 
 

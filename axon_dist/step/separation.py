@@ -45,7 +45,7 @@ from .loss_sums import LOSS, Finalize, FunctionOfSums, rescale_parts, sum_name
 from .model_spec import ModelSpec
 from .objective import ModelChange
 from .sample_traces import ALONE, Traced, Traces
-from .sharing import once
+from .sharing import shared_value
 from .spec import StepSpec
 from .statistics import warn_of_parts
 
@@ -151,7 +151,7 @@ class Separator:
         self._promise = spec.options.separable
         self._separations: dict[Any, Separation] = {}
         self._traced: dict[bool, Traces] = (
-            {} if trace_key is None else once(("traces", trace_key), dict)
+            {} if trace_key is None else shared_value(("traces", trace_key), dict)
         )
 
     def with_shared(self, shared: PyTree) -> Separator:
@@ -263,7 +263,7 @@ class Separator:
         if not self._promise and not dependence.is_separable:
             self._check_follows(dependence, samples, total, ranks)
         is_averaged = self._promise is False and self._num_microbatches > 1
-        averaged = dependence.coupled if is_averaged else ""
+        averaged = dependence.why_coupled if is_averaged else ""
         loss_fn = rescale_parts(self._loss_fn, dependence)
         return Separation(loss_fn, per_rank and not why, why, averaged, means=means)
 
@@ -562,7 +562,7 @@ class Separator:
                 if not self._is_statistic(path, output)
             }
             dependence = dataclasses.replace(dependence, buffers=others)
-        return dependence.coupled
+        return dependence.why_coupled
 
     def _refusal(self, why: str, asked: list[str], part: int) -> str:
         strategy = self._spec.strategy

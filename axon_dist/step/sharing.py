@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Shared:
+class SharedValues:
     """Values that steps have computed, by the keys of all that they depend on.
 
     Args:
@@ -26,20 +26,20 @@ class Shared:
     values: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
 
 
-_SHARED: ContextVar[Shared | None] = ContextVar("shared", default=None)
+_SHARED: ContextVar[SharedValues | None] = ContextVar("shared", default=None)
 
 
 @contextmanager
 def sharing_steps() -> Iterator[None]:
     """Lets the steps that are built and traced inside share models and traces of their loss."""
-    token = _SHARED.set(Shared())
+    token = _SHARED.set(SharedValues())
     try:
         yield
     finally:
         _SHARED.reset(token)
 
 
-def once(key: Hashable, make: Callable[[], Value]) -> Value:
+def shared_value(key: Hashable, make: Callable[[], Value]) -> Value:
     """Returns the value of a key. In a search it is made once and shared, otherwise in each call.
 
     Args:

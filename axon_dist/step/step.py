@@ -58,7 +58,7 @@ from .options import StepKeywords, StepOptions, check_arguments, options_of, tak
 from .plan import StepPlan, plan_step
 from .replicas import ReplicaLayout, shared_metrics
 from .rules import check_plan, check_rules
-from .sharing import once
+from .sharing import shared_value
 from .spec import StepSpec, strategy_for
 from .state import WEIGHTS, TrainState, averaged, check_fits, check_usable
 
@@ -175,7 +175,8 @@ def build_train_step(
     with own_context(names):
         split = functools.partial(split_model, model, trainable)
         is_factory = not isinstance(model, nnx.Module)
-        model_spec, source = once(("model", model, trainable), split) if is_factory else split()
+        key = ("model", model, trainable)
+        model_spec, source = shared_value(key, split) if is_factory else split()
         chosen = on_mesh(as_strategy(strategy), world.mesh)
         resolved = strategy_for(model_spec, chosen, precision, remat, names)
         scales = resolved.precision is not None and resolved.precision.needs_scaling
@@ -727,9 +728,8 @@ class TrainStep:
         sums = []
         for piece in pieces(samples, ranks):
             rows = layout.rows_of(piece.samples, self.world)
-            sums.append(
-                piece.once(self.programs.evaluate(state, layout.place(piece.of(batch, rows))))
-            )
+            counted = self.programs.evaluate(state, layout.place(piece.of(batch, rows)))
+            sums.append(piece.without_copies(counted))
         return added(sums)
 
     def _adds_up(self, batch: Batch) -> bool:

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from axon_dist.inspect import report
 from axon_dist.planner.device import liveness_program
-from axon_dist.planner.liveness import overwrites, peak_of, shared
+from axon_dist.planner.liveness import overwrites, peak_of, reused_operands
 from axon_dist.planner.placement import NONE, unsplit
 
 MATRIX = 64 * 64 * 4
@@ -44,8 +44,8 @@ def test_sums_inside_a_branch_stay_in_place():
     found = read(lambda xs, flags: accumulate(jnp.zeros((64, 64)), xs, flags), xs, flags)
     (loop,) = [node for node in found.nodes if node.name == "scan"]
     (branches,) = [node for node in loop.bodies[0].nodes if node.name == "cond"]
-    assert 0 in shared(branches)
-    assert list(shared(loop)) == [0]
+    assert 0 in reused_operands(branches)
+    assert list(reused_operands(loop)) == [0]
     # The two carried values, the product, and what an iteration makes besides the sum.
     assert peak_of(found) <= 5 * MATRIX
     run = lambda xs, flags: accumulate(jnp.zeros((64, 64)), xs, flags)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from axon_dist.pipeline.tables import NONE, lane_phases, program_of, slots_by_name
+from axon_dist.pipeline.tables import NONE, lane_phases, scan_tables_of, slots_by_name
 from axon_dist.schedule import SCHEDULES, Action, Phase, assign_slots, build_schedule, transfers
 
 
@@ -60,7 +60,7 @@ class Replay:
 def test_values_are_where_they_are_read(name, size):
     schedule = build_schedule(name, size, 2 * size)
     slots = assign_slots(schedule)
-    replay = Replay(schedule, program_of(schedule, slots_by_name(slots)))
+    replay = Replay(schedule, scan_tables_of(schedule, slots_by_name(slots)))
     assert sorted(replay.done) == sorted(schedule.where)
     assert max(len(used) for used in replay.inputs) <= slots.inputs.num_slots
 
@@ -68,7 +68,7 @@ def test_values_are_where_they_are_read(name, size):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_channels_carry_exactly_the_transfers(name):
     schedule = build_schedule(name, 4, 8)
-    program = program_of(schedule, slots_by_name(assign_slots(schedule)))
+    program = scan_tables_of(schedule, slots_by_name(assign_slots(schedule)))
     slots = [slot for channel in program.channels for slot in channel.slots.values()]
     assert sum(int((slot != NONE).sum()) for slot in slots) == len(transfers(schedule))
     for channel in program.channels:
@@ -80,7 +80,7 @@ def test_channels_carry_exactly_the_transfers(name):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_more_than_3_3_times_the_least_is_sent(name):
     schedule = build_schedule(name, 8, 64)
-    program = program_of(schedule, slots_by_name(assign_slots(schedule)))
+    program = scan_tables_of(schedule, slots_by_name(assign_slots(schedule)))
     sent = schedule.num_ticks * sum(len(channel.pairs) for channel in program.channels)
     assert sent <= 3.3 * len(transfers(schedule))
 

@@ -421,7 +421,7 @@ def test_what_the_parts_of_a_batch_give(name):
     loss_fn, kind = SEPARABLE[name]
     dependence = find(loss_fn)
     assert dependence.loss.kind is kind, str(dependence)
-    assert dependence.coupled == ""
+    assert dependence.why_coupled == ""
 
 
 @pytest.mark.parametrize("name", COUPLED)
@@ -463,7 +463,7 @@ def test_a_sum_and_a_term_that_counts_once():
     """The parts of a batch would count it once each."""
     dependence = find(lambda p, b: jnp.sum(error(p, b)) + 0.1 * jnp.sum(p["w"] ** 2))
     assert dependence.loss.kind is Dependence.MIXED
-    assert "multiply the other term by their number" in dependence.coupled
+    assert "multiply the other term by their number" in dependence.why_coupled
     both = lambda p, b: jnp.sum(error(p, b)) + len(b["x"]) * 0.1 * jnp.sum(p["w"] ** 2)
     assert find(both).loss.kind is Dependence.SUM
 
@@ -495,7 +495,7 @@ def test_metrics_each_have_a_use_of_their_own():
         "largest": Dependence.COUPLED,
         "norm": Dependence.CONSTANT,
     }
-    assert dependence.coupled.startswith(
+    assert dependence.why_coupled.startswith(
         "the metric 'largest' takes `reduce_max` over the samples (test_"
     )
 

@@ -43,7 +43,7 @@ def found(make, loss_fn, batch):
 @pytest.mark.parametrize("name", CASES)
 def test_the_models_of_the_contracts_are_separable(name):
     case = CASES[name]
-    assert found(case.make, case.loss_fn, case.batch(0)).coupled == ""
+    assert found(case.make, case.loss_fn, case.batch(0)).why_coupled == ""
 
 
 def test_experts_are_separable_where_they_count_the_tokens_of_all_ranks():
@@ -51,11 +51,11 @@ def test_experts_are_separable_where_they_count_the_tokens_of_all_ranks():
     make = lambda: transformer(experts=config, vocab_size=32)
     traces = Traces(split_model(make)[0], next_token_loss, mark_experts_per_sample)
     apart = traces.dependence(token_batch(0), (2, 6))
-    assert apart.coupled == ""
+    assert apart.why_coupled == ""
     assert apart.loss.kind is Dependence.WEIGHTED
     assert {dependence.kind for dependence in apart.metrics.values()} == {Dependence.CONSTANT}
     # Sorting tokens by experts is not promised to keep samples separate.
-    assert "routing.py" in found(make, next_token_loss, token_batch(0)).coupled
+    assert "routing.py" in found(make, next_token_loss, token_batch(0)).why_coupled
 
 
 @pytest.mark.full
@@ -67,7 +67,7 @@ def test_image_models_are_separable():
         lambda: ResNet(resnet, rngs=nnx.Rngs(0)),
     ):
         dependence = found(make, classification_loss, IMAGES)
-        assert dependence.coupled == ""
+        assert dependence.why_coupled == ""
         assert dependence.loss.kind is Dependence.MEAN
 
 
@@ -75,7 +75,7 @@ def test_a_decoder_with_dropout_in_half_precision_is_separable():
     config = dataclasses.replace(TransformerConfig.preset("tiny"), dropout=0.1)
     make = lambda: Transformer(config, rngs=nnx.Rngs(0, dropout=1))
     dependence = found(make, next_token_loss, CASES["transformer"].batch(0))
-    assert (dependence.loss.kind, dependence.coupled) == (Dependence.WEIGHTED, "")
+    assert (dependence.loss.kind, dependence.why_coupled) == (Dependence.WEIGHTED, "")
 
 
 def test_statistics_of_a_mask_are_not_those_of_all_ranks():
@@ -130,7 +130,7 @@ def test_arrays_from_outside_may_lie_anywhere():
     )
     case = CASES["batchnorm"]
     loss_fn = lambda m, b: jnp.mean((m(b["x"]) * spread - b["y"]) ** 2)
-    assert found(case.make, loss_fn, case.batch(0)).coupled == ""
+    assert found(case.make, loss_fn, case.batch(0)).why_coupled == ""
 
 
 def test_nothing_is_looked_at_where_nothing_is_cut():
