@@ -12,6 +12,7 @@ that cannot be combined from those of the parts.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from types import MappingProxyType
@@ -365,49 +366,46 @@ class Walk:
     def _scan_samples(
         self, loops: tuple[Inner, Inner], operands: list[Value], at: str
     ) -> list[Value]:
-        """The rule for a scan over the samples: it may only sum over them, or keep a carry."""
+        """The rule for a scan over the samples.
+
+        One iteration is interpreted, with the slices of one sample. Each carry must stay as it is,
+        count the iterations, or be a sum to which each iteration adds rows of its sample. The
+        stacked outputs are rows of the samples.
+        """
         consts, carry, stacked = loops[0].split_operands(operands)
         bodies = loops[0].program, loops[1].program
-        count = len(bodies[0].jaxpr.outvars)
         bad = coupled(Why.LOOPED, at)
-        num_consts = len(consts)
         if not all(value.is_constant or (value.dim, value.outer) == (0, 1) for value in stacked):
-            return [bad] * count
-        each = [v.at(None) if v.is_rows else Value(Kind.ROWS, v.scale) for v in stacked]
-        each = [bad if v.positions else v for v in each]
-        start = [Value(Kind.CARRY, slot=number) for number in range(len(carry))]
-        # A carry that the loop does not change need not be a sum.
-        through = [
-            all(body.jaxpr.outvars[i] is body.jaxpr.invars[num_consts + i] for body in bodies)
-            for i in range(len(carry))
+            return [bad] * len(bodies[0].jaxpr.outvars)
+        slices = [v.at(None) if v.is_rows else Value(Kind.ROWS, v.scale) for v in stacked]
+        slices = [bad if v.positions else v for v in slices]
+        lengths: tuple[Any, Any] = (loops[0].times, loops[1].times)
+        roles = [
+            _role_of_carry(bodies, len(consts) + slot, slot, first)
+            for slot, first in enumerate(carry)
         ]
-        start = [v if passes else s for v, s, passes in zip(carry, start, through, strict=True)]
-        lengths: Any = loops[0].times, loops[1].times
-        more = Value(Kind.TOTAL, lengths[1] / lengths[0])
-        counters = [
-            first.is_zero and all(counts(body.jaxpr, num_consts + i, i) for body in bodies)
-            for i, first in enumerate(carry)
+        starts = [
+            _first_carry(role, slot, first, lengths[0])
+            for slot, (role, first) in enumerate(zip(roles, carry, strict=True))
         ]
-        position = Value(Kind.ROWS, positions=(True,), loop_length=lengths[0])
-        start = [
-            position if is_counter else s for s, is_counter in zip(start, counters, strict=True)
-        ]
-        outputs = self._body(bodies, [*consts, *start, *each])
+        outputs = self._body(bodies, [*consts, *starts, *slices])
+        # The whole has more iterations, so its sum grows by their number over that of a part.
+        added = Value(Kind.TOTAL, lengths[1] / lengths[0])
         results = []
-        for slot, (value, first, passes) in enumerate(zip(outputs, carry, through, strict=False)):
-            if passes:
+        for slot, (role, first) in enumerate(zip(roles, carry, strict=True)):
+            last = outputs[slot]
+            if role is CarryRole.UNCHANGED:
                 results.append(first)
-            elif counters[slot]:
+            elif role is CarryRole.COUNTER:
                 results.append(grown_scalar(lengths[0], lengths[1], self._ratio))
-            elif value == start[slot] and first.kind in (Kind.CONSTANT, Kind.TOTAL):
-                results.append(_combined(plus, first, more, at))
+            elif last == starts[slot] and first.kind in (Kind.CONSTANT, Kind.TOTAL):
+                results.append(_combined(plus, first, added, at))
             else:
-                results.append(value if value.kind is Kind.COUPLED else bad)
+                results.append(last if last.kind is Kind.COUPLED else bad)
         for value in outputs[len(carry) :]:
-            if value.is_rows and value.dim is None:
-                value = value.at(0)
-            is_bad = value.kind not in (Kind.ROWS, Kind.CONSTANT, Kind.COUPLED)
-            results.append(bad if is_bad else value)
+            rows = value.at(0) if value.is_rows and value.dim is None else value
+            is_known = rows.kind in (Kind.ROWS, Kind.CONSTANT, Kind.COUPLED)
+            results.append(rows if is_known else bad)
         return results
 
     def loop(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
@@ -475,6 +473,34 @@ def _combined(join: Callable[[Value, Value], Value], left: Value, right: Value, 
     except Coupling as problem:
         return coupled(str(problem), at)
     return dataclasses.replace(joined, known=None) if joined.known is not None else joined
+
+
+class CarryRole(enum.Enum):
+    """What a scan over the samples does with a carry."""
+
+    UNCHANGED = "passes it on"
+    COUNTER = "counts its iterations in it, from 0"
+    SUM = "adds to it, or anything else; only a sum has a rule"
+
+
+def _role_of_carry(
+    bodies: tuple[ClosedJaxpr, ClosedJaxpr], operand: int, slot: int, first: Value
+) -> CarryRole:
+    """Returns the role of the carry that is input `operand` and output `slot` of the bodies."""
+    if all(body.jaxpr.outvars[slot] is body.jaxpr.invars[operand] for body in bodies):
+        return CarryRole.UNCHANGED
+    if first.is_zero and all(counts(body.jaxpr, operand, slot) for body in bodies):
+        return CarryRole.COUNTER
+    return CarryRole.SUM
+
+
+def _first_carry(role: CarryRole, slot: int, first: Value, length: int) -> Value:
+    """Returns the value of a carry in the iteration that is interpreted."""
+    if role is CarryRole.UNCHANGED:
+        return first
+    if role is CarryRole.COUNTER:
+        return Value(Kind.ROWS, positions=(True,), loop_length=length)
+    return Value(Kind.CARRY, slot=slot)
 
 
 def _settled(

@@ -346,17 +346,17 @@ class PipelineRegion:
         leaves, structure = jax.tree.flatten(changed)
         after = structure.unflatten(sums.mutable_buffers.get(i, x) for i, x in enumerate(leaves))
         changed = buffers_together(after) if stacks.depths else after
+        if part_buffers is not None:
+            changed = without_rank(changed, buffers)
         grad_factor = jnp.ones(()) if weight is None else weight
-        reduced = self._reduce(sums, split_dims)
-        names = cast(Any, trace.metrics)
-        total, loss_weight, metrics = all_sum(sums.loss, self.axes)
-        loss = (total, loss_weight, nested_metrics(dict(zip(names, metrics, strict=True))))
-        return (
-            *reduced,
-            grad_factor,
-            loss,
-            changed if part_buffers is None else without_rank(changed, buffers),
-        )
+        rows, rest = self._reduce(sums, split_dims)
+        loss = self._loss_of_all_ranks(sums, cast(Any, trace.metrics))
+        return rows, rest, grad_factor, loss, changed
+
+    def _loss_of_all_ranks(self, sums: PipelineSums, names: Any) -> tuple[Array, Array, Any]:
+        """Returns the sum of the loss, that of its weights, and the metrics by their names."""
+        total, weight, metrics = all_sum(sums.loss, self.axes)
+        return total, weight, nested_metrics(dict(zip(names, metrics, strict=True)))
 
     def trace(self, buffers: PyTree, batch: Batch, in_region: bool = True) -> LossTrace:
         """Traces the loss of one microbatch: of this rank in the region, of all ranks outside."""

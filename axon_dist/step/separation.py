@@ -209,11 +209,9 @@ class Separator:
             # A single sample in a single microbatch cannot be cut.
             return ""
         dependence = self._dependence(shapes, sizes, 2)
-        return (
-            self._obstacle(dependence)
-            if self._from_sums(shapes, sizes, 2, dependence) is None
-            else ""
-        )
+        if self._from_sums(shapes, sizes, 2, dependence) is not None:
+            return ""
+        return self._obstacle(dependence)
 
     def _separate(self, batch: Batch, samples: int) -> Separation:
         """Finds out how the loss is computed; `samples` is the number per microbatch."""
@@ -221,51 +219,62 @@ class Separator:
         ranks = self._spec.num_ranks if per_rank else 1
         if self._num_microbatches * ranks == 1:
             return Separation(self._loss_fn, per_rank)
-        total = samples * self._num_microbatches
-        if self._num_microbatches > 1:
-            try:
-                self._traces(ranks).of(batch, total)
-            except AxonDistError:
-                raise
-            except Exception as error:  # The user's loss may raise anything for more samples.
-                # The loss fails for more samples than a microbatch, on one device too. So a
-                # microbatch takes the place of the whole batch in the comparison.
-                total = samples
-                self._traces(ranks).of(batch, samples)  # Raises if the loss always fails.
-                warn(self._of_microbatch_alone(samples, str(error)), code="loss-of-one-size")
+        total = self._samples_of_whole(batch, samples, ranks)
         if samples // ranks == total:
             self._check_buffers(self._traces(ranks).of(batch, total).program)
             return Separation(self._loss_fn, per_rank)
         why = ""
-        is_needed = bool(asked) or self._num_microbatches > 1
         sizes = samples // ranks, total
-        dependence, separation = self._dependence_or_sums(batch, sizes, ranks, is_needed)
+        try_sums = bool(asked) or self._num_microbatches > 1
+        dependence, from_sums = self._dependence_or_sums(batch, sizes, ranks, try_sums)
         if dependence.failure and self._num_microbatches > 1:
             # Raises if all ranks together cannot compute the loss of a microbatch either: that
             # needs other advice than a loss that fails on the samples of one rank.
             self._dependence(batch, (samples, total), 1)
-        if separation is None and ranks > 1 and (why := self._obstacle(dependence)):
+        if ranks > 1 and from_sums is None:
+            why = self._obstacle(dependence)
+        if why:
+            # The ranks compute the loss together, each microbatch in global view.
             if asked:
                 refusal = self._refusal(why, asked, samples // ranks)
                 raise UnsupportedError(refusal, code="coupled-ranks")
-            ranks = 1
-            sizes = (samples, total)
             if samples == total:
                 return Separation(self._loss_fn, False, why)
-            dependence, separation = self._dependence_or_sums(batch, sizes, 1)
-        is_given = separation is not None or dependence.loss.is_separable
-        means = (
-            self._means(batch, sizes, ranks, dependence, is_given) if self._buffers else frozenset()
-        )
-        if separation is not None:
-            is_per_rank = per_rank and not why
-            return dataclasses.replace(separation, is_per_rank=is_per_rank, why=why, means=means)
+            ranks = 1
+            sizes = (samples, total)
+            dependence, from_sums = self._dependence_or_sums(batch, sizes, ranks)
+        means = frozenset[Path]()
+        if self._buffers:
+            is_given = from_sums is not None or dependence.loss.is_separable
+            means = self._means(batch, sizes, ranks, dependence, is_given)
+        is_per_rank = per_rank and not why
+        if from_sums is not None:
+            return dataclasses.replace(from_sums, is_per_rank=is_per_rank, why=why, means=means)
         if not self._promise and not dependence.is_separable:
             self._check_follows(dependence, samples, total, ranks)
         is_averaged = self._promise is False and self._num_microbatches > 1
         averaged = dependence.why_coupled if is_averaged else ""
         loss_fn = rescale_parts(self._loss_fn, dependence)
-        return Separation(loss_fn, per_rank and not why, why, averaged, means=means)
+        return Separation(loss_fn, is_per_rank, why, averaged, means=means)
+
+    def _samples_of_whole(self, batch: Batch, samples: int, ranks: int) -> int:
+        """Returns the number of samples of the whole, to which the parts are compared.
+
+        This is the whole batch. If the loss fails for more samples than those of a microbatch, it
+        does so on one device too; then a microbatch takes its place, with a warning.
+        """
+        total = samples * self._num_microbatches
+        if self._num_microbatches == 1:
+            return total
+        try:
+            self._traces(ranks).of(batch, total)
+        except AxonDistError:
+            raise
+        except Exception as error:  # The user's loss may raise anything for more samples.
+            self._traces(ranks).of(batch, samples)  # Raises if the loss always fails.
+            warn(self._of_microbatch_alone(samples, str(error)), code="loss-of-one-size")
+            return samples
+        return total
 
     def _dependence_or_sums(
         self, batch: Batch, sizes: tuple[int, int], ranks: int, try_sums: bool = True
