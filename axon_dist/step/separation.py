@@ -143,6 +143,7 @@ class Separator:
     def __init__(self, spec: StepSpec, change_with: MakeChange, trace_key: Hashable = None):
         self._spec = spec
         self._change_with = change_with
+        self._trace_key = trace_key
         self.model_spec: ModelSpec = spec.model_spec
         self._for_shared: dict[Hashable, Separator] = {}
         self._loss_fn = spec.loss_fn
@@ -164,7 +165,8 @@ class Separator:
         if key not in self._for_shared:
             model_spec = dataclasses.replace(self._spec.model_spec, shared=shapes_of(shared))
             spec = dataclasses.replace(self._spec, model_spec=model_spec)
-            self._for_shared[key] = Separator(spec, self._change_with)
+            trace_key = None if self._trace_key is None else (self._trace_key, key)
+            self._for_shared[key] = Separator(spec, self._change_with, trace_key)
         return self._for_shared[key]
 
     def of(self, batch: Batch) -> Separation:
