@@ -174,6 +174,7 @@ class Record:
         self.device_bytes = device_bytes
         self.utilization = utilization
         self.skips = skips
+        self._counts_skips = skips
         self._facts = facts
         self.sheet = sheet
         self._tell = tell
@@ -311,7 +312,7 @@ class Record:
 
     def close_window(self) -> None:
         """Writes the mean over the steps since the last record, if there are any."""
-        skipped = {_SKIPPED: float(self.skipped_steps)} if self.skips else {}
+        skipped = {_SKIPPED: float(self.skipped_steps)} if self._counts_skips else {}
         tells = self._tell_skipped()
         if not self._window:
             self._write(skipped if tells else {})
@@ -344,7 +345,8 @@ class Record:
             self._skipped.append(str(NonfiniteLoss(step, values["loss"])) if lost else why)
         else:
             self._window.append({n: x for n, x in values.items() if n not in (FLAG, SPIKE)})
-        self.skips |= SPIKE in values
+        # Spikes are counted under every policy for nonfinite steps, which `skips` is about.
+        self._counts_skips |= SPIKE in values
         if step % self.options.log_every == 0 or step == self.options.num_steps:
             self.close_window()
         self.progress.update(self.status())

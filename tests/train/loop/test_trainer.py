@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import math
 import signal
 import threading
 import types
@@ -12,11 +13,11 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, NonfiniteError
 from axon_dist.core.weighted import Weighted
 from axon_dist.mesh import World
 from axon_dist.parallel import ddp
-from axon_dist.step import StepOptions, build_train_step
+from axon_dist.step import Nonfinite, StepOptions, build_train_step
 from axon_dist.train.loop import LoopOptions, SilentProgress, Trainer
 
 
@@ -432,6 +433,22 @@ def test_spikes_are_counted_and_told_and_in_no_mean(world):
     assert notes.notes == [
         "1 step skipped, 1 so far; step 3: the loss 3 or its gradient is a spike"
     ]
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_skipping_spikes_does_not_change_what_happens_to_nonfinite_steps(world, policy):
+    class Spiking(FakeStep):
+        def __call__(self, state, batch, was_nonfinite=None):
+            state, metrics = super().__call__(state, batch)
+            return state, metrics | {"spike": jnp.float32(0)}
+
+    step = Spiking(world, losses=[1.0, 2.0, math.nan, 4.0])
+    step.options = StepOptions(nonfinite=Nonfinite(policy))
+    if policy == "stop":
+        with pytest.raises(NonfiniteError, match="step 3: the loss is nan; the state is that of"):
+            fit(step, 4)
+    else:
+        assert fit(step, 4).skipped_steps == 1
 
 
 def test_nothing_to_do(world):
