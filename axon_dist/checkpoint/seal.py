@@ -59,11 +59,11 @@ _GOLDEN = 0x9E3779B1
 def leaf_checksum(x: Array) -> Array:
     """A 32-bit checksum of an array that does not depend on its sharding.
 
-    With `u_i` the bits of element i in row-major order, all modulo 2^32,
+    With `u_i` the 32-bit word i of the elements in row-major order, all modulo 2^32,
 
         sum over i of (u_i xor 0x9E3779B1 i) (2 i + 1)
 
-    A sum does not depend on how the array is split. Each factor is odd, so a change in one element
+    A sum does not depend on how the array is split. Each factor is odd, so a change in one word
     always changes the sum. Positions come from `iota` along each dim, because flattening would
     gather a sharded array.
 

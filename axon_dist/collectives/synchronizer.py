@@ -270,7 +270,7 @@ class GradientBucket:
     Args:
         capacity: how many elements fit.
         dtype: the dtype of the flat array. Gradients of a narrower float dtype are widened, and
-            `extract` narrows them again; both casts are exact.
+            `extract` narrows them again, which is exact for gradients that were not changed.
 
     Raises:
         ConfigError: for a capacity below 1.

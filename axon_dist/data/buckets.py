@@ -88,7 +88,7 @@ class Buckets:
         return self.lengths[int(self.which[numbers].max())]
 
     def order(self, seed: int, batch: int) -> BucketOrder:
-        """Returns an endless order of rows in which each batch has rows of one bucket.
+        """Returns an endless order in which a batch has rows of one bucket, or of two neighbours.
 
         Args:
             seed: the seed of the order.

@@ -1,9 +1,9 @@
 """`Samples`: the numbered samples of a loader; user sequences, and mixtures.
 
 With W windows in the stream, sample `g` of an endless run is window number `g mod W` of epoch
-`g div W`; each epoch is reshuffled. A global batch of B is the next B samples, and process `p`
-of `P` has its rows `[p B/P, (p+1) B/P)`. The counter is the only state, so a run can continue
-with another number of processes or another batch size.
+`g div W`; each epoch is reshuffled. A global batch is the next samples, cut into microbatches of b,
+and process `p` of `P` has the rows `[p b/P, (p+1) b/P)` of each. The counter is the only state, so
+a run can continue with another number of processes or another batch size.
 """
 
 from __future__ import annotations

@@ -7,12 +7,14 @@ keys need no permutation.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from ..core.errors import UnsupportedError
 from .config import ExpertConfig
+from .meaning import RESOLVED, meaning
 from .rotary import RopeScaling
 from .transformer_config import NORMS, TransformerConfig
 from .weight_rules import WeightRule, WeightRules
@@ -79,11 +81,6 @@ _AFTER = {
 }
 _BOTH = {"input_layernorm": "attention_norm", **_AFTER, "pre_feedforward_layernorm": "mlp_norm"}
 _NORMS = {"before": _BEFORE, "after": _AFTER, "both": _BOTH}
-
-RESOLVED: Mapping[str, str] = MappingProxyType(
-    {"num_kv_heads": "kv_heads", "head_dim": "key_size", "ffn_width": "hidden_size"}
-)
-"""Maps fields of a `TransformerConfig` to the properties that resolve their defaults."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +293,22 @@ class Family:
             scalar = config.score_scale**-2
             is_whole = abs(scalar - round(scalar)) < 1e-6 * scalar
             entries["query_pre_attn_scalar"] = round(scalar) if is_whole else scalar
+        self._check_written(config, entries)
         return entries
+
+    def _check_written(self, config: TransformerConfig, entries: Mapping[str, Any]) -> None:
+        """Raises `UnsupportedError` if a `config.json` leaves out a field of a config."""
+        written = meaning(self.from_hub(entries))
+        for field, value in meaning(config).items():
+            is_number = isinstance(value, float) and isinstance(written[field], float)
+            is_close = is_number and math.isclose(value, written[field], rel_tol=1e-6)
+            if not is_close and value != written[field]:
+                raise UnsupportedError(
+                    f"a Transformer with {field}={value!r} cannot be saved as {self.name}, whose "
+                    f"config.json would mean {field}={written[field]!r}; use another format, or "
+                    "'native'",
+                    code="field-not-in-format",
+                )
 
     @property
     def _bias_keys(self) -> tuple[str, ...]:

@@ -26,8 +26,9 @@ from ..core.errors import (
 )
 from ..core.files import Address, Place, as_path, as_place, read_text, snapshot
 from .config import check_fields
-from .family import RESOLVED, TOKEN_IDS
+from .family import TOKEN_IDS
 from .formats import FORMATS
+from .meaning import meaning
 from .transformer import Transformer
 from .transformer_config import TransformerConfig
 from .weight_rules import WeightRules
@@ -165,17 +166,6 @@ def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any], Path]:
     )
 
 
-FREE = frozenset(
-    (
-        *("max_length", "dropout", "param_dtype", "dtype", "attention", "scan_layers"),
-        *("logits", "logits_dtype", "experts"),
-    )
-)
-"""Fields that change neither the function of a model nor the meaning of its weights."""
-
-_OF_EXPERTS = ("count", "per_token", "width", "shared", "normalize")
-
-
 def check_snapshot(
     files: Files,
     model: nnx.Module,
@@ -255,29 +245,3 @@ def _differences(
     for field in wanted:
         if got[field] != wanted[field] and field.partition(".")[0] not in differ:
             yield f"{field} is {got[field]!r} and {wanted[field]!r} there"
-
-
-def meaning(config: TransformerConfig) -> Mapping[str, Any]:
-    """Returns the fields that determine the function of a model, with defaults resolved.
-
-    Args:
-        config: the config of the model.
-
-    Returns:
-        Values by field; those of experts as `experts.count`.
-    """
-    names = [field.name for field in dataclasses.fields(config) if field.name not in FREE]
-    values = {name: getattr(config, RESOLVED.get(name, name)) for name in names}
-    if config.positions == "learned":
-        del values["rope_theta"]
-    is_usual = abs(config.score_scale * config.key_size**0.5 - 1) < 1e-9
-    values["attention_scale"] = None if is_usual else config.score_scale
-    far = config.max_length if config.local_rope_theta is None else float("inf")
-    each = tuple(0 if window >= far else window for window in config.layer_windows)
-    values["windows"] = each if any(each) else ()
-    experts = config.experts
-    for name in _OF_EXPERTS:
-        value = None if experts is None else getattr(experts, name)
-        is_default = name == "width" and experts is not None and value is None
-        values[f"experts.{name}"] = config.hidden_size if is_default else value
-    return values

@@ -92,8 +92,8 @@ class Transformer(nnx.Module):
     The config can change norms, positions and feed-forward to those of GPT-2 (preset `"gpt2"`).
 
     `logits = head(blocks(embed(tokens)))`. The three parts are separate methods, so that a model
-    can be cut between any two blocks. Positions come from the sequence index, so that a block needs
-    only the residual stream.
+    can be cut between any two blocks. Without segments, positions come from the sequence index, so
+    that a block needs only the residual stream.
 
     Args:
         config: the sizes; validated here.

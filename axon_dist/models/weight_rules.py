@@ -62,7 +62,8 @@ class Form:
     @property
     def inverse(self) -> Form:
         """The form that maps a parameter back to its tensor."""
-        return Form(" -> ".join(reversed(self.text.split(" -> "))), self.sizes)
+        before, _, after = self.text.partition("->")
+        return Form(f"{after.strip()} -> {before.strip()}" if before else "", self.sizes)
 
     def shape_of(self, shape: Shape) -> Shape:
         """Returns the shape of the result for an array of this shape.

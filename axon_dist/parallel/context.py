@@ -45,19 +45,21 @@ def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp
     """Splits the positions of every sequence over a mesh axis, attention included.
 
     Sequence parallelism splits positions between the layers of tensor parallelism and gathers them
-    in each; here no rank ever holds a full sequence. Every layer except attention must work on each
-    position independently. Attention is replaced in `nnx.MultiHeadAttention` and in every module
-    with a method `attend(query, key, value)`, as the attention of this library has. The method may
-    also take `segments`, integers `[B, T]`: a position attends only to its segment.
+    in each. Here layers keep them split: in a ring no rank holds a whole sequence; with Ulysses
+    attention alone sees whole sequences, of some heads. Every layer except attention must work on
+    each position independently. Attention is replaced in `nnx.MultiHeadAttention` and in every
+    module with a method `attend(query, key, value)`, as the attention of this library has. The
+    method may also take `segments`, integers `[B, T]`: a position attends only to its segment.
 
     Under a causal mask a ring reorders the positions, so that all ranks have the same work. It does
     so once for all layers of a `Transformer` that draws no random numbers, and otherwise in each
     attention.
 
     A ring computes softmax attention: causal or unmasked, with any scale, optionally in a window
-    and with capped scores. For a method of your own, the variant is read from its program and
-    checked against it on random inputs; any other attention is refused. Ulysses calls the method
-    itself with a subset of the heads, so its result for a head must not depend on the other heads.
+    and with capped scores (the attention of a `Transformer` only without these two). For a method
+    of your own, the variant is read from its program and checked against it on random inputs; any
+    other attention is refused. Ulysses calls the method itself with a subset of the heads, so its
+    result for a head must not depend on the other heads.
 
     Args:
         mode: `"ring"` sends keys and values around, c - 1 times 1/c of them, and its memory is
@@ -130,7 +132,8 @@ class ContextLayers(AdaptLayers):
             if self.sends_around and getattr(module, "is_special", False):
                 raise UnsupportedError(
                     f"{type(module).__name__} has a window or caps its scores, which a ring of "
-                    "keys and values does not support; take context_parallel('ulysses'), whose "
+                    "keys and values does not support for this class; take "
+                    "context_parallel('ulysses'), whose "
                     "ranks see whole sequences",
                     code="ring-of-special-attention",
                 )

@@ -37,7 +37,9 @@ def ddp(
 
     Args:
         axes: the mesh axes that split the batch; None for `dp`, or `fsdp` on a mesh without it.
-        sync: SYNCHRONOUS reduces bucket after bucket, OVERLAPPED leaves their order to XLA.
+        sync: SYNCHRONOUS starts after the whole backward pass; OVERLAPPED reduces a bucket when its
+            gradients are ready and the bucket before it is done. Without buckets, SYNCHRONOUS
+            leaves the time to XLA.
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA, except that
             OVERLAPPED then uses 25 million (100 MB in float32).
         reduce_dtype: the dtype in which gradients are sent; None keeps their own.

@@ -25,7 +25,7 @@ Dims: TypeAlias = list[int]
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A dim cut into blocks, `size = num_fused * inner`, or into the factors of a reshape.
+    """A dim cut into blocks of the size of a piece, or into the factors of a reshape.
 
     Args:
         dim: node of the dim.
@@ -171,7 +171,7 @@ def _follow_inner(
 ) -> list[FlowValue]:
     """Follows the inner program of a call, a loop or a conditional.
 
-    Of a conditional the last branch is followed, which is the one for any platform.
+    Of a conditional the last branch is followed, the default of `jax.lax.platform_dependent`.
     """
     shared, carry, stacked = inner.split_operands(operands)
     rows = [dataclasses.replace(value, dims=value.dims[1:]) for value in stacked]

@@ -171,12 +171,11 @@ def map_kernels(model: nnx.Module, layout: Layout) -> None:
 
     Args:
         model: its modules with a `form` in `OPAQUE` or `FUSED` and a method `attend` are changed.
-        layout: which axes split samples.
+        layout: which axes split samples and heads.
 
     Raises:
         UnsupportedError: for cuDNN's attention on devices that are not GPUs.
     """
-    heads = tuple(axis for axis in ("tp",) if axis in layout.mesh.axis_names)
     # Read from the mesh, whose devices need not be those of this process.
     device = layout.mesh.devices.flat[0]
     on_tpu = device.platform == "tpu"
@@ -194,7 +193,7 @@ def map_kernels(model: nnx.Module, layout: Layout) -> None:
             # NVIDIA's are like `8.6`; AMD's, such as `gfx942`, are not numbers.
             is_old = form in FUSED and capability[1:2] == "." and capability < "9"
             most = MOST_BEFORE_HOPPER if is_old else None
-            over = OverMesh(layout.mesh, layout.batch, heads, is_opaque, most)
+            over = OverMesh(layout.mesh, layout.batch, layout.heads, is_opaque, most)
             wrap_calls(module, {"attend": over})
 
 
@@ -289,8 +288,8 @@ class Spread:
             if grad is None or operand is None or not ranks:
                 return grad
             # Sent in the dtype of the product, as in the plain program; float16 is the exception.
-            is_narrow = operand.dtype == jnp.float16
-            grad = grad if is_narrow else grad.astype(operand.dtype)
+            is_float16 = operand.dtype == jnp.float16
+            grad = grad if is_float16 else grad.astype(operand.dtype)
             return grad[None] if is_stacked else all_sum(grad, ranks)
 
         def local(*operands: Array) -> PyTree:

@@ -280,8 +280,8 @@ def _tensor(
     Args:
         model: what a plan is read off.
         world: the devices, and the mesh they form.
-        plan: `auto` reads it off the model; or the name of a preset; or a mode, `column`, `row` or
-            `sequence`, for each pattern of paths, such as `{up$: column, down$: row}`.
+        plan: `auto` reads it off the model; or the name of a preset; or a mode, such as `column` or
+            `row`, for each pattern of paths, such as `{up$: column, down$: row}`.
         sequence: norms, dropout and residuals hold 1/tp of the positions.
         rings: with `sequence`, pieces of the positions travel around a ring while products run.
     """
@@ -353,7 +353,7 @@ def _expert(
     """Expert parallelism over the axis `ep`, which also splits the batch.
 
     Args:
-        model: whose experts are split, in stacked arrays or in lists.
+        model: whose experts, in stacked arrays, are split.
         world: the devices, and the mesh they form.
         form: how tokens are sent: `ring` gathers those of all ranks and sums the results back,
             `all_to_all` sends each expert its slots, `auto` takes the one that moves fewer bytes.

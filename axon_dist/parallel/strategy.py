@@ -42,8 +42,9 @@ class Reduction:
         per: `"step"` accumulates K microbatches in a whole gradient on every rank and reduces once;
             `"microbatch"` reduces each, which sends K times the bytes but holds only shards. None:
             another part of the strategy decides, or else `Strategy.reduces_per`.
-        sync: SYNCHRONOUS starts after the backward pass, OVERLAPPED may start a bucket as soon as
-            its gradients are ready.
+        sync: SYNCHRONOUS starts after the whole backward pass; OVERLAPPED reduces a bucket when its
+            gradients are ready and the bucket before it is done. Without buckets, SYNCHRONOUS
+            leaves the time to XLA.
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA. `ddp` gives
             overlapped reductions a size.
         dtype: the dtype in which gradients are sent; None keeps their own.
@@ -86,7 +87,7 @@ class Reduction:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether gradients are reduced in groups, in their own order."""
+        """Whether buckets are asked for, or that reductions overlap with the backward pass."""
         return self.bucket_capacity is not None or self.sync is GradSyncStrategy.OVERLAPPED
 
     def is_local(self, num_microbatches: int, compute: Any = None) -> bool:
@@ -249,7 +250,7 @@ class Strategy:
 
     @property
     def splits(self) -> bool:
-        """Whether parameters or their moments, and so gradients, are split over an axis."""
+        """Whether ZeRO, FSDP or experts split parameters or their moments, and so gradients."""
         return bool(self.params.split_axes or self.opt_state.split_axes)
 
     @property
@@ -455,6 +456,7 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
         layers=tuple(layers for part in parts for layers in part.layers),
         ungathered_axes=tuple(axis for part in parts for axis in part.ungathered_axes),
         default_axes=tuple(axis for part in parts for axis in part.default_axes),
+        gathers_once=any(part.gathers_once for part in parts),
         **settings,
     )
 
@@ -522,7 +524,13 @@ def with_masters(strategy: Strategy, frozen: frozenset[Path], dtype: Any) -> Str
 
 
 def _merged(policies: Sequence[Policy]) -> Policy:
-    splitting = [policy for policy in policies if policy != Replicate()]
+    # Flat, so that composing in steps gives what composing at once gives.
+    flat = (
+        part
+        for policy in policies
+        for part in (policy.policies if isinstance(policy, Merge) else (policy,))
+    )
+    splitting = [policy for policy in flat if policy != Replicate()]
     if len(splitting) < 2:
         return splitting[0] if splitting else Replicate()
     return Merge(tuple(splitting))

@@ -54,7 +54,7 @@ class Suggestion(Plan):
         rules: the rules, each with its reason.
         unplaced: the kernels that stay whole.
         experts: the argument of `expert_parallel(experts=...)`: a pattern of the path of each stack
-            of experts, and the dim of the experts from the end; None for a list of experts.
+            of experts, and the dim of the experts, counted from the end.
     """
 
     unplaced: tuple[Unplaced, ...] = ()

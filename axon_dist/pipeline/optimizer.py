@@ -25,7 +25,7 @@ from .tree_storage import Ends, LeafPlace, Run, Slot, TreeStorage, VectorLayout,
 
 
 class _Form(ParamLike):
-    """A tree whose parts like the model's parameters can be unstacked."""
+    """A tree whose parts of the form of the parameters can be unstacked."""
 
     def __init__(self, stacks: Stacks, params: PyTree, shapes: PyTree):
         super().__init__(params, shapes)

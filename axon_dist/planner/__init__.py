@@ -2,8 +2,8 @@
 
 No array is made and no device is used. A candidate is built in an abstract world, its train state
 is counted as the sharding policies lay it out, and the rest is read from its traced step. Only the
-compiled step is exact; `axon inspect` reads it. Imports `parallel`, `schedule`, `nn`, `ir`, `ops`,
-`mesh` and `core`. Start reading in `candidates.py`; `reading.py` reads a traced step.
+compiled step is exact; `axon inspect` reads it. Imports `inspect`, `parallel`, `schedule`, `nn`,
+`ir`, `ops`, `mesh` and `core`. Start reading in `candidates.py`; `reading.py` reads a traced step.
 """
 
 from ..mesh.chips import HARDWARE as HARDWARE

@@ -217,7 +217,7 @@ class Candidate:
     Args:
         strategy: the data-parallel strategy over `dp` and `fsdp`, by one of its names;
             `hybrid` splits over `fsdp` and replicates over `dp`.
-        pp: stages of the pipeline.
+        pp: ranks of the pipeline.
         dp: ranks that split the batch.
         fsdp: ranks that split the batch and, usually, the parameters.
         cp: ranks of context parallelism, which split the positions of a sample.
@@ -480,7 +480,7 @@ def first_guess(
     those of the whole batch.
 
     Args:
-        candidate: the candidate, with one microbatch.
+        candidate: the candidate, as `candidates` makes it: one microbatch, a pipeline with several.
         work: the model and its batch.
         available: bytes that a device has for activations.
         measured: the activations of the whole batch in bytes, from the trace of another

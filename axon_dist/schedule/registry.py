@@ -47,7 +47,7 @@ class PipelineSchedule(NamedChoice):
 
     To add one, write a function that returns a table and a member here. `EAGER_1F1B` is the
     default, because the step runs a table tick by tick, and a tick lasts as long as its slowest
-    action. In a tick of `ONE_F_ONE_B` ranks with a forward wait for those with a backward. In one
+    rank. In a tick of `ONE_F_ONE_B` ranks with a forward wait for those with a backward. In one
     of `EAGER_1F1B` a rank has one of each.
     """
 
@@ -274,7 +274,7 @@ def split_advice(schedule: Schedule, costs: Costs | None = None) -> tuple[str, .
     why = (
         f"I + W take {halves / full:.2f} of a whole B"
         if halves > full
-        else f"a tick takes as long as its slowest action, with F {costs.f:g}, I {costs.i:g}, "
+        else f"a tick takes as long as its slowest rank, with F {costs.f:g}, I {costs.i:g}, "
         f"W {costs.w:g}"
     )
     return (

@@ -314,9 +314,9 @@ def search(
         best = _better(best, result)
     if best is None:
         raise ScheduleError(
-            f"got memory={memory:g} for {num_devices} stages and {num_microbatches} microbatches. "
-            f"No named schedule keeps fewer than {least:g} microbatches on each device; give at "
-            "least that."
+            f"got memory={memory:g} for {num_devices} devices and {num_microbatches} microbatches. "
+            f"Every named schedule keeps at least {least:g} microbatches on its fullest device; "
+            "give at least that."
         )
     return best
 

@@ -25,8 +25,9 @@ def validate(schedule: Schedule, max_live: int | Sequence[int] | None = None) ->
 
     Args:
         schedule: the table.
-        max_live: the largest number of microbatches that a device may keep for their backward (from
-            `F` to `B` or `W`), for all devices or for each; None sets no limit.
+        max_live: the largest number of stage inputs, one per chunk and microbatch, that a device
+            may keep for their backward (from `F` to `B` or `W`), for all devices or for each; None
+            sets no limit.
 
     Raises:
         ScheduleError: the table breaks a rule; the message shows the grid with the cell marked.
@@ -229,7 +230,7 @@ def _check_memory(schedule: Schedule, max_live: int | Sequence[int]) -> None:
         if live[placed.device] > limits[placed.device]:
             raise _fail(
                 schedule,
-                f"{_at(placed)} is one microbatch too many: device {placed.device} would keep "
+                f"{_at(placed)} is one stage input too many: device {placed.device} would keep "
                 f"{live[placed.device]} for their backward, and max_live allows "
                 f"{limits[placed.device]}. Run a backward (and its W) first, or raise max_live.",
                 placed,
@@ -245,10 +246,11 @@ def with_vocabulary(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
     In the tick after the last stage's forward of a microbatch, all devices run its `V` together,
     each for its part of the vocabulary. So the head no longer makes the last stage the slowest.
-    Backwards start one or two ticks later, and every stage keeps as many more inputs. In the tick
-    before the first stage's forward, all devices look the microbatch up together, `E`. In the tick
-    after its backward, each adds the gradients of its part of the embedding, `G`. So the table is
-    one tick longer at its start, where everything else waits, and one at its end.
+    Backwards are delayed, usually by one or two ticks; the fastest of four delays is taken. Every
+    stage keeps as many more inputs. In the tick before the first stage's forward, all devices look
+    the microbatch up together, `E`. In the tick after its backward, each adds the gradients of its
+    part of the embedding, `G`. So the table is one tick longer at its start, where everything else
+    waits, and one at its end.
 
     Args:
         schedule: a valid table. If it has `E`, `V` and `G`, it is returned unchanged. If it has

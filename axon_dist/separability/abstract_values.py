@@ -421,7 +421,10 @@ class LossDependence:
 
     @property
     def why_coupled(self) -> str:
-        """The first output that is no sum or mean over samples, and why; "" if there is none."""
+        """The first output that its parts do not give, and why; "" if there is none.
+
+        A buffer counts even if it is the mean over the samples.
+        """
         for name, dependence in self.outputs().items():
             if dependence.why:
                 return f"the {name} {dependence.why}{dependence.place}"

@@ -2,8 +2,8 @@
 
 `explain` shows the spec of every array with its reason, and checks the arrays of a run against it.
 
-A policy splits an array along a dim that divides, or else pads a dim (`padding.py`). Memory
-estimates and flat buckets instead split the flattened array; `ShardSpec` computes the sizes:
+A policy splits an array along a dim that divides, or else pads a dim (`padding.py`). Where a
+program of your own splits the flattened array instead, `ShardSpec` computes the sizes:
 
     shard_size = ceil(numel / num_shards),  padding = shard_size * num_shards - numel
 """

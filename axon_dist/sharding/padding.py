@@ -224,8 +224,8 @@ class EvenShards:
     """Reshards a padded array such that its shards divide the model's shape.
 
     Of 512 rows that 5 devices store as 515, four devices get 128 each: four is the largest number
-    of available devices that divides 512. No device ever holds the whole array. Checkpoints write
-    padded arrays in the model's shape this way.
+    of available devices that divides 512; of 509 rows, one device gets all. Over several processes
+    padded dims are not split. Checkpoints write padded arrays in the model's shape this way.
 
     Args:
         shape: the model's shape.

@@ -56,7 +56,10 @@ class Policy(abc.ABC):
 
     @property
     def split_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which the policy splits every array if possible."""
+        """The mesh axes over which ranks with different samples split arrays.
+
+        Empty for policies of tensor parallelism, whose ranks compute from the same samples.
+        """
         return ()
 
     @property
@@ -74,10 +77,10 @@ class Policy(abc.ABC):
             path: the path of the leaf, such as `"blocks/0/attn/kernel"`.
             shape: its global shape.
             mesh: anything with `.shape`, axis name to size.
-            taken: dims already claimed by a fixed policy; used only by flexible policies.
+            taken: the dims that earlier policies claim; used by flexible policies and `Merge`.
 
         Returns:
-            The spec of this policy alone, and the reason.
+            The spec of this policy alone, and the reason; `Merge` includes `taken` in the spec.
         """
 
     def __call__(self, path: Path, shape: Shape, mesh: HasShape) -> PartitionSpec:

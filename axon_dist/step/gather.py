@@ -4,18 +4,20 @@
 unit (`gather_params`, or `_running` for bridged Linen modules). The backward pass gathers again,
 because each unit runs under `jax.checkpoint` (`LayerScan.protect` in `ir/layer_scan.py`). Its
 policy is that of `remat`, or else one that never saves gathered weights
-(`ModelChanges.with_layer_scan`). A weight outside all units is gathered once, before the model
-runs.
+(`ModelChanges.with_layer_scan`). A weight outside all units is gathered once per
+microbatch, before the model runs, and stays whole until its backward pass.
 
 A weight is gathered by one of:
 
 - `GlobalGather`, the default, whose collectives the compiler inserts.
 - `LocalGather`, where ranks compute gradients in `shard_map`, such as with
   `Reduction(manual=True)`, and reduce them once per microbatch.
-- `RankProgram` in `local_view.py`, which gathers all weights once per step, where ranks reduce
-  gradients once per step.
+- `RankProgram` in `local_view.py`, which gathers all weights once per step, where ranks compute
+  gradients and reduce them once per step, or where the strategy says `gathers_once`.
 - `global_gradients` in `global_view.py`, which gathers all weights before the first unit, where the
   strategy says `gathers_once`.
+- `pipeline_gradients` in `pipeline_view.py`, whose `shard_map` takes weights that are whole on the
+  ranks of a stage, so that the compiler gathers them once per step.
 - `Int8Gather`, for frozen weights that are stored as int8, around one of the first two.
 """
 

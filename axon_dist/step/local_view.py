@@ -312,7 +312,7 @@ class RankProgram:
     def _reduces_in_backward(self, scale: Any) -> bool:
         """Whether the backward pass of the last microbatch reduces the gradients of all of them.
 
-        Buckets are not: their reductions follow the backward pass in the program, and the compiler
+        Not with buckets: their reductions follow the backward pass in the program, and the compiler
         may start each when its gradients are ready. With a loss scale the reduction runs after it,
         too: inside the backward pass gradients are those of sums over the samples, which would
         overflow at a scale that fits the gradients of means.

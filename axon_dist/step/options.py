@@ -273,7 +273,9 @@ class StepOptions(_Fields):
         accumulate: K, the number of microbatches per step, whose gradients are added up before the
             optimizer runs; a pipeline has its own number.
         clip_norm: the largest global norm of the gradient. None: no clipping.
-        metrics: which metrics a step reports: any of `"loss"`, `"grad_norm"` and `"param_norm"`.
+        metrics: which norms a step reports in addition to `loss` and the metrics of the loss
+            function: `"grad_norm"`, which `clip_norm` reports in any case, and `"param_norm"`.
+            `"loss"` may be listed too.
         scaler: the loss scale; float16 compute has one by default.
         nonfinite: with `"stop"`, `"skip"` or `"rollback"`, a step whose loss or gradient is not
             finite leaves parameters and moments unchanged and sets the metric `nonfinite`. A

@@ -338,8 +338,8 @@ def _fp8_gather(plan: StepPlan, fp8: Fp8Layers) -> Found:
 
 def _matrices(plan: StepPlan) -> Found:
     spec = plan.spec
-    # Stages that differ run in separate branches, each with its own matrices.
-    if spec.mesh.size == 1 or plan.state_plan.storage.is_by_vectors:
+    # Where rows hold chunks, each rank works on the matrices of its own chunks.
+    if spec.mesh.size == 1 or plan.state_plan.storage.rows_hold_chunks:
         return None
     kind = plan.state_plan.update.hidden
     return {"kind": kind, "count": spec.mesh.size} if kind else None
@@ -380,7 +380,7 @@ def _stage_experts(plan: StepPlan) -> Found:
     if others := [path for path in offending if path.rpartition("/")[0] not in experts]:
         offending = others
         place = "in a module without the methods mix_experts and feed"
-    elif not storage.is_by_vectors:
+    elif not storage.rows_hold_chunks:
         rows = {"/".join(map(str, keys)) for keys in storage.rows.row_keys}
         paths = [
             *split_along_axis(storage.strategy.params, plan.state_plan.params),

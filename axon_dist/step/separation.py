@@ -375,11 +375,11 @@ class Separator:
 
     def _traces(self, ranks: int) -> Traces:
         """Returns the programs of the loss on one rank; with `ranks=1` that of all samples."""
-        # Outside of pipelines, a model with experts runs in global view even if the step asks for
-        # ranks.
+        # Experts sort tokens, which couples samples, so that outside of pipelines a step with ranks
+        # goes to global view. There, and in pipelines, all samples are sorted together, and experts
+        # are marked as functions of one sample.
         marks_experts = ranks == 1 or self._spec.strategy.pipeline is not None
         if marks_experts not in self._traced:
-            # Here experts promise not to mix samples.
             modules = nnx.iter_modules(self.model_spec.abstract)
             has_experts = any(hasattr(module, SUM_SAMPLES) for _, module in modules)
             first = mark_experts_per_sample if marks_experts and has_experts else None

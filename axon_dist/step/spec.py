@@ -65,7 +65,7 @@ class StepSpec:
 
     @property
     def num_microbatches(self) -> int:
-        """Into how many microbatches a batch is cut; a pipeline has its own number."""
+        """The microbatches of a batch; a pipeline has its own number, an elastic step has 1."""
         if self.options.is_elastic:
             return 1
         pipeline = self.strategy.pipeline

@@ -72,8 +72,8 @@ class ParamStorage:
     shapes: PyTree = dataclasses.field(default_factory=dict)
 
     @property
-    def is_by_vectors(self) -> bool:
-        """Whether stages differ, so that each rank stores its leaves flattened into vectors."""
+    def rows_hold_chunks(self) -> bool:
+        """Whether rows of a pipeline hold whole chunks, because its blocks differ."""
         return self.rows is not None and not self.rows.by_blocks
 
     def from_model(self, params: PyTree) -> PyTree:

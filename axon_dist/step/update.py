@@ -212,9 +212,11 @@ def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientAr
     program, needed = needed_for(closed.jaxpr, [0])
     num_weights = len(jax.tree.leaves(model_spec.weights))
     if any(number < num_weights for number in needed):
+        shards = spec.options.logical_shards
+        count = f"{shards} logical shards" if shards else f"{spec.num_microbatches} microbatches"
         raise UnsupportedError(
             "the weight of the loss depends on parameters, and the model adds its own terms to the "
-            f"loss, so that {spec.num_microbatches} microbatches do not know how much these terms "
+            f"loss, so that {count} do not know how much these terms "
             "count; let the weight depend on the batch alone, or leave the batch whole",
             code="weight-of-parameters",
         )

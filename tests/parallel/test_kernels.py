@@ -37,10 +37,10 @@ def arrays(kv_heads):
     return tuple(draw(heads).astype(np.float32) for heads in (8, kv_heads, kv_heads))
 
 
-def run(form, kv_heads, inside=()):
+def run(form, kv_heads, inside=(), heads=("tp",)):
     """The result on the mesh, that without one, and the shapes seen."""
     module, plain = Attention(form), Attention(form)
-    map_kernels(module, Layout(WORLD.mesh, ("dp",)))
+    map_kernels(module, Layout(WORLD.mesh, ("dp",), heads=heads))
     function = lambda *qkv: module.attend(*qkv)
     if inside:
         spec = PartitionSpec(inside)
@@ -78,6 +78,17 @@ def run(form, kv_heads, inside=()):
 )
 def test_what_a_kernel_sees(form, kv_heads, inside, query, key):
     assert run(form, kv_heads, inside) == (query, key)
+
+
+def test_heads_are_split_over_the_axes_of_the_layout_alone():
+    """They are those of tensor parallelism, which need not be `tp`; an idle axis splits nothing."""
+    assert run("flash", 4, heads=()) == ((2, 3, 8, 2), (2, 3, 4, 2))
+    world = World.emulate(4, "ep=4")
+    module = Attention("flash")
+    map_kernels(module, Layout(world.mesh, heads=("ep",)))
+    with jax.set_mesh(world.mesh):
+        jax.jit(lambda *qkv: module.attend(*qkv))(*arrays(4))
+    assert module.seen[-1] == ((4, 3, 2, 2), (4, 3, 1, 2))
 
 
 def test_cudnn_is_refused_for_devices_that_are_no_gpus():

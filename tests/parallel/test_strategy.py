@@ -82,6 +82,24 @@ def test_compose_adds_axes_and_overlays_policies():
     assert compose(TP).params == TP.params
 
 
+def test_composing_in_steps_is_composing_at_once():
+    mesh = MeshSpec(fsdp=2, tp=2)
+    first = Strategy("first", params=ByRule(((r"w", P("tp")),), "first"))
+    at_once = compose(fsdp(min_elements=1), Strategy("other"), first)
+    in_steps = compose(compose(fsdp(min_elements=1), TP), first)
+    assert at_once.params("w", (4, 8), mesh) == P("tp", "fsdp")
+    # `first` claims dim 0 and `TP` dim 1 of the same axis, whatever fsdp would like.
+    with pytest.raises(StrategyConflictError):
+        in_steps.params("w", (4, 8), mesh)
+    assert in_steps.params == compose(fsdp(min_elements=1), TP, first).params
+    assert compose(compose(fsdp(min_elements=1), Strategy("a")), first).params == at_once.params
+
+
+def test_compose_keeps_that_weights_are_gathered_once():
+    assert compose(Strategy("a", gathers_once=True), TP).gathers_once
+    assert not compose(Strategy("a"), TP).gathers_once
+
+
 def test_compose_takes_wrappers_and_keeps_what_one_part_says(world):
 
     wrapper = DDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), world.group("dp"))

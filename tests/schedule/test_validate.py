@@ -192,7 +192,9 @@ def test_an_action_of_a_stage_or_microbatch_that_does_not_exist():
 
 def test_the_memory_limit_marks_the_forward_that_breaks_it():
     validate(one_f_one_b(4, 8), max_live=[4, 3, 2, 1])
-    with pytest.raises(ScheduleError, match=r"0F4.*one microbatch too many.*keep 5.*allows 4") as e:
+    with pytest.raises(
+        ScheduleError, match=r"0F4.*one stage input too many.*keep 5.*allows 4"
+    ) as e:
         validate(gpipe(4, 8), max_live=4)
     assert "[0F4]" in str(e.value)
     with pytest.raises(ScheduleError, match="got 2 limits in max_live for 4 devices"):

@@ -11,6 +11,7 @@ FORMS = [
     (Form("d c p q -> (p q c) d"), (3, 2, 4, 4)),
     (Form("(head size) in -> in head size", {"size": 3}), (6, 5)),
     (Form("a -> a"), (7,)),
+    (Form("out in->in out"), (4, 6)),
 ]
 
 
@@ -25,6 +26,13 @@ def test_a_slice_is_that_of_the_rearranged_array(form, shape):
         stops = [rng.integers(a, n) + 1 for a, n in zip(starts, whole.shape, strict=True)]
         index = tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))
         np.testing.assert_array_equal(form.take(array, index), whole[index])
+
+
+@pytest.mark.parametrize("text", ["", "a b c -> b c a", "a b c->b c a"])
+def test_the_inverse_gives_the_array_back(text):
+    array = np.random.default_rng(0).standard_normal((2, 3, 4))
+    form = Form(text)
+    np.testing.assert_array_equal(form.inverse.apply(form.apply(array)), array)
 
 
 def test_interleaved_rotary_pairs_become_halves_and_go_back():

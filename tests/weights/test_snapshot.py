@@ -18,7 +18,7 @@ from axon_dist.models import (
     next_token_loss,
 )
 from axon_dist.models.formats import FORMATS
-from axon_dist.models.snapshot import meaning
+from axon_dist.models.meaning import meaning
 from axon_dist.parallel import fsdp
 from axon_dist.step import build_train_step
 from axon_dist.weights import hub_config, load_weights, save_weights
@@ -182,6 +182,18 @@ def test_a_model_of_one_family_is_not_loaded_nor_written_as_another(tmp_path):
     ):
         save_weights(factory(of_family("hf-mistral", windows=(4, 0)))(), tmp_path / "out",
                      "hf-mistral")  # fmt: skip
+
+
+def test_a_field_that_a_family_does_not_write_is_refused():
+    """So a field that is added to the config cannot be lost in silence."""
+    family = FORMATS["hf-llama"]
+    config = TransformerConfig(vocab_size=32, width=16, num_layers=1, num_heads=2, norm_eps=0.5)
+    family.to_hub(config)
+    sizes = {name: key for name, key in family.sizes.items() if name != "norm_eps"}
+    forgetful = dataclasses.replace(family, sizes=sizes)
+    with pytest.raises(UnsupportedError, match=r"with norm_eps=0\.5 cannot be saved as") as error:
+        forgetful.to_hub(config)
+    assert error.value.code == "field-not-in-format"
 
 
 def test_a_window_beyond_the_longest_sequence_is_none(tmp_path):

@@ -1,6 +1,6 @@
 """Implements the commands: run, resume, report, verify, examine, load, evaluate, export.
 
-Imports every package below `cli`. Read from the top down: `training.py`, `runs.py`, `steps.py`.
+Read from the top down: `training.py`, `runs.py`, `steps.py`.
 """
 
 from ..config import abstract_batch as abstract_batch

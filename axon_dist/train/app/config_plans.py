@@ -378,7 +378,7 @@ class _Split:
     """A candidate, its step, and the bytes per device of its train state and its gradients.
 
     Args:
-        candidate: the candidate, with the smallest possible number of microbatches.
+        candidate: the candidate, as `candidates` makes it: one microbatch, a pipeline with several.
         config: the config with the candidate's mesh and strategies.
         step: the step of this config.
         state: bytes of the train state.
@@ -458,7 +458,7 @@ def _traced(
     Args:
         search: the search.
         refused: filled with the name of a candidate whose step cannot be built, and why.
-        split: the kind of the candidate, built with one microbatch.
+        split: the kind of the candidate, built with the microbatches of `candidates`.
         one: the candidate.
         before: the candidate's plan with other microbatches; None for its first trace.
     """
@@ -556,7 +556,8 @@ def _time(reading: Reading, candidate: Candidate, search: _Search) -> StepCost:
     hardware = search.hardware
     counted = {}
     if candidate.pp > 1:
-        # A pipeline's actions are branches of a conditional, which the traced counts omit.
+        # A pipeline's actions are branches of a conditional, of which the traced count takes the
+        # costliest in every tick.
         counted["flops"] = 4 / 3 * work.flops / candidate.num_devices  # every stage is recomputed
         sizes = candidate.pp, candidate.num_microbatches
         counted["idle"] = idle_share(candidate.schedule, *sizes, 1)

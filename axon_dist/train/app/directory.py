@@ -303,7 +303,8 @@ def create_directory(config: RunConfig, resume: str | None = None) -> RunDirecto
     Args:
         config: a run; its folder is `run_dir`, or `runs/<name>-<time>` by default.
         resume: None for a new run, whose folder must not contain a run yet. `"auto"` resumes in the
-            folder of the config, or in the newest folder of that name with a checkpoint. A path
+            folder of the config, or in the newest folder of that name that has a folder of
+            checkpoints. A path
             resumes from this path, in the folder of the config or in a new one.
 
     Raises:

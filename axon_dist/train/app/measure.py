@@ -278,7 +278,9 @@ class DataCheck:
         description: a one-sentence description of the data.
         samples: some training samples as text.
         item: the unit of throughput, such as tokens.
-        samples_per_second: the loading speed of one thread per process, summed over processes.
+        samples_per_second: the loading speed of all processes, each with one thread or with
+            `data.num_workers` processes of its own.
+        num_workers: `data.num_workers`; 0 for one thread.
         needed_per_second: the speed of the step on these devices; None if it was not run.
         padding: the fraction of training tokens that are padding; None if there are no tokens.
         learned: the fraction of the loaded tokens that are targets; None if there are no tokens.
@@ -288,6 +290,7 @@ class DataCheck:
     samples: tuple[str, ...]
     item: str
     samples_per_second: float
+    num_workers: int
     needed_per_second: float | None
     padding: float | None
     learned: float | None
@@ -345,6 +348,7 @@ def check_data(
         samples=tuple(itertools.islice(_shown(batches, loader.samples), num_samples)),
         item=run.item,
         samples_per_second=speed,
+        num_workers=config.data.num_workers,
         needed_per_second=_time_steps(run.step, batches[0], config) if with_step else None,
         padding=getattr(loader.samples, "padding", None),
         learned=learned,

@@ -88,7 +88,7 @@ class SavedStates:
         Args:
             state: the state; its arrays may be donated when this returns.
             number: the number of steps taken.
-            loss: the validation loss, if it was measured.
+            loss: the score by `train.best`, if it was measured.
         """
         run = self.run
         if isinstance(self.checkpoints.folder, Address) or self.directory.address is not None:

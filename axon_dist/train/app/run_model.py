@@ -50,7 +50,7 @@ from .directory import open_directory
 from .steps import model_of
 
 BEST = "best"
-"""The value of `step` that selects the checkpoint with the lowest validation loss."""
+"""The value of `step` that selects the checkpoint with the best score by `train.best`."""
 
 
 @in_own_context
@@ -160,7 +160,7 @@ def find_checkpoint(
         scored = [(entry.score, entry.step) for entry in entries if entry.score is not None]
         if not scored:
             raise CheckpointError(
-                f"no checkpoint in {str(folder)!r} has a validation loss, so none is the best; "
+                f"no checkpoint in {str(folder)!r} has a score by train.best, so none is the best; "
                 "leave the step out for the newest, or name one",
                 code="no-best",
             )

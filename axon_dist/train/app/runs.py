@@ -72,8 +72,8 @@ class Run:
         world: the devices and their mesh.
         step: the step of the config's model, strategy and optimizer.
         loader: the training and validation batches of this process.
-        note: the changes that lost processes made necessary, as a sentence; empty if none were
-            lost.
+        note: the changes that lost processes made necessary, as a sentence; empty if nothing
+            changes.
         validation: loaders of further validation sets, by name.
     """
 
@@ -317,7 +317,7 @@ def step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:
         world: the devices of the processes and their mesh.
 
     Returns:
-        The step, and a sentence about the change; "" if no process was lost.
+        The step, and a sentence about the change; "" if nothing changes.
     """
     step = build_step(config, world)
     present = world.num_processes

@@ -216,7 +216,7 @@ def _loss(loss: float | None, unit: str) -> str:
 
 
 def attention_line(config: RunConfig, step: TrainStep) -> str | None:
-    """Describes which attention runs; None for a model that is not from this library.
+    """Describes which attention runs; None for a model that is no `Transformer`.
 
     Args:
         config: a checked run.

@@ -173,7 +173,7 @@ class Verification:
     Args:
         strategy: the name of the strategy.
         mesh: its mesh, as text.
-        metrics: one row per step.
+        metrics: one row per step and compared metric.
         params: one row per parameter, after the last step.
         tolerance: the largest relative difference that passes.
     """

@@ -216,7 +216,8 @@ def data_lines(check: DataCheck) -> list[str]:
     lines = [f"data: {check.description}"]
     for number, sample in enumerate(check.samples, start=1):
         lines += [f"--- sample {number}", sample]
-    lines += ["---", f"loading: {_number(check.samples_per_second)} samples/s by one thread"]
+    loaders = f"{check.num_workers} processes" if check.num_workers else "one thread"
+    lines += ["---", f"loading: {_number(check.samples_per_second)} samples/s by {loaders}"]
     if check.needed_per_second is not None:
         ratio = check.samples_per_second / check.needed_per_second
         verdict = "enough" if check.keeps_up else "TOO SLOW: steps will wait for data"

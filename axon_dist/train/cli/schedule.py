@@ -163,7 +163,7 @@ def _measures(row: ScheduleSummary) -> str:
     return (
         f"bubble {row.bubble:.1%}, in lockstep {row.lockstep_bubble:.1%}; "
         f"makespan {row.makespan:g}, in lockstep {row.lockstep_makespan:g}, which is "
-        f"{row.lockstep_slowdown:.3f} of the busiest rank's work; "
+        f"{row.lockstep_slowdown:.3f} times the busiest rank's work; "
         f"at most {row.peak_live:g} microbatches in flight, {row.num_inputs} stage inputs kept; "
         f"{row.num_transfers} transfers"
     )

@@ -97,7 +97,7 @@ _CONFIG = (
 _FOLDER = _argument("run", "the folder of a run", metavar="RUN")
 _STEP = _argument(
     "--step",
-    "the checkpoint of that step, or of the lowest validation loss; the newest by default",
+    "the checkpoint of that step, or the best by train.best; the newest by default",
     type=lambda text: text if text == "best" else as_int(text),
     metavar="N|best",
 )
@@ -364,7 +364,11 @@ VERBS: tuple[Verb, ...] = (
         _int("--node-rank", "the number of this host, from 0", default=0),
         _argument("--master-addr", "the host of rank 0", default="localhost"),
         _int("--master-port", "a free port there; chosen automatically on a single host"),
-        _int("--max-restarts", "most restarts after failures; let CMD resume", default=0),
+        _int(
+            "--max-restarts",
+            "restart at most so often after failures; CMD must resume by itself",
+            default=0,
+        ),
         _flag("--elastic", "restart without the processes that were lost"),
         _number(
             "--rejoin-after",

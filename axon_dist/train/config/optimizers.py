@@ -79,8 +79,8 @@ class Optimizer(abc.ABC):
         schedule: how the learning rate changes over the run.
         groups: parameters that are trained differently, or not at all.
         momentum_dtype: the dtype of the mean of gradients, `float32` or `bfloat16`; null for that
-            of the parameters. The mean of squared gradients always has the dtype of the parameters,
-            because its updates are too small for bfloat16.
+            of the parameters. The mean of squared gradients has the dtype of the parameters,
+            because its updates are too small for bfloat16; with `eight_bit` it has eight bits.
     """
 
     learning_rate: Positive = 3e-4

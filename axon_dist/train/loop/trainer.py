@@ -99,7 +99,7 @@ class Trainer:
     `log_every` steps, and the newest validation.
 
         train/loss, train/...             each metric of the step, such as `train/grad_norm`
-        train/skipped_steps               number so far; if the step's `nonfinite` is `"skip"`
+        train/skipped_steps               number so far; if nonfinite steps or spikes are skipped
         time/step_seconds                 mean of recent steps; the first step is not timed
         time/tokens_per_second            with `items_per_step`; named after `item`
         time/model_flops_utilization      with `peak_flops`

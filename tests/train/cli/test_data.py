@@ -40,6 +40,7 @@ def test_the_summary_shows_measured_values(sft):
     )
     text = "\n".join(runs.data_lines(slow))
     assert "loading: 5 samples/s by one thread" in text
+    assert "by 3 processes" in "\n".join(runs.data_lines(dataclasses.replace(slow, num_workers=3)))
     assert "takes 10 samples/s on these devices: TOO SLOW: steps will wait for data (0.5" in text
     assert "padding: 5.9% of the tokens\ntargets: 50.0% of the tokens" in text
 

@@ -121,7 +121,7 @@ def test_draws_what_runs_and_says_both_readings(capsys):
     assert main(["schedule", "1f1b", *SIZES]) == 0
     out = capsys.readouterr().out
     assert "in lockstep: makespan 40, bubble" in out
-    assert "makespan 33, in lockstep 40, which is 1.667 of the busiest rank's work" in out
+    assert "makespan 33, in lockstep 40, which is 1.667 times the busiest rank's work" in out
     assert main(["schedule", "1f1b", *SIZES, "--ahead"]) == 0
     assert "microbatches, makespan 33, bubble 27.3%" in capsys.readouterr().out
 
@@ -133,7 +133,7 @@ def test_says_when_a_split_backward_does_not_pay(capsys):
     assert main([*pays, "--costs", "1", "2", "1"]) == 0
     assert (
         "zero_bubble_h1 takes 49 in lockstep and eager_1f1b 44: splitting the backward does not "
-        "pay here, a tick takes as long as its slowest action, with F 1, I 2, W 1."
+        "pay here, a tick takes as long as its slowest rank, with F 1, I 2, W 1."
         in capsys.readouterr().out
     )
     assert main([*pays, "--costs", "1", "1.3", "1", "2"]) == 0

@@ -1,0 +1,54 @@
+"""The fields of a `TransformerConfig` that determine the function of its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from .transformer_config import TransformerConfig
+
+RESOLVED: Mapping[str, str] = MappingProxyType(
+    {"num_kv_heads": "kv_heads", "head_dim": "key_size", "ffn_width": "hidden_size"}
+)
+"""Maps fields of a `TransformerConfig` to the properties that resolve their defaults."""
+
+FREE = frozenset(
+    (
+        *("max_length", "dropout", "param_dtype", "dtype", "attention", "scan_layers"),
+        *("logits", "logits_dtype", "experts"),
+    )
+)
+"""Fields that `meaning` leaves out: they do not change what the weights mean.
+
+Of `experts`, single fields are compared.
+"""
+
+_OF_EXPERTS = ("count", "per_token", "width", "shared", "normalize")
+
+
+def meaning(config: TransformerConfig) -> Mapping[str, Any]:
+    """Returns the fields that determine the function of a model, with defaults resolved.
+
+    Args:
+        config: the config of the model.
+
+    Returns:
+        Values by field; those of experts as `experts.count`.
+    """
+    names = [field.name for field in dataclasses.fields(config) if field.name not in FREE]
+    values = {name: getattr(config, RESOLVED.get(name, name)) for name in names}
+    if config.positions == "learned":
+        del values["rope_theta"]
+    is_usual = abs(config.score_scale * config.key_size**0.5 - 1) < 1e-9
+    values["attention_scale"] = None if is_usual else config.score_scale
+    far = config.max_length if config.local_rope_theta is None else float("inf")
+    each = tuple(0 if window >= far else window for window in config.layer_windows)
+    values["windows"] = each if any(each) else ()
+    experts = config.experts
+    for name in _OF_EXPERTS:
+        value = None if experts is None else getattr(experts, name)
+        is_default = name == "width" and experts is not None and value is None
+        values[f"experts.{name}"] = config.hidden_size if is_default else value
+    return values
