@@ -3,7 +3,7 @@
 import sys
 
 from axon_dist.core.words import byte_size
-from axon_dist.train.app.examine import read_program
+from axon_dist.train.app.examine import program_record
 from axon_dist.train.app.runs import build_run
 from axon_dist.train.config import RunConfig
 
@@ -35,7 +35,7 @@ def lines(name):
             "train": {"global_batch": 16},
         }
     )
-    found = read_program(build_run(config))
+    found = program_record(build_run(config))
     state = {label: size for label, size in found["memory"].items() if "state" in label}
     yield f"{name} on {mesh}, bytes per device and step"
     for label, size in {"parameters": found["memory"]["parameters"], **state}.items():

@@ -79,11 +79,11 @@ class CopyHeader:
         return cls(**{**fields, **parsed})
 
 
-def place_of(index: Sequence[slice], shape: Sequence[int]) -> Slices:
+def slices_of(index: Sequence[slice], shape: Sequence[int]) -> Slices:
     """The place of a shard.
 
     Example:
-        >>> place_of((slice(None), slice(2, 4)), (3, 8))
+        >>> slices_of((slice(None), slice(2, 4)), (3, 8))
         ((0, 3), (2, 4))
     """
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
@@ -168,7 +168,7 @@ class Pieces:
             rows = zip(json.loads(bytes(arrays[_PLACES])), arrays[_CHECKSUMS], strict=True)
             places: dict[LeafPath, list[Slices]] = {}
             for number, ((leaf, place), crc) in enumerate(rows):
-                slices = as_place(place)
+                slices = slices_from_json(place)
                 self._pieces[leaf, slices] = arrays[str(number)], int(crc)
                 places.setdefault(leaf, []).append(slices)
             self.parts.append((header.process, header.writers, places))
@@ -223,7 +223,7 @@ def size_of(place: Slices) -> int:
     return math.prod(stop - start for start, stop in place)
 
 
-def as_place(pairs: Iterable[Sequence[int]]) -> Slices:
+def slices_from_json(pairs: Iterable[Sequence[int]]) -> Slices:
     """Converts a place from JSON."""
     return tuple((int(start), int(stop)) for start, stop in pairs)
 

@@ -40,14 +40,14 @@ from .copy_files import (
     Part,
     Pieces,
     Slices,
-    as_place,
     copies_in,
     headers_in,
     is_whole,
     overlap,
-    place_of,
     raw_bytes,
     size_of,
+    slices_from_json,
+    slices_of,
     write_copy,
 )
 from .layout import (
@@ -181,7 +181,7 @@ def _first_devices(
     for device, index in sharding.devices_indices_map(shape).items():
         process = int(device.process_index)
         places = firsts[hosts[process]]
-        place = place_of(index, shape)
+        place = slices_of(index, shape)
         places[place] = min((process, int(device.id)), places.get(place, (process, int(device.id))))
     return firsts
 
@@ -345,7 +345,7 @@ class HostCopies:
 
         def read(path: LeafPath, leaf: jax.ShapeDtypeStruct) -> Array:
             def take(index):
-                place = place_of(index, leaf.shape)
+                place = slices_of(index, leaf.shape)
                 return local.read(path, leaf.dtype, place, holders.get(path, ()))
 
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, take)
@@ -427,7 +427,11 @@ def _newest_complete(
     for copy in sorted({tuple(copy) for rows in tables for copy, _ in rows}, reverse=True):
         parts: dict[int, list[Part]] = {
             teller: [
-                (process, writers, {leaf: [*map(as_place, p)] for leaf, p in places.items()})
+                (
+                    process,
+                    writers,
+                    {leaf: [*map(slices_from_json, p)] for leaf, p in places.items()},
+                )
                 for process, writers, places in listed
             ]
             for teller, rows in enumerate(tables)
@@ -453,7 +457,7 @@ def _missing(
     missing: set[tuple[LeafPath, Slices]] = set()
     for path, leaf in leaves.items():
         indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-        places = {place_of(index, leaf.shape) for index in indices if index is not None}
+        places = {slices_of(index, leaf.shape) for index in indices if index is not None}
         for there in holders.get(path, ()):
             # Not by truth value: the overlap of a scalar is the empty tuple.
             is_needed = any(overlap(place, there) is not None for place in places)
@@ -474,7 +478,9 @@ def _fetch(
     """
     missing = _missing(local, leaves, holders)
     requests = _from_all(sorted(missing))
-    for path, place in sorted({(path, as_place(p)) for rows in requests for path, p in rows}):
+    for path, place in sorted(
+        {(path, slices_from_json(p)) for rows in requests for path, p in rows}
+    ):
         is_source = process_index() == holders[path][place]
         size = size_of(place) * np.dtype(leaves[path].dtype).itemsize
         raw = local.raw(path, place) if is_source else np.zeros(size, np.uint8)

@@ -25,7 +25,7 @@ from .loss_trace import mean_weight as mean_weight
 from .loss_trace import trace_loss as trace_loss
 from .loss_trace import with_merged_batch_dims as with_merged_batch_dims
 from .optimizer import UnstackedOptimizer as UnstackedOptimizer
-from .stage import Data as Data
+from .stage import MicrobatchData as MicrobatchData
 from .stage import StageLoss as StageLoss
 from .stage import StageProgram as StageProgram
 from .stage import Wire as Wire

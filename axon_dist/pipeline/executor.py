@@ -15,9 +15,9 @@ from ..core.typing import Array, PyTree
 from ..ir.pieces import unconstrained
 from ..schedule import Phase, Schedule, Slots, assign_slots
 from .stage import (
-    Data,
     DividedBackward,
     Frozen,
+    MicrobatchData,
     Rest,
     StageLoss,
     StageOperands,
@@ -89,7 +89,7 @@ class Executor:
         axis: the mesh axis of the pipeline.
         weights: the trained rows of this rank's block parameters.
         rest: the parameters outside the blocks; None in place of frozen ones.
-        data: (index of a microbatch) -> its `Data`.
+        data: (index of a microbatch) -> its `MicrobatchData`.
         scale: the loss scale of the backward passes.
         saves_residuals: whether forward passes save residuals; otherwise backward passes recompute.
         frozen_weights, frozen_rest: the parameters that are not trained.
@@ -128,7 +128,7 @@ class Executor:
     axis: str
     weights: list[list[Any]]
     rest: list[Any]
-    data: Callable[[Array], Data]
+    data: Callable[[Array], MicrobatchData]
     scale: Array | None = None
     saves_residuals: bool = False
     frozen_weights: list[list[Any]] = dataclasses.field(default_factory=list)
@@ -456,7 +456,7 @@ class Executor:
         wire = zeros(self.wire) if self.saves_residuals else get(state.inputs, entry["inputs"])
         return StageOperands(bound.weights, bound.rest, data, entry["stage"], wire, bound.frozen)
 
-    def _data(self, entry: LaneEntry, mutable_buffers: Mapping[int, Array]) -> Data:
+    def _data(self, entry: LaneEntry, mutable_buffers: Mapping[int, Array]) -> MicrobatchData:
         """Returns the data of a microbatch, with the current values of the buffers."""
         data = self.data(entry["microbatch"])
         buffers = list(data.buffers)

@@ -25,7 +25,7 @@ from ..ir.units import is_unit
 from ..ir.walk import called, depends_on, interpret, made_by, needed_for, struct_of
 from ..schedule import Phase, Schedule
 from .layout import flatten
-from .stage import Data, Rest
+from .stage import MicrobatchData, Rest
 
 Atom: TypeAlias = "Var | Literal"
 """A variable of a jaxpr, or a constant in it."""
@@ -96,7 +96,7 @@ class LossTrace:
             if not self.known_ahead.issuperset(self.made_of(i)[1])
         }
 
-    def known(self, data: Data, names: Sequence[Keys], rest: Rest) -> dict[Var, Array]:
+    def known(self, data: MicrobatchData, names: Sequence[Keys], rest: Rest) -> dict[Var, Array]:
         """Returns the values of the inputs, without the parameters of blocks.
 
         Args:
@@ -315,7 +315,10 @@ def _forward_through_units(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def mean_weight(
-    trace: LossTrace, data: Callable[[Array], Data], num_microbatches: int, axes: tuple[str, ...]
+    trace: LossTrace,
+    data: Callable[[Array], MicrobatchData],
+    num_microbatches: int,
+    axes: tuple[str, ...],
 ) -> Array | None:
     """Returns the mean weight of a microbatch, over all microbatches and all ranks of the batch.
 
@@ -326,7 +329,7 @@ def mean_weight(
 
     Args:
         trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
-        data: (index of a microbatch) -> its `Data`.
+        data: (index of a microbatch) -> its `MicrobatchData`.
         num_microbatches: the number of microbatches.
         axes: the manual axes that split the batch.
 

@@ -40,7 +40,7 @@ class Wire(NamedTuple):
         return Wire(self.floats, self.others)
 
 
-class Data(NamedTuple):
+class MicrobatchData(NamedTuple):
     """The data of a microbatch that every rank has.
 
     Args:
@@ -104,9 +104,9 @@ class StageProgram:
     stages: tuple[int, ...]
     chunk: int
     rows: Sequence[int]
-    first: Callable[[Rest, Data], Wire]
-    middle: Callable[[Weights, Rest, Data, Array, Wire], Wire]
-    last: Callable[[Rest, Data, Wire], StageLoss]
+    first: Callable[[Rest, MicrobatchData], Wire]
+    middle: Callable[[Weights, Rest, MicrobatchData, Array, Wire], Wire]
+    last: Callable[[Rest, MicrobatchData, Wire], StageLoss]
     first_uses: tuple[int, ...]
     middle_uses: tuple[int, ...]
     last_uses: tuple[int, ...]
@@ -135,10 +135,10 @@ class Start:
         data: the data of the microbatch.
     """
 
-    first: Callable[[Rest, Data], Wire]
+    first: Callable[[Rest, MicrobatchData], Wire]
     trained: Rest
     frozen: Rest
-    data: Data
+    data: MicrobatchData
 
     def back(self, looked_up: Sequence[Array], gradient: list[Array]) -> tuple[Rest, list[Array]]:
         """Returns the gradients of the trained parameters and of the rows that were looked up.
@@ -188,7 +188,7 @@ class StageOperands(NamedTuple):
 
     weights: Weights
     rest: Rest
-    data: Data
+    data: MicrobatchData
     stage: Array
     wire: Wire
     frozen: Frozen = Frozen((), {})

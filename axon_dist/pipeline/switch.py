@@ -23,7 +23,7 @@ from ..ir.walk import depends_on, struct_of, variables
 from ..schedule import Schedule
 from .layout import Stages
 from .loss_trace import LossTrace
-from .stage import Data, Rest, StageLoss, StageProgram, Weights, Wire
+from .stage import MicrobatchData, Rest, StageLoss, StageProgram, Weights, Wire
 from .storage import StageStorage
 from .tables import Packing, zeros
 
@@ -283,14 +283,14 @@ class SwitchStages:
             for stage in range(self.storage.stages.num_stages)
         ]
 
-    def _first(self, rest: Rest, data: Data) -> Wire:
+    def _first(self, rest: Rest, data: MicrobatchData) -> Wire:
         if not self.trace.looked_up:
             return Wire(*(zeros(list(packing.packed)) for packing in self.packings))
         rows = dict(zip(self.trace.looked_up, data.looked_up, strict=True))
         return self._pack(0, [rows[v] for v in self.crossing[0]])
 
     def _middle(
-        self, stage: int, weights: Weights, rest: Rest, data: Data, _: Array, wire: Wire
+        self, stage: int, weights: Weights, rest: Rest, data: MicrobatchData, _: Array, wire: Wire
     ) -> Wire:
         known = self.trace.known(data, self.storage.rest, rest) | self._unpack(stage, wire)
         rows = iter(weights)
@@ -302,7 +302,7 @@ class SwitchStages:
         count = len(self.crossing[stage + 1])
         return self._pack(stage + 1, results[:count])._replace(new_buffers=results[count:])
 
-    def _last(self, rest: Rest, data: Data, wire: Wire) -> StageLoss:
+    def _last(self, rest: Rest, data: MicrobatchData, wire: Wire) -> StageLoss:
         known = self.trace.known(data, self.storage.rest, rest)
         known |= self._unpack(len(self.crossing) - 1, wire)
         total, weight, *metrics = self.pieces[-1].run(known)

@@ -17,7 +17,7 @@ from ..ir.layer_scan import SHARED, Chain, find_chains
 from ..ir.pieces import Piece, unconstrained
 from ..ir.walk import made_by, variables
 from .loss_trace import LossTrace
-from .stage import Data, Rest, StageLoss, StageProgram, Wire
+from .stage import MicrobatchData, Rest, StageLoss, StageProgram, Wire
 from .storage import StageStorage
 from .tables import plain, rewrap_key, zeros
 
@@ -165,14 +165,16 @@ class UniformStages:
             for dtype in self._dtypes
         ]
 
-    def _first(self, rest: Rest, data: Data) -> Wire:
+    def _first(self, rest: Rest, data: MicrobatchData) -> Wire:
         count = len(self.calls)
         forms = [self.calls[0].outvars[r].aval for r in self.reported]
         none = [jnp.zeros((count, *form.shape), form.dtype) for form in forms]
         known = self.trace.known(data, self.storage.rest, rest)
         return self._wire([*self.prologue.run(known), *none])
 
-    def _middle(self, chunk: int, weights: Any, rest: Rest, data: Data, stage: Array, wire: Wire):
+    def _middle(
+        self, chunk: int, weights: Any, rest: Rest, data: MicrobatchData, stage: Array, wire: Wire
+    ):
         known = self.trace.known(data, self.storage.rest, rest)
         shared = self.shared.run(known)
         stages = self.storage.stages
@@ -236,7 +238,7 @@ class UniformStages:
         new_buffers = {r: results[r] for _, r in self.mutable_buffers.values()}
         return self._wire([*(results[role] for role in self.chain.carried), *reports]), new_buffers
 
-    def _last(self, rest: Rest, data: Data, wire: Wire) -> StageLoss:
+    def _last(self, rest: Rest, data: MicrobatchData, wire: Wire) -> StageLoss:
         known = self.trace.known(data, self.storage.rest, rest)
         values = self._unwire(wire)
         outputs = self.calls[-1].outvars

@@ -20,7 +20,7 @@ from ..ir.walk import depends_on, made_by, struct_of, variables
 from ..nn import own_rows
 from ..ops.linear_loss import LINEAR_CROSS_ENTROPY, Operands, differentiable, evaluate
 from .loss_trace import LossTrace
-from .stage import Data, Rest, StageProgram
+from .stage import MicrobatchData, Rest, StageProgram
 from .tables import LaneEntry, State, from_rank, get, put
 
 
@@ -45,7 +45,7 @@ class Lookup:
         """The shape of the rows of a microbatch."""
         return struct_of(self.rows.result)
 
-    def read(self, part: Array, data: Data, axis: str) -> Array:
+    def read(self, part: Array, data: MicrobatchData, axis: str) -> Array:
         """Returns the rows of a microbatch on every rank of the axis.
 
         Args:
@@ -62,7 +62,7 @@ class Lookup:
         fill = jnp.nan if self.rows.fill is None else self.rows.fill
         return jnp.where(is_there[..., None], rows, jnp.asarray(fill, rows.dtype))
 
-    def added(self, total: Array, gradient: Array, data: Data, axis: str) -> Array:
+    def added(self, total: Array, gradient: Array, data: MicrobatchData, axis: str) -> Array:
         """Adds the gradient of a microbatch to the gradients of this rank's part of the table.
 
         Args:
@@ -82,7 +82,7 @@ class Lookup:
             rows = rows.astype(dtype)
         return rows
 
-    def _ids(self, part: Array, data: Data, axis: str) -> Array:
+    def _ids(self, part: Array, data: MicrobatchData, axis: str) -> Array:
         known = self.trace.known(data, (), {})
         ids = self.rows.ids(self.piece.run(known)).astype(jnp.int32)
         if self.rows.mode is BOUNDS.FILL_OR_DROP:
@@ -98,13 +98,13 @@ class Embedding:
         lookups: the lookups in tables that are split over the ranks.
         axis: the mesh axis of the pipeline.
         home: the rank of the first stage.
-        data: (index of a microbatch) -> its `Data`.
+        data: (index of a microbatch) -> its `MicrobatchData`.
     """
 
     lookups: Sequence[Lookup]
     axis: str
     home: int
-    data: Callable[[Array], Data]
+    data: Callable[[Array], MicrobatchData]
 
     def look_up(self, tick: LaneEntry, state: State, parts: Rest) -> State:
         """Looks up the rows of a microbatch and stores them in their slot.

@@ -21,9 +21,9 @@ from ..ir.randomness import at_part, without_rank
 from ..ir.walk import equations
 from ..parallel import PipelinePlan
 from ..pipeline import (
-    Data,
     Executor,
     LossTrace,
+    MicrobatchData,
     StageProgram,
     StageStorage,
     SwitchStages,
@@ -144,18 +144,18 @@ def _data_of_microbatches(
     buffers: list[Array],
     over_time: Mapping[int, Array],
     part_buffers: PartBuffers | None,
-) -> Callable[[Array], Data]:
+) -> Callable[[Array], MicrobatchData]:
     """A function of a microbatch's number: its buffers and its samples."""
     leaves = jax.tree.leaves(batch)
 
-    def data(microbatch: Array) -> Data:
+    def data(microbatch: Array) -> MicrobatchData:
         row = functools.partial(jax.lax.dynamic_index_in_dim, index=microbatch, keepdims=False)
         buffers_now = [
             row(over_time[i]) if i in over_time else leaf for i, leaf in enumerate(buffers)
         ]
         if part_buffers is not None:
             buffers_now = [at_part(leaf, part_buffers.part(microbatch)) for leaf in buffers_now]
-        return Data(buffers_now, [row(leaf) for leaf in leaves])
+        return MicrobatchData(buffers_now, [row(leaf) for leaf in leaves])
 
     return data
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axon_dist.ir.units import UNIT_NAME
-from axon_dist.pipeline import Data, Stages, StageStorage, trace_loss
+from axon_dist.pipeline import MicrobatchData, Stages, StageStorage, trace_loss
 
 WIDTH, SAMPLES = 4, 3
 BLOCKS = tuple(("blocks", i) for i in range(5))
@@ -70,7 +70,7 @@ def chain_loss(params, buffers, batch):
 def traced(forward, params, buffers, batch):
     """The trace of a loss, and what the executor would know of the microbatch."""
     trace = trace_loss(forward, params, buffers, batch)
-    return trace, Data(jax.tree.leaves(buffers), jax.tree.leaves(batch))
+    return trace, MicrobatchData(jax.tree.leaves(buffers), jax.tree.leaves(batch))
 
 
 def stored(params, placement, boundaries):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axon_dist.pipeline import Data, StageProgram, Wire
+from axon_dist.pipeline import MicrobatchData, StageProgram, Wire
 from axon_dist.pipeline.stage import DividedBackward, StageOperands, pull_back
 
 
@@ -25,7 +25,7 @@ def operands():
     rng = np.random.default_rng(0)
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     weights, wire = [[array(8, 16), array(16, 8)]], Wire([array(4, 8)], [])
-    return StageOperands(weights, {}, Data([], []), jnp.int32(0), wire), [array(4, 8)]
+    return StageOperands(weights, {}, MicrobatchData([], []), jnp.int32(0), wire), [array(4, 8)]
 
 
 def products(piece):
@@ -71,7 +71,9 @@ def scaled_layer(weights, rest, data, stage, wire):
 def test_gradients_of_scales_and_biases_are_not_put_off():
     array = lambda *shape: jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
     wire = Wire([array(4, 8)], [])
-    at = StageOperands([[array(8), array(8, 6), array(6)]], {}, Data([], []), jnp.int32(0), wire)
+    at = StageOperands(
+        [[array(8), array(8, 6), array(6)]], {}, MicrobatchData([], []), jnp.int32(0), wire
+    )
     program = StageProgram((0,), 0, range(1), None, scaled_layer, None, (), (), ())
     seed = [array(4, 6)]
     parts = DividedBackward.of(program, at, seed)

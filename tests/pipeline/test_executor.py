@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from axon_dist import World
-from axon_dist.pipeline import Data, Executor, StageLoss, StageProgram, Wire
+from axon_dist.pipeline import Executor, MicrobatchData, StageLoss, StageProgram, Wire
 from axon_dist.pipeline.tables import slots_by_name
 from axon_dist.schedule import Schedule, assign_slots, build_schedule
 
@@ -62,7 +62,7 @@ def programs(stages_by_chunk):
 
 
 def data_at(batch, index):
-    return Data([0.5 * index], [leaf[index] for leaf in batch])
+    return MicrobatchData([0.5 * index], [leaf[index] for leaf in batch])
 
 
 @functools.cache
@@ -201,7 +201,7 @@ def test_stages_keep_what_a_microbatch_has_left_for_the_next(name):
     def total(kernels, numbers, x):
         wire, left = Wire([x], []), []
         for stage in range(size):
-            wire = remembers([[kernels[stage]]], {}, Data(numbers, []), stage, wire)
+            wire = remembers([[kernels[stage]]], {}, MicrobatchData(numbers, []), stage, wire)
             left.append(wire.new_buffers[stage])
         return leave({}, None, wire).total, left
 
@@ -218,7 +218,7 @@ def test_stages_keep_what_a_microbatch_has_left_for_the_next(name):
             axis="pp",
             weights=[[rows[0]]],
             rest=[],
-            data=lambda index: Data(
+            data=lambda index: MicrobatchData(
                 [jnp.float32(s) for s in range(size)], [jnp.stack(batch)[index]]
             ),
             saves_residuals=keeps,

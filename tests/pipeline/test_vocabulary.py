@@ -14,7 +14,7 @@ from axon_dist.core.errors import ConfigError, DivisibilityError, UnsupportedErr
 from axon_dist.inspect.computations import visits
 from axon_dist.inspect.parse import as_module
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
-from axon_dist.pipeline.stage import Data, Start, Wire
+from axon_dist.pipeline.stage import MicrobatchData, Start, Wire
 from axon_dist.pipeline.tables import slots_by_name
 from axon_dist.schedule import Schedule, assign_slots, one_f_one_b, peak_live, with_vocabulary
 
@@ -232,7 +232,7 @@ def test_ids_that_the_table_has_no_row_for_are_what_they_are_on_one_device():
 @pytest.mark.parametrize("norm", [False, True])
 def test_lookups_are_kept_only_if_the_backward_pass_reads_them(norm):
     row = lambda data: data.looked_up[0] * (data.looked_up[0] if norm else 3.0)
-    start = Start(lambda rest, data: Wire([row(data)], []), {}, {}, Data([], []))
+    start = Start(lambda rest, data: Wire([row(data)], []), {}, {}, MicrobatchData([], []))
     assert start.reads_looked_up([jnp.ones((2, 3))], [jnp.ones((2, 3))]) is norm
     table = with_vocabulary(one_f_one_b(2, 8))
     # One for the forward pass that is next, and those in flight.

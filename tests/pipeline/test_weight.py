@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from axon_dist import World
 from axon_dist.core.errors import UnsupportedError
-from axon_dist.pipeline import Data, mean_weight
+from axon_dist.pipeline import MicrobatchData, mean_weight
 
 from .chains import buffers_of, chain_loss, microbatch, params_of, traced
 
@@ -18,7 +18,9 @@ STACKED = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *BATCHES)
 
 def data_of(stacked):
     leaves = jax.tree.leaves(stacked)
-    return lambda index: Data(jax.tree.leaves(buffers_of()), [leaf[index] for leaf in leaves])
+    return lambda index: MicrobatchData(
+        jax.tree.leaves(buffers_of()), [leaf[index] for leaf in leaves]
+    )
 
 
 def test_it_is_the_mean_over_microbatches():

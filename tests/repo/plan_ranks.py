@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from axon_dist.planner import parse_cluster
 from axon_dist.train.app import plan_config
-from axon_dist.train.app.config_plans import ReadPlan
+from axon_dist.train.app.config_plans import TracedPlan
 from axon_dist.train.config import load_config
 from tests.repo.digests import run
 
@@ -37,7 +37,7 @@ QUICK = ("zero2 a100-80:2",)
 """The rows of the default run of the tests."""
 
 
-def line_of(plan: ReadPlan) -> str:
+def line_of(plan: TracedPlan) -> str:
     """The name of a plan, its mesh and microbatches, and the bytes that a device holds at most."""
     one = plan.candidate
     remat = " remat" if one.remat else ""

@@ -5,7 +5,7 @@ Read from the top down: `training.py`, `runs.py`, `steps.py`.
 
 from ..config import abstract_batch as abstract_batch
 from .config_plans import ConfigPlans as ConfigPlans
-from .config_plans import ReadPlan as ReadPlan
+from .config_plans import TracedPlan as TracedPlan
 from .config_plans import plan_config as plan_config
 from .directory import AUTO as AUTO
 from .directory import RunDirectory as RunDirectory

@@ -67,7 +67,7 @@ def silent(name: str, clause: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadPlan:
+class TracedPlan:
     """One way to run a config: the cost of its traced step and, if compiled, its report.
 
     Args:
@@ -124,12 +124,12 @@ class ConfigPlans:
     work: Workload
     hardware: Hardware
     num_devices: int
-    plans: tuple[ReadPlan, ...]
+    plans: tuple[TracedPlan, ...]
     refused: tuple[tuple[str, str], ...]
-    others: tuple[ReadPlan, ...] = ()
+    others: tuple[TracedPlan, ...] = ()
 
     @property
-    def best(self) -> ReadPlan:
+    def best(self) -> TracedPlan:
         """The best plan; if none fits, the one that needs the least memory."""
         return self.plans[0]
 
@@ -254,7 +254,7 @@ class _Search:
         """Bytes of a device that a plan may fill."""
         return USABLE * self.device_bytes
 
-    def note(self, plan: ReadPlan, split: _Split) -> None:
+    def note(self, plan: TracedPlan, split: _Split) -> None:
         """Records the bytes that a plan saves for the backward pass, to guess those of others."""
         one = plan.candidate
         if one.pp > 1 or one.remat or not self.work.activations:
@@ -262,7 +262,7 @@ class _Search:
         whole = _activations(plan, split) * one.num_microbatches * one.num_devices
         self.residuals.setdefault(_axes_of(one), whole / self.work.activations)
 
-    def plans(self, most: int, refused: dict[str, str]) -> list[ReadPlan]:
+    def plans(self, most: int, refused: dict[str, str]) -> list[TracedPlan]:
         """Traces the simplest kinds whose train state fits; if none fits, the smallest.
 
         Args:
@@ -285,7 +285,7 @@ class _Search:
                 f"{self.work.num_layers} blocks; make the batch a multiple of {count}, such as "
                 f"{-(-batch // count) * count}"
             )
-        plans: list[ReadPlan | None] = []
+        plans: list[TracedPlan | None] = []
         too_large: list[_Split] = []
         for group in sorted(kinds.values(), key=lambda group: _complexity(group[0])):
             if len(plans) - plans.count(None) == most:
@@ -416,7 +416,7 @@ def _gradient_bytes(one: Candidate, step: TrainStep) -> int:
     return (claims.grads if is_split else claims.params).bytes_per_device
 
 
-def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan | None:
+def _read(search: _Search, refused: dict[str, str], split: _Split) -> TracedPlan | None:
     """Traces a candidate until it fits: smaller microbatches first, then recomputed blocks."""
     free = search.usable - split.state - split.gradients
     ratio = search.residuals.get(_axes_of(split.candidate))
@@ -424,7 +424,7 @@ def _read(search: _Search, refused: dict[str, str], split: _Split) -> ReadPlan |
     one = first_guess(split.candidate, search.work, free, measured)
     # If the guess has more microbatches than the split, they were already shrunk once.
     shrunk = int(one.num_microbatches > split.candidate.num_microbatches)
-    plan: ReadPlan | None = None
+    plan: TracedPlan | None = None
     larger: Candidate | None = None
     for tried in range(shrunk, TRIES):
         traced = _traced(search, refused, split, one, plan)
@@ -451,8 +451,8 @@ def _traced(
     refused: dict[str, str],
     split: _Split,
     one: Candidate,
-    before: ReadPlan | None,
-) -> ReadPlan | None:
+    before: TracedPlan | None,
+) -> TracedPlan | None:
     """Traces a candidate and reads its costs; None if its step is refused.
 
     Args:
@@ -479,7 +479,7 @@ def _traced(
         _time(reading, one, search), step, reading, search, one.slow_replicas
     )
     share = search.work.useful_flops / one.num_devices
-    return ReadPlan(
+    return TracedPlan(
         one,
         config,
         reading,
@@ -492,7 +492,7 @@ def _traced(
     )
 
 
-def _larger(plan: ReadPlan, split: _Split, search: _Search) -> Candidate | None:
+def _larger(plan: TracedPlan, split: _Split, search: _Search) -> Candidate | None:
     """Returns a candidate with larger microbatches that may also fit; None if there is none.
 
     The first number of microbatches is a guess, which may be larger than needed.
@@ -513,11 +513,11 @@ _AT_LEAST = 0.6
 Others do not grow, such as weights in the compute dtype."""
 
 
-def _activations(plan: ReadPlan, split: _Split) -> float:
+def _activations(plan: TracedPlan, split: _Split) -> float:
     return max(0.0, plan.reading.temporaries - split.gradients)
 
 
-def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Candidate | None:
+def _smaller(plan: TracedPlan, search: _Search, tried: int) -> Candidate | None:
     """Returns the next candidate to trace after one that does not fit; None if none is left."""
     one = plan.candidate
     reading = plan.reading
@@ -564,12 +564,12 @@ def _time(reading: Reading, candidate: Candidate, search: _Search) -> StepCost:
     return reading.step_time(hardware, work.policy.compute, **counted)
 
 
-def _ranked(plans: list[ReadPlan]) -> list[ReadPlan]:
+def _ranked(plans: list[TracedPlan]) -> list[TracedPlan]:
     """Sorts plans that fit by time, and ties by simplicity; the others follow, sorted by memory."""
     remaining = sorted(
         plans, key=lambda p: (not p.fits, p.time.total if p.fits else p.reading.peak)
     )
-    ranked: list[ReadPlan] = []
+    ranked: list[TracedPlan] = []
     while remaining:
         limit = (1 + TIE) * remaining[0].time.total
         tied = [p for p in remaining if p.fits and p.time.total <= limit] or remaining[:1]
@@ -587,7 +587,7 @@ def plan_here(config: RunConfig, world: World) -> ConfigPlans | None:
         return None
 
 
-def _measured(plan: ReadPlan, target: str | None) -> ReadPlan:
+def _measured(plan: TracedPlan, target: str | None) -> TracedPlan:
     config = plan.config
     if target is not None and target.startswith("cpu:"):
         emulated = dataclasses.replace(config.devices, emulate=plan.candidate.num_devices)

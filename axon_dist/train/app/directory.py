@@ -128,7 +128,7 @@ class RunDirectory:
             StoreError: when the bucket cannot be written.
         """
         for lease in self.leases:
-            lease.check()
+            lease.renew()
         if self.address is None:
             return
         local_files = {

@@ -41,7 +41,7 @@ class Examination:
         strategy: the name of the strategy.
         parameters: the number of all and of trained parameters, and the dtypes of frozen ones.
         target: the machine, or None for the devices of this machine.
-        attention: sentences about which attention runs, which blocks are a loop, and what
+        notes: sentences about which attention runs, which blocks are a loop, and what
             `remat: auto` recomputes; None if there is nothing to report.
         outer_steps: for replicas with outer steps (`diloco`, `local_sgd`), the report of the outer
             step of each fragment.
@@ -53,7 +53,7 @@ class Examination:
     strategy: str
     parameters: str
     target: Target | None
-    attention: str | None = None
+    notes: str | None = None
     outer_steps: tuple[Report, ...] = ()
     every: int = 0
 
@@ -135,7 +135,7 @@ def compiled_report(step: TrainStep, config: RunConfig) -> Report:
     return report(compiled, step.world.mesh, traced_flops=read_step(step, batch).flops)
 
 
-def read_program(run: Run) -> dict[str, Any]:
+def program_record(run: Run) -> dict[str, Any]:
     """Compiles the step of a run, unless it is compiled already, and reads its costs.
 
     Args:
@@ -239,7 +239,7 @@ class DryRun:
     Args:
         config: every value of the config, including defaults.
         opening: the lines that the run prints at its start.
-        program: the result of `read_program`.
+        program: the result of `program_record`.
         items: the unit of throughput, such as tokens, and the number that the whole run processes.
         ranks: sentences about how ranks and processes share a global batch.
         files: the files that would be written, with their sizes where known.
@@ -311,7 +311,7 @@ def dry_run(config: RunConfig) -> DryRun:
     return DryRun(
         config=config.to_dict(),
         opening=tuple(opening_lines(run)),
-        program=read_program(run),
+        program=program_record(run),
         items=(run.item, train.steps * run.items_per_step),
         ranks=tuple(_shares(run)),
         files=tuple(_files_of(config, run.step.abstract_state)),

@@ -172,7 +172,7 @@ class Lease:
                 code="no-conditional-writes",
             )
 
-    def check(self) -> None:
+    def renew(self) -> None:
         """Renews the lease.
 
         Raises:
@@ -205,7 +205,7 @@ class Lease:
             while not ended.wait(self._seconds / 6):
                 # Ignore errors here: the next save raises them before it writes anything.
                 with suppress(ConfigError, StoreError):
-                    self.check()
+                    self.renew()
 
         thread = threading.Thread(target=renew, name="lease", daemon=True)
         thread.start()

@@ -50,7 +50,7 @@ from ...core.own_context import in_own_context
 from ..config import CONFIG, Mlflow, Prometheus, RunConfig, TensorBoard, Trackio, Wandb
 from .config_plans import plan_here
 from .directory import PastMetrics, RunDirectory, create_directory, directory_at, take_folders
-from .examine import read_program
+from .examine import program_record
 from .resume import SavedStates, check_copies, check_resume, keep_programs, open_states
 from .run_records import END, START
 from .runs import Run, build_run, compiling_ahead
@@ -270,7 +270,7 @@ def _record_program(
             return
         with progress.phase("reading the compiled step"):
             try:
-                program = read_program(run)
+                program = program_record(run)
                 directory.write_program(program)
                 for warning in program["warnings"]:
                     progress.note(warning)

@@ -22,7 +22,7 @@ from axon_dist.mesh.chips import EMULATED, Hardware, hardware, parse_cluster
 from axon_dist.mesh.targets import parse_target, prepare_environment
 from axon_dist.parallel import STRATEGIES
 from axon_dist.planner import parse_count, parse_memory
-from axon_dist.train.app import ConfigPlans, ReadPlan, plan_config
+from axon_dist.train.app import ConfigPlans, TracedPlan, plan_config
 from axon_dist.train.app.config_plans import Tell
 from axon_dist.train.config import RunConfig, load_config
 
@@ -255,7 +255,7 @@ def show_config_plans(name: str, ranking: ConfigPlans, console: Console) -> None
             _print_lines(other, console)
 
 
-def _print_lines(plan: ReadPlan, console: Console) -> None:
+def _print_lines(plan: TracedPlan, console: Console) -> None:
     """Prints the config lines of a plan, with the options that its strategies had."""
     console.print("\nLines of a config:", style="bold")
     plain = plan.config.to_dict()
@@ -265,7 +265,7 @@ def _print_lines(plan: ReadPlan, console: Console) -> None:
     console.print(to_yaml(lines), end="")
 
 
-def _reason(plan: ReadPlan) -> str:
+def _reason(plan: TracedPlan) -> str:
     """Explains the time of the best plan, or that none fits."""
     time = plan.time
     need = f"{byte_size(plan.reading.peak)} of {byte_size(plan.device_bytes)}"
@@ -285,7 +285,7 @@ def _reason(plan: ReadPlan) -> str:
     return f"{called(plan.candidate.name)}: {need}; a step is {shares}"
 
 
-def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:
+def _table(plans: Sequence[TracedPlan], best: TracedPlan | None) -> Table:
     unit, name = unit_of(max(plan.reading.peak for plan in plans))
     is_measured = any(plan.measured is not None for plan in plans)
     caption = f"{name} per device, and sent per step; x: microbatches; steps are modelled"
@@ -303,7 +303,7 @@ def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:
     return table
 
 
-def _title(plan: ReadPlan) -> str:
+def _title(plan: TracedPlan) -> str:
     """Returns the name of a plan with its schedule, expert dispatch, remat and changes."""
     one = plan.candidate
     schedule = one.schedule if one.pp > 1 else ""
@@ -317,7 +317,7 @@ def _title(plan: ReadPlan) -> str:
     return ", ".join([called(one.name), *map(str, filter(None, details))])
 
 
-def _row(plan: ReadPlan, unit: float, is_measured: bool) -> tuple[str, ...]:
+def _row(plan: TracedPlan, unit: float, is_measured: bool) -> tuple[str, ...]:
     reading = plan.reading
     candidate = plan.candidate
     sizes = (reading.state + reading.batch, reading.temporaries, reading.peak)

@@ -255,8 +255,8 @@ def inspect(arguments: argparse.Namespace) -> int:
         f"{config.name}: {examination.strategy} on {examination.mesh}, compiled for {machine}"
     )
     console.print(examination.parameters)
-    if examination.attention is not None:
-        console.print(examination.attention, highlight=False)
+    if examination.notes is not None:
+        console.print(examination.notes, highlight=False)
     console.print(examination.report)
     for line in examination.outer_step_lines():
         console.print(line, highlight=False)

@@ -29,7 +29,9 @@ def tries(monkeypatch):
             samples = 64 // one.num_microbatches
             whole = fixed + sample_bytes * samples // (8 if one.remat else 1)
             reading = Reading(16 * GB, 0, whole, 1.0, (), {"dp": 4})
-            return config_plans.ReadPlan(one, RunConfig(), reading, NO_TIME, usable * GB * 10 // 9)
+            return config_plans.TracedPlan(
+                one, RunConfig(), reading, NO_TIME, usable * GB * 10 // 9
+            )
 
         monkeypatch.setattr(config_plans, "_traced", traced)
         size = usable * GB * 10 // 9

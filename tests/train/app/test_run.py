@@ -102,7 +102,7 @@ def test_a_run_goes_on_without_matplotlib_and_its_program_and_says_why(tiny):
     with (
         mock.patch("axon_dist.train.app.training.has_module", return_value=False),
         mock.patch(
-            "axon_dist.train.app.training.read_program", side_effect=RuntimeError("no text")
+            "axon_dist.train.app.training.program_record", side_effect=RuntimeError("no text")
         ),
     ):
         done = train(RunConfig.from_dict(tiny), console)
