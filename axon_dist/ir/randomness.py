@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ..core.errors import UnsupportedError
-from ..core.tree import is_key
-from ..core.typing import Array, PyTree, Shape
+from ..core.tree import is_key, map_with_path
+from ..core.typing import Array, Path, PyTree, Shape
 from .walk import dtype_of, equations, inners, interpret, needed_for, same, same_program, shape_of
 
 
@@ -190,9 +190,28 @@ def at_part(leaf: Array, part: Array) -> Array:
     return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(leaf))
 
 
-def without_rank(buffers: PyTree, original: PyTree) -> PyTree:
-    """Restores the original keys; counts and statistics keep their new values."""
-    return jax.tree.map(lambda new, old: old if is_key(old) else new, buffers, original)
+def without_rank(
+    buffers: PyTree, original: PyTree, advanced: Collection[Path] = frozenset()
+) -> PyTree:
+    """Undoes `with_rank`; counts and statistics keep their new values.
+
+    Args:
+        buffers: nested dict, after a part of the step.
+        original: the same buffers before `with_rank`.
+        advanced: the paths of the keys that the model replaces by others, made from them.
+    """
+
+    def restore(path: Path, new: Any, old: Any) -> Any:
+        if not is_key(old):
+            return new
+        if path not in advanced:
+            return old
+        if str(jax.random.key_impl(new)) != TAG:
+            return new
+        words = jax.random.key_data(new)[..., :-1]
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(old))
+
+    return map_with_path(restore, buffers, original)
 
 
 def _compare(part: Drawn, full: Drawn) -> SampleRows | None:

@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 
 from ..core.compat import CALLS, REMATS, eval_equation, inner_programs, new_operation
 from ..core.typing import Array, Function, PyTree
-from .factors import ELEMENTWISE, KEEPS, MOVES, Role, factors
+from .factors import ELEMENTWISE, Role, factors
 from .layer_scan import has_units
 from .units import is_unit
 from .walk import (
@@ -320,15 +320,6 @@ def hidden_in(closed: ClosedJaxpr) -> str | None:
         if MATRIXWISE in inside and equation.primitive.name != MATRIXWISE:
             return equation.primitive.name
     return None
-
-
-_BY_ELEMENT = ELEMENTWISE | MOVES | KEEPS | CALLS | {"cond", "custom_jvp_call"}
-
-
-def mixing_in(closed: ClosedJaxpr) -> str | None:
-    """Returns the first operation that mixes elements of an array, such as a sum; or None."""
-    names = (equation.primitive.name for equation in equations(closed.jaxpr))
-    return next((name for name in names if name not in _BY_ELEMENT), None)
 
 
 def run_with_calls(closed: ClosedJaxpr, values: Sequence[Array], run: RunCalls) -> list[Array]:

@@ -41,6 +41,7 @@ from .linear import ParallelMode as ParallelMode
 from .linear import RowParallelLinear as RowParallelLinear
 from .linear import VocabParallelEmbedding as VocabParallelEmbedding
 from .linear import own_rows as own_rows
+from .linear import taken_rows as taken_rows
 from .linear import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .lora import lora as lora
 from .lora import merge_lora as merge_lora

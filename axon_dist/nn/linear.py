@@ -403,7 +403,7 @@ class VocabParallelEmbedding(nnx.Module):
         table = self.embedding[...].astype(self.dtype or self.param_dtype)
         axis = manual_axis(self.group)
         if axis is not None:
-            return all_sum(own_rows(lambda ids: table[ids], tokens, len(table), axis), axis)
+            return all_sum(taken_rows(lambda ids: table[ids], tokens, len(table), axis), axis)
         return pinned(jnp.take(table, tokens, axis=0), self.group, None)
 
     def attend(self, x: Array) -> Array:
@@ -428,6 +428,28 @@ def own_rows(look_up: Callable[[Array], Array], tokens: Array, num_rows: int, ax
     is_local = (local >= 0) & (local < num_rows)
     rows = look_up(jnp.clip(local, 0, num_rows - 1))
     return jnp.where(is_local[..., None], rows, jnp.zeros((), rows.dtype))
+
+
+def taken_rows(look_up: Callable[[Array], Array], tokens: Array, num_rows: int, axis: str) -> Array:
+    """Looks up the rows of this rank such that the sum over the ranks is `jnp.take` of the table.
+
+    As there, an id of -1 is the last row, and an id outside of the table gives NaN, so that a wrong
+    id is noticed with split tables too.
+
+    Args:
+        look_up: maps positions in this rank's part of the table to rows.
+        tokens: ids in the whole table.
+        num_rows: how many rows this rank holds.
+        axis: the mesh axis that splits the rows.
+    """
+    size = num_rows * jax.lax.axis_size(axis)
+    ids = tokens.astype(jnp.int32) if tokens.dtype.itemsize < 4 else tokens
+    ids = jnp.where(ids < 0, ids + size, ids)
+    rows = own_rows(look_up, ids, num_rows, axis)
+    if not jnp.issubdtype(rows.dtype, jnp.inexact):
+        return rows
+    is_there = (ids >= 0) & (ids < size)
+    return jnp.where(is_there[..., None], rows, jnp.full((), jnp.nan, rows.dtype))
 
 
 def vocab_parallel_cross_entropy(

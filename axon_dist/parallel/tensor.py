@@ -20,7 +20,7 @@ from ..core.reduction import all_sum, sum_scatter
 from ..core.same_function import compare, is_from
 from ..core.typing import Array, Function, Path, PyTree, Shape
 from ..ir.linen import linen_modules
-from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, own_rows, summed
+from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, summed, taken_rows
 from .kernels import COLUMNS, ROWS, RingProducts, into
 from .strategy import AdaptLayers, Strategy
 from .tensor_plan import ByPlan, Plan, PlanLike, Rule, plan_of
@@ -339,7 +339,7 @@ class Pin:
 
         def local(table: Array, tokens: Array) -> Array:
             size = jax.tree.leaves(table)[0].shape[0]
-            vectors = own_rows(lambda ids: look_up(table, ids), tokens, size, self.axis)
+            vectors = taken_rows(lambda ids: look_up(table, ids), tokens, size, self.axis)
             if self.sequence:
                 return sum_scatter(vectors, self.axis, 1)
             return all_sum(vectors, self.axis)

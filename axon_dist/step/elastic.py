@@ -31,7 +31,7 @@ from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, PyTree
-from ..ir.randomness import changed_results, without_rank
+from ..ir.randomness import changed_results
 from ..sharding import axes_of, optimizer_shardings
 from ..sharding.padding import cut_like, for_region
 from .gather import even_rows
@@ -138,7 +138,9 @@ class ElasticProgram(RankProgram):
             )
             put = jax.lax.dynamic_update_index_in_dim
             stack = jax.tree.map(lambda s, x: put(s, x, level, 0), stack, new)
-            return number + 1, stack, without_rank(buffers, first)
+            if part_buffers is not None:
+                buffers = part_buffers.without_rank(buffers, first)
+            return number + 1, stack, buffers
 
         _, stack, buffers = jax.lax.while_loop(
             lambda carry: carry[0] < start + count, body, (start, stack, first)

@@ -25,7 +25,6 @@ from ..core.reduction import all_mean, all_sum, cast_for_reduction
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, Path, PyTree
 from ..ir.pieces import read_once, read_outside_units
-from ..ir.randomness import without_rank
 from ..ir.units import is_inside
 from ..sharding import Policy, spec_axes, specs
 from ..sharding.padding import cut_like, for_region, stored_shape
@@ -267,7 +266,8 @@ class RankProgram:
             forward = with_frozen(self._with_scans(self._plain(gather)), frozen)
             sums_of = gradient_sums(forward, scale, mean_weight, num_shards)
             sums, changed = accumulated(sums_of, params, first, batch)
-        changed = without_rank(changed, local)
+        if self.part_buffers is not None:
+            changed = self.part_buffers.without_rank(changed, local)
         # Sum totals and weights. A mean of means would overweight ranks with few real samples.
         scalars = all_sum((sums.loss, sums.metrics), self.axes)
         return sums.grads, scalars, stack_buffers(changed, reduction, 1)

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 
 from ..core.compat import eval_jaxpr
 from ..core.errors import AxonDistError, UnsupportedError, warn
-from ..core.tree import leaves_with_paths, map_with_path
+from ..core.tree import is_key, leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree
 from ..ir.randomness import (
     Drawn,
     SampleRows,
+    changed_results,
     find_rows,
     results_of_no_sample,
     with_rank,
@@ -50,6 +51,7 @@ class PartBuffers:
         averaged: the paths of the buffers that become the mean over the microbatches.
         axes: the manual axes that split a microbatch; none in global view.
         ranks: how many ranks there are along them.
+        advanced: the paths of the random keys that the model replaces by others.
     """
 
     sample_rows: Mapping[Drawn, SampleRows]
@@ -57,6 +59,7 @@ class PartBuffers:
     averaged: frozenset[Path]
     axes: tuple[str, ...]
     ranks: int
+    advanced: frozenset[Path] = frozenset()
 
     def part(self, microbatch: Any) -> Array:
         """Returns the index of this rank's part. The parts of a microbatch are consecutive."""
@@ -86,7 +89,11 @@ class PartBuffers:
         def one(path: Path, new: Any, now: Any, then: Any) -> Any:
             return now + (new - then) / count if path in self.averaged else new
 
-        return map_with_path(one, without_rank(new, first), before, first)
+        return map_with_path(one, self.without_rank(new, first), before, first)
+
+    def without_rank(self, new: PyTree, first: PyTree) -> PyTree:
+        """Returns the buffers after a part with keys as the model has them."""
+        return without_rank(new, first, self.advanced)
 
 
 def part_buffers_of(
@@ -103,8 +110,9 @@ def part_buffers_of(
         axes: the axes whose ranks compute from different samples; none in global view.
 
     Raises:
-        UnsupportedError: when the draws cannot be separated by rank. If only the microbatches
-            cannot be separated, each microbatch draws anew, with a warning.
+        UnsupportedError: when the draws cannot be separated by rank, or a key changes depending on
+            the samples. If only the microbatches cannot be separated, each microbatch draws anew,
+            with a warning.
     """
     count = spec.num_microbatches
     ranks = spec.num_ranks if axes else 1
@@ -122,8 +130,10 @@ def part_buffers_of(
             f"that one device draws for the whole batch: {error}"
         )
         rows = None
+        draws_anew = True
         counts = frozenset[Path]()
     else:
+        draws_anew = False
         # Bridged Linen modules count their calls, even if they draw nothing.
         counts = spec.model_spec.counts
     paths = [path for path, _ in leaves_with_paths(spec.model_spec.arguments[1])]
@@ -131,9 +141,36 @@ def part_buffers_of(
     once = counts
     if has_others:
         once = counts | _independent_of_samples(spec, separator, batch, ranks, paths)
+    advanced = _advanced_keys(spec, separator, batch, ranks)
+    if draws_anew:
+        once -= advanced
+    elif changed_in_turn := advanced - once:
+        raise UnsupportedError(
+            f"the model replaces the random key {min(changed_in_turn)!r} by one that depends on "
+            "the samples or on their number, so that each part of a batch would get another one. "
+            "Make it from the key alone, as key, use = jax.random.split(key) does, or keep "
+            "nnx.Rngs in the model",
+            code="key-depends-on-samples",
+        )
     means = separator.of(batch).means
-    is_needed = rows is not None or once or means
-    return PartBuffers(rows or {}, once, means, axes, ranks) if is_needed else None
+    is_needed = rows is not None or once or means or advanced
+    if not is_needed:
+        return None
+    return PartBuffers(rows or {}, once, means, axes, ranks, advanced)
+
+
+def _advanced_keys(
+    spec: StepSpec, separator: Separator, batch: Batch, ranks: int
+) -> frozenset[Path]:
+    """Returns the paths of the random keys among the buffers that a forward pass changes."""
+    leaves = leaves_with_paths(spec.model_spec.arguments[1])
+    if not any(is_key(leaf) for _, leaf in leaves):
+        return frozenset()
+    samples, shapes = spec.microbatch(batch)
+    program = separator.program(shapes, samples // ranks)
+    first = len(jax.tree.leaves(spec.model_spec.weights))
+    changed = changed_results(program, first, len(leaves))
+    return frozenset(leaves[number][0] for number in changed if is_key(leaves[number][1]))
 
 
 def _independent_of_samples(

@@ -365,8 +365,7 @@ class DistributedUpdate:
     def _distribution(self, key: tuple[Any, ...], calls: Sequence[RowCall]) -> Distribution:
         function, shape, _, spec, stack_axes, _ = key
         size = self.mesh.shape
-        ranks = math.prod(size[axis] for axis in stack_axes)
-        count = sum(math.prod(call.x.shape[: call.lead]) for call in calls) // ranks
+        count = sum(map(self._local_count, calls))
         moved = spec_axes(spec)
         num_ranks = math.prod(size[axis] for axis in moved)
         extra = []
@@ -379,6 +378,15 @@ class DistributedUpdate:
         return Distribution(
             function, shape, count, spec, stack_axes, moved, tuple(extra), num_ranks
         )
+
+    def _local_count(self, call: RowCall) -> int:
+        """Returns how many matrices of a call a rank holds, those of padding included."""
+        lead = self._specs(call)[0]
+        shards = [
+            math.prod(self.mesh.shape[axis] for axis in axes_of(lead, dim))
+            for dim in range(call.lead)
+        ]
+        return math.prod(-(-n // k) for n, k in zip(call.x.shape, shards, strict=False))
 
     def _specs(self, call: RowCall) -> tuple[PartitionSpec, PartitionSpec]:
         """Returns the spec of the leading dims, which count matrices, and that of a matrix."""

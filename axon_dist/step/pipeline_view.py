@@ -17,7 +17,7 @@ from ..core.reduction import all_sum, cast_for_reduction
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
-from ..ir.randomness import at_part, without_rank
+from ..ir.randomness import at_part
 from ..ir.walk import equations
 from ..parallel import PipelinePlan
 from ..pipeline import (
@@ -347,7 +347,7 @@ class PipelineRegion:
         after = structure.unflatten(sums.mutable_buffers.get(i, x) for i, x in enumerate(leaves))
         changed = buffers_together(after) if stacks.depths else after
         if part_buffers is not None:
-            changed = without_rank(changed, buffers)
+            changed = part_buffers.without_rank(changed, buffers)
         grad_factor = jnp.ones(()) if weight is None else weight
         rows, rest = self._reduce(sums, split_dims)
         loss = self._loss_of_all_ranks(sums, cast(Any, trace.metrics))

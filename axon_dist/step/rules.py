@@ -15,8 +15,8 @@ from ..core.errors import Requirement, StrategyConflictError, UnsupportedError, 
 from ..core.tree import leaves_with_paths
 from ..core.typing import Path, PyTree
 from ..core.words import AUTO
+from ..ir.elementwise import mixing_in
 from ..ir.linen import linen_modules
-from ..ir.rows import mixing_in
 from ..ops.fp8 import Fp8Layers
 from ..parallel import STRATEGY_RULES, check_sums, has_experts
 from ..sharding import Policy, spec_axes
@@ -350,8 +350,8 @@ def _mixing_update(plan: StepPlan) -> Found:
     if name is None:
         return None
     why = (
-        f"the optimizer does not work element by element: the order of its {name!r} over elements "
-        "split across ranks depends on the number of ranks"
+        f"the optimizer does not work element by element: its {name!r} depends on several elements "
+        "of an array, or on their places, and each rank has a part of them"
     )
     what = (
         "use one such as optax.sgd, optax.adam or optax.adamw; for clipping by the global norm use "

@@ -227,6 +227,8 @@ class Separator:
             return Separation(self._loss_fn, per_rank)
         why = ""
         sizes = samples // ranks, total
+        if self._promise and ranks > 1:
+            self._check_buffers_of_ranks(batch, sizes, ranks)
         try_sums = bool(asked) or self._num_microbatches > 1
         dependence, from_sums = self._dependence_or_sums(batch, sizes, ranks, try_sums)
         if dependence.failure and self._num_microbatches > 1:
@@ -258,6 +260,21 @@ class Separator:
         averaged = dependence.why_coupled if is_averaged else ""
         loss_fn = rescale_parts(self._loss_fn, dependence)
         return Separation(loss_fn, is_per_rank, why, averaged, means=means)
+
+    def _check_buffers_of_ranks(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> None:
+        """Raises for a buffer that `separable=True` would let differ between the ranks."""
+        if not self._buffers or not self._spec.reduction.sync_buffers:
+            return
+        for path, output in self._dependence(batch, sizes, ranks).buffers.items():
+            if output.why:
+                raise UnsupportedError(
+                    f"the buffer {path!r} {output.why}{output.place}, and separable=True says "
+                    "nothing about buffers: each rank would keep the value of its own samples. "
+                    "Leave separable=True out; or compute the buffer between steps, from metrics "
+                    "of the loss; or let each rank keep its own, with sync_buffers=False in the "
+                    "reduction (broadcast_buffers=False of ddp)",
+                    code="buffer-of-one-rank",
+                )
 
     def _samples_of_whole(self, batch: Batch, samples: int, ranks: int) -> int:
         """Returns the number of samples of the whole, to which the parts are compared.

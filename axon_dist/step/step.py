@@ -23,9 +23,9 @@ from jax.typing import DTypeLike
 
 from ..core.errors import AxonDistError, ConfigError, UnsupportedError, warn
 from ..core.own_context import AxisNames, in_context_of_step, own_context, readable_by_caller
-from ..core.tree import leaves_with_paths, shape_key, shapes_of
+from ..core.tree import combine, leaves_with_paths, shape_key, shapes_of
 from ..core.typing import Array, Batch, LossFn, Metrics, Path, PyTree, Trainable
-from ..core.weighted import FilledBatch, Weighted
+from ..core.weighted import FilledBatch, Shared, Weighted
 from ..core.words import AUTO, byte_size, first_few
 from ..inspect import (
     coupling,
@@ -720,7 +720,10 @@ class TrainStep:
     ) -> dict[str, Weighted]:
         """Computes `evaluate_sums` for any number of samples, all of which this process has."""
         if layout.padding is not None:
-            batch = layout.padding.fill(batch, 1)
+            samples, shared = split_shared(batch)
+            batch = layout.padding.fill(samples, 1, shared)
+            if shared:
+                batch = combine(batch, jax.tree.map(Shared, shared))
         ranks = layout.divisor
         samples = samples_of(split_shared(batch)[0])
         if samples % ranks and not self._adds_up(batch):

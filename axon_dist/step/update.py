@@ -283,8 +283,6 @@ def one_step(
     # A watched optimizer keeps metrics in its state.
     for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Watched)):
         measured |= node.metrics if isinstance(node, Watched) else {}
-    if "param_norm" in options.metrics:
-        measured["param_norm"] = norm_of(params)
     new = dataclasses.replace(
         state,
         step=state.step + 1,
@@ -301,4 +299,7 @@ def one_step(
         new, measured[FLAG] = undo_nonfinite(
             options, metrics["loss"], finite, new, state, was_nonfinite
         )
+    if "param_norm" in options.metrics:
+        # Of the parameters that the next step starts from, also if this step is skipped.
+        measured["param_norm"] = norm_of(new.params)
     return new, {**metrics, **measured}

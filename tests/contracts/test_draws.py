@@ -95,6 +95,72 @@ def test_dropout_draws_what_one_device_draws(row, optimizer):
             np.testing.assert_allclose(got[...], want[...], rtol=1e-5, atol=2e-6, err_msg=str(keys))
 
 
+class KeyedBlock(nnx.Module):
+    """Noise from a key that each call replaces, as JAX's own examples do."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 16, rngs=rngs)
+        self.key = nnx.Variable(rngs.params())
+
+    def __call__(self, x):
+        self.key[...], use = jax.random.split(self.key[...])
+        return x + jnp.tanh(self.up(x + 0.1 * jax.random.normal(use, x.shape)))
+
+
+class Keyed(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([KeyedBlock(rngs) for _ in range(2)])
+        self.head = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+KEYED = {
+    "accumulate": ("dp=2", lambda: ddp(), {"accumulate": 2}),
+    "buckets": ("dp=2", lambda: ddp(bucket_capacity=100), {}),
+    "fsdp": ("fsdp=4", lambda: fsdp(min_elements=1), {"accumulate": 2}),
+    "elastic": ("dp=2", lambda: ddp(), {"deterministic": "elastic", "logical_shards": 4}),
+    "pipeline": ("pp=2,dp=2", lambda: compose(pipelined(2, 2), ddp()), {}),
+}
+
+
+@pytest.mark.sample("buckets", "pipeline")
+@pytest.mark.parametrize("row", KEYED)
+def test_keys_that_the_model_replaces_advance_as_on_one_device(row):
+    mesh, strategy, options = KEYED[row]
+    losses, model = one_device(Keyed, optax.sgd(0.1))
+    assert len(set(losses)) == len(losses)
+    world = World.emulate(int(np.prod([int(part[-1]) for part in mesh.split(",")])), mesh)
+    step = build_train_step(
+        Keyed, optax.sgd(0.1), loss_fn, strategy(), world, batch=BATCHES[0], **options
+    )
+    state = step.init()
+    for batch, want in zip(BATCHES, losses, strict=True):
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    for block, want in zip(step.merge(state).blocks, model.blocks, strict=True):
+        assert bool(block.key[...] == want.key[...])
+
+
+def test_a_key_that_depends_on_the_samples_is_refused():
+    class Sampled(KeyedBlock):
+        def __call__(self, x):
+            self.key[...] = jax.random.split(self.key[...], len(x))[0]
+            return self.up(x)
+
+    loss = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+    step = build_train_step(
+        lambda: Sampled(nnx.Rngs(0)), optax.sgd(0.1), loss, ddp(bucket_capacity=100),
+        World.emulate(2, "dp=2"),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="the buffer 'key' takes some of the samples"):
+        step.lower(BATCHES[0])
+
+
 def noisy_loss(model, batch):
     x = batch["x"] + 0.1 * jax.random.normal(jax.random.key(3), batch["x"].shape)
     return jnp.mean((model(x) - batch["y"]) ** 2)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from axon_dist import World, build_train_step, compose, hidden_matrices, muon, tensor_parallel
+from axon_dist import World, build_train_step, compose, ddp, hidden_matrices, muon, tensor_parallel
 from axon_dist.inspect import collectives, flops
 from axon_dist.parallel import fsdp
 
@@ -108,3 +108,29 @@ def test_a_chain_around_it_is_distributed_as_well():
     rng = np.random.default_rng(0)
     state, _ = step(step.init(), {"x": rng.normal(size=(8, 16)).astype(np.float32)})
     assert int(state.step) == 1
+
+
+class Experts(nnx.Module):
+    """Eleven matrices in one array: over four ranks a rank holds three, one of them padding."""
+
+    def __init__(self):
+        self.kernel = nnx.Param(jax.random.normal(jax.random.key(0), (11, 3, 3)))
+
+    def __call__(self, x):
+        return jnp.einsum("bi,eij->bj", x, self.kernel[...])
+
+
+def test_a_stack_whose_matrices_do_not_divide_over_the_ranks_equals_one_device():
+    numbers = {"kernel": optax.contrib.MuonDimensionNumbers(1, 2)}
+    optimizer = muon(0.1, muon_weight_dimension_numbers=numbers)
+    world = World.emulate(8, "dp=2,fsdp=4")
+    strategy = compose(ddp(), fsdp(min_elements=1))
+    step = build_train_step(Experts, optimizer, loss, strategy, world)
+    batch = {"x": np.ones((8, 3), np.float32)}
+    state, _ = step(step.init(), batch)
+    params = {"kernel": Experts().kernel[...]}
+    loss_of = lambda kernel: jnp.mean(jnp.einsum("bi,eij->bj", batch["x"], kernel) ** 2)
+    grads = jax.tree.map(jax.grad(loss_of), params)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    expected = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(step.merge(state).kernel[...], expected["kernel"], atol=1e-5)

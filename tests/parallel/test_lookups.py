@@ -82,6 +82,24 @@ def test_equals_one_device(name):
     assert table.addressable_shards[0].data.shape == (8, 8)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("id", "dtype"), [(-1, "int32"), (-1, "int8"), (16, "uint8"), (-17, "int32")]
+)
+def test_ids_outside_of_the_table_are_those_of_the_whole_table(id, dtype, sequence):
+    """-1 is the last row, and what is no row gives NaN, as in `jnp.take`."""
+    batch = {"ids": np.full((2, 2), id).astype(dtype)}
+    model, optimizer = Net(), optax.sgd(0.5)
+    strategy = tensor_parallel({"table$": "vocab"}, sequence=sequence)
+    step = build_train_step(model, optimizer, loss_fn, strategy, World.emulate(2, "tp=2"))
+    state, metrics = step(step.init(), batch)
+    (loss,) = trained(model, optimizer, loss_fn, [batch])
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    assert np.isnan(loss) == (id != -1)
+    mine = step.merge(state).table.embedding[...]
+    np.testing.assert_allclose(mine, model.table.embedding[...], atol=1e-6)
+
+
 class LinenPassing(nn.Dense):
     """A layer that calls its superclass, and does nothing else."""
 

@@ -7,8 +7,9 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import Weighted, World, build_train_step, ddp
+from axon_dist import Shared, Weighted, World, build_train_step, ddp
 from axon_dist.core.errors import AxonDistError, ConfigError
+from axon_dist.core.weighted import FilledBatch
 
 RNG = np.random.default_rng(0)
 BATCH = {
@@ -219,3 +220,18 @@ def test_metrics_that_are_functions_of_sums_are_those_of_the_whole_batch():
     for name, want in nnx.jit(loss_fn)(make(), batch)[1].items():
         want = want.mean if isinstance(want, Weighted) else want
         np.testing.assert_allclose(metrics[name], want, rtol=1e-5, err_msg=name)
+
+
+def test_a_filled_batch_of_a_loader_may_have_leaves_that_all_samples_share():
+    def loss_fn(model, batch):
+        each = squares(model, batch) * batch["factor"]
+        return Weighted(jnp.sum(each * batch["w"]), jnp.sum(batch["w"]))
+
+    step = build_train_step(make, optax.sgd(0.1), loss_fn, ddp(), World.emulate(4, "dp=4"), pad="w")
+    state = step.init()
+    rows = {"x": BATCH["x"], "y": BATCH["y"]}
+    factor = Shared(np.float32(2))
+    filled = {name: np.concatenate([x, x[:3]]) for name, x in rows.items()}
+    batch = FilledBatch({**filled, "factor": factor}, samples={**rows, "factor": factor})
+    expected = 2 * np.mean(squares(make(), BATCH))
+    np.testing.assert_allclose(step.evaluate(state, batch)["loss"], expected, rtol=1e-5)

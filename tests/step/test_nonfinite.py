@@ -127,6 +127,18 @@ def test_the_state_before_is_held_bit_for_bit_without_asking_the_host(name):
     assert step.programs.step._cache_size() == 1
 
 
+@pytest.mark.parametrize("options", [{"nonfinite": "skip"}, {"scaler": GradScaler()}])
+def test_the_norm_of_the_parameters_is_that_of_the_state_also_after_a_skipped_step(options):
+    step = build_train_step(
+        make_chain, optax.sgd(0.1), loss_fn, ddp(), World.emulate(2, "dp=2"),
+        metrics=("loss", "param_norm"), **options,
+    )  # fmt: skip
+    batch = {name: np.ones((SAMPLES, WIDTH), np.float32) for name in "xy"}
+    batch["factor"] = np.full(SAMPLES, np.nan, np.float32)
+    state, metrics = step(step.init(), batch)
+    np.testing.assert_allclose(metrics["param_norm"], optax.tree.norm(state.params), rtol=1e-6)
+
+
 def test_a_gradient_alone_is_enough():
     step = build(loss=steep)
     state, metrics = step(step.init(), batch_of(0, 0.0))

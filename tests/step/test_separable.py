@@ -432,3 +432,37 @@ def test_a_loss_of_sums_is_not_blamed_for_a_metric(strategy):
 
     with pytest.raises(UnsupportedError, match=r"the metric 'spread' .*\(test_separable.py:"):
         separation(split_in(2, loss_fn, strategy=strategy), case.batch(0))
+
+
+class Average(nnx.Variable):
+    """A statistic of the batch that no layer of Flax knows."""
+
+
+class Averaging(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.ones(4))
+        self.average = Average(jnp.zeros(4))
+
+    def __call__(self, x):
+        self.average[...] = 0.9 * self.average[...] + 0.1 * x.mean(0)
+        return x @ self.kernel[...]
+
+
+def averaged(strategy, **options):
+    loss_fn = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+    world = World.emulate(2, "dp=2")
+    step = build_train_step(Averaging, optax.sgd(0.1), loss_fn, strategy, world, **options)
+    state, _ = step(step.init(), {"x": jnp.arange(32.0).reshape(8, 4)})
+    return [np.asarray(shard.data) for shard in state.buffers["average"].addressable_shards]
+
+
+def test_separable_true_lets_no_buffer_differ_between_the_ranks():
+    with pytest.raises(
+        UnsupportedError, match=r"'average' changes with the samples.*each rank"
+    ) as e:
+        averaged(ddp(bucket_capacity=100), separable=True)
+    assert e.value.code == "buffer-of-one-rank"
+    for shard in averaged(ddp(), separable=True):
+        np.testing.assert_allclose(shard, [1.4, 1.5, 1.6, 1.7], rtol=1e-6)
+    own = averaged(ddp(bucket_capacity=100, broadcast_buffers=False), separable=True)
+    np.testing.assert_allclose(own[1] - own[0], np.full((1, 4), 1.6), rtol=1e-6)

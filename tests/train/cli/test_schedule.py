@@ -176,7 +176,10 @@ def test_searches_and_the_table_runs_by_its_path(capsys, tmp_path):
         ),
         (["1f1b", *SIZES, "--memory", "4"], "got --memory 4 without --search; a named schedule"),
         (["1f1b", *SIZES, "--costs", "1", "2"], "got --costs 1 2; it takes three times, F I W, or"),
-        (["--search", *SIZES, "--memory", "0.5"], "got memory=0.5 for 4 stages and 8 microbatches"),
+        (
+            ["--search", *SIZES, "--memory", "0.5"],
+            "got memory=0.5 for 4 devices and 8 microbatches",
+        ),
         (["--search", "--compare", *SIZES], "got --search with --compare"),
         (["--search", *SIZES, "--weights", "1", "2"], "got 2 weights for 4 devices with up to 2"),
     ],
