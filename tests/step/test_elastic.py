@@ -231,7 +231,7 @@ REFUSED = {
     "norm": (
         dict(mesh="dp=2", strategy=ddp(), optimizer=optax.chain(
             optax.clip_by_global_norm(1.0), optax.sgd(0.1))),
-        "the order of its 'reduce_sum' over elements split across ranks depends on",
+        "its 'reduce_sum' depends on several elements of an array, or on their places",
     ),
     "muon": (dict(mesh="dp=2", strategy=ddp(), optimizer=muon(0.1)), "not work element by element"),
 }  # fmt: skip
