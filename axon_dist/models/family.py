@@ -445,12 +445,17 @@ class Family:
         if keys is None:
             return None
         adds = data.get("output_router_logits")
+        per_token = data["num_experts_per_tok"]
+        normalize = bool(data[keys.normalize]) if keys.normalize else True
+        if per_token == 1 and normalize:
+            # Divided by its sum, a single gate is 1; that of a Transformer is the probability.
+            raise self._beyond("num_experts_per_tok=1 and a gate that is divided by itself")
         return ExpertConfig(
             # Some versions write `num_local_experts` for every family.
             count=data.get(keys.count) or data["num_local_experts"],
-            per_token=data["num_experts_per_tok"],
+            per_token=per_token,
             width=data[keys.width],
-            normalize=bool(data[keys.normalize]) if keys.normalize else True,
+            normalize=normalize,
             balance=data.get("router_aux_loss_coef", 0.0) if adds else 0.0,
         )
 
@@ -468,6 +473,13 @@ class Family:
             )
         wanted = {"shared": 0, "bias_rate": 0.0, **({} if keys.normalize else {"normalize": True})}
         require(experts, self.name, wanted)
+        if keys.normalize is None and experts.per_token == 1:
+            raise UnsupportedError(
+                f"a Transformer with experts.per_token=1 cannot be saved as {self.name}, which "
+                "divides gates by their sum: a single gate would be 1, not its probability; use "
+                "another format, or 'native'",
+                code="field-not-in-format",
+            )
         entries = {
             keys.count: experts.count,
             "num_experts_per_tok": experts.per_token,
@@ -475,7 +487,7 @@ class Family:
             "output_router_logits": experts.balance > 0,
             "router_aux_loss_coef": experts.balance,
         }
-        return entries | ({keys.normalize: experts.normalize} if keys.normalize else {})
+        return entries | ({keys.normalize: experts.divides_gates} if keys.normalize else {})
 
 
 _TURNS = {

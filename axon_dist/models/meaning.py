@@ -25,7 +25,17 @@ FREE = frozenset(
 Of `experts`, single fields are compared.
 """
 
-_OF_EXPERTS = ("count", "per_token", "width", "shared", "normalize")
+_OF_EXPERTS = MappingProxyType(
+    {
+        "count": "count",
+        "per_token": "per_token",
+        "width": "width",
+        "shared": "shared",
+        # With one expert per token, `normalize` has no effect.
+        "normalize": "divides_gates",
+    }
+)
+"""Maps compared fields of an `ExpertConfig` to the fields or properties with their values."""
 
 
 def meaning(config: TransformerConfig) -> Mapping[str, Any]:
@@ -47,8 +57,8 @@ def meaning(config: TransformerConfig) -> Mapping[str, Any]:
     each = tuple(0 if window >= far else window for window in config.layer_windows)
     values["windows"] = each if any(each) else ()
     experts = config.experts
-    for name in _OF_EXPERTS:
-        value = None if experts is None else getattr(experts, name)
+    for name, resolved in _OF_EXPERTS.items():
+        value = None if experts is None else getattr(experts, resolved)
         is_default = name == "width" and experts is not None and value is None
         values[f"experts.{name}"] = config.hidden_size if is_default else value
     return values

@@ -196,6 +196,18 @@ def test_a_field_that_a_family_does_not_write_is_refused():
     assert error.value.code == "field-not-in-format"
 
 
+def test_a_single_gate_is_a_probability_and_no_family_that_divides_it_stands_for_it():
+    """Published models that divide gates by their sum have a gate of 1 with one expert each."""
+    single = ExpertConfig(4, 1, 24)
+    with pytest.raises(UnsupportedError, match=r"per_token=1 cannot be saved as Mixtral") as error:
+        FORMATS["hf-mixtral"].to_hub(of_family("hf-mixtral", experts=single))
+    assert error.value.code == "field-not-in-format"
+    config = of_family("hf-qwen3-moe", experts=single)
+    entries = FORMATS["hf-qwen3-moe"].to_hub(config)
+    assert entries["norm_topk_prob"] is False
+    assert meaning(FORMATS["hf-qwen3-moe"].from_hub(entries)) == meaning(config)
+
+
 def test_a_window_beyond_the_longest_sequence_is_none(tmp_path):
     save_weights(drawn(factory(of_family("hf-mistral", windows=(16,)))), tmp_path, "hf-mistral")
     short = of_family("hf-mistral", windows=(), max_length=16)
@@ -210,12 +222,15 @@ def test_a_window_beyond_the_longest_sequence_is_none(tmp_path):
         ("hf-gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("hf-qwen3", {"attention_bias": True}, "attention_bias=True"),
         ("hf-qwen3-moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ("hf-mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 and a gate"),
+        ("hf-qwen3-moe", {"num_experts_per_tok": 1, "norm_topk_prob": True},
+         "num_experts_per_tok=1 and a gate"),
         ("hf-phi3", {"rope_scaling": {"type": "longrope"}}, "of the kind 'longrope'"),
         ("hf-llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("hf-qwen2", {"use_sliding_window": True, "sliding_window": 4,
                       "layer_types": ["chunked_attention"] * 2}, "kind 'chunked_attention'"),
     ],
-    ids=range(6),
+    ids=range(8),
 )  # fmt: skip
 def test_unsupported_hub_configs_are_refused(name, data, text, tmp_path):
     save_weights(drawn(factory(of_family(name))), tmp_path, name)
