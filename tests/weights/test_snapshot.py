@@ -3,6 +3,8 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -206,6 +208,28 @@ def test_a_single_gate_is_a_probability_and_no_family_that_divides_it_stands_for
     entries = FORMATS["hf-qwen3-moe"].to_hub(config)
     assert entries["norm_topk_prob"] is False
     assert meaning(FORMATS["hf-qwen3-moe"].from_hub(entries)) == meaning(config)
+
+
+def test_experts_may_have_a_width_of_their_own():
+    config = TransformerConfig(experts=ExpertConfig(4, 2, width=64))
+    entries = FORMATS["hf-mixtral"].to_hub(config)
+    assert entries["intermediate_size"] == 64
+    again = FORMATS["hf-mixtral"].from_hub(entries)
+    assert again.experts.width == 64
+    assert meaning(again) == meaning(config)
+    model, found = (nnx.eval_shape(factory(each)) for each in (config, again))
+    assert jax.tree.map(jnp.shape, nnx.state(model)) == jax.tree.map(jnp.shape, nnx.state(found))
+
+
+def test_a_model_of_another_kind_than_the_files_is_compared_too(folder, tmp_path):
+    """Also where one of the two has no rotation, or no dense feed-forward."""
+    plain = hub_config(folder)
+    learned = dataclasses.replace(plain, positions="learned")
+    with pytest.raises(ConfigError, match=r"rope_theta is None and 500.0 there, positions is"):
+        load_weights(factory(learned), folder, FORMATS["hf-llama"].rules(plain))
+    mixed = dataclasses.replace(plain, experts=ExpertConfig(4, 2))
+    with pytest.raises(ConfigError, match=r"experts.count is 4 and None there"):
+        load_weights(factory(mixed), folder, FORMATS["hf-llama"].rules(plain))
 
 
 def test_a_window_beyond_the_longest_sequence_is_none(tmp_path):
