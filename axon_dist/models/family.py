@@ -450,13 +450,14 @@ class Family:
         if per_token == 1 and normalize:
             # Divided by its sum, a single gate is 1; that of a Transformer is the probability.
             raise self._beyond("num_experts_per_tok=1 and a gate that is divided by itself")
+        ratio = _balance_ratio(per_token, data["num_hidden_layers"])
         return ExpertConfig(
             # Some versions write `num_local_experts` for every family.
             count=data.get(keys.count) or data["num_local_experts"],
             per_token=per_token,
             width=data[keys.width],
             normalize=normalize,
-            balance=data.get("router_aux_loss_coef", 0.0) if adds else 0.0,
+            balance=data["router_aux_loss_coef"] * ratio if adds else 0.0,
         )
 
     def _expert_keys(self, config: TransformerConfig) -> dict[str, Any]:
@@ -480,12 +481,13 @@ class Family:
                 "another format, or 'native'",
                 code="field-not-in-format",
             )
+        ratio = _balance_ratio(experts.per_token, config.num_layers)
         entries = {
             keys.count: experts.count,
             "num_experts_per_tok": experts.per_token,
             keys.width: experts.width or config.hidden_size,
             "output_router_logits": experts.balance > 0,
-            "router_aux_loss_coef": experts.balance,
+            "router_aux_loss_coef": experts.balance / ratio,
         }
         return entries | ({keys.normalize: experts.divides_gates} if keys.normalize else {})
 
@@ -504,6 +506,16 @@ _WINDOWS = {
 def _norm_parts(config: TransformerConfig) -> list[tuple[str, str]]:
     """Returns the parameters of a norm, as pairs (name in files, name in the model)."""
     return [({"scale": "weight"}.get(name, name), name) for name in NORMS[config.norm]]
+
+
+def _balance_ratio(per_token: int, num_layers: int) -> float:
+    """Returns the ratio of the balance term of published models to that of a `Transformer`.
+
+    Published models average over the tokens of all layers, and sum over the experts of a token: the
+    term is `per_token` for balanced routing. A `Transformer` sums over layers, with 1 for each. So
+    the weighted terms are equal for balanced routing, or if all layers route alike.
+    """
+    return per_token / num_layers
 
 
 def block_rules(config: TransformerConfig, rows: Iterable[tuple[Any, ...]]) -> list[WeightRule]:
