@@ -339,12 +339,16 @@ class Family:
             "rope_theta": float(rope.get("rope_theta") or data["rope_theta"]),
             "rope_scaling": self._scaling(rope, data),
         }
-        fraction = rope.get("partial_rotary_factor", data.get("partial_rotary_factor")) or 1.0
+        fraction = _rotary_fraction(rope, data)
         if fraction != 1 and not self._has("partial_rotary_factor"):
             raise self._beyond(f"partial_rotary_factor={fraction}")
         fields["rotary_fraction"] = float(fraction)
         theta = local.get("rope_theta") or data.get("rope_local_base_freq")
         if self._has("rope_local_base_freq") and has_windows and theta:
+            if self._scaling(local, data) is not None:
+                raise self._beyond("RoPE scaling in layers with a window")
+            if local and _rotary_fraction(local, data) != fraction:
+                raise self._beyond("another partial_rotary_factor in layers with a window")
             fields["local_rope_theta"] = float(theta)
         elif local and local != rope:
             raise self._beyond("separate rotary parameters for layers with a window")
@@ -506,6 +510,11 @@ _WINDOWS = {
 def _norm_parts(config: TransformerConfig) -> list[tuple[str, str]]:
     """Returns the parameters of a norm, as pairs (name in files, name in the model)."""
     return [({"scale": "weight"}.get(name, name), name) for name in NORMS[config.norm]]
+
+
+def _rotary_fraction(rope: Mapping[str, Any], data: Mapping[str, Any]) -> float:
+    """Returns the share of features that are rotated, by these parameters or else by the config."""
+    return rope.get("partial_rotary_factor", data.get("partial_rotary_factor")) or 1.0
 
 
 def _balance_ratio(per_token: int, num_layers: int) -> float:

@@ -249,12 +249,20 @@ def test_a_window_beyond_the_longest_sequence_is_none(tmp_path):
         ("hf-mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 and a gate"),
         ("hf-qwen3-moe", {"num_experts_per_tok": 1, "norm_topk_prob": True},
          "num_experts_per_tok=1 and a gate"),
+        ("hf-gemma3", {"rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+        }}, "RoPE scaling in layers with a window"),
+        ("hf-gemma3", {"rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        }}, "another partial_rotary_factor in layers with a window"),
         ("hf-phi3", {"rope_scaling": {"type": "longrope"}}, "of the kind 'longrope'"),
         ("hf-llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("hf-qwen2", {"use_sliding_window": True, "sliding_window": 4,
                       "layer_types": ["chunked_attention"] * 2}, "kind 'chunked_attention'"),
     ],
-    ids=range(8),
+    ids=range(10),
 )  # fmt: skip
 def test_unsupported_hub_configs_are_refused(name, data, text, tmp_path):
     save_weights(drawn(factory(of_family(name))), tmp_path, name)
@@ -262,6 +270,20 @@ def test_unsupported_hub_configs_are_refused(name, data, text, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | data))
     with pytest.raises(UnsupportedError, match=text):
         hub_config(tmp_path)
+
+
+def test_rotary_parameters_of_both_kinds_of_layers():
+    family = FORMATS["hf-gemma3"]
+    entries = family.to_hub(of_family("hf-gemma3", rope_scaling=None, local_rope_theta=5.0))
+    for key in ("rope_theta", "rope_local_base_freq"):
+        del entries[key]
+    entries["rope_parameters"] = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 300.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
+    }
+    found = family.from_hub(entries)
+    assert (found.rope_theta, found.local_rope_theta) == (300.0, 7.0)
+    assert found.rope_scaling == RopeScaling("linear", 8.0)
 
 
 def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path):
