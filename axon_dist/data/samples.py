@@ -375,6 +375,9 @@ class Mixture:
     The source and the number of sample `g` of a run depend only on `g`, the weights and the seed.
     Each source has its own epochs: a small source with a large weight is repeated more often.
 
+    Weights are truncated to hundredths of the smallest one, so a share differs by up to 1% of
+    itself: weights of 1 and 1.009 draw equally many samples. `description` has the drawn shares.
+
     Args:
         parts: the sources, all of one sequence length.
         weights: their weights, above 0; they need not sum to 1.
@@ -412,11 +415,12 @@ class Mixture:
         self._starts = np.cumsum([0, *sizes])
         self.vocab_size: int = max(part.vocab_size for part in parts)
         self.show = parts[0].show
-        paddings = (s * p.padding for s, p in zip(self._shares, parts, strict=True))
+        drawn = drawn_shares(self._shares.tolist())
+        paddings = (s * p.padding for s, p in zip(drawn, parts, strict=True))
         self.padding: float = float(sum(paddings))
         self.description: str = " + ".join(
             f"{100 * share:.3g}% of ({part.description})"
-            for share, part in zip(self._shares, parts, strict=True)
+            for share, part in zip(drawn, parts, strict=True)
         )
 
     @property
@@ -496,6 +500,23 @@ class Mixture:
     def _concatenate(self, rows: list[LocalBatch]) -> LocalBatch:
         names = [name for name in ("tokens", "segments", "mask") if any(name in r for r in rows)]
         return {name: np.concatenate([_filled(row, name) for row in rows]) for name in names}
+
+
+def drawn_shares(weights: Sequence[float]) -> list[float]:
+    """Returns the shares in which grain mixes sources of these weights.
+
+    Args:
+        weights: the weights, above 0.
+
+    Example:
+        >>> drawn_shares([1.0, 1.009]), drawn_shares([0.75, 0.25])
+        ([0.5, 0.5], [0.75, 0.25])
+    """
+    # These are the operations of `grain.MapDataset.mix`, in its order. Exact weights would change
+    # the order of samples, and runs could not continue from their checkpoints.
+    scale = 100 / min(weights)
+    counts = [int(weight * scale) for weight in weights]
+    return [count / sum(counts) for count in counts]
 
 
 def _filled(row: LocalBatch, name: str) -> np.ndarray:

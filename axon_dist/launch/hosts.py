@@ -98,7 +98,9 @@ def launch_hosts(
     with handling_signals() as received:
         for attempt in range(plan.max_restarts + 1):
             code = _Attempt(tuple(hosts), plan, tuple(options), tell, received).run()
-            if code in (0, USER_ERROR) or received or attempt == plan.max_restarts:
+            # A run that was interrupted has saved, and is to end; the local launcher returns too.
+            is_ended = code in (0, USER_ERROR, INTERRUPTED)
+            if is_ended or received or attempt == plan.max_restarts:
                 return code
             tell(f"restart {attempt + 1} of {plan.max_restarts}, on {len(hosts)} hosts")
     raise AssertionError("the loop returns")

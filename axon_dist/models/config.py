@@ -206,6 +206,11 @@ class ExpertConfig:
     normalize: bool = True
     bias_rate: float = 0.0
 
+    @property
+    def divides_gates(self) -> bool:
+        """Whether gates are divided by their sum; a single gate never is."""
+        return self.normalize and self.per_token > 1
+
     def validate(self) -> None:
         """Checks that the values are consistent.
 

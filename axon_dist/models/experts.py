@@ -160,7 +160,7 @@ class Experts(nnx.Module):
             ranked = ranked + self.bias[...]
         _, expert_ids = jax.lax.top_k(ranked, self.experts.per_token)
         gates = jnp.take_along_axis(scores, expert_ids, axis=-1)
-        if self.experts.per_token > 1 and self.experts.normalize:
+        if self.experts.divides_gates:
             gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
         return gates, expert_ids
 

@@ -339,12 +339,16 @@ class Family:
             "rope_theta": float(rope.get("rope_theta") or data["rope_theta"]),
             "rope_scaling": self._scaling(rope, data),
         }
-        fraction = rope.get("partial_rotary_factor", data.get("partial_rotary_factor")) or 1.0
+        fraction = _rotary_fraction(rope, data)
         if fraction != 1 and not self._has("partial_rotary_factor"):
             raise self._beyond(f"partial_rotary_factor={fraction}")
         fields["rotary_fraction"] = float(fraction)
         theta = local.get("rope_theta") or data.get("rope_local_base_freq")
         if self._has("rope_local_base_freq") and has_windows and theta:
+            if self._scaling(local, data) is not None:
+                raise self._beyond("RoPE scaling in layers with a window")
+            if local and _rotary_fraction(local, data) != fraction:
+                raise self._beyond("another partial_rotary_factor in layers with a window")
             fields["local_rope_theta"] = float(theta)
         elif local and local != rope:
             raise self._beyond("separate rotary parameters for layers with a window")
@@ -445,13 +449,19 @@ class Family:
         if keys is None:
             return None
         adds = data.get("output_router_logits")
+        per_token = data["num_experts_per_tok"]
+        normalize = bool(data[keys.normalize]) if keys.normalize else True
+        if per_token == 1 and normalize:
+            # Divided by its sum, a single gate is 1; that of a Transformer is the probability.
+            raise self._beyond("num_experts_per_tok=1 and a gate that is divided by itself")
+        ratio = _balance_ratio(per_token, data["num_hidden_layers"])
         return ExpertConfig(
             # Some versions write `num_local_experts` for every family.
             count=data.get(keys.count) or data["num_local_experts"],
-            per_token=data["num_experts_per_tok"],
+            per_token=per_token,
             width=data[keys.width],
-            normalize=bool(data[keys.normalize]) if keys.normalize else True,
-            balance=data.get("router_aux_loss_coef", 0.0) if adds else 0.0,
+            normalize=normalize,
+            balance=data["router_aux_loss_coef"] * ratio if adds else 0.0,
         )
 
     def _expert_keys(self, config: TransformerConfig) -> dict[str, Any]:
@@ -468,14 +478,22 @@ class Family:
             )
         wanted = {"shared": 0, "bias_rate": 0.0, **({} if keys.normalize else {"normalize": True})}
         require(experts, self.name, wanted)
+        if keys.normalize is None and experts.per_token == 1:
+            raise UnsupportedError(
+                f"a Transformer with experts.per_token=1 cannot be saved as {self.name}, which "
+                "divides gates by their sum: a single gate would be 1, not its probability; use "
+                "another format, or 'native'",
+                code="field-not-in-format",
+            )
+        ratio = _balance_ratio(experts.per_token, config.num_layers)
         entries = {
             keys.count: experts.count,
             "num_experts_per_tok": experts.per_token,
             keys.width: experts.width or config.hidden_size,
             "output_router_logits": experts.balance > 0,
-            "router_aux_loss_coef": experts.balance,
+            "router_aux_loss_coef": experts.balance / ratio,
         }
-        return entries | ({keys.normalize: experts.normalize} if keys.normalize else {})
+        return entries | ({keys.normalize: experts.divides_gates} if keys.normalize else {})
 
 
 _TURNS = {
@@ -492,6 +510,21 @@ _WINDOWS = {
 def _norm_parts(config: TransformerConfig) -> list[tuple[str, str]]:
     """Returns the parameters of a norm, as pairs (name in files, name in the model)."""
     return [({"scale": "weight"}.get(name, name), name) for name in NORMS[config.norm]]
+
+
+def _rotary_fraction(rope: Mapping[str, Any], data: Mapping[str, Any]) -> float:
+    """Returns the share of features that are rotated, by these parameters or else by the config."""
+    return rope.get("partial_rotary_factor", data.get("partial_rotary_factor")) or 1.0
+
+
+def _balance_ratio(per_token: int, num_layers: int) -> float:
+    """Returns the ratio of the balance term of published models to that of a `Transformer`.
+
+    Published models average over the tokens of all layers, and sum over the experts of a token: the
+    term is `per_token` for balanced routing. A `Transformer` sums over layers, with 1 for each. So
+    the weighted terms are equal for balanced routing, or if all layers route alike.
+    """
+    return per_token / num_layers
 
 
 def block_rules(config: TransformerConfig, rows: Iterable[tuple[Any, ...]]) -> list[WeightRule]:

@@ -25,7 +25,17 @@ FREE = frozenset(
 Of `experts`, single fields are compared.
 """
 
-_OF_EXPERTS = ("count", "per_token", "width", "shared", "normalize")
+_OF_EXPERTS = MappingProxyType(
+    {
+        "count": "count",
+        "per_token": "per_token",
+        "width": "width",
+        "shared": "shared",
+        # With one expert per token, `normalize` has no effect.
+        "normalize": "divides_gates",
+    }
+)
+"""Maps compared fields of an `ExpertConfig` to the fields or properties with their values."""
 
 
 def meaning(config: TransformerConfig) -> Mapping[str, Any]:
@@ -35,20 +45,24 @@ def meaning(config: TransformerConfig) -> Mapping[str, Any]:
         config: the config of the model.
 
     Returns:
-        Values by field; those of experts as `experts.count`.
+        Values by field; those of experts as `experts.count`. A field without effect is None, so
+        that all configs have the same fields.
     """
     names = [field.name for field in dataclasses.fields(config) if field.name not in FREE]
     values = {name: getattr(config, RESOLVED.get(name, name)) for name in names}
     if config.positions == "learned":
-        del values["rope_theta"]
+        values["rope_theta"] = None
     is_usual = abs(config.score_scale * config.key_size**0.5 - 1) < 1e-9
     values["attention_scale"] = None if is_usual else config.score_scale
     far = config.max_length if config.local_rope_theta is None else float("inf")
     each = tuple(0 if window >= far else window for window in config.layer_windows)
     values["windows"] = each if any(each) else ()
     experts = config.experts
-    for name in _OF_EXPERTS:
-        value = None if experts is None else getattr(experts, name)
+    if experts is not None:
+        # The only feed-forwards are those of experts, whose width is compared below.
+        values["ffn_width"] = None
+    for name, resolved in _OF_EXPERTS.items():
+        value = None if experts is None else getattr(experts, resolved)
         is_default = name == "width" and experts is not None and value is None
         values[f"experts.{name}"] = config.hidden_size if is_default else value
     return values

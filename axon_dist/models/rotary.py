@@ -175,9 +175,11 @@ class Rotary:
         frequency = frequencies(size // 2, self.theta)
         if self.scaling is not None:
             frequency = self.scaling.slowed(frequency, self.theta)
+        factor: Array | float = 1.0 if self.scaling is None else self.scaling.temperature
         if self.local_theta is not None and window is not None:
             frequency = jnp.where(window > 0, frequencies(size // 2, self.local_theta), frequency)
-        factor = 1.0 if self.scaling is None else self.scaling.temperature
+            if factor != 1:
+                factor = jnp.where(window > 0, 1.0, factor)
         if size == x.shape[-1]:
             return turn(x, frequency, positions, factor)
         turned = turn(x[..., :size], frequency, positions, factor)
@@ -189,14 +191,16 @@ def frequencies(count: int, theta: float) -> Array:
     return theta ** (-jnp.arange(count, dtype=jnp.float32) / count)
 
 
-def turn(x: Array, frequency: Array, positions: Array | None = None, factor: float = 1.0) -> Array:
+def turn(
+    x: Array, frequency: Array, positions: Array | None = None, factor: Array | float = 1.0
+) -> Array:
     """Rotates the pair `(x[i], x[i + K/2])` at position t by `t * frequency[i]`, in float32.
 
     Args:
         x: `[B, T, H, K]`, K even.
         frequency: `[K/2]`.
         positions: integers `[B, T]`; None for the sequence index.
-        factor: the multiplier of the result.
+        factor: the multiplier of the result, a scalar.
     """
     if positions is None:
         positions = jnp.arange(x.shape[1])[None]
@@ -204,7 +208,7 @@ def turn(x: Array, frequency: Array, positions: Array | None = None, factor: flo
     angle = at * jax.lax.broadcast_to_rank(jnp.asarray(frequency), at.ndim)
     cos = jnp.cos(angle)[:, :, None, :]
     sin = jnp.sin(angle)[:, :, None, :]
-    if factor != 1:
+    if isinstance(factor, jax.Array) or factor != 1:
         cos = cos * factor
         sin = sin * factor
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import pathlib
+import re
 
 import numpy as np
 import pyarrow
@@ -332,6 +333,24 @@ def test_a_mixture_has_its_shares_in_every_stretch(mixture):
     epochs = [mine[i : i + size] for i in range(0, 3 * size, size)]
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
     assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts"),
+    [([5, 3, 2], [50, 30, 20]), ([7, 11], [99, 157]), ([1, 1.009, 1.2], [10, 10, 12])],
+    ids=range(3),
+)
+def test_a_mixture_says_the_shares_that_it_draws(mixture, weights, counts):
+    mixed = Mixture(mixture._parts[: len(weights)], weights)
+    length = 10 * sum(counts)
+    order = mixed.order(0)
+    which = [np.searchsorted(mixed._starts, order[g], "right") - 1 for g in range(length)]
+    assert np.bincount(which).tolist() == [10 * count for count in counts]
+    assert np.bincount(mixed.spread(length)[:, 0]).tolist() == [10 * count for count in counts]
+    said = re.findall(r"(\S+)% of \(", mixed.description)
+    assert said == [f"{100 * count / sum(counts):.3g}" for count in counts]
+    paddings = [part.padding for part in mixed._parts]
+    assert mixed.padding == pytest.approx(np.average(paddings, weights=counts))
 
 
 def test_rows_of_a_mixture_have_all_arrays(mixture):

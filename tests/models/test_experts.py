@@ -10,6 +10,8 @@ from flax import nnx
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.models import ExpertConfig, Experts, Transformer, TransformerConfig, num_params
+from axon_dist.models.experts import Findings
+from axon_dist.models.formats import FORMATS
 from axon_dist.ops import dropless
 from axon_dist.ops.dropless import in_fitting_slots
 from axon_dist.ops.routing import Choice, in_order, in_slots, slots_for
@@ -71,6 +73,32 @@ def test_equals_every_token_through_every_expert(sizes, experts):
 
     got, want = run(lambda model, x: model(x)), run(every_expert)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, want)
+
+
+def published_balance(logits, k):
+    """Computes the balance term of published models: over all layers, summed over k choices."""
+    scores = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    chosen = np.argsort(-scores, axis=-1)[:, :k]
+    shares = np.stack([np.bincount(slot, minlength=logits.shape[-1]) for slot in chosen.T])
+    return logits.shape[-1] * np.sum(shares / len(logits) * scores.mean(0))
+
+
+@pytest.mark.parametrize(("layers", "k"), [(1, 2), (3, 2), (2, 4)])
+def test_a_published_balance_weighs_as_much_here(layers, k):
+    entries = {"num_hidden_layers": layers, "hidden_size": 8, "intermediate_size": 12,
+               "vocab_size": 16, "num_attention_heads": 2, "num_local_experts": 4,
+               "num_experts_per_tok": k, "output_router_logits": True}  # fmt: skip
+    family = FORMATS["hf-mixtral"]
+    for given, weight in (({"router_aux_loss_coef": 0.02}, 0.02), ({}, 0.001)):
+        found = family.from_hub(entries | given)
+        assert family.to_hub(found)["router_aux_loss_coef"] == pytest.approx(weight)
+        model, x = Experts(found, rngs=nnx.Rngs(0)), inputs()
+        called(model, x)
+        # All layers get the same inputs and so route alike.
+        logits = np.asarray(x, np.float64).reshape(-1, 8) @ np.asarray(model.router[...])
+        want = weight * published_balance(np.concatenate([logits] * layers), k)
+        got = layers * found.experts.balance * Findings(*model.report[...]).balance
+        np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 @pytest.mark.full

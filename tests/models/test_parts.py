@@ -52,6 +52,10 @@ ROWS = {
     "mistral": {"windows": (5,), "qkv_bias": True, "rotary_fraction": 0.5},
     "llama 3": {"rope_scaling": RopeScaling("llama3", 8.0, 16)},
     "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 16, 1.0, 32.0)},
+    "yarn and windows": {
+        "windows": (4, 0), "local_rope_theta": 50.0,
+        "rope_scaling": RopeScaling("yarn", 4.0, 16, 1.0, 32.0),
+    },
 }  # fmt: skip
 
 
@@ -101,7 +105,8 @@ class Plain:
             frequency = frequency if local else slowed(frequency, i, turned // 2, config)
             pairs.append(np.arange(x.shape[1])[:, None] * frequency)
         angle, scaling = np.concatenate(pairs, 1), config.rope_scaling
-        warm = 0.1 * math.log(4.0) + 1 if scaling is not None and scaling.kind == "yarn" else 1.0
+        is_warm = scaling is not None and scaling.kind == "yarn" and not local
+        warm = 0.1 * math.log(4.0) + 1 if is_warm else 1.0
         a, b, rest = x[..., : turned // 2], x[..., turned // 2 : turned], x[..., turned:]
         cos, sin = warm * np.cos(angle), warm * np.sin(angle)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
@@ -180,7 +185,7 @@ def slowed(frequency, i, half, config):
     return slow * frequency / scaling.factor + (1 - slow) * frequency
 
 
-@pytest.mark.sample("gemma 3", "olmo 2", "mistral", "llama 3", "yarn")
+@pytest.mark.sample("gemma 3", "olmo 2", "mistral", "llama 3", "yarn", "yarn and windows")
 @pytest.mark.parametrize("row", ROWS)
 def test_logits_are_those_of_a_plain_model(row):
     # Two layers, or as many as have different windows.
@@ -195,7 +200,7 @@ def test_logits_are_those_of_a_plain_model(row):
 @pytest.mark.full
 @pytest.mark.sample("gemma 3-stacked", "mistral-listed")
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["listed", "stacked"])
-@pytest.mark.parametrize("row", ["gemma 3", "mistral"])
+@pytest.mark.parametrize("row", ["gemma 3", "mistral", "yarn and windows"])
 def test_a_token_at_a_time_is_the_same(row, scan_layers):
     _, make = made(ROWS[row], scan_layers=scan_layers)
     model = make()

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -196,6 +198,40 @@ def test_a_field_that_a_family_does_not_write_is_refused():
     assert error.value.code == "field-not-in-format"
 
 
+def test_a_single_gate_is_a_probability_and_no_family_that_divides_it_stands_for_it():
+    """Published models that divide gates by their sum have a gate of 1 with one expert each."""
+    single = ExpertConfig(4, 1, 24)
+    with pytest.raises(UnsupportedError, match=r"per_token=1 cannot be saved as Mixtral") as error:
+        FORMATS["hf-mixtral"].to_hub(of_family("hf-mixtral", experts=single))
+    assert error.value.code == "field-not-in-format"
+    config = of_family("hf-qwen3-moe", experts=single)
+    entries = FORMATS["hf-qwen3-moe"].to_hub(config)
+    assert entries["norm_topk_prob"] is False
+    assert meaning(FORMATS["hf-qwen3-moe"].from_hub(entries)) == meaning(config)
+
+
+def test_experts_may_have_a_width_of_their_own():
+    config = TransformerConfig(experts=ExpertConfig(4, 2, width=64))
+    entries = FORMATS["hf-mixtral"].to_hub(config)
+    assert entries["intermediate_size"] == 64
+    again = FORMATS["hf-mixtral"].from_hub(entries)
+    assert again.experts.width == 64
+    assert meaning(again) == meaning(config)
+    model, found = (nnx.eval_shape(factory(each)) for each in (config, again))
+    assert jax.tree.map(jnp.shape, nnx.state(model)) == jax.tree.map(jnp.shape, nnx.state(found))
+
+
+def test_a_model_of_another_kind_than_the_files_is_compared_too(folder, tmp_path):
+    """Also where one of the two has no rotation, or no dense feed-forward."""
+    plain = hub_config(folder)
+    learned = dataclasses.replace(plain, positions="learned")
+    with pytest.raises(ConfigError, match=r"rope_theta is None and 500.0 there, positions is"):
+        load_weights(factory(learned), folder, FORMATS["hf-llama"].rules(plain))
+    mixed = dataclasses.replace(plain, experts=ExpertConfig(4, 2))
+    with pytest.raises(ConfigError, match=r"experts.count is 4 and None there"):
+        load_weights(factory(mixed), folder, FORMATS["hf-llama"].rules(plain))
+
+
 def test_a_window_beyond_the_longest_sequence_is_none(tmp_path):
     save_weights(drawn(factory(of_family("hf-mistral", windows=(16,)))), tmp_path, "hf-mistral")
     short = of_family("hf-mistral", windows=(), max_length=16)
@@ -210,12 +246,23 @@ def test_a_window_beyond_the_longest_sequence_is_none(tmp_path):
         ("hf-gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("hf-qwen3", {"attention_bias": True}, "attention_bias=True"),
         ("hf-qwen3-moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ("hf-mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 and a gate"),
+        ("hf-qwen3-moe", {"num_experts_per_tok": 1, "norm_topk_prob": True},
+         "num_experts_per_tok=1 and a gate"),
+        ("hf-gemma3", {"rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+        }}, "RoPE scaling in layers with a window"),
+        ("hf-gemma3", {"rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        }}, "another partial_rotary_factor in layers with a window"),
         ("hf-phi3", {"rope_scaling": {"type": "longrope"}}, "of the kind 'longrope'"),
         ("hf-llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("hf-qwen2", {"use_sliding_window": True, "sliding_window": 4,
                       "layer_types": ["chunked_attention"] * 2}, "kind 'chunked_attention'"),
     ],
-    ids=range(6),
+    ids=range(10),
 )  # fmt: skip
 def test_unsupported_hub_configs_are_refused(name, data, text, tmp_path):
     save_weights(drawn(factory(of_family(name))), tmp_path, name)
@@ -223,6 +270,20 @@ def test_unsupported_hub_configs_are_refused(name, data, text, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | data))
     with pytest.raises(UnsupportedError, match=text):
         hub_config(tmp_path)
+
+
+def test_rotary_parameters_of_both_kinds_of_layers():
+    family = FORMATS["hf-gemma3"]
+    entries = family.to_hub(of_family("hf-gemma3", rope_scaling=None, local_rope_theta=5.0))
+    for key in ("rope_theta", "rope_local_base_freq"):
+        del entries[key]
+    entries["rope_parameters"] = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 300.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
+    }
+    found = family.from_hub(entries)
+    assert (found.rope_theta, found.local_rope_theta) == (300.0, 7.0)
+    assert found.rope_scaling == RopeScaling("linear", 8.0)
 
 
 def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path):

@@ -258,6 +258,24 @@ def test_a_host_that_ssh_does_not_reach(tmp_path, monkeypatch):
         launch_hosts(["127.0.0.9"], plan, (), print)
 
 
+@pytest.mark.parametrize(
+    ("codes", "started", "code"),
+    [((INTERRUPTED, 0), 1, INTERRUPTED), ((0, INTERRUPTED), 1, INTERRUPTED), ((76, 76), 3, 76)],
+    ids=["interrupted on 0", "interrupted on 1", "lost"],
+)
+def test_only_a_lost_run_starts_again_on_hosts(codes, started, code, tmp_path, monkeypatch):
+    """A run that was interrupted has saved, as on one host."""
+    log = tmp_path / "started"
+    cases = "".join(f"10.0.0.{rank}) exit {each};; " for rank, each in enumerate(codes))
+    (tmp_path / "ssh").write_text(f'#!/bin/sh\necho "$3" >> {log}\ncase "$3" in {cases} esac\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    plan = LaunchPlan(command=("true",), log_dir=tmp_path, max_restarts=2, grace=0.1)
+    hosts = [f"10.0.0.{rank}" for rank in range(2)]
+    assert launch_hosts(hosts, plan, (), print) == code
+    assert log.read_text().split().count(hosts[0]) == started
+
+
 def test_hosts_are_read_from_a_file_as_from_an_option(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# of the cluster\nnode0 slots=8\n\nme@node1\n")
