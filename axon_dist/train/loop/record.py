@@ -151,6 +151,8 @@ class Record:
             metrics; the curves begin with them.
         facts: maps the number of steps taken, and the number of steps that changed the state, to
             further numbers of a record, such as the learning rate.
+        data_facts: maps the number of batches of this call, up to those of the record, to further
+            numbers of a record, such as the samples seen.
         sheet: sums the time of the run by kind.
     """
 
@@ -166,6 +168,7 @@ class Record:
         tell: Callable[[int], None],
         history: Iterable[Mapping[str, Any]],
         facts: Callable[[int, int], Mapping[str, float]],
+        data_facts: Callable[[int], Mapping[str, float]],
         sheet: TimeSheet,
     ):
         self.options = options
@@ -176,6 +179,9 @@ class Record:
         self.skips = skips
         self._counts_skips = skips
         self._facts = facts
+        self._data_facts = data_facts
+        # A step less this number is the number of batches that this call has used for it.
+        self._before_batches = first_step
         self.sheet = sheet
         self._tell = tell
         self.step_seconds = array.array("d")
@@ -304,6 +310,8 @@ class Record:
         self._window.clear()
         if self._recent:
             self.sheet.add(LOST, statistics.fmean(self._recent) * (self.step - step))
+        # The batches of the undone steps stay used, also those of steps that were still running.
+        self._before_batches += step - self.dispatched
         self.first_step = self.dispatched = self.step = step
         self.lost = None
         self.rollbacks += 1
@@ -323,6 +331,7 @@ class Record:
         self._curves.add(TRAIN, self.step, means)
         losses = {f"{TRAIN}/{name}": value for name, value in means.items()}
         known = dict(self._facts(self.step, self.step - self.skipped_steps))
+        known |= self._data_facts(self.step - self._before_batches)
         now = losses | skipped | self._speed() | self._shares() | known
         self.latest = now | self.validation
         self._write(now)

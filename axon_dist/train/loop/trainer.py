@@ -91,6 +91,9 @@ class Trainer:
             the curves of the result begin with them.
         facts: maps the number of steps taken, and the number of steps that changed the state, to
             further numbers of a record, such as the learning rate; runs on the host.
+        data_facts: maps the number of batches that this call has taken steps with, including the
+            steps that a rollback undid, to further numbers of a record, such as the samples seen;
+            runs on the host.
         on_compiled: called once, after the first step, which compiles.
         profile_dir: the folder for traces. The options select traced steps, and SIGUSR1 traces the
             next `profile_steps` steps of the process that gets it.
@@ -144,6 +147,7 @@ class Trainer:
     go_back: Callable[[], TrainState | None] | None = None
     history: Iterable[Mapping[str, object]] = ()
     facts: Callable[[int, int], Mapping[str, float]] = dataclasses.field(default=lambda *_: {})
+    data_facts: Callable[[int], Mapping[str, float]] = dataclasses.field(default=lambda _: {})
     on_compiled: Callable[[], None] = dataclasses.field(default=lambda: None)
     profile_dir: str | None = None
 
@@ -236,6 +240,7 @@ class Trainer:
             tell,
             self.history,
             self.facts,
+            self.data_facts,
             sheet,
         )
 

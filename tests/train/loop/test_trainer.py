@@ -435,6 +435,23 @@ def test_spikes_are_counted_and_told_and_in_no_mean(world):
     ]
 
 
+def test_batches_of_steps_that_a_rollback_undid_stay_used(world):
+    writer, drawn = ListWriter(), []
+    step = FakeStep(world, losses=[1.0, 2.0, 3.0, math.nan, *[5.0] * 5])
+    step.options = StepOptions(nonfinite=Nonfinite.ROLLBACK)
+    result = Trainer(
+        step=step, batches=(drawn.append(n) or n for n in itertools.count()), writers=[writer],
+        options=LoopOptions(num_steps=5, log_every=1),
+        go_back=lambda: FakeState(jnp.int32(2), {"w": jnp.ones(3)}),
+        data_facts=lambda batches: {"seen/batches": float(batches)},
+    ).fit()  # fmt: skip
+    assert (result.rollbacks, result.num_steps) == (1, 5)
+    # Step 4 is read after step 5 was taken, so five batches are used when the run goes back.
+    assert len(drawn) == step.taken == 5 + 3
+    expected = [(1, 1.0), (2, 2.0), (3, 3.0), (3, 6.0), (4, 7.0), (5, 8.0)]
+    assert writer.curve("seen/batches") == expected
+
+
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_skipping_spikes_does_not_change_what_happens_to_nonfinite_steps(world, policy):
     class Spiking(FakeStep):
