@@ -103,6 +103,8 @@ class Trainer:
 
         train/loss, train/...             each metric of the step, such as `train/grad_norm`
         train/skipped_steps               number so far; if nonfinite steps or spikes are skipped
+        train/overflowed_steps            further steps so far without an update, because gradients
+                                          overflowed; with a loss scale
         time/step_seconds                 mean of recent steps; the first step is not timed
         time/tokens_per_second            with `items_per_step`; named after `item`
         time/model_flops_utilization      with `peak_flops`
