@@ -23,7 +23,7 @@ from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
 from ..core.weighted import Weighted, WithTerm
 from ..ir.units import is_inside
 from .model_spec import MEAN_WEIGHT, SHARED, STEP, ModelSpec, split_inputs
-from .options import FLAG, LOSS_SCALE, METRICS
+from .options import FLAG, LOSS_SCALE, METRICS, OVERFLOW
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +43,7 @@ class Outcome:
     buffers: PyTree
 
 
-RESERVED = frozenset({*METRICS, LOSS_SCALE, FLAG})
+RESERVED = frozenset({*METRICS, LOSS_SCALE, OVERFLOW, FLAG})
 """Names of metrics that a step reports itself."""
 
 ModelChange: TypeAlias = Callable[[nnx.Module], None]

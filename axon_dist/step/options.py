@@ -248,6 +248,9 @@ ELASTIC = "elastic"
 LOSS_SCALE = "loss_scale"
 """The metric in which a step with a `GradScaler` reports its scale."""
 
+OVERFLOW = "gradient_overflow"
+"""The metric that is true when a `GradScaler` kept the state because a gradient overflowed."""
+
 
 def _check_types(options: Any) -> None:
     check_fields(options, "build_train_step")
@@ -276,7 +279,8 @@ class StepOptions(_Fields):
         metrics: which norms a step reports in addition to `loss` and the metrics of the loss
             function: `"grad_norm"`, which `clip_norm` reports in any case, and `"param_norm"`.
             `"loss"` may be listed too.
-        scaler: the loss scale; float16 compute has one by default.
+        scaler: the loss scale; float16 compute has one by default. A step then reports the metrics
+            `loss_scale` and `gradient_overflow`.
         nonfinite: with `"stop"`, `"skip"` or `"rollback"`, a step whose loss or gradient is not
             finite leaves parameters and moments unchanged and sets the metric `nonfinite`. A
             `Trainer` then stops, continues with the next batch, or goes back to the last

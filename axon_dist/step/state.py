@@ -21,6 +21,7 @@ from ..ops.precision import all_finite
 from ..optim.wrappers import SPIKE as SPIKE
 from ..sharding import Padding
 from .options import FLAG
+from .options import OVERFLOW as OVERFLOW
 
 WEIGHTS = ArgumentKind(
     "arrays by path, as step.weight_targets names them, or nothing: first values, and their seed, "

@@ -23,7 +23,7 @@ from .global_view import global_gradients
 from .local_view import local_gradients
 from .model_spec import MEAN_WEIGHT, SHARED, split_inputs
 from .objective import GradientArguments, GradientResult, evaluate
-from .options import FLAG, LOSS_SCALE, StepOptions
+from .options import FLAG, LOSS_SCALE, OVERFLOW, StepOptions
 from .pipeline_view import pipeline_gradients
 from .plan import StepPlan
 from .spec import StepSpec
@@ -292,8 +292,10 @@ def one_step(
         ema=None if options.ema is None else average(options.ema, state.ema, params),
     )
     if options.scaler is not None:
-        new = skip_overflow(options.scaler, are_finite(grads, measured), new, state)
+        finite = are_finite(grads, measured)
+        new = skip_overflow(options.scaler, finite, new, state)
         measured[LOSS_SCALE] = new.scaler.scale
+        measured[OVERFLOW] = ~finite
     if options.nonfinite is not None:
         finite = are_finite(grads, measured)
         new, measured[FLAG] = undo_nonfinite(

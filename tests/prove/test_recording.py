@@ -121,3 +121,16 @@ def test_another_environment_is_compared(recorded):
     if python is None:
         pytest.skip("AXON_OTHER_PYTHON names no python of another environment with axon_dist")
     assert main(["bisect", str(recorded / "a.yaml"), "--python", python, "--steps", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a.yaml", "b.yaml", "--steps", "0"], "got --steps 0; it must be at least 1"),
+        (["a.py:f", "b.py:f", "--steps", "-1"], "got --steps -1; it must be at least 1"),
+        (["a.json", "b.json", "--steps", "2"], "--steps has no effect on a.json and b.json"),
+    ],
+)
+def test_steps_that_cannot_be_compared(words, message, capsys):
+    assert main(["bisect", *words]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

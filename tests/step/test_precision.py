@@ -187,6 +187,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(scaled, bad):
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(old, new)
     assert float(metrics["loss_scale"]) == float(state.scaler.scale) == 512.0
+    assert bool(metrics["gradient_overflow"])
     assert (int(state.scaler.skipped), int(state.scaler.good_steps)) == (1, 0)
     for leaf in jax.tree.leaves(state.params):
         if leaf.sharding.is_fully_replicated:
@@ -202,6 +203,7 @@ def test_training_goes_on_and_the_scale_grows_again(scaled):
     for number in range(3):
         state, metrics = scaled(state, with_flag(number))
         scales.append(float(metrics["loss_scale"]))
+        assert not bool(metrics["gradient_overflow"])
     assert scales == [512.0, 1024.0, 1024.0]
     moved = [
         np.abs(np.asarray(new) - old).max()

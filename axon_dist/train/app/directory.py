@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from flax.traverse_util import flatten_dict
 
@@ -38,6 +40,8 @@ from axon_dist.core.words import AUTO
 from ...core.plain_yaml import read_yaml, to_yaml
 from ..config import RunConfig
 from .lock import LOCK, Lease, locked
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -499,19 +503,53 @@ class PastMetrics:
     def lines(self, contents: bytes) -> tuple[list[bytes], list[int]]:
         """Returns the lines that count, and the numbers of those that cannot be read.
 
-        Lines of steps that were repeated do not count: a later line has a smaller step.
+        Lines of steps that were repeated do not count; see `without_repeated`.
         """
-        latest: list[tuple[bytes, int]] = []
         broken: list[int] = []
-        for number, line in enumerate(contents.splitlines(keepends=True), 1):
-            row = _row(line)
-            if row is None:
-                broken.append(number)
-                continue
-            while latest and latest[-1][1] > row["step"]:
+
+        def readable() -> Iterator[tuple[JsonDict, bytes]]:
+            for number, line in enumerate(contents.splitlines(keepends=True), 1):
+                row = _row(line)
+                if row is None:
+                    broken.append(number)
+                else:
+                    yield row, line
+
+        latest = without_repeated(readable())
+        return [line for step, line in latest if step <= self.step], broken
+
+
+def without_repeated(rows: Iterable[tuple[JsonDict, T]]) -> list[tuple[float, T]]:
+    """Drops the records of steps that were undone and taken again.
+
+    Args:
+        rows: records in the order of writing, each with its `step`, and something to keep for it.
+
+    Returns:
+        The step and the kept value of each record that counts.
+
+    Example:
+        >>> rows = [{"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 2, "b": 3}]
+        >>> [kept for _, kept in without_repeated((row, n) for n, row in enumerate(rows))]
+        [0, 1, 2]
+        >>> rows += [{"step": 2, "a": 4}]
+        >>> [kept for _, kept in without_repeated((row, n) for n, row in enumerate(rows))]
+        [0, 3]
+    """
+    latest: list[tuple[float, T]] = []
+    names: set[str] = set()
+    for row, kept in rows:
+        step = row["step"]
+        own = row.keys() - {"step"}
+        last = latest[-1][0] if latest else -math.inf
+        # A step has several records, such as that of a validation, but each metric only once.
+        if last > step or (last == step and names & own):
+            while latest and latest[-1][0] >= step:
                 latest.pop()
-            latest.append((line, row["step"]))
-        return [line for line, step in latest if step <= self.step], broken
+            names = set()
+        names = names | own if last == step else own
+        latest.append((step, kept))
+    return latest
 
 
 def _row(line: bytes) -> JsonDict | None:

@@ -30,7 +30,7 @@ from ...core.own_context import in_own_context
 from ..config import RunConfig
 from .run_model import find_checkpoint, load_arrays, run_config, tokenizer_of
 from .runs import build_loader, measured_on
-from .steps import build_step, build_world
+from .steps import build_step, build_world, without_axes
 
 SCORES: MappingProxyType[Callable, Callable] = MappingProxyType(
     {next_token_loss: next_token_scores}
@@ -147,6 +147,7 @@ def world_of(config: RunConfig, one_device: bool) -> tuple[RunConfig, World]:
     alone = {"mesh": {"dp": 1}, "parallel": "ddp", "devices": {"emulate": emulate}}
     plain = dataclasses.replace(config, precision=without_gathers(config.precision)).to_dict()
     plain["train"]["accumulate"] = 1
+    plain["axis_names"] = without_axes(config.axis_names)
     config = RunConfig.from_dict({**plain, **alone})
     if emulate:
         return config, build_world(config)

@@ -17,7 +17,7 @@ from axon_dist.core.typing import JsonDict
 from axon_dist.core.words import byte_size, clock_time, plural, si
 
 from ...core.plain_yaml import sections_of
-from .directory import flat, open_directory
+from .directory import flat, open_directory, without_repeated
 
 START, END = "start", "end"
 """Keys of the summary for the seconds before and after the training loop."""
@@ -32,7 +32,7 @@ class Recorded:
 
     Args:
         folder: its path or address.
-        rows: the rows of `metrics.jsonl`.
+        rows: the rows of `metrics.jsonl`, without those of steps that a rollback undid.
         summary: the contents of `summary.json`; empty if it cannot be read.
         program: the contents of `program.json`; empty if it cannot be read.
         config: the text of `config.yaml`.
@@ -91,11 +91,9 @@ class Recorded:
     @functools.cached_property
     def _legs(self) -> list[tuple[JsonDict, JsonDict]]:
         """Pairs of the last record of a leg and the first record of the next leg."""
-        elapsed = "time/elapsed_seconds"
-        clock = ("time/unix", elapsed)
+        clock = ("time/unix", "time/elapsed_seconds")
         rows = [row for row in self.rows if all(_is_finite(row.get(name)) for name in clock)]
-        # Elapsed seconds restart with each leg.
-        return [(a, b) for a, b in itertools.pairwise(rows) if b[elapsed] < a[elapsed]]
+        return [pair for pair in itertools.pairwise(rows) if _is_resumed(*pair)]
 
     def figures(self) -> dict[str, str]:
         """Returns the main figures as text; leaves out unknown ones."""
@@ -142,6 +140,15 @@ class Recorded:
         except ConfigError:
             return {}
         return {key: str(value) for key, value in flat(config).items()}
+
+
+def _is_resumed(before: JsonDict, after: JsonDict) -> bool:
+    """Whether the second of two successive records is of a later leg than the first."""
+    elapsed = before["time/elapsed_seconds"]
+    starts = [float(row["time/unix"]) - row["time/elapsed_seconds"] for row in (before, after)]
+    # Within a leg the start is the same, except that the clock of the host may be set right. A
+    # later leg starts after the record before it, so its start is later by `elapsed` or more.
+    return after["time/elapsed_seconds"] < elapsed or starts[1] - starts[0] > elapsed / 2
 
 
 Runs: TypeAlias = tuple[Recorded, ...]
@@ -233,7 +240,7 @@ def _rows(path: Path, notes: list[str]) -> list[JsonDict]:
     rows = [row for row in map(json_section, lines) if row and _is_finite(row.get("step"))]
     if len(rows) < len(lines):
         notes.append(f"{path.name}: {len(lines) - len(rows)} of {len(lines)} lines are broken")
-    return rows
+    return [row for _, row in without_repeated((row, row) for row in rows)]
 
 
 def _lines(path: Path, notes: list[str]) -> list[str]:

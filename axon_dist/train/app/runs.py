@@ -206,6 +206,7 @@ class Run:
             copy=copy,
             give_back=self.give_back,
             facts=self.facts(),
+            data_facts=self.data_facts(),
             **others,
         )
 
@@ -219,23 +220,39 @@ class Run:
         return chip.rate(self.step.model_spec.dtype if precision is None else precision.compute)
 
     def facts(self) -> Callable[[int, int], dict[str, float]]:
-        """Returns a function for the numbers logged with the metrics: learning rate, items, epoch.
+        """Returns a function for the learning rate, which is logged with the metrics.
 
         Returns:
             A function from the number of steps taken, and of those that changed the state, to
             numbers by name.
         """
-        train = self.config.train
-        rates = self.config.optimizer.rates(train.steps)
+        rates = self.config.optimizer.rates(self.config.train.steps)
 
         def facts(step: int, updates: int) -> dict[str, float]:
-            known = {
-                f"seen/{self.item}": float(step * self.items_per_step),
-                "seen/epoch": step * train.global_batch / self.loader.num_samples,
+            if rates is None:
+                return {}
+            return {"optimizer/learning_rate": float(rates[max(updates - 1, 0)])}
+
+        return facts
+
+    def data_facts(self) -> Callable[[int], dict[str, float]]:
+        """Returns a function for the items and epochs seen, which are logged with the metrics.
+
+        Call it when the loader is at the position from which the run goes on.
+
+        Returns:
+            A function from the number of batches after that position to numbers by name.
+        """
+        global_batch = self.config.train.global_batch
+        # Batches before a resume may have had another size, so count samples and not steps.
+        before = self.loader.state()["samples_seen"]
+
+        def facts(batches: int) -> dict[str, float]:
+            samples = before + batches * global_batch
+            return {
+                f"seen/{self.item}": samples * self.items_per_step / global_batch,
+                "seen/epoch": samples / self.loader.num_samples,
             }
-            if rates is not None:
-                known["optimizer/learning_rate"] = float(rates[max(updates - 1, 0)])
-            return known
 
         return facts
 

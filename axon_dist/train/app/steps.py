@@ -278,6 +278,16 @@ class ModelOfZeros:
         return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
 
+def without_axes(axis_names: Mapping[str, str | tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Maps each name of axes to none, for a step on one device, whose mesh lacks the other axes.
+
+    Example:
+        >>> without_axes({"heads": "tp"})
+        {'heads': ()}
+    """
+    return dict.fromkeys(axis_names, ())
+
+
 def what_is_trained(config: RunConfig) -> dict[str, Any]:
     """Returns the arguments of `build_train_step` about trained and frozen parameters."""
     adapters = () if config.lora is None else (nnx.LoRAParam,)

@@ -28,7 +28,14 @@ from axon_dist.step import TrainState, TrainStep, build_train_step
 from ...core.own_context import in_own_context
 from ..config import CONFIG, RunConfig
 from .runs import build_loader
-from .steps import build_step, build_world, check_memory, model_of, what_is_trained
+from .steps import (
+    build_step,
+    build_world,
+    check_memory,
+    model_of,
+    what_is_trained,
+    without_axes,
+)
 
 COMPARED = ("loss", "grad_norm")
 """The metrics that are compared, in addition to the parameters."""
@@ -327,8 +334,7 @@ def one_device_step(
         metrics=COMPARED,
         precision=without_gathers(config.precision),
         scaler=config.loss_scale,
-        # One device has no axes to split over, so map every logical axis to none.
-        axis_names=dict.fromkeys(config.axis_names, ()),
+        axis_names=without_axes(config.axis_names),
         **what_is_trained(config),
     )
 

@@ -11,7 +11,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,16 +250,40 @@ def launch_processes(arguments: argparse.Namespace) -> int:
     job = {name: options.pop(name) for name in _OF_JOBS}
     chosen = {name: options.pop(name) for name in SCHEDULERS}
     named = {name: config for name, config in chosen.items() if config is not None}
+    job = {name: value for name, value in job.items() if value is not None and value is not False}
     if named:
+        _check_used(named, [*_changed(options), *job])
         return _write_job(named, job, options["command"])
-    for name, value in job.items():
-        if value:
-            raise LaunchError(
-                f"got --{name} without a scheduler; give one of "
-                f"{', '.join(f'--{other} CONFIG' for other in SCHEDULERS)}, or leave it out",
-                code="no-scheduler",
-            )
+    for name in job:
+        raise LaunchError(
+            f"got --{name} without a scheduler; give one of "
+            f"{', '.join(f'--{other} CONFIG' for other in SCHEDULERS)}, or leave it out",
+            code="no-scheduler",
+        )
     return _launch_here(options)
+
+
+def _changed(options: Mapping[str, Any]) -> list[str]:
+    """Returns the options for the processes of this host that do not have their default."""
+    plan = {field.name: field.default for field in dataclasses.fields(LaunchPlan)}
+    # `log_dir` is None if it is not given; the folder is then named after the time.
+    defaults: dict[str, object] = {**plan, "log_dir": None, "attached": False}
+    return [
+        name for name, value in options.items() if name != "command" and value != defaults.get(name)
+    ]
+
+
+def _check_used(named: Mapping[str, str], given: Sequence[str]) -> None:
+    """Raises for an option that the job files of the schedulers do not use."""
+    for scheduler in named:
+        unused = SCHEDULERS[scheduler].unused
+        for name in given:
+            if name not in _OF_JOBS or name in unused:
+                raise LaunchError(
+                    f"got --{name.replace('_', '-')}, which has no effect on a job file of "
+                    f"--{scheduler}; leave it out",
+                    code="option-without-effect",
+                )
 
 
 def _launch_here(options: dict[str, Any]) -> int:
@@ -306,11 +330,10 @@ def _write_job(
     scheduler = SCHEDULERS[name]
     config = load_config(path, ("devices.emulate=null", *overrides))
     fields = {key: value for key, value in options.items() if key not in ("out", "submit")}
-    fields = {"name": config.name, **{key: value for key, value in fields.items() if value}}
-    job = Job(config=path, overrides=overrides, **fields)
+    job = Job(config=path, overrides=overrides, **{"name": config.name, **fields})
     # Raise for a mesh that does not fit the devices now, not after the job has waited in a queue.
     config.mesh.resolve(job.nodes * job.gpus)
-    file = options["out"] or Path(job.name + scheduler.suffix)
+    file = options.get("out", Path(job.name + scheduler.suffix))
     check_output("--out", file)
     text = scheduler.write(job)
     write_output("--out", file, text)
@@ -321,7 +344,7 @@ def _write_job(
     _tell(f"wrote {file}; {by}")
     if PLACEHOLDER in text:
         _tell(f"{PLACEHOLDER} is a placeholder: build an image from the Dockerfile, give --image")
-    if options["submit"]:
+    if "submit" in options:
         _tell(submit_job(scheduler, file))
     else:
         print(f"{' '.join(scheduler.submit)} {file}")

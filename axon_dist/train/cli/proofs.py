@@ -82,6 +82,14 @@ def _check_options(
     unused = [] if any(_is_function(target) for target in targets) else _OF_FUNCTIONS
     unused = [*unused, "other_mesh"] if len(targets) == 1 else unused
     unused = [*unused, "json"] if arguments.record is not None else unused
+    # A recording has its own number of steps.
+    is_recorded = all(target.endswith(".json") for target in targets)
+    unused = [*unused, "steps"] if is_recorded else unused
+    if arguments.steps is not None and arguments.steps < 1:
+        raise ConfigError(
+            f"got --steps {arguments.steps}; it must be at least 1, or leave it out",
+            code="too-few-steps",
+        )
     for name in unused:
         if getattr(arguments, name):
             option = {"shapes": "shape"}.get(name, name).replace("_", "-")
@@ -113,7 +121,7 @@ def _parting(
             arguments.other_mesh,
             arguments.shapes,
             arguments.arguments,
-            arguments.steps or 1,
+            1 if arguments.steps is None else arguments.steps,
         )
     one = _recorded(targets[0], overrides, arguments.mesh, arguments)
     if arguments.python is not None:
@@ -138,10 +146,12 @@ def _recorded(
         from axon_dist.train.app.config_records import record_config  # noqa: PLC0415
         from axon_dist.train.config import load_config  # noqa: PLC0415
 
-        return record_config(load_config(target, overrides), arguments.steps or _CONFIG_STEPS)
+        steps = _CONFIG_STEPS if arguments.steps is None else arguments.steps
+        return record_config(load_config(target, overrides), steps)
     from axon_dist.prove.file import record_file  # noqa: PLC0415
 
-    return record_file(target, mesh, arguments.shapes, arguments.arguments, arguments.steps or 1)
+    steps = 1 if arguments.steps is None else arguments.steps
+    return record_file(target, mesh, arguments.shapes, arguments.arguments, steps)
 
 
 def _recorded_elsewhere(

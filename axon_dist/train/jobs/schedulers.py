@@ -25,6 +25,7 @@ class Scheduler:
         test: the command that only checks the file; empty if there is none.
         check: checks the text in Python; returns a description of the check, or None if it could
             not be checked.
+        unused: the fields of a `Job` that the job file does not contain.
     """
 
     write: Callable[[Job], str]
@@ -32,21 +33,30 @@ class Scheduler:
     submit: tuple[str, ...]
     test: tuple[str, ...] = ()
     check: Callable[[str], str | None] = lambda text: None
+    unused: tuple[str, ...] = ()
 
 
 SCHEDULERS: Mapping[str, Scheduler] = {
-    "slurm": Scheduler(slurm.script, ".sbatch", ("sbatch",), ("sbatch", "--test-only")),
+    "slurm": Scheduler(
+        slurm.script,
+        ".sbatch",
+        ("sbatch",),
+        ("sbatch", "--test-only"),
+        unused=("image", "accelerator"),
+    ),
     "jobset": Scheduler(
         jobset.manifest,
         ".yaml",
         ("kubectl", "apply", "-f"),
         check=jobset.check,
+        unused=("accelerator", "hours"),
     ),
     "skypilot": Scheduler(
         skypilot.task,
         ".sky.yaml",
         ("sky", "jobs", "launch", "--yes", "--detach-run"),
         check=skypilot.check,
+        unused=("hours",),
     ),
 }
 """The schedulers, by the name of their option."""

@@ -17,7 +17,7 @@ import jax
 from axon_dist.core.typing import Array
 from axon_dist.core.words import plural
 
-from ...step.state import FLAG, SPIKE, NonfiniteLoss, TrainState, is_lost
+from ...step.state import FLAG, OVERFLOW, SPIKE, NonfiniteLoss, TrainState, is_lost
 from .limits import INTERRUPTIONS, LoopOptions
 from .metrics import MetricWriter
 from .progress import Progress, Status
@@ -128,7 +128,11 @@ class _Curves:
 
 
 _RECENT_STEPS = 50
-_SKIPPED = f"{TRAIN}/skipped_steps"
+_COUNTS = "counts"
+"""The kind of the counts of steps so far: going back to a step restores them like the curves."""
+_SKIPPED, _OVERFLOWED = "skipped_steps", "overflowed_steps"
+_FLAGS = {FLAG: None, SPIKE: _SKIPPED, OVERFLOW: _OVERFLOWED}
+"""Metrics that are in no mean, and the counts that they add to every record."""
 
 
 class Record:
@@ -151,6 +155,8 @@ class Record:
             metrics; the curves begin with them.
         facts: maps the number of steps taken, and the number of steps that changed the state, to
             further numbers of a record, such as the learning rate.
+        data_facts: maps the number of batches of this call, up to those of the record, to further
+            numbers of a record, such as the samples seen.
         sheet: sums the time of the run by kind.
     """
 
@@ -166,6 +172,7 @@ class Record:
         tell: Callable[[int], None],
         history: Iterable[Mapping[str, Any]],
         facts: Callable[[int, int], Mapping[str, float]],
+        data_facts: Callable[[int], Mapping[str, float]],
         sheet: TimeSheet,
     ):
         self.options = options
@@ -174,21 +181,22 @@ class Record:
         self.device_bytes = device_bytes
         self.utilization = utilization
         self.skips = skips
-        self._counts_skips = skips
+        self._counted = {_SKIPPED} if skips else set[str]()
         self._facts = facts
+        self._data_facts = data_facts
+        # A step less this number is the number of batches that this call has used for it.
+        self._before_batches = first_step
         self.sheet = sheet
         self._tell = tell
         self.step_seconds = array.array("d")
         # Train, data and device seconds, and the number of steps, at the last record.
         self._reported = (0.0, 0.0, 0.0, 0)
         self.lost: NonfiniteLoss | None = None
-        self.skipped_steps = 0
         self._skipped: list[str] = []
         self.first_step = self.dispatched = self.step = first_step
         self.rollbacks = 0
         self._curves = _Curves()
         for row in history:
-            self.skipped_steps = max(self.skipped_steps, int(row.get(_SKIPPED, 0)))
             for point in _points(row):
                 self._curves.add(*point)
         self.latest: dict[str, float] = {}
@@ -197,6 +205,23 @@ class Record:
         self._pending: collections.deque[tuple[int, Mapping[str, Array]]] = collections.deque()
         self._window: list[dict[str, float]] = []
         self._mark: float | None = None
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps so far that were nonfinite or a spike, and so changed nothing."""
+        return self._count(_SKIPPED)
+
+    @property
+    def num_updates(self) -> int:
+        """The number of steps so far that changed the parameters."""
+        return self.step - self.skipped_steps - self._count(_OVERFLOWED)
+
+    def _count(self, name: str) -> int:
+        last = self._curves.last(_COUNTS, name)
+        return 0 if last is None else int(last[1])
+
+    def _add_one(self, name: str) -> None:
+        self._curves.add(_COUNTS, self.step, {name: self._count(name) + 1})
 
     @property
     def items_per_second(self) -> float | None:
@@ -302,8 +327,11 @@ class Record:
         """Drops the records after a step; the run continues from there."""
         self._pending.clear()
         self._window.clear()
+        self._tell_skipped()
         if self._recent:
             self.sheet.add(LOST, statistics.fmean(self._recent) * (self.step - step))
+        # The batches of the undone steps stay used, also those of steps that were still running.
+        self._before_batches += step - self.dispatched
         self.first_step = self.dispatched = self.step = step
         self.lost = None
         self.rollbacks += 1
@@ -312,18 +340,19 @@ class Record:
 
     def close_window(self) -> None:
         """Writes the mean over the steps since the last record, if there are any."""
-        skipped = {_SKIPPED: float(self.skipped_steps)} if self._counts_skips else {}
+        counts = {f"{TRAIN}/{name}": float(self._count(name)) for name in sorted(self._counted)}
         tells = self._tell_skipped()
         if not self._window:
-            self._write(skipped if tells else {})
+            self._write(counts if tells else {})
             return
         names = self._window[0]
         means = {name: statistics.fmean(row[name] for row in self._window) for name in names}
         self._window.clear()
         self._curves.add(TRAIN, self.step, means)
         losses = {f"{TRAIN}/{name}": value for name, value in means.items()}
-        known = dict(self._facts(self.step, self.step - self.skipped_steps))
-        now = losses | skipped | self._speed() | self._shares() | known
+        known = dict(self._facts(self.step, self.num_updates))
+        known |= self._data_facts(self.step - self._before_batches)
+        now = losses | counts | self._speed() | self._shares() | known
         self.latest = now | self.validation
         self._write(now)
 
@@ -340,13 +369,16 @@ class Record:
             self._mark = now
         self.step = step
         if lost or values.get(SPIKE):
-            self.skipped_steps += 1
+            self._add_one(_SKIPPED)
             why = f"step {step}: the loss {values['loss']:.4g} or its gradient is a spike"
             self._skipped.append(str(NonfiniteLoss(step, values["loss"])) if lost else why)
         else:
-            self._window.append({n: x for n, x in values.items() if n not in (FLAG, SPIKE)})
+            self._window.append({n: x for n, x in values.items() if n not in _FLAGS})
+            # Of replicas with a scale each, the metric is the share that overflowed.
+            if values.get(OVERFLOW, 0) >= 0.5:
+                self._add_one(_OVERFLOWED)
         # Spikes are counted under every policy for nonfinite steps, which `skips` is about.
-        self._counts_skips |= SPIKE in values
+        self._counted |= {name for flag, name in _FLAGS.items() if name and flag in values}
         if step % self.options.log_every == 0 or step == self.options.num_steps:
             self.close_window()
         self.progress.update(self.status())
@@ -422,12 +454,14 @@ class Record:
 
 
 def _points(row: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """Yields kind, step and metrics of a record, for training and for validation."""
+    """Yields kind, step and metrics of a record, for training, counts and validation."""
     for kind in (TRAIN, VALIDATION):
         metrics = {name: x for name, x in row.items() if name.startswith(f"{kind}/")}
         # Infinities and NaN were written as strings, which `float` reads.
         means = {name.removeprefix(f"{kind}/"): float(x) for name, x in metrics.items()}
-        means.pop("skipped_steps", None)
+        counts = {name: means.pop(name) for name in (_SKIPPED, _OVERFLOWED) if name in means}
+        if counts and kind == TRAIN:
+            yield _COUNTS, row["step"], counts
         if means:
             yield kind, row["step"], means
 
@@ -460,7 +494,7 @@ class TrainResult:
         items_per_second: throughput over the train seconds; None if unknown.
         device_bytes: bytes of the train state on the fullest device.
         skipped_steps: the number of steps whose batch was dropped because the step was nonfinite or
-            a spike.
+            a spike, without those that a rollback undid.
         rollbacks: the number of times that the run went back to a checkpoint.
         seconds: the seconds of this call by kind: `initialize`, `compile`, `data` (waiting for a
             batch), `step`, `validation`, `save`, `lost` (steps undone by a rollback) and `other`.

@@ -91,6 +91,9 @@ class Trainer:
             the curves of the result begin with them.
         facts: maps the number of steps taken, and the number of steps that changed the state, to
             further numbers of a record, such as the learning rate; runs on the host.
+        data_facts: maps the number of batches that this call has taken steps with, including the
+            steps that a rollback undid, to further numbers of a record, such as the samples seen;
+            runs on the host.
         on_compiled: called once, after the first step, which compiles.
         profile_dir: the folder for traces. The options select traced steps, and SIGUSR1 traces the
             next `profile_steps` steps of the process that gets it.
@@ -100,6 +103,8 @@ class Trainer:
 
         train/loss, train/...             each metric of the step, such as `train/grad_norm`
         train/skipped_steps               number so far; if nonfinite steps or spikes are skipped
+        train/overflowed_steps            further steps so far without an update, because gradients
+                                          overflowed; with a loss scale
         time/step_seconds                 mean of recent steps; the first step is not timed
         time/tokens_per_second            with `items_per_step`; named after `item`
         time/model_flops_utilization      with `peak_flops`
@@ -144,6 +149,7 @@ class Trainer:
     go_back: Callable[[], TrainState | None] | None = None
     history: Iterable[Mapping[str, object]] = ()
     facts: Callable[[int, int], Mapping[str, float]] = dataclasses.field(default=lambda *_: {})
+    data_facts: Callable[[int], Mapping[str, float]] = dataclasses.field(default=lambda _: {})
     on_compiled: Callable[[], None] = dataclasses.field(default=lambda: None)
     profile_dir: str | None = None
 
@@ -236,6 +242,7 @@ class Trainer:
             tell,
             self.history,
             self.facts,
+            self.data_facts,
             sheet,
         )
 

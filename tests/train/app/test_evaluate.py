@@ -5,13 +5,15 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tokenizers
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.data import TextLoader, TextSource, load_text
 from axon_dist.train.app import Completion, evaluate, generate_text, load_model, train
-from axon_dist.train.app.evaluate import of_text
+from axon_dist.train.app.evaluate import of_text, world_of
+from axon_dist.train.app.steps import build_step
 from axon_dist.train.cli import runs
 from axon_dist.train.cli.main import main
 from axon_dist.train.config import RunConfig
@@ -142,6 +144,14 @@ def test_the_command_prints_and_writes_the_same(run, tmp_path, capsys):
 def test_mistakes_are_one_line(plain_run, capsys, arguments, message):
     assert main(["eval", *(word.format(run=plain_run) for word in arguments)]) == 2
     assert message.format(run=plain_run) in capsys.readouterr().err
+
+
+def test_one_device_has_none_of_the_axes_that_a_config_names(tiny):
+    tiny |= {"mesh": "dp=4,tp=2", "axis_names": {"heads": "tp", "rows": ["dp", "tp"]}}
+    config, world = world_of(RunConfig.from_dict(tiny), one_device=True)
+    step = build_step(config, world, optax.identity(), trains=False)
+    assert world.size == 1
+    assert [step.axis_names.meant(name) for name in ("heads", "rows")] == [(), ()]
 
 
 def test_images_that_are_made_up_are_in_no_files(plain_run):

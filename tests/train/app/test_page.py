@@ -14,6 +14,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.schedule import build_schedule
 from axon_dist.train.app import report_page
 from axon_dist.train.app.page import PARTS
+from axon_dist.train.app.run_records import read_recorded
 from axon_dist.train.cli.main import main
 
 EVIL = '\x1b[2J<script>alert(1)</script><img src="http://evil.example/x.png">'
@@ -133,6 +134,37 @@ def test_all_parts_are_drawn_and_nothing_is_asked_for(folder):
     assert "1:30" in page.texts["time"]  # the restart, from 110 to 200
     assert "exposed" not in page.texts["collectives"]  # unknown for CPUs
     assert "1 number of the metrics not finite" in page.texts[""]
+
+
+def test_steps_that_a_rollback_undid_are_not_drawn(folder):
+    undone = [row(2, 110.0, 20.0), {"step": 2, "validation/loss": 0.5}, row(3, 115.0, 25.0)]
+    again = [row(2, 120.0, 30.0), {"step": 2, "validation/loss": 2.0}]
+    rows = [row(1, 100.0, 10.0), *undone, *again, row(3, 125.0, 35.0)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recorded = read_recorded(folder)
+    assert recorded.curve("validation/loss") == [(2.0, 2.0)]
+    assert [step for step, _ in recorded.curve("train/loss")] == [1.0, 2.0, 3.0]
+    assert recorded.figures()["best validation loss"] == "2.0000 nats/byte, step 2"
+    assert recorded.resumes == ()
+
+
+def test_the_same_step_twice_in_a_row_is_the_later_one(folder):
+    rows = [row(1, 100.0, 10.0), row(2, 110.0, 20.0), row(2, 120.0, 30.0) | {"train/loss": 9.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_recorded(folder).curve("train/loss") == [(1.0, 5.0), (2.0, 9.0)]
+
+
+@pytest.mark.parametrize("corrected", [-3.0, 0.0, 3.0])
+def test_a_leg_that_reports_later_than_the_one_before_is_a_resume(folder, corrected):
+    """The clock of the host may be set right within a leg, which is no resume."""
+    first = [row(1, 110.0, 10.0), row(2, 120.0 + corrected, 20.0)]
+    rows = [*first, row(3, 190.0, 40.0), row(4, 200.0 + corrected, 50.0)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "summary.json").unlink()
+    recorded = read_recorded(folder)
+    assert recorded.resumes == (2.0,)
+    assert recorded.restart_seconds == 150 - 120 - corrected
+    assert recorded.figures()["time"] == "1:10"  # 20 seconds and 50 seconds
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "program.json", "summary.json", "config.yaml"])

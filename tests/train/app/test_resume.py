@@ -350,6 +350,19 @@ def saved_by_others(folder):
 
 
 @pytest.mark.full
+def test_a_resumed_run_with_another_batch_counts_the_samples_of_both(config):
+    done = train(config("run", train__steps=2, train__global_batch=8, train__eval_every=0))
+    longer = config("run", train__steps=3, train__global_batch=4, train__eval_every=0)
+    lines = train(longer, resume="auto").directory.metrics.read_text().splitlines()
+    last = [row for row in map(json.loads, lines) if "seen/tokens" in row][-1]
+    assert last["step"] == 3
+    assert last["seen/tokens"] == (2 * 8 + 4) * 16
+    data = read_manifest(done.directory.checkpoints / "step_00000003").meta["data"]
+    assert data["samples_seen"] == 2 * 8 + 4
+    assert last["seen/epoch"] == data["samples_seen"] / data["num_samples"]
+
+
+@pytest.mark.full
 def test_a_resumed_run_says_what_it_changes(config, tiny):
     cosine = {"optimizer": tiny["optimizer"] | {"schedule": {"name": "cosine"}}}
     first = train(config("first", train__steps=4, checkpoint__every=2, **cosine))

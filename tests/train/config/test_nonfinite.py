@@ -72,4 +72,5 @@ def test_a_run_that_goes_back(config, tmp_path):
     assert samples_at(tmp_path / "run", 6) == 64
     rows = [json.loads(line) for line in done.directory.metrics.read_text().splitlines()]
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 3, 4, 5, 6]
+    assert [row["seen/tokens"] for row in rows if "train/loss" in row][-1] == 64 * 16
     assert all(np.isfinite(loss) for _, loss in done.result.train_curve)

@@ -159,6 +159,46 @@ def test_jobs_that_cannot_be(fields, words):
         Job(**{"config": "c.yaml", **fields})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--slurm", "--nodes", "0"], "got 0 nodes with 8 GPUs for 24 hours"),
+        (["--slurm", "--gpus", "0"], "got 1 nodes with 0 GPUs for 24 hours"),
+        (["--slurm", "--hours", "0"], "got 1 nodes with 8 GPUs for 0 hours"),
+        (["--slurm", "--name", ""], "a job cannot be called ''"),
+        (["--slurm", "--image", "a"], "got --image, which has no effect on a job file of --slurm"),
+        (["--slurm", "--accelerator", "H100"], "got --accelerator, which has no effect"),
+        (["--jobset", "--accelerator", "H100"], "got --accelerator, which has no effect"),
+        (["--jobset", "--hours", "2"], "got --hours, which has no effect on a job file of --jobse"),
+        (["--skypilot", "--hours", "2"], "got --hours, which has no effect on a job file of --sky"),
+        (["--slurm", "-n", "4"], "got --num-processes, which has no effect on a job file"),
+        (["--slurm", "--max-restarts", "3"], "got --max-restarts, which has no effect on a job"),
+        (["--gpus", "0"], "got --gpus without a scheduler"),
+    ],
+)
+def test_options_that_a_job_file_does_not_take(tmp_path, capsys, arguments, words):
+    out = tmp_path / "job"
+    config = [str(ROOT / "configs" / "fsdp8.yaml")] if arguments[0] != "--gpus" else []
+    first, *others = arguments
+    outs = ["--out", str(out)] if config else []
+    command = ["launch", first, *config, *others, *outs]
+    assert main(command) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert not out.exists()
+
+
+def test_the_options_of_each_scheduler_are_in_its_job_file(tmp_path):
+    config = str(ROOT / "configs" / "fsdp8.yaml")
+    values = {"nodes": "3", "gpus": "5", "image": "my/image", "accelerator": "B300", "hours": "7"}
+    for name, scheduler in SCHEDULERS.items():
+        used = {option: value for option, value in values.items() if option not in scheduler.unused}
+        words = [word for option, value in used.items() for word in (f"--{option}", value)]
+        out = tmp_path / name
+        given = ["--out", str(out), "mesh=fsdp=-1", "train.global_batch=15"]
+        assert main(["launch", f"--{name}", config, *words, *given]) == 0
+        assert all(value in out.read_text() for value in used.values())
+
+
 class FakeRay:
     """Runs the functions that Ray would run on other nodes in threads."""
 

@@ -435,6 +435,81 @@ def test_spikes_are_counted_and_told_and_in_no_mean(world):
     ]
 
 
+def test_batches_of_steps_that_a_rollback_undid_stay_used(world):
+    writer, drawn = ListWriter(), []
+    step = FakeStep(world, losses=[1.0, 2.0, 3.0, math.nan, *[5.0] * 5])
+    step.options = StepOptions(nonfinite=Nonfinite.ROLLBACK)
+    result = Trainer(
+        step=step, batches=(drawn.append(n) or n for n in itertools.count()), writers=[writer],
+        options=LoopOptions(num_steps=5, log_every=1),
+        go_back=lambda: FakeState(jnp.int32(2), {"w": jnp.ones(3)}),
+        data_facts=lambda batches: {"seen/batches": float(batches)},
+    ).fit()  # fmt: skip
+    assert (result.rollbacks, result.num_steps) == (1, 5)
+    # Step 4 is read after step 5 was taken, so five batches are used when the run goes back.
+    assert len(drawn) == step.taken == 5 + 3
+    expected = [(1, 1.0), (2, 2.0), (3, 3.0), (3, 6.0), (4, 7.0), (5, 8.0)]
+    assert writer.curve("seen/batches") == expected
+
+
+def test_going_back_restores_the_counts_of_skipped_steps_and_of_updates(world):
+    class Spiking(FakeStep):
+        def __call__(self, state, batch, was_nonfinite=None):
+            state, metrics = super().__call__(state, batch)
+            return state, metrics | {"spike": jnp.float32(self.taken in (2, 4, 7))}
+
+    writer, notes = ListWriter(), NotingProgress()
+    step = Spiking(world, losses=[1.0, 2.0, 3.0, 4.0, math.nan, *[5.0] * 9])
+    step.options = StepOptions(nonfinite=Nonfinite.ROLLBACK)
+    trainer = Trainer(
+        step=step, batches=itertools.count(), writers=[writer], progress=notes,
+        options=LoopOptions(num_steps=6, log_every=1),
+        go_back=lambda: FakeState(jnp.int32(3), {"w": jnp.ones(3)}),
+        facts=lambda step, updates: {"updates": float(updates)},
+    )  # fmt: skip
+    # Of the steps 4 to 6 after step 3, which are taken 7th to 9th, one is a spike.
+    assert trainer.fit().skipped_steps == 2
+    counts = [(1, 0), (2, 1), (3, 1), (4, 2), (4, 2), (5, 2), (6, 2)]
+    assert writer.curve("train/skipped_steps") == counts
+    assert writer.curve("updates") == [(1, 1), (3, 2), (5, 3), (6, 4)]
+    assert [note.partition(",")[0] for note in notes.notes if "skipped" in note] == [
+        "1 step skipped"
+    ] * 3
+
+    # A later call finds the counts of the steps that were not undone.
+    kept = [{"step": number, **row} for number, row in writer.rows if number <= 3]
+    history = [*kept, *({"step": n, **row} for n, row in writer.rows[-3:])]
+    resumed = Trainer(
+        step=FakeStep(world), batches=itertools.count(), writers=[writer], history=history,
+        options=LoopOptions(num_steps=7, log_every=1), facts=trainer.facts,
+    ).fit(FakeState(jnp.int32(6), {"w": jnp.ones(3)}))  # fmt: skip
+    assert (resumed.skipped_steps, writer.curve("updates")[-1]) == (2, (7, 5.0))
+
+
+def test_steps_whose_gradients_overflow_are_no_updates(world):
+    class Overflowing(FakeStep):
+        def __call__(self, state, batch, was_nonfinite=None):
+            state, metrics = super().__call__(state, batch)
+            is_spike, overflows = self.taken == 3, self.taken in (1, 3, 4)
+            flags = {"spike": jnp.float32(is_spike), "gradient_overflow": jnp.bool(overflows)}
+            return state, metrics | flags
+
+    writer = ListWriter()
+    result = Trainer(
+        step=Overflowing(world), batches=itertools.count(), writers=[writer],
+        options=LoopOptions(num_steps=5, log_every=1),
+        facts=lambda step, updates: {"updates": float(updates)},
+    ).fit()  # fmt: skip
+    # A step that is skipped for two reasons is counted once.
+    assert writer.curve("updates") == [(1, 0.0), (2, 1.0), (4, 1.0), (5, 2.0)]
+    assert writer.curve("train/overflowed_steps") == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]
+    assert result.skipped_steps == 1
+    # The losses of steps that overflowed are in the means; the flags are not.
+    assert writer.curve("train/loss") == [(1, 1.0), (2, 2.0), (4, 4.0), (5, 5.0)]
+    assert writer.curve("train/gradient_overflow") == []
+    assert set(result.metric_curves) == set()
+
+
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_skipping_spikes_does_not_change_what_happens_to_nonfinite_steps(world, policy):
     class Spiking(FakeStep):
