@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import NoReturn, TypeAlias
 
+import numpy as np
+
 from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError, did_you_mean
 from axon_dist.core.own_context import in_own_context
 from axon_dist.core.tree import bytes_per_device
 from axon_dist.core.typing import Batch
 from axon_dist.core.words import plural
-from axon_dist.mesh import agree, watch_steps
+from axon_dist.mesh import agree, from_main, watch_steps
 
 from ...step import Nonfinite, TrainState, TrainStep
 from ...step import state as step_state
@@ -89,7 +91,8 @@ class Trainer:
         go_back: returns the newest good state that was saved, or None if there is none; required
             if the step's `nonfinite` is `"rollback"`.
         history: the records written before this call, up to the state that the run resumes from;
-            the curves of the result begin with them.
+            the curves of the result begin with them. Those of process 0 determine when a run
+            without improvement ends, so the other processes need none.
         facts: maps the number of steps taken, and the number of steps that changed the state, to
             further numbers of a record, such as the learning rate; runs on the host.
         on_compiled: called once, after the first step, which compiles.
@@ -365,7 +368,8 @@ class Trainer:
         options = self.options
         if not options.patience or not _is_multiple(record.dispatched, options.eval_every):
             return False
-        since = record.validations_since_best()
+        # Only process 0 of a resumed run has the validations from before this call.
+        since = int(from_main(np.int32(record.validations_since_best())))
         if since >= options.patience:
             self.progress.note(
                 f"{options.best_metric} was best {plural(since, 'validation')} ago: stopping early"
