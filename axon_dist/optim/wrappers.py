@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -59,10 +59,29 @@ def by_path(
         (-1.0, -0.1)
     """
 
-    def label(path: str, _: object) -> str:
-        return next((one for one in groups if re.search(one, path)), _OTHERWISE)
+    return by_label(
+        groups, otherwise, lambda path: next((p for p in groups if re.search(p, path)), None)
+    )
 
-    return optax.partition({**groups, _OTHERWISE: otherwise}, lambda p: map_with_path(label, p))
+
+def by_label(
+    groups: Mapping[str, optax.GradientTransformation],
+    otherwise: optax.GradientTransformation,
+    label: Callable[[str], str | None],
+) -> optax.GradientTransformation:
+    """Uses one optimizer per group of parameters, as `by_path` does, which a function tells apart.
+
+    Args:
+        groups: optimizers by label; labels are part of the paths in the optimizer's state.
+        otherwise: the optimizer of all other parameters.
+        label: maps the path of a parameter to the label of its group, or to None.
+    """
+
+    def labelled(path: str, _: object) -> str:
+        found = label(path)
+        return _OTHERWISE if found is None else found
+
+    return optax.partition({**groups, _OTHERWISE: otherwise}, lambda p: map_with_path(labelled, p))
 
 
 SPIKE = "spike"

@@ -790,6 +790,17 @@ class TrainStep:
         return self.programs.lower(batch)
 
     @in_context_of_step
+    def evaluated_names(self, batch: Batch) -> tuple[str, ...]:
+        """Returns the names of the metrics of `evaluate`; traces it, and compiles nothing.
+
+        Args:
+            batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.
+        """
+        layout = dataclasses.replace(self.batch_layout, num_microbatches=1, logical_shards=1)
+        arguments = self.programs.state_layout.placed_shapes, layout.abstract(batch)
+        return tuple(trace(self.programs.evaluate, arguments).out_info)
+
+    @in_context_of_step
     def check(self, batch: Batch, *, own_rows: bool = False) -> None:
         """Traces and lowers the step for a batch, without compiling or storing anything.
 

@@ -203,10 +203,13 @@ def _described(name: str, entry: TensorEntry, config: Mapping[str, Any]) -> Adap
         return AdapterTensor.of(entry, ties=bool(config.get("ensure_weight_tying")))
     alpha = config["lora_alpha"]
     rank = entry.shape[1]
+    layer = hit["layer"]
+    starts = [0, *(place.end() for place in re.finditer(r"\.", layer))]
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if why := pattern_error(pattern):
             raise ValueError(f"alpha_pattern has {pattern!r:.80}, which {why}")
-        if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", hit["layer"]):
+        # Not as a part of a longer pattern, where flags such as (?i) are invalid.
+        if any(re.compile(pattern).fullmatch(layer, start) for start in starts):
             alpha = value
             break
     scale = float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)

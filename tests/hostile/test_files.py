@@ -151,6 +151,7 @@ ADAPTERS = {
     "huge": ({"lora_alpha": 10**400}, (2, 1), "too large"),
     "endless": ({"alpha_pattern": {"(a+)+$": 1}}, (2, 1), "repeats a group"),
     "repeats": ({"alpha_pattern": {"a{99999999999}": 1}}, (2, 1), "not a regular expression"),
+    "flags": ({"alpha_pattern": {"(?i)A+!": 10**400}}, (2, 1), "too large"),
     "polynomial": ({"alpha_pattern": {".*" * 9: 1}}, (2, 1), "has more than 6 repetitions"),
 }
 

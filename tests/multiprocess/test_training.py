@@ -103,3 +103,31 @@ def test_the_losses_of_one_process(config, name, count, monkeypatch):
     assert losses == pytest.approx(expected, rel=1e-5)
     for process in range(count):
         assert f"process {process}  host " in said
+
+
+PATIENT = """
+import jax.numpy as jnp, numpy as np, optax
+from flax import nnx
+from axon_dist import World, build_train_step, ddp
+from axon_dist.train.loop import LoopOptions, Trainer
+
+world = World.init("dp=-1")
+loss = lambda model, batch: jnp.mean((model(batch["x"]) - 1.0) ** 2)
+model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+step = build_train_step(model, optax.sgd(0.0), loss, ddp(), world)
+batches = [{"x": np.ones((4, 2), np.float32)}] * 9
+best = [{"step": 0, "validation/loss": 0.0}]
+result = Trainer(
+    step=step, batches=batches, validation=lambda: batches[:1],
+    options=LoopOptions(num_steps=9, eval_every=2, patience=2),
+    history=best if world.process_index == 0 else (),
+).fit()
+print(result.reason, "after", result.num_steps, flush=True)
+"""
+
+
+def test_processes_of_which_one_knows_earlier_validations_stop_together(start):
+    processes = start(2, "-c", PATIENT)
+    assert processes.wait([0, 1], 120) == [0, 0], processes.text(0)
+    for rank in (0, 1):
+        assert "early stopping after 4" in processes.text(rank)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from axon_dist.core.errors import AxonDistError, ConfigError
+from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
 from axon_dist.data import Loader, standard_library_files
 from axon_dist.data.buckets import Buckets
 from axon_dist.inspect import coupling
@@ -289,6 +289,7 @@ def build_run(config: RunConfig) -> Run:
     loader = build_loader(config, world, step.strategy.batch_axes, num_microbatches)
     for batch in _batches(config, loader):
         step.check(batch)
+    _check_best(config, step)
     sets = {}
     for name, files in config.validation.items():
         other = measured_on(config, files, f"validation.{name}")
@@ -297,6 +298,26 @@ def build_run(config: RunConfig) -> Run:
         prefix = f"validation.{name}" if name else "data"
         agree(world, prefix, {f"{prefix}.{key}": value for key, value in one.state().items()})
     return Run(config, world, step, loader, note, sets)
+
+
+def _check_best(config: RunConfig, step: TrainStep) -> None:
+    """Raises `ConfigError` unless every validation has the metric of `train.best`.
+
+    Every validation has a loss; for another metric, the evaluation is traced.
+    """
+    best = config.train.best.metric.removeprefix("validation/")
+    # The config has checked that a name with a slash begins with that of a set.
+    _, slash, of_set = best.partition("/")
+    metric = of_set if slash else best
+    if metric == "loss":
+        return
+    names = step.evaluated_names(abstract_batch(config))
+    if metric not in names:
+        raise ConfigError(
+            f"train.best.metric: got {config.train.best.metric!r:.80}, but the validation has no "
+            f"metric {metric!r:.80}.{did_you_mean(metric, names)}",
+            code="best-metric-unknown",
+        )
 
 
 def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> RunConfig:

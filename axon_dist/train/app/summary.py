@@ -119,7 +119,7 @@ def summarize(run: Run, result: TrainResult) -> JsonDict:
         "first_step": result.first_step,
         "train_loss": training[-1] if training else None,
         "validation_loss": validation[-1] if validation else None,
-        "best_validation_loss": min(validation, default=None),
+        "best_validation_loss": min(filter(math.isfinite, validation), default=None),
         "validation_metrics": {
             name: curve[-1][1] for name, (_, curve) in result.metric_curves.items()
         },

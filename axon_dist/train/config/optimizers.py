@@ -20,7 +20,8 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import leaves_with_paths
 from axon_dist.core.typing import PyTree
 from axon_dist.core.words import pattern_error
-from axon_dist.optim import adamw_8bit, by_path, hidden_matrices, matrices, muon
+from axon_dist.optim import adamw_8bit, hidden_matrices, matrices, muon
+from axon_dist.optim.wrappers import by_label
 
 from .rates import RATES, Cosine, RateSchedule
 from .read import Fraction, Natural, NonNegative, OneOf, Positive
@@ -58,6 +59,11 @@ class Group:
                 "leave frozen out, or rate and weight_decay",
                 code="frozen-group",
             )
+
+    @property
+    def label(self) -> str:
+        """The name of the group in the state of the optimizer, and so in checkpoints."""
+        return "|".join(f"(?:{path})" for path in self.paths)
 
     def has(self, path: str) -> bool:
         """Whether a pattern matches the path of a parameter."""
@@ -127,14 +133,16 @@ class Optimizer(abc.ABC):
                         f"{', '.join(paths[:: max(1, len(paths) // 4)][:5])}",
                         code="group-without-parameter",
                     )
-        members = {
-            "|".join(f"(?:{path})" for path in group.paths): self._member(group, num_steps)
-            for group in self.groups
-            if not group.frozen
-        }
         rate = self.schedule.build(self.learning_rate, num_steps)
         base = self.transform(rate, make_model)
-        return by_path({p: f(make_model) for p, f in members.items()}, base) if members else base
+        trained = [group for group in self.groups if not group.frozen]
+        if not trained:
+            return base
+        # Of groups with the same paths the first counts, which is the last of the reversed ones.
+        members = {g.label: self._member(g, num_steps)(make_model) for g in reversed(trained)}
+        return by_label(
+            members, base, lambda path: next((g.label for g in trained if g.has(path)), None)
+        )
 
     def _member(self, group: Group, num_steps: int) -> Callable[..., Transform]:
         """Returns a function that maps `make_model` to the optimizer of a group."""

@@ -312,13 +312,21 @@ class Record:
         curve = self._curves.curve(VALIDATION, name)
         return [(step, sign * value) for step, value in curve]
 
+    def score_at(self, step: int) -> float | None:
+        """Returns the score of a step; None if its last validation is older, or not finite."""
+        score = dict(self.scores[-1:]).get(step, math.nan)
+        return score if math.isfinite(score) else None
+
     def validations_since_best(self) -> int:
-        """Counts the validations since the best; ignores improvements below `min_delta`."""
+        """Counts the validations since the best; ignores improvements below `min_delta`.
+
+        A score that is not finite is never the best.
+        """
         best = math.inf
         best_number = 0
         scores = [score for _, score in self.scores]
         for number, score in enumerate(scores, 1):
-            if score < best - self.options.min_delta:
+            if math.isfinite(score) and score < best - self.options.min_delta:
                 best = score
                 best_number = number
         return len(scores) - best_number

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import NoReturn, TypeAlias
 
+import numpy as np
+
 from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError, did_you_mean
 from axon_dist.core.own_context import in_own_context
 from axon_dist.core.tree import bytes_per_device
 from axon_dist.core.typing import Batch
 from axon_dist.core.words import plural
-from axon_dist.mesh import agree, watch_steps
+from axon_dist.mesh import agree, from_main, watch_steps
 
 from ...step import Nonfinite, TrainState, TrainStep
 from ...step import state as step_state
@@ -77,10 +79,11 @@ class Trainer:
             processes as soon as it returns true on one process. See below for the keys.
         save: `save(state, number, score)` is called between two steps. It gets the state, the
             number of steps taken, and the state's score by the `best_metric` of the options
-            (smaller is better), or None if the state was not validated. It must no longer use the
-            arrays when it returns. It also gets the last state, unless the run ends with an error.
-            After a nonfinite step, it is called with the state before it, if that state still
-            exists. The state includes all batches that `batches` has returned by then.
+            (smaller is better), or None if the state was not validated or the score is not finite.
+            It must no longer use the
+            arrays when it returns. It also gets the last state, unless the run ends with an error
+            in a step. After a nonfinite step, it is called with the state before it, if that state
+            still exists. The state includes all batches that `batches` has returned by then.
         copy: `copy(state, number)` copies a state to where it can be restored faster than from
             `save`; it must no longer use the arrays when it returns.
         give_back: called before the last save of a run that stops at a nonfinite step, with the
@@ -88,7 +91,8 @@ class Trainer:
         go_back: returns the newest good state that was saved, or None if there is none; required
             if the step's `nonfinite` is `"rollback"`.
         history: the records written before this call, up to the state that the run resumes from;
-            the curves of the result begin with them.
+            the curves of the result begin with them. Those of process 0 determine when a run
+            without improvement ends, so the other processes need none.
         facts: maps the number of steps taken, and the number of steps that changed the state, to
             further numbers of a record, such as the learning rate; runs on the host.
         data_facts: maps the number of batches that this call has taken steps with, including the
@@ -371,7 +375,8 @@ class Trainer:
         options = self.options
         if not options.patience or not _is_multiple(record.dispatched, options.eval_every):
             return False
-        since = record.validations_since_best()
+        # Only process 0 of a resumed run has the validations from before this call.
+        since = int(from_main(np.int32(record.validations_since_best())))
         if since >= options.patience:
             self.progress.note(
                 f"{options.best_metric} was best {plural(since, 'validation')} ago: stopping early"
@@ -391,16 +396,31 @@ class Trainer:
     def _save(self, number: int, state: TrainState, record: Record) -> None:
         if self.save is not None:
             self._check_finite(number, state)
-            scores = dict(record.scores[-1:])
             with record.aside(SAVE):
-                self.save(state, number, scores.get(number))
+                self.save(state, number, record.score_at(number))
+
+    def _save_before_error(self, state: TrainState, record: Record) -> None:
+        """Saves the last state after an error of a validation, if it is one of all processes.
+
+        Otherwise the others are still validating, and never write their parts of the state.
+        """
+        number = record.step
+        try:
+            agree(self.step.world, f"failed validation after step {number}", {}, _END_SECONDS)
+            self._save(number, state, record)
+        except Exception as error:  # the error of the validation must reach the caller
+            self.progress.note(f"the state of step {number} is not saved: {error}")
 
     def _validate(self, state: TrainState, record: Record, stops: Stops) -> bool:
         """Validates; returns False if the run must stop, so that there is no result."""
         record.stop_clock()
         compiled = record.sheet[COMPILE]
         with record.sheet.on(VALIDATE):
-            means = self._validation_means(state, record, stops)
+            try:
+                means = self._validation_means(state, record, stops)
+            except Exception:
+                self._save_before_error(state, record)
+                raise
         # Compiling inside this context is counted as COMPILE, so subtract it from VALIDATE.
         record.sheet.add(VALIDATE, compiled - record.sheet[COMPILE])
         if means is None:

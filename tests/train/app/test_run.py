@@ -6,6 +6,7 @@ import re
 import sys
 import types
 import typing
+from math import inf, nan
 from unittest import mock
 
 import numpy as np
@@ -26,12 +27,13 @@ from axon_dist.mesh import MeshSpec, World
 from axon_dist.train.app import config_plans, create_directory, train
 from axon_dist.train.app.directory import RunDirectory
 from axon_dist.train.app.runs import build_loader, build_run
-from axon_dist.train.app.summary import opening_lines
+from axon_dist.train.app.summary import opening_lines, summarize
 from axon_dist.train.app.training import advice
 from axon_dist.train.cli.main import main
 from axon_dist.train.config import DATA, LOGGERS, MODELS, OPTIMIZERS, RATES, RunConfig, load_config
 from axon_dist.train.config.models import make_model
 from axon_dist.train.config.read import read
+from axon_dist.train.loop import TrainResult
 
 
 def plain_console():
@@ -372,3 +374,26 @@ def test_metrics_of_the_past_are_read_again_and_not_kept(tmp_path):
     assert [row["step"] for row in past] == [row["step"] for row in past] == [1, 2, 3]
     assert path.read_text().count("\n") == 3
     assert vars(past) == {"path": path, "step": 3}
+
+
+def test_the_best_loss_of_a_summary_is_the_least_that_is_finite():
+    step = mock.Mock(model_spec=mock.Mock(weights={}))
+    run = mock.Mock(step=step, world=mock.Mock(runtime_info=dict))
+    for losses, best in (([nan, 2.0, inf, 1.0, -inf], 1.0), ([nan, inf], None), ([], None)):
+        result = TrainResult(
+            state=mock.Mock(), num_steps=5, reason="finished", device_bytes=0,
+            validation_curve=tuple(enumerate(losses)),
+        )  # fmt: skip
+        assert summarize(run, result)["best_validation_loss"] == best
+
+
+def test_a_best_metric_that_no_validation_has_is_found_before_the_first_step(tiny):
+    def best(metric):
+        train = tiny["train"] | {"best": {"metric": metric}}
+        sets = {"validation": {"again": tiny["data"]["validation_files"]}}
+        return build_run(RunConfig.from_dict(tiny | sets | {"train": train}))
+
+    for metric in ("validation/los", "validation/again/los"):
+        with pytest.raises(ConfigError, match=r"no metric 'los'\. Did you mean 'loss'\?"):
+            best(metric)
+    assert best("validation/again/loss").validation.keys() == {"again"}

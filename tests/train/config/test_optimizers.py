@@ -169,3 +169,26 @@ def test_a_group_that_no_parameter_is_in():
     optimizer = read(SGD, {"groups": [{"paths": ["hed"], "rate": 2}]})
     with pytest.raises(ConfigError, match=r"groups\[0\].paths: no parameter of the model has hed"):
         optimizer.build(2, lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([{"paths": ["head"], "rate": 0.1}, {"paths": ["head"], "rate": 2}], -0.1),
+        ([{"paths": ["head"], "rate": 0.1}, {"paths": ["he"], "rate": 2}], -0.1),
+        ([{"paths": ["other", "(?i)HEAD"], "rate": 0.1}], -0.1),
+        ([{"paths": ["(b)(o)", r"^(h).*/(k)$", r"(h).*/\1"], "rate": 0.1}], -0.1),
+    ],
+)
+def test_a_parameter_is_in_the_first_group_with_a_pattern_that_matches(groups, expected):
+    optimizer = read(SGD, {"learning_rate": 1.0, "schedule": "constant", "groups": groups})
+    params = {"head": {"h": jnp.ones(())}, "tail": jnp.ones(())}
+    transform = optimizer.build(2)
+    updates, _ = transform.update(params, transform.init(params), params)
+    assert (float(updates["head"]["h"]), float(updates["tail"])) == (pytest.approx(expected), -1.0)
+
+
+def test_groups_keep_their_names_in_checkpoints():
+    optimizer = read(SGD, {"groups": [{"paths": ["head", "tail$"], "rate": 0.1}]})
+    state = optimizer.build(2).init({"head": jnp.ones(())})
+    assert state.inner_states.keys() == {"(?:head)|(?:tail$)", "*"}

@@ -397,11 +397,59 @@ def test_a_run_ends_early_and_is_best_by_any_metric_of_any_set(world, options, l
 
 
 def test_a_best_metric_that_no_validation_has(world):
+    saved = []
     with pytest.raises(ConfigError, match=r"no metric 'los'. Did you mean 'loss'\?"):
         Trainer(
             step=FakeStep(world), batches=itertools.count(), validation=lambda: [0],
             options=LoopOptions(num_steps=2, best_metric="validation/los"),
+            save=lambda state, number, score: saved.append((int(state.step), number, score)),
         ).fit()  # fmt: skip
+    assert saved == [(2, 2, None)]
+
+
+@pytest.mark.parametrize(("eval_every", "failing", "steps"), [(0, 1, 5), (2, 2, 4), (4, 1, 4)])
+def test_the_state_before_a_validation_that_fails_is_saved(world, eval_every, failing, steps):
+    made, saved = [], []
+
+    def validation():
+        made.append(1)
+        if len(made) == failing:
+            raise OSError("the disk is gone")
+        return [0]
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        fit(
+            FakeStep(world), 5, eval_every=eval_every, validation=validation,
+            save=lambda state, number, score: saved.append((int(state.step), number, score)),
+        )  # fmt: skip
+    assert saved == [(steps, steps, None)]
+
+
+def test_the_error_of_a_validation_is_told_even_if_the_state_cannot_be_saved(world):
+    def broken(*given):
+        raise RuntimeError(given[0])
+
+    notes = NotingProgress()
+    with pytest.raises(OSError, match="the disk is gone"):
+        fit(
+            FakeStep(world), 2, progress=notes,
+            validation=lambda: (_ for _ in ()).throw(OSError("the disk is gone")),
+            save=lambda state, number, score: broken("no space"),
+        )  # fmt: skip
+    assert notes.notes == ["the state of step 2 is not saved: no space"]
+
+
+def test_a_validation_that_is_not_finite_has_no_score(world):
+    saved = []
+    values = [math.inf, 3.0, -math.inf, math.nan, 4.0, 5.0]
+    result = Trainer(
+        step=Curved(world, values), batches=itertools.count(), validation=lambda: [0],
+        options=LoopOptions(num_steps=6, eval_every=1, save_every=1, patience=3),
+        save=lambda state, number, score: saved.append((number, score)),
+    ).fit()  # fmt: skip
+    assert saved == [(1, None), (2, 3.0), (3, None), (4, None), (5, 4.0)]
+    # -inf is no improvement on 3, which is best until the run ends.
+    assert result.reason == "early stopping"
 
 
 def test_a_signal_traces_the_next_steps(world, tmp_path):
