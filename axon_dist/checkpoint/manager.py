@@ -167,6 +167,8 @@ class CheckpointManager:
         self.tell: Callable[[str], None] = tell
         self.failure: str | None = None
         self._pending: PendingSave | None = None
+        # The serial number of each step that was saved, successfully or not.
+        self._saved: dict[int, int] = {}
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -203,6 +205,7 @@ class CheckpointManager:
         self.wait()
         try:
             serial = on_main(self._prepare)
+            self._saved[step] = serial
             self._pending = PendingSave(
                 path,
                 state,
@@ -268,16 +271,54 @@ class CheckpointManager:
                 another model.
         """
         names = from_main([path.name for path in self._newest_first()] if is_main() else None)
-        for name in names:
+        return self._first_good([self.folder / name for name in names], target)
+
+    @in_own_context
+    def restore_own(self, target: PyTree, start: Place | None = None) -> Restored | None:
+        """Restores the newest good checkpoint that this manager saved, or else that of the start.
+
+        The folder may have others, of steps that were given up when a run went on from an older
+        checkpoint.
+
+        Args:
+            target: see `load_checkpoint`.
+            start: the checkpoint that the run began from, here or elsewhere; None without one.
+
+        Returns:
+            The checkpoint and its state, or None if there is none.
+
+        Raises:
+            CheckpointError: if all of them are damaged, or one belongs to another model.
+        """
+        names, has_start = from_main(
+            [self._own_names(), start is not None and is_checkpoint(start)] if is_main() else None
+        )
+        paths: list[Place] = [self.folder / name for name in names]
+        if start is not None and has_start:
+            paths.append(start)
+        return self._first_good(paths, target)
+
+    def _own_names(self) -> list[str]:
+        """The names of the checkpoints that this manager saved, newest first."""
+        serials = {entry.step: entry.serial for entry in self.entries()}
+        # A failed save leaves an older checkpoint of its step, which has another serial number.
+        steps = {
+            step for step, serial in self._saved.items() if serials.get(step, serial) == serial
+        }
+        return [path.name for path in self._newest_first() if step_of(path.name) in steps]
+
+    def _first_good(self, paths: Sequence[Place], target: PyTree) -> Restored | None:
+        """Restores the first checkpoint that is not damaged."""
+        for path in paths:
             try:
-                state = load_checkpoint(self.folder / name, target)
+                state = load_checkpoint(path, target)
             except DamagedCheckpointError as error:
                 self.tell(f"{error}: going back to the previous one")
                 continue
-            return Restored(self.folder / name, state, read_manifest(self.folder / name))
-        if names:
+            return Restored(path, state, read_manifest(path))
+        if paths:
             raise CheckpointError(
-                f"all {len(names)} checkpoints in {str(self.folder)!r} are damaged; remove the "
+                f"all {len(paths)} checkpoints in {str(self.folder)!r} are damaged; remove the "
                 "folder to start from scratch"
             )
         return None

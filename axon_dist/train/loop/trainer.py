@@ -314,7 +314,9 @@ class Trainer:
                     return state, NONFINITE
                 state = earlier
                 metrics = {}
-            elif record.dispatched == self.options.num_steps:
+                if record.dispatched >= self.options.num_steps:
+                    return state, FINISHED
+            elif record.dispatched >= self.options.num_steps:
                 return state, FINISHED
             elif self._pause_after(record.dispatched, state, record, stops):
                 return state, None

@@ -499,6 +499,15 @@ def test_skipping_spikes_does_not_change_what_happens_to_nonfinite_steps(world, 
         assert fit(step, 4).skipped_steps == 1
 
 
+@pytest.mark.parametrize("number", [4, 9])
+def test_a_run_that_goes_back_to_its_last_step_or_a_later_one_ends(world, number):
+    step = FakeStep(world, losses=[1.0, 2.0, math.nan, 4.0, 5.0])
+    step.options = StepOptions(nonfinite=Nonfinite.ROLLBACK)
+    later = FakeState(jnp.int32(number), {"w": jnp.ones(3)})
+    result = fit(step, 4, go_back=lambda: later)
+    assert (result.reason, result.num_steps, int(result.state.step)) == ("finished", number, number)
+
+
 def test_nothing_to_do(world):
     with pytest.raises(ConfigError, match="there is no batch to train on; give the trainer"):
         fit(FakeStep(world), 1, batches=[])
