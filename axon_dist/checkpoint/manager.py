@@ -46,7 +46,7 @@ class Entry:
     Args:
         step: how many steps its state had taken.
         serial: how many were written before it. After a run went back, steps are out of order.
-        score: lower is better; None without one.
+        score: lower is better; None without one that is comparable with the others.
     """
 
     step: int
@@ -131,6 +131,8 @@ class CheckpointManager:
         type: how values are written.
         background: write while the run continues; a save then waits for the previous one.
         tell: called with a message when a save, restore or cleanup fails.
+        has_scored: whether the score of a checkpoint with this `meta` is comparable with the
+            others; a score that is not counts as none.
 
     Attributes:
         failure: the message of the last save that failed; None after one that succeeded.
@@ -157,6 +159,7 @@ class CheckpointManager:
         type: StateDictType | str = StateDictType.SHARDED,
         background: bool = True,
         tell: Callable[[str], None] = lambda text: None,
+        has_scored: Callable[[Mapping[str, Any]], bool] = lambda meta: True,
     ):
         self.folder: Place = as_place(folder, "the folder of checkpoints")
         _RETENTION.check("CheckpointManager", "retention", retention)
@@ -165,6 +168,7 @@ class CheckpointManager:
         check_type(self.folder, self.type)
         self.background: bool = background
         self.tell: Callable[[str], None] = tell
+        self.has_scored: Callable[[Mapping[str, Any]], bool] = has_scored
         self.failure: str | None = None
         self._pending: PendingSave | None = None
         # The serial number of each step that was saved, successfully or not.
@@ -238,7 +242,8 @@ class CheckpointManager:
         for path in self._paths():
             with contextlib.suppress(CheckpointError):
                 manifest = read_manifest(path)
-                entries.append(Entry(step_of(path.name) or 0, manifest.serial, manifest.score))
+                score = manifest.score if self.has_scored(manifest.meta) else None
+                entries.append(Entry(step_of(path.name) or 0, manifest.serial, score))
         return sorted(entries, key=lambda entry: entry.serial)
 
     def newest_step(self) -> int:

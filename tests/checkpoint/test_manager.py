@@ -131,6 +131,16 @@ def test_when_all_are_damaged_nothing_starts_anew_by_itself(tmp_path):
             manager.restore_newest(state(0))
 
 
+def test_a_score_that_is_not_comparable_is_none(tmp_path):
+    scores = {1: ("loss", 0.5), 2: ("accuracy", -0.9), 3: ("accuracy", -0.7), 4: ("loss", 0.1)}
+    accuracy = lambda meta: meta.get("metric") == "accuracy"
+    with CheckpointManager(tmp_path, Retention(1, best=1), has_scored=accuracy) as manager:
+        for step, (metric, score) in scores.items():
+            manager.save(step, state(step), meta={"metric": metric}, score=score)
+    assert [(entry.step, entry.score) for entry in manager.entries()] == [(2, -0.9), (4, None)]
+    assert [entry.score for entry in CheckpointManager(tmp_path).entries()] == [-0.9, 0.1]
+
+
 def test_own_checkpoints_and_that_of_the_start_are_told_from_others(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     for folder in (tmp_path / "here", elsewhere):

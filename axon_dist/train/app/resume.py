@@ -215,7 +215,13 @@ def open_states(
     if options.dir is not None:
         folder = as_place(options.dir, "checkpoint.dir")
     checkpoints = CheckpointManager(
-        folder, options.retention, type=options.type, background=options.background, tell=tell
+        folder,
+        options.retention,
+        type=options.type,
+        background=options.background,
+        tell=tell,
+        # A run may be resumed with another metric, whose scores are not comparable.
+        has_scored=run.config.train.best.has_scored,
     )
     copies = HostCopies(Path(env[MEMORY]), tell) if options.memory_every else None
     form = PortableForm(run.step)
