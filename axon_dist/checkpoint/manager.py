@@ -303,6 +303,12 @@ class CheckpointManager:
             paths.append(start)
         return self._first_good(paths, target)
 
+    def own_steps(self) -> list[int]:
+        """The steps of the finished checkpoints that this manager saved, oldest first."""
+        return [
+            entry.step for entry in self.entries() if self._saved.get(entry.step) == entry.serial
+        ]
+
     def _own_names(self) -> list[str]:
         """The names of the checkpoints that this manager saved, newest first."""
         serials = {entry.step: entry.serial for entry in self.entries()}

@@ -126,6 +126,22 @@ class SavedStates:
         restored = self.checkpoints.restore_own(self.form.target, *self.start)
         return None if restored is None else self.form.from_canonical(restored.state)
 
+    def is_saved(self, number: int) -> bool:
+        """Whether a checkpoint has the state of this call after a number of steps.
+
+        A copy in memory is none: it is lost with the launcher.
+        """
+        self.checkpoints.wait()
+
+        def finds() -> bool:
+            # Where it cannot be read, it is saved again.
+            with contextlib.suppress(CheckpointError, StoreError):
+                own = self.checkpoints.own_steps()
+                return number in own or number in map(_step_in, self.start)
+            return False
+
+        return on_main(finds)
+
     def find_start(self, resume: str | None, tell: Callable[[str], None]) -> TrainState | None:
         """Restores the state that a run resumes from, and moves its loader to the same step.
 
@@ -193,6 +209,11 @@ class SavedStates:
         except DamagedCheckpointError as error:
             tell(str(error))
             return None
+
+
+def _step_in(checkpoint: Place) -> object:
+    """Returns the number of steps that the state in a checkpoint of a run has taken."""
+    return read_manifest(checkpoint).meta.get("step")
 
 
 def open_states(

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -91,3 +92,19 @@ def test_a_run_does_not_go_back_to_steps_that_it_gave_up(config, tmp_path):
     assert (done.summary["steps"], done.summary["rollbacks"]) == (6, 1)
     # Batches 1 and 2, then 5 and later.
     assert samples_at(tmp_path / "run", 6) == 64
+
+
+@pytest.mark.full
+def test_a_run_that_stops_right_after_its_copy_in_memory_saves_that_state(
+    config, tmp_path, monkeypatch
+):
+    memory, checkpoints = tmp_path / "memory", tmp_path / "run" / "checkpoints"
+    memory.mkdir()
+    monkeypatch.setenv("AXON_MEMORY", str(memory))
+    # The first run stops with a checkpoint of step 3, too.
+    for _ in range(2):
+        with pytest.raises(NonfiniteError, match="step 4: the loss is nan; the state is that of"):
+            train(config("stop", memory_every=3), resume="auto")
+        assert [path.name for path in checkpoints.iterdir()] == ["step_00000003"]
+        assert samples_at(tmp_path / "run", 3) == 24
+        shutil.rmtree(checkpoints)
