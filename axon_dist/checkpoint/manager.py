@@ -46,7 +46,7 @@ class Entry:
     Args:
         step: how many steps its state had taken.
         serial: how many were written before it. After a run went back, steps are out of order.
-        score: lower is better; None without one.
+        score: lower is better; None without one that is comparable with the others.
     """
 
     step: int
@@ -131,6 +131,8 @@ class CheckpointManager:
         type: how values are written.
         background: write while the run continues; a save then waits for the previous one.
         tell: called with a message when a save, restore or cleanup fails.
+        has_scored: whether the score of a checkpoint with this `meta` is comparable with the
+            others; a score that is not counts as none.
 
     Attributes:
         failure: the message of the last save that failed; None after one that succeeded.
@@ -157,6 +159,7 @@ class CheckpointManager:
         type: StateDictType | str = StateDictType.SHARDED,
         background: bool = True,
         tell: Callable[[str], None] = lambda text: None,
+        has_scored: Callable[[Mapping[str, Any]], bool] = lambda meta: True,
     ):
         self.folder: Place = as_place(folder, "the folder of checkpoints")
         _RETENTION.check("CheckpointManager", "retention", retention)
@@ -165,8 +168,11 @@ class CheckpointManager:
         check_type(self.folder, self.type)
         self.background: bool = background
         self.tell: Callable[[str], None] = tell
+        self.has_scored: Callable[[Mapping[str, Any]], bool] = has_scored
         self.failure: str | None = None
         self._pending: PendingSave | None = None
+        # The serial number of each step that was saved, successfully or not.
+        self._saved: dict[int, int] = {}
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -203,6 +209,7 @@ class CheckpointManager:
         self.wait()
         try:
             serial = on_main(self._prepare)
+            self._saved[step] = serial
             self._pending = PendingSave(
                 path,
                 state,
@@ -235,7 +242,8 @@ class CheckpointManager:
         for path in self._paths():
             with contextlib.suppress(CheckpointError):
                 manifest = read_manifest(path)
-                entries.append(Entry(step_of(path.name) or 0, manifest.serial, manifest.score))
+                score = manifest.score if self.has_scored(manifest.meta) else None
+                entries.append(Entry(step_of(path.name) or 0, manifest.serial, score))
         return sorted(entries, key=lambda entry: entry.serial)
 
     def newest_step(self) -> int:
@@ -268,16 +276,60 @@ class CheckpointManager:
                 another model.
         """
         names = from_main([path.name for path in self._newest_first()] if is_main() else None)
-        for name in names:
+        return self._first_good([self.folder / name for name in names], target)
+
+    @in_own_context
+    def restore_own(self, target: PyTree, start: Place | None = None) -> Restored | None:
+        """Restores the newest good checkpoint that this manager saved, or else that of the start.
+
+        The folder may have others, of steps that were given up when a run went on from an older
+        checkpoint.
+
+        Args:
+            target: see `load_checkpoint`.
+            start: the checkpoint that the run began from, here or elsewhere; None without one.
+
+        Returns:
+            The checkpoint and its state, or None if there is none.
+
+        Raises:
+            CheckpointError: if all of them are damaged, or one belongs to another model.
+        """
+        names, has_start = from_main(
+            [self._own_names(), start is not None and is_checkpoint(start)] if is_main() else None
+        )
+        paths: list[Place] = [self.folder / name for name in names]
+        if start is not None and has_start:
+            paths.append(start)
+        return self._first_good(paths, target)
+
+    def own_steps(self) -> list[int]:
+        """The steps of the finished checkpoints that this manager saved, oldest first."""
+        return [
+            entry.step for entry in self.entries() if self._saved.get(entry.step) == entry.serial
+        ]
+
+    def _own_names(self) -> list[str]:
+        """The names of the checkpoints that this manager saved, newest first."""
+        serials = {entry.step: entry.serial for entry in self.entries()}
+        # A failed save leaves an older checkpoint of its step, which has another serial number.
+        steps = {
+            step for step, serial in self._saved.items() if serials.get(step, serial) == serial
+        }
+        return [path.name for path in self._newest_first() if step_of(path.name) in steps]
+
+    def _first_good(self, paths: Sequence[Place], target: PyTree) -> Restored | None:
+        """Restores the first checkpoint that is not damaged."""
+        for path in paths:
             try:
-                state = load_checkpoint(self.folder / name, target)
+                state = load_checkpoint(path, target)
             except DamagedCheckpointError as error:
                 self.tell(f"{error}: going back to the previous one")
                 continue
-            return Restored(self.folder / name, state, read_manifest(self.folder / name))
-        if names:
+            return Restored(path, state, read_manifest(path))
+        if paths:
             raise CheckpointError(
-                f"all {len(names)} checkpoints in {str(self.folder)!r} are damaged; remove the "
+                f"all {len(paths)} checkpoints in {str(self.folder)!r} are damaged; remove the "
                 "folder to start from scratch"
             )
         return None

@@ -131,6 +131,48 @@ def test_when_all_are_damaged_nothing_starts_anew_by_itself(tmp_path):
             manager.restore_newest(state(0))
 
 
+def test_a_score_that_is_not_comparable_is_none(tmp_path):
+    scores = {1: ("loss", 0.5), 2: ("accuracy", -0.9), 3: ("accuracy", -0.7), 4: ("loss", 0.1)}
+    accuracy = lambda meta: meta.get("metric") == "accuracy"
+    with CheckpointManager(tmp_path, Retention(1, best=1), has_scored=accuracy) as manager:
+        for step, (metric, score) in scores.items():
+            manager.save(step, state(step), meta={"metric": metric}, score=score)
+    assert [(entry.step, entry.score) for entry in manager.entries()] == [(2, -0.9), (4, None)]
+    assert [entry.score for entry in CheckpointManager(tmp_path).entries()] == [-0.9, 0.1]
+
+
+def test_own_checkpoints_and_that_of_the_start_are_told_from_others(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    for folder in (tmp_path / "here", elsewhere):
+        with CheckpointManager(folder) as earlier:
+            for step in (2, 4, 6):
+                earlier.save(step, state(step))
+    told = []
+    with CheckpointManager(tmp_path / "here", Retention(last=9), tell=told.append) as manager:
+        assert manager.restore_own(state(0)) is None
+        for folder in (manager.folder, elsewhere):
+            found = manager.restore_own(state(0), folder / "step_00000002")
+            assert (found.step, found.path.parent) == (2, folder)
+        manager.save(3, state(3))
+        manager.save(4, state(5))
+        manager.wait()
+        np.testing.assert_array_equal(manager.restore_own(state(0)).state["w"], state(5)["w"])
+        damage(manager.folder / "step_00000004")
+        assert manager.restore_own(state(0), manager.folder / "step_00000002").step == 3
+        assert len(told) == 1
+
+
+def test_a_save_that_failed_does_not_make_an_older_checkpoint_ones_own(tmp_path, monkeypatch):
+    with CheckpointManager(tmp_path) as earlier:
+        earlier.save(4, state(4))
+    with CheckpointManager(tmp_path, background=False) as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(store.OrbaxStore, "begin", lambda *given: 1 / 0)
+            manager.save(4, state(5))
+        assert manager.failure is not None
+        assert manager.restore_own(state(0)) is None
+
+
 def test_another_model_is_no_reason_to_go_back(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state(1))

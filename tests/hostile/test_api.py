@@ -415,6 +415,7 @@ TRAINERS = {
     "should_stop": ({"should_stop": 3}, "a Trainer got should_stop=3"),
     "save": ({"save": "here"}, "a Trainer got save='here'"),
     "go_back": ({"go_back": 3}, "a Trainer got go_back=3"),
+    "is_saved": ({"is_saved": 3}, "a Trainer got is_saved=3"),
     "history": ({"history": [3]}, "a Trainer got history="),
     "no batch": ({"batches": []}, "there is no batch to train on"),
     "None as batch": ({"batches": [None]}, "the batch is None"),

@@ -74,6 +74,7 @@ class SavedStates:
         checkpoints: the checkpoints on the disk.
         copies: the copies in host memory; None without `checkpoint.memory_every`.
         directory: the run's folder; its files are copied to a bucket before each checkpoint.
+        start: the checkpoint that the run began from, if any, once `find_start` has found it.
     """
 
     run: Run
@@ -81,6 +82,7 @@ class SavedStates:
     checkpoints: CheckpointManager
     copies: HostCopies | None
     directory: RunDirectory
+    start: list[Place] = dataclasses.field(default_factory=list)
 
     def save(self, state: TrainState, number: int, loss: float | None) -> None:
         """Saves a state, with the config and the position in the data.
@@ -114,15 +116,31 @@ class SavedStates:
         self.copies.save(number, self.form.to_canonical(state), {"data": self.run.loader.state()})
 
     def go_back(self) -> TrainState | None:
-        """Loads the newest good checkpoint of the run; None if there is none.
+        """Loads the newest good checkpoint of this call, or that of its start; None without any.
 
         Drops the copies in memory, because they may contain the steps to undo.
         """
         self.checkpoints.wait()
         if self.copies is not None:
             self.copies.forget()
-        restored = self.checkpoints.restore_newest(self.form.target)
+        restored = self.checkpoints.restore_own(self.form.target, *self.start)
         return None if restored is None else self.form.from_canonical(restored.state)
+
+    def is_saved(self, number: int) -> bool:
+        """Whether a checkpoint has the state of this call after a number of steps.
+
+        A copy in memory is none: it is lost with the launcher.
+        """
+        self.checkpoints.wait()
+
+        def finds() -> bool:
+            # Where it cannot be read, it is saved again.
+            with contextlib.suppress(CheckpointError, StoreError):
+                own = self.checkpoints.own_steps()
+                return number in own or number in map(_step_in, self.start)
+            return False
+
+        return on_main(finds)
 
     def find_start(self, resume: str | None, tell: Callable[[str], None]) -> TrainState | None:
         """Restores the state that a run resumes from, and moves its loader to the same step.
@@ -157,6 +175,9 @@ class SavedStates:
         if copy is not None and copy.step >= on_main(checkpoints.newest_step):
             self.run.loader.restore(copy.meta["data"])
             tell(f"resuming after step {copy.step} from the copies in memory")
+            # The copy is lost when a step is undone, unlike the checkpoint that it followed.
+            newest = on_main(checkpoints.newest_step)
+            self.start.extend([checkpoints.folder / step_name(newest)] if newest >= 0 else [])
             return form.from_canonical(copy.state)
         if resume == AUTO:
             restored = checkpoints.restore_newest(form.target)
@@ -172,6 +193,7 @@ class SavedStates:
                 code="no-data-position",
             )
         self.run.loader.restore(restored.manifest.meta["data"])
+        self.start.append(restored.path)
         state = form.from_canonical(restored.state)
         tell(f"resuming after step {int(state.step)} from {str(restored.path)!r}")
         for line in changes_since(restored.manifest.meta.get("config"), self.run.config, state):
@@ -187,6 +209,11 @@ class SavedStates:
         except DamagedCheckpointError as error:
             tell(str(error))
             return None
+
+
+def _step_in(checkpoint: Place) -> object:
+    """Returns the number of steps that the state in a checkpoint of a run has taken."""
+    return read_manifest(checkpoint).meta.get("step")
 
 
 def open_states(
@@ -209,7 +236,13 @@ def open_states(
     if options.dir is not None:
         folder = as_place(options.dir, "checkpoint.dir")
     checkpoints = CheckpointManager(
-        folder, options.retention, type=options.type, background=options.background, tell=tell
+        folder,
+        options.retention,
+        type=options.type,
+        background=options.background,
+        tell=tell,
+        # A run may be resumed with another metric, whose scores are not comparable.
+        has_scored=run.config.train.best.has_scored,
     )
     copies = HostCopies(Path(env[MEMORY]), tell) if options.memory_every else None
     form = PortableForm(run.step)

@@ -145,7 +145,7 @@ def find_checkpoint(
     default = as_place(run, "the run") / "checkpoints"
     elsewhere = config.checkpoint.dir
     folder = default if elsewhere is None else as_place(elsewhere, "checkpoint.dir")
-    manager = CheckpointManager(folder)
+    manager = CheckpointManager(folder, has_scored=config.train.best.has_scored)
     entries = manager.entries()
     if not entries:
         raise CheckpointError(
@@ -157,10 +157,12 @@ def find_checkpoint(
             tell(f"{damage}: using the checkpoint before it")
         return folder / step_name(entries[-1].step)
     if step == BEST:
+        best = config.train.best
         scored = [(entry.score, entry.step) for entry in entries if entry.score is not None]
         if not scored:
             raise CheckpointError(
-                f"no checkpoint in {str(folder)!r} has a score by train.best, so none is the best; "
+                f"no checkpoint in {str(folder)!r} has a score by train.best "
+                f"({best.metric}, {best.mode}), so none is the best; "
                 "leave the step out for the newest, or name one",
                 code="no-best",
             )

@@ -145,6 +145,7 @@ def train(
                 saved.save,
                 copy=None if saved.copies is None else saved.copy,
                 go_back=saved.go_back,
+                is_saved=saved.is_saved,
                 history=history,
                 on_compiled=keep,
                 profile_dir=str(directory.profile),

@@ -86,6 +86,19 @@ class BestConfig:
     patience: Natural = 0
     min_delta: NonNegative = 0.0
 
+    def has_scored(self, meta: Mapping[str, Any]) -> bool:
+        """Whether the score of a checkpoint is by this metric and mode.
+
+        Args:
+            meta: the metadata of the checkpoint, in which a run saves its config. Checkpoints
+                without one, or from before there was a choice, count.
+        """
+        saved: object = meta
+        for key in ("config", "train", "best"):
+            saved = saved.get(key) if isinstance(saved, Mapping) else None
+        own = {"metric": self.metric, "mode": self.mode}
+        return not isinstance(saved, Mapping) or {**own, **saved}.items() >= own.items()
+
 
 @renamed_fields(layer_norms="norms_by_layer")
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -90,6 +90,9 @@ class Trainer:
             number of batches that were loaded after the state that is saved.
         go_back: returns the newest good state that was saved, or None if there is none; required
             if the step's `nonfinite` is `"rollback"`.
+        is_saved: `is_saved(number)` returns whether the state after that many steps is saved; asked
+            before the last save of a run that stops at a nonfinite step. None if the state that
+            `fit` gets is saved, and `save` never fails.
         history: the records written before this call, up to the state that the run resumes from;
             the curves of the result begin with them. Those of process 0 determine when a run
             without improvement ends, so the other processes need none.
@@ -151,6 +154,7 @@ class Trainer:
     copy: Callable[[TrainState, int], None] | None = None
     give_back: Callable[[int], None] | None = None
     go_back: Callable[[], TrainState | None] | None = None
+    is_saved: Callable[[int], bool] | None = None
     history: Iterable[Mapping[str, object]] = ()
     facts: Callable[[int, int], Mapping[str, float]] = dataclasses.field(default=lambda *_: {})
     data_facts: Callable[[int], Mapping[str, float]] = dataclasses.field(default=lambda _: {})
@@ -321,7 +325,9 @@ class Trainer:
                     return state, NONFINITE
                 state = earlier
                 metrics = {}
-            elif record.dispatched == self.options.num_steps:
+                if record.dispatched >= self.options.num_steps:
+                    return state, FINISHED
+            elif record.dispatched >= self.options.num_steps:
                 return state, FINISHED
             elif self._pause_after(record.dispatched, state, record, stops):
                 return state, None
@@ -499,11 +505,19 @@ class Trainer:
             remark = f"; the state is that of step {record.step}"
             if self.give_back is not None:
                 self.give_back(record.dispatched - record.step)
-            is_saved = record.step == record.first_step
-            if not is_saved and not _is_multiple(record.step, self.options.save_every):
+            if not self._has_saved(record):
                 self._save(record.step, state, record)
         rollbacks = f" after {record.rollbacks} rollbacks" if record.rollbacks else ""
         raise NonfiniteError(f"{lost}{rollbacks}{remark}. {_ADVICE}")
+
+    def _has_saved(self, record: Record) -> bool:
+        """Whether the last finite state is saved, or is that of a new run."""
+        if record.step == 0:
+            return True
+        if self.is_saved is not None:
+            return self.is_saved(record.step)
+        is_first = record.step == record.first_step
+        return is_first or _is_multiple(record.step, self.options.save_every)
 
     def _tell_signal(self, name: str) -> None:
         self.progress.note(f"{name}: stopping after this step (a second signal aborts)")

@@ -1,17 +1,26 @@
 """The weights of a run, read as a plain module."""
 
+import shutil
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from axon_dist.checkpoint import load_checkpoint, save_checkpoint
+from axon_dist.checkpoint import (
+    CheckpointManager,
+    Retention,
+    load_checkpoint,
+    save_checkpoint,
+    step_name,
+    step_of,
+)
 from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.step.model_spec import split_model
 from axon_dist.train.app import evaluate, load_model, train
-from axon_dist.train.app.run_model import load_arrays
+from axon_dist.train.app.run_model import find_checkpoint, load_arrays
 from axon_dist.train.app.runs import build_run
 from axon_dist.train.config import RunConfig
 
@@ -98,3 +107,31 @@ def test_a_run_that_freezes_and_averages_is_one_model(tiny):
     same(model, build_run(config).step.merge(done.result.state, ema=True))
     measured = evaluate(done.directory.path, num_batches=1, one_device=True).metrics["loss"]
     assert measured == pytest.approx(dict(done.result.validation_curve)[2], rel=1e-5)
+
+
+def test_the_best_checkpoint_is_by_the_metric_and_mode_of_now(tmp_path):
+    def config(metric, mode):
+        best = {"metric": f"validation/{metric}", "mode": mode}
+        return RunConfig.from_dict({"train": {"best": best}})
+
+    loss, accuracy = config("loss", "min"), config("accuracy", "max")
+    old = {"train": {"steps": 1}}
+    rows = [(0.3, loss.to_dict()), (-0.9, accuracy.to_dict()), (0.2, old), (-0.8, None)]
+    with CheckpointManager(tmp_path / "checkpoints", Retention(last=9)) as manager:
+        for step, (score, saved) in enumerate(rows):
+            manager.save(step, {"w": jnp.ones(1)}, score=score, meta={"config": saved})
+        odd = {"config": {"train": {"best": {"metric": ["validation/loss"], "mode": {}}}}}
+        manager.save(len(rows), {"w": jnp.ones(1)}, score=-9.0, meta=odd)
+
+    def best(config):
+        return step_of(find_checkpoint(tmp_path, config, "best").name)
+
+    # Checkpoints from before there was a choice count for every metric.
+    assert (best(loss), best(accuracy)) == (3, 1)
+    other = config("accuracy", "min")
+    assert best(other) == 3
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "checkpoints" / step_name(step))
+    assert (best(loss), best(accuracy)) == (0, 1)
+    with pytest.raises(CheckpointError, match=r"score by train.best \(validation/accuracy, min\)"):
+        best(other)

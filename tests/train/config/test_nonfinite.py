@@ -1,11 +1,14 @@
 """A run whose fourth batch has a nonfinite loss."""
 
 import dataclasses
+import io
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from axon_dist.checkpoint import read_manifest
 from axon_dist.core.errors import NonfiniteError
@@ -74,3 +77,35 @@ def test_a_run_that_goes_back(config, tmp_path):
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 3, 4, 5, 6]
     assert [row["seen/tokens"] for row in rows if "train/loss" in row][-1] == 64 * 16
     assert all(np.isfinite(loss) for _, loss in done.result.train_curve)
+
+
+@pytest.mark.full
+def test_a_run_does_not_go_back_to_steps_that_it_gave_up(config, tmp_path):
+    train(config("skip", every=2))
+    steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert steps == ["step_00000002", "step_00000004", "step_00000006"]
+    older = str(tmp_path / "run" / "checkpoints" / "2")
+    console = Console(file=io.StringIO(), width=400)
+    done = train(config("rollback", every=4), console, resume=older)
+    assert "step 4: the loss is nan: went back to step 2" in " ".join(
+        console.file.getvalue().split()
+    )
+    assert (done.summary["steps"], done.summary["rollbacks"]) == (6, 1)
+    # Batches 1 and 2, then 5 and later.
+    assert samples_at(tmp_path / "run", 6) == 64
+
+
+@pytest.mark.full
+def test_a_run_that_stops_right_after_its_copy_in_memory_saves_that_state(
+    config, tmp_path, monkeypatch
+):
+    memory, checkpoints = tmp_path / "memory", tmp_path / "run" / "checkpoints"
+    memory.mkdir()
+    monkeypatch.setenv("AXON_MEMORY", str(memory))
+    # The first run stops with a checkpoint of step 3, too.
+    for _ in range(2):
+        with pytest.raises(NonfiniteError, match="step 4: the loss is nan; the state is that of"):
+            train(config("stop", memory_every=3), resume="auto")
+        assert [path.name for path in checkpoints.iterdir()] == ["step_00000003"]
+        assert samples_at(tmp_path / "run", 3) == 24
+        shutil.rmtree(checkpoints)

@@ -574,6 +574,50 @@ def test_skipping_spikes_does_not_change_what_happens_to_nonfinite_steps(world, 
         assert fit(step, 4).skipped_steps == 1
 
 
+@pytest.mark.parametrize("number", [4, 9])
+def test_a_run_that_goes_back_to_its_last_step_or_a_later_one_ends(world, number):
+    step = FakeStep(world, losses=[1.0, 2.0, math.nan, 4.0, 5.0])
+    step.options = StepOptions(nonfinite=Nonfinite.ROLLBACK)
+    later = FakeState(jnp.int32(number), {"w": jnp.ones(3)})
+    result = fit(step, 4, go_back=lambda: later)
+    assert (result.reason, result.num_steps, int(result.state.step)) == ("finished", number, number)
+
+
+@pytest.mark.parametrize(
+    ("start", "is_saved", "saved"),
+    [
+        (4, None, []),
+        (4, [4], []),
+        (4, [], [4]),
+        (4, [6], [4]),
+        (0, [], []),
+    ],
+)
+def test_a_state_that_only_memory_has_is_saved_before_a_run_stops(world, start, is_saved, saved):
+    step = FakeStep(world, losses=[math.nan, 2.0, 3.0])
+    step.options = StepOptions(nonfinite=Nonfinite.STOP)
+    seen = []
+    with pytest.raises(NonfiniteError, match=f"step {start + 1}: the loss is nan"):
+        fit(
+            step, 8, state=FakeState(jnp.int32(start), {"w": jnp.ones(3)}),
+            save=lambda state, number, score: seen.append(number),
+            is_saved=None if is_saved is None else is_saved.__contains__,
+        )  # fmt: skip
+    assert seen == saved
+
+
+def test_a_save_that_failed_is_made_again_before_a_run_stops(world):
+    step = FakeStep(world, losses=[1.0, 2.0, math.nan, 4.0, 5.0])
+    step.options = StepOptions(nonfinite=Nonfinite.STOP)
+    seen = []
+    with pytest.raises(NonfiniteError):
+        fit(
+            step, 8, save_every=2, is_saved=lambda number: False,
+            save=lambda state, number, score: seen.append(number),
+        )  # fmt: skip
+    assert seen == [2, 2]
+
+
 def test_nothing_to_do(world):
     with pytest.raises(ConfigError, match="there is no batch to train on; give the trainer"):
         fit(FakeStep(world), 1, batches=[])
