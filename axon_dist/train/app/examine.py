@@ -343,9 +343,13 @@ def _files_of(config: RunConfig, state: object) -> list[str]:
     folder = as_place(checkpoint.dir, "checkpoint.dir") if checkpoint.dir else path / "checkpoints"
     size = num_bytes(state)
     when = f"every {checkpoint.every} steps and at the end" if checkpoint.every else "at the end"
+    # As often as the run saves, and once more for a last step that is no multiple.
+    saved = -(-config.train.steps // (checkpoint.every or config.train.steps))
+    stays = plural(min(checkpoint.keep + checkpoint.best, saved), "stays", "stay")
+    each = checkpoint.keep_every
+    further = f", and each of a multiple of {plural(each, 'step')}" if each else ""
     named = ("config.yaml", "metrics.jsonl", "program.json", "summary.json", "loss.png")
     return [
         *(str(path / name) for name in named),
-        f"{folder}{os.sep}step_…: {when}, {byte_size(size)} each, of which "
-        f"{plural(checkpoint.keep + checkpoint.best, 'stays', 'stay')}",
+        f"{folder}{os.sep}step_…: {when}, {byte_size(size)} each, of which {stays}{further}",
     ]

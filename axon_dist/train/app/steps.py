@@ -19,7 +19,7 @@ from flax.traverse_util import empty_node, flatten_dict
 from axon_dist.core.errors import ConfigError, warn
 from axon_dist.core.files import host_memory
 from axon_dist.core.typing import Batch, LossFn, OptionValue
-from axon_dist.core.words import AUTO
+from axon_dist.core.words import AUTO, plural
 from axon_dist.inspect import bytes_per_device, separation
 from axon_dist.launch import Timeouts
 from axon_dist.mesh import World, agree, self_test
@@ -31,6 +31,7 @@ from axon_dist.step import TrainStep, build_train_step, recomputing_least, train
 
 from ..config import Optimizer, RunConfig, abstract_batch, build_strategy, make_model
 from ..config.optimizers import Adam, AdamW, Lion
+from ..config.rates import WarmupStableDecay
 
 PATH_KEYS = frozenset({"files", "validation_files", "tokenizer", "dir", "run_dir"})
 """Config keys whose values are paths."""
@@ -162,6 +163,8 @@ def build_step(
     _check_batch(config, step)
     if trains:
         warn_of_vanishing(config, step)
+    if trains and optimizer is None:
+        warn_of_no_decay(config)
     if trains and checks_loss:
         separation(step, abstract_batch(config))
     return step
@@ -202,6 +205,27 @@ def warn_of_vanishing(config: RunConfig, step: TrainStep) -> None:
                 "away. Store them in float32 and compute in half precision with 'precision: bf16', "
                 "or raise the learning rate"
             )
+
+
+def warn_of_no_decay(config: RunConfig) -> None:
+    """Warns if the decay of a schedule is so short that every step of the run has the peak.
+
+    Args:
+        config: the config of a run.
+    """
+    schedule = getattr(config.optimizer, "schedule", None)
+    if not isinstance(schedule, WarmupStableDecay) or not schedule.decay_fraction:
+        return
+    steps = config.train.steps
+    decay = schedule.decay_steps(steps)
+    if decay > 1 or schedule.final_fraction == 1:
+        return
+    warn(
+        f"optimizer.schedule.decay_fraction={schedule.decay_fraction:g} of train.steps={steps} is "
+        f"{plural(decay, 'step')}, and the first step of the decay still has the peak, so the "
+        "learning rate never decays. Raise one of the two, or use the schedule constant",
+        code="decay-too-short",
+    )
 
 
 def _optimizer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from axon_dist.planner.reading import LADDER, recomputing_line
 from axon_dist.step import ModelSpec, TrainStep, idle_axes, leaves_remat_open
 from axon_dist.train.loop import TrainResult
 
-from ..config import Decaying, RunConfig, abstract_batch
+from ..config import Decaying, Optimizer, RunConfig, abstract_batch
 from .run_records import END
 from .runs import Run
 from .steps import build_step
@@ -86,13 +87,28 @@ def _batch_lines(run: Run) -> list[str]:
 def _decay_line(run: Run) -> str | None:
     """Describes which parameters have weight decay; None if all or none do."""
     optimizer = run.config.optimizer
-    if not isinstance(optimizer, Decaying) or not optimizer.weight_decay or optimizer.mask is None:
+    if not isinstance(optimizer, Decaying):
         return None
-    decays = [flag for _, flag in leaves_with_paths(matrices(run.step.model_spec.params))]
-    return (
-        f"weight decay {optimizer.weight_decay:g} on {sum(decays)} of {len(decays)} parameters, "
-        "not on norms, biases and embeddings (optimizer.decay=all for all)"
+    own = optimizer.weight_decay
+    is_masked = optimizer.mask is not None and own > 0
+    flags = leaves_with_paths(matrices(run.step.model_spec.params))
+    rates = Counter(
+        _group_decay(optimizer, path, own if is_matrix or not is_masked else 0.0)
+        for path, is_matrix in flags
     )
+    if len(rates) < 2:
+        return None
+    counts = [f"{rate:g} on {count}" for rate, count in sorted(rates.items()) if rate]
+    but = ", not on norms, biases and embeddings (optimizer.decay=all for all)" if is_masked else ""
+    has_groups = any(group.weight_decay is not None for group in optimizer.groups)
+    groups = ", with the decay of their group where it has one" if has_groups else ""
+    return f"weight decay {' and '.join(counts)} of {rates.total()} parameters{but}{groups}"
+
+
+def _group_decay(optimizer: Optimizer, path: str, otherwise: float) -> float:
+    """Returns the weight decay of the group of a parameter, if that sets one."""
+    group = next((group for group in optimizer.groups if group.has(path)), None)
+    return otherwise if group is None or group.weight_decay is None else group.weight_decay
 
 
 def parameters_of(model_spec: ModelSpec) -> str:

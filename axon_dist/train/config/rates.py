@@ -73,7 +73,8 @@ class Cosine(RateSchedule):
     """Decays along half a cosine (arXiv:1608.03983, without restarts).
 
     Args:
-        final_fraction: the rate at the last step, as a fraction of the peak.
+        final_fraction: the rate after the last step, as a fraction of the peak. The last step has
+            the rate before that, as in optax.
     """
 
     final_fraction: Fraction = 0.1
@@ -88,7 +89,8 @@ class Linear(RateSchedule):
     """Decays linearly.
 
     Args:
-        final_fraction: the rate at the last step, as a fraction of the peak.
+        final_fraction: the rate after the last step, as a fraction of the peak. The last step has
+            the rate before that, as in optax.
     """
 
     final_fraction: Fraction = 0.0
@@ -104,11 +106,21 @@ class WarmupStableDecay(RateSchedule):
 
     Args:
         decay_fraction: the fraction of the run's steps over which the rate decays.
-        final_fraction: the rate at the last step, as a fraction of the peak.
+        final_fraction: the rate after the last step, as a fraction of the peak. The last step has
+            the rate before that, as in optax.
     """
 
     decay_fraction: Fraction = 0.2
     final_fraction: Fraction = 0.0
+
+    def decay_steps(self, num_steps: int) -> int:
+        """Returns the number of steps of the decay; the first of them still has the peak.
+
+        Example:
+            >>> WarmupStableDecay().decay_steps(100), WarmupStableDecay().decay_steps(4)
+            (20, 1)
+        """
+        return round(self.decay_fraction * num_steps)
 
     def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
         """Returns the peak, and the line from there to its final fraction.
@@ -116,7 +128,7 @@ class WarmupStableDecay(RateSchedule):
         Raises:
             ConfigError: when warmup and decay are longer than the run.
         """
-        decay = round(self.decay_fraction * (num_steps + warmup))
+        decay = self.decay_steps(num_steps + warmup)
         if decay > num_steps:
             raise ConfigError(
                 f"decay_fraction={self.decay_fraction} is {decay} steps, but the run has only "

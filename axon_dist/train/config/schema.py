@@ -352,7 +352,9 @@ class RunConfig:
             )
         self._check_validation()
         profile = self.train.profile
-        if profile is not None and profile.at + profile.steps - 1 > self.train.steps:
+        # 0 waits for a signal, which traces what is left of the run.
+        last = 0 if profile is None or not profile.at else profile.at + profile.steps - 1
+        if profile is not None and last > self.train.steps:
             raise ConfigError(
                 f"train.profile: got at={profile.at} and steps={profile.steps}, but the run ends "
                 f"with step {self.train.steps}; lower them",

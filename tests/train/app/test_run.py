@@ -26,6 +26,7 @@ from axon_dist.core.errors import ConfigError, OutOfMemoryError, install_command
 from axon_dist.mesh import MeshSpec, World
 from axon_dist.train.app import config_plans, create_directory, train
 from axon_dist.train.app.directory import RunDirectory
+from axon_dist.train.app.examine import _files_of as files_of
 from axon_dist.train.app.runs import build_loader, build_run
 from axon_dist.train.app.summary import opening_lines, summarize
 from axon_dist.train.app.training import advice
@@ -362,6 +363,50 @@ def test_a_dry_run_says_all_and_writes_nothing(tiny, tmp_path, capsys):
     assert sorted(tmp_path.rglob("*")) == before
     assert main(["train", str(path), "--dry-run", "--resume", "auto"]) == 2
     assert "--resume auto with --dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("steps", "checkpoint", "words"),
+    [
+        (1000, {"every": 100, "keep": 3, "best": 1}, "of which 4 stay"),
+        (100, {"every": 0, "keep": 3}, "at the end, 0 B each, of which 1 stays"),
+        (150, {"every": 100, "keep": 3}, "of which 2 stay"),
+        (
+            1000,
+            {"every": 100, "keep": 2, "keep_every": 500},
+            "of which 2 stay, and each of a multiple of 500 steps",
+        ),
+    ],
+)
+def test_a_dry_run_says_which_checkpoints_stay(tiny, steps, checkpoint, words):
+    tiny["train"] |= {"steps": steps, "eval_every": 50}
+    files = files_of(RunConfig.from_dict(tiny | {"checkpoint": checkpoint}), {})
+    assert files[-1].endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ({}, "weight decay 0.1 on 8 of 12 parameters, not on norms, biases and embeddings (optim"),
+        ({"decay": "all"}, None),
+        (
+            {"groups": [{"paths": ["mlp"], "weight_decay": 0.5}]},
+            "weight decay 0.1 on 5 and 0.5 on 4 of 12 parameters",
+        ),
+        (
+            {"decay": "all", "groups": [{"paths": ["norm"], "weight_decay": 0}]},
+            "weight decay 0.1 on 9 of 12 parameters, with the decay of their group where it has",
+        ),
+        ({"weight_decay": 0, "groups": [{"paths": ["mlp"], "weight_decay": 0.5}]},
+         "weight decay 0.5 on 4 of 12 parameters, with the decay of their group where it has one"),
+    ],
+)  # fmt: skip
+def test_the_weight_decay_of_groups_is_told(tiny, optimizer, words):
+    tiny["optimizer"] |= optimizer
+    lines = opening_lines(build_run(RunConfig.from_dict(tiny)))
+    found = [line for line in lines if line.startswith("weight decay")]
+    assert len(found) == (words is not None), found
+    assert all(words in line for line in found), found
 
 
 def test_metrics_of_the_past_are_read_again_and_not_kept(tmp_path):

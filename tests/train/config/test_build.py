@@ -196,6 +196,24 @@ def test_updates_that_vanish_in_the_dtype_of_the_weights_are_told():
         warn_of_vanishing(fast, step)
 
 
+@pytest.mark.parametrize(
+    ("steps", "schedule", "is_flat"),
+    [(4, {}, True), (2, {}, True), (8, {}, False), (4, {"decay_fraction": 0.0}, False)],
+)
+def test_a_decay_that_no_step_has_is_warned_of(tiny, make_world, steps, schedule, is_flat):
+    """The first step of the decay still has the peak."""
+    tiny["optimizer"] |= {"schedule": {"name": "wsd", **schedule}}
+    tiny["train"] |= {"steps": steps, "eval_every": 0}
+    config = RunConfig.from_dict(tiny)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build_step(config, make_world("dp=8"))
+    messages = [str(one.message) for one in caught]
+    assert [f"of train.steps={steps} is" in one for one in messages] == [True] * is_flat
+    rates = config.optimizer.rates(steps)
+    assert (len({*rates.tolist()}) == 1) == (is_flat or not schedule.get("decay_fraction", 1))
+
+
 def test_names_of_axes_are_a_key(tiny, make_world):
     tiny |= {"axis_names": {"rows": ["dp"], "heads": []}, "mesh": "dp=2"}
     step = build_step(RunConfig.from_dict(tiny), make_world("dp=2"), trains=False)

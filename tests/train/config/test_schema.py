@@ -181,6 +181,13 @@ def schema_types(value):
         yield from table.values()
 
 
+def test_a_trace_that_waits_for_a_signal_may_be_longer_than_the_run():
+    train = {"steps": 1, "profile": {"at": 0}}
+    assert RunConfig.from_dict({"train": train}).train.profile.steps == 3
+    with pytest.raises(ConfigError, match=r"got at=1 and steps=3, but the run ends with step 1"):
+        RunConfig.from_dict({"train": train | {"profile": {"at": 1}}})
+
+
 def test_every_section_is_frozen():
     for cls in schema_types(RunConfig()):
         if dataclasses.is_dataclass(cls):
