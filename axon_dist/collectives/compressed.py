@@ -130,7 +130,8 @@ class Quantized:
         """Quantizes to eight bits per number, as int8 bit patterns, and a scale per block."""
         largest = _LARGEST[self.kind]
         top = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
-        scale = jnp.where(top > 0, top / largest, 1)
+        # A block that is not finite keeps such a scale, so that the mean is not finite either.
+        scale = jnp.where(top == 0, 1, top / largest)
         scaled = jnp.clip(blocks / scale, -largest, largest)
         if self.kind == "int8":
             return jnp.round(scaled).astype(jnp.int8), scale

@@ -15,6 +15,7 @@ from axon_dist.core.errors import ConfigError, UnsupportedError, warn
 from axon_dist.core.same_function import Comparison, compare, is_from
 from axon_dist.core.typing import Array
 from axon_dist.core.weighted import Weighted, WithTerm
+from axon_dist.ops.ids import wide_ids
 from axon_dist.ops.linear_loss import BEFORE_HEAD, linear_cross_entropy, linear_scores
 
 AUXILIARY = "auxiliary"
@@ -145,6 +146,7 @@ def is_likeliest(logits: Array, labels: Array) -> Array:
         float32 `[...]`.
     """
     logits = jax.lax.stop_gradient(logits)
+    labels = wide_ids(labels)
     classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
     is_largest = logits == logits.max(axis=-1, keepdims=True)
     first = jnp.where(is_largest, classes, logits.shape[-1]).min(axis=-1)
@@ -170,7 +172,8 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
             f"there must be a label for each vector of logits: {list(logits.shape[:-1])}"
         )
     logits = logits.astype(jnp.float32)
-    classes = jax.lax.broadcasted_iota(jnp.asarray(labels).dtype, logits.shape, logits.ndim - 1)
+    labels = wide_ids(labels)
+    classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
     label_logits = jnp.where(classes == labels[..., None], logits, 0.0).sum(axis=-1)
     return jax.nn.logsumexp(logits, axis=-1) - label_logits
 

@@ -25,6 +25,7 @@ from ..core.own_context import in_own_context
 from ..core.reduction import all_gather_dim, all_max, all_sum
 from ..core.typing import Array
 from ..mesh import ProcessGroup
+from ..ops.ids import wide_ids
 from .layout import FREE, constrain, manual_axes
 from .remat import summed
 
@@ -443,7 +444,7 @@ def taken_rows(look_up: Callable[[Array], Array], tokens: Array, num_rows: int, 
         axis: the mesh axis that splits the rows.
     """
     size = num_rows * jax.lax.axis_size(axis)
-    ids = tokens.astype(jnp.int32) if tokens.dtype.itemsize < 4 else tokens
+    ids = wide_ids(tokens)
     ids = jnp.where(ids < 0, ids + size, ids)
     rows = own_rows(look_up, ids, num_rows, axis)
     if not jnp.issubdtype(rows.dtype, jnp.inexact):
@@ -496,6 +497,7 @@ def _cross_entropy(logits: Array, labels: Array, start: Array | int, axis: str |
     def total(x):
         return x if axis is None else all_sum(x, axis)
 
+    labels = wide_ids(labels)
     largest = jax.lax.stop_gradient(logits.max(-1))
     largest = largest if axis is None else all_max(largest, axis)
     exponentials = total(jnp.exp(logits - largest[..., None]).sum(-1))

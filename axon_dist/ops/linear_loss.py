@@ -26,6 +26,7 @@ from ..core.reduction import all_max, all_min, all_sum
 from ..core.tree import wide
 from ..core.typing import Array, PyTree
 from ..core.weighted import Weighted
+from .ids import wide_ids
 
 LINEAR_CROSS_ENTROPY = "linear_cross_entropy"
 """The name of the primitive; a train step finds it by this name and rewrites it for its mesh."""
@@ -244,6 +245,7 @@ def _bound(
     operands = {"hidden": hidden, "kernel": kernel, "labels": labels, "weights": weights}
     operands |= {} if bias is None else {"bias": bias}
     _check(operands)
+    operands["labels"] = wide_ids(labels)
     total, hits = _operation().bind(*operands.values(), how=how)
     weight = jnp.sum(weights)
     return Weighted(total, weight), Weighted(hits, weight)
@@ -272,7 +274,7 @@ def evaluate(
     how: HeadLoss,
     operands: Operands,
     wants: Wants,
-    axis: str | None = None,
+    axes: str | tuple[str, ...] | None = None,
     memory_bytes: int | None = None,
 ) -> LossParts:
     """Computes the loss chunk by chunk.
@@ -281,12 +283,12 @@ def evaluate(
         how: the loss.
         operands: the operands of one device, or of one rank inside `shard_map`.
         wants: the gradients requested.
-        axis: the mesh axis whose ranks each have a part of the vocabulary, in rank order; kernel
+        axes: the mesh axis or axes whose ranks each have a part of the vocabulary, in order; kernel
             and bias are then this rank's part. None if they are whole.
         memory_bytes: the memory of a device; None if the chip is unknown.
 
     Returns:
-        The values. With an axis, all except the gradients of kernel and bias are totals over ranks.
+        The values. With axes, all except the gradients of kernel and bias are totals over ranks.
     """
     shape = operands.labels.shape
     width, classes = operands.kernel.shape
@@ -307,7 +309,7 @@ def evaluate(
         carry: PyTree, piece: tuple[Array, Array, Array]
     ) -> tuple[PyTree, tuple[Array, Array | None]]:
         hidden, labels, weights = piece
-        values = _chunk(how, Operands(hidden, rest[0], labels, weights, rest[1]), wants, axis)
+        values = _chunk(how, Operands(hidden, rest[0], labels, weights, rest[1]), wants, axes)
         sums = values.total, values.hits, *values.grads[1:]
 
         def add(a, b):
@@ -325,8 +327,8 @@ def evaluate(
         return x.reshape(-1, *dims)[: math.prod(shape)].reshape(*shape, *dims)
 
     d_hidden = None if results[1] is None else restored(results[1], width)
-    if axis is not None and d_hidden is not None:
-        d_hidden = all_sum(d_hidden, axis)
+    if axes is not None and d_hidden is not None:
+        d_hidden = all_sum(d_hidden, axes)
     return LossParts(total, hits, restored(results[0]), (d_hidden, d_kernel, d_bias))
 
 
@@ -367,15 +369,17 @@ def _padded(x: Array, length: int) -> Array:
     return x if not more else jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)))
 
 
-def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> LossParts:
+def _chunk(
+    how: HeadLoss, at: Operands, wants: Wants, axes: str | tuple[str, ...] | None
+) -> LossParts:
     """Computes the losses of N positions, and the gradients of their weighted sum."""
 
     def over(reduce, x):
-        return x if axis is None else reduce(x, axis)
+        return x if axes is None else reduce(x, axes)
 
     classes = at.kernel.shape[1]
-    start = 0 if axis is None else jax.lax.axis_index(axis) * classes
-    num_classes = classes * (1 if axis is None else jax.lax.axis_size(axis))
+    start = 0 if axes is None else jax.lax.axis_index(axes) * classes
+    num_classes = classes * (1 if axes is None else jax.lax.axis_size(axes))
     # JAX hoists loop-invariant values out of the loop and keeps them in memory. So `ids` is a
     # single row, and this function avoids `jnp.where(is_label, logits, 0.0)`: its zero would be
     # hoisted as an array as large as the logits.

@@ -366,10 +366,14 @@ class DistributedOnce:
         def distribute(*arrays):
             return tuple(map(ring.distribute, arrays))
 
-        arrays = [x for x in (tokens, segments, positions) if x is not None]
-        specs = tuple(PartitionSpec(*layout.spec((*x.shape, 1))[:2]) for x in arrays)
-        tokens, *more = layout.mapped(distribute, specs, specs, check_vma=False)(*arrays)
-        segments, positions = more or (None, ring.positions(length)[None])
+        given = {"tokens": tokens, "segments": segments, "positions": positions}
+        given = {name: x for name, x in given.items() if x is not None}
+        specs = tuple(PartitionSpec(*layout.spec((*x.shape, 1))[:2]) for x in given.values())
+        arrays = layout.mapped(distribute, specs, specs, check_vma=False)(*given.values())
+        moved = dict(zip(given, arrays, strict=True))
+        tokens, segments = moved["tokens"], moved.get("segments")
+        positions = moved.get("positions")
+        positions = ring.positions(length)[None] if positions is None else positions
         before = [(one, getattr(one, WRAPPERS, Layers())) for one in inner]
         distributed = dataclasses.replace(self.attention, is_distributed=True)
         try:

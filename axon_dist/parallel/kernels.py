@@ -273,7 +273,7 @@ class Spread:
     ) -> LossParts:
         """Computes the loss and the gradients asked for."""
         ranks = (*self.samples, *self.sequence)
-        columns = self.vocabulary or None
+        columns = self.vocabulary[0] if len(self.vocabulary) == 1 else self.vocabulary or None
         positions = PartitionSpec(self.samples or None, self.sequence or None)
         positions = PartitionSpec(*positions[: operands.labels.ndim])
         full = PartitionSpec()
@@ -282,7 +282,6 @@ class Spread:
         # Outside of manual regions the ranks' gradients are returned stacked, and the compiler sums
         # them: it can then reduce-scatter them, so that every owner gets only its shard.
         is_stacked = bool(ranks) and not manual_axes()
-        axis = self.vocabulary[0] if self.vocabulary else None
 
         def summed(grad: Array | None, operand: Array | None) -> Array | None:
             if grad is None or operand is None or not ranks:
@@ -293,7 +292,7 @@ class Spread:
             return grad[None] if is_stacked else all_sum(grad, ranks)
 
         def local(*operands: Array) -> PyTree:
-            result = evaluate(how, Operands(*operands), wants, axis, memory_bytes)
+            result = evaluate(how, Operands(*operands), wants, columns, memory_bytes)
             total, hits = (all_sum(x, ranks) if ranks else x for x in (result.total, result.hits))
             of_hidden, *of_head = result.grads
             of_kernel, of_bias = map(summed, of_head, (operands[1], operands[4]))

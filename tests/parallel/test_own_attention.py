@@ -1,5 +1,7 @@
 """A ring in place of attention of the user's: the same function, or refused."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,3 +132,20 @@ def test_a_window_longer_than_the_trial_is_found_in_the_program():
     found = kind_of(attend, heads, heads, heads)
     assert isinstance(found, Unread)
     assert "3000" in found.why
+
+
+@pytest.mark.parametrize("depends_on_length", ["window", "scale"])
+def test_attention_that_depends_on_the_length_is_not_that_of_a_shorter_sequence(depends_on_length):
+    def attend(query, key, value):
+        length = query.shape[1]
+        scale = math.log(length) if depends_on_length == "scale" else 0.25
+        window = length // 4 if depends_on_length == "window" else length
+        distance = jnp.arange(length)[:, None] - jnp.arange(length)
+        scores = jnp.einsum("bthd,bshd->bhts", query, key) * scale
+        scores = jnp.where((distance >= 0) & (distance < window), scores, -1e9)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, -1), value)
+
+    heads = jax.ShapeDtypeStruct((1, 2048, 2, 16), jnp.float32)
+    found = kind_of(attend, heads, heads, heads)
+    assert isinstance(found, Unread)
+    assert "for 2048 positions, but" in found.why

@@ -202,7 +202,7 @@ def test_runs_that_cannot_be_resumed_raise(config, tmp_path):
         train(config("a", model__ffn_width=32), resume=path)
     with pytest.raises(CheckpointError, match=r"opt_state/.* is in the checkpoint and not here"):
         train(config("b", optimizer={"name": "sgd"}), resume=path)
-    with pytest.raises(ConfigError, match=r"taken with seed=0, this loader has seed=1"):
+    with pytest.raises(ConfigError, match=r"taken with seed=0, but this loader has seed=1"):
         train(config("c", seed=1), resume=path)
     manifest = whole.directory.checkpoints / "step_00000002"
     with mock.patch("axon_dist.train.app.resume.read_manifest") as read:
