@@ -312,7 +312,9 @@ class _Comparison:
             if key not in self.truths:
                 self.truths[key] = self.oracle.measured(inputs, injected=for_one)
             truth = self.truths[key]
-            if draw and not all(np.isfinite(x).all() for x in truth.outputs if x.dtype.kind == "f"):
+            if draw and not all(
+                np.isfinite(x).all() for x in truth.outputs if x.dtype.kind in "fc"
+            ):
                 # An empty mask may cause a division by zero, which is not the mesh's fault.
                 continue
             got, _ = self.traced.run(inputs, injected=for_all)

@@ -53,7 +53,10 @@ def _drawn(leaf: Any, rng: np.random.Generator) -> Any:
         return rng.random(leaf.shape) < 0.6
     if np.issubdtype(leaf.dtype, np.integer):
         return rng.integers(0, MOST_INTEGERS, leaf.shape).astype(leaf.dtype)
-    return rng.normal(size=leaf.shape).astype(leaf.dtype)
+    values = rng.normal(size=leaf.shape)
+    if np.issubdtype(leaf.dtype, np.complexfloating):
+        values = values + 1j * rng.normal(size=leaf.shape)
+    return values.astype(leaf.dtype)
 
 
 def _is_mask(leaf: Any) -> bool:

@@ -313,7 +313,11 @@ class Evaluation:
 
     def moved(self, x: Any, number: int, size: float = 1.0) -> Any:
         """Perturbs a value up or down in its last place, by a hash of its own bits."""
-        if self.noise is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        if self.noise is None:
+            return x
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return jax.lax.complex(*(self.moved(part, number, size) for part in (x.real, x.imag)))
+        if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         return _moved(x, *self.noise, np.uint32(number * 7919 % 2**32), np.float32(size))
 

@@ -28,7 +28,7 @@ from ..core.files import host_memory
 from .inputs import draws_of
 from .meshes import sizes_of
 from .program import Operation, Region, Value, is_key, plain
-from .relations import NOISY_RUNS, bound_of, differs
+from .relations import NOISY_RUNS, bound_of, differs, wide
 from .report import Place, places_of
 from .trace import Subject, Traced
 
@@ -88,7 +88,8 @@ def fingerprint(values: np.ndarray, num_leading: int = 0) -> np.ndarray:
         >>> fingerprint(np.array([3.0, 4.0]))[0].item()
         5.0
     """
-    flat = values.reshape(math.prod(values.shape[:num_leading]), -1).astype(np.float64)
+    # A complex number counts as two: its real and its imaginary part.
+    flat = wide(values.reshape(math.prod(values.shape[:num_leading]), -1)).view(np.float64)
     with np.errstate(all="ignore"):
         if values.dtype.kind not in "iub":
             # Masks are written as huge numbers, next to which rounding would hide all others.

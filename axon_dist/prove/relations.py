@@ -32,6 +32,8 @@ _TIMES = 16.0
 _UNITS = 8.0
 """The bound adds this many units in the last place of the largest number, as a floor."""
 
+_LINEAR = (SUM, MEAN)
+
 _REDUCTIONS = {SUM: np.sum, MEAN: np.mean, MAX: np.max, MIN: np.min}
 
 
@@ -115,14 +117,17 @@ def splits_of(spec: Any, num_dims: int, sizes: Mapping[str, int]) -> tuple[Split
     return tuple(tuple(n for n in names_of(part) if sizes.get(n, 1) > 1) for part in parts)
 
 
+def wide(values: np.ndarray) -> np.ndarray:
+    """Returns numbers in the widest dtype of their kind: float64, or complex128."""
+    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+
+
 def differs(one: np.ndarray, other: np.ndarray, bound: float) -> float:
     """Returns the largest difference of two arrays if it exceeds a bound, else 0.0."""
     if one.shape != other.shape:
         return math.inf
-    if one.dtype == bool or other.dtype == bool:
-        one, other = one.astype(np.int8), other.astype(np.int8)
     with np.errstate(all="ignore"):
-        left, right = one.astype(np.float64), other.astype(np.float64)
+        left, right = wide(one), wide(other)
         gap = np.abs(left - right)
         same = (left == right) | (np.isnan(left) & np.isnan(right))
         gap = np.where(same, 0.0, np.where(np.isnan(gap), np.inf, gap))
@@ -142,8 +147,8 @@ def bound_of(runs: Sequence[np.ndarray], dtype: Any = None) -> float:
     moved = max(differs(run, first, 0.0) for run in runs[1:])
     if not jnp.issubdtype(dtype, jnp.inexact):
         return moved
-    wide = np.abs(first.astype(np.float64))
-    largest = float(wide[np.isfinite(wide)].max(initial=0.0))
+    sizes = np.abs(wide(first))
+    largest = float(sizes[np.isfinite(sizes)].max(initial=0.0))
     return _TIMES * moved + _UNITS * float(jnp.finfo(dtype).eps) * largest
 
 
@@ -230,13 +235,15 @@ class Pair:
         """Returns the relation of values with these splits that are equal, or to be reduced."""
         if self._are_whole(by_rank.ranks()):
             return Relation(splits)
-        if self.whole.dtype.kind not in "fiu":
+        if self.whole.dtype.kind not in "fiuc":
             return None
-        wide = by_rank.values.astype(np.float64)
-        for over, (name, reduce) in itertools.product(_groups(by_rank.sizes), _REDUCTIONS.items()):
+        values = wide(by_rank.values)
+        # Complex numbers have no largest one.
+        known = {n: r for n, r in _REDUCTIONS.items() if values.dtype.kind == "f" or n in _LINEAR}
+        for over, (name, reduce) in itertools.product(_groups(by_rank.sizes), known.items()):
             dims = tuple(by_rank.axes.index(axis) for axis in over)
             with np.errstate(all="ignore"):
-                got = reduce(wide, axis=dims).reshape(-1, *self.whole.shape)
+                got = reduce(values, axis=dims).reshape(-1, *self.whole.shape)
             if self._are_whole(got):
                 return Relation(splits, frozenset(over), reduction=name)
         return None
@@ -250,8 +257,8 @@ class Pair:
         for group in _groups(self.sizes):
             times = math.prod(self.sizes[name] for name in group)
             for factor in (float(times), 1.0 / times):
-                wide = self.whole.astype(np.float64) * factor
-                scaled = Pair(self.by_rank, wide, self.bound * max(factor, 1.0), self.sizes)
+                scaled_whole = wide(self.whole) * factor
+                scaled = Pair(self.by_rank, scaled_whole, self.bound * max(factor, 1.0), self.sizes)
                 relation = scaled.relation()
                 if relation is not None and relation.is_whole:
                     return factor

@@ -100,6 +100,8 @@ class Value:
             as 3 after (3, B) was reshaped to (3 * B,).
         positions: for ROWS, a flag for each column of the last dim: whether it holds the sample's
             position in the batch. `(True,)`: the whole value does. Empty: no column does.
+        repeats: for ROWS, whether all samples have the same rows, as has a constant that is
+            repeated for each of them. Its sum over the samples is again a constant.
         divisor: for RATIO, the `value_id` of the divisor.
         loop_length: if the value is the index of a loop over the samples, the number of samples in
             a part.
@@ -117,6 +119,7 @@ class Value:
     dim: int | None = None
     outer: int = 1
     positions: tuple[bool, ...] = ()
+    repeats: bool = False
     divisor: int = 0
     loop_length: int = 0
     slot: int = 0
@@ -304,7 +307,8 @@ def aligned(values: list[Value], scale: float) -> Value:
     if len(places) != 1:
         raise Coupling("puts samples together with other samples")
     ((dim, outer),) = places
-    return Value(Kind.ROWS, scale, dim, outer)
+    repeats = all(value.repeats for value in values if value.is_rows)
+    return Value(Kind.ROWS, scale, dim, outer, repeats=repeats)
 
 
 def nonlinear(name: str, values: list[Value]) -> Value:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from types import MappingProxyType
 
 from ..ir.factors import SCATTERS, Role
@@ -22,6 +22,10 @@ from .operation import (
 
 def _take(op: Operation, values: list[Value]) -> Value:
     table, indices = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
+    cuts = [[(size,) for size in params["slice_sizes"]] for params in (op.params, op.others)]
+    _check_cuts(op, values[_TABLE], cuts)
+    if indices.is_scaled:
+        raise Coupling(Why.SIZES)
     if table.kind is Kind.CARRY:
         # A loop's running sum must keep its elements in place.
         raise Coupling(Why.LOOPED)
@@ -30,8 +34,7 @@ def _take(op: Operation, values: list[Value]) -> Value:
             _check_index(indices)
             if not table.is_constant:
                 raise Coupling("looks up a total over the samples for each of them")
-            moved = op.moved(indices, _INDICES)
-            return Value(Kind.ROWS, table.scale, moved.dim, moved.outer)
+            return dataclasses.replace(op.moved(indices, _INDICES), scale=table.scale)
         if not indices.is_constant and not indices.is_rows:
             raise Coupling("is an index that depends on several samples")
         return aligned([indices], table.scale) if indices.is_rows else table
@@ -82,7 +85,8 @@ def _take_rows(op: Operation, table: Value, indices: Value) -> Value:
         repeated = indices.positions * len(numbers.start_index_map)
         flags = repeated if len(indices.positions) == 1 else indices.positions
         others = [flag for number, flag in enumerate(flags) if number != column]
-        if flags and flags[column] and not any(others) and table.outer == indices.outer == 1:
+        is_own = _is_of_all(op, table, indices)
+        if flags and flags[column] and not any(others) and is_own:
             return table.at(op.moved(indices.at(indices.dim or 0), _INDICES).dim, 1)
     elif dim not in numbers.start_index_map:
         is_fixed = indices.is_constant and not grown(op.inputs[_INDICES])
@@ -91,10 +95,23 @@ def _take_rows(op: Operation, table: Value, indices: Value) -> Value:
     raise Coupling(Why.PICKED)
 
 
+def _is_of_all(op: Operation, table: Value, indices: Value) -> bool:
+    """Whether there is one index for each of the samples' entries, not for some of them."""
+    if table.dim is None or indices.dim is None or not table.outer == indices.outer == 1:
+        return False
+    pairs = zip(op.inputs[_TABLE], op.inputs[_INDICES], strict=True)
+    return all(entries[table.dim] == places[indices.dim] for entries, places in pairs)
+
+
 def _scatter(op: Operation, values: list[Value]) -> Value:
     table, indices, updates = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
     if all_constant((table, indices, updates)):
+        if any(map(grown, op.inputs)):
+            # Some of the equal entries would change, or there are more of them in the whole.
+            raise Coupling(Why.WRITTEN)
         return nonlinear(op.name, [table, indices, updates])
+    if indices.is_scaled:
+        raise Coupling(Why.SIZES)
     if table.dim is None:
         return _scatter_total(op, table, indices, updates)
     factor = _written(op, table, indices)
@@ -119,7 +136,8 @@ def _written(op: Operation, table: Value, indices: Value) -> int | None:
     if dim in targets and dim in numbers.inserted_window_dims:
         column = targets.index(dim)
         flags = indices.positions
-        if len(flags) > column and flags[column] and sum(flags) == 1 and table.outer == 1:
+        is_own = _is_of_all(op, table, indices)
+        if len(flags) > column and flags[column] and sum(flags) == 1 and is_own:
             return op.factors.factor(_INDICES, indices.dim or 0)
     elif dim not in targets:
         is_fixed = indices.is_constant and not grown(op.inputs[_INDICES])
@@ -139,11 +157,16 @@ def _scatter_total(op: Operation, table: Value, indices: Value, updates: Value) 
     pairs = (indices, _INDICES), (updates, _UPDATES)
     at = {_factor(op, value, operand) for value, operand in pairs if value.is_rows}
     known = {indices.kind, updates.kind} <= {Kind.CONSTANT, Kind.ROWS}
-    if ok and known and len(at) == 1 and None not in at:
+    # Along a window, rows go to places that follow from their position in the batch.
+    is_summed = len(at) == 1 and all(
+        factor is not None and op.factors.roles[factor] is Role.SUMMED for factor in at
+    )
+    if ok and known and is_summed:
         operand, value = next((o, v) for v, o in pairs if v.is_rows)
         small, large = (shape[value.dim or 0] for shape in op.inputs[operand])
         return plus(table, Value(Kind.TOTAL, updates.scale * large / small))
-    if ok and indices.is_constant and updates.kind in (Kind.TOTAL, Kind.CONSTANT):
+    is_fixed = not any(map(grown, op.inputs))
+    if ok and is_fixed and indices.is_constant and updates.kind in (Kind.TOTAL, Kind.CONSTANT):
         return plus(table, updates)
     raise Coupling(Why.WRITTEN)
 
@@ -153,6 +176,11 @@ def _dynamic_slice(op: Operation, values: list[Value]) -> Value:
         return _own_row(op, values) or _moving(op, values)
     if Role.PART in op.roles:
         raise Coupling(Why.SOME)
+    # A place with a scale is another one in the whole.
+    moves = [[False for _ in values[1:]], [place.is_scaled for place in values[1:]]]
+    sizes = op.params["slice_sizes"], op.others["slice_sizes"]
+    cuts = [[*zip(*both, strict=True)] for both in zip(moves, sizes, strict=True)]
+    _check_cuts(op, values[0], cuts)
     return not_numbered(values[0])
 
 
@@ -178,6 +206,8 @@ def _moving(op: Operation, values: list[Value]) -> Value:
 def _dynamic_update(op: Operation, values: list[Value]) -> Value:
     if not all_constant(values[2:]):
         return _moving(op, values)
+    if any(place.is_scaled for place in values[2:]):
+        raise Coupling(Why.SIZES)
     table, new = (as_rows(v, s) for v, s in zip(values[:2], op.inputs[:2], strict=True))
     if Role.JOINED in op.roles:
         raise Coupling("writes over some of the samples")
@@ -191,7 +221,27 @@ def _slice(op: Operation, values: list[Value]) -> Value:
         ends = params["limit_indices"]
         strides = params["strides"] or (1,) * len(starts)
         cuts.append([*zip(starts, ends, strides, strict=True)])
+    _check_cuts(op, values[0], cuts)
     return _sliced(values[0], op.inputs[0], op.outputs[0], cuts)
+
+
+def _check_cuts(op: Operation, value: Value, cuts: Sequence[Sequence[Hashable]]) -> None:
+    """Checks that a part and the whole take the same entries from dims that count no samples.
+
+    Args:
+        op: the operation.
+        value: its first operand, which is cut.
+        cuts: for each dim in each of the two programs what is taken; equal for the same entries.
+
+    Raises:
+        Coupling: if they take others, and the entries may be unequal.
+    """
+    if value.known is not None:
+        return
+    counting = grown(op.inputs[0])
+    pairs = enumerate(zip(*cuts, strict=True))
+    if any(one != other for dim, (one, other) in pairs if dim not in counting):
+        raise Coupling(Why.NUMBERS if any(map(grown, op.outputs)) else Why.SIZES)
 
 
 def _sliced(
@@ -223,6 +273,8 @@ def _sliced(
 def _split(op: Operation, values: list[Value]) -> list[Value]:
     value = values[0]
     axis = op.params["axis"]
+    cuts = [[()] * axis + [tuple(params["sizes"])] for params in (op.params, op.others)]
+    _check_cuts(op, value, cuts)
     if value.dim != axis or not value.is_rows:
         return [not_numbered(value)] * len(op.outputs)
     pieces = []

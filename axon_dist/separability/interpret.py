@@ -66,7 +66,7 @@ from .operation import (
     promised,
     pullback,
 )
-from .rules import SAMPLE_RULES, unknown, unread
+from .rules import SAMPLE_RULES, is_transposed, narrows, unknown, unread
 
 RANKS = "samples_of_all_ranks"
 """The mesh axis over which an analysed program may sum values of all ranks."""
@@ -269,10 +269,11 @@ class Walk:
 
     def _numbered(self, op: Operation, operands: list[Value], results: list[Value]) -> list[Value]:
         """Gives results their value numbers: equal computations get equal numbers."""
-        if op.name in _KEEPS_NUMBER and results[0].kind is operands[0].kind:
+        if _keeps_number(op) and results[0].kind is operands[0].kind:
             return [dataclasses.replace(results[0], value_id=operands[0].value_id)]
         params = str([sorted(params.items(), key=str) for params in (op.params, op.others)])
-        key = (op.name, params, *(value.value_id for value in operands))
+        # Arrays of other shapes with the same elements in the same order have equal numbers.
+        key = (op.name, params, op.inputs, *(value.value_id for value in operands))
         return [self._named(value, (*key, i)) for i, value in enumerate(results)]
 
     def _call(
@@ -340,7 +341,9 @@ class Walk:
         consts, carry, stacked = loop.split_operands(operands)
         bodies = loop.program, other.program
         if loop.times != other.times:
-            return self._scan_samples((loop, other), operands, at)
+            # In reverse, iteration k has the k-th sample from the end.
+            is_numbered = not pair[0].params["reverse"]
+            return self._scan_samples((loop, other), operands, at, is_numbered)
         has_rows = any(v.kind is Kind.CARRY for v in stacked)
         if has_rows and any(v.kind is Kind.CARRY for v in (*consts, *carry)):
             # The loop could then move rows of a running sum to the places of other rows.
@@ -364,13 +367,14 @@ class Walk:
         return self.program(bodies, fresh, "")
 
     def _scan_samples(
-        self, loops: tuple[Inner, Inner], operands: list[Value], at: str
+        self, loops: tuple[Inner, Inner], operands: list[Value], at: str, is_numbered: bool
     ) -> list[Value]:
         """The rule for a scan over the samples.
 
         One iteration is interpreted, with the slices of one sample. Each carry must stay as it is,
         count the iterations, or be a sum to which each iteration adds rows of its sample. The
-        stacked outputs are rows of the samples.
+        stacked outputs are rows of the samples. If `is_numbered`, the number of an iteration is the
+        position of its sample.
         """
         consts, carry, stacked = loops[0].split_operands(operands)
         bodies = loops[0].program, loops[1].program
@@ -380,8 +384,12 @@ class Walk:
         slices = [v.at(None) if v.is_rows else Value(Kind.ROWS, v.scale) for v in stacked]
         slices = [bad if v.positions else v for v in slices]
         lengths: tuple[Any, Any] = (loops[0].times, loops[1].times)
+        if not lengths[0]:
+            # How often a part adds to a carry says nothing about the whole if it never does.
+            return [bad] * len(bodies[0].jaxpr.outvars)
+        is_numbered &= lengths[1] == lengths[0] * self._ratio
         roles = [
-            _role_of_carry(bodies, len(consts) + slot, slot, first)
+            _role_of_carry(bodies, len(consts) + slot, slot, first.is_zero and is_numbered)
             for slot, first in enumerate(carry)
         ]
         starts = [
@@ -453,10 +461,21 @@ class Walk:
 _ANY = 0.37
 """The scale given to cotangents: an arbitrary number that no ratio of sample counts equals."""
 
-_KEEPS_NUMBER = RESHAPES | {
-    "convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient",
-}  # fmt: skip
-"""Operations whose result keeps the value number of the operand."""
+_COPIES = frozenset({"copy", "copy_p", "reduce_precision", "stop_gradient"})
+"""Operations whose result is the operand, except for rounding."""
+
+
+def _keeps_number(op: Operation) -> bool:
+    """Whether a result keeps the value number of the operand.
+
+    It has the operand's elements in row-major order, or is filled with its only element.
+    """
+    if op.name == "convert_element_type":
+        return not narrows(op)
+    if op.name in RESHAPES:
+        sizes = {(math.prod(a), math.prod(b)) for a, b in (op.inputs[0], op.outputs[0])}
+        return not is_transposed(op) and (len(sizes) == 1 or math.prod(op.inputs[0][1]) == 1)
+    return op.name in _COPIES
 
 
 def _combined(join: Callable[[Value, Value], Value], left: Value, right: Value, at: str) -> Value:
@@ -484,12 +503,15 @@ class CarryRole(enum.Enum):
 
 
 def _role_of_carry(
-    bodies: tuple[ClosedJaxpr, ClosedJaxpr], operand: int, slot: int, first: Value
+    bodies: tuple[ClosedJaxpr, ClosedJaxpr], operand: int, slot: int, may_count: bool
 ) -> CarryRole:
-    """Returns the role of the carry that is input `operand` and output `slot` of the bodies."""
+    """Returns the role of the carry that is input `operand` and output `slot` of the bodies.
+
+    A carry is a counter only if `may_count`: it starts at 0, and counts the samples in their order.
+    """
     if all(body.jaxpr.outvars[slot] is body.jaxpr.invars[operand] for body in bodies):
         return CarryRole.UNCHANGED
-    if first.is_zero and all(counts(body.jaxpr, operand, slot) for body in bodies):
+    if may_count and all(counts(body.jaxpr, operand, slot) for body in bodies):
         return CarryRole.COUNTER
     return CarryRole.SUM
 

@@ -98,7 +98,7 @@ def as_rows(value: Value, shapes: Shapes) -> Value:
     """Turns a constant that is repeated for every sample into rows; keeps other values."""
     dims = grown(shapes)
     if value.is_constant and len(dims) == 1:
-        return Value(Kind.ROWS, value.scale, dims[0])
+        return Value(Kind.ROWS, value.scale, dims[0], repeats=True)
     return value
 
 

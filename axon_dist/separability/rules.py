@@ -12,6 +12,7 @@ import functools
 import math
 from types import MappingProxyType
 
+from ..core.typing import Shape
 from ..ir.factors import ALONG_ONE, ELEMENTWISE, KEEPS, REDUCTIONS, TRAILING, WINDOWS, Role
 from ..ir.randomness import FIRST_KEY
 from ..ops.linear_loss import LINEAR_CROSS_ENTROPY
@@ -48,12 +49,22 @@ def _add(op: Operation, values: list[Value]) -> Value:
     return plus(*values)
 
 
+def _divide(op: Operation, values: list[Value]) -> Value:
+    # Integers are rounded: the quotients of two sums do not add up to that of their sum.
+    return nonlinear(op.name, values) if op.kinds[0] in "iu" else over(*values)
+
+
 def _convert(op: Operation, values: list[Value]) -> Value:
-    old, new = op.kinds
-    narrows = new == "b" or (new in "iu" and old not in "iub")
-    if narrows and not values[0].positions:
+    # An index may be a float on the way; as a boolean it is no index.
+    if narrows(op) and (op.kinds[1] == "b" or not values[0].positions):
         return nonlinear(op.name, values)
     return values[0]
+
+
+def narrows(op: Operation) -> bool:
+    """Whether a conversion of dtypes changes numbers by more than rounding of floats."""
+    old, new = op.kinds
+    return old != new and (new == "b" or (new in "iu" and old not in "iub"))
 
 
 def _compare(op: Operation, values: list[Value]) -> Value:
@@ -67,7 +78,7 @@ def _power(op: Operation, values: list[Value]) -> Value:
     powers = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
     power = powers[op.name] if op.name in powers else float(op.params["y"])
     value = values[0]
-    if value.is_constant and value.is_scaled:
+    if value.is_constant and value.is_scaled and (value.scale > 0 or power.is_integer()):
         return Value(Kind.CONSTANT, value.scale**power)
     return nonlinear(op.name, values)
 
@@ -92,6 +103,11 @@ def _reshape(op: Operation, values: list[Value]) -> Value:
     is_turned = is_transposed(op)
     if value.kind is Kind.CARRY and (op.inputs[0] != op.outputs[0] or is_turned):
         raise Coupling(Why.LOOPED)
+    if value.is_constant and not _stays_constant(op, value):
+        # Merged with another dim, the dim that counts samples has unequal entries.
+        value = as_rows(value, op.inputs[0])
+        if value.is_constant:
+            raise Coupling(Why.RESHAPED)
     if value.dim is None:
         return value
     if is_turned:
@@ -99,6 +115,11 @@ def _reshape(op: Operation, values: list[Value]) -> Value:
     shape = op.inputs[0][0]
     new = op.outputs[0][0]
     dims = grown(op.outputs[0])
+    if value.positions and len(dims) == 1 and op.inputs[0] != op.outputs[0]:
+        sizes = zip(op.inputs[0], op.outputs[0], strict=True)
+        if any(old[value.dim] != after[dims[0]] for old, after in sizes):
+            # An entry would no longer be at the place that it names.
+            raise Coupling(Why.NUMBERS)
     blocks = math.prod(shape[: value.dim]) * value.outer
     if len(dims) != 1 or blocks % math.prod(new[: dims[0]]):
         raise Coupling(Why.RESHAPED)
@@ -106,6 +127,28 @@ def _reshape(op: Operation, values: list[Value]) -> Value:
     if new[dims[0]] % outer:
         raise Coupling(Why.RESHAPED)
     return only_numbers(value).at(dims[0], outer)
+
+
+def _stays_constant(op: Operation, value: Value) -> bool:
+    """Whether a reshaped constant has equal entries along each dim that counts samples."""
+    counting = grown(op.inputs[0])
+    others = (size for d, size in enumerate(op.inputs[0][0]) if d not in counting)
+    if value.known is not None or not counting or all(size == 1 for size in others):
+        return True
+    sides = zip(op.inputs[0], op.outputs[0], strict=True)
+    return not is_transposed(op) and all(
+        any(_is_within(old, dim, new, result) for dim in counting)
+        for old, new in sides
+        for result in grown(op.outputs[0])
+    )
+
+
+def _is_within(shape: Shape, dim: int, new: Shape, result: int) -> bool:
+    """Whether a dim of a reshaped array is a dim of the array, or a part of that dim."""
+    old_step, step = math.prod(shape[dim + 1 :]), math.prod(new[result + 1 :])
+    if not math.prod(shape):
+        return True
+    return step % old_step == 0 and shape[dim] * old_step % (new[result] * step) == 0
 
 
 def is_transposed(op: Operation) -> bool:
@@ -138,7 +181,13 @@ def _reduce_sum(op: Operation, values: list[Value]) -> Value:
     if value.is_rows and value.positions:
         raise Coupling(Why.NUMBERS)
     is_summed = value.dim is not None and Role.SUMMED in op.roles
-    return Value(Kind.TOTAL, value.scale * _times_more(op)) if is_summed else op.moved(value)
+    return _summed(value, _times_more(op)) if is_summed else op.moved(value)
+
+
+def _summed(value: Value, times_more: float) -> Value:
+    """Returns the sum of rows over the samples."""
+    kind = Kind.CONSTANT if value.repeats else Kind.TOTAL
+    return Value(kind, value.scale * times_more)
 
 
 def _reduce(op: Operation, values: list[Value]) -> list[Value]:
@@ -146,9 +195,15 @@ def _reduce(op: Operation, values: list[Value]) -> list[Value]:
     result = nonlinear(op.name, values)
     # The product of equal factors depends on how many there are; their maximum does not.
     depends_on_count = op.name in ("reduce_prod", "reduce_xor", "reduce")
+    if result.repeats and Role.REDUCED in op.roles and op.name in _OF_REPEATED:
+        return [CONSTANT]
     if Role.REDUCED in op.roles and (depends_on_count or (result.dim is not None)):
         raise Coupling(f"takes `{op.name}` over the samples")
     return [op.moved(result)] * len(op.outputs)
+
+
+_OF_REPEATED = frozenset({"reduce_max", "reduce_min", "reduce_and", "reduce_or"})
+"""Reductions of equal rows that do not depend on how many there are, or on their order."""
 
 
 def _along(op: Operation, values: list[Value]) -> list[Value]:
@@ -166,6 +221,9 @@ def _along(op: Operation, values: list[Value]) -> list[Value]:
 
 
 def _dot(op: Operation, values: list[Value]) -> Value:
+    if op.kinds[1] == "b" and Role.SUMMED in op.roles:
+        # Products of booleans are not added: the result is whether any of them is true.
+        raise Coupling(f"takes `{op.name}` of booleans over the samples")
     left, right = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
     if all_constant(values):
         return Value(Kind.CONSTANT, left.scale * right.scale * _times_more(op))
@@ -186,7 +244,7 @@ def _dot(op: Operation, values: list[Value]) -> Value:
     if factor is None:
         return result
     if op.factors.roles[factor] is Role.SUMMED:
-        return Value(Kind.TOTAL, result.scale * _times_more(op))
+        return _summed(result, _times_more(op))
     return op.moved(result.at(counting.dim, result.outer), number)
 
 
@@ -194,7 +252,7 @@ def _conv(op: Operation, values: list[Value]) -> Value:
     image, kernel = values
     result = times(image, kernel)
     if all_constant(values) or image.dim is None:
-        if grown(op.outputs[0]):
+        if any(map(grown, (*op.inputs, *op.outputs))):
             raise Coupling("goes through a convolution along the samples")
         return result
     if not kernel.is_constant or op.factors.role(0, image.dim) is not Role.PASSES:
@@ -207,7 +265,8 @@ def _concatenate(op: Operation, values: list[Value]) -> Value:
     parts = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
     if any(dim in grown(shapes) for shapes in op.inputs):
         first = functools.reduce(either, map(not_numbered, parts))
-        if not first.is_rows or len({shapes[0][dim] for shapes in op.inputs}) > 1:
+        sizes = {tuple(shape[dim] for shape in shapes) for shapes in op.inputs}
+        if not first.is_rows or len(sizes) > 1:
             raise Coupling(Why.JOINED)
         return first.at(dim, first.outer * len(values))
     if not any(value.positions for value in parts):
@@ -354,7 +413,7 @@ SAMPLE_RULES: MappingProxyType[str, Rule] = MappingProxyType(
         **dict.fromkeys(KEEPS, lambda op, v: list(v)),
         **dict.fromkeys(("add", "sub", "add_any"), _add),
         "mul": lambda op, v: times(*v),
-        "div": lambda op, v: over(*v),
+        "div": _divide,
         "lt": _compare,
         "convert_element_type": _convert,
         **dict.fromkeys(_POWERS.split(), _power),

@@ -212,6 +212,21 @@ def test_a_size_that_is_written_as_a_number_is_said_with_its_line():
     assert found.place.line in lines_of(make)[1]
 
 
+def test_a_mistake_in_the_imaginary_part_of_a_result_is_found():
+    def program(reduce):
+        def make(mesh):
+            def body(x):
+                return lax.complex(lax.pmean(x.mean(), "dp"), reduce(x.mean(), "dp"))
+
+            return sharded(mesh, body, (DATA,), P()), (BATCH,)
+
+        return make
+
+    assert_mesh_invariant(program(lax.pmean), meshes="dp=4")
+    with pytest.raises(MeshVariant):
+        assert_mesh_invariant(program(lax.psum), meshes="dp=4")
+
+
 def test_a_shape_is_drawn_and_a_wrong_mesh_is_refused(make_world):
     def make(mesh):
         return sharded(mesh, lambda x: lax.pmean(x.mean(), "dp"), (DATA,), P())

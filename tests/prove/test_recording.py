@@ -10,6 +10,7 @@ import pytest
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.prove import Recording, compare
+from axon_dist.prove.inputs import draws_of
 from axon_dist.prove.recording import record
 from axon_dist.prove.trace import subject_of
 from axon_dist.train.app.config_records import record_config
@@ -43,6 +44,21 @@ def test_equal_programs_and_another_precision_do_not_differ(tmp_path):
     # Each value is allowed what rounding to bfloat16 changes, and no more.
     assert compare(one, program(dtype=jnp.bfloat16)).ok
     assert not compare(one, program(dtype=jnp.bfloat16, late=1.5)).ok
+
+
+def test_programs_that_differ_in_an_imaginary_part_differ():
+    def of(factor):
+        step = lambda x: jax.lax.complex(x, factor * jnp.sinh(x))
+        return record(subject_of(step, (X,)), {"device": 1})
+
+    assert compare(of(1.0), of(1.0)).ok
+    assert not compare(of(1.0), of(1.5)).ok
+
+
+def test_the_complex_numbers_of_a_drawn_input_have_imaginary_parts():
+    (drawn,) = draws_of([jax.ShapeDtypeStruct((3,), jnp.complex64)], 1)[0]
+    assert drawn.dtype == jnp.complex64
+    assert (drawn.imag != 0).all()
 
 
 def test_the_turn_of_a_loop_and_an_operation_of_one_program_are_named():

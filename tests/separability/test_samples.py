@@ -124,6 +124,21 @@ def clipped_vjp(x):
     return f(x)
 
 
+BANK = np.arange(16.0, dtype=np.float32)
+"""A table with one entry for each place in a batch of up to 16 samples."""
+
+
+def repeated(p, b):
+    """Weights of features, repeated for every sample and flattened."""
+    return jnp.broadcast_to(p["w"][:, 0], b["x"].shape).reshape(-1)
+
+
+def in_reverse(p, b):
+    """Each sample times the one with the number of the iteration, from the end."""
+    y = error(p, b)
+    return jnp.mean(jax.lax.scan(lambda i, r: (i + 1, r * y[i]), 0, y, reverse=True)[1])
+
+
 SEPARABLE = {
     "mean": (lambda p, b: jnp.mean(error(p, b)), Dependence.MEAN),
     "mean over all dims": (lambda p, b: jnp.mean((logits(p, b) - b["y"]) ** 2), Dependence.MEAN),
@@ -288,6 +303,53 @@ SEPARABLE = {
         lambda p, b: jnp.bincount(b["label"], length=3) @ p["w"][0],
         Dependence.SUM,
     ),
+    "weights that are repeated for every sample": (
+        lambda p, b: jnp.mean(b["x"].reshape(-1) * repeated(p, b)),
+        Dependence.MEAN,
+    ),
+    "a mean weighted by repeated weights": (
+        lambda p, b: (b["x"].reshape(-1) * repeated(p, b)).sum() / (2 * repeated(p, b)).sum(),
+        Dependence.MEAN,
+    ),
+    "a mean weighted by the squares of repeated weights": (
+        lambda p, b: b["x"].reshape(-1) @ repeated(p, b) / (repeated(p, b) @ repeated(p, b)),
+        Dependence.MEAN,
+    ),
+    "the largest of repeated weights": (
+        lambda p, b: jnp.mean(error(p, b)) / jnp.max(repeated(p, b)),
+        Dependence.MEAN,
+    ),
+    "one number that is repeated": (
+        lambda p, b: jnp.mean(error(p, b) * jnp.repeat(jnp.ones(2), len(b["x"]) // 2)),
+        Dependence.MEAN,
+    ),
+    "each half of a pair has its weight": (
+        lambda p, b: jnp.mean(
+            jnp.concatenate([error(p, b), 2 * error(p, b)])
+            * jnp.repeat(jnp.array([1.0, 0.5]), len(b["x"]))
+        ),
+        Dependence.MEAN,
+    ),
+    "positions of a sequence": (
+        lambda p, b: jnp.mean(
+            p["table"][b["tokens"]] * BANK[: b["tokens"].shape[1], None] * p["table"][:5]
+        ),
+        Dependence.MEAN,
+    ),
+    "some of equal numbers": (
+        lambda p, b: jnp.mean(error(p, b) * jnp.ones(16)[: len(b["x"])]),
+        Dependence.MEAN,
+    ),
+    "a loop over the samples in reverse": (
+        lambda p, b: jax.lax.scan(
+            lambda c, r: (c + r, r), 0.0, error(p, b), reverse=True
+        )[1].mean(),
+        Dependence.MEAN,
+    ),
+    "whole quotients of each sample": (
+        lambda p, b: jnp.mean((b["label"] // 2) * error(p, b)),
+        Dependence.MEAN,
+    ),
     "a kernel that is promised": (
         lambda p, b: jnp.mean(per_sample(lambda x: jnp.cumsum(x, 0))(b["x"])),
         Dependence.MEAN,
@@ -356,6 +418,86 @@ COUPLED = {
     "numbered samples": (
         lambda p, b: jnp.mean(error(p, b) * jnp.arange(len(b["x"]))),
         "depends on a sample's position in the batch",
+    ),
+    "a table sliced by the number of samples": (
+        lambda p, b: jnp.mean(error(p, b) * jnp.asarray(BANK)[: len(b["x"])]),
+        "depends on a sample's position in the batch",
+    ),
+    "a table split by the number of samples": (
+        lambda p, b: jnp.mean(error(p, b) * jnp.split(jnp.asarray(BANK), [len(b["x"])])[0]),
+        "depends on a sample's position in the batch",
+    ),
+    "a table sliced at a computed place": (
+        lambda p, b: jnp.mean(
+            error(p, b) * jax.lax.dynamic_slice(jnp.asarray(BANK), (0,), (len(b["x"]),))
+        ),
+        "depends on a sample's position in the batch",
+    ),
+    "the entry of a table at the number of samples": (
+        lambda p, b: jnp.mean(error(p, b)) * jnp.asarray(BANK)[len(b["x"]) - 1],
+        "depends on the number of samples",
+    ),
+    "the feature at the number of samples": (
+        lambda p, b: jnp.mean(jnp.outer(error(p, b), jnp.asarray(BANK))[:, len(b["x"]) - 1]),
+        "depends on a sample's position in the batch",
+    ),
+    "halves of the batch": (
+        lambda p, b: jnp.mean(error(p, b) * jnp.repeat(jnp.array([1.0, 0.0]), len(b["x"]) // 2)),
+        "with other samples",
+    ),
+    "weights of features, repeated in another order": (
+        lambda p, b: jnp.mean(
+            b["x"].reshape(-1) * jnp.repeat(p["w"][:, 0], len(b["x"]))
+        ),
+        "with other samples",
+    ),
+    "rows at the first places of more rows": (
+        lambda p, b: jnp.mean(b["pair"].reshape(-1, 6)[jnp.arange(len(b["x"]))]),
+        "picks samples by an index",
+    ),
+    "every other position": (
+        lambda p, b: jnp.mean(b["x"][jnp.arange(2 * len(b["x"])).reshape(-1, 2)[:, 0]]),
+        "depends on a sample's position in the batch",
+    ),
+    "positions as booleans": (
+        lambda p, b: jnp.mean(b["x"][jnp.arange(len(b["x"])).astype(bool).astype(int)]),
+        "depends on a sample's position in the batch",
+    ),
+    "written at the first places of more rows": (
+        lambda p, b: jnp.mean(
+            b["pair"][:, :, 0].reshape(-1)
+            * jnp.zeros(2 * len(b["x"])).at[jnp.arange(len(b["x"]))].set(1.0)
+        ),
+        "writes to samples by an index",
+    ),
+    "written to a window": (
+        lambda p, b: jnp.zeros(16).at[: len(b["x"])].add(error(p, b)) @ BANK,
+        "is written where several samples may write",
+    ),
+    "counts of pairs": (
+        lambda p, b: jnp.mean(error(p, b))
+        * jnp.zeros(3).at[jnp.zeros((len(b["x"]),) * 2, int)].add(p["w"][0, 0])[0],
+        "is written where several samples may write",
+    ),
+    "a loop in reverse with a counter": (in_reverse, "loop over the samples that does more"),
+    "a whole quotient of a count": (
+        lambda p, b: (b["mask"] > 0).astype(jnp.uint32).sum() // 2,
+        "takes `div` of a total",
+    ),
+    "whether two masks overlap": (
+        lambda p, b: ((b["mask"] > 0) @ (b["label"] > 0)).astype(float),
+        "of booleans over the samples",
+    ),
+    "a convolution with as many ones as samples": (
+        lambda p, b: jnp.mean(error(p, b))
+        * jax.lax.conv(
+            jnp.ones((1, 1, len(b["x"]))), jnp.ones((1, 1, len(b["x"]))), (1,), "VALID"
+        ).sum(),
+        "convolution along the samples",
+    ),
+    "the root of a number that becomes positive": (
+        lambda p, b: jnp.mean(error(p, b)) * jnp.sqrt(p["w"][0, 0] * (len(b["x"]) - 5)),
+        "depends on the number of samples",
     ),
     "numbers from outside": (
         lambda p, b: jnp.mean(error(p, b) * np.arange(len(b["x"]))),
@@ -520,6 +662,36 @@ def test_fused_attention_on_gpus_does_not_mix_samples(monkeypatch, dtype):
     assert "dot_product_attention" in str(trace(2))
     (found,) = follow_samples(trace, (2, 4), num_batch=1)
     assert (found.kind.value, found.scale) == ("total", 1.0), found.why
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda w: w.sum(), lambda w: w.astype(bool).sum()),
+        (lambda w: w.sum(), lambda w: w.astype(int).sum()),
+        (lambda w: w.sum(0), lambda w: w.reshape(-1).sum(0)),
+        (
+            lambda w: jnp.broadcast_to(w[:, :, None], (len(w), 3, 3))[:, 0].sum(),
+            lambda w: jnp.broadcast_to(w[:, None], (len(w), 3, 3))[:, 0].sum(),
+        ),
+    ],
+)
+def test_other_sums_are_no_divisors_of_one_another(one, other):
+    def trace(count):
+        shape = jax.ShapeDtypeStruct((count, 3), jnp.float32)
+        return jax.make_jaxpr(lambda w: (one(w), other(w), one(w.astype(jnp.float32))))(shape)
+
+    first, second, again = follow_samples(trace, (4, 8), num_batch=1)
+    assert first.value_id == again.value_id != second.value_id
+
+
+def test_a_loop_that_a_part_never_enters_is_coupled():
+    def total(x):
+        y = x**2
+        return jax.lax.fori_loop(0, len(x) - 1, lambda i, c: c + y[0], 0.0)
+
+    trace = lambda count: jax.make_jaxpr(total)(jax.ShapeDtypeStruct((count,), jnp.float32))
+    assert follow_samples(trace, (1, 4), 1)[0].kind.value == "coupled"
 
 
 TURNED = np.array([1, 0])

@@ -212,6 +212,14 @@ def test_a_loss_that_wants_the_whole_batch_is_not_cut(strategy):
         separation(split_in(1, wrong, strategy=ddp(bucket_capacity=64)), case.batch(0))
 
 
+def test_microbatches_do_not_each_read_the_first_rows_of_a_table():
+    case = CASES["mlp"]
+    weights = lambda b: jnp.arange(64.0)[: len(b["x"]), None]
+    read = lambda m, b: jnp.mean((m(b["x"]) - b["y"]) ** 2 * weights(b))
+    with pytest.raises(UnsupportedError, match="depends on a sample's position in the batch"):
+        separation(split_in(2, read), case.batch(0))
+
+
 def test_a_loss_of_microbatches_alone_is_their_mean_with_a_warning():
     case = CASES["mlp"]
     fixed = lambda m, b: jnp.sum((m(b["x"]) - b["y"]) ** 2 * jnp.arange(16.0)[:, None])
