@@ -93,6 +93,17 @@ def test_feedback_brings_everything_in_the_end(kind):
     assert np.abs(total / 40 - want).mean() < np.abs(without - want).mean()
 
 
+@pytest.mark.parametrize("kind", [Quantized("int8", 16), Quantized("fp8", 16)], ids=str)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_number_that_is_not_finite_stays_visible_on_all_ranks(kind, bad):
+    rows = values()
+    rows[1] = rows[1].at[2, 5].set(bad)
+    run, _ = mapped(kind)
+    mean, _ = run(rows)
+    assert not np.isfinite(np.asarray(mean[1])[:, 5]).any()
+    assert np.isfinite(np.asarray(mean[1])[:, 16:]).all()
+
+
 def test_wrong_compressions_are_refused():
     with pytest.raises(ConfigError, match=r"there is no compression 'int9'\. Did you mean 'int8'"):
         compression_of("int9")

@@ -141,3 +141,18 @@ def test_activations_shrink_with_the_ranks():
         step = build_train_step(model, optax.sgd(0.1), loss, context_parallel(), world)
         used.append(step.lower(long).compile().memory_analysis().temp_size_in_bytes)
     assert used[1] < used[0] / 3
+
+
+def test_positions_may_be_given_without_segments():
+    model = lambda: Transformer(CONFIG, rngs=nnx.Rngs(0))
+    positions = 2 * jnp.arange(16)[None]
+
+    def loss_fn(model, batch):
+        return jnp.mean(model.residual(batch["tokens"], None, positions) ** 2)
+
+    world = World.emulate(2, "cp=2")
+    step = build_train_step(model, optax.sgd(0.1), loss_fn, context_parallel(), world)
+    batch = {"tokens": np.arange(64, dtype=np.int32).reshape(4, 16) % 32}
+    _, metrics = step.gradients(step.init(), batch)
+    expected = nnx.jit(loss_fn)(model(), batch)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)

@@ -45,6 +45,21 @@ def test_equals_the_dense_loss_and_reduces_the_head_once(classes, num_chunks):
     assert flops(compiled).high == 3 * 2 * LABELS.size * kernel.size / ways
 
 
+def test_classes_may_be_split_over_two_axes():
+    """As by two tensor-parallel parts of a strategy, each on an axis of its own."""
+    kernel = RNG.normal(size=(8, 24)).astype(np.float32)
+    mesh = World.emulate(8, "dp=2,fsdp=2,tp=2").mesh
+    layout = Layout(mesh, batch=("dp",), vocabulary=("fsdp", "tp"))
+    dense = lambda h, k: optax.softmax_cross_entropy_with_integer_labels(h @ k, LABELS).sum()
+    loss = lambda h, k: linear_cross_entropy(h, k, LABELS).total
+    split = Rewriting({LossOverMesh.replaces: LossOverMesh(layout)}).of(loss)
+    want, grads = jax.jit(jax.value_and_grad(dense, argnums=(0, 1)))(HIDDEN, kernel)
+    got, found = jax.jit(jax.value_and_grad(split, argnums=(0, 1)))(HIDDEN, kernel)
+    assert float(got) == pytest.approx(float(want), rel=1e-6)
+    for ours, theirs in zip(found, grads, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 def test_nothing_is_rewritten_on_one_device():
     loss = lambda h, k: linear_cross_entropy(h, k, LABELS).total
     assert rewritten(loss, ddp(), World.emulate(1, "dp=1").mesh) is loss
