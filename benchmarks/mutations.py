@@ -148,7 +148,7 @@ MUTATIONS = (
         "nn/test_linear.py::test_both_views_equal_the_dense_product",
     ),
     row(
-        "ops/linear_loss.py", "axis_index(axis) * classes", "axis_index(axis)",
+        "ops/linear_loss.py", "axis_index(axes) * classes", "axis_index(axes)",
         "parallel/test_losses.py::test_equals_the_dense_loss_and_reduces_the_head_once",
     ),
     row(

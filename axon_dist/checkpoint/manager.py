@@ -209,7 +209,7 @@ class CheckpointManager:
         self.wait()
         try:
             serial = on_main(self._prepare)
-            self._saved[step] = serial
+            self._saved[int(step)] = serial
             self._pending = PendingSave(
                 path,
                 state,

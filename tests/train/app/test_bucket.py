@@ -133,11 +133,11 @@ def test_the_lease_of_a_dead_run_is_taken_after_its_time(folder, store):
     begun = time.monotonic()
     now = Lease(folder, "run_dir", lambda told: None, seconds=0.5)
     assert time.monotonic() - begun >= 0.5
-    now.check()
+    now.renew()
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"was taken over by process .*this one must stop"):
-            lost.check()
-    now.check()
+            lost.renew()
+    now.renew()
 
 
 def test_the_lease_of_a_process_that_is_gone_from_this_machine_is_none(folder, store):
@@ -145,7 +145,7 @@ def test_the_lease_of_a_process_that_is_gone_from_this_machine_is_none(folder, s
     generation, contents = store.objects[f"bucket/run/{LEASE}"]
     gone = json.dumps(json.loads(contents) | {"pid": 2**22 + 1, "token": "its"}).encode()
     store.objects[f"bucket/run/{LEASE}"] = generation + 50_000, gone
-    Lease(folder, "run_dir", print).check()
+    Lease(folder, "run_dir", print).renew()
 
 
 def test_only_one_of_four_takes_the_lock(folder, store):
@@ -176,8 +176,8 @@ def test_a_write_whose_answer_was_lost_is_ones_own(folder, store, monkeypatch):
     lease = Lease(folder, "run_dir", print)
     faults = iter(["deaf"])
     monkeypatch.setattr(type(store), "fault", lambda self: next(faults, None))
-    lease.check()
-    lease.check()
+    lease.renew()
+    lease.renew()
 
 
 def test_a_store_that_holds_no_conditions_is_refused(folder, store, monkeypatch):
