@@ -353,6 +353,9 @@ def _ompi(env: Environment) -> LaunchSpec | None:
             "tell them where rank 0 runs; add -x MASTER_ADDR=<host of rank 0> to mpirun"
         )
     local = env.get("OMPI_COMM_WORLD_LOCAL_RANK")
+    if env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1":
+        # The only process of a host has all its devices, as under torchrun.
+        local = None
     return dataclasses.replace(
         names,
         coordinator_address=f"{_master(env)}:{_port(env)}",

@@ -43,6 +43,7 @@ from .linear import VocabParallelEmbedding as VocabParallelEmbedding
 from .linear import own_rows as own_rows
 from .linear import taken_rows as taken_rows
 from .linear import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from .lora import is_tied as is_tied
 from .lora import lora as lora
 from .lora import merge_lora as merge_lora
 from .remat import POLICIES as POLICIES

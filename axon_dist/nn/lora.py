@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from ..core.checks import COUNT, FLOATS, MODULE, RNGS, checked
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, warn
 from ..core.own_context import in_own_context
 from ..core.tree import wide
 from ..core.typing import Array, Path
@@ -298,9 +299,10 @@ def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
         if type(layer) not in known:
             continue
         adapter = layer.lora
+        kernel = layer.embedding if isinstance(layer, LoRAEmbed) else layer.kernel
         if isinstance(layer, LoRAEmbed):
             _check_not_tied(plain)
-        kernel = layer.embedding if isinstance(layer, LoRAEmbed) else layer.kernel
+        _check_not_shared(kernel, modules)
         a = wide(adapter.lora_a[...])
         b = wide(adapter.lora_b[...])
         product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
@@ -334,11 +336,40 @@ _Layer: TypeAlias = nnx.Linear | nnx.LinearGeneral | nnx.Embed
 
 def _check_not_tied(model: nnx.Module) -> None:
     """Raises if the head is tied to the embeddings: the adapter does not apply to the head."""
-    if getattr(getattr(model, "config", None), "tied_head", False):
+    if is_tied(model):
         raise ConfigError(
             "merge_lora got a model whose head is tied to its embeddings, and an adapter that "
             "applies only to the embeddings: merged into the table it would change the head. Save "
             "the adapters with save_adapters, or train a model with tied_head=False"
+        )
+    configs = (getattr(module, "config", None) for _, module in nnx.iter_modules(model))
+    if not any(hasattr(config, "tied_head") for config in configs):
+        warn(
+            "merge_lora merges an adapter into a table of embeddings: if the model multiplies by "
+            "the table too, as nnx.Embed.attend does, the merged model computes something else",
+            code="adapter-of-table",
+        )
+
+
+def is_tied(model: nnx.Module) -> bool:
+    """Whether a model of this library, or one within it, has a head tied to its embeddings."""
+    configs = (getattr(module, "config", None) for _, module in nnx.iter_modules(model))
+    return any(getattr(config, "tied_head", False) for config in configs)
+
+
+def _check_not_shared(kernel: nnx.Variable, modules: Iterable[tuple[KeyPath, Any]]) -> None:
+    """Raises if several layers have the kernel: the adapter applies to one of them."""
+    owners = [
+        "/".join(map(str, keys))
+        for keys, module in modules
+        if any(value is kernel for value in vars(module).values())
+    ]
+    if len(owners) > 1:
+        raise ConfigError(
+            f"merge_lora got {', '.join(owners)}, which share one kernel, and an adapter of one of "
+            "them: merged into the kernel it would change the others. Save the adapters with "
+            "save_adapters, or give each layer a kernel of its own",
+            code="adapter-of-shared-kernel",
         )
 
 

@@ -130,6 +130,9 @@ def estimate(
     # Step counts and other scalars of the optimizer are replicated and negligible.
     sizes = [num_bytes([leaf for leaf in jax.tree.leaves(tree) if leaf.shape]) for _, tree in trees]
     of_params, of_grads, moments = (_bytes_on(policy, params, tree, mesh) for policy, tree in trees)
+    # Trees that live in host memory between steps take none of a device then.
+    of_params = 0 if strategy.offload.params else of_params
+    moments = 0 if strategy.offload.opt_state else moments
     total, name = num_params(params), strategy.name
     return FSDPMemoryStats(total, of_params, of_grads, moments, mesh.size, name, sum(sizes))
 

@@ -482,23 +482,40 @@ def cut_outputs(module: nnx.Module, num_fused: int, dim: int) -> list[nnx.Module
     Cut up, each block is split separately: the small kernel is sent between the ranks instead of
     the activations.
     """
+    features = getattr(module, "out_features", -1)
+    outputs = features if isinstance(features, tuple) else (features,)
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
     flat = nnx.to_flat_state(params)
-    pieces = [_pieces(keys, variable[...], num_fused, dim) for keys, variable in flat]
+    pieces = [_pieces(keys, variable[...], num_fused, dim, outputs) for keys, variable in flat]
 
     def block(index):
         return nnx.from_flat_state(
             [(k, v.replace(piece[index])) for (k, v), piece in zip(flat, pieces, strict=True)]
         )
 
-    return [nnx.merge(graphdef, block(index), rest, copy=True) for index in range(num_fused)]
+    layers = [nnx.merge(graphdef, block(index), rest, copy=True) for index in range(num_fused)]
+    if len(outputs) > 1:
+        # `nnx.LinearGeneral` reshapes its bias to these.
+        at = len(outputs) + dim
+        cut = (*outputs[:at], outputs[at] // num_fused, *outputs[at + 1 :])
+        for layer in layers:
+            layer.out_features = cut
+    return layers
 
 
-def _pieces(keys: KeyPath, leaf: Array, num_fused: int, dim: int) -> list[Array]:
+def _pieces(
+    keys: KeyPath, leaf: Array, num_fused: int, dim: int, outputs: tuple[int, ...]
+) -> list[Array]:
     """Returns a parameter's share of each block; all blocks share an adapter's `lora_a`."""
     if keys[-2:] == ("lora", "lora_a"):
         return [leaf] * num_fused
-    return jnp.split(leaf, num_fused, -1 if keys[-2:-1] == ("lora",) else dim)
+    if keys[-2:-1] != ("lora",):
+        return jnp.split(leaf, num_fused, dim)
+    if len(outputs) == 1:
+        return jnp.split(leaf, num_fused, -1)
+    # The outputs of an adapter are flattened, so a block of a later dim is not consecutive.
+    pieces = jnp.split(leaf.reshape(leaf.shape[0], *outputs), num_fused, dim)
+    return [piece.reshape(leaf.shape[0], -1) for piece in pieces]
 
 
 def is_param(value: Array) -> bool:

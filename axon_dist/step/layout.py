@@ -319,6 +319,10 @@ class StateLayout:
         """Returns the stored trained parameters and the buffers of a state's model."""
         return state.params, mean_buffers(state.buffers, self.spec.reduction)
 
+    def with_params(self, state: TrainState, params: PyTree) -> TrainState:
+        """Returns a state whose model has these parameters, given in the form of its `params`."""
+        return dataclasses.replace(state, params=params)
+
     def values(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Returns a state's parameters, trained and frozen, and buffers, in the model's form."""
         params, buffers = self.model_of(state)

@@ -339,6 +339,20 @@ class ReplicaLayout(StateLayout):
         per_replica = PartitionSpec(self.outer.loop.axis)
         return GradientResult(*self._on_each(of_replica, state, placed, per_replica))
 
+    def with_params(self, state: TrainState, params: PyTree) -> TrainState:
+        """See `StateLayout.with_params`; the outer parameters are the mean over the replicas."""
+
+        def mean(replicas: Array, outer: Array) -> Array:
+            replicas = replicas.astype(outer.dtype)
+            # Equal replicas keep their bits, also if their number is no power of two.
+            return replicas[0] + jnp.mean(replicas - replicas[0], 0)
+
+        placed = jax.tree.map(lambda x: x.sharding, state.outer)
+        outer = jax.jit(lambda p, o: jax.tree.map(mean, p, o), out_shardings=placed)(
+            params, state.outer
+        )
+        return dataclasses.replace(state, params=params, outer=outer)
+
     def run_step(
         self, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
     ) -> tuple[TrainState, Metrics]:

@@ -535,10 +535,11 @@ class TrainStep:
 
         Returns:
             The state. The moving average, and the outer parameters of replicas that train
-            independently, start from these parameters too.
+            independently, start from these parameters too; if replicas differ, from their mean.
 
         Raises:
-            ConfigError: when they do not have the structure of this step's parameters.
+            ConfigError: when they do not have the structure or the shapes of this step's
+                parameters.
         """
         state = self.state_layout.init({})
         if jax.tree.structure(params) != jax.tree.structure(state.params):
@@ -551,7 +552,16 @@ class TrainStep:
                 f"them {', '.join(odd[:4]) or 'some of another kind'}; give what "
                 "load_checkpoint(path, step, parts='params') returns for this step"
             )
-        state = dataclasses.replace(state, params=params)
+        for (path, got), (_, want) in zip(
+            leaves_with_paths(params), leaves_with_paths(state.params), strict=True
+        ):
+            if jnp.shape(got) != want.shape:
+                raise ConfigError(
+                    f"init_from got {path!r} of shape {list(jnp.shape(got))}, and the state of "
+                    f"this step has {list(want.shape)}; give what "
+                    "load_checkpoint(path, step, parts='params') returns for this step"
+                )
+        state = self.state_layout.with_params(state, params)
         return self.state_layout.init(self.state_layout.weights(state))
 
     def _check(self, state: TrainState) -> None:

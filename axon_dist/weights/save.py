@@ -26,6 +26,7 @@ from ..core.typing import Array, JsonDict, Path, Shape
 from ..models.formats import FORMATS, config_of, rules_for
 from ..models.snapshot import ADAPTER_CONFIG, CONFIG_FILE, ENDING, INDEX
 from ..models.weight_rules import WeightRule, WeightRules, shorten
+from ..nn import is_tied
 from ..step import TrainState, TrainStep
 from .adapters import (
     ADAPTER_STEM,
@@ -429,8 +430,7 @@ def _check_whole(whole: list[str], adapted: Mapping[str, float], model: nnx.Modu
             f"{shorten(both)}, which peft's modules_to_save does not support; {advice}",
             code="adapted-and-trained",
         )
-    is_tied = getattr(getattr(model, "config", None), "tied_head", False)
-    if is_tied and (tables := [x for x in whole if x.rpartition(".")[2] in _TABLES]):
+    if is_tied(model) and (tables := [x for x in whole if x.rpartition(".")[2] in _TABLES]):
         raise ConfigError(
             f"save_adapters got {shorten(tables)}, a trained embedding table that is tied to the "
             f"head; peft's modules_to_save would untie the two; {advice}",

@@ -94,6 +94,9 @@ def test_clusters_that_jax_asks(env, source, count, process):
 def test_open_mpi_5_with_an_address():
     env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "MASTER_ADDR": "a"}
     assert where(env | {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}) == ("a:29500", 2, 1, (1,))
+    # The only process of a host has all its devices.
+    alone = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    assert where(env | alone) == ("a:29500", 2, 1, None)
 
 
 @pytest.mark.parametrize(

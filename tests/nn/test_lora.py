@@ -1,13 +1,19 @@
 """Adapters on the layers of a model, and the plain model that results from merging them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from axon_dist import lora, merge_lora
-from axon_dist.core.errors import ConfigError
+from axon_dist import World, build_train_step, lora, merge_lora
+from axon_dist.core.errors import AxonDistWarning, ConfigError
+from axon_dist.models import Transformer, TransformerConfig
+from axon_dist.parallel import tensor_parallel
+from axon_dist.parallel.tensor_plan import Plan, Rule
 
 X = np.random.default_rng(0).normal(size=(2, 5, 16)).astype(np.float32)
 
@@ -99,3 +105,69 @@ def test_a_wider_export_keeps_the_bits_of_the_adapters():
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     assert merge_lora(model).kernel[...].dtype == jnp.bfloat16
+
+
+class Tied(nnx.Module):
+    """A head that multiplies by the table, in a model of the user's."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(16, 8, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.embed.attend(jnp.tanh(self.embed(tokens)))
+
+
+class Shared(nnx.Module):
+    """Two layers with one kernel."""
+
+    def __init__(self, rngs):
+        self.one, self.two = (nnx.Linear(8, 8, use_bias=False, rngs=rngs) for _ in range(2))
+        self.two.kernel = self.one.kernel
+
+    def __call__(self, x):
+        return self.two(jnp.tanh(self.one(x)))
+
+
+class Wrapped(nnx.Module):
+    def __init__(self, rngs):
+        config = dataclasses.replace(TransformerConfig.preset("tiny"), tied_head=True)
+        self.net = Transformer(config, rngs=rngs)
+
+
+def test_an_adapter_is_not_merged_into_an_array_that_something_else_reads():
+    shared = lora(Shared(nnx.Rngs(0)), 2, "one", rngs=nnx.Rngs(1))
+    with pytest.raises(ConfigError, match="one, two, which share one kernel") as error:
+        merge_lora(shared)
+    assert error.value.code == "adapter-of-shared-kernel"
+    wrapped = lora(Wrapped(nnx.Rngs(0)), 2, "token_embedding", rngs=nnx.Rngs(1))
+    with pytest.raises(ConfigError, match="a model whose head is tied to its embeddings"):
+        merge_lora(wrapped)
+    tied = lora(Tied(nnx.Rngs(0)), 2, "embed", rngs=nnx.Rngs(1))
+    with pytest.warns(AxonDistWarning, match=r"as nnx\.Embed\.attend does"):
+        merge_lora(tied)
+
+
+class Gated(nnx.Module):
+    """A fused layer whose blocks are parts of its last output dim."""
+
+    def __init__(self, rngs):
+        self.up = nnx.LinearGeneral(8, (2, 16), rngs=rngs)
+        self.down = nnx.LinearGeneral((2, 8), 8, axis=(-2, -1), use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        left, right = jnp.split(self.up(x), 2, -1)
+        return self.down(jax.nn.silu(left) * right)
+
+
+def test_the_adapter_of_a_fused_layer_is_cut_like_its_kernel():
+    model = lora(Gated(nnx.Rngs(0)), 2, "up", rngs=nnx.Rngs(1))
+    model.up.lora.lora_b.set_value(jax.random.normal(jax.random.key(2), (2, 32)))
+    plan = Plan((Rule("up$", "column", num_fused=2), Rule("down$", "row")))
+    loss_fn = lambda model, x: jnp.mean(model(x) ** 2)
+    x = jax.random.normal(jax.random.key(3), (8, 4, 8))
+    expected = nnx.jit(loss_fn)(model, x)
+    step = build_train_step(
+        model, optax.sgd(0.1), loss_fn, tensor_parallel(plan), World.emulate(2, "tp=2")
+    )
+    _, metrics = step(step.init(), x)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)

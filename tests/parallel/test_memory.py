@@ -142,6 +142,16 @@ def test_a_real_model_of_which_small_leaves_stay_whole(world, stage):
     assert found.total_memory_bytes == pytest.approx(planned, rel=0.01)
 
 
+@pytest.mark.parametrize(("offload", "kept"), [("params", "moments"), ("full", None)])
+def test_what_lies_in_host_memory_takes_none_of_a_device(world, offload, kept):
+    params = {"kernel": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
+    strategies = (fsdp(axes=("dp",), cpu_offload=x) for x in ("none", offload))
+    here, there = (estimate(strategy, params, world.mesh) for strategy in strategies)
+    assert (here.parameter_bytes > 0, there.parameter_bytes) == (True, 0)
+    assert there.optimizer_bytes == (here.optimizer_bytes if kept else 0)
+    assert there.gradient_bytes == here.gradient_bytes
+
+
 def test_a_precision_that_stores_half_is_estimated_so(world):
     """The estimate of a float32 model knows that the strategy keeps it in bfloat16."""
     precision = MixedPrecision(param="bfloat16", compute="bfloat16")

@@ -12,9 +12,9 @@ from flax import nnx
 
 from axon_dist import World, build_train_step, compose, ddp
 from axon_dist.checkpoint import load_checkpoint, save_checkpoint, target_of
-from axon_dist.core.errors import AxonDistError
+from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.inspect import collectives, lower_outer_steps
-from axon_dist.parallel import Strategy, diloco, fsdp, pipelined
+from axon_dist.parallel import Strategy, diloco, fsdp, local_sgd, pipelined
 from axon_dist.sharding import LargestDim
 from axon_dist.step import PortableForm, plan
 from axon_dist.step.replicas import Outer
@@ -242,3 +242,17 @@ def test_gradients_are_those_of_each_replica():
     kernel = grads["layers"][0]["kernel"]
     assert kernel.shape == (2, 16, 16)
     assert not np.allclose(kernel[0], kernel[1])
+
+
+@pytest.mark.parametrize("ranks", [4, 3])
+def test_a_new_run_starts_from_given_parameters(ranks):
+    world = World.emulate(ranks, f"nodes={ranks}")
+    loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) - 1.0) ** 2)
+    make = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    step = build_train_step(make, optax.sgd(0.1), loss_fn, local_sgd("nodes", every=2), world)
+    given = jax.tree.map(lambda x: jnp.full(x.shape, 0.7, x.dtype), step.init().params)
+    state = step.init_from(given)
+    for array in (step.weights(state)["kernel"], state.params["kernel"], state.outer["kernel"]):
+        np.testing.assert_array_equal(array, np.full(array.shape, 0.7, np.float32))
+    with pytest.raises(ConfigError, match=r"init_from got 'kernel' of shape \[2, 4\]"):
+        step.init_from(given | {"kernel": jnp.ones((2, 4))})

@@ -376,7 +376,8 @@ class Record:
             self.train_seconds += now - self._mark
             self._mark = now
         self.step = step
-        if lost or values.get(SPIKE):
+        # Of independent replicas, the metric is the share that had a spike.
+        if lost or values.get(SPIKE, 0) >= 0.5:
             self._add_one(_SKIPPED)
             why = f"step {step}: the loss {values['loss']:.4g} or its gradient is a spike"
             self._skipped.append(str(NonfiniteLoss(step, values["loss"])) if lost else why)

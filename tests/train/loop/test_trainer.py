@@ -558,6 +558,17 @@ def test_steps_whose_gradients_overflow_are_no_updates(world):
     assert set(result.metric_curves) == set()
 
 
+def test_a_spike_of_one_of_many_replicas_skips_no_step(world):
+    class Spiking(FakeStep):
+        def __call__(self, state, batch, was_nonfinite=None):
+            state, metrics = super().__call__(state, batch)
+            return state, metrics | {"spike": jnp.float32(0.25 if self.taken == 2 else 0)}
+
+    result = fit(Spiking(world), 3)
+    assert result.skipped_steps == 0
+    assert len(result.train_curve) == 3
+
+
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_skipping_spikes_does_not_change_what_happens_to_nonfinite_steps(world, policy):
     class Spiking(FakeStep):
