@@ -147,9 +147,9 @@ def test_what_lies_in_host_memory_takes_none_of_a_device(world, offload, kept):
     params = {"kernel": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
     strategies = (fsdp(axes=("dp",), cpu_offload=x) for x in ("none", offload))
     here, there = (estimate(strategy, params, world.mesh) for strategy in strategies)
-    assert (here.parameter_bytes > 0, there.parameter_bytes) == (True, 0)
-    assert there.optimizer_bytes == (here.optimizer_bytes if kept else 0)
-    assert there.gradient_bytes == here.gradient_bytes
+    assert (here.param_memory_bytes > 0, there.param_memory_bytes) == (True, 0)
+    assert there.optim_memory_bytes == (here.optim_memory_bytes if kept else 0)
+    assert there.grad_memory_bytes == here.grad_memory_bytes
 
 
 def test_a_precision_that_stores_half_is_estimated_so(world):
