@@ -29,8 +29,6 @@ from .layout import (
     UNFINISHED,
     Manifest,
     StateDictType,
-    from_main,
-    is_main,
     on_main,
     step_name,
     step_of,
@@ -180,9 +178,11 @@ class CheckpointManager:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self.wait()
-        elif self._pending is not None:
-            # The other processes may be gone, so this one waits only for its own part.
-            self._pending.join()
+            return
+        # The other processes may be gone, so this one waits only for its own part.
+        failed = None if self._pending is None else self._pending.join()
+        if failed is not None:
+            self.tell(f"{failed}: this checkpoint is not complete")
 
     @in_own_context
     def save(
@@ -275,8 +275,15 @@ class CheckpointManager:
             CheckpointError: if there are checkpoints and all are damaged, or one belongs to
                 another model.
         """
-        names = from_main([path.name for path in self._newest_first()] if is_main() else None)
-        return self._first_good([self.folder / name for name in names], target)
+        names = on_main(lambda: [path.name for path in self._newest_first()])
+        paths = [self.folder / name for name in names]
+        restored = self._first_good(paths, target)
+        if restored is None and paths:
+            raise CheckpointError(
+                f"all {len(paths)} checkpoints in {str(self.folder)!r} are damaged; remove the "
+                "folder to start from scratch"
+            )
+        return restored
 
     @in_own_context
     def restore_own(self, target: PyTree, start: Place | None = None) -> Restored | None:
@@ -295,13 +302,19 @@ class CheckpointManager:
         Raises:
             CheckpointError: if all of them are damaged, or one belongs to another model.
         """
-        names, has_start = from_main(
-            [self._own_names(), start is not None and is_checkpoint(start)] if is_main() else None
+        names, has_start = on_main(
+            lambda: [self._own_names(), start is not None and is_checkpoint(start)]
         )
         paths: list[Place] = [self.folder / name for name in names]
         if start is not None and has_start:
             paths.append(start)
-        return self._first_good(paths, target)
+        restored = self._first_good(paths, target)
+        if restored is None and paths:
+            raise CheckpointError(
+                f"{', '.join(map(str, paths))}: damaged, which are all checkpoints that this run "
+                "may go back to; resume from an older one by its path"
+            )
+        return restored
 
     def own_steps(self) -> list[int]:
         """The steps of the finished checkpoints that this manager saved, oldest first."""
@@ -319,7 +332,7 @@ class CheckpointManager:
         return [path.name for path in self._newest_first() if step_of(path.name) in steps]
 
     def _first_good(self, paths: Sequence[Place], target: PyTree) -> Restored | None:
-        """Restores the first checkpoint that is not damaged."""
+        """Restores the first checkpoint that is not damaged; None if there is none."""
         for path in paths:
             try:
                 state = load_checkpoint(path, target)
@@ -327,11 +340,6 @@ class CheckpointManager:
                 self.tell(f"{error}: going back to the previous one")
                 continue
             return Restored(path, state, read_manifest(path))
-        if paths:
-            raise CheckpointError(
-                f"all {len(paths)} checkpoints in {str(self.folder)!r} are damaged; remove the "
-                "folder to start from scratch"
-            )
         return None
 
     def _prepare(self) -> int:

@@ -197,9 +197,10 @@ class PendingSave:
         self.join()
         on_main(self._written.result)
 
-    def join(self) -> None:
-        """Waits until this process has done its part, even if it failed."""
+    def join(self) -> BaseException | None:
+        """Waits until this process has done its part; returns its error if that failed."""
         concurrent.futures.wait([self._written])
+        return self._written.exception()
 
     def _finish(self, complete: Callable[[], None]) -> None:
         try:

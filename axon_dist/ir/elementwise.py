@@ -71,7 +71,7 @@ def mixing_in(program: ClosedJaxpr) -> str | None:
 
 
 def _follow(jaxpr: Jaxpr, consts: Sequence[object], inputs: Sequence[_Value]) -> list[_Value]:
-    constants = [_Value(made_by="a constant array") if np.ndim(x) else _UNIFORM for x in consts]
+    constants = [_Value(made_by="constant") if np.ndim(x) else _UNIFORM for x in consts]
     return interpret(jaxpr, constants, inputs, _run, lambda literal: _UNIFORM)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from .rotary import RopeScaling
 from .transformer_config import TransformerConfig
 
 RESOLVED: Mapping[str, str] = MappingProxyType(
@@ -54,7 +55,14 @@ def meaning(config: TransformerConfig) -> Mapping[str, Any]:
         values["rope_theta"] = None
     is_usual = abs(config.score_scale * config.key_size**0.5 - 1) < 1e-9
     values["attention_scale"] = None if is_usual else config.score_scale
-    far = config.max_length if config.local_rope_theta is None else float("inf")
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "linear":
+        values["rope_scaling"] = RopeScaling("linear", scaling.factor)
+    # Layers with a window are rotated like the others if they have the same base, unscaled.
+    is_same = scaling is None and config.local_rope_theta == config.rope_theta
+    if is_same or not any(config.layer_windows):
+        values["local_rope_theta"] = None
+    far = config.max_length if values["local_rope_theta"] is None else float("inf")
     each = tuple(0 if window >= far else window for window in config.layer_windows)
     values["windows"] = each if any(each) else ()
     experts = config.experts

@@ -133,10 +133,10 @@ def kind_of(
             return whole
         if hidden := _unseen(whole, tried, length):
             return Unread(f"contains the number {hidden:g}, which may be a window as long as that")
-        if changed := _changed_number(program, whole, tried, length):
+        if changed := _changed_numbers(program, whole, tried, length):
             return Unread(
-                f"contains the number {changed[1]:g} for {length} positions, but {changed[0]:g} "
-                f"for {tried}, so that tests with fewer positions do not show what it computes"
+                f"contains the {changed[1]} for {length} positions, but the {changed[0]} for "
+                f"{tried}, so that tests with fewer positions do not show what it computes"
             )
     return _read(_Key(program), tried, (heads, key_heads, size), has_segments)
 
@@ -432,13 +432,15 @@ def _unseen(whole: ClosedJaxpr, tried: int, length: int) -> float:
     return next((x for x in _numbers(whole) if tried <= x and x not in (length, length - 1)), 0)
 
 
-def _changed_number(
+def _changed_numbers(
     short: ClosedJaxpr, whole: ClosedJaxpr, tried: int, length: int
-) -> tuple[float, float] | None:
-    """Returns the first pair of numbers that depends on the number of positions, but is not it."""
-    numbers = [*_numbers(short)], [*_numbers(whole)]
-    if len(numbers[0]) != len(numbers[1]):
-        return float(len(numbers[0])), float(len(numbers[1]))
+) -> tuple[str, str] | None:
+    """Describes the first numbers that depend on the number of positions, but are not it."""
+    before, after = [*_numbers(short)], [*_numbers(whole)]
     same = ((tried, length), (tried - 1, length - 1))
-    pairs = zip(*numbers, strict=True)
-    return next((pair for pair in pairs if pair[0] != pair[1] and pair not in same), None)
+    for pair in zip(before, after, strict=False):
+        if pair[0] != pair[1] and pair not in same:
+            return f"number {pair[0]:g}", f"number {pair[1]:g}"
+    if len(before) != len(after):
+        return f"{len(before)} constants of a program", f"{len(after)} constants of a program"
+    return None

@@ -146,8 +146,8 @@ def part_buffers_of(
         once -= advanced
     elif changed_in_turn := advanced - once:
         raise UnsupportedError(
-            f"the model replaces the random key {min(changed_in_turn)!r} by one that depends on "
-            "the samples or on their number, so that each part of a batch would get another one. "
+            f"the model replaces the random key {min(changed_in_turn)!r} by one that may depend on "
+            "the samples or on their number, so that each part of a batch might get another one. "
             "Make it from the key alone, as key, use = jax.random.split(key) does, or keep "
             "nnx.Rngs in the model",
             code="key-depends-on-samples",

@@ -162,6 +162,17 @@ def test_own_checkpoints_and_that_of_the_start_are_told_from_others(tmp_path):
         assert len(told) == 1
 
 
+def test_a_run_whose_own_checkpoints_are_damaged_is_not_told_to_remove_others(tmp_path):
+    with CheckpointManager(tmp_path, Retention(last=9)) as manager:
+        manager.save(1, state(1))
+    with CheckpointManager(tmp_path, Retention(last=9)) as manager:
+        manager.save(2, state(2))
+        manager.wait()
+        damage(tmp_path / "step_00000002")
+        with pytest.raises(CheckpointError, match=r"step_00000002: damaged.*resume from an older"):
+            manager.restore_own(state(0))
+
+
 def test_a_save_that_failed_does_not_make_an_older_checkpoint_ones_own(tmp_path, monkeypatch):
     with CheckpointManager(tmp_path) as earlier:
         earlier.save(4, state(4))

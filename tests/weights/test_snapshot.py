@@ -186,6 +186,33 @@ def test_a_model_of_one_family_is_not_loaded_nor_written_as_another(tmp_path):
                      "hf-mistral")  # fmt: skip
 
 
+def gemma3(**fields):
+    return dataclasses.replace(
+        FORMATS["hf-gemma3"].from_hub(
+            {
+                "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32,
+                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+                "head_dim": 8, "max_position_embeddings": 64,
+            }
+        ),
+        **fields,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"windows": (8, 0), "local_rope_theta": None, "rope_theta": 10_000.0},
+        {"windows": (512, 0), "local_rope_theta": None, "rope_theta": 10_000.0},
+        {"rope_scaling": RopeScaling("linear", 2.0, original_length=4096, low=2.0)},
+    ],
+)
+def test_other_spellings_of_one_function_are_written(fields):
+    config = gemma3(**{"windows": (0, 0), "local_rope_theta": None, **fields})
+    family = FORMATS["hf-gemma3"]
+    assert meaning(family.from_hub(family.to_hub(config))) == meaning(config)
+
+
 def test_a_field_that_a_family_does_not_write_is_refused():
     """So a field that is added to the config cannot be lost in silence."""
     family = FORMATS["hf-llama"]
