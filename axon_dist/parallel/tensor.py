@@ -494,12 +494,11 @@ def cut_outputs(module: nnx.Module, num_fused: int, dim: int) -> list[nnx.Module
         )
 
     layers = [nnx.merge(graphdef, block(index), rest, copy=True) for index in range(num_fused)]
-    if len(outputs) > 1:
-        # `nnx.LinearGeneral` reshapes its bias to these.
-        at = len(outputs) + dim
-        cut = (*outputs[:at], outputs[at] // num_fused, *outputs[at + 1 :])
-        for layer in layers:
-            layer.out_features = cut
+    at = len(outputs) + dim
+    for layer in layers:
+        if isinstance(layer, nnx.LinearGeneral):
+            # The layer reshapes its bias to these.
+            layer.out_features = (*outputs[:at], outputs[at] // num_fused, *outputs[at + 1 :])
     return layers
 
 
