@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -258,11 +258,7 @@ class _Numbering:
         if equation.effects:
             return ("effect", id(equation))
         inner = list(inner_programs(equation))
-        consts = [
-            self.of_const(value)
-            for x in equation.params.values()
-            for value in (x.consts if isinstance(x, ClosedJaxpr) else ())
-        ]
+        consts = [self.of_const(value) for value in _constants_in(equation.params)]
         plain = {
             name: value
             for name, value in equation.params.items()
@@ -379,3 +375,13 @@ class _Values:
 
 def _is_key(value: Any) -> bool:
     return jnp.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.extended)
+
+
+def _constants_in(params: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields the constants of the programs among the parameters of an equation, at any depth."""
+    for value in params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, ClosedJaxpr):
+                yield from one.consts
+                for equation in one.jaxpr.eqns:
+                    yield from _constants_in(equation.params)

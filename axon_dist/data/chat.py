@@ -286,7 +286,9 @@ class Rendered:
     @property
     def identity(self) -> str:
         """A string that differs between templates that write different texts."""
-        parts = (_RENDERING, self.source, self.tool_source or "", sorted(self.tokens.items()))
+        has_tags = any(map(_GENERATION.search, (self.source, self.tool_source or "")))
+        rendering = f"{_RENDERING}, without tags that overlap" if has_tags else _RENDERING
+        parts = (rendering, self.source, self.tool_source or "", sorted(self.tokens.items()))
         return " ".join(map(str, parts))
 
     @functools.cached_property
@@ -337,7 +339,10 @@ class Rendered:
         answers = self._answers(asked, written)
         if has_tags:
             unlearned = [answer for n, answer in answers.items() if not chat.learned[n]]
-            spans = [x for x in written.spans if not any(a <= x[0] < b for a, b in unlearned)]
+            # A tag may begin before the answer, with its header.
+            spans = [
+                x for x in written.spans if not any(x[0] < b and a < x[1] for a, b in unlearned)
+            ]
         else:
             spans = [answer for n, answer in answers.items() if chat.learned[n]]
         return _cut(written.text, spans)

@@ -18,7 +18,7 @@ import numpy as np
 from ..core.compat import splash_flops
 from ..mesh.chips import Hardware
 from .computations import trip_count, usually_called, visits
-from .parse import Computation, Instruction, Module, ProgramLike, as_module
+from .parse import Computation, Instruction, Module, ProgramLike, Shape, as_module
 
 DOTS = ("dot", "ragged-dot", "scaled-dot")
 """The opcodes of matrix products."""
@@ -48,7 +48,7 @@ def matmul_flops(computation: Computation, instruction: Instruction) -> int:
         contracted = _dims(instruction.attribute("lhs_contracting_dims"))
         return _gemm(computation, instruction, contracted)
     if instruction.opcode == "convolution":
-        return _convolution(computation, instruction)
+        return _convolution(instruction, _forward_shapes(computation, instruction, ""))
     if instruction.opcode == "custom-call":
         return _custom_call(computation, instruction) or 0
     return 0
@@ -75,7 +75,7 @@ def _custom_call(computation: Computation, instruction: Instruction) -> int | No
     if "fmha" in target:
         return _attention(computation, instruction, backward="Backward" in target)
     if "$conv" in target:
-        return _convolution(computation, instruction)
+        return _convolution(instruction, _forward_shapes(computation, instruction, target))
     shapes = computation.operand_shapes(instruction), instruction.shapes
     if count := splash_flops(instruction.name, *([s.dims for s in x] for x in shapes)):
         return count
@@ -94,11 +94,27 @@ def _attention(computation: Computation, instruction: Instruction, backward: boo
     return (5 if backward else 2) * 2 * math.prod(_dims(match.group(1))) * head_dim
 
 
-def _convolution(computation: Computation, instruction: Instruction) -> int:
+def _forward_shapes(
+    computation: Computation, instruction: Instruction, target: str
+) -> tuple[Shape, Shape, Shape]:
+    """Returns input, kernel and output of the forward convolution that a cuDNN call belongs to.
+
+    The window and the labels of a backward call are those of its forward convolution, and it does
+    the same work.
+    """
+    one, two, *_ = computation.operand_shapes(instruction)
+    result = instruction.shapes[0]
+    if "BackwardInput" in target:
+        return result, two, one
+    if "BackwardFilter" in target:
+        return one, result, two
+    return one, two, result
+
+
+def _convolution(instruction: Instruction, shapes: tuple[Shape, Shape, Shape]) -> int:
     # On TPU every matrix product is a convolution. Batch dims become spatial dims with base
     # dilation: most positions of the window fall on holes, and cost nothing.
-    lhs, kernel, *_ = computation.operand_shapes(instruction)
-    output = instruction.shapes[0]
+    lhs, kernel, output = shapes
     labels = re.split(r"_|->", instruction.attribute("dim_labels") or "")
     lhs_dims, kernel_dims, output_dims = (
         dict(zip(text, shape.dims, strict=True))

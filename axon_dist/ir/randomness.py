@@ -130,11 +130,11 @@ def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleR
 
     Args:
         jaxpr: an open jaxpr; its inner programs are checked too.
-        made: for each input, whether it is a key that the program creates.
+        made: for each input, whether it is a key that the program creates or closes over.
         rows: the shapes that count samples.
 
     Returns:
-        For every output, whether it is a key that the program creates.
+        For every output, whether it is such a key.
     """
 
     def run(equation: JaxprEqn, operands: Sequence[bool]) -> list[bool]:
@@ -143,8 +143,8 @@ def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleR
             shape = shape_of(equation.outvars[0])
             raise UnsupportedError(
                 f"the model draws a random array of shape {shape}, a row for every sample, from a "
-                "key that it creates itself, such as jax.random.key(0) within the model or the "
-                "loss; every rank would draw the same. Keep the key in the model, as "
+                "key that it creates itself or closes over, such as jax.random.key(0) within the "
+                "model or the loss; every rank would draw the same. Keep the key in the model, as "
                 "nnx.Rngs(0) does"
             )
         flags = [name in MAKERS or any(operands)] * len(equation.outvars)
@@ -154,7 +154,8 @@ def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleR
         # Numbers drawn from such a key are not keys.
         return [flag and is_key(v.aval) for v, flag in zip(equation.outvars, flags, strict=True)]
 
-    consts = [False] * len(jaxpr.constvars)
+    # A key that the program closes over is the same on every rank too.
+    consts = [is_key(v.aval) for v in jaxpr.constvars]
     return interpret(jaxpr, consts, made, run, literal=lambda _: False)
 
 

@@ -426,7 +426,9 @@ def flops_of(
         places = [at for n in of_kernel for at in known.dims(n, known.operands)]
         summed = math.prod(shapes[1][dim] for operand, dim in places if operand == 1)
         shared = ways(union(splits[operand][dim] for operand, dim in places) - union(result))
-        return 2.0 * local(out, result) * summed / shared
+        # The gradient of a strided convolution has holes in its operand, which cost nothing.
+        holes = math.prod(equation.params.get("lhs_dilation") or (1,))
+        return 2.0 * local(out, result) * summed / shared / holes
     if name == "ragged_dot_general":
         numbers = equation.params["ragged_dot_dimension_numbers"]
         summed = numbers.dot_dimension_numbers[0][0]

@@ -108,7 +108,8 @@ class Value:
         slot: for CARRY, its position among the loop's carries.
         known: the number that a scalar, or every element of an array, equals in the programs of a
             part and of the whole, if it is a constant there.
-        made: whether it is a random key created inside the loss, hence equal on all ranks.
+        made: whether it is a random key that the loss creates or closes over, hence equal on all
+            ranks.
         why: for MIXED and COUPLED, the reason.
         line: the user's line that is the reason.
         value_id: its value number, equal for equal computations.

@@ -167,11 +167,13 @@ class Walk:
 
     def _constant(self, first: Constant, second: Constant) -> Value:
         """Returns the value of a constant, which may depend on the number of samples."""
+        if is_key(first) or is_key(second):
+            # A key that the loss closes over is, as one that it makes, the same on all ranks.
+            value = dataclasses.replace(CONSTANT, made=True)
+            is_equal = first is second or are_equal_keys(first, second)
+            return self._named(value if is_equal else coupled(Why.DIFFERS, ""), object())
         if first is second and np.ndim(first):
             return self._named(CONSTANT, ("constant", id(first)))
-        if is_key(first) or is_key(second):
-            is_equal = are_equal_keys(first, second)
-            return self._named(CONSTANT if is_equal else coupled(Why.DIFFERS, ""), object())
         a = np.asarray(first)
         b = np.asarray(second)
         key = ("constants", a.dtype.str, a.tobytes(), b.tobytes())

@@ -352,9 +352,9 @@ def _gamma(op: Operation, values: list[Value]) -> Value:
 PAIRS = "draws random numbers for pairs of samples"
 
 MADE = (
-    "is drawn with a row for every sample from a key that the loss creates itself, such as "
-    "jax.random.key(0) within the model or the loss, so that every rank would draw the same; keep "
-    "the key in the model, as nnx.Rngs(0) does"
+    "is drawn with a row for every sample from a key that the loss creates itself or closes over, "
+    "such as jax.random.key(0) within the model or the loss, so that every rank would draw the "
+    "same; keep the key in the model, as nnx.Rngs(0) does"
 )
 
 

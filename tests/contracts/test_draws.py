@@ -166,12 +166,23 @@ def noisy_loss(model, batch):
     return jnp.mean((model(x) - batch["y"]) ** 2)
 
 
-def test_keys_made_on_the_way_are_refused():
+def noisy_by(key):
+    def loss_fn(model, batch):
+        x = batch["x"] + 0.1 * jax.random.normal(key, batch["x"].shape)
+        return jnp.mean((model(x) - batch["y"]) ** 2)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [noisy_loss, noisy_by(jax.random.key(3))], ids=["made", "closed over"]
+)
+def test_keys_made_on_the_way_are_refused(loss_fn):
     with pytest.raises(
         UnsupportedError, match=r"a key that the loss creates itself.*2 microbatches"
     ):
         build_train_step(
-            nnx.Linear(16, 4, rngs=nnx.Rngs(0)), optax.sgd(0.1), noisy_loss, ddp(),
+            nnx.Linear(16, 4, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn, ddp(),
             World.emulate(2, "dp=2"), accumulate=2, batch=BATCHES[0],
         )  # fmt: skip
 

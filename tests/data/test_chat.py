@@ -111,6 +111,31 @@ def test_a_message_of_weight_zero_is_seen_and_not_learned(name, field):
     assert learned_of(pieces) == learned_of(plain)[1:]
 
 
+@pytest.mark.parametrize(
+    "turn",
+    [
+        "{% generation %}{{ '<|im_start|>assistant\\n' + m.content + '<|im_end|>\\n' }}"
+        "{% endgeneration %}",
+        "<|im_start|>assistant\n{% generation %}"
+        "{{ '<think></think>' + m.content + '<|im_end|>\\n' }}{% endgeneration %}",
+    ],
+    ids=["header", "thinking"],
+)
+def test_a_message_of_weight_zero_is_not_learned_if_its_tag_begins_before_the_answer(turn):
+    asked = "{% if add_generation_prompt %}<|im_start|>assistant\n<think></think>{% endif %}"
+    if turn.startswith("{% generation"):
+        asked = asked.replace("<think></think>", "")
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}"
+        "{{ '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}"
+        "{% else %}" + turn + "{% endif %}{% endfor %}" + asked
+    )
+    messages = [ASK, {**ANSWER, "weight": 0}, *MORE]
+    learned = learned_of(Rendered("t", source, {}).pieces(parsed({"messages": messages})))
+    assert len(learned) == 1
+    assert MORE[1]["content"].strip() in learned[0]
+
+
 def test_templates_of_a_list_are_chosen_by_whether_there_are_tools(tmp_path):
     texts = {"default": "d{{ messages[0].content }}", "tool_use": "t{{ tools }}"}
     named = [{"name": name, "template": text} for name, text in texts.items()]

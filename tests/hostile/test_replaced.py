@@ -567,3 +567,13 @@ def test_a_plan_is_suggested_for_attention_of_another_form():
     tokens = TOKENS[:, :-1]
     plan = suggest_plan(Masked, tokens)
     compare(Masked, tensor_parallel(plan), "tp=2")
+
+
+def test_functions_that_differ_in_a_constant_of_an_inner_program_are_not_the_same():
+    def scaled(factor):
+        return jax.jit(lambda x: jax.jit(lambda x: x * factor)(x))
+
+    shape = [jax.ShapeDtypeStruct((2,), jnp.float32)]
+    one, two = jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])
+    assert compare_functions(scaled(one), scaled(one), shape).is_equal
+    assert not compare_functions(scaled(one), scaled(two), shape).is_equal

@@ -202,3 +202,25 @@ def test_a_gather_of_what_is_converted_reads_what_it_takes(root, read):
     module = as_module(GATHERED.replace("gather(", f"{root}("))
     # Two bytes of each element read, the indices, and a float32 for each row written.
     assert CostModel(module).computation(module.entry).traffic == 2 * read + 4 * 8 + 4 * 8
+
+
+INPUT, KERNEL, OUTPUT = "bf16[4,32,32,64]", "bf16[32,3,3,64]", "bf16[4,32,32,32]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "two", "result"),
+    [
+        ("Forward", INPUT, KERNEL, OUTPUT),
+        ("BackwardInput", OUTPUT, KERNEL, INPUT),
+        ("BackwardFilter", INPUT, OUTPUT, KERNEL),
+    ],
+)
+def test_backward_convolutions_of_cudnn_do_the_work_of_their_forward_one(kind, one, two, result):
+    text = entry(
+        f"%c = ({result}, u8[0]) custom-call(%x, %w), window={{size=3x3 pad=1_1x1_1}}, "
+        f'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{kind}"',
+        ("x", one),
+        ("w", two),
+    )
+    # Along each axis of 32 positions 3 x 32 - 2 products are inside.
+    assert flops(text).high == 2 * 4 * 32 * 64 * 94**2

@@ -249,6 +249,21 @@ def test_convolutions_count_their_products():
     assert read(run, images, kernel).flops == 2 * 4 * 8 * 8 * 16 * 27
 
 
+def test_the_gradient_of_a_strided_convolution_does_the_work_of_the_convolution():
+    images, kernel, cotangent = (
+        jnp.ones((4, 8, 8, 3)),
+        jnp.ones((3, 3, 3, 16)),
+        jnp.ones((4, 4, 4, 16)),
+    )
+    run = lambda x, k: jax.lax.conv_general_dilated(
+        x, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    back = lambda x, k, g: jax.vjp(lambda x: run(x, k), x)[1](g)[0]
+    work = 2 * 4 * 4 * 4 * 16 * 27
+    assert read(run, images, kernel).flops == work
+    assert read(back, images, kernel, cotangent).flops == work
+
+
 @pytest.mark.full
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_a_reshape_to_itself_changes_nothing(shape, data):
