@@ -277,13 +277,12 @@ class CheckpointManager:
         """
         names = on_main(lambda: [path.name for path in self._newest_first()])
         paths = [self.folder / name for name in names]
-        restored = self._first_good(paths, target)
-        if restored is None and paths:
-            raise CheckpointError(
-                f"all {len(paths)} checkpoints in {str(self.folder)!r} are damaged; remove the "
-                "folder to start from scratch"
-            )
-        return restored
+        return self._first_good(
+            paths,
+            target,
+            f"all {len(paths)} checkpoints in {str(self.folder)!r} are damaged; remove the folder "
+            "to start from scratch",
+        )
 
     @in_own_context
     def restore_own(self, target: PyTree, start: Place | None = None) -> Restored | None:
@@ -308,13 +307,12 @@ class CheckpointManager:
         paths: list[Place] = [self.folder / name for name in names]
         if start is not None and has_start:
             paths.append(start)
-        restored = self._first_good(paths, target)
-        if restored is None and paths:
-            raise CheckpointError(
-                f"{', '.join(map(str, paths))}: damaged, which are all checkpoints that this run "
-                "may go back to; resume from an older one by its path"
-            )
-        return restored
+        return self._first_good(
+            paths,
+            target,
+            f"{', '.join(map(str, paths))}: damaged, and this run may go back to no other "
+            "checkpoint; resume from an older one by its path",
+        )
 
     def own_steps(self) -> list[int]:
         """The steps of the finished checkpoints that this manager saved, oldest first."""
@@ -331,8 +329,13 @@ class CheckpointManager:
         }
         return [path.name for path in self._newest_first() if step_of(path.name) in steps]
 
-    def _first_good(self, paths: Sequence[Place], target: PyTree) -> Restored | None:
-        """Restores the first checkpoint that is not damaged; None if there is none."""
+    def _first_good(
+        self, paths: Sequence[Place], target: PyTree, all_damaged: str
+    ) -> Restored | None:
+        """Restores the first checkpoint that is not damaged; None without checkpoints.
+
+        Raises `CheckpointError` with the text `all_damaged` if there are only damaged ones.
+        """
         for path in paths:
             try:
                 state = load_checkpoint(path, target)
@@ -340,6 +343,8 @@ class CheckpointManager:
                 self.tell(f"{error}: going back to the previous one")
                 continue
             return Restored(path, state, read_manifest(path))
+        if paths:
+            raise CheckpointError(all_damaged)
         return None
 
     def _prepare(self) -> int:

@@ -522,7 +522,7 @@ def _balance_ratio(per_token: int, num_layers: int) -> float:
 
     Published models average over the tokens of all layers, and sum over the experts of a token: the
     term is `per_token` for balanced routing. A `Transformer` sums over layers, with 1 for each. So
-    the weighted terms are equal for balanced routing, or if all layers route alike.
+    the weighted terms are equal for balanced routing, or if all layers have the same routing.
     """
     return per_token / num_layers
 

@@ -69,7 +69,7 @@ def by_label(
     otherwise: optax.GradientTransformation,
     label: Callable[[str], str | None],
 ) -> optax.GradientTransformation:
-    """Uses one optimizer per group of parameters, as `by_path` does, which a function tells apart.
+    """Uses one optimizer per group of parameters; a function gives the group of each parameter.
 
     Args:
         groups: optimizers by label; labels are part of the paths in the optimizer's state.

@@ -80,10 +80,10 @@ class Trainer:
         save: `save(state, number, score)` is called between two steps. It gets the state, the
             number of steps taken, and the state's score by the `best_metric` of the options
             (smaller is better), or None if the state was not validated or the score is not finite.
-            It must no longer use the
-            arrays when it returns. It also gets the last state, unless the run ends with an error
-            in a step. After a nonfinite step, it is called with the state before it, if that state
-            still exists. The state includes all batches that `batches` has returned by then.
+            It must no longer use the arrays when it returns. It also gets the last state, unless
+            the run ends with an error in a step. After a nonfinite step, it is called with the
+            state before it, if that state still exists. The state includes all batches that
+            `batches` has returned by then.
         copy: `copy(state, number)` copies a state to where it can be restored faster than from
             `save`; it must no longer use the arrays when it returns.
         give_back: called before the last save of a run that stops at a nonfinite step, with the
