@@ -413,7 +413,7 @@ SOURCES: MappingProxyType[str, type] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtureData(SequenceOptions):
-    """A mixture of sources, sampled in proportion to their weights.
+    """A mixture of sources, sampled in proportion to their weights, within 1%.
 
     Args:
         sources: the sources, each with its `kind` and its own options.
