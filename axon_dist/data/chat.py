@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import re
@@ -391,7 +392,18 @@ class Rendered:
 
     def _names(self, field: str) -> bool:
         """Whether the template mentions a field; if so, it decides itself whether to write it."""
-        return re.search(rf"\b{re.escape(field)}\b", self.source) is not None
+        return field in self._words
+
+    @functools.cached_property
+    def _words(self) -> frozenset[str]:
+        """Names and strings in the expressions of the template, not those in its prose."""
+        environment = importlib.import_module("jinja2").Environment()
+        words = {
+            word.strip("\"'")
+            for _, kind, word in environment.lex(self.source)
+            if kind in ("name", "string")
+        }
+        return frozenset(words)
 
     def _check_messages(self, chat: Conversation, text: str) -> None:
         """Raises if the template leaves out a message, for example all after the fourth."""
@@ -472,7 +484,7 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Pieces:
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The template tag around learned text."""
 
-_RENDERING = "rendered as by transformers 4.57, whole"
+_RENDERING = "rendered as by transformers 4.57, whole, by names"
 """Part of a template's identity. Change it with the template environment: cached tokens are then
 made again."""
 

@@ -36,6 +36,7 @@ class Tokenizer:
         chat: maps `Pieces` to ids and a bool array that is True for learned ids; the end token is
             learned if the last piece is.
         end: the id that ends a document; None if there is none.
+        added: ids that `encode`, `answer` and `chat` append to every document or chat.
         digest: differs between tokenizers that make different tokens.
 
     Example:
@@ -52,6 +53,7 @@ class Tokenizer:
     answer: Callable[[str, str], tuple[np.ndarray, int]]
     chat: Callable[[Pieces], tuple[np.ndarray, np.ndarray]]
     end: int | None = None
+    added: tuple[int, ...] = ()
     digest: str = "bytes"
 
 
@@ -75,6 +77,7 @@ def byte_tokenizer() -> Tokenizer:
         answer=lambda prompt, text: (encode((prompt + text).encode()), len(prompt.encode())),
         chat=_bytes_of_chat,
         end=0,
+        added=(0,),
     )
 
 
@@ -144,6 +147,7 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         answer=answer,
         chat=functools.partial(_tokens_of_chat, path, exact, added, vocab_size),
         end=suffix[0] if suffix else None,
+        added=added,
         digest=digest_of(text.encode(), repr(end_token).encode(), _OFFSETS),
     )
 
@@ -210,6 +214,7 @@ def _load_sentencepiece(path: str, end_token: str | None) -> Tokenizer:
         answer=answer,
         chat=chat,
         end=added[0] if added else None,
+        added=added,
         digest=digest_of(content, repr(end_token).encode(), b"sentencepiece"),
     )
 

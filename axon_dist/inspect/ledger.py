@@ -100,7 +100,8 @@ def ring_bytes(kind: str, bytes_in: int, bytes_out: int, group_size: int) -> int
 
     With n devices an all-gather sends (n-1)/n of its result, a reduce-scatter and an all-to-all
     (n-1)/n of their operand, and an all-reduce, being a reduce-scatter and an all-gather, twice
-    that (Patarasuk and Yuan, 2009). No algorithm sends less.
+    that (Patarasuk and Yuan, 2009). No algorithm sends less. A ragged all-to-all counts as one that
+    sends all rows of its operand, evenly: how many it really sends depends on the data.
 
     Args:
         kind: the kind of collective, as in `Collective`.

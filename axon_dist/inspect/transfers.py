@@ -306,8 +306,11 @@ class ScheduledCollective:
 
     @property
     def operands(self) -> tuple[Shape, ...]:
-        """The shapes of its operands."""
-        return self.owner.operand_shapes(self.instruction)
+        """The shapes of the operands that it sends from."""
+        shapes = self.owner.operand_shapes(self.instruction)
+        # The other operands of a ragged all-to-all are the buffer that it fills, and the offsets
+        # and sizes of its rows.
+        return shapes[:1] if self.kind == "ragged-all-to-all" else shapes
 
     @property
     def results(self) -> tuple[Shape, ...]:

@@ -247,6 +247,9 @@ TEMPLATES_OF_RECORDS = {
     "reasons": "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content is defined %}"
     "<think>{{ m.reasoning_content }}</think>{% endif %}"
     "{% generation %}{{ m.content }}{% endgeneration %}</>{% endfor %}",
+    "prose": "{# no reasoning_content, no thinking: #}tools and documents, thinking:\n"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{{ 'no thinking' }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
     "last turns": "{% for m in messages[-4:] %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}",
 }

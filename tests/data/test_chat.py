@@ -153,6 +153,8 @@ REFUSED = {
     "tools": ("bars", {"messages": [ASK, ANSWER], "tools": [TOOL]}, "tools, which the template"),
     "reasoning by name": ("plain", CHATS["thinking"], "reasoning_content in message 2"),
     "reasoning": ("bars", CHATS["thinking"], "reasoning_content, which the template"),
+    "reasoning in prose": ("prose", CHATS["thinking"], "reasoning_content, which the template"),
+    "tools in prose": ("prose", {"messages": [ASK, ANSWER], "tools": [TOOL]}, "tools, which the"),
     "a role": ("bars", CHATS["developer"], "messages of the role 'developer', which the template"),
     "a role by name": ("chatml", CHATS["developer"], "the role 'developer', which the template"),
     "a result": ("bars", {"messages": [ASK, ANSWER, RESULT]}, "of the role 'tool'"),

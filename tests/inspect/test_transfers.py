@@ -160,6 +160,19 @@ ENTRY %main (x: f32[10], y: f32[10]) -> (f32[10], f32[10]) {
 }
 """
 
+RAGGED = """
+ENTRY %main (x: f32[80], y: f32[160], a: s32[8], b: s32[8], c: s32[8], d: s32[8]) -> f32[160] {
+  %x = f32[80]{0} parameter(0)
+  %y = f32[160]{0} parameter(1)
+  %a = s32[8]{0} parameter(2)
+  %b = s32[8]{0} parameter(3)
+  %c = s32[8]{0} parameter(4)
+  %d = s32[8]{0} parameter(5)
+  ROOT %sent = f32[160]{0} ragged-all-to-all(%x, %y, %a, %b, %c, %d), \
+replica_groups={{0,1,2,3,4,5,6,7}}
+}
+"""
+
 
 @pytest.mark.parametrize(
     ("text", "kind", "bytes_in", "bytes_out", "wire_bytes", "is_async", "exposure"),
@@ -174,6 +187,7 @@ ENTRY %main (x: f32[10], y: f32[10]) -> (f32[10], f32[10]) {
         (SEND, "collective-permute", 400, 400, 400, True, "light"),
         (REDUCED_SLICE, "reduce-scatter", 10240, 1280, 8960, False, "exposed"),
         (OPERANDS, "all-to-all", 80, 80, 40, False, "exposed"),
+        (RAGGED, "ragged-all-to-all", 320, 640, 280, False, "exposed"),
     ],
 )
 def test_each_form_is_one_row(text, kind, bytes_in, bytes_out, wire_bytes, is_async, exposure):

@@ -318,17 +318,20 @@ def _chats(
     for prompt in prompts:
         with reworded("the run's chat template got", "change the prompt", of=ValueError):
             text, ending = ask(template, [*first, {"role": "user", "content": prompt}])
-        encoded.append(_ids_of(tokenizer, text))
+        encoded.append(tokens_of_chat(tokenizer, text))
     # If an answer ends with a special token, such as <|im_end|>, generation stops at this token.
-    last = _ids_of(tokenizer, ending)[:1] if ending.strip() else np.array([], np.int64)
+    last = tokens_of_chat(tokenizer, ending)[:1] if ending.strip() else np.array([], np.int64)
     is_special = len(last) and tokenizer.decode(last).strip() == ending.strip()
-    return encoded, int(last[0]) if is_special else tokenizer.end
+    if is_special:
+        return encoded, int(last[0])
+    # In chats, the post-processor of a tokenizer adds nothing, so only `added` can end an answer.
+    return encoded, tokenizer.added[0] if tokenizer.added else None
 
 
-def _ids_of(tokenizer: Tokenizer, text: str) -> np.ndarray:
+def tokens_of_chat(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """Encodes a text of a chat without the end of the document."""
     ids, _ = tokenizer.chat([(text, False)])
-    return ids[:-1] if tokenizer.end is not None and ids[-1:] == [tokenizer.end] else ids
+    return ids[: len(ids) - len(tokenizer.added)]
 
 
 def _placed_model(checkpoint: Place, config: RunConfig, world: World) -> nnx.Module:

@@ -11,8 +11,9 @@ import tokenizers
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.data import TextLoader, TextSource, load_text
+from axon_dist.data.tokenizer import load_tokenizer
 from axon_dist.train.app import Completion, evaluate, generate_text, load_model, train
-from axon_dist.train.app.evaluate import of_text, world_of
+from axon_dist.train.app.evaluate import of_text, tokens_of_chat, world_of
 from axon_dist.train.app.steps import build_step
 from axon_dist.train.cli import runs
 from axon_dist.train.cli.main import main
@@ -236,6 +237,21 @@ def test_bits_per_byte_count_the_bytes_behind_tokens(tmp_path):
     text = load_text(TextSource(*files, tokenizer=str(tmp_path / "words.json")))
     found = of_text(2.0, TextLoader(text, length=1, global_batch=1))
     assert found["bits_per_byte"] == pytest.approx(2.0 / np.log(2) * 3 / 14)
+
+
+@pytest.mark.parametrize("end_token", [None, "[END]"])
+def test_a_question_is_encoded_without_the_end_of_the_document(tmp_path, end_token):
+    """Training appends `end_token` to a chat, and nothing of the tokenizer's post-processor."""
+    words = {"[UNK]": 0, "[SEP]": 1, "[END]": 2, "hi": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        "$A [SEP]", special_tokens=[("[SEP]", 1)]
+    )
+    tokenizer.save(str(tmp_path / "words.json"))
+    loaded = load_tokenizer(str(tmp_path / "words.json"), end_token)
+    for text, ids in {"hi hi": [3, 3], "hi [SEP]": [3, 1], "hi [END]": [3, 2]}.items():
+        assert tokens_of_chat(loaded, text).tolist() == ids
 
 
 @pytest.mark.full
