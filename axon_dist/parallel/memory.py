@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from ..core.checks import check_fields
+from ..core.errors import ConfigError
 from ..core.own_context import in_own_context
 from ..core.tree import bytes_per_device, num_bytes, num_params
 from ..core.typing import ArrayTree, PyTree
@@ -118,7 +119,18 @@ def estimate(
 
     Returns:
         The bytes.
+
+    Raises:
+        ConfigError: the strategy has a pipeline.
     """
+    if strategy.pipeline is not None:
+        raise ConfigError(
+            f"estimate got the strategy {strategy.name!r}, whose pipeline splits layers over "
+            f"{strategy.pipeline.axis!r}; shapes do not tell which stage holds which parameter: "
+            "build the step and read `inspect.memory(step.lower(batch).compile())`, or run "
+            "`axon plan CONFIG`",
+            code="estimate-of-a-pipeline",
+        )
     if strategy.precision is not None:
         stored = strategy.precision.param
         params = jax.eval_shape(lambda tree: cast_floating(tree, stored), params)

@@ -8,9 +8,10 @@ import pytest
 from flax import nnx
 
 from axon_dist import FSDPMemoryStats, MixedPrecision, build_train_step, fsdp
+from axon_dist.core.errors import ConfigError
 from axon_dist.mesh import MeshSpec
 from axon_dist.models import Transformer, TransformerConfig
-from axon_dist.parallel import STRATEGIES, estimate, format_bytes, measure, zero
+from axon_dist.parallel import STRATEGIES, estimate, format_bytes, measure, pipelined, zero
 from axon_dist.sharding import explain, explain_optimizer
 
 from . import tower
@@ -54,6 +55,12 @@ def test_the_table_of_the_zero_paper_on_5050_parameters(num_ranks, expected):
         for stage in range(4)
     ]
     assert tuple(found) == expected
+
+
+def test_a_pipeline_is_not_estimated_as_if_every_rank_held_the_model():
+    with pytest.raises(ConfigError, match="'pp'") as error:
+        estimate(pipelined(2, 4), LINEAR, MeshSpec(pp=2))
+    assert error.value.code == "estimate-of-a-pipeline"
 
 
 def test_a_small_leaf_that_lies_whole_counts_whole(world):
