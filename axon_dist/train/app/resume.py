@@ -64,7 +64,7 @@ _DIGEST, _NAME = 32, "-program"
 _CPU = ("model name", "flags", "Features", "CPU part")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class SavedStates:
     """The states that a run saves and resumes from: checkpoints, and copies in host memory.
 
@@ -74,7 +74,7 @@ class SavedStates:
         checkpoints: the checkpoints on the disk.
         copies: the copies in host memory; None without `checkpoint.memory_every`.
         directory: the run's folder; its files are copied to a bucket before each checkpoint.
-        start: the checkpoint that the run began from, if any, once `find_start` has found it.
+        start: the checkpoint that the run resumed from; `find_start` sets it. None for a new run.
     """
 
     run: Run
@@ -82,7 +82,7 @@ class SavedStates:
     checkpoints: CheckpointManager
     copies: HostCopies | None
     directory: RunDirectory
-    start: list[Place] = dataclasses.field(default_factory=list)
+    start: Place | None = None
 
     def save(self, state: TrainState, number: int, loss: float | None) -> None:
         """Saves a state, with the config and the position in the data.
@@ -123,7 +123,7 @@ class SavedStates:
         self.checkpoints.wait()
         if self.copies is not None:
             self.copies.forget()
-        restored = self.checkpoints.restore_own(self.form.target, *self.start)
+        restored = self.checkpoints.restore_own(self.form.target, self.start)
         return None if restored is None else self.form.from_canonical(restored.state)
 
     def is_saved(self, number: int) -> bool:
@@ -136,8 +136,9 @@ class SavedStates:
         def finds() -> bool:
             # Where it cannot be read, it is saved again.
             with contextlib.suppress(CheckpointError, StoreError):
-                own = self.checkpoints.own_steps()
-                return number in own or number in map(_step_in, self.start)
+                if number in self.checkpoints.own_steps():
+                    return True
+                return self.start is not None and number == _step_in(self.start)
             return False
 
         return on_main(finds)
@@ -177,7 +178,7 @@ class SavedStates:
             tell(f"resuming after step {copy.step} from the copies in memory")
             # The copy is lost when a step is undone, unlike the checkpoint that it followed.
             newest = on_main(checkpoints.newest_step)
-            self.start.extend([checkpoints.folder / step_name(newest)] if newest >= 0 else [])
+            self.start = checkpoints.folder / step_name(newest) if newest >= 0 else None
             return form.from_canonical(copy.state)
         if resume == AUTO:
             restored = checkpoints.restore_newest(form.target)
@@ -193,7 +194,7 @@ class SavedStates:
                 code="no-data-position",
             )
         self.run.loader.restore(restored.manifest.meta["data"])
-        self.start.append(restored.path)
+        self.start = restored.path
         state = form.from_canonical(restored.state)
         tell(f"resuming after step {int(state.step)} from {str(restored.path)!r}")
         for line in changes_since(restored.manifest.meta.get("config"), self.run.config, state):
