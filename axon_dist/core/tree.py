@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -110,7 +110,7 @@ def partition(tree: PyTree, paths: Collection[Path]) -> tuple[PyTree, PyTree]:
     """Splits nested dicts in two by the paths of their leaves.
 
     Args:
-        tree: nested dicts.
+        tree: nested dicts; any other node in them, such as a tuple, counts as one leaf.
         paths: paths of leaves; some may be missing in the tree.
 
     Returns:
@@ -124,13 +124,17 @@ def partition(tree: PyTree, paths: Collection[Path]) -> tuple[PyTree, PyTree]:
         return tree, {}
     others: dict[str, PyTree] = {}
     named: dict[str, PyTree] = {}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_no_dict):
         node = named if path_str(keys) in paths else others
         *outer, last = (entry.key for entry in keys)
         for key in outer:
             node = node.setdefault(key, {})
         node[last] = leaf
     return others, named
+
+
+def _is_no_dict(node: object) -> bool:
+    return not isinstance(node, Mapping)
 
 
 def combine(tree: PyTree, other: PyTree) -> PyTree:

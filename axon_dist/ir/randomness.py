@@ -174,7 +174,7 @@ def with_rank(buffers: PyTree, rows: Mapping[Drawn, SampleRows], rank: Array) ->
     def replace(leaf: Any) -> Any:
         if not is_key(leaf):
             return leaf
-        impl = _row_impl(str(jax.random.key_impl(leaf)), tuple(sorted(rows.items(), key=str)))
+        impl = _row_impl(jax.random.key_impl(leaf), tuple(sorted(rows.items(), key=str)))
         data = jax.random.key_data(leaf)
         ranks = jnp.broadcast_to(rank.astype(data.dtype), (*data.shape[:-1], 1))
         return jax.random.wrap_key_data(jnp.concatenate([data, ranks], -1), impl=impl)
@@ -249,8 +249,13 @@ def _drawn(program: ClosedJaxpr) -> Iterator[tuple[Drawn, tuple[Shape, str]]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _row_impl(base: str, rows: tuple[tuple[Drawn, SampleRows], ...]) -> Any:
-    """Makes a PRNG like `base` whose keys carry a rank, and whose draws are that rank's rows."""
+def _row_impl(base: Any, rows: tuple[tuple[Drawn, SampleRows], ...]) -> Any:
+    """Makes a PRNG like `base` whose keys carry a rank, and whose draws are that rank's rows.
+
+    Args:
+        base: the name of a PRNG, or the implementation of one that has none.
+        rows: the draws whose rows are split, and how.
+    """
     table = dict(rows)
     seeded = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=base)))
     words = seeded.shape[-1]
@@ -303,9 +308,9 @@ def _row_impl(base: str, rows: tuple[tuple[Drawn, SampleRows], ...]) -> Any:
     )
 
 
-def _counts_elements(base: str) -> bool:
+def _counts_elements(base: Any) -> bool:
     """Whether each element of a draw depends only on its index, as in partitionable threefry."""
-    return base == "threefry2x32" and bool(getattr(jax.config, "jax_threefry_partitionable"))  # noqa: B009
+    return str(base) == "threefry2x32" and bool(getattr(jax.config, "jax_threefry_partitionable"))  # noqa: B009
 
 
 def _threefry_rows(data: Array, full: Shape, shape: Shape, dim: int, start: Array) -> Array:

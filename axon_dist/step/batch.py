@@ -394,7 +394,10 @@ def check_leaves(batch: Batch) -> None:
                 code="batch-leaf-not-array",
             )
         if isinstance(leaf, np.ndarray):
-            if leaf.dtype.kind in "OSUMmV":
+            # bfloat16, float8 and int4 of NumPy have kind "V", as structured arrays do.
+            kind = leaf.dtype.kind
+            is_narrow = kind == "V" and jnp.issubdtype(leaf.dtype, jnp.number)
+            if kind not in "biufc" and not is_narrow:
                 raise ConfigError(
                     f"{label} is a numpy array of {leaf.dtype}; give numbers or booleans, and text "
                     "as token ids",

@@ -382,11 +382,12 @@ class StateLayout:
         arrays = {path: leaf for tree in values(state) for path, leaf in leaves_with_paths(tree)}
         return {path: arrays[path] for path in targets}
 
-    def init(self, weights: Mapping[Path, Array]) -> TrainState:
+    def init(self, weights: Mapping[Path, Array], owns: bool = True) -> TrainState:
         """Makes the first state; every array is created with its final sharding.
 
         Args:
-            weights: arrays that replace the model's own first values, by path; they are donated.
+            weights: arrays that replace the model's own first values, by path.
+            owns: whether `weights` are donated; otherwise they are copied and stay usable.
 
         Returns:
             The state; a module that was given keeps its arrays.
@@ -406,7 +407,7 @@ class StateLayout:
             stored = put(stored_tree(stored, self._stored_shardings), self._stored_shardings)
             buffers = jax.device_put(buffers, self.replicated)
         else:
-            stored, buffers = self._drawn(weights)
+            stored, buffers = self._drawn(weights, owns)
         # A given module keeps its arrays: `put` does not copy one that is on its device already, so
         # the next program must not donate it.
         complete = self._in_slices(self._first, self.state_shardings, owns=not is_placed)
@@ -506,7 +507,7 @@ class StateLayout:
             spreads=is_cpu and world.num_processes == 1,
         )
 
-    def _drawn(self, weights: Mapping[Path, Array]) -> tuple[Any, PyTree]:
+    def _drawn(self, weights: Mapping[Path, Array], owns: bool) -> tuple[Any, PyTree]:
         targets = self.weight_targets
         for path, array in weights.items():
             if path not in targets:
@@ -514,10 +515,11 @@ class StateLayout:
             got, wanted = (f"{x.dtype}{list(x.shape)}" for x in (array, targets[path]))
             if got != wanted:
                 raise ConfigError(f"{path!r} is {wanted} in the model; got {got}; convert it first")
-        # Given arrays may be used in place; those of the module are copied, so it stays usable.
+        # Donated arrays may be used in place; those of the module are copied, so it stays usable.
+        may_alias = None if owns else False
         at = {path: target.sharding for path, target in targets.items()}
         arrays = {
-            path: jax.device_put(on_devices_of(x, at[path]), at[path])
+            path: jax.device_put(on_devices_of(x, at[path]), at[path], may_alias=may_alias)
             for path, x in weights.items()
         }
         if self.source.arrays is not None:

@@ -531,7 +531,8 @@ class TrainStep:
 
         Args:
             params: parameters in the form of a state of this step, such as
-                `load_checkpoint(path, step, parts="params")` returns.
+                `load_checkpoint(path, step, parts="params")` returns. They are copied, so the
+                state that they belong to stays usable.
 
         Returns:
             The state. The moving average, and the outer parameters of replicas that train
@@ -562,7 +563,7 @@ class TrainStep:
                     "load_checkpoint(path, step, parts='params') returns for this step"
                 )
         state = self.state_layout.with_params(state, params)
-        return self.state_layout.init(self.state_layout.weights(state))
+        return self.state_layout.init(self.state_layout.weights(state), owns=False)
 
     def _check(self, state: TrainState) -> None:
         """Raises unless a state fits this step; the step's own last state is not checked again."""
@@ -585,7 +586,8 @@ class TrainStep:
             ema: whether to take the moving average of the parameters instead.
 
         Returns:
-            The arrays; those of a pipeline are cut out of its rows.
+            The arrays; those of a pipeline are cut out of its rows. Others may be those of the
+            state itself: the next step from this state donates them, so use or copy them before.
         """
         self._check(state)
         return self.state_layout.weights(averaged(state) if ema else state)

@@ -11,7 +11,7 @@ import optax
 from jax.extend.core import ClosedJaxpr
 
 from ..core.compat import eval_jaxpr
-from ..core.errors import UnsupportedError
+from ..core.errors import ConfigError, UnsupportedError
 from ..core.tree import shapes_of
 from ..core.typing import Array, Metrics, PyTree
 from ..ir.walk import needed_for
@@ -62,6 +62,20 @@ def are_finite(grads: PyTree, measured: dict[str, Array]) -> Array:
     """
     norm = measured.get("grad_norm")
     return all_finite(grads) if norm is None else jnp.isfinite(norm)
+
+
+def _watched_metrics(opt_state: PyTree, metrics: Metrics) -> dict[str, Array]:
+    """Returns the metrics that watched optimizers keep in their state."""
+    found: dict[str, Array] = {}
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Watched)):
+        found |= node.metrics if isinstance(node, Watched) else {}
+    if taken := sorted(found.keys() & metrics.keys()):
+        raise ConfigError(
+            f"loss_fn returned metrics named {', '.join(taken)}, which the watched optimizer "
+            "reports; give them other names, or leave them out",
+            code="metric-of-the-optimizer",
+        )
+    return found
 
 
 def average(decay: float, ema: PyTree, params: PyTree) -> PyTree:
@@ -280,9 +294,7 @@ def one_step(
                 clipped, state.opt_state, state.params, value=metrics["loss"]
             )
             params = optax.apply_updates(state.params, updates)
-    # A watched optimizer keeps metrics in its state.
-    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Watched)):
-        measured |= node.metrics if isinstance(node, Watched) else {}
+    measured |= _watched_metrics(opt_state, metrics)
     new = dataclasses.replace(
         state,
         step=state.step + 1,

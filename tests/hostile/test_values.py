@@ -92,6 +92,7 @@ LEAVES = {
     "deleted": (deleted, "was deleted, or donated"),
     "shape": (SHAPES["x"], "contains a shape, float32.*instead of an array"),
     "time span": (np.zeros((16, 4), "m8[s]"), "numpy array of timedelta64"),
+    "structured": (np.zeros((16, 4), [("a", "f4")]), "give numbers or booleans"),
     "void": (np.zeros((16, 4), "V4"), "give numbers or booleans"),
     "bytes": (b"abc", "is a bytes"),
     "too large": (np.full((16, 4), 1e300), r"has the number 1e\+300, which needs more than the 32"),
@@ -110,6 +111,14 @@ def test_leaves_of_a_batch(step, name):
     leaf, words = LEAVES[name]
     leaf = deleted() if leaf is deleted else leaf
     refused(lambda: step.place({**BATCH, "x": leaf}), words)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float16", "int8"])
+def test_narrow_numbers_of_numpy_are_those_of_jax(step, dtype):
+    leaf = np.ones((16, 4)).astype(jnp.dtype(dtype))
+    placed = step.place({**BATCH, "x": leaf})
+    found = next(x for x in jax.tree.leaves(placed) if x.shape == leaf.shape and x.dtype == dtype)
+    np.testing.assert_array_equal(found, leaf)
 
 
 TREES = {

@@ -1,6 +1,7 @@
 """Random draws of one rank's rows are those that one device would make."""
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,7 +42,25 @@ DRAWS = {
 }
 
 
-CASES = [(name, "threefry2x32") for name in DRAWS] + [("rows", "rbg"), ("split", "rbg")]
+def own_prng():
+    """A PRNG that is not registered, so JAX knows it by its object and not by a name."""
+    key_of = lambda data: jax.random.wrap_key_data(data, impl="threefry2x32")
+    return jax.extend.random.define_prng_impl(
+        key_shape=(2,),
+        seed=lambda value: jax.random.key_data(jax.random.key(value, impl="threefry2x32")),
+        split=lambda data, shape: jax.random.key_data(jax.random.split(key_of(data), shape)),
+        random_bits=lambda data, width, shape: (
+            ~jax.random.bits(key_of(data), shape, jnp.dtype(f"uint{width}"))
+        ),
+        fold_in=lambda data, value: jax.random.key_data(jax.random.fold_in(key_of(data), value)),
+        name="mine",
+    )
+
+
+CASES = [
+    *[(name, "threefry2x32") for name in DRAWS],
+    *[(name, impl) for impl in ("rbg", "mine") for name in ("rows", "split")],
+]
 
 
 @pytest.mark.sample(
@@ -53,10 +72,12 @@ CASES = [(name, "threefry2x32") for name in DRAWS] + [("rows", "rbg"), ("split",
     "keys of samples-threefry2x32",
     "in a scan-threefry2x32",
     "rows-rbg",
+    "rows-mine",
 )
 @pytest.mark.parametrize(("name", "impl"), CASES)
 def test_rows_of_the_global_draw(name, impl):
-    draw, key = DRAWS[name], jax.random.key(3, impl=impl)
+    draw = DRAWS[name]
+    key = jax.random.key(3, impl=own_prng() if impl == "mine" else impl)
     found = rows_of(draw)
     mine = jax.jit(lambda rank: draw(with_rank({"key": key}, found, rank)["key"], LOCAL))
     dim = 1 if name == "inner dim" else 0

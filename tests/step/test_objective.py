@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from axon_dist import Weighted
+from axon_dist import Weighted, World, build_train_step, ddp
 from axon_dist.core.errors import ConfigError, UnsupportedError
+from axon_dist.optim import Spikes, watched
 from axon_dist.step.microbatches import accumulate
 from axon_dist.step.model_spec import split_model
 from axon_dist.step.objective import (
@@ -188,3 +190,13 @@ def test_no_weight_at_all_gives_zero_gradients_not_nan():
 def test_values_and_metrics_that_a_loss_function_may_not_return(returned, message):
     with pytest.raises(ConfigError, match=message):
         evaluate(PARTS, lambda model, batch: returned, PARAMS, BUFFERS, BATCH)
+
+
+def test_a_metric_may_not_have_the_name_of_one_that_the_optimizer_reports():
+    loss_fn = lambda model, batch: (jnp.mean(model(batch["x"]) ** 2), {"spike": jnp.float32(7)})
+    optimizer = watched(optax.sgd(0.1), spikes=Spikes())
+    make = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    step = build_train_step(make, optimizer, loss_fn, ddp(), World.emulate(1))
+    with pytest.raises(ConfigError, match="metrics named spike, which the watched") as error:
+        step(step.init(), {"x": np.ones((4, 4), np.float32)})
+    assert error.value.code == "metric-of-the-optimizer"

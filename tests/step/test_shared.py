@@ -91,6 +91,11 @@ def test_the_loss_is_still_seen_to_be_one_of_its_samples(make_world):
     assert separation(step, batch_of()).is_per_rank
 
 
+def test_samples_beside_a_shared_leaf_may_be_in_tuples():
+    rows = (ROWS["x"], [ROWS["y"], None])
+    assert split_shared({"rows": rows, "sharpness": Shared(2.0)})[0] == {"rows": rows}
+
+
 def test_shared_leaves_without_a_name_are_refused():
     with pytest.raises(ConfigError, match=r"the batch is a list that has Shared\(...\) at '1'"):
         split_shared([ROWS["x"], Shared(WEIGHTS)])

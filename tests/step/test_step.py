@@ -558,3 +558,15 @@ def test_old_names_of_a_step_warn_and_do_the_same(world):
         assert step.parts is step.model_spec
     with pytest.raises(AttributeError, match="a TrainStep has no attribute 'lowers'"):
         getattr(step, "low" + "ers")
+
+
+def test_a_run_that_starts_from_the_parameters_of_another_leaves_them_usable():
+    loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) - 1.0) ** 2)
+    make = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    step = build_train_step(make, optax.sgd(0.1), loss_fn, ddp(), World.emulate(4))
+    first = step.init()
+    second = step.init_from(first.params)
+    for _ in range(2):
+        second, _ = step(second, {"x": np.ones((4, 4), np.float32)})
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(first.params))
+    assert float(step.evaluate(first, {"x": np.ones((4, 4), np.float32)})["loss"]) > 0
