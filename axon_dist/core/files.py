@@ -421,7 +421,11 @@ class Address:
 
     def version(self) -> bytes:
         """The current version of the object; also defined if it does not exist."""
-        return self._done(self._store.read(self.key, byte_range=slice(0, 0))).stamp.generation
+        return self._stat().stamp.generation
+
+    def _stat(self) -> Any:
+        """The answer to a read of no bytes: whether the object exists, and its version."""
+        return self._done(self._store.read(self.key, byte_range=slice(0, 0)))
 
     def write(self, contents: bytes, version: bytes | None = None) -> bytes | None:
         """Writes an object atomically.
@@ -459,7 +463,9 @@ class Address:
             StoreError: if the object does not exist or cannot be read, or the disk cannot be
                 written.
         """
-        version = self.version()
+        now = self._stat()
+        self._check_exists(now)
+        version = now.stamp.generation
         path = _cache_path(f"{self} {version!r}") / self.name
         if path.is_file():
             return path
@@ -481,17 +487,31 @@ class Address:
         stop = _BLOCK
         while stop is not None:
             try:
-                yield self._store.read(self.key, byte_range=slice(start, stop)).result()
-                start = stop
-                stop += _BLOCK
+                block = self._store.read(self.key, byte_range=slice(start, stop)).result()
             except ValueError as error:
                 # A request for bytes beyond the end fails instead of returning the rest.
                 if "OUT_OF_RANGE" not in str(error):
                     raise self.refused(error) from error
                 stop = None
+                continue
+            # An object that does not exist has no end: no range of it is out of range.
+            self._check_exists(block)
+            yield block
+            start = stop
+            stop += _BLOCK
         rest = self._store.read(self.key, byte_range=slice(start, None))
         if rest.exception() is None or "OUT_OF_RANGE" not in str(rest.exception()):
-            yield self._done(rest)
+            block = self._done(rest)
+            self._check_exists(block)
+            yield block
+
+    def _check_exists(self, read: Any) -> None:
+        """Raises if the answer to a read says that there is no such object."""
+        if read.state != "value":
+            raise StoreError(
+                f"{self} does not exist, or was removed while its folder was read; list the folder "
+                "again, or correct the address"
+            )
 
     @property
     def _store(self) -> Any:
