@@ -13,9 +13,8 @@ import math
 import re
 from collections.abc import Iterator
 
-import numpy as np
-
 from ..core.compat import splash_flops
+from ..core.convolution import products_along
 from ..mesh.chips import Hardware
 from .computations import trip_count, usually_called, visits
 from .parse import Computation, Instruction, Module, ProgramLike, Shape, as_module
@@ -122,7 +121,7 @@ def _convolution(instruction: Instruction, shapes: tuple[Shape, Shape, Shape]) -
     )
     window = _window(instruction.attribute("window") or "{}")
     positions = math.prod(
-        _valid_positions(lhs_dims[axis], kernel_dims[axis], output_dims[axis], window, index)
+        _positions(lhs_dims[axis], kernel_dims[axis], output_dims[axis], window, index)
         for index, axis in enumerate(sorted(filter(str.isdigit, labels[0])))
     )
     return 2 * output_dims["b"] * output_dims["f"] * kernel_dims["i"] * positions
@@ -133,18 +132,19 @@ def _window(text: str) -> dict[str, list[str]]:
     return {key: value.split("x") for key, value in fields}
 
 
-def _valid_positions(
-    lhs: int, kernel: int, output: int, window: dict[str, list[str]], index: int
-) -> int:
+def _positions(lhs: int, kernel: int, output: int, window: dict[str, list[str]], index: int) -> int:
     def field(key: str, default: str) -> str:
         return window[key][index] if key in window else default
 
-    low = int(field("pad", "0_0").split("_")[0])
-    stride = int(field("stride", "1"))
-    hole = int(field("lhs_dilate", "1"))
-    at = np.arange(output)[:, None] * stride - low
-    at = at + np.arange(kernel)[None, :] * int(field("rhs_dilate", "1"))
-    return int(np.sum((at >= 0) & (at <= (lhs - 1) * hole) & (at % hole == 0)))
+    return products_along(
+        lhs,
+        kernel,
+        output,
+        low=int(field("pad", "0_0").split("_")[0]),
+        stride=int(field("stride", "1")),
+        dilation=int(field("lhs_dilate", "1")),
+        kernel_dilation=int(field("rhs_dilate", "1")),
+    )
 
 
 def _dims(text: str | None) -> tuple[int, ...]:

@@ -91,6 +91,33 @@ def test_a_convolution_counts_only_positions_inside(padding):
     assert compiled_flops(body, image, kernel).high == 2 * 2 * 3 * 5 * positions
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding": "SAME"},
+        {"padding": "VALID", "window_strides": (2, 2)},
+        {"padding": ((3, -1), (0, 2)), "window_strides": (3, 1), "rhs_dilation": (1, 2)},
+        {"padding": ((2, 1), (1, 1)), "lhs_dilation": (2, 3), "rhs_dilation": (2, 1)},
+        {"padding": "SAME", "feature_group_count": 2, "window_strides": (1, 2)},
+    ],
+)
+@pytest.mark.parametrize("of", ["result", "image", "kernel"])
+def test_traced_and_compiled_convolutions_do_the_same_work(options, of):
+    options = {"window_strides": (1, 1), **options}
+    groups = options.get("feature_group_count", 1)
+    image, kernel = jnp.ones((2, 8, 9, 4)), jnp.ones((3, 2, 4 // groups, 6))
+
+    def run(image, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(image, kernel, dimension_numbers=numbers, **options)
+
+    total = lambda image, kernel: jnp.sum(2 * run(image, kernel))
+    function = {"image": jax.grad(total), "kernel": jax.grad(total, 1)}.get(of, run)
+    traced = jax.make_jaxpr(function)(image, kernel)
+    found = liveness_program(traced, [unsplit(4), unsplit(4)], {}, "cpu").flops
+    assert found == compiled_flops(function, image, kernel).high
+
+
 def entry(line, *parameters):
     names = [f"  %{name} = {shape} parameter({n})" for n, (name, shape) in enumerate(parameters)]
     return "HloModule step\n\nENTRY %main () -> f32[] {{\n{}\n  ROOT {}\n}}\n".format(

@@ -246,7 +246,15 @@ def test_convolutions_count_their_products():
     run = lambda x, k: jax.lax.conv_general_dilated(
         x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
-    assert read(run, images, kernel).flops == 2 * 4 * 8 * 8 * 16 * 27
+    # Along each axis of 8 positions 3 x 8 - 2 products are inside.
+    assert read(run, images, kernel).flops == 2 * 4 * 16 * 3 * 22**2
+
+
+def test_a_convolution_of_nothing_multiplies_nothing():
+    run = lambda x, k: jax.lax.conv_general_dilated(
+        x, k, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+    assert read(run, jnp.ones((4, 2, 3)), jnp.ones((3, 3, 5))).flops == 0
 
 
 def test_the_gradient_of_a_strided_convolution_does_the_work_of_the_convolution():
@@ -259,7 +267,8 @@ def test_the_gradient_of_a_strided_convolution_does_the_work_of_the_convolution(
         x, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     back = lambda x, k, g: jax.vjp(lambda x: run(x, k), x)[1](g)[0]
-    work = 2 * 4 * 4 * 4 * 16 * 27
+    # The last window along each axis lacks an element.
+    work = 2 * 4 * 16 * 3 * (3 * 4 - 1) ** 2
     assert read(run, images, kernel).flops == work
     assert read(back, images, kernel, cotangent).flops == work
 
