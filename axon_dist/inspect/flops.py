@@ -45,12 +45,28 @@ def matmul_flops(computation: Computation, instruction: Instruction) -> int:
     """
     if instruction.opcode in DOTS:
         contracted = _dims(instruction.attribute("lhs_contracting_dims"))
-        return _gemm(computation, instruction, contracted)
+        flops = _gemm(computation, instruction, contracted)
+        # Each group has a result, to which only its own rows add: an expert's weight gradient.
+        is_split = ragged_dim(instruction) in contracted
+        return flops // max(1, num_groups(computation, instruction)) if is_split else flops
     if instruction.opcode == "convolution":
         return _convolution(instruction, _forward_shapes(computation, instruction, ""))
     if instruction.opcode == "custom-call":
         return _custom_call(computation, instruction) or 0
     return 0
+
+
+def ragged_dim(instruction: Instruction) -> int | None:
+    """Returns the dim of the left operand that a grouped product cuts; None for other products."""
+    return next(iter(_dims(instruction.attribute("lhs_ragged_dims"))), None)
+
+
+def num_groups(computation: Computation, instruction: Instruction) -> int:
+    """Returns the number of groups of a grouped product; 1 for any other instruction."""
+    if ragged_dim(instruction) is None:
+        return 1
+    # The third operand holds the sizes of the groups; each batch may have its own.
+    return computation.operand_shapes(instruction)[2].dims[-1]
 
 
 def target_of(instruction: Instruction) -> str:

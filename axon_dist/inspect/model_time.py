@@ -22,7 +22,7 @@ from ..core.typing import JsonDict
 from ..mesh.chips import Hardware, machine_of
 from ..mesh.rates import AttentionShape, ProductShape, Rates, rates_of
 from .computations import trip_count, usually_called
-from .flops import DOTS, CostModel, matmul_flops, target_of
+from .flops import DOTS, CostModel, matmul_flops, num_groups, ragged_dim, target_of
 from .parse import Computation, Instruction, Module, ProgramLike, as_module, dtype_bits
 from .transfers import WireModel, collective_kind
 
@@ -235,6 +235,9 @@ def product_shape(computation: Computation, instruction: Instruction) -> Product
     if instruction.opcode in DOTS or is_call:
         batch_dims = _batch_dims(instruction)
         batch = math.prod(operands[0].dims[dim] for dim in batch_dims)
+        if ragged_dim(instruction) not in batch_dims:
+            # On average, each group of a grouped product has an equal share of the rows.
+            batch *= num_groups(computation, instruction)
         right = math.prod(operands[1].dims)
         summed = flops // (2 * max(1, result.size))
         columns = max(1, right // max(1, batch * summed))

@@ -435,8 +435,9 @@ def flops_of(
         summed = numbers.dot_dimension_numbers[0][0]
         (ragged,) = numbers.lhs_ragged_dimensions
         products = 2.0 * local(out, result) * math.prod(shapes[0][dim] for dim in summed)
-        dense = products * (1 if ragged in summed else shapes[2][0])
-        return dense / shapes[2][0] if platform == "tpu" else dense
+        num_groups = shapes[2][-1]  # Each batch may have its own sizes of groups.
+        dense = products * (1 if ragged in summed else num_groups)
+        return dense / max(1, num_groups) if platform == "tpu" else dense
     if name == "pallas_call":
         queries = max(range(len(shapes)), key=lambda at: math.prod(shapes[at]))
         results = [each.aval.shape for each in equation.outvars]
