@@ -96,6 +96,11 @@ LEAVES = {
     "bytes": (b"abc", "is a bytes"),
     "too large": (np.full((16, 4), 1e300), r"has the number 1e\+300, which needs more than the 32"),
     "too large unsigned": (np.full((16, 4), 2**63, np.uint64), "the number 9223372036854775808"),
+    "too large beside nan": (np.full((16, 4), [np.nan, 0, 1e300, 0]), r"the number 1e\+300"),
+    "too large beside inf": (np.full((16, 4), [np.inf, -np.inf, 1e300, 0]), r"number 1e\+300"),
+    "too small beside nan": (np.full((16, 4), [0, np.nan, -1e300, 0]), r"the number -1e\+300"),
+    "too large complex": (np.full((16, 4), 1 - 1e300j), r"-1e\+300, .* keeps of complex128"),
+    "too large and shared": (axon_dist.Shared(np.array([np.nan, 1e300])), r"number 1e\+300"),
     "half an array": (types.SimpleNamespace(shape=(16, 4), dtype=np.float32), "SimpleNamespace"),
     "lists": ([[1.0] * 4] * 16, "and 57 more.*a list is as many leaves"),
     "ragged lists": ([[1.0] * 4] * 15 + [[1.0]], "more.*a list is as many leaves"),
@@ -110,6 +115,10 @@ def test_leaves_of_a_batch(step, name):
     leaf, words = LEAVES[name]
     leaf = deleted() if leaf is deleted else leaf
     refused(lambda: step.place({**BATCH, "x": leaf}), words)
+
+
+def test_numbers_that_have_no_width_pass(step):
+    step.place({**BATCH, "x": np.full((16, 4), [np.nan, np.inf, -np.inf, 3e38])})
 
 
 TREES = {
