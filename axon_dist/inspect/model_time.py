@@ -181,10 +181,10 @@ class _Kernels:
         called = usually_called(self._module, instruction)
         if instruction.opcode == "conditional":
             return max(map(self.computation, called), key=lambda one: one.total)
-        trips = 1
+        trips: int | None = 1
         if instruction.opcode == "while":
-            trips = trip_count(self._module, computation, instruction) or 1
-        return self._sum(called, trips)
+            trips = trip_count(self._module, computation, instruction)
+        return self._sum(called, 1 if trips is None else trips)
 
     def _sum(self, called: Iterable[Computation], times: int = 1) -> _Counted:
         total = _Counted()

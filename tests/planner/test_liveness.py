@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from axon_dist.ops.attention import splash_kernel
 from axon_dist.planner.device import liveness_program
+from axon_dist.planner.kernel_work import kernel_work
 from axon_dist.planner.liveness import peak_of
 from axon_dist.planner.placement import NONE, placed, unsplit
 
@@ -248,6 +249,21 @@ def test_convolutions_count_their_products():
     )
     # Along each axis of 8 positions 3 x 8 - 2 products are inside.
     assert read(run, images, kernel).flops == 2 * 4 * 16 * 3 * 22**2
+
+
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_a_loop_multiplies_as_often_as_it_runs(times):
+    run = lambda x, w: jax.lax.fori_loop(0, times, lambda _, h: jnp.tanh(h @ w), x)
+    found = read(run, X, W)
+    assert found.flops == times * 2 * 64**3
+    assert sum(kernel_work(found).products.values()) == times
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_loop_that_never_runs_sends_nothing(times):
+    run = lambda x, w: jax.lax.fori_loop(0, times, lambda _, h: h + jnp.sum(x, 0) @ w, w[0])
+    found = read(run, X, W, splits=[(DP, NONE), unsplit(2)], axes={"dp": 2})
+    assert bool(sum(sent.num_bytes * count for sent, count in found.sends())) is bool(times)
 
 
 def test_a_convolution_of_nothing_multiplies_nothing():
