@@ -337,20 +337,49 @@ def json_section(text: str | bytes) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
+_GROUPS = Path("/sys/fs/cgroup")
+"""Where Linux shows control groups; those of version 1 with the memory controller at `memory`."""
+
+_OWN_GROUPS = Path("/proc/self/cgroup")
+
+
 def host_memory() -> int:
-    """The bytes of memory available to this process: of the machine, or its container's limit.
+    """The bytes of memory available to this process: of the machine, or the limit of its group.
+
+    Containers and jobs of Slurm run in control groups with limits.
 
     Example:
         >>> host_memory() > 2**28
         True
     """
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in _limits():
         try:
-            machine = min(machine, int(Path(file).read_text()))
-        except (OSError, ValueError):  # No container, or no limit: the file says "max".
+            least = min(least, int(file.read_text()))
+        except (OSError, ValueError):  # No such group, or no limit: the file says "max".
             continue
-    return machine
+    return least
+
+
+def _limits() -> Iterator[Path]:
+    """The files of the memory limits of this process's group and of all groups around it."""
+    try:
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        lines = []
+    # In a container the path may be that outside, and the root here is the container's own group.
+    for line in ("0::/", "1:memory:/", *lines):
+        _, controllers, own = line.split(":", 2)
+        if not controllers:
+            root, name = _GROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = _GROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # A group outside of the namespace is shown as /../name, and cannot be read here.
+        group = root if ".." in own.split("/") else root / own.strip("/")
+        yield group / name
+        yield from (one / name for one in group.parents if one.is_relative_to(root))
 
 
 _ADDRESS = re.compile(r"(gs|s3):/{1,2}([a-z0-9][a-z0-9._-]{1,61}[a-z0-9])(?:/(.*))?", re.DOTALL)
