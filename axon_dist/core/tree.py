@@ -333,10 +333,10 @@ def check_32_bits(what: str, leaf: object) -> None:
         return
     array = np.asarray(leaf)
     kind = array.dtype.kind
-    if kind not in _NARROW or array.real.dtype.itemsize < 8 or not array.size:
+    if kind not in _NARROW or np.real(array).dtype.itemsize < 8 or not array.size:
         return
     low, high = int(_NARROW[kind].min), int(_NARROW[kind].max)
-    for part in (array.real, array.imag) if kind == "c" else (array,):
+    for part in (np.real(array), np.imag(array)) if kind == "c" else (array,):
         for number in _extremes(part):
             if not low <= number <= high:
                 raise DTypeError(
