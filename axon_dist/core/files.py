@@ -337,20 +337,49 @@ def json_section(text: str | bytes) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
+_GROUPS = Path("/sys/fs/cgroup")
+"""Where Linux shows control groups; those of version 1 with the memory controller at `memory`."""
+
+_OWN_GROUPS = Path("/proc/self/cgroup")
+
+
 def host_memory() -> int:
-    """The bytes of memory available to this process: of the machine, or its container's limit.
+    """The bytes of memory available to this process: of the machine, or the limit of its group.
+
+    Containers and jobs of Slurm run in control groups with limits.
 
     Example:
         >>> host_memory() > 2**28
         True
     """
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in _limits():
         try:
-            machine = min(machine, int(Path(file).read_text()))
-        except (OSError, ValueError):  # No container, or no limit: the file says "max".
+            least = min(least, int(file.read_text()))
+        except (OSError, ValueError):  # No such group, or no limit: the file says "max".
             continue
-    return machine
+    return least
+
+
+def _limits() -> Iterator[Path]:
+    """The files of the memory limits of this process's group and of all groups around it."""
+    try:
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        lines = []
+    # In a container the path may be that outside, and the root here is the container's own group.
+    for line in ("0::/", "1:memory:/", *lines):
+        _, controllers, own = line.split(":", 2)
+        if not controllers:
+            root, name = _GROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = _GROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # A group outside of the namespace is shown as /../name, and cannot be read here.
+        group = root if ".." in own.split("/") else root / own.strip("/")
+        yield group / name
+        yield from (one / name for one in group.parents if one.is_relative_to(root))
 
 
 _ADDRESS = re.compile(r"(gs|s3):/{1,2}([a-z0-9][a-z0-9._-]{1,61}[a-z0-9])(?:/(.*))?", re.DOTALL)
@@ -421,7 +450,11 @@ class Address:
 
     def version(self) -> bytes:
         """The current version of the object; also defined if it does not exist."""
-        return self._done(self._store.read(self.key, byte_range=slice(0, 0))).stamp.generation
+        return self._stat().stamp.generation
+
+    def _stat(self) -> Any:
+        """The answer to a read of no bytes: whether the object exists, and its version."""
+        return self._done(self._store.read(self.key, byte_range=slice(0, 0)))
 
     def write(self, contents: bytes, version: bytes | None = None) -> bytes | None:
         """Writes an object atomically.
@@ -459,7 +492,9 @@ class Address:
             StoreError: if the object does not exist or cannot be read, or the disk cannot be
                 written.
         """
-        version = self.version()
+        now = self._stat()
+        self._check_exists(now)
+        version = now.stamp.generation
         path = _cache_path(f"{self} {version!r}") / self.name
         if path.is_file():
             return path
@@ -481,17 +516,31 @@ class Address:
         stop = _BLOCK
         while stop is not None:
             try:
-                yield self._store.read(self.key, byte_range=slice(start, stop)).result()
-                start = stop
-                stop += _BLOCK
+                block = self._store.read(self.key, byte_range=slice(start, stop)).result()
             except ValueError as error:
                 # A request for bytes beyond the end fails instead of returning the rest.
                 if "OUT_OF_RANGE" not in str(error):
                     raise self.refused(error) from error
                 stop = None
+                continue
+            # An object that does not exist has no end: no range of it is out of range.
+            self._check_exists(block)
+            yield block
+            start = stop
+            stop += _BLOCK
         rest = self._store.read(self.key, byte_range=slice(start, None))
         if rest.exception() is None or "OUT_OF_RANGE" not in str(rest.exception()):
-            yield self._done(rest)
+            block = self._done(rest)
+            self._check_exists(block)
+            yield block
+
+    def _check_exists(self, read: Any) -> None:
+        """Raises if the answer to a read says that there is no such object."""
+        if read.state != "value":
+            raise StoreError(
+                f"{self} does not exist, or was removed while its folder was read; list the folder "
+                "again, or correct the address"
+            )
 
     @property
     def _store(self) -> Any:

@@ -31,6 +31,9 @@ CLOSE_LOW = 5e-2
 
 _OURS = "axon_dist."
 _LOW = ("bfloat16", "float16")
+_WIDEST = 100
+"""The largest integer that is drawn."""
+
 _REPEATED = 2**16 + 1
 """The most random numbers that are drawn for an array; larger arrays repeat them."""
 
@@ -110,7 +113,9 @@ class Comparison:
 def compare(
     one: Callable[..., Any], other: Callable[..., Any], arguments: Sequence[Any]
 ) -> Comparison:
-    """Compares the results of two functions.
+    """Compares the results of two functions; their dtypes may differ.
+
+    A reference that sums in a wider dtype is equal within the tolerance.
 
     Args:
         one: a function of the arguments; it may close over tracers.
@@ -138,22 +143,40 @@ def compare(
         return Comparison(True)
     shared = set(numbered[0].made) & set(numbered[1].made)
     try:
-        with jax.ensure_compile_time_eval():
-            values = _Values(leaves, numbering)
-            inputs = {k: v for x in numbered for k, v in x.inputs(values, shared).items()}
+        values = _Values(leaves, numbering)
+        inputs = _inputs(numbered, values, shared)
         # One program is compiled in much less time than each of its operations alone. It is traced
         # outside the context above, in which JAX would fold `pvary` in a `shard_map`, and fail.
         with jax.default_matmul_precision("highest"):
             run = jax.jit(lambda inputs: [x.run(inputs, shared) for x in numbered])
             compiled = run.lower(inputs).compile()
-        with jax.ensure_compile_time_eval():
-            results = [list(map(np.asarray, x)) for x in compiled(inputs)]
+        close = CLOSE_LOW if any(x.is_low for x in numbered) else CLOSE
+        found = _compared(*_results(compiled, inputs), close)
+        if not found.is_equal or not values.has_integers:
+            return found
+        wide = _inputs(numbered, _Values(leaves, numbering, is_wide=True), shared)
+        results = _results(compiled, wide)
     except _DrawsError:
         return _not_run("random numbers are drawn")
     except Exception as error:
         return _not_run(f"running both on random numbers raises {_named(error)}")
-    is_low = any(x.is_low for x in numbered)
-    return _compared(results[0], results[1], CLOSE_LOW if is_low else CLOSE)
+    # Wide integers may be out of bounds as indices, and what is then read is not a number.
+    are_finite = all(np.isfinite(x.astype(np.float64)).all() for each in results for x in each)
+    return _compared(*results, close) if are_finite else found
+
+
+def _inputs(programs: Sequence[_Numbered], values: _Values, shared: set[int]) -> dict[int, Any]:
+    """The values, by number, that a run of several programs starts from."""
+    with jax.ensure_compile_time_eval():
+        return {k: v for x in programs for k, v in x.inputs(values, shared).items()}
+
+
+def _results(
+    compiled: Callable[..., Any], inputs: dict[int, Any]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    with jax.ensure_compile_time_eval():
+        one, other = (list(map(np.asarray, x)) for x in compiled(inputs))
+    return one, other
 
 
 class _DrawsError(Exception):
@@ -339,9 +362,18 @@ class _Numbered:
 
 
 class _Values:
-    """The values used for the programs' inputs and shared values."""
+    """The values used for the programs' inputs and shared values.
 
-    def __init__(self, arguments: dict[int, Any], numbering: _Numbering):
+    Args:
+        arguments: the arguments by position; random numbers replace those that are not arrays.
+        numbering: of the programs.
+        is_wide: whether integers are drawn from many instead of 0 and 1, which are valid indices
+            of almost every array but hide absolute values, maxima and the like.
+    """
+
+    def __init__(self, arguments: dict[int, Any], numbering: _Numbering, is_wide: bool = False):
+        self.has_integers = False
+        self._is_wide = is_wide
         self._arguments = arguments
         self._sources = numbering.sources
         self._made: dict[int, Any] = {}
@@ -366,7 +398,12 @@ class _Values:
             size = int(np.prod(aval.shape))
             drawn = rng.uniform(0.2, 1.0, min(size, _REPEATED))
             drawn *= rng.choice([-1, 1], drawn.shape) if aval.ndim > 1 else 1
-            if not jnp.issubdtype(aval.dtype, jnp.floating):
+            if jnp.issubdtype(aval.dtype, jnp.integer):
+                self.has_integers = True
+                most = min(_WIDEST, int(jnp.iinfo(aval.dtype).max))
+                least = max(-most, int(jnp.iinfo(aval.dtype).min))
+                drawn = rng.integers(least, most + 1, drawn.shape) if self._is_wide else drawn > 0.5
+            elif not jnp.issubdtype(aval.dtype, jnp.floating):
                 drawn = drawn > 0.5
             array = np.resize(drawn, aval.shape).astype(aval.dtype)
             self._made[number] = array

@@ -308,8 +308,13 @@ def wide(x: Array) -> Array:
     return x.astype(jax.numpy.promote_types(x.dtype, jax.numpy.float32))
 
 
-_NARROW = {"i": np.iinfo(np.int32), "u": np.iinfo(np.uint32), "f": np.finfo(np.float32)}
-"""The 32-bit limits to which JAX narrows 64-bit numbers, by dtype kind."""
+_NARROW = {
+    "i": np.iinfo(np.int32),
+    "u": np.iinfo(np.uint32),
+    "f": np.finfo(np.float32),
+    "c": np.finfo(np.float32),
+}
+"""The 32-bit limits to which JAX narrows 64-bit numbers, or both parts of them, by dtype kind."""
 
 
 def check_32_bits(what: str, leaf: object) -> None:
@@ -331,13 +336,23 @@ def check_32_bits(what: str, leaf: object) -> None:
     if isinstance(leaf, jax.Array) or has_64_bits():
         return
     array = np.asarray(leaf)
-    if array.dtype.kind not in _NARROW or array.dtype.itemsize < 8 or not array.size:
+    kind = array.dtype.kind
+    if kind not in _NARROW or np.real(array).dtype.itemsize < 8 or not array.size:
         return
-    limits = _NARROW[array.dtype.kind]
-    low, high = int(limits.min), int(limits.max)
-    for number in (array.min().item(), array.max().item()):
-        if not (low <= number <= high or math.isnan(number) or math.isinf(number)):
-            raise DTypeError(
-                f"{what} has the number {number}, which needs more than the 32 bits that JAX keeps "
-                f"of {array.dtype}; make it smaller, or set jax_enable_x64"
-            )
+    low, high = int(_NARROW[kind].min), int(_NARROW[kind].max)
+    for part in (np.real(array), np.imag(array)) if kind == "c" else (array,):
+        for number in _extremes(part):
+            if not low <= number <= high:
+                raise DTypeError(
+                    f"{what} has the number {number}, which needs more than the 32 bits that JAX "
+                    f"keeps of {array.dtype}; make it smaller, or set jax_enable_x64"
+                )
+
+
+def _extremes(numbers: np.ndarray) -> tuple[float, float]:
+    """The least and the greatest number, without NaN and infinity, which would hide others."""
+    if numbers.dtype.kind != "f":
+        return numbers.min().item(), numbers.max().item()
+    finite = np.isfinite(numbers)
+    least = np.min(numbers, where=finite, initial=0).item()
+    return least, np.max(numbers, where=finite, initial=0).item()

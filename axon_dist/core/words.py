@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -14,14 +15,17 @@ def si(value: float, giga: str = "G") -> str:
     """Formats a number with an SI suffix; use `giga="B"` for parameter counts.
 
     Example:
-        >>> si(987), si(12_345), si(3_456_789), si(7e9, giga="B")
-        ('987', '12.3k', '3.46M', '7B')
+        >>> si(987), si(12_345), si(3_456_789), si(7e9, giga="B"), si(1.2e15)
+        ('987', '12.3k', '3.46M', '7B', '1.2P')
     """
-    for unit in ("", "k", "M", giga):
+    if not math.isfinite(value):
+        return str(value)
+    # 999.5 is shown as 1000, so it has the next suffix.
+    for unit in ("", "k", "M", giga, "T", "P", "E", "Z"):
         if abs(value) < 999.5:
             return f"{value:.0f}" if not unit else f"{value:.3g}{unit}"
         value /= 1000
-    return f"{value:.3g}T"
+    return f"{value:.3g}Y" if abs(value) < 999.5 else f"{value:.0f}Y"
 
 
 def printable(text: str) -> str:
@@ -75,23 +79,31 @@ def byte_size(value: float) -> str:
     """Formats a number of bytes, in powers of 1000.
 
     Example:
-        >>> byte_size(987), byte_size(3_456_789)
-        ('987 B', '3.46 MB')
+        >>> byte_size(987), byte_size(3_456_789), byte_size(2.5e18)
+        ('987 B', '3.46 MB', '2.5 EB')
     """
     number = si(value)
-    return f"{number[:-1]} {number[-1]}B" if number[-1].isalpha() else f"{number} B"
+    has_suffix = math.isfinite(value) and number[-1].isalpha()
+    return f"{number[:-1]} {number[-1]}B" if has_suffix else f"{number} B"
 
 
 def duration(seconds: float) -> str:
-    """Formats a duration in microseconds, milliseconds or seconds.
+    """Formats a duration in microseconds, milliseconds, seconds, minutes or hours.
 
     Example:
-        >>> duration(0.0834), duration(1.25)
-        ('83.4 ms', '1.25 s')
+        >>> duration(0.0834), duration(1.25), duration(75), duration(3675)
+        ('83.4 ms', '1.25 s', '1:15 min', '1:01:15 h')
     """
-    if seconds < 1e-3:
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    # Each limit is the least number that is shown as 1000, or 60, of its unit.
+    if seconds < 999.5e-6:
         return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    if seconds < 999.5e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 59.95 or not math.isfinite(seconds):
+        return f"{seconds:.3g} s"
+    return f"{clock_time(seconds)} {'h' if round(seconds) >= 3600 else 'min'}"
 
 
 def clock_time(seconds: float) -> str:

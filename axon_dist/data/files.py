@@ -15,6 +15,7 @@ import numpy as np
 
 from axon_dist.core.errors import ConfigError, reworded
 from axon_dist.core.files import Address, all_fetched, as_place, host_memory, kind_at
+from axon_dist.core.words import byte_size
 
 from .samples import random_of
 
@@ -372,8 +373,8 @@ def check_fits(files: Iterable[TextFile], factor: int = 1) -> None:
     memory = host_memory()
     if size > memory:
         raise ConfigError(
-            f"data.files: the files need {size / 1e9:.4g} GB in memory, and this host has "
-            f"{memory / 1e9:.4g} GB: give fewer, or convert them to files of tokens, which stay on "
+            f"data.files: the files need {byte_size(size)} in memory, and this host has "
+            f"{byte_size(memory)}: give fewer, or convert them to files of tokens, which stay on "
             "disk (data.kind=tokens).",
             code="files-exceed-memory",
         )

@@ -13,9 +13,8 @@ import math
 import re
 from collections.abc import Iterator
 
-import numpy as np
-
 from ..core.compat import splash_flops
+from ..core.convolution import products_along
 from ..mesh.chips import Hardware
 from .computations import trip_count, usually_called, visits
 from .parse import Computation, Instruction, Module, ProgramLike, Shape, as_module
@@ -46,12 +45,28 @@ def matmul_flops(computation: Computation, instruction: Instruction) -> int:
     """
     if instruction.opcode in DOTS:
         contracted = _dims(instruction.attribute("lhs_contracting_dims"))
-        return _gemm(computation, instruction, contracted)
+        flops = _gemm(computation, instruction, contracted)
+        # Each group has a result, to which only its own rows add: an expert's weight gradient.
+        is_split = ragged_dim(instruction) in contracted
+        return flops // max(1, num_groups(computation, instruction)) if is_split else flops
     if instruction.opcode == "convolution":
         return _convolution(instruction, _forward_shapes(computation, instruction, ""))
     if instruction.opcode == "custom-call":
         return _custom_call(computation, instruction) or 0
     return 0
+
+
+def ragged_dim(instruction: Instruction) -> int | None:
+    """Returns the dim of the left operand that a grouped product cuts; None for other products."""
+    return next(iter(_dims(instruction.attribute("lhs_ragged_dims"))), None)
+
+
+def num_groups(computation: Computation, instruction: Instruction) -> int:
+    """Returns the number of groups of a grouped product; 1 for any other instruction."""
+    if ragged_dim(instruction) is None:
+        return 1
+    # The third operand holds the sizes of the groups; each batch may have its own.
+    return computation.operand_shapes(instruction)[2].dims[-1]
 
 
 def target_of(instruction: Instruction) -> str:
@@ -122,7 +137,7 @@ def _convolution(instruction: Instruction, shapes: tuple[Shape, Shape, Shape]) -
     )
     window = _window(instruction.attribute("window") or "{}")
     positions = math.prod(
-        _valid_positions(lhs_dims[axis], kernel_dims[axis], output_dims[axis], window, index)
+        _positions(lhs_dims[axis], kernel_dims[axis], output_dims[axis], window, index)
         for index, axis in enumerate(sorted(filter(str.isdigit, labels[0])))
     )
     return 2 * output_dims["b"] * output_dims["f"] * kernel_dims["i"] * positions
@@ -133,18 +148,19 @@ def _window(text: str) -> dict[str, list[str]]:
     return {key: value.split("x") for key, value in fields}
 
 
-def _valid_positions(
-    lhs: int, kernel: int, output: int, window: dict[str, list[str]], index: int
-) -> int:
+def _positions(lhs: int, kernel: int, output: int, window: dict[str, list[str]], index: int) -> int:
     def field(key: str, default: str) -> str:
         return window[key][index] if key in window else default
 
-    low = int(field("pad", "0_0").split("_")[0])
-    stride = int(field("stride", "1"))
-    hole = int(field("lhs_dilate", "1"))
-    at = np.arange(output)[:, None] * stride - low
-    at = at + np.arange(kernel)[None, :] * int(field("rhs_dilate", "1"))
-    return int(np.sum((at >= 0) & (at <= (lhs - 1) * hole) & (at % hole == 0)))
+    return products_along(
+        lhs,
+        kernel,
+        output,
+        low=int(field("pad", "0_0").split("_")[0]),
+        stride=int(field("stride", "1")),
+        dilation=int(field("lhs_dilate", "1")),
+        kernel_dilation=int(field("rhs_dilate", "1")),
+    )
 
 
 def _dims(text: str | None) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from ..core.typing import JsonDict
 from ..mesh.chips import Hardware, machine_of
 from ..mesh.rates import AttentionShape, ProductShape, Rates, rates_of
 from .computations import trip_count, usually_called
-from .flops import DOTS, CostModel, matmul_flops, target_of
+from .flops import DOTS, CostModel, matmul_flops, num_groups, ragged_dim, target_of
 from .parse import Computation, Instruction, Module, ProgramLike, as_module, dtype_bits
 from .transfers import WireModel, collective_kind
 
@@ -181,10 +181,10 @@ class _Kernels:
         called = usually_called(self._module, instruction)
         if instruction.opcode == "conditional":
             return max(map(self.computation, called), key=lambda one: one.total)
-        trips = 1
+        trips: int | None = 1
         if instruction.opcode == "while":
-            trips = trip_count(self._module, computation, instruction) or 1
-        return self._sum(called, trips)
+            trips = trip_count(self._module, computation, instruction)
+        return self._sum(called, 1 if trips is None else trips)
 
     def _sum(self, called: Iterable[Computation], times: int = 1) -> _Counted:
         total = _Counted()
@@ -235,6 +235,9 @@ def product_shape(computation: Computation, instruction: Instruction) -> Product
     if instruction.opcode in DOTS or is_call:
         batch_dims = _batch_dims(instruction)
         batch = math.prod(operands[0].dims[dim] for dim in batch_dims)
+        if ragged_dim(instruction) not in batch_dims:
+            # On average, each group of a grouped product has an equal share of the rows.
+            batch *= num_groups(computation, instruction)
         right = math.prod(operands[1].dims)
         summed = flops // (2 * max(1, result.size))
         columns = max(1, right // max(1, batch * summed))

@@ -235,16 +235,21 @@ class Waterfall:
             table.add_column("what gives it back", overflow="fold")
         for label, percent, seconds, *texts in self.rows():
             cells = texts if is_wide else ()
-            table.add_row(label, f"{percent:.1f}", f"{1e3 * seconds:.3g}", *cells)
+            table.add_row(label, f"{percent:.1f}", _milliseconds(seconds), *cells)
         table.add_section()
         total = self.useful_seconds + sum(loss.seconds for loss in self.losses)
-        table.add_row("step", f"{self.percent(total):.1f}", f"{1e3 * self.step_seconds:.3g}")
+        table.add_row("step", f"{self.percent(total):.1f}", _milliseconds(self.step_seconds))
         yield table
         if not is_wide:
             for label, _, _, *texts in self.rows():
                 if any(texts):
                     yield f"{label}: {'; '.join(filter(None, texts))}"
         yield from self.summary()
+
+
+def _milliseconds(seconds: float) -> str:
+    """Three digits, or all that are before the point: 1,234 instead of 1.23e+03."""
+    return f"{1e3 * seconds:.3g}" if seconds < 0.9995 else f"{1e3 * seconds:,.0f}"
 
 
 _LINES = 3

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from ..core.checks import COUNT, ArgumentKind, checked, made_by
 from ..core.errors import AxonDistError, ConfigError, ScheduleError, did_you_mean
 from ..core.tree import num_params
 from ..core.typing import Batch, JsonDict, LossFn, PyTree
-from ..core.weighted import Weighted
+from ..core.weighted import Shared, Weighted
 from ..mesh import SLOW_AXES, MeshSpec
 from ..mesh.chips import Hardware
 from ..nn import block_paths, mixes
@@ -110,7 +111,7 @@ def workload_of(
     Args:
         model: any NNX module, or a function that makes one.
         loss_fn: `loss_fn(model, batch)`, as for `build_train_step`.
-        batch: a global batch of shapes; leaves `[B, ...]`.
+        batch: a global batch of shapes; leaves `[B, ...]`, or `Shared`.
         precision: a policy or a preset's name; None is float32.
         platform: `"cpu"`, `"gpu"` (or `"cuda"`) or `"tpu"`; its platform-dependent branches are
             read.
@@ -119,7 +120,7 @@ def workload_of(
         The workload.
 
     Raises:
-        ConfigError: for a model without parameters.
+        ConfigError: for a model without parameters, and for a batch without samples.
 
     Example:
         >>> import jax.numpy as jnp
@@ -141,7 +142,9 @@ def workload_of(
         loss = output[0] if isinstance(output, tuple) else output
         return loss.mean if isinstance(loss, Weighted) else loss
 
-    closed = jax.make_jaxpr(jax.value_and_grad(mean_loss))(params, rest, batch)
+    global_batch = _num_samples(batch)
+    plain = jax.tree.map(lambda x: x.value if isinstance(x, Shared) else x, batch)
+    closed = jax.make_jaxpr(jax.value_and_grad(mean_loss))(params, rest, plain)
     splits = [unsplit(len(getattr(aval, "shape", ()))) for aval in closed.in_avals]
     program = liveness_program(closed, splits, {}, platform)
     grads = sum(program.sizes[buffer] for buffer in program.outputs)
@@ -151,11 +154,22 @@ def workload_of(
         flops=program.flops,
         useful_flops=useful_flops(program),
         activations=max(0, peak_of(program) - grads),
-        global_batch=jax.tree.leaves(batch)[0].shape[0],
+        global_batch=global_batch,
         has_attention=any(mixes(module) for _, module in nnx.iter_modules(abstract)),
         num_experts=_experts(model, params),
         precision=precision,
     )
+
+
+def _num_samples(batch: Batch) -> int:
+    """Returns the number of samples of a batch; its `Shared` leaves have none."""
+    rows = [np.shape(x)[:1] for x in jax.tree.leaves(batch) if not isinstance(x, Shared)]
+    if not rows or not rows[0]:
+        raise ConfigError(
+            f"workload_of got a batch of {len(rows)} leaves that are not Shared, the first "
+            f"{'a scalar' if rows else 'missing'}; give leaves of shape [B, ...]"
+        )
+    return rows[0][0]
 
 
 def _experts(model: nnx.Module | Callable[[], nnx.Module], params: PyTree) -> int:

@@ -480,7 +480,7 @@ class _Reader:
                 self.sizes[value.buffer] = self.local_bytes(atom, splits)
                 value.splits = splits
         places = [*carried, *((NONE, *splits) for splits in layouts[counts[1] :])]
-        trips = loop.times or 1
+        trips = 1 if loop.times is None else loop.times
         operands = loop.inputs(operands)
         values = self._run_bodies(equation, operands, [body], places, trips, counts)
         for value, result in zip(values, results, strict=True):

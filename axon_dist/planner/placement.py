@@ -15,12 +15,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
 from ..core.compat import RARE, splash_flops
+from ..core.convolution import products_along
 from ..ir.factors import ELEMENTWISE, Factors, Role, factors, guessed
 
 Axes: TypeAlias = frozenset[str]
@@ -426,16 +428,16 @@ def flops_of(
         places = [at for n in of_kernel for at in known.dims(n, known.operands)]
         summed = math.prod(shapes[1][dim] for operand, dim in places if operand == 1)
         shared = ways(union(splits[operand][dim] for operand, dim in places) - union(result))
-        # The gradient of a strided convolution has holes in its operand, which cost nothing.
-        holes = math.prod(equation.params.get("lhs_dilation") or (1,))
-        return 2.0 * local(out, result) * summed / shared / holes
+        share = _share_inside(equation) if name == "conv_general_dilated" else 1
+        return float(2 * local(out, result) * summed * share) / shared
     if name == "ragged_dot_general":
         numbers = equation.params["ragged_dot_dimension_numbers"]
         summed = numbers.dot_dimension_numbers[0][0]
         (ragged,) = numbers.lhs_ragged_dimensions
         products = 2.0 * local(out, result) * math.prod(shapes[0][dim] for dim in summed)
-        dense = products * (1 if ragged in summed else shapes[2][0])
-        return dense / shapes[2][0] if platform == "tpu" else dense
+        num_groups = shapes[2][-1]  # Each batch may have its own sizes of groups.
+        dense = products * (1 if ragged in summed else num_groups)
+        return dense / max(1, num_groups) if platform == "tpu" else dense
     if name == "pallas_call":
         queries = max(range(len(shapes)), key=lambda at: math.prod(shapes[at]))
         results = [each.aval.shape for each in equation.outvars]
@@ -444,6 +446,27 @@ def flops_of(
     if name.startswith(ATTENTION):
         return (4.0 if "fwd" in name else 10.0) * local(shapes[0], splits[0]) * shapes[1][1]
     return 0.0
+
+
+def _share_inside(equation: Any) -> Fraction:
+    """The share of a convolution's products that meet neither padding nor holes."""
+    params = equation.params
+    shapes = [atom.aval.shape for atom in (*equation.invars, *equation.outvars)]
+    pairs = zip(shapes, params["dimension_numbers"], strict=True)
+    spatial = [[shape[dim] for dim in dims[2:]] for shape, dims in pairs]
+    share = Fraction(1)
+    for axis, (size, kernel, output) in enumerate(zip(*spatial, strict=True)):
+        products = products_along(
+            size,
+            kernel,
+            output,
+            low=params["padding"][axis][0],
+            stride=params["window_strides"][axis],
+            dilation=params["lhs_dilation"][axis],
+            kernel_dilation=params["rhs_dilation"][axis],
+        )
+        share *= Fraction(products, max(1, kernel * output))
+    return share
 
 
 def product_dims(

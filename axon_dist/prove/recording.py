@@ -25,6 +25,7 @@ import numpy as np
 from ..core.compat import source_frames
 from ..core.errors import ConfigError
 from ..core.files import host_memory
+from ..core.words import byte_size
 from .inputs import draws_of
 from .meshes import sizes_of
 from .program import Operation, Region, Value, is_key, plain
@@ -273,8 +274,8 @@ def _check_size(region: Region) -> None:
     need = _bytes(region)
     if need > host_memory() / 4:
         raise ConfigError(
-            f"the values of a step have {need / 1e9:.3g} GB, and this machine has "
-            f"{host_memory() / 1e9:.3g} GB of memory for several runs of it; compare a smaller "
+            f"the values of a step have {byte_size(need)}, and this machine has "
+            f"{byte_size(host_memory())} of memory for several runs of it; compare a smaller "
             "model, such as by model.num_layers=2 train.global_batch=8",
             code="too-large-to-record",
         )

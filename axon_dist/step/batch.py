@@ -360,7 +360,7 @@ def check_leaves(batch: Batch) -> None:
 
     Raises:
         ConfigError: when it is not a pytree of arrays.
-        DTypeError: when a leaf holds integers that JAX would cut to 32 bits.
+        DTypeError: when a leaf holds numbers that JAX would cut to 32 bits.
     """
     if isinstance(batch, Iterator):
         raise ConfigError(
@@ -382,6 +382,7 @@ def check_leaves(batch: Batch) -> None:
     for path, leaf in leaves:
         label = f"leaf {path!r} of the batch" if path else "the batch"
         if isinstance(leaf, Shared):
+            check_32_bits(label, leaf.value)
             continue
         if (problem := problem_of(leaf)) is not None:
             raise DTypeError(f"{label} {problem}")

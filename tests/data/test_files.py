@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_dist.core.errors import ConfigError, StoreError
+from axon_dist.core.files import as_place, snapshot
 from axon_dist.data import TextFile, files, find_files, split_files, standard_library_files
 
 NAMES = st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=20)
@@ -159,3 +160,25 @@ def test_an_object_that_is_replaced_while_it_is_read(bucket, store, monkeypatch)
     monkeypatch.setattr(type(store), "fault", replaced)
     with pytest.raises(StoreError, match=r"a.txt was replaced or removed meanwhile"):
         find_files([f"{bucket}/a.txt"])
+
+
+@pytest.mark.parametrize("fetch", ["alone", "in its folder"])
+def test_an_object_that_is_removed_after_it_was_listed_ends_the_copy(
+    bucket, store, monkeypatch, fetch
+):
+    monkeypatch.setattr("axon_dist.core.files._BLOCK", 64)
+    folder = as_place(bucket, "here")
+    listed = store.objects.pop("bucket/texts/a.txt")
+    monkeypatch.setattr(type(folder), "names", lambda self: ["a.txt"])
+    fault = type(store).fault
+
+    def fault_that_ends_the_test(self):
+        # A reader that goes on for ever gets another error in the end.
+        if len(self.requests) > 50:
+            self.objects["bucket/texts/a.txt"] = listed
+        return fault(self)
+
+    store.requests.clear()
+    monkeypatch.setattr(type(store), "fault", fault_that_ends_the_test)
+    with pytest.raises(StoreError, match=r"texts/a.txt does not exist, or was removed while"):
+        (folder / "a.txt").fetched() if fetch == "alone" else snapshot(folder, lambda name: True)

@@ -577,3 +577,29 @@ def test_functions_that_differ_in_a_constant_of_an_inner_program_are_not_the_sam
     one, two = jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])
     assert compare_functions(scaled(one), scaled(one), shape).is_equal
     assert not compare_functions(scaled(one), scaled(two), shape).is_equal
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int32])
+def test_functions_of_integers_are_compared_on_more_than_zero_and_one(dtype):
+    shape = [jax.ShapeDtypeStruct((8, 4), dtype)]
+
+    def scaled(x):
+        x = x.astype(jnp.float32)
+        return x / jnp.max(jnp.abs(x))
+
+    def scaled_in_blocks(x):
+        return jnp.concatenate([scaled(x[:, :2]), scaled(x[:, 2:])], axis=1)
+
+    assert compare_functions(scaled, lambda x: scaled(x) * 1, shape).is_equal
+    assert not compare_functions(scaled, scaled_in_blocks, shape).is_equal
+    assert not compare_functions(lambda x: x, lambda x: jnp.clip(x, 0, 1), shape).is_equal
+    assert not compare_functions(lambda x: 1.0 * x, lambda x: 1.0 * x * x, shape).is_equal
+
+
+def test_functions_of_indices_are_compared_in_bounds():
+    table = jax.random.normal(jax.random.key(0), (2, 4))
+    shape = [jax.ShapeDtypeStruct((8,), jnp.int32)]
+    looked_up = lambda ids: jnp.take(table, ids, axis=0)
+    multiplied = lambda ids: jax.nn.one_hot(ids, 2) @ table
+    assert compare_functions(looked_up, multiplied, shape).is_equal
+    assert not compare_functions(looked_up, lambda ids: 2 * multiplied(ids), shape).is_equal

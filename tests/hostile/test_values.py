@@ -97,6 +97,11 @@ LEAVES = {
     "bytes": (b"abc", "is a bytes"),
     "too large": (np.full((16, 4), 1e300), r"has the number 1e\+300, which needs more than the 32"),
     "too large unsigned": (np.full((16, 4), 2**63, np.uint64), "the number 9223372036854775808"),
+    "too large beside nan": (np.full((16, 4), [np.nan, 0, 1e300, 0]), r"the number 1e\+300"),
+    "too large beside inf": (np.full((16, 4), [np.inf, -np.inf, 1e300, 0]), r"number 1e\+300"),
+    "too small beside nan": (np.full((16, 4), [0, np.nan, -1e300, 0]), r"the number -1e\+300"),
+    "too large complex": (np.full((16, 4), 1 - 1e300j), r"-1e\+300, .* keeps of complex128"),
+    "too large and shared": (axon_dist.Shared(np.array([np.nan, 1e300])), r"number 1e\+300"),
     "half an array": (types.SimpleNamespace(shape=(16, 4), dtype=np.float32), "SimpleNamespace"),
     "lists": ([[1.0] * 4] * 16, "and 57 more.*a list is as many leaves"),
     "ragged lists": ([[1.0] * 4] * 15 + [[1.0]], "more.*a list is as many leaves"),
@@ -119,6 +124,10 @@ def test_narrow_numbers_of_numpy_are_those_of_jax(step, dtype):
     placed = step.place({**BATCH, "x": leaf})
     found = next(x for x in jax.tree.leaves(placed) if x.shape == leaf.shape and x.dtype == dtype)
     np.testing.assert_array_equal(found, leaf)
+
+
+def test_numbers_that_have_no_width_pass(step):
+    step.place({**BATCH, "x": np.full((16, 4), [np.nan, np.inf, -np.inf, 3e38])})
 
 
 TREES = {

@@ -6,7 +6,9 @@ from jax import lax
 from axon_dist.core.compat import RARE
 from axon_dist.inspect import flops
 from axon_dist.inspect.flops import CostModel
+from axon_dist.inspect.model_time import product_shape
 from axon_dist.inspect.parse import as_module
+from axon_dist.mesh.rates import ProductShape
 from axon_dist.planner.device import liveness_program
 from axon_dist.planner.placement import unsplit
 
@@ -91,6 +93,33 @@ def test_a_convolution_counts_only_positions_inside(padding):
     assert compiled_flops(body, image, kernel).high == 2 * 2 * 3 * 5 * positions
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding": "SAME"},
+        {"padding": "VALID", "window_strides": (2, 2)},
+        {"padding": ((3, -1), (0, 2)), "window_strides": (3, 1), "rhs_dilation": (1, 2)},
+        {"padding": ((2, 1), (1, 1)), "lhs_dilation": (2, 3), "rhs_dilation": (2, 1)},
+        {"padding": "SAME", "feature_group_count": 2, "window_strides": (1, 2)},
+    ],
+)
+@pytest.mark.parametrize("of", ["result", "image", "kernel"])
+def test_traced_and_compiled_convolutions_do_the_same_work(options, of):
+    options = {"window_strides": (1, 1), **options}
+    groups = options.get("feature_group_count", 1)
+    image, kernel = jnp.ones((2, 8, 9, 4)), jnp.ones((3, 2, 4 // groups, 6))
+
+    def run(image, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(image, kernel, dimension_numbers=numbers, **options)
+
+    total = lambda image, kernel: jnp.sum(2 * run(image, kernel))
+    function = {"image": jax.grad(total), "kernel": jax.grad(total, 1)}.get(of, run)
+    traced = jax.make_jaxpr(function)(image, kernel)
+    found = liveness_program(traced, [unsplit(4), unsplit(4)], {}, "cpu").flops
+    assert found == compiled_flops(function, image, kernel).high
+
+
 def entry(line, *parameters):
     names = [f"  %{name} = {shape} parameter({n})" for n, (name, shape) in enumerate(parameters)]
     return "HloModule step\n\nENTRY %main () -> f32[] {{\n{}\n  ROOT {}\n}}\n".format(
@@ -117,6 +146,35 @@ def test_grouped_convolutions_use_the_inputs_of_one_group():
         ("w", "f32[1,4,6]"),
     )
     assert flops(text).high == 2 * 2 * 8 * 6 * 4
+
+
+ROWS, GROUPS = ("x", "bf16[1024,64]"), ("g", "s32[8]")
+
+
+@pytest.mark.parametrize(
+    ("result", "other", "dims"),
+    [
+        (
+            "bf16[1024,32]",
+            "bf16[8,64,32]",
+            "lhs_contracting_dims={1}, rhs_contracting_dims={1}, lhs_ragged_dims={0}, "
+            "rhs_group_dims={0}",
+        ),
+        (
+            "bf16[8,64,32]",
+            "bf16[1024,32]",
+            "lhs_contracting_dims={0}, rhs_contracting_dims={0}, lhs_ragged_dims={0}",
+        ),
+    ],
+    ids=["forward", "of the kernel"],
+)
+def test_each_row_of_a_grouped_product_belongs_to_one_group(result, other, dims):
+    text = entry(f"%o = {result} ragged-dot(%x, %y, %g), {dims}", ROWS, ("y", other), GROUPS)
+    assert flops(text).high == 2 * 1024 * 64 * 32
+    module = as_module(text)
+    shape = product_shape(module.entry, module.entry.root)
+    rows, summed = (128, 64) if other.startswith("bf16[8") else (64, 128)
+    assert shape == ProductShape(rows, 32, summed, batch=8)
 
 
 def test_cublas_products():

@@ -56,6 +56,12 @@ def test_a_stack_is_cleared_once_and_updated_in_place():
     assert found.total == pytest.approx(sum(found.seconds.values()))
 
 
+def test_a_loop_that_never_runs_takes_no_time():
+    found = model_time(LOOP.replace('"n":"8"', '"n":"0"'), machine=H100)
+    assert found.kernels["kernels"] == 0
+    assert found.kernels["copies"] == 1
+
+
 PRODUCTS = """HloModule step
 ENTRY %main (a: bf16[4096,768], b: bf16[768,3072], c: bf16[8,64,32], d: bf16[8,32,16]) -> bf16[4096,3072] {{
   %a = bf16[4096,768]{{1,0}} parameter(0)

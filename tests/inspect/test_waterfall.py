@@ -210,3 +210,14 @@ def test_frames_of_libraries_are_passed_over():
         2: "model.py:7",
         3: "attention.py:9",
     }
+
+
+def test_a_step_of_seconds_is_shown_without_exponents():
+    found = read(traced())
+    losses = tuple(
+        dataclasses.replace(loss, seconds=9.0 if loss.kind == "host" else 0.0, places=())
+        for loss in found.losses
+    )
+    text = str(dataclasses.replace(found, useful_seconds=3.345, losses=losses, step_seconds=12.345))
+    assert "12,345" in text
+    assert "e+" not in text

@@ -1,7 +1,10 @@
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from axon_dist.core import files
 from axon_dist.core.errors import LaunchError
 from axon_dist.launch.environment import from_env
 
@@ -162,3 +165,41 @@ def test_one_process_of_a_cluster_is_alone(env):
 def test_wrong_environments(env, words):
     with pytest.raises(LaunchError, match=words):
         from_env(env)
+
+
+V1 = "memory/slurm/job_7/memory.limit_in_bytes"
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "expected"),
+    [
+        ("0::/slurm/job_7/step_0", {"slurm/job_7/memory.max": "300\n"}, 300),
+        (
+            "0::/slurm/job_7/step_0",
+            {"slurm/memory.max": "400", "slurm/job_7/memory.max": "max"},
+            400,
+        ),
+        ("0::/slurm/job_7", {"slurm/job_7/memory.max": "500", "memory.max": "200"}, 200),
+        ("4:cpu:/\n3:memory,hugetlb:/slurm/job_7/task_0\n0::/", {V1: "600"}, 600),
+        ("3:memory:/slurm/job_7", {V1: str(2**63 - 4096), "memory/slurm/memory.max": "1"}, None),
+        # In a container without a namespace of its own, the path is that outside.
+        ("0::/docker/abc", {"memory.max": "700"}, 700),
+        ("0::/../sibling", {"memory.max": "800", "sibling/memory.max": "1"}, 800),
+        ("0::/", {"memory/memory.limit_in_bytes": "900"}, 900),
+        (None, {"memory.max": "950"}, 950),
+        ("0::/slurm/job_7", {}, None),
+    ],
+)
+def test_the_memory_of_a_host_is_that_of_the_groups_around_the_process(
+    tmp_path, monkeypatch, own, limits, expected
+):
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name, text in limits.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    if own is not None:
+        (tmp_path / "own").write_text(f"{own}\n")
+    monkeypatch.setattr(files, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(files, "_OWN_GROUPS", tmp_path / "own")
+    assert files.host_memory() == (machine if expected is None else expected)

@@ -1,7 +1,12 @@
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
+from axon_dist import Shared
 from axon_dist.core.errors import ConfigError
 from axon_dist.mesh.chips import hardware
 from axon_dist.planner import (
@@ -13,6 +18,7 @@ from axon_dist.planner import (
     decide,
     idle_share,
     more_microbatches,
+    workload_of,
 )
 from axon_dist.schedule import PipelineSchedule
 
@@ -110,3 +116,23 @@ def test_decide_wants_a_bandwidth():
 def test_a_step_has_samples_and_parameters(changes, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(WORK, **changes)
+
+
+def square(model, batch):
+    return jnp.mean(model(batch["x"]) ** 2 * batch["by_class"])
+
+
+@pytest.mark.parametrize("shared", [np.ones(4, np.float32), 2.0, jax.ShapeDtypeStruct((4,), "f4")])
+def test_what_all_samples_share_is_no_sample(shared):
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    batch = {"by_class": Shared(shared), "x": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    work = workload_of(model, square, batch)
+    assert (work.global_batch, work.num_params) == (8, 20)
+    assert work.flops == 2 * 2 * 8 * 4 * 4
+
+
+@pytest.mark.parametrize("rows", [{}, {"x": np.float32(1)}])
+def test_a_batch_to_plan_has_samples(rows):
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match=r"give leaves of shape \[B, ...\]"):
+        workload_of(model, square, {"by_class": Shared(np.ones(4)), **rows})

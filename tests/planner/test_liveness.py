@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from axon_dist.ops.attention import splash_kernel
 from axon_dist.planner.device import liveness_program
+from axon_dist.planner.kernel_work import kernel_work
 from axon_dist.planner.liveness import peak_of
 from axon_dist.planner.placement import NONE, placed, unsplit
 
@@ -246,7 +247,30 @@ def test_convolutions_count_their_products():
     run = lambda x, k: jax.lax.conv_general_dilated(
         x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
-    assert read(run, images, kernel).flops == 2 * 4 * 8 * 8 * 16 * 27
+    # Along each axis of 8 positions 3 x 8 - 2 products are inside.
+    assert read(run, images, kernel).flops == 2 * 4 * 16 * 3 * 22**2
+
+
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_a_loop_multiplies_as_often_as_it_runs(times):
+    run = lambda x, w: jax.lax.fori_loop(0, times, lambda _, h: jnp.tanh(h @ w), x)
+    found = read(run, X, W)
+    assert found.flops == times * 2 * 64**3
+    assert sum(kernel_work(found).products.values()) == times
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_loop_that_never_runs_sends_nothing(times):
+    run = lambda x, w: jax.lax.fori_loop(0, times, lambda _, h: h + jnp.sum(x, 0) @ w, w[0])
+    found = read(run, X, W, splits=[(DP, NONE), unsplit(2)], axes={"dp": 2})
+    assert bool(sum(sent.num_bytes * count for sent, count in found.sends())) is bool(times)
+
+
+def test_a_convolution_of_nothing_multiplies_nothing():
+    run = lambda x, k: jax.lax.conv_general_dilated(
+        x, k, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+    assert read(run, jnp.ones((4, 2, 3)), jnp.ones((3, 3, 5))).flops == 0
 
 
 def test_the_gradient_of_a_strided_convolution_does_the_work_of_the_convolution():
@@ -259,7 +283,8 @@ def test_the_gradient_of_a_strided_convolution_does_the_work_of_the_convolution(
         x, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     back = lambda x, k, g: jax.vjp(lambda x: run(x, k), x)[1](g)[0]
-    work = 2 * 4 * 4 * 4 * 16 * 27
+    # The last window along each axis lacks an element.
+    work = 2 * 4 * 16 * 3 * (3 * 4 - 1) ** 2
     assert read(run, images, kernel).flops == work
     assert read(back, images, kernel, cotangent).flops == work
 

@@ -13,7 +13,7 @@ from axon_dist.prove import Recording, compare
 from axon_dist.prove.inputs import draws_of
 from axon_dist.prove.recording import record
 from axon_dist.prove.trace import subject_of
-from axon_dist.train.app.config_records import record_config
+from axon_dist.train.app.config_records import fingerprints, record_config
 from axon_dist.train.cli.main import main
 from axon_dist.train.config import load_config
 
@@ -53,6 +53,16 @@ def test_programs_that_differ_in_an_imaginary_part_differ():
 
     assert compare(of(1.0), of(1.0)).ok
     assert not compare(of(1.0), of(1.5)).ok
+
+
+@pytest.mark.parametrize("other", [np.nan, np.inf])
+def test_what_is_not_a_number_differs_from_a_number(other):
+    arrays = [{"w": np.array([1.0, x], np.float32)} for x in (2.0, 3.0, other)]
+    two, three, bad = (fingerprints(x)["w"] for x in arrays)
+    assert two.gap(two) is None
+    assert two.gap(three) is not None
+    assert two.gap(bad) is not None
+    assert bad.gap(two) is not None
 
 
 def test_the_complex_numbers_of_a_drawn_input_have_imaginary_parts():

@@ -76,7 +76,7 @@ def record_config(config: RunConfig, steps: int = 3) -> Recording:
             name: dataclasses.replace(print_, bound=single[name].bound if name in single else 0.0)
             for name, print_ in results[number].items()
         }
-        inputs = _prints({f"batch {name}": leaf for name, leaf in batch.items()})
+        inputs = fingerprints({f"batch {name}": leaf for name, leaf in batch.items()})
         inputs |= {} if number else first
         recorded.append(RecordedStep(inputs, outputs, single, values))
     return Recording(
@@ -96,22 +96,24 @@ def _on_mesh(
 ) -> tuple[dict[str, Fingerprint], list[dict[str, Fingerprint]]]:
     """Returns the fingerprints of the first parameters, and of the results of each step."""
     state = step.init()
-    first = _prints(dict(step.weights(state)))
+    first = fingerprints(dict(step.weights(state)))
     results = []
     for batch in batches:
         state, metrics = step(state, batch)
         chosen = {name: metrics[name] for name in COMPARED}
-        results.append(_prints({**chosen, **step.weights(state)}))
+        results.append(fingerprints({**chosen, **step.weights(state)}))
     return first, results
 
 
-def _prints(arrays: Mapping[str, Any]) -> dict[str, Fingerprint]:
+def fingerprints(arrays: Mapping[str, Any]) -> dict[str, Fingerprint]:
     """Returns fingerprints of arrays, with a bound for the rounding errors of initializers."""
     found = {}
     for name, x in arrays.items():
         array = np.asarray(jax.device_get(x))
         numbers = fingerprint(array)
-        bound = 0.0 if array.dtype.kind in "iub" else 1e-6 * float(np.abs(numbers).max())
+        # A bound that is not a number would explain every difference.
+        sizes = np.abs(numbers[np.isfinite(numbers)])
+        bound = 0.0 if array.dtype.kind in "iub" else 1e-6 * float(sizes.max(initial=0.0))
         found[name] = Fingerprint(numbers.tolist(), bound)
     return found
 

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.words import byte_size, clock_time, duration
+from axon_dist.core.words import byte_size, duration
 from axon_dist.inspect import Waterfall
 from axon_dist.schedule import Schedule, simulate, to_svg, validate
 
@@ -263,7 +263,7 @@ def _time(one: Recorded) -> str | None:
     # The last restart includes the start of this leg, which is already counted under START.
     seconds["restart"] = max(one.restart_seconds - seconds.get(START, 0.0), 0.0)
     seconds = {_KINDS.get(kind, kind): x for kind, x in seconds.items() if x > 0}
-    words = {kind: clock_time(x) if x >= 60 else duration(x) for kind, x in seconds.items()}
+    words = {kind: duration(x) for kind, x in seconds.items()}
     since = one.summary.get("first_step")
     leg = f"<p>since step {escape(str(since))}; restarts of the whole run</p>" if since else ""
     return f"{bars(seconds, words)}{leg}"

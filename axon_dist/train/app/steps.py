@@ -19,7 +19,7 @@ from flax.traverse_util import empty_node, flatten_dict
 from axon_dist.core.errors import ConfigError, warn
 from axon_dist.core.files import host_memory
 from axon_dist.core.typing import Batch, LossFn, OptionValue
-from axon_dist.core.words import AUTO, plural
+from axon_dist.core.words import AUTO, byte_size, plural
 from axon_dist.inspect import bytes_per_device, separation
 from axon_dist.launch import Timeouts
 from axon_dist.mesh import World, agree, self_test
@@ -362,9 +362,9 @@ def check_memory(config: RunConfig, step: TrainStep) -> None:
         available = (local[0].memory_stats() or {}).get("bytes_limit", need)
     if need > available:
         raise ConfigError(
-            f"the parameters and the optimizer state need {each / 1e9:.4g} GB on each of "
-            f"{world.size} devices, {need / 1e9:.4g} GB on {place}, which has "
-            f"{available / 1e9:.4g} GB; make the model smaller, or split it over more devices",
+            f"the parameters and the optimizer state need {byte_size(each)} on each of "
+            f"{world.size} devices, {byte_size(need)} on {place}, which has "
+            f"{byte_size(available)}; make the model smaller, or split it over more devices",
             code="state-too-large",
         )
     arrays = abstract_batch(config).values()
@@ -373,7 +373,7 @@ def check_memory(config: RunConfig, step: TrainStep) -> None:
     if batch > host_memory():
         raise ConfigError(
             f"train.global_batch: got {config.train.global_batch} samples, of which this process "
-            f"loads {batch / 1e9:.4g} GB at once; this host has {host_memory() / 1e9:.4g} GB of "
+            f"loads {byte_size(batch)} at once; this host has {byte_size(host_memory())} of "
             "memory. Make train.global_batch smaller",
             code="batch-too-large",
         )

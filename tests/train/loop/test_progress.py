@@ -1,4 +1,5 @@
 import io
+import math
 import time
 
 import pytest
@@ -95,7 +96,13 @@ def test_the_display_fits_the_console():
         (si, 0, "0"), (si, 999.4, "999"), (si, 999.6, "1k"), (si, 2.5e13, "25T"),
         (byte_size, 0, "0 B"), (byte_size, 1500, "1.5 kB"), (duration, 5e-6, "5 us"),
         (duration, 0.5, "500 ms"), (duration, 12.34, "12.3 s"), (clock_time, 59.6, "1:00"),
-        (clock_time, 7325, "2:02:05"),
+        (clock_time, 7325, "2:02:05"), (si, 1.2e15, "1.2P"), (si, 6.3e24, "6.3Y"),
+        (si, 2e28, "20000Y"), (si, math.nan, "nan"), (si, -math.inf, "-inf"),
+        (si, 999.6e12, "1P"), (byte_size, 1.5e15, "1.5 PB"), (byte_size, 2.5e18, "2.5 EB"),
+        (byte_size, math.nan, "nan B"), (duration, 999.6e-6, "1 ms"), (duration, 0.9997, "1 s"),
+        (duration, 0.9994, "999 ms"), (duration, 59.94, "59.9 s"), (duration, 59.96, "1:00 min"),
+        (duration, 1234.5, "20:34 min"), (duration, 3599.7, "1:00:00 h"),
+        (duration, -0.25, "-250 ms"), (duration, math.nan, "nan s"), (duration, math.inf, "inf s"),
     ],
 )  # fmt: skip
 def test_numbers_for_people(function, value, text):
