@@ -332,7 +332,7 @@ class GradScaler:
 
     If a gradient is not finite on any device, all devices skip the step, and the scale is
     multiplied by `backoff_factor`. After `growth_interval` finite steps in a row it is multiplied
-    by `growth_factor`. The state stays on the devices.
+    by `growth_factor`, unless the product overflows float32. The state stays on the devices.
 
     Args:
         init_scale: the initial scale.
@@ -402,8 +402,11 @@ class GradScaler:
             The next state.
         """
         grown = state.good_steps + 1 >= self.growth_interval
-        larger = jnp.where(grown, state.scale * self.growth_factor, state.scale)
-        smaller = jnp.maximum(state.scale * self.backoff_factor, self.min_scale)
+        # A restored scale may be infinite, and no factor makes it finite again.
+        scale = jnp.where(jnp.isfinite(state.scale), state.scale, self.init_scale)
+        product = scale * self.growth_factor
+        larger = jnp.where(grown & jnp.isfinite(product), product, scale)
+        smaller = jnp.maximum(scale * self.backoff_factor, self.min_scale)
         good = jnp.where(grown, 0, state.good_steps + 1)
         return ScalerState(
             scale=jnp.where(finite, larger, smaller),
