@@ -436,20 +436,23 @@ def _one_pass(logits: Array, over: Callable[..., Array]) -> tuple[Array, Array]:
     the logits from memory is most of the cost of the loss.
     """
 
-    def join(a, b):
-        one, sum_one = a
-        other, sum_other = b
-        difference = one - other
-        scale = jnp.exp(-jnp.abs(difference))
-        total = jnp.where(difference > 0, sum_one + sum_other * scale, sum_one * scale + sum_other)
-        return jnp.maximum(one, other), total
-
     # These ones depend on the logits, so that JAX does not hoist them; see `_chunk`.
     ones = (logits == logits).astype(logits.dtype)
     least = jnp.asarray(jnp.finfo(logits.dtype).min), jnp.zeros((), logits.dtype)
-    largest, total = jax.lax.reduce((logits, ones), least, join, (1,))
+    largest, total = jax.lax.reduce((logits, ones), least, _joined, (1,))
     all_largest = over(all_max, largest)
     return all_largest, over(all_sum, total * jnp.exp(largest - all_largest))
+
+
+def _joined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Joins the maxima of two parts of a row, each with the sum of its exponentials."""
+    one, sum_one = a
+    other, sum_other = b
+    # The difference of two equal infinities is NaN: a part may consist of masked logits alone.
+    difference = jnp.where(one == other, 0, one - other)
+    scale = jnp.exp(-jnp.abs(difference))
+    total = jnp.where(difference > 0, sum_one + sum_other * scale, sum_one * scale + sum_other)
+    return jnp.maximum(one, other), total
 
 
 def _of_labels(logits: Array, labels: Array) -> Array:

@@ -11,7 +11,7 @@ from axon_dist.inspect import flops
 from axon_dist.ir.walk import equations
 from axon_dist.models import cross_entropy
 from axon_dist.nn import linear_cross_entropy, linear_scores
-from axon_dist.ops.linear_loss import HeadLoss, Operands, _one_pass, _two_pass, evaluate
+from axon_dist.ops.linear_loss import HeadLoss, Operands, _joined, _one_pass, _two_pass, evaluate
 
 RNG = np.random.default_rng(0)
 HIDDEN = RNG.normal(size=(4, 6, 8)).astype(np.float32)
@@ -87,6 +87,15 @@ def test_operands_of_several_dtypes_have_gradients_in_their_own():
         loss, grads = jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2)))(*given)
         assert loss.dtype == "float32"
         assert [x.dtype for x in grads] == list(dtypes)
+
+
+def test_parts_of_a_row_that_are_masked_join_with_any_other():
+    """A compiler may join two logits first, both -inf."""
+    hidden, shown = (jnp.float32(-jnp.inf), jnp.float32(1)), (jnp.float32(2), jnp.float32(3))
+    nothing = _joined(hidden, hidden)
+    assert float(nothing[0]) == -jnp.inf
+    for pair in ((nothing, shown), (shown, nothing)):
+        assert [float(x) for x in _joined(*pair)] == [2.0, 3.0]
 
 
 def test_only_what_moves_has_a_gradient_computed():
