@@ -184,3 +184,13 @@ def bridges_of(model: nnx.Module) -> Iterator[tuple[Keys, nnx.bridge.ToNNX]]:
     for keys, module in nnx.iter_modules(model):
         if isinstance(module, nnx.bridge.ToNNX):
             yield tuple(keys), module
+
+
+def is_node(leaf: object) -> bool:
+    """Whether a value is an NNX module, an `nnx.Rngs` or another NNX object, or a variable.
+
+    JAX counts these as trees, and a mapped tree is a copy: what a call changes in a copy, such as
+    the count of random draws, is lost to the caller. So trees of a user's arguments are mapped with
+    `is_leaf=is_node`, and their nodes pass as they are.
+    """
+    return isinstance(leaf, (nnx.Pytree, nnx.Variable))

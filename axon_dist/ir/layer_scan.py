@@ -41,6 +41,7 @@ from .walk import (
     inners,
     interpret,
     made_by,
+    same_value,
     values_of,
     variables,
 )
@@ -189,8 +190,9 @@ def _link(jaxpr: Jaxpr, last: int, call: int, dependent: set[Var]) -> tuple[str 
         return None
     roles: list[str | int] = []
     for old, new in zip(before.invars, after.invars, strict=True):
+        # By their bits: 0.0 == -0.0, but a block may read the sign.
         is_equal = (
-            isinstance(old, Literal) and isinstance(new, Literal) and bool(old.val == new.val)
+            isinstance(old, Literal) and isinstance(new, Literal) and same_value(old.val, new.val)
         )
         if old is new or is_equal:
             roles.append(SHARED)

@@ -12,6 +12,7 @@ and passed in.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.extend.core import ClosedJaxpr
 
 from ..core.compat import eval_equation, eval_jaxpr
+from ..core.errors import UnsupportedError
 from ..core.modules import bridges_of
 from ..core.typing import Array, Function, Keys, Path, PyTree
 from .walk import inners, opened, struct_of, values_of, variables, without_tracers
@@ -284,7 +286,7 @@ class Intercepted:
             # This is the loop itself, which calls the layers.
             return call(*args, **kwargs)
         method = context.orig_method.func  # pyright: ignore[reportFunctionMemberAccess]
-        lifted = nn.transforms.lift_transform(self._lift, method)
+        lifted = nn.transforms.lift_transform(self._lift, _without_changes(method))
         return lifted(module, *args, **kwargs)
 
     def _is_whole(self, module: nn.Module, path: Path) -> bool:
@@ -374,6 +376,27 @@ class Intercepted:
             for path, scope in pairs
             for keys, _ in jax.tree_util.tree_leaves_with_path(scope)
         )
+
+
+def _without_changes(method: Function) -> Function:
+    """Returns a method that raises if it changes an argument: a lifted one gets a copy of each."""
+
+    @functools.wraps(method)
+    def run(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        before = jax.tree.leaves((args, kwargs))
+        output = method(module, *args, **kwargs)
+        after = jax.tree.leaves((args, kwargs))
+        if len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True)):
+            raise UnsupportedError(
+                f"a call of {type(module).__name__} changes an argument, which had {len(before)} "
+                f"arrays and now has {len(after)}, some of them new. The call is traced as a "
+                "separate program, and the caller gets only its results: return the value; draw "
+                "random numbers by make_rng, and keep state in a Linen variable",
+                code="linen-argument-changed",
+            )
+        return output
+
+    return run
 
 
 def _outermost(scopes: PyTree) -> list[Path]:

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 
 from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
-from ..core.modules import around_of, bridges_of, num_stacked, stacks_of, wrap_calls
+from ..core.modules import around_of, bridges_of, is_node, num_stacked, stacks_of, wrap_calls
 from ..core.tree import path_str
 from ..core.typing import Array, Function, Keys, Path, PyTree
 from .linen import ARRAYS, Gathers, LinenUnits, RunUnit, linen_blocks, linen_modules
@@ -268,8 +268,8 @@ class AsUnit:
         attributes: dict[tuple[Keys, str], object] = {}
         arrays_set: list[tuple[Keys, str]] = []
         graphdef, params, rest = nnx.split(module, _is_weight, ...)
-        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-        nodes = [leaf for leaf in leaves if _is_node(leaf)]
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_node)
+        nodes = [leaf for leaf in leaves if is_node(leaf)]
         nodes_graph, nodes_state = nnx.split(nodes)
         weights = frozenset(keys for keys, _ in nnx.to_flat_state(params))
 
@@ -283,7 +283,7 @@ class AsUnit:
             before = {keys: _value(leaf) for keys, leaf in contents[0].items()}
             more, more_nodes = iter(arrays), iter(arg_nodes)
             inputs = [
-                next(more_nodes) if _is_node(x) else next(more) if isinstance(x, ARRAYS) else x
+                next(more_nodes) if is_node(x) else next(more) if isinstance(x, ARRAYS) else x
                 for x in leaves
             ]
             args, kwargs = jax.tree.unflatten(structure, inputs)
@@ -298,7 +298,7 @@ class AsUnit:
             # Parameters and keys never change, so they need not pass from block to block.
             changed = nnx.state(arg_nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
             made = [attributes[at] for at in arrays_set]
-            return output, nnx.from_flat_state(new), changed, made
+            return _numbered(output, arg_nodes), nnx.from_flat_state(new), changed, made
 
         arrays = [leaf for leaf in leaves if isinstance(leaf, ARRAYS)]
         flat, tree = jax.tree.flatten((params, rest, arrays, nodes_state))
@@ -315,7 +315,41 @@ class AsUnit:
         values = attributes | dict(zip(arrays_set, made, strict=True))
         for (keys, name), value in values.items():
             setattr(modules[keys], name, value)
-        return output
+        return _filled(output, nodes)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """Stands, in the output of a call, for a node among its arguments.
+
+    Args:
+        number: the place of the node among the nodes.
+    """
+
+    number: int
+
+
+def _numbered(output: PyTree, nodes: Sequence[object]) -> PyTree:
+    """Puts the number of a node in its place, where a call returns one of its arguments.
+
+    A traced program would return a copy, and the caller's own node would miss what the next call
+    changes in that copy.
+    """
+    numbers = {id(node): Given(number) for number, node in enumerate(nodes)}
+    return jax.tree.map(lambda x: numbers.get(id(x), x), output, is_leaf=is_node)
+
+
+def _filled(output: PyTree, nodes: Sequence[object]) -> PyTree:
+    """Puts the caller's nodes in the places of their numbers; the inverse of `_numbered`."""
+
+    def is_leaf(x):
+        return is_node(x) or isinstance(x, Given)
+
+    def one(x):
+        return nodes[x.number] if isinstance(x, Given) else x
+
+    return jax.tree.map(one, output, is_leaf=is_leaf)
 
 
 def _value(leaf: nnx.Variable | Array) -> Array:
@@ -339,7 +373,7 @@ def _contents_of(module: nnx.Module) -> Contents:
         (keys, name): value
         for keys, one in nnx.iter_modules(module)
         for name, value in vars(one).items()
-        if not (name.startswith("_pytree__") or _is_node(value))
+        if not (name.startswith("_pytree__") or is_node(value))
         and (*map(str, keys), name) not in names
     }
 
@@ -392,7 +426,7 @@ def _is_weight(_: Keys, variable: object) -> bool:
 
 def _check_unchanged(module_type: type, leaves: Sequence[object], arguments: PyTree) -> None:
     """Raises if a call mutates a list or dict argument; the caller would not see the mutation."""
-    after = jax.tree.leaves(arguments, is_leaf=_is_node)
+    after = jax.tree.leaves(arguments, is_leaf=is_node)
     if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
         raise UnsupportedError(
             f"a call of {module_type.__name__} changes a list or dict argument, which "
@@ -430,7 +464,3 @@ def names_of(model: nnx.Module) -> list[str]:
     """Returns the class names of a model's modules, and the plain names of those in Linen ones."""
     classes = {type(module).__name__ for _, module in nnx.iter_modules(model)}
     return sorted(classes | {name.rpartition("/")[2] for _, name in linen_modules(model)})
-
-
-def _is_node(leaf: object) -> bool:
-    return isinstance(leaf, (nnx.Pytree, nnx.Variable))

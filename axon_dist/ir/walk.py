@@ -381,7 +381,7 @@ def same_program(one: Jaxpr | ClosedJaxpr, other: Jaxpr | ClosedJaxpr) -> bool:
     if one is other:
         return True
     consts, others = (getattr(program, "consts", ()) for program in (one, other))
-    if len(consts) != len(others) or not all(map(_same_value, consts, others)):
+    if len(consts) != len(others) or not all(map(same_value, consts, others)):
         return False
     first, second = (getattr(program, "jaxpr", program) for program in (one, other))
     names: dict[Atom, Atom] = {}
@@ -391,7 +391,7 @@ def same_program(one: Jaxpr | ClosedJaxpr, other: Jaxpr | ClosedJaxpr) -> bool:
         return len(left) == len(right) and all(
             a.aval == b.aval
             and (
-                isinstance(b, Literal) and _same_value(a.val, b.val)
+                isinstance(b, Literal) and same_value(a.val, b.val)
                 if isinstance(a, Literal)
                 else names.setdefault(a, b) is b
             )
@@ -413,7 +413,7 @@ def same_program(one: Jaxpr | ClosedJaxpr, other: Jaxpr | ClosedJaxpr) -> bool:
     )
 
 
-def _same_value(one: object, other: object) -> bool:
+def same_value(one: object, other: object) -> bool:
     """Whether two constants have the same bits."""
     if one is other:
         return True
@@ -452,7 +452,7 @@ def same(one: Any, other: Any, known: set[tuple[int, int]] | None = None) -> boo
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(same(one[k], other[k], known) for k in one)
     if isinstance(one, (np.ndarray, jax.Array)):
-        return _same_value(one, other)
+        return same_value(one, other)
     try:
         # -0.0 == 0.0, so floats are also compared by sign.
         if bool(one == other):

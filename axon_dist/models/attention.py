@@ -107,22 +107,23 @@ def einsum_attention(
         softcap: c of `c tanh(score / c)`; None for no cap.
 
     Returns:
-        `[B, T, H, K]` in the dtype of `value`; the softmax is float32.
+        `[B, T, H, K]` in the dtype of `value`; the softmax is at least float32.
     """
     group = query.shape[2] // key.shape[2]
     query = query.swapaxes(1, 2)
     key, value = (jnp.repeat(x, group, axis=2).swapaxes(1, 2) for x in (key, value))
-    scores = jnp.einsum("bhtk,bhsk->bhts", query, key, preferred_element_type=jnp.float32)
+    dtype = jnp.promote_types(jnp.result_type(query, key), jnp.float32)
+    scores = jnp.einsum("bhtk,bhsk->bhts", query, key, preferred_element_type=dtype)
     scores = capped(scores * query.shape[-1] ** -0.5, softcap)
     length = query.shape[2]
     if causal:
         visible = jnp.tril(jnp.ones((length, length), bool))[None, None]
-        scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+        scores = jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
     if window is not None:
         distance = jnp.arange(length)[:, None] - jnp.arange(length)[None]
-        scores = jnp.where(in_window(distance, window), scores, jnp.finfo(jnp.float32).min)
+        scores = jnp.where(in_window(distance, window), scores, jnp.finfo(scores.dtype).min)
     if segments is not None:
-        scores = jnp.where(same_segment(segments), scores, jnp.finfo(jnp.float32).min)
+        scores = jnp.where(same_segment(segments), scores, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     return jnp.einsum("bhts,bhsk->bhtk", weights, value).swapaxes(1, 2)
 

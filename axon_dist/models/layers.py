@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from ..core.checks import RNGS, is_whole
 from ..core.errors import ConfigError
+from ..core.tree import wide
 from ..core.typing import Array, PyTree
 from .attention import ATTENTION_FORMS, capped, einsum_attention, in_window
 from .config import ACTIVATIONS, check_choice, numerics
@@ -115,9 +116,10 @@ def cached_attention(
     shape = query.shape
     num_kv = past.keys.shape[2]
     grouped = query.reshape(*shape[:2], num_kv, -1, shape[-1])
-    scores = jnp.einsum("btngk,bsnk->bngts", grouped, past.keys, preferred_element_type=jnp.float32)
+    dtype = jnp.promote_types(jnp.result_type(query, past.keys), jnp.float32)
+    scores = jnp.einsum("btngk,bsnk->bngts", grouped, past.keys, preferred_element_type=dtype)
     scores = capped(scores * shape[-1] ** -0.5, softcap)
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(past.values.dtype)
     return jnp.einsum("bngts,bsnk->btngk", weights, past.values).reshape(shape)
 
@@ -139,12 +141,12 @@ class RMSNorm(nnx.Module):
         self.plus_one = plus_one
 
     def __call__(self, x: Array) -> Array:
-        """Normalises the last dim in float32; returns an array in the dtype of `x`."""
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        scale = self.scale[...].astype(jnp.float32)
+        """Normalises the last dim in at least float32; returns an array in the dtype of `x`."""
+        y = wide(x)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        scale = wide(self.scale[...])
         scale = jax.lax.broadcast_to_rank(scale, x.ndim)  # under jax_numpy_rank_promotion=raise
-        return (wide * (1 + scale if self.plus_one else scale)).astype(x.dtype)
+        return (y * (1 + scale if self.plus_one else scale)).astype(x.dtype)
 
 
 def rms_norm(config: TransformerConfig, width: int) -> RMSNorm:

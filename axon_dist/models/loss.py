@@ -13,6 +13,7 @@ from flax import nnx
 
 from axon_dist.core.errors import ConfigError, UnsupportedError, warn
 from axon_dist.core.same_function import Comparison, compare, is_from
+from axon_dist.core.tree import wide
 from axon_dist.core.typing import Array
 from axon_dist.core.weighted import Weighted, WithTerm
 from axon_dist.ops.ids import wide_ids
@@ -47,8 +48,8 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
             the model, and neither padding nor the first token of a document counts as a target.
 
     Returns:
-        The sum of the losses in nats, float32, and the number of tokens that count; with metrics
-        if the model has any.
+        The sum of the losses in nats, float32 or wider, and the number of tokens that count; with
+        metrics if the model has any.
 
     Raises:
         ConfigError: the shape of the mask or the segments is not that of the tokens, the model
@@ -154,7 +155,7 @@ def is_likeliest(logits: Array, labels: Array) -> Array:
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
-    """Computes `logsumexp(logits) - logits[label]` in float32.
+    """Computes `logsumexp(logits) - logits[label]` in at least float32.
 
     The label's logit is selected by comparison with an iota instead of indexing: XLA fuses this,
     its gradient needs no scatter, and XLA can partition it if classes are sharded over devices.
@@ -164,14 +165,14 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
         labels: integers `[...]` in `[0, C)`.
 
     Returns:
-        Losses `[...]` in nats, float32.
+        Losses `[...]` in nats, float32; float64 for float64 logits.
     """
     if labels.shape != logits.shape[:-1]:
         raise ConfigError(
             f"got logits of shape {list(logits.shape)} and labels of shape {list(labels.shape)}; "
             f"there must be a label for each vector of logits: {list(logits.shape[:-1])}"
         )
-    logits = logits.astype(jnp.float32)
+    logits = wide(logits)
     labels = wide_ids(labels)
     classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
     label_logits = jnp.where(classes == labels[..., None], logits, 0.0).sum(axis=-1)
@@ -281,7 +282,9 @@ def _compare_with_call(model: nnx.Module) -> Comparison:
     def product(tokens: Array) -> Array:
         head = getattr(nnx.merge(graph, state, copy=True), BEFORE_HEAD)(tokens)
         head = {name: x for name, x in head.items() if name not in _OF_LOSS}
-        logits = jnp.matmul(head["hidden"], head["kernel"], preferred_element_type=jnp.float32)
+        hidden, kernel = head["hidden"], head["kernel"]
+        dtype = jnp.promote_types(jnp.result_type(hidden, kernel), jnp.float32)
+        logits = jnp.matmul(hidden, kernel, preferred_element_type=dtype).astype(jnp.float32)
         if head.get("bias") is not None:
             logits = logits + head["bias"].astype(jnp.float32)
         cap = head.get("soft_cap")

@@ -13,6 +13,7 @@ from flax import nnx
 
 from ..core.checks import RNGS, checked, instance_of
 from ..core.errors import ConfigError
+from ..core.tree import wide
 from ..core.typing import Array
 from .config import (
     MOST_LAYERS,
@@ -175,8 +176,9 @@ class ResNet(nnx.Module):
             x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=edges)
         for block in self.blocks:
             x = block(x)
-        mean = jnp.mean(x, axis=(1, 2), dtype=jnp.float32).astype(x.dtype)
-        return self.head(mean).astype(jnp.float32)
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        mean = jnp.mean(x, axis=(1, 2), dtype=dtype).astype(x.dtype)
+        return wide(self.head(mean))
 
 
 class ConvNorm(nnx.Module):

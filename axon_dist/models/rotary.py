@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.errors import ConfigError
+from ..core.tree import wide
 from ..core.typing import Array
 from .config import check_above_zero, check_at_least_one, check_choice
 
@@ -194,7 +195,9 @@ def frequencies(count: int, theta: float) -> Array:
 def turn(
     x: Array, frequency: Array, positions: Array | None = None, factor: Array | float = 1.0
 ) -> Array:
-    """Rotates the pair `(x[i], x[i + K/2])` at position t by `t * frequency[i]`, in float32.
+    """Rotates the pair `(x[i], x[i + K/2])` at position t by `t * frequency[i]`.
+
+    The angles are float32, and the products at least float32.
 
     Args:
         x: `[B, T, H, K]`, K even.
@@ -211,7 +214,7 @@ def turn(
     if isinstance(factor, jax.Array) or factor != 1:
         cos = cos * factor
         sin = sin * factor
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    left, right = jnp.split(wide(x), 2, axis=-1)
     turned = [left * cos - right * sin, right * cos + left * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 

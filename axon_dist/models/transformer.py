@@ -12,6 +12,7 @@ from flax import nnx
 from axon_dist.core.checks import RNGS, checked, instance_of
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.same_function import is_from
+from axon_dist.core.tree import wide
 from axon_dist.core.typing import Array, PyTree
 
 from .attention import capped
@@ -298,10 +299,10 @@ class Transformer(nnx.Module):
         return self.dropout(x)
 
     def head(self, x: Array) -> Array:
-        """Maps the residual stream `[B, T, D]` to float32 logits `[B, T, vocab_size]`."""
+        """Maps the residual stream `[B, T, D]` to logits `[B, T, vocab_size]`, at least float32."""
         x = self.final_norm(x)
         logits = self.token_embedding.attend(x) if self.config.tied_head else self.lm_head(x)
-        return capped(logits.astype(jnp.float32), self.config.logit_softcap)
+        return capped(wide(logits), self.config.logit_softcap)
 
 
 def positions_in(segments: Array) -> Array:

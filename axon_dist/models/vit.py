@@ -12,6 +12,7 @@ from flax import nnx
 
 from ..core.checks import RNGS, checked, instance_of
 from ..core.errors import ConfigError
+from ..core.tree import wide
 from ..core.typing import Array
 from .attention import ATTENTION_FORMS
 from .config import (
@@ -182,7 +183,7 @@ class ViT(nnx.Module):
         for block in self.blocks:
             x = block(x)
         x = jnp.mean(self.final_norm(x), axis=1)
-        return self.head(x).astype(jnp.float32)
+        return wide(self.head(x))
 
     def embed(self, images: Array) -> Array:
         """Turns images `[B, H, W, C]` into the residual stream `[B, num_patches, width]`."""

@@ -201,12 +201,13 @@ def softmax_attention(query: Array, key: Array, value: Array, causal: bool) -> A
     Returns:
         `[B, T, H, K]` in the dtype of `value`.
     """
-    scores = jnp.einsum("bthk,bshk->bhts", query, key, preferred_element_type=jnp.float32)
+    dtype = jnp.promote_types(jnp.result_type(query, key), jnp.float32)
+    scores = jnp.einsum("bthk,bshk->bhts", query, key, preferred_element_type=dtype)
     scores = scores * query.shape[-1] ** -0.5
     if causal:
         length = query.shape[1]
         visible = jnp.tril(jnp.ones((length, length), bool))
-        scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+        scores = jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     return jnp.einsum("bhts,bshk->bthk", weights, value)
 

@@ -23,6 +23,7 @@ from ..core.checks import COUNT, RNGS, checked
 from ..core.errors import ConfigError, DivisibilityError, GroupError, NamedChoice
 from ..core.own_context import in_own_context
 from ..core.reduction import all_gather_dim, all_max, all_sum
+from ..core.tree import wide
 from ..core.typing import Array
 from ..mesh import ProcessGroup
 from ..ops.ids import wide_ids
@@ -456,7 +457,9 @@ def taken_rows(look_up: Callable[[Array], Array], tokens: Array, num_rows: int, 
 def vocab_parallel_cross_entropy(
     logits: Array, labels: Array, group: ProcessGroup | None = None
 ) -> Array:
-    """Computes `logsumexp(logits) - logits[label]` in float32, with the classes split over a group.
+    """Computes `logsumexp(logits) - logits[label]`, with the classes split over a group.
+
+    It computes in float32, or in the dtype of the logits if that is wider.
 
     The ranks exchange three numbers per position: the largest logit, the sum of exponentials and
     the logit of the label. So traffic grows with the number of labels, not with the vocabulary.
@@ -467,7 +470,7 @@ def vocab_parallel_cross_entropy(
         group: the ranks that split the classes; None for unsplit logits.
 
     Returns:
-        Losses `[...]` in nats, float32, replicated on every rank.
+        Losses `[...]` in nats, float32 or wider, replicated on every rank.
 
     Raises:
         DivisibilityError: when the classes do not divide over the group.
@@ -479,9 +482,9 @@ def vocab_parallel_cross_entropy(
     axis = manual_axis(group)
     if axis is None:
         check_divides("the number of classes", logits.shape[-1], group)
-        return _cross_entropy(pinned(logits.astype(jnp.float32), group, -1), labels, 0, None)
+        return _cross_entropy(pinned(wide(logits), group, -1), labels, 0, None)
     start = jax.lax.axis_index(axis) * logits.shape[-1]
-    return _cross_entropy(logits.astype(jnp.float32), labels, start, axis)
+    return _cross_entropy(wide(logits), labels, start, axis)
 
 
 def _cross_entropy(logits: Array, labels: Array, start: Array | int, axis: str | None) -> Array:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,6 +27,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel im
 from ..core.compat import splash_gradients
 from ..core.cudnn import cudnn_attention_forward, cudnn_attention_gradients, cudnn_obstacle
 from ..core.errors import UnsupportedError
+from ..core.tree import wide
 from ..core.typing import Array, PyTree
 from ..core.weighted import per_sample
 
@@ -146,8 +147,8 @@ class Queries(NamedTuple):
         query: `[B, T, H, K]`, H a multiple of N.
         segments: integers `[B, T]`, or None; a query sees only the keys of its segment.
         cotangent: the cotangent of the result with all keys, in the shape of `query`.
-        log_weight: the logsumexp of the scores of all keys, float32 `[B, T, H]`.
-        delta: the sum over features of result times cotangent, float32 `[B, T, H]`.
+        log_weight: the logsumexp of the scores of all keys, at least float32 `[B, T, H]`.
+        delta: the sum over features of result times cotangent, in that dtype, `[B, T, H]`.
         out: the result itself; None if it was not sent along.
         positions: integers `[1, T]`, as in `Keys`.
     """
@@ -189,7 +190,8 @@ class BlockAttention:
             causal: position t sees positions 0 to t.
 
         Returns:
-            The result `[B, T, H, K]`, and the logsumexp of its scores `[B, T, H]`, float32.
+            The result `[B, T, H, K]`, and the logsumexp of its scores `[B, T, H]`, both in
+            float32, or in float64 for float64 queries.
 
         Raises:
             UnsupportedError: if the form cannot run here.
@@ -199,7 +201,7 @@ class BlockAttention:
     def backward(
         self, queries: Queries, keys: Keys, causal: bool = False
     ) -> tuple[Array, Array, Array]:
-        """Returns this block's share of the gradients of queries, keys and values, float32."""
+        """Returns this block's share of the gradients of queries, keys and values, as wide."""
         return self._run("backward", queries, keys, causal)
 
     def _run(self, method: str, queries: Queries, keys: Keys, causal: bool) -> Any:
@@ -225,17 +227,14 @@ class BlockAttention:
 
 
 def merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Merges the results for two blocks of keys, in float32.
+    """Merges the results for two blocks of keys, in at least float32.
 
     Args:
         one: a result `[B, T, H, K]` and the logsumexp of its scores `[B, T, H]`.
         other: the same for other keys.
     """
     weight = jnp.logaddexp(one[1], other[1])
-    parts = (
-        x.astype(jnp.float32) * jnp.exp(log_weight - weight)[..., None]
-        for x, log_weight in (one, other)
-    )
+    parts = (wide(x) * jnp.exp(log_weight - weight)[..., None] for x, log_weight in (one, other))
     return sum(parts), weight  # pyright: ignore[reportReturnType]
 
 
@@ -256,10 +255,11 @@ class _Chunked:
 
     def forward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array]:
         key_tiles = self._key_tiles(keys)
+        dtype = _sum_dtype(queries, keys)
 
         def attend_tile(_: None, tile: Tile) -> tuple[None, tuple[Array, Array]]:
             query_tile, query, query_segments, query_positions = tile
-            total = query.astype(jnp.float32) * 0
+            total = query.astype(dtype) * 0
             state = (total, total[..., 0] - jnp.inf, total[..., 0])
 
             def fold(state: Tile, tile: Tile) -> tuple[Tile, None]:
@@ -289,6 +289,7 @@ class _Chunked:
     def backward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array, Array]:
         heads = keys.key.shape[2]
         dtype = queries.query.dtype
+        sum_dtype = _sum_dtype(queries, keys)
         cotangents = queries.cotangent.astype(dtype)
         by_head = (queries.query, cotangents, queries.log_weight, queries.delta)
         row_tiles = (_tile_rows(queries.segments), _tile_rows(queries.positions))
@@ -317,12 +318,13 @@ class _Chunked:
                 d_query = d_query + _product("bngts,bnsk->bngtk", d_scores, key)
                 return (sums[0] + d_key, sums[1] + d_value), d_query
 
-            sums = (key.astype(jnp.float32) * 0, value.astype(jnp.float32) * 0)
+            sums = (key.astype(sum_dtype) * 0, value.astype(sum_dtype) * 0)
             sums, d_query = jax.lax.scan(add, sums, (tiles, d_query))
             return d_query, sums
 
         key_tiles = self._key_tiles(keys)
-        d_query, d_kv = jax.lax.scan(add_key_tile, tiles[1].astype(jnp.float32) * 0, key_tiles)
+        zeros = tiles[1].astype(sum_dtype) * 0
+        d_query, d_kv = jax.lax.scan(add_key_tile, zeros, key_tiles)
         d_key, d_value = (_untiled(x[:, :, :, None]) for x in d_kv)
         return _untiled(d_query), d_key, d_value
 
@@ -462,11 +464,18 @@ def narrowed(
     return d_query, d_key, d_value
 
 
-_product: Callable[..., Array] = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+def _sum_dtype(queries: Queries, keys: Keys) -> jnp.dtype:
+    """Returns the dtype of sums over keys, and of gradients: that of the operands, or float32."""
+    return jnp.promote_types(jnp.result_type(queries.query, keys.key, keys.value), jnp.float32)
+
+
+def _product(subscripts: str, left: Array, right: Array) -> Array:
+    dtype = jnp.promote_types(jnp.result_type(left, right), jnp.float32)
+    return jnp.einsum(subscripts, left, right, preferred_element_type=dtype)
 
 
 def _scores(query: Array, key: Array) -> Array:
-    """Computes the scaled scores of a tile, `[B, N, G, T, S]` in float32.
+    """Computes the scaled scores of a tile, `[B, N, G, T, S]` in at least float32.
 
     Args:
         query: `[B, N, G, T, K]`.

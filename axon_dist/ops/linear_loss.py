@@ -88,7 +88,7 @@ class Operands(NamedTuple):
         hidden: `[..., D]`.
         kernel: `[D, V]`.
         labels: integers `[...]`.
-        weights: float32 `[...]`.
+        weights: `[...]`, in the dtype of the loss.
         bias: `[V]`, or None.
     """
 
@@ -97,6 +97,11 @@ class Operands(NamedTuple):
     labels: Array
     weights: Array
     bias: Array | None = None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the loss and of all sums: that of the products, and at least float32."""
+        return _loss_dtype(self.hidden, self.kernel)
 
 
 class Tangents(NamedTuple):
@@ -117,10 +122,10 @@ class LossParts(NamedTuple):
     """The loss of some positions, and its gradients.
 
     Args:
-        total: the weighted sum of the losses, float32.
+        total: the weighted sum of the losses, float32 or wider.
         hits: the sum of the weights of the positions whose likeliest token is the label; 0 if not
             requested.
-        losses: the loss of each position, float32 `[...]`.
+        losses: the loss of each position, `[...]` in the same dtype.
         grads: gradients of the total with respect to `hidden`, `kernel` and `bias`; None for those
             not requested.
     """
@@ -176,13 +181,14 @@ def linear_cross_entropy(
         soft_cap: logits are `soft_cap * tanh(x / soft_cap)`; None leaves them uncapped.
         logits_dtype: the dtype in which the products are stored. `"bfloat16"` halves the memory
             traffic of the loss and **changes its numbers**: logits are rounded to three digits, as
-            with a head in bfloat16. All sums are float32 in either case.
+            with a head in bfloat16. All sums are float32 in either case, or float64 for a float64
+            model.
         num_chunks: into how many chunks each rank cuts its positions. None uses as many as keep
             the float32 logits of one below 512 MiB, or on a known chip below the bytes of the
             kernel's float32 gradient and 1/64 of the chip's memory.
 
     Returns:
-        The sum, in nats, float32, and the sum of the weights.
+        The sum, in nats, and the sum of the weights, float32; float64 for a float64 model.
 
     Raises:
         ConfigError: if shapes do not fit, or an option has an impossible value.
@@ -241,7 +247,7 @@ def _bound(
     """Binds the operation; returns the loss and the hits."""
     how.validate()
     weights = jnp.ones(jnp.shape(labels), jnp.float32) if weights is None else weights
-    weights = jnp.asarray(weights, jnp.float32)
+    weights = jnp.asarray(weights, _loss_dtype(hidden, kernel))
     operands = {"hidden": hidden, "kernel": kernel, "labels": labels, "weights": weights}
     operands |= {} if bias is None else {"bias": bias}
     _check(operands)
@@ -249,6 +255,10 @@ def _bound(
     total, hits = _operation().bind(*operands.values(), how=how)
     weight = jnp.sum(weights)
     return Weighted(total, weight), Weighted(hits, weight)
+
+
+def _loss_dtype(hidden: Array, kernel: Array) -> jnp.dtype:
+    return jnp.promote_types(jnp.result_type(hidden, kernel), jnp.float32)
 
 
 def _check(operands: dict[str, Array]) -> None:
@@ -298,11 +308,13 @@ def evaluate(
     def cut(x, *dims):
         return _padded(x.reshape(-1, *dims), count * size).reshape(count, size, *dims)
 
-    pieces = (cut(operands.hidden, width), cut(operands.labels), cut(operands.weights))
+    dtype = operands.dtype
+    weights = operands.weights.astype(dtype)
+    pieces = (cut(operands.hidden, width), cut(operands.labels), cut(weights))
     rest = (operands.kernel, operands.bias)
-    zero = jnp.zeros((), jnp.float32)
+    zero = jnp.zeros((), dtype)
     heads = zip(rest, wants[1:], strict=True)
-    empty = (jnp.zeros(x.shape, jnp.float32) if x is not None and w else None for x, w in heads)
+    empty = (jnp.zeros(x.shape, dtype) if x is not None and w else None for x, w in heads)
     start = zero, zero, *empty
 
     def chunk(
@@ -396,7 +408,7 @@ def _chunk(
         losses = losses - smooth / num_classes * over(all_sum, logits.sum(-1))
     if how.z_loss:
         losses = losses + how.z_loss * log_total**2
-    hits = jnp.zeros(())
+    hits = jnp.zeros((), at.weights.dtype)
     if how.scores:
         is_less = (logits != largest[:, None]).astype(jnp.int32)
         first = (ids.astype(jnp.int32) + num_classes * is_less).min(-1)
@@ -405,7 +417,7 @@ def _chunk(
     if any(wants):
         # Recompute the exponentials from the logits: cheaper than keeping them in memory.
         d_logits = jnp.exp(logits - log_total[:, None]) * (1 + 2 * how.z_loss * log_total)[:, None]
-        d_logits = d_logits - (1 - smooth) * is_label.astype(jnp.float32) - smooth / num_classes
+        d_logits = d_logits - (1 - smooth) * is_label.astype(logits.dtype) - smooth / num_classes
         d_logits = d_logits * at.weights[:, None] * (1.0 if slope is None else slope)
         grads = _gradients(at, d_logits, wants)
     return LossParts(jnp.sum(losses * at.weights), hits, losses, grads)
@@ -424,20 +436,23 @@ def _one_pass(logits: Array, over: Callable[..., Array]) -> tuple[Array, Array]:
     the logits from memory is most of the cost of the loss.
     """
 
-    def join(a, b):
-        one, sum_one = a
-        other, sum_other = b
-        difference = one - other
-        scale = jnp.exp(-jnp.abs(difference))
-        total = jnp.where(difference > 0, sum_one + sum_other * scale, sum_one * scale + sum_other)
-        return jnp.maximum(one, other), total
-
     # These ones depend on the logits, so that JAX does not hoist them; see `_chunk`.
     ones = (logits == logits).astype(logits.dtype)
     least = jnp.asarray(jnp.finfo(logits.dtype).min), jnp.zeros((), logits.dtype)
-    largest, total = jax.lax.reduce((logits, ones), least, join, (1,))
+    largest, total = jax.lax.reduce((logits, ones), least, _joined, (1,))
     all_largest = over(all_max, largest)
     return all_largest, over(all_sum, total * jnp.exp(largest - all_largest))
+
+
+def _joined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Joins the maxima of two parts of a row, each with the sum of its exponentials."""
+    one, sum_one = a
+    other, sum_other = b
+    # The difference of two equal infinities is NaN: a part may consist of masked logits alone.
+    difference = jnp.where(one == other, 0, one - other)
+    scale = jnp.exp(-jnp.abs(difference))
+    total = jnp.where(difference > 0, sum_one + sum_other * scale, sum_one * scale + sum_other)
+    return jnp.maximum(one, other), total
 
 
 def _of_labels(logits: Array, labels: Array) -> Array:
@@ -449,12 +464,13 @@ def _of_labels(logits: Array, labels: Array) -> Array:
 
 
 def _logits(how: HeadLoss, at: Operands) -> tuple[Array, Array | None]:
-    """Computes the logits `[N, V]` in float32, and their slope if they are capped."""
+    """Computes the logits `[N, V]` in at least float32, and their slope if they are capped."""
     dtype = jnp.promote_types(at.hidden.dtype, at.kernel.dtype)
     logits = _product(at.hidden.astype(dtype), at.kernel.astype(dtype), (1, 0))
     if at.bias is not None:
-        logits = logits + at.bias.astype(jnp.float32)
-    logits = logits.astype(how.logits_dtype).astype(jnp.float32)
+        logits = logits + at.bias.astype(logits.dtype)
+    if how.logits_dtype != "float32":
+        logits = logits.astype(how.logits_dtype).astype(logits.dtype)
     if how.soft_cap is None:
         return logits, None
     capped = jnp.tanh(logits / how.soft_cap)
@@ -504,9 +520,10 @@ def derivative(run: Run, operands: Operands, tangents: Tangents) -> Values:
     d_total = jnp.zeros((), values.total.dtype)
     for grad, tangent in zip(values.grads, differentiated, strict=True):
         if tangent is not None and grad is not None:
-            d_total = d_total + jnp.sum(wide(grad) * wide(tangent))
+            # A bias may be wider than the loss.
+            d_total = d_total + jnp.sum(wide(grad) * wide(tangent)).astype(d_total.dtype)
     if tangents.weights is not None:
-        d_total = d_total + jnp.sum(values.losses * tangents.weights)
+        d_total = d_total + jnp.sum(values.losses * tangents.weights).astype(d_total.dtype)
     return (values.total, values.hits), (d_total, jnp.zeros((), values.hits.dtype))
 
 

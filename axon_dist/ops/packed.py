@@ -18,6 +18,7 @@ from typing import TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
+from ..core.tree import wide
 from ..core.typing import Array, PyTree
 from ..core.weighted import per_sample
 from .attention import BlockAttention, Keys, Queries, merged, narrowed
@@ -92,7 +93,7 @@ def _backward(
     kernel: BlockAttention, causal: bool, residuals: Residuals, cotangent: Array
 ) -> tuple[Array, Array, Array, None]:
     query, key, value, segments, out, log_weight = residuals
-    delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    delta = jnp.sum(wide(cotangent) * wide(out), axis=-1)
     queries = _pieces(Queries(query, segments, cotangent, log_weight, delta, out))
     keys = _pieces(Keys(key, value, segments))
     gradients = jax.lax.map(lambda piece: kernel.backward(*piece, causal=causal), (queries, keys))

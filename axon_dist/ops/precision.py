@@ -15,8 +15,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ..core.checks import MODULE, NUMBER, check_fields, checked, instance_of
-from ..core.errors import ConfigError, did_you_mean
-from ..core.modules import wrap_calls
+from ..core.errors import ConfigError, UnsupportedError, did_you_mean
+from ..core.modules import is_node, wrap_calls
 from ..core.tree import floating_dtype, wide
 from ..core.typing import Array, ArrayTree, PyTree
 
@@ -211,6 +211,9 @@ def autocast(model: nnx.Module, policy: MixedPrecision) -> nnx.Module:
 class Casting:
     """Runs a call with its inputs in the compute dtype and its outputs in the output dtype.
 
+    NNX modules, variables and `nnx.Rngs` pass as they are in both directions, and a cache that
+    holds floats keeps its dtype: the call changes the caller's own object.
+
     Args:
         policy: param, compute, reduce and output dtype.
     """
@@ -220,9 +223,19 @@ class Casting:
     def __call__(
         self, method: Callable[..., Result], module: nnx.Module, *args: object, **kwargs: object
     ) -> Result:
-        """Runs the call with casts."""
-        args, kwargs = cast_floating((args, kwargs), self.policy.compute)
-        return cast_floating(method(module, *args, **kwargs), self.policy.output)
+        """Runs the call with casts.
+
+        Raises:
+            UnsupportedError: if the call puts a value into a list or dict that was cast.
+        """
+        given = (*args, *kwargs.values())
+        passed = [_cast_argument(x, self.policy.compute) for x in given]
+        copies = [x for x, own in zip(passed, given, strict=True) if x is not own]
+        before = jax.tree.leaves(copies, is_leaf=is_node)
+        named = dict(zip(kwargs, passed[len(args) :], strict=True))
+        output = method(module, *passed[: len(args)], **named)
+        _check_nothing_added(type(module), before, copies)
+        return _cast_argument(output, self.policy.output)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,6 +276,35 @@ class LinenCasting:
         return call(*args, **kwargs)
 
 
+def _cast_argument(argument: PyTree, dtype: DTypeLike) -> PyTree:
+    """Casts the arrays of an argument or output; returns itself if there is nothing to cast.
+
+    So a call can append to an empty list that its caller passes.
+    """
+    leaves, structure = jax.tree.flatten(argument, is_leaf=is_node)
+    new = [leaf if is_node(leaf) or _has(leaf, dtype) else _cast(leaf, dtype) for leaf in leaves]
+    is_same = all(x is y for x, y in zip(new, leaves, strict=True))
+    return argument if is_same else structure.unflatten(new)
+
+
+def _check_nothing_added(module_type: type, before: list[object], copies: list[PyTree]) -> None:
+    """Raises if a call puts a value into the copy of a list or dict; its caller would miss it."""
+    known = {id(leaf) for leaf in before}
+    added = [x for x in jax.tree.leaves(copies, is_leaf=is_node) if id(x) not in known]
+    if added:
+        raise UnsupportedError(
+            f"a call of {module_type.__name__} puts {len(added)} new values into a list or dict "
+            f"argument, which had {len(before)} leaves. With mixed precision the model gets a copy "
+            "with cast arrays, and the caller would miss them: return the values, or store them in "
+            "an nnx.Variable",
+            code="cast-argument-changed",
+        )
+
+
+def _has(leaf: PyTree, dtype: DTypeLike) -> bool:
+    return getattr(leaf, "dtype", None) == dtype
+
+
 def _cast(leaf: PyTree, dtype: DTypeLike) -> PyTree:
     is_float = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
     return leaf.astype(dtype) if is_float else leaf
@@ -290,7 +332,7 @@ class GradScaler:
 
     If a gradient is not finite on any device, all devices skip the step, and the scale is
     multiplied by `backoff_factor`. After `growth_interval` finite steps in a row it is multiplied
-    by `growth_factor`. The state stays on the devices.
+    by `growth_factor`, unless the product overflows float32. The state stays on the devices.
 
     Args:
         init_scale: the initial scale.
@@ -360,8 +402,11 @@ class GradScaler:
             The next state.
         """
         grown = state.good_steps + 1 >= self.growth_interval
-        larger = jnp.where(grown, state.scale * self.growth_factor, state.scale)
-        smaller = jnp.maximum(state.scale * self.backoff_factor, self.min_scale)
+        # A restored scale may be infinite, and no factor makes it finite again.
+        scale = jnp.where(jnp.isfinite(state.scale), state.scale, self.init_scale)
+        product = scale * self.growth_factor
+        larger = jnp.where(grown & jnp.isfinite(product), product, scale)
+        smaller = jnp.maximum(scale * self.backoff_factor, self.min_scale)
         good = jnp.where(grown, 0, state.good_steps + 1)
         return ScalerState(
             scale=jnp.where(finite, larger, smaller),

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ..core.tree import wide
 from ..core.typing import Array, PyTree
 from .attention import BlockAttention, Keys, Queries, merged, narrowed
 
@@ -341,7 +342,7 @@ def _backward(
     query, key, value, segments, out, log_weight = residuals
     # sum_j p_j (dout . v_j) = dout . out: the softmax's own gradient without the probabilities (Dao
     # et al., FlashAttention, arXiv:2205.14135, appendix B.2).
-    delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    delta = jnp.sum(wide(cotangent) * wide(out), axis=-1)
     positions = _positions(ring, kernel, query)
     queries = Queries(query, segments, cotangent, log_weight, delta, out, positions)
     keys = Keys(key, value, segments, positions)
@@ -367,7 +368,7 @@ def _backward(
 
         sent = queries._replace(out=None)
         (d_key, d_value), returned = ring.around(visit_queries, (d_key, d_value), sent)
-        d_query += returned.astype(jnp.float32)
+        d_query += wide(returned)
     elif ring.size > 1:
         # Adds to the gradients of this rank's queries; returns those of the keys that arrived.
         def visit_keys(d_query, keys, back):
@@ -377,8 +378,7 @@ def _backward(
 
         d_query, returned = ring.around(visit_keys, d_query, keys)
         d_key, d_value = (
-            own + others.astype(jnp.float32)
-            for own, others in zip((d_key, d_value), returned, strict=True)
+            own + wide(others) for own, others in zip((d_key, d_value), returned, strict=True)
         )
     return *narrowed((d_query, d_key, d_value), (query, key, value)), None
 
@@ -402,13 +402,13 @@ def _queries_are_lighter(query: Array, key: Array) -> bool:
 
 
 def _zeros(x: Array) -> Array:
-    return x.astype(jnp.float32) * 0
+    return wide(x) * 0
 
 
 def _added(addend: Tree, so_far: Tree) -> Tree:
-    """Adds in float32; the results have the dtypes of the sums so far."""
+    """Adds in at least float32; the results have the dtypes of the sums so far."""
 
     def add(x, y):
-        return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
+        return (wide(x) + wide(y)).astype(x.dtype)
 
     return jax.tree.map(add, so_far, addend)

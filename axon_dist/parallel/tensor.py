@@ -15,7 +15,7 @@ from jax.tree_util import KeyPath
 
 from ..core.checks import checked
 from ..core.errors import ConfigError, StrategyConflictError, UnsupportedError
-from ..core.modules import Around, wrap_calls
+from ..core.modules import Around, is_node, wrap_calls
 from ..core.reduction import all_sum, sum_scatter
 from ..core.same_function import compare, is_from
 from ..core.typing import Array, Function, Path, PyTree, Shape
@@ -261,7 +261,8 @@ class Pin:
     def __call__(self, call: Function, module: Module, *args: object, **kwargs: object) -> Array:
         """Runs a call between its layout constraints, by the rule's mode."""
         if self.rule.mode is ParallelMode.REPLICATE:
-            return jax.tree.map(self._constrained, call(module, *args, **kwargs))
+            output = call(module, *args, **kwargs)
+            return jax.tree.map(self._constrained, output, is_leaf=is_node)
         if self.rule.mode is ParallelMode.SEQUENCE:
             # The layer computes every position independently, so positions may be split.
             return self._residual(call(module, *args, **kwargs))
@@ -364,7 +365,9 @@ class Pin:
         return into(kind, x) if rings else x
 
     def _constrained(self, x: Array) -> Array:
-        return self.layout.constrain(x) if _is_float(x) else x
+        # A layer may also return an NNX object, or a term of the loss, which has no dims.
+        has_dims = not is_node(x) and _is_float(x) and jnp.ndim(x) > 0
+        return self.layout.constrain(x) if has_dims else x
 
     def _residual(self, x: Array) -> Array:
         return self.layout.constrain(x, sequence=self._positions)

@@ -96,6 +96,41 @@ def test_groups_compute_the_same(group, lengths):
     assert lengths[0] in [e.params.get("length", lengths[0]) for e in outer]
 
 
+class Signed(nnx.Module):
+    """Gives its blocks zeros of both signs, and NaN."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List([SignBlock(rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for block, zero in zip(self.blocks, (0.0, -0.0, jnp.nan, jnp.nan), strict=True):
+            x = block(x, jnp.asarray(zero, jnp.float32))
+        return x.sum()
+
+
+class SignBlock(Block):
+    """Adds or subtracts by the sign of a zero."""
+
+    def __call__(self, x, zero):
+        sign = jnp.where(jnp.isnan(zero), 2.0, jnp.where(jnp.signbit(zero), -1.0, 1.0))
+        return x + jnp.tanh(self.inner(x)) * sign
+
+
+def test_every_unit_of_a_chain_gets_its_own_constant():
+    graphdef, state = nnx.split(Signed(nnx.Rngs(0)))
+
+    def run(mark, state, x):
+        model = nnx.merge(graphdef, state, copy=True)
+        if mark:
+            mark_units(model, by_class("SignBlock"))
+        return model(x)
+
+    rolled = scan_over_layers(functools.partial(run, True), 1, None)
+    assert scans(rolled, state, X)
+    want = jax.jit(functools.partial(run, False))(state, X)
+    assert float(jax.jit(rolled)(state, X)) == pytest.approx(float(want), rel=1e-5)
+
+
 @pytest.mark.full
 @pytest.mark.sample("False-expected1")
 @pytest.mark.parametrize(("prefetch", "expected"), [(True, [False, True]), (False, [True, True])])

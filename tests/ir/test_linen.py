@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from axon_dist.core.errors import UnsupportedError
 from axon_dist.ir.layer_scan import find_chains
 from axon_dist.ir.linen import linen_blocks
 from axon_dist.ir.units import GATHER, is_unit, mark_units
@@ -216,3 +217,30 @@ def test_blocks_are_found_by_their_paths(name):
         leaves = jax.tree.map(lambda size: nnx.Param(jnp.ones(size)), child)
         setattr(model, key, nnx.data(leaves))
     assert ["/".join(keys) for keys in linen_blocks(model)] == expected
+
+
+class Drawing(nn.Module):
+    """A block that draws from an object of NNX, which it is given."""
+
+    @nn.compact
+    def __call__(self, x, rngs):
+        return nn.Dense(WIDTH)(x) * jax.random.bernoulli(rngs.dropout(), 0.5, x.shape)
+
+
+class Given(nn.Module):
+    """Gives its blocks what they draw from."""
+
+    @nn.compact
+    def __call__(self, x, rngs):
+        for _ in range(2):
+            x = Drawing()(x, rngs)
+        return x
+
+
+def test_a_block_that_changes_its_argument_is_refused():
+    draw = nnx.Rngs(dropout=1)
+    model = nnx.bridge.ToNNX(Given(), rngs=nnx.Rngs(0)).lazy_init(X, draw)
+    mark_units(model, lambda path, _: path.startswith("Drawing_"))
+    with pytest.raises(UnsupportedError, match=r"call of Drawing changes an argument") as caught:
+        model(X, draw)
+    assert caught.value.code == "linen-argument-changed"

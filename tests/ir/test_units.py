@@ -160,6 +160,30 @@ def test_arguments_with_state_are_changed_as_their_caller_expects(remat):
         assert int(marked.rngs.dropout.count[...]) == int(plain.rngs.dropout.count[...]) > 0
 
 
+class Returning(nnx.Module):
+    """A block that returns the counter that it is given, as a model passes on a cache."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, counter):
+        counter.set_value(counter[...] + 1)
+        return self.linear(x) * counter[...], {"counter": counter}
+
+
+def test_an_argument_that_a_unit_returns_is_the_callers_own():
+    blocks = [Returning(), Returning()]
+    for block in blocks:
+        mark_units(block, lambda path, module: path == "")
+    x, own = jnp.ones((2, 4)), nnx.Variable(jnp.zeros(()))
+    counter = own
+    for block in blocks:
+        x, more = block(x, counter)
+        counter = more["counter"]
+    assert counter is own
+    assert float(own[...]) == 2
+
+
 class Appending(nnx.Module):
     """A block that leaves something in a list."""
 

@@ -39,6 +39,15 @@ def test_next_token_loss_sums_and_counts():
     assert float(loss.weight) == 6
 
 
+def test_a_float64_model_has_a_float64_loss():
+    with jax.enable_x64(True):
+        table = jnp.asarray(TABLE, jnp.float64)
+        loss = run(next_token_loss, lambda tokens: table[tokens], {"tokens": TOKENS})
+        split = jax.jit(vocab_parallel_cross_entropy)(table[TOKENS[:, :-1]], TOKENS[:, 1:])
+        for total in (loss.total, split.sum()):
+            np.testing.assert_allclose(total, expected_losses().sum(), rtol=1e-13)
+
+
 def test_masked_tokens_are_not_targets():
     mask = np.array([[0, 1, 0, 1], [1, 0, 0, 1]])
     loss = run(next_token_loss, bigram, {"tokens": TOKENS, "mask": mask})

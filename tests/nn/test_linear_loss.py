@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from axon_dist.core.errors import ConfigError, DTypeError
@@ -10,7 +11,7 @@ from axon_dist.inspect import flops
 from axon_dist.ir.walk import equations
 from axon_dist.models import cross_entropy
 from axon_dist.nn import linear_cross_entropy, linear_scores
-from axon_dist.ops.linear_loss import HeadLoss, Operands, _one_pass, _two_pass, evaluate
+from axon_dist.ops.linear_loss import HeadLoss, Operands, _joined, _one_pass, _two_pass, evaluate
 
 RNG = np.random.default_rng(0)
 HIDDEN = RNG.normal(size=(4, 6, 8)).astype(np.float32)
@@ -55,6 +56,46 @@ def test_the_gradient_is_linear_in_what_comes_back_and_can_be_differentiated():
     back = lambda loss: jax.grad(lambda h: jnp.sum(jax.grad(lambda h: -3 * loss(h))(h) ** 2))
     one, other = jax.jit(lambda h: (back(ours)(h), back(plain)(h)))(HIDDEN)
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_with_64_bits_the_loss_has_the_dtype_of_the_model(dtype):
+    """In chunks too, against all logits in the same dtype."""
+    with jax.enable_x64(True):
+        given = [jnp.asarray(x, dtype) for x in (HIDDEN, KERNEL, BIAS, WEIGHTS)]
+        options = {"num_chunks": 2}
+        run = lambda h, k, b, w: linear_cross_entropy(h, k, LABELS, w, bias=b, **options).mean
+        plain = lambda h, k, b, w: jnp.average(
+            optax.softmax_cross_entropy_with_integer_labels(h @ k + b, LABELS), weights=w
+        )
+        want, grads = jax.jit(jax.value_and_grad(plain, argnums=(0, 1, 2, 3)))(*given)
+        got, found = jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2, 3)))(*given)
+        exact = 1e-12 if dtype == "float64" else 2e-5
+        for mine, theirs in zip([got, *found], [want, *grads], strict=True):
+            assert mine.dtype == dtype
+            np.testing.assert_allclose(mine, theirs, rtol=exact, atol=exact / 10)
+        scores = jax.jit(lambda h, k: linear_scores(h, k, LABELS, **options)[1]["accuracy"].mean)
+        hits = (HIDDEN @ KERNEL).argmax(-1) == LABELS
+        assert float(scores(*given[:2])) == pytest.approx(hits.mean())
+
+
+def test_operands_of_several_dtypes_have_gradients_in_their_own():
+    with jax.enable_x64(True):
+        dtypes = ("float32", "bfloat16", "float64")
+        given = [jnp.asarray(x, t) for x, t in zip((HIDDEN, KERNEL, BIAS), dtypes, strict=True)]
+        run = lambda h, k, b: linear_cross_entropy(h, k, LABELS, bias=b, num_chunks=2).mean
+        loss, grads = jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2)))(*given)
+        assert loss.dtype == "float32"
+        assert [x.dtype for x in grads] == list(dtypes)
+
+
+def test_parts_of_a_row_that_are_masked_join_with_any_other():
+    """A compiler may join two logits first, both -inf."""
+    hidden, shown = (jnp.float32(-jnp.inf), jnp.float32(1)), (jnp.float32(2), jnp.float32(3))
+    nothing = _joined(hidden, hidden)
+    assert float(nothing[0]) == -jnp.inf
+    for pair in ((nothing, shown), (shown, nothing)):
+        assert [float(x) for x in _joined(*pair)] == [2.0, 3.0]
 
 
 def test_only_what_moves_has_a_gradient_computed():

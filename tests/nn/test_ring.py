@@ -9,7 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from axon_dist.inspect import collectives
+from axon_dist.models import einsum_attention
 from axon_dist.nn import ring_attention, ulysses_attention
+from axon_dist.ops.packed import num_pieces, packed_attention
 from axon_dist.ops.ring import Ring
 
 RNG = np.random.default_rng(0)
@@ -76,6 +78,41 @@ def test_ring_equals_whole_attention(make_world, size, kv_heads, causal):
     mesh = make_world(f"cp={size}").mesh
     attend = split(functools.partial(ring_attention, axis="cp", causal=causal), mesh)
     compare(attend, causal, (heads(16, 4), heads(16, kv_heads), heads(16, kv_heads)))
+
+
+def differences(attend, plain, arrays):
+    """The largest difference of outputs and of each gradient; all must be float64."""
+
+    def results(f):
+        loss = lambda *x: jnp.sum(jnp.sin(f(*x)))
+        return jax.jit(lambda *x: (f(*x), *jax.grad(loss, (0, 1, 2))(*x)))(*arrays)
+
+    pairs = list(zip(results(attend), results(plain), strict=True))
+    assert all(x.dtype == jnp.float64 for x, _ in pairs)
+    return [float(jnp.abs(x - y).max()) for x, y in pairs]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])  # sends queries around, or keys
+def test_float64_is_as_precise_around_a_ring(make_world, kv_heads):
+    mesh = make_world("cp=4").mesh
+    attend = split(functools.partial(ring_attention, axis="cp", causal=True), mesh)
+    with jax.enable_x64(True):
+        shapes = ((2, 16, n, 4) for n in (4, kv_heads, kv_heads))
+        arrays = [jnp.asarray(RNG.normal(size=shape)) for shape in shapes]
+        plain = functools.partial(whole, causal=True)
+        assert max(differences(attend, plain, arrays)) < 1e-13
+
+
+def test_float64_is_as_precise_in_packed_rows_and_with_scores_in_memory(monkeypatch):
+    monkeypatch.setattr("axon_dist.ops.packed.PIECE", 8)
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(RNG.normal(size=(2, 16, n, 4))) for n in (4, 2, 2)]
+        plain = functools.partial(whole, causal=True)
+        one_document = jnp.zeros((2, 16), jnp.int32)
+        pieces = lambda *x: packed_attention(*x, one_document, True)
+        assert num_pieces(16) == 2
+        for attend in (pieces, lambda *x: einsum_attention(*x, causal=True)):
+            assert max(differences(attend, plain, arrays)) < 1e-13
 
 
 @pytest.mark.full

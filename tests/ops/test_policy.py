@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.core.tree import floating_dtype
 from axon_dist.ops.precision import MixedPrecision, autocast, cast_floating
 
@@ -92,6 +92,26 @@ def test_statistics_of_norms_are_float32():
     assert np.abs(hidden).max() ** 2 > 65504
     expected = (hidden - hidden.mean()) / hidden.std()
     np.testing.assert_allclose(output[0], expected, atol=5e-3)
+
+
+class Collecting(nnx.Module):
+    """Leaves a term of the loss in a list."""
+
+    def __call__(self, x, terms):
+        terms.append(x.sum())
+        return x
+
+
+def test_a_list_that_a_call_appends_to_is_the_callers_or_is_refused():
+    model = autocast(Collecting(), MixedPrecision.bf16())
+    terms = []
+    model(jnp.ones(3), terms)
+    assert [float(term) for term in terms] == [3.0]
+    model(jnp.ones(3), terms)  # The first term has the compute dtype already.
+    assert len(terms) == 2
+    with pytest.raises(UnsupportedError) as caught:
+        model(jnp.ones(3), [jnp.zeros(())])
+    assert caught.value.code == "cast-argument-changed"
 
 
 class Outer(nn.Module):

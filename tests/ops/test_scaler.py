@@ -51,6 +51,24 @@ def test_the_scale_has_a_floor():
     assert (float(state.scale), int(state.skipped)) == (1.0, 4)
 
 
+def test_a_scale_that_float32_cannot_hold_grown_stays():
+    scaler = GradScaler(init_scale=2.0**126, growth_interval=1)
+    state, scales = scaler.init(), []
+    for finite in (True, True, True, False):
+        state = scaler.update(state, jnp.array(finite))
+        scales.append(float(state.scale))
+    assert scales == [2.0**127, 2.0**127, 2.0**127, 2.0**126]
+    assert int(state.good_steps) == 0
+
+
+@pytest.mark.parametrize("scale", [np.inf, np.nan])
+def test_a_restored_scale_that_is_not_finite_becomes_finite_at_the_next_step(scale):
+    scaler = GradScaler(init_scale=1024.0)
+    state = scaler.load_state_dict({"scale": scale, "good_steps": 0})
+    assert float(scaler.update(state, jnp.array(False)).scale) == 512.0
+    assert float(scaler.update(state, jnp.array(True)).scale) == 1024.0
+
+
 def test_update_runs_under_jit_without_a_host():
     scaler = GradScaler(init_scale=8.0)
     update = jax.jit(scaler.update)

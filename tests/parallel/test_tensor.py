@@ -201,3 +201,35 @@ def test_layers_with_one_input_send_it_round_once(make_world):
     text = step.lower({"tokens": np.zeros((4, 17), np.int32)}).as_text()
     # Of three sends each, and backward each is a ring of its kind.
     assert text.count("collective_permute") == 2 * 4 * 3
+
+
+class Counting(nnx.Module):
+    """Counts its calls in what it is given, and returns it and a scalar."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, calls):
+        calls.set_value(calls[...] + 1)
+        return self.linear(x), calls, jnp.mean(x)
+
+
+class Counted(nnx.Module):
+    """Two layers, which pass a counter on."""
+
+    def __init__(self):
+        self.one, self.other = Counting(), Counting()
+        self.head = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x):
+        x, calls, _ = self.one(x, self.calls)
+        return self.head(self.other(x, calls)[0])
+
+
+def test_a_replicated_layer_returns_its_callers_own_object_and_a_scalar():
+    plan = {"^(one|other)$": "replicate", "^head$": "column"}
+    loss = lambda model, batch: jnp.mean(jnp.mean(model(batch["x"]) ** 2, -1))
+    step = build(Counted(), tensor_parallel(plan), World.emulate(2, "tp=2"), loss)
+    state, _ = step(step.init(), {"x": np.ones((4, 8), np.float32)})
+    assert float(state.buffers["calls"]) == 2

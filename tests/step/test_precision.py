@@ -261,3 +261,38 @@ def test_frozen_parameters_need_no_gather():
     )
     assert not step.state_shardings.params["layers"][0]["kernel"].is_fully_replicated
     assert step.state_shardings.frozen["layers"][1]["kernel"].is_fully_replicated
+
+
+class Drawing(nnx.Module):
+    """Draws from what it is given, and counts its calls in a variable that it is given."""
+
+    def __init__(self):
+        self.layer = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.5)
+        self.rngs = nnx.Rngs(dropout=3)
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x, calls, *, rngs):
+        calls.set_value(calls[...] + 1)
+        return self.dropout(self.layer(x), rngs=rngs), calls
+
+
+def two_draws(model, batch):
+    one, calls = model(batch["x"], model.calls, rngs=model.rngs)
+    other, calls = model(batch["x"], calls, rngs=model.rngs)
+    alike = jnp.mean(jnp.mean((one == 0) == (other == 0), -1))
+    return jnp.mean(one**2), {"alike": alike, "calls": calls[...]}
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_what_a_call_changes_in_its_arguments_stays(precision):
+    step = build(Drawing, loss=two_draws, ranks=2, precision=precision)
+    state, found = step.init(), []
+    for number in range(3):
+        state, metrics = step(state, batch_of())
+        found.append(float(metrics["loss"]))
+        # Two independent masks agree at half of the elements.
+        assert 0.25 < float(metrics["alike"]) < 0.75
+        assert float(metrics["calls"]) == 2 * (number + 1)
+    assert int(state.buffers["rngs"]["dropout"]["count"]) == 6
+    assert len(set(found)) == 3
