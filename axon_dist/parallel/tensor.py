@@ -348,7 +348,8 @@ class Pin:
         def local(table: Array, tokens: Array) -> Array:
             size = jax.tree.leaves(table)[0].shape[0]
             vectors = taken_rows(lambda ids: look_up(table, ids), tokens, size, self.axis)
-            if self.sequence:
+            # One id per sample, such as its class, has no positions to split.
+            if self.sequence and tokens.ndim > 1:
                 return sum_scatter(vectors, self.axis, 1)
             return all_sum(vectors, self.axis)
 
