@@ -100,6 +100,7 @@ class OuterLoop:
             [['a', 'b'], ['c']]
         """
         groups: list[set[Path]] = [set() for _ in range(self.fragments)]
+        # Parameters may all be without numbers.
         total = max(1, sum(sizes.values()))
         before = 0
         for path, size in sizes.items():
