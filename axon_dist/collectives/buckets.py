@@ -135,7 +135,12 @@ def as_structs(tree_or_shapes: PyTree) -> PyTree:
             return jax.ShapeDtypeStruct(shape, np.float32)
 
         return jax.tree.map(float32, tree_or_shapes, is_leaf=_is_shape)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree_or_shapes)
+
+    def struct(x):
+        # `reduce_buckets` gets arrays of JAX, which narrows numpy's 64 bits unless it is told not.
+        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+    return jax.tree.map(struct, tree_or_shapes)
 
 
 def _is_shape(node: Any) -> bool:

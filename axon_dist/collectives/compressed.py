@@ -130,8 +130,11 @@ class Quantized:
         """Quantizes to eight bits per number, as int8 bit patterns, and a scale per block."""
         largest = _LARGEST[self.kind]
         top = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
-        # A block that is not finite keeps such a scale, so that the mean is not finite either.
-        scale = jnp.where(top == 0, 1, top / largest)
+        scale = top / largest
+        # Devices may take smaller scales for zero, and zero divided by zero is no number. Numbers
+        # so small become zeros. A block that is not finite keeps such a scale, so that the mean is
+        # not finite either.
+        scale = jnp.where(scale < jnp.finfo(scale.dtype).tiny, 1, scale)
         scaled = jnp.clip(blocks / scale, -largest, largest)
         if self.kind == "int8":
             return jnp.round(scaled).astype(jnp.int8), scale
@@ -177,6 +180,8 @@ class TopK:
         return [mean for mean, _ in pairs], [error for _, error in pairs]
 
     def _mean(self, value: Array, axis: str, ranks: int) -> tuple[Array, Array]:
+        if not value.size:
+            return value, value
         flat = value.reshape(-1)
         _, indices = jax.lax.top_k(jnp.abs(flat), self._num_sent(flat.size))
         largest = flat[indices]
@@ -189,7 +194,7 @@ class TopK:
         return (ranks - 1) * 8 * sum(map(self._num_sent, sizes))
 
     def _num_sent(self, size: int) -> int:
-        return max(1, math.ceil(self.share * size))
+        return min(size, max(1, math.ceil(self.share * size)))
 
 
 def compression_of(what: Compression | str | None) -> Compression | None:

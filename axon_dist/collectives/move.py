@@ -392,7 +392,8 @@ def ring_all_reduce(x: PyTree, group: ProcessGroup) -> PyTree:
         group: the ranks that take part, N of them.
 
     Returns:
-        A pytree like `x`; under `check_vma=True` its type is varying.
+        A pytree like `x`, but with int32 for booleans, as in `all_reduce_sum`; under
+        `check_vma=True` its type is varying.
 
     Example:
         >>> import jax.numpy as jnp
@@ -413,6 +414,7 @@ def _send(x: Array, group: ProcessGroup, pairs: tuple[tuple[int, int], ...]) -> 
 
 
 def _ring(x: Array, group: ProcessGroup) -> Array:
+    x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
     size = group.size
     rank = position(group)
     to_next = tuple((src, (src + 1) % size) for src in range(size))

@@ -120,7 +120,7 @@ class GradientSynchronizer:
 
         Raises:
             ConfigError: if gradients are missing.
-            GroupError: outside `shard_map`, if gradients are not rank-stacked.
+            GroupError: outside `shard_map`, if gradients are not rank-stacked, or only some are.
             DTypeError: for the mean of integers.
         """
         gradients = self._complete()
@@ -129,10 +129,27 @@ class GradientSynchronizer:
         if is_inside(group):
             reduced = _mean(self.plan, group, self.strategy)(gradients)
         else:
+            self._check_stacked(gradients)
             structs = [jax.ShapeDtypeStruct(g.shape[1:], g.dtype) for g in gradients]
             plan = plan_buckets(structs, self.bucket_capacity)
             reduced = _stacked_mean(plan, group, self.strategy)(gradients)
         self._gradients = dict(enumerate(reduced))
+
+    def _check_stacked(self, gradients: list[Array]) -> None:
+        """Raises `GroupError` if only some gradients have one row more per rank than planned.
+
+        Where none has, stacked arrays were planned, and their rows are those of the ranks.
+        """
+        pairs = list(zip(gradients, self.plan.shapes, strict=True))
+        stacked = [index for index, (g, shape) in enumerate(pairs) if g.ndim > len(shape)]
+        single = [index for index in range(len(pairs)) if index not in stacked]
+        if stacked and single:
+            shapes = [gradients[index].shape for index in (single[0], stacked[0])]
+            raise GroupError(
+                f"gradient {single[0]} has the planned shape {shapes[0]}, but gradient "
+                f"{stacked[0]} of shape {shapes[1]} is rank-stacked; outside of shard_map give "
+                "every gradient with one row per rank"
+            )
 
     def extract(self) -> PyTree:
         """Returns the gradients in the tree given to `prepare`, and keeps them.

@@ -267,16 +267,20 @@ class Hardware:
         inside = num_ranks - 1 - crossings
         return crossings * self.network_latency + inside * self.link_latency
 
-    def rate(self, dtype: DTypeLike) -> float:
+    def rate(self, dtype: DTypeLike) -> float | None:
         """Dense matmul FLOP/s for operands of a dtype, at XLA's default precision.
+
+        None for numbers of more than four bytes, such as float64, whose rate the table does not
+        have: it is a small fraction of the others, or the chip has no unit for them.
 
         Example:
             >>> h100 = hardware("h100")
             >>> [h100.rate(dtype) / h100.flops for dtype in ("float32", "float16", "float8_e5m2")]
             [0.5, 1.0, 2.0]
         """
+        size = jnp.dtype(dtype).itemsize
         share = {4: self.float32_rate, 1: self.float8_rate}
-        return self.flops * share.get(jnp.dtype(dtype).itemsize, 1.0)
+        return None if size > 4 else self.flops * share.get(size, 1.0)
 
     def wire_seconds(self, wire_bytes: int, groups: Groups) -> float:
         """The time of a transfer that has the links to itself, without latency.

@@ -350,7 +350,7 @@ class Family:
             if local and _rotary_fraction(local, data) != fraction:
                 raise self._beyond("another partial_rotary_factor in layers with a window")
             fields["local_rope_theta"] = float(theta)
-        elif local and local != rope:
+        elif local and local != rope and self._has_local_layers(data):
             raise self._beyond("separate rotary parameters for layers with a window")
         return fields
 
@@ -421,6 +421,10 @@ class Family:
         # Find the shortest prefix that, repeated, gives the windows of all layers.
         periods = ((each[:p], count // p, each[: count % p]) for p in range(1, count + 1))
         return next(first for first, times, rest in periods if first * times + rest == each)
+
+    def _has_local_layers(self, data: Mapping[str, Any]) -> bool:
+        """Whether a layer is of the kind with a window, even if no size of one is given."""
+        return bool(self._windows({**data, "sliding_window": data.get("sliding_window") or 1}))
 
     def _window_keys(self, config: TransformerConfig) -> dict[str, Any]:
         each = config.layer_windows

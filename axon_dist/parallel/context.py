@@ -204,7 +204,8 @@ class SplitAttention:
         lead = self.layout.spec(query.shape)
         spec = PartitionSpec(lead[0], lead[1], self.layout.heads or None)
         key, value = (self._shared(x, query.shape[2], heads) for x in (key, value))
-        self._check_positions(query.shape[1], kind is not None and kind.causal)
+        for what, x in (("positions", query), ("positions of the keys", key)):
+            self._check_positions(x.shape[1], kind is not None and kind.causal, what)
         factor = 1.0 if kind is None else kind.scale * query.shape[-1] ** 0.5
 
         def local(query: Array, key: Array, value: Array, *segments: Array) -> Array:
@@ -315,11 +316,11 @@ class SplitAttention:
         repeat = 1 if heads.shape[2] % num_groups == 0 else num_queries // heads.shape[2]
         return jnp.repeat(heads, repeat, axis=2) if repeat > 1 else heads
 
-    def _check_positions(self, length: int, causal: bool) -> None:
+    def _check_positions(self, length: int, causal: bool, what: str) -> None:
         pieces = 2 if causal and self.mode is ContextMode.RING else 1
         if length % (self.size * pieces):
             raise DivisibilityError(
-                f"a sequence of {length} positions does not divide over {self.axis}={self.size}"
+                f"a sequence of {length} {what} does not divide over {self.axis}={self.size}"
                 f"{', in two pieces per rank' if pieces == 2 else ''}; make it a multiple of "
                 f"{self.size * pieces}"
             )

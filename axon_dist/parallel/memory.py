@@ -6,16 +6,18 @@ import dataclasses
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from ..core.checks import check_fields
 from ..core.errors import ConfigError
 from ..core.own_context import in_own_context
 from ..core.tree import bytes_per_device, num_bytes, num_params
-from ..core.typing import ArrayTree, PyTree
+from ..core.typing import ArrayTree, Path, PyTree, Shape
+from ..nn.layout import without
 from ..ops.precision import cast_floating
-from ..sharding import Policy, Replicate, explain_optimizer
+from ..sharding import Decision, HasShape, Policy, explain_optimizer
+from ..sharding.policy import Wrapped
 from .strategy import Strategy, with_masters
 
 
@@ -114,8 +116,8 @@ def estimate(
         optimizer: the optimizer whose state is counted; Adam by default.
         grad_dtype: the dtype in which gradients are kept; the parameters' by default.
         accumulate: microbatches per step. Above 1, as papers count, the gradients are those
-            accumulated between microbatches (whole on every rank if reduced once per step). With 1,
-            they are those given to the optimizer, sharded like its moments.
+            accumulated between microbatches (whole on every data-parallel rank if reduced once per
+            step). With 1, they are those given to the optimizer, sharded like its moments.
 
     Returns:
         The bytes.
@@ -137,7 +139,10 @@ def estimate(
         strategy = with_masters(strategy, frozenset(), stored)
     state = jax.eval_shape((optimizer or optax.adam(1e-3)).init, params)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, grad_dtype or x.dtype), params)
-    grad_policy = Replicate() if strategy.holds_whole_gradients(accumulate) else strategy.opt_state
+    grad_policy = strategy.opt_state
+    if strategy.holds_whole_gradients(accumulate):
+        axes = {*strategy.reduced_axes} - {*strategy.ungathered_axes}
+        grad_policy = _NotOver(grad_policy, frozenset(axes))
     trees = ((strategy.params, params), (grad_policy, grads), (strategy.opt_state, state))
     # Step counts and other scalars of the optimizer are replicated and negligible.
     sizes = [num_bytes([leaf for leaf in jax.tree.leaves(tree) if leaf.shape]) for _, tree in trees]
@@ -170,6 +175,25 @@ def measure(
     devices = jax.tree.leaves(params)[0].sharding.device_set
     total, name = num_params(params), strategy.name
     return FSDPMemoryStats(total, of_params, of_grads, moments, len(devices), name, total_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NotOver(Wrapped):
+    """Shards as a policy does, but not over some axes: ranks along these hold whole gradients.
+
+    Args:
+        policy: the policy.
+        axes: these axes.
+    """
+
+    axes: frozenset[str]
+
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides as the policy, and leaves the axes out."""
+        decision = self.policy.decide(path, shape, mesh, taken)
+        return dataclasses.replace(decision, spec=without(decision.spec, tuple(self.axes)))
 
 
 def _bytes_on(policy: Policy, params: PyTree, tree: PyTree, mesh: Mesh) -> int:

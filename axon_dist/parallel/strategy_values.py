@@ -100,7 +100,8 @@ class OuterLoop:
             [['a', 'b'], ['c']]
         """
         groups: list[set[Path]] = [set() for _ in range(self.fragments)]
-        total = sum(sizes.values())
+        # Parameters may all be without numbers.
+        total = max(1, sum(sizes.values()))
         before = 0
         for path, size in sizes.items():
             # Assigned by the middle of its range, so that a large one does not move its neighbours.

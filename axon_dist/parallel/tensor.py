@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
 
 import flax.linen as nn
 import jax
@@ -20,13 +19,20 @@ from ..core.reduction import all_sum, sum_scatter
 from ..core.same_function import compare, is_from
 from ..core.typing import Array, Function, Path, PyTree, Shape
 from ..ir.linen import linen_modules
-from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, summed, taken_rows
+from ..nn import (
+    SUMS,
+    Layout,
+    ParallelMode,
+    VocabParallelEmbedding,
+    constrain,
+    summed,
+    taken_rows,
+)
+from ..nn.layout import FREE
 from .kernels import COLUMNS, ROWS, RingProducts, into
 from .strategy import AdaptLayers, Strategy
-from .tensor_plan import ByPlan, Plan, PlanLike, Rule, plan_of
-
-Module: TypeAlias = nnx.Module | nn.Module
-"""A layer, of NNX or within a bridged module."""
+from .tensor_dims import Module, SplitDims, split_dims
+from .tensor_plan import BIAS, ByPlan, Plan, PlanLike, Rule, plan_of
 
 LOOKUPS: tuple[Function, ...] = (nnx.Embed.__call__, VocabParallelEmbedding.__call__)
 """The calls of NNX layers that look rows of a table up by ids."""
@@ -279,17 +285,19 @@ class Pin:
         """Takes whole features and returns split features."""
         x = self._constrained(self._ring(COLUMNS, x))
         num_fused = self.rule.num_fused
-        features = (self.axis,) if self.is_split else ()
-        dim = self.rule.dim or -1
+        dims = split_dims(self.rule, call, module, x, args, kwargs)
 
         def run(layer):
-            return self.layout.constrain(call(layer, x, *args, **kwargs), features, dim)
+            return self._split(call(layer, x, *args, **kwargs), dims.output, dims.output_leads)
 
-        if num_fused == 1 or not self.is_split or not isinstance(module, nnx.Module):
+        is_cut = num_fused > 1 and self.is_split
+        if not is_cut or not isinstance(module, nnx.Module) or not can_cut(module, dims):
             return run(module)
 
+        dim = dims.kernel if dims.output is None else dims.output
+
         def run_blocks(run: Callable[[nnx.Module], Array]) -> Array:
-            blocks = [run(layer) for layer in cut_outputs(module, num_fused, dim)]
+            blocks = [run(layer) for layer in cut_outputs(module, num_fused, dims)]
             if not self.rule.stacked:
                 return jnp.concatenate(blocks, dim)
             lead, size, rest = (
@@ -299,7 +307,7 @@ class Pin:
             )
             return jnp.stack(blocks, dim - 1).reshape((*lead, num_fused * size, *rest))
 
-        if is_plain_layer(module):
+        if dims.is_known and _has_library_hooks(module):
             return run_blocks(run)
 
         # Blocks of a layer of the user's may depend on each other, as in a softmax over outputs.
@@ -318,10 +326,10 @@ class Pin:
         self, call: Function, module: Module, x: Array, *args: object, **kwargs: object
     ) -> Array:
         """Takes split features and returns the sum over the ranks."""
-        features = (self.axis,) if self.is_split else ()
-        x = self._ring(ROWS, x)
-        x = self.layout.constrain(x, features, (self.rule.dim or -2) + 1)
-        return summed(self._residual(call(module, x, *args, **kwargs)))
+        dims = split_dims(self.rule, call, module, x, args, kwargs)
+        x = self._split(self._ring(ROWS, x), dims.input, dims.input_leads)
+        y = call(module, x, *args, **kwargs)
+        return summed(self._residual(y) if dims.output_leads else y)
 
     def around_lookup(
         self, call: Function, module: Module, tokens: Array, *args: object, **kwargs: object
@@ -341,7 +349,8 @@ class Pin:
         def local(table: Array, tokens: Array) -> Array:
             size = jax.tree.leaves(table)[0].shape[0]
             vectors = taken_rows(lambda ids: look_up(table, ids), tokens, size, self.axis)
-            if self.sequence:
+            # One id per sample, such as its class, has no positions to split.
+            if self.sequence and tokens.ndim > 1:
                 return sum_scatter(vectors, self.axis, 1)
             return all_sum(vectors, self.axis)
 
@@ -368,6 +377,24 @@ class Pin:
         # A layer may also return an NNX object, or a term of the loss, which has no dims.
         has_dims = not is_node(x) and _is_float(x) and jnp.ndim(x) > 0
         return self.layout.constrain(x) if has_dims else x
+
+    def _split(self, x: Array, dim: int | None, leads: bool) -> Array:
+        """Constrains the split features of activations; does nothing if their dim is not known.
+
+        Args:
+            x: the activations.
+            dim: the dim of the split features, from the end.
+            leads: whether the first dims are the samples and positions. Otherwise all dims but
+                the features are left to the compiler.
+        """
+        features = (self.axis,) if self.is_split else ()
+        if dim is None:
+            return x
+        if leads:
+            return self.layout.constrain(x, features, dim)
+        entries: list = [FREE] * x.ndim
+        entries[dim] = features or None
+        return constrain(x, self.layout.mesh, PartitionSpec(*entries))
 
     def _residual(self, x: Array) -> Array:
         return self.layout.constrain(x, sequence=self._positions)
@@ -454,13 +481,8 @@ def _lookup(call: Function, module: Module) -> tuple[PyTree, Function] | None:
     return table, lambda table, ids: call(nnx.merge(graphdef, table, rest, copy=True), ids)
 
 
-HOOKS = ("dot_general", "promote_dtype")
+HOOKS = ("dot_general", "dot_general_cls", "einsum_op", "promote_dtype")
 """The attributes of Flax layers that may hold a function in place of JAX's own."""
-
-
-def is_plain_layer(module: nnx.Module) -> bool:
-    """Whether a layer computes each output feature independently, as Flax's and our layers do."""
-    return is_from(type(module).__call__, "flax.", "axon_dist.") and _has_library_hooks(module)
 
 
 def _has_library_hooks(module: Module) -> bool:
@@ -478,7 +500,15 @@ def _few_rows(module: nnx.Module, x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*few, *x.shape[num_free:]), x.dtype)
 
 
-def cut_outputs(module: nnx.Module, num_fused: int, dim: int) -> list[nnx.Module]:
+def can_cut(module: nnx.Module, dims: SplitDims) -> bool:
+    """Whether a layer can be cut; one of a class of the user's is tried, and then compared."""
+    bias = getattr(module, "bias", None)
+    # The bias of an Einsum may have another shape of the same size.
+    is_usual = not isinstance(bias, nnx.Param) or len(_shape(bias)) == dims.num_bias
+    return not dims.is_known or (dims.output is not None and is_usual)
+
+
+def cut_outputs(module: nnx.Module, num_fused: int, dims: SplitDims) -> list[nnx.Module]:
     """Cuts a layer into several layers with equal, consecutive shares of its outputs.
 
     A rank with a slice of the columns of `[q | k | v]` does not hold q, k and v of the same head.
@@ -489,7 +519,7 @@ def cut_outputs(module: nnx.Module, num_fused: int, dim: int) -> list[nnx.Module
     outputs = features if isinstance(features, tuple) else (features,)
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
     flat = nnx.to_flat_state(params)
-    pieces = [_pieces(keys, variable[...], num_fused, dim, outputs) for keys, variable in flat]
+    pieces = [_pieces(keys, variable[...], num_fused, dims, outputs) for keys, variable in flat]
 
     def block(index):
         return nnx.from_flat_state(
@@ -497,26 +527,29 @@ def cut_outputs(module: nnx.Module, num_fused: int, dim: int) -> list[nnx.Module
         )
 
     layers = [nnx.merge(graphdef, block(index), rest, copy=True) for index in range(num_fused)]
-    at = len(outputs) + dim
+    at = len(outputs) + dims.kernel
     for layer in layers:
         if isinstance(layer, nnx.LinearGeneral):
             # The layer reshapes its bias to these.
             layer.out_features = (*outputs[:at], outputs[at] // num_fused, *outputs[at + 1 :])
+        if isinstance(layer, nnx.Einsum):
+            layer.kernel_shape = _shape(layer.kernel)
     return layers
 
 
 def _pieces(
-    keys: KeyPath, leaf: Array, num_fused: int, dim: int, outputs: tuple[int, ...]
+    keys: KeyPath, leaf: Array, num_fused: int, dims: SplitDims, outputs: tuple[int, ...]
 ) -> list[Array]:
     """Returns a parameter's share of each block; all blocks share an adapter's `lora_a`."""
     if keys[-2:] == ("lora", "lora_a"):
         return [leaf] * num_fused
     if keys[-2:-1] != ("lora",):
-        return jnp.split(leaf, num_fused, dim)
+        bias = dims.bias if keys[-1] in BIAS else None
+        return jnp.split(leaf, num_fused, dims.kernel if bias is None else bias)
     if len(outputs) == 1:
         return jnp.split(leaf, num_fused, -1)
     # The outputs of an adapter are flattened, so a block of a later dim is not consecutive.
-    pieces = jnp.split(leaf.reshape(leaf.shape[0], *outputs), num_fused, dim)
+    pieces = jnp.split(leaf.reshape(leaf.shape[0], *outputs), num_fused, dims.kernel)
     return [piece.reshape(leaf.shape[0], -1) for piece in pieces]
 
 

@@ -209,7 +209,9 @@ class Reading:
         """Returns the seconds of all kernels except those that update the state."""
         rates = rates_of(hardware)
         work = self.work
-        seconds = work.unsized / (rates.products * hardware.rate(compute) / hardware.flops)
+        # A dtype whose rate is not known is taken to be as fast as float32; it is slower.
+        rate = hardware.rate(compute) or hardware.flops * hardware.float32_rate
+        seconds = work.unsized / (rates.products * rate / hardware.flops)
         for dims, count in work.products.items():
             seconds += count * _product_seconds(dims, hardware)
         if flops is not None and self.flops:

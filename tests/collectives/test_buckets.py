@@ -113,6 +113,12 @@ def test_in_a_partly_manual_shard_map(make_world, tree):
         np.testing.assert_allclose(got, 2 * np.asarray(leaf), rtol=1e-6)
 
 
+def test_a_tree_of_numpy_is_planned_with_the_dtypes_that_jax_keeps():
+    tree = {"w": np.ones(2), "n": np.arange(3)}
+    reduced = reduce_buckets(tree, plan_buckets(tree), lambda leaves: leaves)
+    np.testing.assert_array_equal(reduced["w"], tree["w"])
+
+
 def test_the_tree_must_be_the_planned_one(tree):
     plan = plan_buckets(tree, 40)
     with pytest.raises(ConfigError, match=r"gradient 1 is float32\[3\].* expects float32\[2, 10\]"):

@@ -104,6 +104,26 @@ def test_a_number_that_is_not_finite_stays_visible_on_all_ranks(kind, bad):
     assert np.isfinite(np.asarray(mean[1])[:, 16:]).all()
 
 
+@pytest.mark.parametrize("kind", [Quantized("int8", 16), Quantized("fp8", 16)], ids=str)
+@pytest.mark.parametrize("size", [1e-36, 1e-38, 3e-39, 1e-44])
+def test_the_last_rest_of_an_error_is_no_nan(kind, size):
+    """The error of values that no longer change shrinks at each step, below what a scale holds."""
+    run, _ = mapped(kind)
+    rows = jnp.full((RANKS, 32), size, jnp.float32).at[:, ::2].set(0)
+    mean, missing = run([rows])
+    for found in (*mean, *missing):
+        assert np.isfinite(found).all()
+        assert np.abs(found).max() <= 1.1 * size
+
+
+@pytest.mark.parametrize("kind", [Quantized("fp8", 16), TopK(0.1)], ids=str)
+def test_a_leaf_without_numbers_sends_none(kind):
+    run, _ = mapped(kind)
+    mean, missing = run([jnp.zeros((RANKS, 0, 3)), jnp.ones((RANKS, 2))])
+    assert mean[0].shape == missing[0].shape == (RANKS, 0, 3)
+    assert kind.wire_bytes([0], RANKS) == 0
+
+
 def test_wrong_compressions_are_refused():
     with pytest.raises(ConfigError, match=r"there is no compression 'int9'\. Did you mean 'int8'"):
         compression_of("int9")

@@ -6,10 +6,12 @@ import pytest
 
 from axon_dist.collectives import (
     all_gather,
+    all_reduce_sum,
     all_to_all,
     broadcast,
     broadcast_from,
     gather_tensor,
+    ring_all_reduce,
     scatter_tensor,
 )
 from axon_dist.core.errors import ConfigError, DivisibilityError, GroupError
@@ -131,3 +133,14 @@ def test_dims_that_do_not_exist(make_world):
         all_gather(jnp.zeros(2), group, tiled=True)
     with pytest.raises(ConfigError, match="dim 1 for an array of shape"):
         all_to_all(jnp.zeros((2, 4)), group, 0, 1)
+
+
+def test_a_ring_counts_what_is_true(make_world):
+    world, x = (
+        make_world("dp=4"),
+        np.array([[True, False], [True, True], [False, False], [True, False]]),
+    )
+    for group in (world.default_group, world.new_group([2, 0])):
+        ring = ring_all_reduce(x, group)
+        np.testing.assert_array_equal(ring, all_reduce_sum(x, group))
+        assert ring.dtype == jnp.int32

@@ -112,6 +112,18 @@ def test_gradients_outside_are_rank_stacked(group):
         sync.sync_all(group)
 
 
+def test_gradients_outside_are_all_rank_stacked_or_none_is(group):
+    """A gradient of one rank, whose first dim is as large as the world, is no stack of four."""
+    sync = GradientSynchronizer()
+    sync.prepare([(4, 2), (2,)])
+    sync.add_gradient(0, jnp.zeros((4, 2)))
+    sync.add_gradient(1, jnp.zeros((4, 2)))
+    with pytest.raises(
+        GroupError, match=r"gradient 0 has the planned shape \(4, 2\), but gradient"
+    ):
+        sync.sync_all(group)
+
+
 def test_impossible_settings():
     with pytest.raises(ConfigError, match="capacity of -5"):
         GradientSynchronizer(bucket_capacity=-5)

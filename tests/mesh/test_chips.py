@@ -246,3 +246,9 @@ def test_plain_numbers_are_themselves(value):
 def test_unreadable_quantities(parse, text, message):
     with pytest.raises(ConfigError, match=message):
         parse(text)
+
+
+def test_a_dtype_of_eight_bytes_has_no_rate_rather_than_that_of_bfloat16():
+    for row in HARDWARE.values():
+        assert row.rate("float64") is row.rate("complex64") is None
+        assert row.rate("bfloat16") == row.flops

@@ -156,3 +156,20 @@ def test_positions_may_be_given_without_segments():
     _, metrics = step.gradients(step.init(), batch)
     expected = nnx.jit(loss_fn)(model(), batch)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+class Reader(nnx.Module):
+    """Attention of Flax to another sequence."""
+
+    def __init__(self):
+        self.attention = nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, read):
+        return self.attention(x, read)
+
+
+def test_keys_that_do_not_divide_are_refused_as_queries_are():
+    loss = lambda model, batch: jnp.mean(model(batch["x"], batch["read"]))
+    batch = {"x": np.ones((2, 6, 8), np.float32), "read": np.ones((2, 7, 8), np.float32)}
+    with pytest.raises(DivisibilityError, match=r"7 positions of the keys does not .* cp=2"):
+        gradients(Reader(), context_parallel("ulysses"), World.emulate(2, "cp=2"), batch, loss)

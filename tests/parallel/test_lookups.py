@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import World, build_train_step
+from axon_dist import World, build_train_step, compose, ddp
 from axon_dist.parallel import tensor_parallel
 from tests.one_device import trained
 
@@ -127,3 +127,30 @@ def test_a_layer_that_calls_its_superclass_is_pinned_once():
         return step.lower(batch).as_text().count("sharding_constraint")
 
     assert constraints(LinenPassing) == constraints(nn.Dense) > 0
+
+
+class Conditioned(nnx.Module):
+    """One id per sample, such as its class, besides those of the positions."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.table, self.kinds = nnx.Embed(16, 8, rngs=rngs), nnx.Embed(4, 8, rngs=rngs)
+        self.out = nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.out(jnp.tanh(self.table(ids) + self.kinds(ids[:, 0] % 4)[:, None]))
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+def test_positions_are_split_only_where_there_are_some(mesh):
+    model, optimizer, batch = Conditioned(), optax.sgd(0.5), {"ids": TOKENS}
+    strategy = tensor_parallel({"table$": "vocab", "kinds$": "vocab"}, sequence=True)
+    strategy = compose(ddp(), strategy) if "dp" in mesh else strategy
+    world = World.emulate(4 if "dp" in mesh else 2, mesh)
+    step = build_train_step(model, optimizer, loss_fn, strategy, world)
+    state, metrics = step(step.init(), batch)
+    (loss,) = trained(model, optimizer, loss_fn, [batch])
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(
+        step.merge(state).kinds.embedding[...], model.kinds.embedding[...], atol=1e-6
+    )

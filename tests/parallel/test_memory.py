@@ -7,11 +7,19 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import FSDPMemoryStats, MixedPrecision, build_train_step, fsdp
+from axon_dist import FSDPMemoryStats, MixedPrecision, build_train_step, compose, ddp, fsdp
 from axon_dist.core.errors import ConfigError
 from axon_dist.mesh import MeshSpec
 from axon_dist.models import Transformer, TransformerConfig
-from axon_dist.parallel import STRATEGIES, estimate, format_bytes, measure, pipelined, zero
+from axon_dist.parallel import (
+    STRATEGIES,
+    estimate,
+    format_bytes,
+    measure,
+    pipelined,
+    tensor_parallel,
+    zero,
+)
 from axon_dist.sharding import explain, explain_optimizer
 
 from . import tower
@@ -181,3 +189,20 @@ def test_hybrid_counts_the_axis_that_splits(make_world):
     measured = measure(strategy, state.params, state.params, state.opt_state)
     assert_within(estimate(strategy, step.model_spec.params, world.mesh), measured)
     assert measured.memory_savings == pytest.approx(0.75, abs=0.02)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("data", [ddp, lambda: zero(1, min_elements=8)], ids=["ddp", "zero1"])
+def test_gradients_are_split_over_tensor_ranks_also_where_data_ranks_hold_them_whole(
+    make_world, data, accumulate
+):
+    params = {
+        "up": {"kernel": jax.ShapeDtypeStruct((64, 256), jnp.float32)},
+        "down": {"kernel": jax.ShapeDtypeStruct((256, 64), jnp.float32)},
+    }
+    strategy = compose(data(), tensor_parallel({"up$": "column", "down$": "row"}))
+    found = estimate(strategy, params, make_world("dp=2,tp=4").mesh, accumulate=accumulate)
+    share = 4 * 2 * 64 * 256 // 4
+    is_split = accumulate == 1 and data is not ddp
+    assert found.param_memory_bytes == share
+    assert found.grad_memory_bytes == (share // 2 if is_split else share)

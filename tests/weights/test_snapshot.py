@@ -313,6 +313,23 @@ def test_rotary_parameters_of_both_kinds_of_layers():
     assert found.rope_scaling == RopeScaling("linear", 8.0)
 
 
+def test_rotary_parameters_of_layers_with_a_window_are_ignored_where_there_is_no_such_layer():
+    family = FORMATS["hf-gemma3"]
+    whole = of_family("hf-gemma3", rope_scaling=None, windows=(), local_rope_theta=None)
+    entries = family.to_hub(whole)
+    for key in ("rope_theta", "rope_local_base_freq"):
+        del entries[key]
+    entries["rope_parameters"] = {
+        "full_attention": {"rope_type": "default", "rope_theta": 300.0},
+        "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0},
+    }
+    found = family.from_hub(entries)
+    assert (found.rope_theta, found.local_rope_theta, found.windows) == (300.0, None, ())
+    kinds = ["sliding_attention"] * whole.num_layers
+    with pytest.raises(UnsupportedError, match="separate rotary parameters for layers with"):
+        family.from_hub({**entries, "layer_types": kinds, "sliding_window": None})
+
+
 def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     one, other = ({"w": np.full(2, x, np.float32)} for x in (1, 2))

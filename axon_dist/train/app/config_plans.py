@@ -303,7 +303,9 @@ class _Search:
         """Yields the same config in a narrower precision, and with replicas that rarely sync."""
         current = MixedPrecision.of(self.config.precision)
         narrow = MixedPrecision.bf16()
-        if self.hardware.rate(narrow.compute) > self.hardware.rate(current.compute):
+        # A dtype without a rate, such as float64, is slower than all that have one.
+        rates = [self.hardware.rate(each.compute) or 0.0 for each in (narrow, current)]
+        if rates[0] > rates[1]:
             config = dataclasses.replace(self.config, precision="bf16")
             yield dataclasses.replace(self, config=config, changed="precision bf16")
         nodes = self.hardware.num_nodes(self.num_devices)

@@ -127,8 +127,8 @@ def peak_flops(mesh: jax.sharding.Mesh, program: str = "") -> tuple[float, str]:
     device = mesh.devices.flat[0]
     if chip := machine_of(mesh):
         is_fp8 = "f8e4m3" in program and chip.float8_rate > 1
-        dtype = "float8_e4m3fn" if is_fp8 else "bfloat16"
-        return chip.rate(dtype), f"{dtype} by the data sheet of {chip.name}"
+        name, share = ("float8_e4m3fn", chip.float8_rate) if is_fp8 else ("bfloat16", 1.0)
+        return chip.flops * share, f"{name} by the data sheet of {chip.name}"
     is_cpu = device.platform == "cpu"
     width = _WIDTHS.get(device.platform, 4096)
     dtype = jnp.float32 if is_cpu else jnp.bfloat16

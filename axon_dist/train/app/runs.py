@@ -213,7 +213,10 @@ class Run:
 
     @property
     def peak_flops(self) -> float | None:
-        """The peak FLOP/s of a device: the config's, or the chip's for the step's dtype."""
+        """The peak FLOP/s of a device: the config's, or the chip's for the step's dtype.
+
+        None where neither is known; the utilization is not reported then.
+        """
         chip = machine_of(self.world.mesh)
         if self.config.train.peak_flops is not None or self.item != "tokens" or chip is None:
             return self.config.train.peak_flops
