@@ -161,13 +161,7 @@ def _load_sentencepiece(path: str, end_token: str | None) -> Tokenizer:
     controls = {model.id_to_piece(i): i for i in range(vocab_size) if model.is_control(i)}
     names = sorted(controls, key=len, reverse=True)
     symbol = re.compile("|".join(["(?!)", *map(re.escape, names)]))
-    end = None if end_token is None else model.piece_to_id(end_token)
-    if end is not None and model.id_to_piece(end) != end_token:
-        raise ConfigError(
-            f"data.end_token={end_token!r} is not in the vocabulary of {path}: name a token that "
-            f"is, such as {', '.join(names[:3]) or 'one of its pieces'}, or leave it out."
-        )
-    added = () if end is None else (end,)
+    added = () if end_token is None else (_end_piece(path, model, end_token, names),)
 
     def spans(text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Encodes a text; returns ids, and start and end of each in the text."""
@@ -217,6 +211,18 @@ def _load_sentencepiece(path: str, end_token: str | None) -> Tokenizer:
         added=added,
         digest=digest_of(content, repr(end_token).encode(), b"sentencepiece"),
     )
+
+
+def _end_piece(path: str, model: Any, end_token: str, names: list[str]) -> int:
+    """Returns the id of `end_token`; raises if it is no piece of the model."""
+    end = model.piece_to_id(end_token)
+    # `piece_to_id` returns the unknown piece for a token that the model lacks.
+    if model.id_to_piece(end) != end_token:
+        raise ConfigError(
+            f"data.end_token={end_token!r} is not in the vocabulary of {path}: name a token that "
+            f"is, such as {', '.join(names[:3]) or 'one of its pieces'}, or leave it out."
+        )
+    return end
 
 
 def _read_sentencepiece(path: str) -> tuple[bytes, Any]:
