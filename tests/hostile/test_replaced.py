@@ -93,7 +93,7 @@ class OwnProduct(Transformer):
 
 @pytest.mark.parametrize("kind", [Halved, OwnHead, BiasedHead, OwnProduct])
 def test_a_chunked_loss_is_that_of_the_logits(kind):
-    model = kind(config(logits="chunked", tied_head=False), rngs=nnx.Rngs(0))
+    model = drawn(lambda: kind(config(logits="chunked", tied_head=False), rngs=nnx.Rngs(0)))
     is_told = kind in (Halved, OwnHead)
     told = pytest.warns(UserWarning, match=rf"makes all logits of {kind.__name__} at once")
     with told if is_told else contextlib.nullcontext():
