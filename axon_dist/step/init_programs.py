@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from ..core.tree import is_key
 from ..core.typing import Array, PyTree
 from ..ir.host_keys import Key
 from ..ir.shared_programs import Constant, ProgramSlice, SlicedProgram, run_slice
@@ -101,6 +102,12 @@ class InSlices:
                 kept.add(id(operands[0]))
             elif self._on_host and (constant := program_slice.constant) is not None:
                 made = [_filled(constant, own_shardings[0])]
+            elif (
+                self._on_host
+                and program_slice.is_operand
+                and _is_readable(operands[0], own_shardings[0])
+            ):
+                made = [_copied(operands[0], own_shardings[0])]
             else:
                 made = self._run(program_slice, own_shardings, operands)
             for at, array in zip(program_slice.results, made, strict=True):
@@ -165,22 +172,59 @@ def _shares(program_slice: ProgramSlice, out_shardings: Sequence[Sharding]) -> N
     return NamedSharding(place.mesh, PartitionSpec(*(each or None for each in axes)))
 
 
+def _is_readable(operand: Any, place: Sharding) -> bool:
+    """Whether the host can copy an operand: an array, no key, that is whole or where it belongs."""
+    if not isinstance(operand, jax.Array) or is_key(operand) or operand.weak_type:
+        return False
+    if not operand.is_fully_addressable:
+        return False
+    return operand.is_fully_replicated or operand.sharding == place
+
+
+def _copied(array: Array, place: Sharding) -> Array:
+    """Copies an array to the memory of CPU devices, without compiling a program for its shape."""
+    if array.sharding == place and not place.is_fully_replicated:
+        parts = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
+    else:
+        whole = np.asarray(array)
+        if place.is_fully_replicated and place.is_fully_addressable:
+            return jax.device_put(_unaligned(whole), place)
+        indices = place.addressable_devices_indices_map(whole.shape)
+        parts = {device: whole[index] for device, index in indices.items()}
+    return _of_shards({d: _unaligned(x) for d, x in parts.items()}, array.shape, place)
+
+
 def _filled(constant: Constant, place: Sharding) -> Array:
     """Fills an array in the memory of CPU devices, without compiling a program for its shape."""
-    shape = place.shard_shape(constant.shape)
-    # XLA copies a host buffer that is not aligned, hence the offset of one element. It would share
-    # an aligned one, also between devices, but a step donates the memory of each array.
-    flat = np.full(math.prod(shape) + 1, constant.value, constant.dtype)
-    shard = flat[1:].reshape(shape)
+    shard = np.broadcast_to(
+        np.asarray(constant.value, constant.dtype), place.shard_shape(constant.shape)
+    )
+    shard = _unaligned(shard)
     if place.is_fully_replicated and place.is_fully_addressable:
         # One call for all devices takes a fifth of the time of one for each.
         return jax.device_put(shard, place)
-    devices = sorted(place.addressable_devices, key=lambda device: device.id)
+    return _of_shards(dict.fromkeys(place.addressable_devices, shard), constant.shape, place)
+
+
+def _unaligned(values: np.ndarray) -> np.ndarray:
+    """Returns a copy that XLA copies once more to each device.
+
+    It would share an aligned buffer of the host, also between devices, but a step donates the
+    memory of each array.
+    """
+    flat = np.empty(values.size + 1, values.dtype)
+    copy = flat[1:].reshape(values.shape)
+    copy[...] = values
+    return copy
+
+
+def _of_shards(parts: dict[Any, np.ndarray], shape: tuple[int, ...], place: Sharding) -> Array:
+    devices = sorted(parts, key=lambda device: device.id)
     shards = [
-        jax.device_put(shard, SingleDeviceSharding(device, memory_kind=place.memory_kind))
+        jax.device_put(parts[device], SingleDeviceSharding(device, memory_kind=place.memory_kind))
         for device in devices
     ]
-    return jax.make_array_from_single_device_arrays(constant.shape, place, shards)
+    return jax.make_array_from_single_device_arrays(shape, place, shards)
 
 
 def _is_kept(

@@ -11,6 +11,7 @@ from axon_dist.core.errors import UnsupportedError
 from axon_dist.parallel import tensor_parallel
 from axon_dist.step import model_changes
 from axon_dist.step.guards import check_branches
+from tests.drawn import drawn
 
 TEXT = """\
 HloModule example
@@ -97,14 +98,14 @@ def shifted_step():
     strategy = compose(pipelined(2, 2), tensor_parallel(plan, sequence=True))
     loss = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
     world = World.emulate(4, "pp=2,tp=2")
-    return build_train_step(ShiftedNet(), optax.sgd(0.1), loss, strategy, world), loss
+    return build_train_step(drawn(ShiftedNet), optax.sgd(0.1), loss, strategy, world), loss
 
 
 @pytest.mark.full
 def test_shifts_along_a_split_dim_gather_and_equal_one_device():
     step, loss = shifted_step()
     batch = {"x": jax.random.normal(jax.random.key(0), (4, 8, 8))}
-    graphdef, params, rest = nnx.split(ShiftedNet(), nnx.Param, ...)
+    graphdef, params, rest = nnx.split(drawn(ShiftedNet), nnx.Param, ...)
     one = lambda params: loss(nnx.merge(graphdef, params, rest, copy=True), batch)
     value, grads = jax.value_and_grad(one)(params)
     want = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)

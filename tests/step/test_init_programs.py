@@ -15,6 +15,7 @@ from axon_dist.models import Transformer, TransformerConfig
 from axon_dist.parallel import compose, ddp, fsdp, pipelined, tensor_parallel
 from axon_dist.step import build_train_step, layout
 from axon_dist.step.init_programs import InSlices
+from tests.drawn import drawn
 
 SIZES = {"width": 32, "num_layers": 2, "num_heads": 4, "ffn_width": 64, "max_length": 16}
 
@@ -255,6 +256,14 @@ def test_an_initializer_that_does_more_than_draw_stays_one_program(recorded):
         return model
 
     step = step_of(make, World.emulate(8, "dp=8"), ddp())
+    check_bits(step)
+    assert not recorded[0].programs
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), [("dp=4", ddp()), ("fsdp=4", fsdp(min_elements=1))])
+def test_the_arrays_of_a_module_are_copied_without_a_program(recorded, mesh, strategy):
+    model = drawn(lambda: Tower(nnx.Rngs(0)))
+    step = step_of(model, World.emulate(4, mesh), strategy)
     check_bits(step)
     assert not recorded[0].programs
 
