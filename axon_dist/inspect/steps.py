@@ -117,8 +117,8 @@ def separation(step: Step, batch: Batch) -> Any:
         as a sentence.
 
     Raises:
-        UnsupportedError: when the strategy needs every rank to compute the loss from its own
-            samples, and the loss couples samples.
+        UnsupportedError: when the loss couples samples, and the strategy needs every rank to
+            compute it from its own samples or there are several microbatches.
     """
     return step.state_layout.separation(step.batch_layout.abstract(batch))
 

@@ -104,8 +104,9 @@ class LayerScan:
 
         The checkpoint's barrier (`prevent_cse`) stops XLA from merging recomputed values with those
         of the forward pass, and delays the gathers of a backward iteration until it starts. A loop
-        separates the two passes by itself. A function that runs once needs the barrier, and so does
-        a loop of one iteration, because XLA inlines it.
+        separates the two passes by itself, so it keeps the barrier only to delay the gathers, and
+        `prefetch` drops it. A function that runs once needs the barrier, and so does a loop of one
+        iteration, because XLA inlines it.
         """
         if self.remat is None:
             return body

@@ -22,10 +22,11 @@ from ..core.words import byte_size, duration
 from .walk import CALLS, LOOPS, Aval, equations, interpret
 
 UNROLLED = 4
-"""Up to this many blocks are always unrolled; more are unrolled only if a known cost favours it.
+"""Up to this many blocks are unrolled; more are unrolled only if a known cost favours it.
 
-A loop costs a tenth of the time of four small blocks, and more memory; but each unrolled block
-takes time to compile. CPUs have no cost model: compilation takes most of a test's time there.
+A `LoopRule` with `most`, and blocks that contain a loop, are exceptions. A loop makes four small
+blocks about a tenth slower, and needs more memory; but each unrolled block takes time to compile.
+CPUs have no cost model: compilation takes most of a test's time there.
 """
 
 STACK_PASSES = 5

@@ -155,8 +155,8 @@ def zero(
 
     Args:
         stage: 0 to 3.
-        axes: the mesh axes that split the batch; None for `dp`, or `fsdp` on a mesh without it. One
-            that a composed `context_parallel` also uses splits the arrays but no samples.
+        axes: the mesh axes that split the batch; None for `dp`, or `fsdp` on a mesh without it. An
+            axis that a composed `context_parallel` also uses splits the arrays but no samples.
         shard_axes: the mesh axes that split the arrays; by default all that split the batch. Some
             of them make hybrid sharding: split over these axes, replicated over the others.
         cpu_offload: which arrays live in host memory between steps.
@@ -222,8 +222,8 @@ class ShardingStrategy(NamedChoice):
     """Splits nothing: plain data parallelism."""
     SHARD_GRAD_OP = "shard_grad_op"
     """Gradients (between microbatches too) and optimizer state: ZeRO-2. Parameters stay whole
-    between steps, whereas PyTorch splits them until the forward pass. Master weights of a narrower
-    compute dtype are split."""
+    between steps, whereas PyTorch splits them until the forward pass. If compute is in a narrower
+    dtype than the stored parameters, these are split too."""
     FULL_SHARD = "full_shard"
     """Parameters too: ZeRO-3."""
     HYBRID_SHARD = "hybrid_shard"

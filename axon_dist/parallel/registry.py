@@ -3,8 +3,8 @@
 To add a strategy, write a function that returns a `Strategy`, in a file of this folder, and a row
 of `STRATEGIES` here. Its `make` is that function under `over_data_axes`, or one that takes
 `(model, world, **options)`. The keys of a config and their help, the candidates of `axon plan` and
-the index of the docs follow from the row. Also add a row to `tests/contracts/test_strategies.py`,
-which compares it with one device.
+the index of the docs follow from the row. Also add a row to the table in `tests/contracts` that
+compares its kind with one device, for data parallelism `test_strategies.py`.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ class Reduction:
 
     Args:
         per: `"step"` accumulates K microbatches in a whole gradient on every rank and reduces once;
-            `"microbatch"` reduces each, which sends K times the bytes but holds only shards. None:
-            another part of the strategy decides, or else `Strategy.reduces_per`.
+            `"microbatch"` reduces each, which sends K times the bytes but holds only shards where
+            the moments are split. None: another part of the strategy decides, or else
+            `Strategy.reduces_per`.
         sync: SYNCHRONOUS starts after the whole backward pass; OVERLAPPED reduces a bucket when its
             gradients are ready and the bucket before it is done. Without buckets, SYNCHRONOUS
             leaves the time to XLA.

@@ -118,9 +118,9 @@ class Executor:
         slots: the slots of all values, by field of `State`.
         tables: the actions and transfers of every tick.
         fuse_last_forward: whether the last stage's forward pass runs only within its backward pass.
-            The backward follows in the same or the next tick and recomputes the output for the
-            loss, so a separate forward pass would be wasted. Fusing must not change the order in
-            which the stage updates its buffers.
+            Nothing reads the last stage's output before its backward pass, which recomputes it for
+            the loss, so a separate forward pass would be wasted. Fusing must not change the order
+            in which the stage updates its buffers.
     """
 
     schedule: Schedule

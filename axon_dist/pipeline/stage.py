@@ -41,13 +41,13 @@ class Wire(NamedTuple):
 
 
 class MicrobatchData(NamedTuple):
-    """The data of a microbatch that every rank has.
+    """The data of a microbatch; every rank has all of it but `looked_up`.
 
     Args:
         buffers: leaves of the model's buffers before the microbatch.
         batch: leaves of the microbatch.
-        looked_up: the rows of split tables that were looked up for the microbatch; only the first
-            stage has them.
+        looked_up: the rows of split tables that were looked up for the microbatch, on the first
+            stage; empty on others.
     """
 
     buffers: list[Array]

@@ -315,10 +315,10 @@ def put(arrays: PyTree, slot: Array, values: PyTree, when: Array | None = None) 
 
     Args:
         arrays: leaves whose dim 0 counts slots.
-        slot: the index of the slot; ignored if nothing is written.
+        slot: the index of the slot; any number, also NONE, if `when` is false.
         values: leaves of one slot.
-        when: whether to write; None always writes. The slot is written in any case, with the old or
-            the new value. It is better to write large values in the branch that computes them.
+        when: whether to write; None always writes. If it is false, the old values of a slot are
+            written back. It is better to write large values in the branch that computes them.
 
     Returns:
         The new arrays.

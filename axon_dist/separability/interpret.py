@@ -84,7 +84,8 @@ def follow_samples(
         trace: `trace(samples)` gives the closed jaxpr for a batch of that many samples.
         sizes: the numbers of samples of a part and of the whole, which is a multiple of it.
         num_batch: how many of the last inputs are leaves of the batch, with samples in dim 0.
-        zeros: the positions of the inputs that are 0.
+        zeros: the positions of inputs that are taken as 0. The outputs then show what the program
+            adds to a count that is among its inputs.
 
     Returns:
         How each output depends on the samples.

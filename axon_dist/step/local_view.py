@@ -179,7 +179,8 @@ class RankProgram:
 
     Args:
         plan: the plan of the step.
-        part_buffers: how its buffers advance over the microbatches; None if nothing is drawn.
+        part_buffers: how its buffers advance over the microbatches; None if every buffer just goes
+            from one to the next.
 
     Attributes:
         axes: the manual axes.

@@ -220,8 +220,8 @@ def accumulate(
         constrain: pins the sharding of accumulated gradients.
         last: runs the last microbatch, given the sums of the others, and returns the sums of all.
             None runs it like the others.
-        part_buffers: gives each microbatch the random numbers of its samples; None if nothing is
-            drawn, or if each microbatch draws anew.
+        part_buffers: gives each microbatch the random numbers of its samples, and the buffers that
+            change once in a step; None if every buffer just goes from one microbatch to the next.
 
     Returns:
         The sums over all microbatches, and the buffers after the last.

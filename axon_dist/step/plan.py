@@ -49,10 +49,11 @@ class StatePlan:
     update: DistributedUpdate
 
     def on(self, spec: StepSpec) -> StatePlan:
-        """Returns the same parameters and optimizer for a step that is a part of this one.
+        """Returns the same parameters and optimizer for a step derived from this one.
 
         Args:
-            spec: the part, such as the step of one replica; its mesh may have manual axes.
+            spec: the derived step, such as that of one replica, or of all of them together; its
+                mesh may have manual axes.
         """
         if self.storage.rows is not None:
             # The optimizer of stages is made for a mesh.
@@ -108,7 +109,7 @@ def plan_step(spec: StepSpec, parent: StepPlan | None = None) -> StepPlan:
 
     Args:
         spec: the resolved arguments of the step.
-        parent: the plan of the step that this one is a part of, as one of several replicas is. Both
+        parent: the plan of the step that this one is derived from, as that of one replica is. Both
             share the parent's compiler options, its traced optimizer, and its choices of loops.
 
     Returns:

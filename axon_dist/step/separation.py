@@ -180,8 +180,8 @@ class Separator:
             How the loss is computed; cached by shape.
 
         Raises:
-            UnsupportedError: when the step needs per-rank computation and the loss couples the
-                samples; it names the operation and its place.
+            UnsupportedError: when the loss couples the samples, and the strategy computes it on
+                each rank or there are several microbatches; it names the operation and its place.
         """
         samples, shapes = self._spec.microbatch(batch)
         key = shape_key(shapes)
@@ -229,6 +229,8 @@ class Separator:
         sizes = samples // ranks, total
         if self._promise and ranks > 1:
             self._check_buffers_of_ranks(batch, sizes, ranks)
+        # With one microbatch, the ranks can compute any loss together, in global view. So finding
+        # the sums that it is made of is worth the traces only where the caller asks for parts.
         try_sums = bool(asked) or self._num_microbatches > 1
         dependence, from_sums = self._dependence_or_sums(batch, sizes, ranks, try_sums)
         if dependence.failure and self._num_microbatches > 1:
@@ -383,15 +385,15 @@ class Separator:
         """
         # Some callers are inside `shard_map`, where the names of mesh axes are bound. This program
         # is traced without them.
-        return self._of_one_rank.of(batch, samples, self._traced.values()).program
+        return self._with_own_statistics.of(batch, samples, self._traced.values()).program
 
     @cached_property
-    def _of_one_rank(self) -> Traces:
+    def _with_own_statistics(self) -> Traces:
         change = self._change_with(None)
         return Traces(self.model_spec, self._loss_fn, change, over_all=False)
 
     def _traces(self, ranks: int) -> Traces:
-        """Returns the programs of the loss on one rank; with `ranks=1` that of all samples."""
+        """Returns the traces of the loss; experts may be marked as per-sample functions."""
         # Experts sort tokens, which couples samples, so that outside of pipelines a step with ranks
         # goes to global view. There, and in pipelines, all samples are sorted together, and experts
         # are marked as functions of one sample.
@@ -547,6 +549,7 @@ class Separator:
             counts[before + number] = path
         if not counts:
             return
+        # With the counts taken as 0, these are what the microbatch adds to them.
         added = self._traces(ranks).dependence(batch, sizes, counts).buffers
         for number, path in counts.items():
             is_sum = same_scale(added[path].factor, sizes[1] / sizes[0])

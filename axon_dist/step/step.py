@@ -107,8 +107,8 @@ def build_train_step(
         remat: what the backward pass recomputes, if the strategy sets nothing. `"auto"` recomputes
             the least that fits a device's memory with this `batch`. It estimates memory from the
             traced step, and compiles the step when the estimate is close to the limit. It
-            recomputes nothing without a `batch`, or when the memory of the devices is not known, as
-            for emulated ones. It does not change the results.
+            adds nothing without a `batch`, in a pipeline, or when the memory of the devices is not
+            known, as for emulated ones. It does not change the results.
         batch: a global batch, as arrays or `jax.ShapeDtypeStruct`s, to trace the step with. Errors
             that depend on the batch are then raised here rather than by the first call. Its leaves
             have shape [B, ...]; a leaf that all samples share is wrapped in `Shared`.
@@ -242,7 +242,8 @@ def _warn_of_ascent(step: TrainStep) -> None:
 def leaves_remat_open(step: TrainStep) -> bool:
     """Whether `remat="auto"` has to choose what a step recomputes.
 
-    False if its strategy already says, or if the memory of a device is not known.
+    False if its strategy already says, as a pipeline does, or if the memory of a device is not
+    known.
 
     Args:
         step: a step that recomputes what its strategy says.

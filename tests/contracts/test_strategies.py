@@ -1,4 +1,4 @@
-"""One table: every strategy on every mesh with every model equals one device."""
+"""One table: every data-parallel strategy on every mesh with every model equals one device."""
 
 import dataclasses
 import functools

@@ -61,7 +61,8 @@ def build_world(config: RunConfig) -> World:
 def config_facts(config: RunConfig) -> dict[str, object]:
     """Returns the config values that must agree on all processes, by dotted key.
 
-    Paths may differ between hosts; the contents of the files are compared after they are read.
+    The paths under `PATH_KEYS` may differ between hosts; the contents of the files are compared
+    after they are read.
 
     Example:
         >>> config_facts(RunConfig())["train.steps"]
@@ -106,8 +107,8 @@ def build_step(
         factory: makes the model; None makes that of the config, with its initial weights.
 
     Raises:
-        ConfigError: when an option of the strategy does not exist.
-        DivisibilityError: when the batch does not divide over the mesh and the microbatches.
+        ConfigError: when an option of the strategy does not exist, or the batch does not divide
+            over the mesh and the microbatches.
         MeshError: when the strategy needs an axis that the mesh lacks.
         StrategyConflictError: when strategies contradict each other.
         UnsupportedError: when the step needs the losses of parts of the batch, and the loss couples

@@ -215,15 +215,15 @@ class RunConfig:
         remat: what the backward pass recomputes. None recomputes what the strategies define. `auto`
             does the same if they define anything; otherwise it recomputes as little as the memory
             of a device allows. The memory is read from the traced step and, if it is close to the
-            limit, from the compiled step. On devices of unknown memory, such as emulated ones,
-            `auto` recomputes nothing.
+            limit, from the compiled step. On devices of unknown memory, such as emulated ones, and
+            in a pipeline, whose stages recompute by its own options, `auto` adds nothing.
         unroll: where the strategy splits or recomputes blocks, up to this many blocks are unrolled,
             and more blocks run as a loop; None leaves it to `scan_layers`. It does not change the
             numbers.
-        scan_layers: whether equal blocks run as one loop, `true`, or are unrolled, `false`; `auto`
-            decides by the costs on the devices, and a run, `axon plan` and `axon inspect` report
-            the choice. Blocks that `model.scan_layers` stacks are always a loop. It does not change
-            the numbers.
+        scan_layers: whether equal blocks that the strategy splits or recomputes run as one loop,
+            `true`, or are unrolled, `false`; `auto` decides by the costs on the devices, and a run,
+            `axon plan` and `axon inspect` report the choice. Blocks that `model.scan_layers` stacks
+            are always a loop. It does not change the numbers.
         axis_names: maps axis names in the code of a user-defined model to axes of `mesh`, such as
             `{data: [dp, fsdp], heads: tp}`, for `with_sharding_constraint`, `reshard` and
             `nnx.with_partitioning`; an empty list means no axis. Axes of the mesh are known by
