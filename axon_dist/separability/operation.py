@@ -174,7 +174,7 @@ def have_one_form(one: JaxprEqn | Jaxpr, other: JaxprEqn | Jaxpr, *names: str) -
 
 _SIZED = frozenset(
     {
-        "shape", "new_sizes", "sizes", "start_indices", "limit_indices", "slice_sizes",
+        "shape", "new_sizes", "reps", "sizes", "start_indices", "limit_indices", "slice_sizes",
         "indices_are_sorted", "unique_indices", "sharding", "out_sharding", "result_avals",
     }
 )  # fmt: skip

@@ -129,6 +129,22 @@ def _reshape(op: Operation, values: list[Value]) -> Value:
     return only_numbers(value).at(dims[0], outer)
 
 
+def _tile(op: Operation, values: list[Value]) -> Value:
+    """The rule for `tile`: a broadcast to a new dim before each dim, with which it then merges."""
+    repeats = op.params["reps"], op.others["reps"]
+    small, large = (
+        tuple(size for pair in zip(counts, shape, strict=True) for size in pair)
+        for counts, shape in zip(repeats, op.inputs[0], strict=True)
+    )
+    dims = {"broadcast_dimensions": tuple(range(1, len(small), 2))}
+    wide = ((small, large),)
+    spread = dataclasses.replace(
+        op, name="broadcast_in_dim", params=dims, others=dims, outputs=wide
+    )
+    merged = dataclasses.replace(op, name="reshape", params={}, others={}, inputs=wide)
+    return _reshape(merged, [_broadcast(spread, values)])
+
+
 def _stays_constant(op: Operation, value: Value) -> bool:
     """Whether a reshaped constant has equal entries along each dim that counts samples."""
     counting = grown(op.inputs[0])
@@ -418,6 +434,7 @@ SAMPLE_RULES: MappingProxyType[str, Rule] = MappingProxyType(
         "convert_element_type": _convert,
         **dict.fromkeys(_POWERS.split(), _power),
         "broadcast_in_dim": _broadcast,
+        "tile": _tile,
         **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
         "transpose": _transpose,
         "reduce_sum": _reduce_sum,
