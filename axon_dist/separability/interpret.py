@@ -25,7 +25,7 @@ from ..core.compat import source_line
 from ..core.tree import is_key
 from ..core.weighted import PER_SAMPLE
 from ..ir.factors import RESHAPES
-from ..ir.walk import Inner, called, inners
+from ..ir.walk import Inner, called, inners, shape_of
 from .abstract_values import (
     CONSTANT,
     Coupling,
@@ -384,7 +384,12 @@ class Walk:
         if not all(value.is_constant or (value.dim, value.outer) == (0, 1) for value in stacked):
             return [bad] * len(bodies[0].jaxpr.outvars)
         slices = [v.at(None) if v.is_rows else Value(Kind.ROWS, v.scale) for v in stacked]
-        slices = [bad if v.positions else v for v in slices]
+        inputs = (body.jaxpr.invars[len(consts) + len(carry) :] for body in bodies)
+        # A slice that grows with the samples depends on their number, such as a row of (B, B).
+        slices = [
+            bad if v.positions or shape_of(one) != shape_of(other) else v
+            for v, one, other in zip(slices, *inputs, strict=True)
+        ]
         lengths: tuple[Any, Any] = (loops[0].times, loops[1].times)
         if not lengths[0]:
             # How often a part adds to a carry says nothing about the whole if it never does.

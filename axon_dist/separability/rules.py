@@ -288,6 +288,8 @@ def _concatenate(op: Operation, values: list[Value]) -> Value:
     if not any(value.positions for value in parts):
         return functools.reduce(either, parts)
     # Columns of indices: remember which of them are the sample's position.
+    if any(value.is_scaled for value in parts):
+        raise Coupling(Why.SIZES)
     plain = aligned([dataclasses.replace(v, positions=()) for v in parts], 1.0)
     last = dim == len(op.outputs[0][0]) - 1 and all(s[0][dim] == 1 for s in op.inputs)
     if not last or any(value.positions not in ((), (True,)) for value in parts):
@@ -466,7 +468,9 @@ def unknown(op: Operation, values: list[Value]) -> Value:
     samples, if no dim grows with the batch.
     """
     fixed = not any(grown(shapes) for shapes in (*op.inputs, *op.outputs))
-    if values and all_constant(values) and fixed and not any(v.is_scaled for v in values):
+    # Of a number that differs between a part and the whole, the result may differ in any way.
+    fixed = fixed and not any(v.is_scaled or v.positions for v in values)
+    if values and all_constant(values) and fixed:
         return CONSTANT
     if not op.outputs:
         return CONSTANT
