@@ -236,6 +236,14 @@ def _along(op: Operation, values: list[Value]) -> list[Value]:
     return [dataclasses.replace(result, known=known)] * len(op.outputs)
 
 
+def _solve(op: Operation, values: list[Value]) -> list[Value]:
+    """The rule for `triangular_solve`, which is linear in its second operand."""
+    matrix, right = values
+    # A backward pass gives it a cotangent, which has a scale.
+    solved = _along(op, [matrix, dataclasses.replace(right, scale=1.0)])
+    return [dataclasses.replace(value, scale=right.scale) for value in solved]
+
+
 def _dot(op: Operation, values: list[Value]) -> Value:
     if op.kinds[1] == "b" and Role.SUMMED in op.roles:
         # Products of booleans are not added: the result is whether any of them is true.
@@ -442,6 +450,7 @@ SAMPLE_RULES: MappingProxyType[str, Rule] = MappingProxyType(
         "reduce_sum": _reduce_sum,
         **dict.fromkeys(REDUCTIONS, _reduce),
         **dict.fromkeys((*TRAILING, *ALONG_ONE, *WINDOWS), _along),
+        "triangular_solve": _solve,
         "dot_general": _dot,
         "conv_general_dilated": _conv,
         **INDEXING,

@@ -194,6 +194,30 @@ CLAIMS = {
         lambda x, y, w: x[jnp.tile(jnp.arange(len(x)), 2)].sum(),
         "depends on a sample's position",
     ),
+    "numbers between those of a table": (
+        lambda x, y, w: jnp.interp(w, jnp.arange(4.0), jnp.arange(4.0) ** 2).mean(),
+        "total",
+    ),
+    "a histogram of the samples": (
+        lambda x, y, w: jnp.histogram(w, bins=4, range=(0, 1))[0],
+        "total",
+    ),
+    "a function of a histogram of the samples": (
+        lambda x, y, w: jnp.log1p(jnp.histogram(w, bins=4, range=(0, 1))[0] / len(x)),
+        "takes `log1p` of a total",
+    ),
+    "places of samples among themselves": (
+        lambda x, y, w: jnp.searchsorted(w, w).sum(),
+        "sample|loop",
+    ),
+    "a matrix of each sample, divided by": (
+        lambda x, y, w: jnp.linalg.solve(x[:, :, None] * x[:, None] + jnp.eye(3), x[..., None]),
+        "rows",
+    ),
+    "a matrix of all samples, divided by": (
+        lambda x, y, w: jnp.linalg.solve(x.T @ x + jnp.eye(3), jnp.ones(3)),
+        "sum over the samples",
+    ),
     "copies in a loop over the samples": (
         lambda x, y, w: lax.map(lambda row: jnp.tile(row / len(x), 2).sum(), x).sum(),
         "total",
