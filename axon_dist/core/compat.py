@@ -306,6 +306,33 @@ def called(equation: JaxprEqn) -> ClosedJaxpr | None:
     return None
 
 
+def expanded(equation: JaxprEqn) -> tuple[ClosedJaxpr, list[int]] | None:
+    """The program that an operation with a derivative of its own computes, and what it reads.
+
+    These are `custom_linear_solve`, and operations such as `jnp.searchsorted` that JAX expands only
+    when it compiles them.
+
+    Returns:
+        The program and the positions of the operands that are its inputs; None for others.
+    """
+    positions = [*range(len(equation.invars))]
+    if equation.primitive.name == "custom_linear_solve":
+        sizes, program = equation.params["const_lengths"], equation.params["jaxprs"].solve
+        start = sizes.matvec + sizes.vecmat
+        return program, [*positions[start : start + sizes.solve], *positions[sum(sizes) :]]
+    operation = equation.params.get("_prim")
+    avals: list[Any] = [v.aval for v in equation.invars]
+    if operation is None or not all(isinstance(aval, ShapedArray) for aval in avals):
+        return None
+
+    def run(*values: Array) -> list[Array]:
+        arguments = jax.tree.unflatten(operation.in_tree, values)
+        return jax.tree.leaves(operation.expand(*arguments))
+
+    structs = (jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+    return jax.make_jaxpr(run)(*structs), positions
+
+
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     """The numbers of constant and of carried operands of a `scan`."""
     if "num_consts" in equation.params:

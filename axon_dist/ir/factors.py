@@ -55,7 +55,7 @@ COMPARES = frozenset(("eq", "ge", "gt", "is_finite", "le", "lt", "ne"))
 
 MOVES = frozenset((
     "broadcast_in_dim", "concatenate", "expand_dims", "iota", "pad", "reshape", "rev", "slice",
-    "split", "squeeze", "transpose",
+    "split", "squeeze", "tile", "transpose",
 ))  # fmt: skip
 """Operations that move elements and compute nothing."""
 
@@ -237,6 +237,15 @@ def _each(draft: Factors) -> None:
 def _broadcast(draft: Factors) -> None:
     pairs = enumerate(draft.params["broadcast_dimensions"])
     draft.move((s, t) for s, t in pairs if draft.inputs[0][s] == draft.outputs[0][t])
+
+
+def _tile(draft: Factors) -> None:
+    """Repeats the whole array along each dim: the number of the copy is a new major factor."""
+    for dim, (count, size) in enumerate(zip(draft.params["reps"], draft.inputs[0], strict=True)):
+        if count != 1:
+            draft.add(Role.NEW, (), [(0, dim)])
+        if count == 1 or size != 1:
+            draft.add(Role.PASSES, [(0, dim)], [(0, dim)])
 
 
 def _reshape(draft: Factors) -> None:
@@ -480,6 +489,7 @@ FACTORS: MappingProxyType[str, Callable[[Factors], None]] = MappingProxyType(
         **dict.fromkeys(ALONG_ONE, _along),
         **dict.fromkeys(WINDOWS, _windows),
         "broadcast_in_dim": _broadcast,
+        "tile": _tile,
         **dict.fromkeys(("reshape", "expand_dims"), _reshape),
         "squeeze": lambda d: _drop(d, d.params["dimensions"], None),
         "transpose": lambda d: d.move(

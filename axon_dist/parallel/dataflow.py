@@ -354,6 +354,10 @@ class _Step:
             numbers = next((n for array in side for n in array if factor in n and len(n) > 1), ())
             if not numbers:
                 continue
+            if self.factors.roles[numbers[0]] is Role.NEW:
+                # The copies of a tiled dim are in no other array whose dim could be split.
+                self._spoil(ins + outs, f"goes through {self.name}")
+                return True
             at = numbers.index(factor)
             # Only the first two factors can be split; the others need no `Cut`.
             if at < _CUT:

@@ -169,7 +169,7 @@ COLLECTIVES: Mapping[str, tuple[str, str]] = {
 SUMS = frozenset({"psum", "psum_invariant"})
 """The `COLLECTIVES` that give every rank the whole sum."""
 
-SPREAD = frozenset({"broadcast_in_dim", "iota"})
+SPREAD = frozenset({"broadcast_in_dim", "iota", "tile"})
 """Operations whose results are larger than all that they read."""
 
 IN_PLACE = frozenset({"scatter-add", "scatter_add", "scatter", "dynamic_update_slice"})

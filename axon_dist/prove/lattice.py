@@ -274,7 +274,7 @@ def _differing_options(step: _Step) -> set[str]:
     return {key for key in keys if not same(first.get(key), second.get(key))}
 
 
-_SIZES = frozenset({"shape", "new_sizes", "slice_sizes", "limit_indices", "sizes"})
+_SIZES = frozenset({"shape", "new_sizes", "reps", "slice_sizes", "limit_indices", "sizes"})
 """Parameters that follow from shapes, which are compared."""
 
 
@@ -321,7 +321,7 @@ def _split_of(step: _Step, known: Factors, number: int) -> Split:
 def _new(step: _Step, dim: int) -> Split:
     """Returns the split of a dim that the operation makes; it may have a size of its own."""
     local, full = (one.results[0].shape[dim] for one in (step.on_mesh, step.on_one))
-    if local != full and step.name != "broadcast_in_dim":
+    if local != full and step.name not in _REPEATS:
         raise _Unknown
     return () if local == full else ANY
 
@@ -380,7 +380,8 @@ def _is_zero(value: Value) -> bool:
 
 _EXTREMES = {"reduce_max": MAX, "reduce_min": MIN, "pmax": MAX, "pmin": MIN}
 _COLLECTIVES = RANK_SUMS | {"pmax", "pmin", "all_gather", "all_gather_invariant", "all_to_all"}
-_MOVES = RESHAPES | COPIES | {"transpose"}
+_REPEATS = frozenset({"broadcast_in_dim", "tile"})
+_MOVES = RESHAPES | COPIES | {"transpose", "tile"}
 _PRODUCTS = frozenset({"mul", "div", "dot_general", "conv_general_dilated"})
 _LINEAR: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("neg", "convert_element_type", "real", "reduce_precision"), (0,)),

@@ -75,6 +75,7 @@ class Why(enum.StrEnum):
     PRODUCT = "multiplies or divides totals over the samples"
     EACH = "combines a sum over the samples with individual samples"
     NUMBERS = "depends on a sample's position in the batch, which is different in a part of it"
+    STRAY = "puts samples together with other samples"
     RESHAPED = "is reshaped across the samples"
     WRITTEN = "is written where several samples may write"
     PICKED = "picks samples by an index"
@@ -304,9 +305,11 @@ def aligned(values: list[Value], scale: float) -> Value:
     """
     if any(value.positions for value in values):
         raise Coupling(Why.NUMBERS)
+    if not all(value.is_rows or value.is_constant for value in values):
+        raise Coupling(Why.EACH)
     places = {(value.dim, value.outer) for value in values if value.is_rows}
     if len(places) != 1:
-        raise Coupling("puts samples together with other samples")
+        raise Coupling(Why.STRAY)
     ((dim, outer),) = places
     repeats = all(value.repeats for value in values if value.is_rows)
     return Value(Kind.ROWS, scale, dim, outer, repeats=repeats)

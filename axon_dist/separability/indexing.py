@@ -26,18 +26,19 @@ def _take(op: Operation, values: list[Value]) -> Value:
     _check_cuts(op, values[_TABLE], cuts)
     if indices.is_scaled:
         raise Coupling(Why.SIZES)
+    if not (indices.is_constant or indices.is_rows):
+        raise Coupling("is an index that depends on several samples")
     if table.kind is Kind.CARRY:
         # A loop's running sum must keep its elements in place.
         raise Coupling(Why.LOOPED)
     if not table.is_rows:
-        if indices.dim is not None:
-            _check_index(indices)
-            if not table.is_constant:
-                raise Coupling("looks up a total over the samples for each of them")
-            return dataclasses.replace(op.moved(indices, _INDICES), scale=table.scale)
-        if not indices.is_constant and not indices.is_rows:
-            raise Coupling("is an index that depends on several samples")
-        return aligned([indices], table.scale) if indices.is_rows else table
+        if indices.is_constant:
+            return table
+        _check_index(indices)
+        # The index is that of a sample, also in a loop over samples, where it has no dim of them.
+        if not table.is_constant:
+            raise Coupling("looks up a total over the samples for each of them")
+        return dataclasses.replace(op.moved(indices, _INDICES), scale=table.scale)
     if table.positions:
         raise Coupling(Why.NUMBERS)
     if table.dim is None:
@@ -46,16 +47,25 @@ def _take(op: Operation, values: list[Value]) -> Value:
         numbers = op.params["dimension_numbers"]
         is_row = numbers.start_index_map == (table.dim,) == numbers.collapsed_slice_dims
         return table.at(None) if is_row else _stray()
-    return _take_rows(op, table, indices)
+    return _take_rows(op, chosen(table, indices), indices)
 
 
 _TABLE, _INDICES, _UPDATES = range(3)
 """The positions of the operands of a gather or scatter."""
 
 
-def _check_index(indices: Value) -> None:
-    if indices.positions:
+def _check_index(value: Value) -> None:
+    if value.positions:
         raise Coupling(Why.NUMBERS)
+
+
+def chosen(rows: Value, indices: Value) -> Value:
+    """Returns rows of which an index reads or writes some places.
+
+    Rows that are the same for all samples are not once each sample has an index of its own.
+    """
+    is_same = indices.is_constant or indices.repeats
+    return dataclasses.replace(rows, repeats=rows.repeats and is_same)
 
 
 def _factor(op: Operation, value: Value, operand: int) -> int | None:
@@ -113,12 +123,17 @@ def _scatter(op: Operation, values: list[Value]) -> Value:
     if indices.is_scaled:
         raise Coupling(Why.SIZES)
     if table.dim is None:
+        outers = {value.outer for value in values[_INDICES:] if value.is_rows}
+        if len(outers) > 1:
+            # An index would meet the update of another sample.
+            return _stray()
         return _scatter_total(op, table, indices, updates)
     factor = _written(op, table, indices)
     if factor is None:
         raise Coupling("writes to samples by an index")
-    if op.name.endswith("mul") and (table.is_scaled or updates.is_scaled):
+    if op.name.endswith(("mul", "min", "max")) and (table.is_scaled or updates.is_scaled):
         raise Coupling(Why.SIZES)
+    table = chosen(table, indices)
     if updates.is_rows:
         is_own = _factor(op, updates, _UPDATES) == factor
         return either(table, updates.at(table.dim, updates.outer)) if is_own else _stray()
@@ -147,12 +162,13 @@ def _written(op: Operation, table: Value, indices: Value) -> int | None:
 
 
 def _stray() -> Value:
-    raise Coupling("puts samples together with other samples")
+    raise Coupling(Why.STRAY)
 
 
 def _scatter_total(op: Operation, table: Value, indices: Value, updates: Value) -> Value:
     """The rule for counts and segment sums: every sample adds to places that it chooses."""
     _check_index(indices)
+    _check_index(updates)
     ok = op.name in ("scatter-add", "scatter_add")
     pairs = (indices, _INDICES), (updates, _UPDATES)
     at = {_factor(op, value, operand) for value, operand in pairs if value.is_rows}

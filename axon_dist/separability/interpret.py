@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ..core.compat import source_line
+from ..core.compat import expanded, source_line
 from ..core.tree import is_key
 from ..core.weighted import PER_SAMPLE
 from ..ir.factors import RESHAPES
-from ..ir.walk import Inner, called, inners
+from ..ir.walk import Inner, called, inners, shape_of
 from .abstract_values import (
     CONSTANT,
     Coupling,
@@ -201,7 +201,20 @@ class Walk:
             results = self._call(op, (part, whole), operands, line, one)
             has_vjp = name.startswith("custom_") and not self._in_backward
             return self._backward(pair, operands, results, at) if has_vjp else results
-        return self._primitive(op, operands, at)
+        is_opaque = name not in SAMPLE_RULES and not all_constant(operands)
+        results = self._expanded(pair, operands, at) if is_opaque else None
+        return self._primitive(op, operands, at) if results is None else results
+
+    def _expanded(self, pair: Pair, operands: list[Value], at: str) -> list[Value] | None:
+        """Returns the results of an operation that is a program to JAX; None for others."""
+        part, whole = map(expanded, pair)
+        if part is None or whole is None:
+            return None
+        results = self.program((part[0], whole[0]), [operands[n] for n in part[1]], at)
+        has_gradient = any(is_float(v.aval) for v in pair[0].outvars)
+        if self._in_backward or not has_gradient:
+            return results
+        return self._backward(pair, operands, results, at)
 
     def _primitive(self, op: Operation, operands: list[Value], at: str) -> list[Value]:
         name = op.name
@@ -385,7 +398,12 @@ class Walk:
         if not all(value.is_constant or (value.dim, value.outer) == (0, 1) for value in stacked):
             return [bad] * len(bodies[0].jaxpr.outvars)
         slices = [v.at(None) if v.is_rows else Value(Kind.ROWS, v.scale) for v in stacked]
-        slices = [bad if v.positions else v for v in slices]
+        inputs = (body.jaxpr.invars[len(consts) + len(carry) :] for body in bodies)
+        # A slice that grows with the samples depends on their number, such as a row of (B, B).
+        slices = [
+            bad if v.positions or shape_of(one) != shape_of(other) else v
+            for v, one, other in zip(slices, *inputs, strict=True)
+        ]
         lengths: tuple[Any, Any] = (loops[0].times, loops[1].times)
         if not lengths[0]:
             # How often a part adds to a carry says nothing about the whole if it never does.

@@ -22,6 +22,7 @@ from ..core.typing import Shape
 from ..ir.factors import ELEMENTWISE, RESHAPES
 from ..ir.walk import shape_of
 from .abstract_values import Coupling, Kind, Value
+from .indexing import chosen
 from .operation import Operation, PairValues, Shapes
 from .rules import SAMPLE_RULES, is_transposed
 
@@ -215,7 +216,7 @@ def _rows_in_windows(op: Operation, values: list[Value]) -> Value | None:
     if table.dim not in dims or (table.outer, indices.outer) != (1, 1) or table.positions:
         return None
     at = places[dims.index(table.dim)]
-    moved = op.moved(table)
+    moved = op.moved(chosen(table, indices))
     # The other batching dims, as numbered in the part: its indices lack the dim `at`.
     others = [(d, p - (p > at)) for d, p in zip(dims, places, strict=True) if d != table.dim]
     hidden = (*other.collapsed_slice_dims, *dims)

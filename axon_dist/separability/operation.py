@@ -82,7 +82,7 @@ class Operation:
             return value
         dim = self.factors.result_dim(operand, value.dim)
         if dim is None:
-            raise Coupling("puts samples together with other samples")
+            raise Coupling(Why.STRAY)
         return value.at(dim, value.outer)
 
 
@@ -174,7 +174,7 @@ def have_one_form(one: JaxprEqn | Jaxpr, other: JaxprEqn | Jaxpr, *names: str) -
 
 _SIZED = frozenset(
     {
-        "shape", "new_sizes", "sizes", "start_indices", "limit_indices", "slice_sizes",
+        "shape", "new_sizes", "reps", "sizes", "start_indices", "limit_indices", "slice_sizes",
         "indices_are_sorted", "unique_indices", "sharding", "out_sharding", "result_avals",
     }
 )  # fmt: skip
@@ -356,16 +356,37 @@ def draws(called: ClosedJaxpr) -> str:
 
 def promised(outputs: Sequence[Shapes], operands: list[Value]) -> list[Value]:
     """Returns the results of a function that the user marks as per-sample: rows from rows."""
-    problem = next((v for v in operands if v.kind is Kind.COUPLED), None)
-    if any(v.kind is Kind.CARRY for v in operands):
-        problem = coupled(Why.LOOPED, "")
+    problems = (_unkept(value) for value in operands)
+    problem = next((problem for problem in problems if problem is not None), None)
+    places = {value.dim for value in operands if value.is_rows}
+    if len(places) > 1:
+        problem = problem or coupled(Why.STRAY, "")
+    # In a loop over the samples, it gets one sample, without a dim that counts them.
+    is_one = places == {None}
 
     def of(dims: list[int]) -> Value:
-        if dims in ([], [0]):
-            return Value(Kind.ROWS, dim=0) if dims else CONSTANT
-        return coupled("has no samples first", "")
+        if dims == ([] if is_one else [0]):
+            return Value(Kind.ROWS, dim=None if is_one else 0)
+        return coupled("has no samples first", "") if dims else CONSTANT
 
     return [problem or of(grown(shapes)) for shapes in outputs]
+
+
+def _unkept(value: Value) -> Value | None:
+    """Returns COUPLED if the promise of a per-sample function says nothing about an operand."""
+    if value.kind is Kind.COUPLED:
+        return value
+    if value.kind is Kind.CARRY:
+        return coupled(Why.LOOPED, "")
+    if value.positions:
+        return coupled(Why.NUMBERS, "")
+    if not (value.is_constant or value.is_rows):
+        return coupled(value.why or Why.EACH, value.line)
+    if value.is_scaled and not value.is_zero:
+        return coupled(Why.SIZES, "")
+    if value.dim not in (None, 0) or value.outer != 1:
+        return coupled("has no samples first", "")
+    return None
 
 
 def _number(value: np.ndarray) -> Number | None:

@@ -129,6 +129,22 @@ def _reshape(op: Operation, values: list[Value]) -> Value:
     return only_numbers(value).at(dims[0], outer)
 
 
+def _tile(op: Operation, values: list[Value]) -> Value:
+    """The rule for `tile`: a broadcast to a new dim before each dim, with which it then merges."""
+    repeats = op.params["reps"], op.others["reps"]
+    small, large = (
+        tuple(size for pair in zip(counts, shape, strict=True) for size in pair)
+        for counts, shape in zip(repeats, op.inputs[0], strict=True)
+    )
+    dims = {"broadcast_dimensions": tuple(range(1, len(small), 2))}
+    wide = ((small, large),)
+    spread = dataclasses.replace(
+        op, name="broadcast_in_dim", params=dims, others=dims, outputs=wide
+    )
+    merged = dataclasses.replace(op, name="reshape", params={}, others={}, inputs=wide)
+    return _reshape(merged, [_broadcast(spread, values)])
+
+
 def _stays_constant(op: Operation, value: Value) -> bool:
     """Whether a reshaped constant has equal entries along each dim that counts samples."""
     counting = grown(op.inputs[0])
@@ -220,6 +236,14 @@ def _along(op: Operation, values: list[Value]) -> list[Value]:
     return [dataclasses.replace(result, known=known)] * len(op.outputs)
 
 
+def _solve(op: Operation, values: list[Value]) -> list[Value]:
+    """The rule for `triangular_solve`, which is linear in its second operand."""
+    matrix, right = values
+    # A backward pass gives it a cotangent, which has a scale.
+    solved = _along(op, [matrix, dataclasses.replace(right, scale=1.0)])
+    return [dataclasses.replace(value, scale=right.scale) for value in solved]
+
+
 def _dot(op: Operation, values: list[Value]) -> Value:
     if op.kinds[1] == "b" and Role.SUMMED in op.roles:
         # Products of booleans are not added: the result is whether any of them is true.
@@ -272,6 +296,8 @@ def _concatenate(op: Operation, values: list[Value]) -> Value:
     if not any(value.positions for value in parts):
         return functools.reduce(either, parts)
     # Columns of indices: remember which of them are the sample's position.
+    if any(value.is_scaled for value in parts):
+        raise Coupling(Why.SIZES)
     plain = aligned([dataclasses.replace(v, positions=()) for v in parts], 1.0)
     last = dim == len(op.outputs[0][0]) - 1 and all(s[0][dim] == 1 for s in op.inputs)
     if not last or any(value.positions not in ((), (True,)) for value in parts):
@@ -418,11 +444,13 @@ SAMPLE_RULES: MappingProxyType[str, Rule] = MappingProxyType(
         "convert_element_type": _convert,
         **dict.fromkeys(_POWERS.split(), _power),
         "broadcast_in_dim": _broadcast,
+        "tile": _tile,
         **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
         "transpose": _transpose,
         "reduce_sum": _reduce_sum,
         **dict.fromkeys(REDUCTIONS, _reduce),
         **dict.fromkeys((*TRAILING, *ALONG_ONE, *WINDOWS), _along),
+        "triangular_solve": _solve,
         "dot_general": _dot,
         "conv_general_dilated": _conv,
         **INDEXING,
@@ -449,7 +477,9 @@ def unknown(op: Operation, values: list[Value]) -> Value:
     samples, if no dim grows with the batch.
     """
     fixed = not any(grown(shapes) for shapes in (*op.inputs, *op.outputs))
-    if values and all_constant(values) and fixed and not any(v.is_scaled for v in values):
+    # Of a number that differs between a part and the whole, the result may differ in any way.
+    fixed = fixed and not any(v.is_scaled or v.positions for v in values)
+    if values and all_constant(values) and fixed:
         return CONSTANT
     if not op.outputs:
         return CONSTANT

@@ -55,6 +55,9 @@ PROGRAMS = {
     "cholesky": lambda: jax.make_jaxpr(jax.lax.linalg.cholesky)(np.stack([np.eye(3)] * 2)),
     "fft": lambda: jax.make_jaxpr(jnp.fft.fft)(X.astype(np.complex64)),
 }
+if hasattr(jax.lax, "tile_p"):  # Before JAX 0.12, a broadcast and a reshape.
+    PROGRAMS["tile"] = lambda: jax.make_jaxpr(lambda x: jnp.tile(x, (1, 2)))(X)
+    PROGRAMS["tile of one"] = lambda: jax.make_jaxpr(lambda x: jnp.tile(x, (2, 3)))(X[:, :1])
 
 
 def equation_of(name):

@@ -57,6 +57,7 @@ def test_a_mistake_is_found_at_its_line(name):
 PROVEN = {
     "masked_loss": True,
     "mean_loss": True,
+    "copies_for_each_sample": True,
     "gradients_by_pmean-unchecked": True,
     "megatron_mlp": True,
     "softmax_over_parts": True,

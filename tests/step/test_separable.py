@@ -474,3 +474,82 @@ def test_separable_true_lets_no_buffer_differ_between_the_ranks():
         np.testing.assert_allclose(shard, [1.4, 1.5, 1.6, 1.7], rtol=1e-6)
     own = averaged(ddp(bucket_capacity=100, broadcast_buffers=False), separable=True)
     np.testing.assert_allclose(own[1] - own[0], np.full((1, 4), 1.6), rtol=1e-6)
+
+
+NUM_CLASSES = 5
+
+
+def cross_entropy(model, batch):
+    """Each sample's."""
+    logits = model(batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"][:, 0])
+
+
+def weighted_by_frequency(model, batch):
+    """Looks up the frequencies of the batch's labels row by row."""
+    count = len(batch["y"])
+    frequency = jnp.zeros(NUM_CLASSES).at[batch["y"][:, 0]].add(1 / count)
+    weights = jax.lax.map(lambda labels: frequency[labels].mean(), batch["y"])
+    return jnp.mean(weights * cross_entropy(model, batch))
+
+
+def with_entropy_of_labels(model, batch):
+    """Writes labels into zeros, and takes the entropy of their frequencies."""
+    count = len(batch["y"])
+    hot = jnp.zeros((count, NUM_CLASSES)).at[jnp.arange(count), batch["y"][:, 0]].set(1.0)
+    frequency = hot.mean(0)
+    scale = -jnp.sum(frequency * jnp.log(frequency + 1e-6))
+    return jnp.mean(cross_entropy(model, batch)) * scale
+
+
+def of_copies(model, batch):
+    """Has features twice."""
+    x = jnp.tile(batch["x"][:, :3], (1, 2))
+    return jnp.mean(cross_entropy(model, {**batch, "x": x}))
+
+
+def of_copies_in_a_loop(model, batch):
+    """Has the scores of a sample twice, and divides them by the number of samples."""
+    count = len(batch["x"])
+
+    def of_one(sample):
+        scores = jnp.tile(model(sample["x"]) / count, 2)
+        return scores[sample["y"][:1]].sum()
+
+    return jnp.sum(jax.lax.map(of_one, batch))
+
+
+OF_ONE_DEVICE = {
+    "weighted by frequency": (weighted_by_frequency, "looks up a total over the samples"),
+    "entropy of labels": (with_entropy_of_labels, "takes `log` of a total"),
+    "copies": (of_copies, ""),
+    "copies in a loop": (of_copies_in_a_loop, ""),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_DEVICE)
+def test_microbatches_train_as_one_device_or_are_refused(name):
+    loss_fn, why = OF_ONE_DEVICE[name]
+    random = np.random.default_rng(0)
+    labels = np.sort(random.integers(0, NUM_CLASSES, (16, 2)), 0).astype(np.int32)
+    batch = {"x": random.normal(size=(16, 6)).astype(np.float32), "y": labels}
+    make = lambda: nnx.Linear(6, NUM_CLASSES, rngs=nnx.Rngs(0))
+
+    def trained():
+        world = World.emulate(4, "dp=4")
+        step = build_train_step(
+            make(), optax.sgd(1.0), loss_fn, ddp(), world, accumulate=2, batch=batch
+        )
+        return step(step.init(), batch)
+
+    if why:
+        with pytest.raises(UnsupportedError, match=why):
+            trained()
+        return
+    state, metrics = trained()
+    graph, params = nnx.split(make())
+    loss, grads = jax.value_and_grad(lambda p: loss_fn(nnx.merge(graph, p), batch))(params)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-4)
+    for key in ("kernel", "bias"):
+        want = np.asarray(params[key][...] - grads[key][...])
+        np.testing.assert_allclose(state.params[key], want, rtol=1e-4, atol=1e-5)
