@@ -398,6 +398,7 @@ def _least_split(search: _Search, group: list[Candidate], refused: dict[str, str
     for one in sorted(group, key=lambda one: one.num_devices // (one.replicas * one.shard_ranks)):
         try:
             config, step = _build(search, one)
+            # A step moves an offloaded state to the device, so it must fit there too.
             state = bytes_per_device(step.state_layout.placed_shapes, None)
         except AxonDistError as error:
             refused.setdefault(one.name, str(error))

@@ -18,9 +18,10 @@ from flax.traverse_util import empty_node, flatten_dict
 
 from axon_dist.core.errors import ConfigError, warn
 from axon_dist.core.files import host_memory
+from axon_dist.core.tree import own_bytes
 from axon_dist.core.typing import Batch, LossFn, OptionValue
 from axon_dist.core.words import AUTO, plural
-from axon_dist.inspect import bytes_per_device, separation
+from axon_dist.inspect import separation
 from axon_dist.launch import Timeouts
 from axon_dist.mesh import World, agree, self_test
 from axon_dist.models.formats import NATIVE_NAME, format_of
@@ -349,7 +350,7 @@ def check_memory(config: RunConfig, step: TrainStep) -> None:
             that of the host.
     """
     world = step.world
-    each = bytes_per_device(step.state_layout.placed_shapes, None)
+    each = own_bytes(step.state_layout.placed_shapes, world.is_cpu)
     local = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
     if world.is_cpu:
         # The devices of a CPU process share the memory of the host.

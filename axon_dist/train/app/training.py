@@ -24,6 +24,7 @@ from axon_dist.core.errors import (
     install_command,
 )
 from axon_dist.core.files import replacing
+from axon_dist.core.tree import own_bytes
 from axon_dist.core.typing import JsonDict
 from axon_dist.core.words import AUTO, byte_size, printable
 from axon_dist.step import TrainState
@@ -40,7 +41,6 @@ from axon_dist.train.loop import (
     Trainer,
     TrainResult,
     WandbWriter,
-    bytes_per_device,
     has_module,
     make_progress,
     plot_losses,
@@ -300,7 +300,7 @@ def _finished_already(
         state=state,
         num_steps=int(state.step),
         reason=FINISHED,
-        device_bytes=bytes_per_device(state, None),
+        device_bytes=own_bytes(state, run.world.is_cpu),
     )
     summary = summarize(run, result)
     if run.is_main:

@@ -12,7 +12,7 @@ import numpy as np
 
 from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError, did_you_mean
 from axon_dist.core.own_context import in_own_context
-from axon_dist.core.tree import bytes_per_device
+from axon_dist.core.tree import own_bytes
 from axon_dist.core.typing import Batch
 from axon_dist.core.words import plural
 from axon_dist.mesh import agree, from_main, watch_steps
@@ -244,7 +244,7 @@ class Trainer:
             int(state.step),
             self.writers,
             self.progress,
-            bytes_per_device(state, None),
+            own_bytes(state, self.step.world.is_cpu),
             utilization_of(self.step, options.peak_flops, options.sequence_length),
             self._policy is Nonfinite.SKIP,
             tell,
