@@ -230,6 +230,7 @@ def open_states(
 
     Raises:
         ConfigError: when the state is split over hosts that cannot keep copies for each other.
+        UnsupportedError: for a dtype that this type of checkpoint does not support.
     """
     options = run.config.checkpoint
     folder = directory.checkpoints
@@ -246,6 +247,7 @@ def open_states(
     )
     copies = HostCopies(Path(env[MEMORY]), tell) if options.memory_every else None
     form = PortableForm(run.step)
+    checkpoints.check(form.target)
     if copies is not None:
         copies.check(form.target)
     return SavedStates(run, form, checkpoints, copies, directory)
