@@ -136,9 +136,7 @@ def test_a_part_that_a_state_lacks_is_said(tmp_path):
     step = step_of(5)
     save_checkpoint(tmp_path / "c", step.init())
     for parts in ("nothing", ("params", "nothing"), "padding"):
-        with pytest.raises(
-            CheckpointError, match=r"got '.*'; the parts of a TrainState are step"
-        ):
+        with pytest.raises(CheckpointError, match=r"got '.*'; the parts of a TrainState are step"):
             load_checkpoint(tmp_path / "c", step, parts=parts)
 
 

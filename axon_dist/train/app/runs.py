@@ -169,8 +169,8 @@ class Run:
             writers: receive the metrics.
             save: saves the state; see `Trainer`.
             copy: copies the state to host memory; see `Trainer`.
-            **others: fields of the `Trainer`: `go_back`, `is_saved`, `history`, `on_compiled`,
-                `profile_dir`.
+            **others: fields of the `Trainer`: `go_back`, `is_saved`, `history`, `counts`,
+                `on_counts`, `on_compiled`, `profile_dir`.
         """
         config = self.config
         train = self.config.train
