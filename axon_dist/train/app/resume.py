@@ -435,7 +435,8 @@ def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) 
             f"checkpoint.memory_every: got {steps}, but nothing keeps copies in the memory of this "
             "host; start the run with axon launch --max-restarts 3 -- axon train ... where "
             f"/dev/shm exists, set {MEMORY} to a folder in memory that outlives a process, or "
-            "leave checkpoint.memory_every at 0",
+            "leave checkpoint.memory_every at 0. With axon launch --hosts, make that folder, such "
+            "as /dev/shm/run, on every host: its launchers end with each attempt, and keep none",
             code="copies-not-kept",
         )
     if not Path(folder).is_dir():

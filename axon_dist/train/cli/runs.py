@@ -140,7 +140,7 @@ def evaluate_run(arguments: argparse.Namespace) -> int:
     if process_index():
         return 0
     _print(f"{evaluation.checkpoint}: {evaluation.strategy} on mesh {evaluation.mesh}")
-    unit = {"loss": f" {evaluation.unit}"}
+    unit = {"loss": f" {evaluation.unit}".rstrip()}
     rows = {
         name.replace("_", " "): f"{value:.4f}{unit.get(name, '')}".rstrip()
         for name, value in evaluation.metrics.items()

@@ -146,6 +146,11 @@ def build_strategy(
     return strategies[0] if len(strategies) == 1 else compose(*strategies)
 
 
+def unit_of(config: RunConfig) -> str:
+    """Returns the unit of a run's loss; an empty string for a user's own loss, which knows it."""
+    return config.kind.task.unit(config.data) if config.loss is None else ""
+
+
 def with_own_precision(config: RunConfig) -> RunConfig:
     """Returns the config with the `mixed_precision` of its strategies as its `precision`.
 
