@@ -36,9 +36,10 @@ from ..core.errors import (
     reworded,
 )
 from ..core.tree import is_key, leaves_with_paths
-from ..core.typing import Array, Leaf, PyTree
+from ..core.typing import Array, Leaf, PyTree, Shape
 from ..core.typing import Path as LeafPath
 from ..mesh import process_index
+from ..sharding.padding import EvenShards, paddings_in
 
 MARKER = "COMMITTED"
 MANIFEST = "manifest.json"
@@ -214,6 +215,34 @@ def named_leaves(tree: PyTree) -> dict[LeafPath, Any]:
             f"two leaves of the state have the path {twice!r}; rename the key with a slash"
         )
     return leaves
+
+
+def even_shards(path: LeafPath, shape: Shape, leaf: Leaf) -> EvenShards:
+    """The resharding of a padded leaf to the model's shape.
+
+    Raises:
+        CheckpointError: if it is not on a mesh.
+    """
+    place = leaf.sharding
+    if not isinstance(place, NamedSharding):
+        raise CheckpointError(
+            f"leaf {path} of the state is padded to {tuple(leaf.shape)} from {tuple(shape)}, but "
+            f"has the sharding {place}; pass the state as the step returned it, on its mesh"
+        )
+    return EvenShards(shape, place)
+
+
+def without_padding(state: PyTree, arrays: Mapping[LeafPath, Array]) -> dict[LeafPath, Array]:
+    """Returns the arrays of a state with the padded ones in the model's shapes, split evenly.
+
+    Raises:
+        CheckpointError: if a padded array is not on a mesh.
+    """
+    even = {
+        path: even_shards(path, shape, arrays[path]).of(arrays[path])
+        for path, shape in paddings_in(state).items()
+    }
+    return {**arrays, **even}
 
 
 def as_array(path: LeafPath, leaf: Leaf) -> Array:

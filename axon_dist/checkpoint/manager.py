@@ -16,6 +16,7 @@ from ..core.errors import (
     CheckpointError,
     DamagedCheckpointError,
     StoreError,
+    UnsupportedError,
     reworded,
 )
 from ..core.files import Address, Place, as_place, kind_at, sync_path
@@ -29,12 +30,16 @@ from .layout import (
     UNFINISHED,
     Manifest,
     StateDictType,
+    described,
+    named_leaves,
     on_main,
     step_name,
     step_of,
+    stored_target,
 )
 from .save import PendingSave, check_type, load_checkpoint
 from .seal import check_replaceable, foreign_in, is_checkpoint, put_back, read_manifest, remove
+from .stores import check_dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +189,18 @@ class CheckpointManager:
         if failed is not None:
             self.tell(f"{failed}: this checkpoint is not complete")
 
+    def check(self, target: PyTree) -> None:
+        """Checks that the checkpoints can store a state, before there is one to save.
+
+        Args:
+            target: a tree like the state, of `ShapeDtypeStruct`s with shardings or of arrays.
+
+        Raises:
+            UnsupportedError: for a dtype that this type of checkpoint does not support.
+        """
+        leaves = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
+        check_dtypes(self.type, {path: stored_target(leaf) for path, leaf in leaves.items()})
+
     @in_own_context
     def save(
         self,
@@ -219,7 +236,7 @@ class CheckpointManager:
                 serial=serial,
                 then=self._remove_outdated,
             )
-        except (CheckpointError, StoreError) as error:
+        except (CheckpointError, StoreError, UnsupportedError) as error:
             self._fail(error)
             return
         if not self.background:
@@ -389,7 +406,7 @@ class CheckpointManager:
                 reason = getattr(error, "strerror", error)
                 self.tell(f"could not remove the old checkpoint {str(path)!r}: {reason}")
 
-    def _fail(self, error: CheckpointError | StoreError) -> None:
+    def _fail(self, error: CheckpointError | StoreError | UnsupportedError) -> None:
         self.failure = str(error)
         self.tell(str(error))
 

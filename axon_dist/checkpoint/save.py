@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
-from jax.sharding import NamedSharding
 
 from ..core.checks import TEXTS
 from ..core.errors import (
@@ -25,7 +24,7 @@ from ..core.errors import (
 )
 from ..core.files import Address, Place, as_place, make_folder, snapshot
 from ..core.own_context import in_own_context
-from ..core.typing import Array, Leaf, PyTree, Shape
+from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from ..core.words import byte_size, first_few
 from ..sharding.padding import EvenShards, paddings_in
@@ -37,6 +36,7 @@ from .layout import (
     check_meta,
     described,
     differences,
+    even_shards,
     from_stored,
     installed_versions,
     is_main,
@@ -49,6 +49,7 @@ from .layout import (
     stored_target,
     target_of,
     to_stored,
+    without_padding,
 )
 from .seal import (
     check_files,
@@ -60,7 +61,7 @@ from .seal import (
     seal,
     stray_in,
 )
-from .stores import STORES
+from .stores import STORES, check_dtypes
 
 _T = TypeVar("_T")
 
@@ -150,11 +151,11 @@ class PendingSave:
                 "least one array, random key or number"
             )
         mesh = mesh_shape(arrays.values())
-        for path, shape in paddings_in(state).items():
-            arrays[path] = even_shards(path, shape, arrays[path]).of(arrays[path])
+        arrays = without_padding(state, arrays)
+        stored = {path: to_stored(array) for path, array in arrays.items()}
+        check_dtypes(type, stored)
         size = sum(array.nbytes for array in arrays.values())
         name = on_main(lambda: self._claim_name(meta, size))
-        stored = {path: to_stored(array) for path, array in arrays.items()}
         manifest = Manifest(
             type=type,
             leaves={path: spec_of(array) for path, array in arrays.items()},
@@ -315,7 +316,7 @@ def load_checkpoint(
         target = target_of(target.abstract_state, target.state_shardings)
         shapes = paddings_in(target)
         if parts is not None:
-            target = {name: getattr(target, name) for name in parts}
+            target = {name: _part_of(target, name) for name in parts}
     else:
         shapes = paddings_in(target)
     folder = as_place(path, "the checkpoint", CheckpointError)
@@ -337,19 +338,20 @@ def load_checkpoint(
     return jax.tree.unflatten(jax.tree.structure(target), list(restored.values()))
 
 
-def even_shards(path: LeafPath, shape: Shape, leaf: Leaf) -> EvenShards:
-    """The resharding of a padded leaf to the model's shape.
+def _part_of(state: PyTree, name: str) -> PyTree:
+    """The field of a state.
 
     Raises:
-        CheckpointError: if it is not on a mesh.
+        CheckpointError: if it has no such field.
     """
-    place = leaf.sharding
-    if not isinstance(place, NamedSharding):
+    named = dataclasses.fields(state) if dataclasses.is_dataclass(state) else ()
+    fields = [field.name for field in named if not field.metadata.get("static")]
+    if fields and name not in fields:
         raise CheckpointError(
-            f"leaf {path} of the state is padded to {tuple(leaf.shape)} from {tuple(shape)}, but "
-            f"has the sharding {place}; pass the state as the step returned it, on its mesh"
+            f"parts: got {name!r:.80}; the parts of a {type(state).__name__} are "
+            f"{', '.join(fields)}"
         )
-    return EvenShards(shape, place)
+    return getattr(state, name)
 
 
 def _check_leaves(

@@ -127,7 +127,9 @@ def _as_words(x: Array) -> Array:
         return jnp.stack([_as_words(x.real), _as_words(x.imag)], axis=-1)
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
-    bits = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else 8 * x.itemsize
+    # An element narrower than a byte has an itemsize of 1.
+    info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
+    bits = info(x.dtype).bits
     return lax.bitcast_convert_type(x, f"uint{min(bits, 32)}").astype(jnp.uint32)
 
 

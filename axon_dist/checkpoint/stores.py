@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from jax.experimental import multihost_utils
 
 from ..core.compat import (
@@ -42,7 +43,16 @@ from ..core.files import as_path, kind_at, open_regular, remove_abandoned, repla
 from ..core.own_context import in_own_context
 from ..core.typing import Array, JsonDict, PyTree
 from ..core.typing import Path as LeafPath
-from .layout import ARRAYS, StateDictType, as_array, is_main, named_leaves, on_main, to_stored
+from .layout import (
+    ARRAYS,
+    StateDictType,
+    as_array,
+    is_main,
+    named_leaves,
+    on_main,
+    to_stored,
+    without_padding,
+)
 
 _METADATA = "__metadata__"
 _ALIGNMENT = 8
@@ -419,6 +429,29 @@ STORES: MappingProxyType[StateDictType, OrbaxStore | FullStore] = MappingProxyTy
 """The store of each type of checkpoint."""
 
 
+def check_dtypes(type: StateDictType, leaves: Mapping[str, Any]) -> None:
+    """Checks that a type of checkpoint can store the dtypes of arrays.
+
+    Args:
+        type: the type of the checkpoint.
+        leaves: anything with a dtype, by path.
+
+    Raises:
+        UnsupportedError: if it cannot; the message names the leaf.
+    """
+    if type is StateDictType.FULL:
+        plan_order(leaves)
+        return
+    for path, leaf in leaves.items():
+        try:
+            ts.dtype(str(np.dtype(leaf.dtype)))
+        except ValueError as error:
+            raise UnsupportedError(
+                f"leaf {path} of the state is {leaf.dtype}, which tensorstore cannot write; "
+                "convert it to another dtype, such as the next wider one"
+            ) from error
+
+
 @in_own_context
 def export_safetensors(
     path: str | Path, state: PyTree, *, metadata: Mapping[str, str] | None = None
@@ -430,11 +463,13 @@ def export_safetensors(
 
     Args:
         path: the path of the file.
-        state: a pytree of arrays, such as `state` or `state.params`.
+        state: a pytree of arrays, such as `state`. Leaves that a `TrainState` pads are written in
+            the model's shapes. A part of it, such as `state.params`, does not know which of its
+            leaves are padded; give `step.weights(state)` for the parameters alone.
         metadata: strings for the header of the file.
 
     Raises:
-        CheckpointError: if two leaves have the same path.
+        CheckpointError: if two leaves have the same path, or a padded leaf is not on a mesh.
         UnsupportedError: for a dtype that safetensors does not support.
 
     Example:
@@ -447,6 +482,7 @@ def export_safetensors(
     """
     file = as_path(path, "the file of tensors", CheckpointError)
     arrays = {name: as_array(name, leaf) for name, leaf in named_leaves(state).items()}
+    arrays = without_padding(state, arrays)
     stored = {name: to_stored(array) for name, array in arrays.items()}
     ordered = {name: stored[name] for name in plan_order(stored)}
     write_gathered(file, ordered, gather(ordered.values()), metadata)

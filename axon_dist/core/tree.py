@@ -217,6 +217,17 @@ def bytes_per_device(tree: PyTree, where: Where | None = "device") -> int:
     return measured + sum(shard_bytes(x) for x in planned if where in (None, memory_of(x)))
 
 
+def own_bytes(tree: PyTree, is_cpu: bool) -> int:
+    """The bytes of a tree that fill a device's own memory, on the device that holds the most.
+
+    Args:
+        tree: as in `bytes_per_device`.
+        is_cpu: whether the devices are CPUs. Their memory is the host's, so arrays in host memory
+            count too.
+    """
+    return bytes_per_device(tree, None if is_cpu else "device")
+
+
 def shard_bytes(leaf: Leaf) -> int:
     """The bytes of one array on the device that holds the most; computed for a shape."""
     if isinstance(leaf, jax.Array):

@@ -83,6 +83,15 @@ class Buckets:
         """The mean length of a padded row."""
         return float(np.array(self.lengths)[self.which].mean())
 
+    @property
+    def length_around_a_token(self) -> float:
+        """The mean over all tokens of the length of their padded row.
+
+        The attention of a token costs as much as its row is long, and long rows have more tokens.
+        """
+        lengths = np.array(self.lengths, float)[self.which]
+        return float((lengths**2).sum() / lengths.sum())
+
     def length_of(self, numbers: np.ndarray) -> int:
         """Returns the padded length of a batch of these rows: the bucket of the longest row."""
         return self.lengths[int(self.which[numbers].max())]

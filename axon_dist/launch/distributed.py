@@ -437,7 +437,8 @@ def can_restart() -> bool:
 def _add_flags(wanted: Sequence[str]) -> None:
     """Adds XLA flags to the environment, except those that the user has set."""
     flags = os.environ.get("XLA_FLAGS", "")
-    missing = [flag for flag in wanted if flag.split("=")[0] not in flags]
+    given = {flag.partition("=")[0] for flag in flags.split()}
+    missing = [flag for flag in wanted if flag.partition("=")[0] not in given]
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
 
 

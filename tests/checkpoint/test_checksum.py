@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from axon_dist.checkpoint.seal import file_checksum, leaf_checksum, leaf_checksums
 
 DTYPES = ["float32", "bfloat16", "float16", "int8", "uint8", "int32", "bool", "complex64",
-          "float8_e4m3fn", "int4"]  # fmt: skip
+          "float8_e4m3fn", "float4_e2m1fn", "int4"]  # fmt: skip
 
 
 def reference(words):
@@ -35,7 +35,7 @@ def test_every_flipped_bit_changes_it(position, bit):
     assert int(leaf_checksum(jnp.asarray(flipped))) == reference(flipped.tolist())
 
 
-@pytest.mark.sample("float32", "bfloat16", "bool", "complex64", "int4")
+@pytest.mark.sample("float32", "bfloat16", "bool", "complex64", "float4_e2m1fn", "int4")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_however_it_is_split(dtype, make_world):
     values = (np.arange(64) % 5).reshape(8, 8).astype(jnp.dtype(dtype))

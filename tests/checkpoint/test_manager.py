@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from axon_dist.checkpoint import (
     read_manifest,
 )
 from axon_dist.checkpoint import stores as store
-from axon_dist.core.errors import CheckpointError, ConfigError
+from axon_dist.core.errors import CheckpointError, ConfigError, UnsupportedError
 
 KINDS = pytest.mark.parametrize("type", list(StateDictType))
 SIZE = 20_000
@@ -278,6 +279,32 @@ def test_folders_that_are_not_checkpoints_stay_and_are_named(tmp_path):
     assert "step_00000001' there is a folder that holds 'thesis'" in manager.failure
     assert told == [manager.failure]
     assert [path.name for path in tmp_path.rglob("thesis")] == ["thesis"] * 2
+
+
+@pytest.mark.parametrize(
+    ("type", "dtype", "advice"),
+    [
+        ("full", jnp.complex64, "safetensors has no name.*save the state as"),
+        ("sharded", jnp.uint4, "tensorstore cannot write; convert it"),
+    ],
+)
+def test_a_dtype_that_cannot_be_stored_is_reported_with_the_leaf(type, dtype, advice, tmp_path):
+    told = []
+    manager = CheckpointManager(tmp_path, type=type, tell=told.append)
+    values = {"w": jnp.ones(8, dtype)}
+    with pytest.raises(UnsupportedError, match=f"w .*is {jnp.dtype(dtype)}, .*{advice}"):
+        manager.check(values)
+    for step in (1, 2):
+        manager.save(step, values)
+    manager.wait()
+    assert len(told) == 2
+    assert "Free space" not in told[0]
+    assert re.search(advice, told[0])
+    assert manager.failure == told[1]
+    manager.check({"w": jnp.ones(8), "key": jax.random.key(0)})
+    manager.save(3, {"w": jnp.ones(8)})
+    manager.wait()
+    assert (manager.failure, [entry.step for entry in manager.entries()]) == (None, [3])
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

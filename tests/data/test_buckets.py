@@ -66,6 +66,12 @@ def test_lengths_leave_the_least_padding():
     assert bucket_lengths(np.array([5]), 7, 16) == (5, 7)
 
 
+def test_the_length_around_a_token_is_the_mean_over_tokens():
+    buckets = Buckets((10, 50), np.array([3, 10, 40]))
+    assert buckets.mean_length == pytest.approx(70 / 3)
+    assert buckets.length_around_a_token == pytest.approx((100 + 100 + 2500) / 70)
+
+
 def test_an_epoch_has_every_row_once_and_batches_of_one_bucket():
     needed = np.random.default_rng(0).integers(1, 100, 100)
     buckets = Buckets((25, 50, 99), needed)

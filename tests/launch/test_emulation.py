@@ -41,6 +41,13 @@ def test_devices_that_cannot_be_shared(spec, stated, words):
         share_of(8, spec, stated)
 
 
+def test_flags_of_the_user_are_told_by_their_whole_names(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_one_and_more=2 --xla_two=false --xla_three")
+    distributed._add_flags(["--xla_one=1", "--xla_two=true", "--xla_three=1"])
+    given = os.environ["XLA_FLAGS"].split()
+    assert given == ["--xla_one_and_more=2", "--xla_two=false", "--xla_three", "--xla_one=1"]
+
+
 def test_no_device():
     with pytest.raises(MeshError, match=r"cannot emulate 0 devices"):
         share_of(0, LaunchSpec())

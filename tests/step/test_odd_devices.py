@@ -17,8 +17,8 @@ from axon_dist import (
     load_checkpoint,
     save_checkpoint,
 )
-from axon_dist.checkpoint import read_manifest
-from axon_dist.core.errors import ConfigError
+from axon_dist.checkpoint import export_safetensors, open_tensors, read_manifest
+from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.inspect import collectives, memory
 from axon_dist.planner import read_step
 
@@ -116,6 +116,28 @@ def test_a_checkpoint_of_five_devices_is_read_on_any_number(tmp_path, kind):
     assert not np.any(np.asarray(fresh.opt_state[0].mu["layers"][0]["kernel"]))
     with pytest.raises(ConfigError, match=r"init_from got 1 parameters for 4 .* layers/1"):
         step.init_from({"layers": [{"kernel": want}]})
+
+
+def test_exported_tensors_have_the_shapes_of_the_model(tmp_path):
+    step = step_of(5)
+    state, _ = step(step.init(), BATCH)
+    export_safetensors(tmp_path / "state.safetensors", state)
+    save_checkpoint(tmp_path / "c", state)
+    tensors = open_tensors(tmp_path / "state.safetensors")
+    saved = read_manifest(tmp_path / "c").leaves
+    assert {path: x.shape for path, x in tensors.items()} == {p: x.shape for p, x in saved.items()}
+    for path, weight in step.weights(state).items():
+        np.testing.assert_array_equal(tensors[f"params/{path}"], weight)
+    mu = np.asarray(state.opt_state[0].mu["layers"][0]["kernel"])[:WIDTH]
+    np.testing.assert_array_equal(tensors["opt_state/0/mu/layers/0/kernel"], mu)
+
+
+def test_a_part_that_a_state_lacks_is_said(tmp_path):
+    step = step_of(5)
+    save_checkpoint(tmp_path / "c", step.init())
+    for parts in ("nothing", ("params", "nothing"), "padding"):
+        with pytest.raises(CheckpointError, match=r"got '.*'; the parts of a TrainState are step"):
+            load_checkpoint(tmp_path / "c", step, parts=parts)
 
 
 def test_replicated_leaves_are_reported():

@@ -39,9 +39,9 @@ from axon_dist.planner.candidates import divisors, first_guess
 from axon_dist.planner.reading import USABLE
 from axon_dist.step import TrainStep, sharing_steps
 
-from ..config import CONFIG, RunConfig, abstract_batch
+from ..config import CONFIG, RunConfig, abstract_batch, with_own_precision
 from .examine import examine
-from .steps import ModelOfZeros, build_step, optimizer_of
+from .steps import ModelOfZeros, build_step, clips_itself, optimizer_of
 
 MOST = 10
 """The number of kinds of plans to trace, simplest first."""
@@ -178,6 +178,8 @@ def plan_config(
     Raises:
         ConfigError: if no mesh of all the devices divides the batch, or every plan is refused.
     """
+    # Candidates have other strategies, but the same precision.
+    config = with_own_precision(config)
     size = hardware.memory_bytes if device_bytes is None else device_bytes
     outer = _outer_loop_of(config, hardware.num_nodes(num_devices))
     factory = ModelOfZeros(config)
@@ -371,7 +373,14 @@ def _build(search: _Search, candidate: Candidate) -> tuple[RunConfig, TrainStep]
     capability = compute_capability(search.hardware.name)
     world = abstract_world(config.mesh, search.num_devices, search.platform, capability)
     # No candidate changes the model or the optimizer.
-    step = build_step(config, world, search.optimizer, checks_loss=False, factory=search.factory)
+    step = build_step(
+        config,
+        world,
+        search.optimizer,
+        checks_loss=False,
+        factory=search.factory,
+        clips=clips_itself(config),
+    )
     return config, step
 
 
@@ -400,6 +409,7 @@ def _least_split(search: _Search, group: list[Candidate], refused: dict[str, str
     for one in sorted(group, key=lambda one: one.num_devices // (one.replicas * one.shard_ranks)):
         try:
             config, step = _build(search, one)
+            # A step moves an offloaded state to the device, so it must fit there too.
             state = bytes_per_device(step.state_layout.placed_shapes, None)
         except AxonDistError as error:
             refused.setdefault(one.name, str(error))

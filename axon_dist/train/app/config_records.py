@@ -32,7 +32,7 @@ from axon_dist.prove.recording import (
 from axon_dist.prove.trace import Subject, Traced
 from axon_dist.step import TrainState, TrainStep
 
-from ..config import RunConfig
+from ..config import RunConfig, with_own_precision
 from .steps import build_step, build_world, check_memory, model_of
 from .verify import COMPARED, drawn_batches, one_device_step
 
@@ -53,6 +53,7 @@ def record_config(config: RunConfig, steps: int = 3) -> Recording:
     Raises:
         ConfigError: when there are several processes, or the values do not fit in memory.
     """
+    config = with_own_precision(config)
     world = build_world(config)
     if world.num_processes > 1:
         raise ConfigError(

@@ -27,7 +27,7 @@ from axon_dist.step import PortableForm, TrainState, TrainStep
 from axon_dist.train.loop.meters import LAG, MetricSums, delayed
 
 from ...core.own_context import in_own_context
-from ..config import RunConfig
+from ..config import RunConfig, unit_of, with_own_precision
 from .run_model import find_checkpoint, load_arrays, run_config, tokenizer_of
 from .runs import build_loader, measured_on
 from .steps import build_step, build_world, without_axes
@@ -121,7 +121,9 @@ def evaluate(
     for batch_sums in delayed((built.evaluate_sums(state, batch) for batch in batches), LAG):
         sums.add(batch_sums)
     means = sums.means
-    derived = of_text(means["loss"], loader) if task.item == "tokens" else {}
+    # A user's own loss need not be in nats per token.
+    is_of_tokens = task.item == "tokens" and config.loss is None
+    derived = of_text(means["loss"], loader) if is_of_tokens else {}
     return Evaluation(
         checkpoint=checkpoint,
         step=step_of(checkpoint.name),
@@ -129,7 +131,7 @@ def evaluate(
         num_samples=num_samples,
         strategy=built.strategy.name,
         mesh=str(world.spec),
-        unit=task.unit(config.data),
+        unit=unit_of(config),
         metrics={"loss": means["loss"], **means, **derived},
     )
 
@@ -145,7 +147,8 @@ def world_of(config: RunConfig, one_device: bool) -> tuple[RunConfig, World]:
         return config, build_world(config)
     emulate = config.devices.emulate and 1
     alone = {"mesh": {"dp": 1}, "parallel": "ddp", "devices": {"emulate": emulate}}
-    plain = dataclasses.replace(config, precision=without_gathers(config.precision)).to_dict()
+    precision = without_gathers(with_own_precision(config).precision)
+    plain = dataclasses.replace(config, precision=precision).to_dict()
     plain["train"]["accumulate"] = 1
     plain["axis_names"] = without_axes(config.axis_names)
     config = RunConfig.from_dict({**plain, **alone})

@@ -16,7 +16,7 @@ from axon_dist.core.checks import checked
 from axon_dist.core.errors import MeshError
 from axon_dist.core.files import as_place
 from axon_dist.core.plain_yaml import to_yaml
-from axon_dist.core.tree import bytes_per_device, num_bytes
+from axon_dist.core.tree import num_bytes, own_bytes
 from axon_dist.core.words import byte_size, plural, si
 from axon_dist.inspect import Report, lower_outer_steps, report, target_devices
 from axon_dist.mesh import MeshSpec, Target, World, parse_target, prepare_environment
@@ -185,8 +185,9 @@ def memory_by_category(run: Run, step_report: Report) -> dict[str, int]:
     memory = step_report.memory
     kinds = {}
     for name, label in _KINDS.items():
-        kinds[label] = bytes_per_device(getattr(state, name), None)
-    rest = memory.arguments + memory.host_arguments - sum(kinds.values())
+        kinds[label] = own_bytes(getattr(state, name), run.world.is_cpu)
+    # XLA:CPU counts arrays in host memory as `arguments`; others count them apart.
+    rest = memory.arguments - sum(kinds.values())
     return {
         **{label: size for label, size in kinds.items() if size},
         "batch and padding": max(rest, 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import statistics
@@ -268,6 +269,8 @@ TIMED_STEPS = 3
 """The number of timed steps, after one step that compiles."""
 _BATCHES = 2
 """The number of batches loaded before timing, and the minimum number of timed batches."""
+_LENGTH_BATCHES = 32
+"""The number of batches that show how often each length of `data.buckets` occurs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,7 +352,7 @@ def check_data(
         item=run.item,
         samples_per_second=speed,
         num_workers=config.data.num_workers,
-        needed_per_second=_time_steps(run.step, batches[0], config) if with_step else None,
+        needed_per_second=_time_steps(run.step, loader, config) if with_step else None,
         padding=getattr(loader.samples, "padding", None),
         learned=learned,
     )
@@ -378,15 +381,27 @@ def _targets(batch: LocalBatch) -> np.ndarray:
     return counts & (batch["mask"][:, 1:] != 0) if "mask" in batch else counts
 
 
-def _time_steps(step: TrainStep, batch: LocalBatch, config: RunConfig) -> float:
-    """Returns the samples per second of a compiled step."""
-    state, metrics = step(step.init(), batch)
-    jax.block_until_ready(metrics)
-    start = time.perf_counter()
-    for _ in range(TIMED_STEPS):
+def _time_steps(step: TrainStep, loader: Loader, config: RunConfig) -> float:
+    """Returns the samples per second of a compiled step, over batches of every length."""
+    has_lengths = getattr(loader.samples, "buckets", None) is not None
+    batches = [*itertools.islice(loader, _LENGTH_BATCHES if has_lengths else 1)]
+    lengths = collections.Counter(_shapes(batch) for batch in batches)
+    seconds = 0.0
+    state = step.init()
+    for shapes, count in lengths.items():
+        batch = next(batch for batch in batches if _shapes(batch) == shapes)
         state, metrics = step(state, batch)
         jax.block_until_ready(metrics)
-    return config.train.global_batch * TIMED_STEPS / (time.perf_counter() - start)
+        start = time.perf_counter()
+        for _ in range(TIMED_STEPS):
+            state, metrics = step(state, batch)
+            jax.block_until_ready(metrics)
+        seconds += count / len(batches) * (time.perf_counter() - start) / TIMED_STEPS
+    return config.train.global_batch / seconds
+
+
+def _shapes(batch: LocalBatch) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, np.shape(array)) for name, array in batch.items())
 
 
 def _shown(batches: list[LocalBatch], samples: Any) -> Iterator[str]:

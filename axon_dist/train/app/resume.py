@@ -14,6 +14,7 @@ import platform
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -30,6 +31,7 @@ from axon_dist.checkpoint import (
     step_of,
 )
 from axon_dist.checkpoint.layout import installed_versions, mesh_shape
+from axon_dist.core.checks import is_whole
 from axon_dist.core.compat import keep_executables
 from axon_dist.core.errors import (
     AxonDistError,
@@ -75,6 +77,8 @@ class SavedStates:
         copies: the copies in host memory; None without `checkpoint.memory_every`.
         directory: the run's folder; its files are copied to a bucket before each checkpoint.
         start: the checkpoint that the run resumed from; `find_start` sets it. None for a new run.
+        counts: the numbers of steps without an update up to the next state that is saved, or that
+            the run resumes from; see `Trainer.counts`.
     """
 
     run: Run
@@ -83,6 +87,7 @@ class SavedStates:
     copies: HostCopies | None
     directory: RunDirectory
     start: Place | None = None
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def save(self, state: TrainState, number: int, loss: float | None) -> None:
         """Saves a state, with the config and the position in the data.
@@ -96,6 +101,7 @@ class SavedStates:
         if isinstance(self.checkpoints.folder, Address) or self.directory.address is not None:
             on_main(self._copy_records)
         meta = {"step": number, "config": run.config.to_dict(), "data": run.loader.state()}
+        meta["counts"] = dict(self.counts)
         meta["settings"] = read_settings(os.environ, jax.config.values)
         # Threads of earlier saves have ended and left their heaps fragmented.
         trim_heaps()
@@ -113,7 +119,8 @@ class SavedStates:
         The state's arrays may be donated when this returns.
         """
         assert self.copies is not None
-        self.copies.save(number, self.form.to_canonical(state), {"data": self.run.loader.state()})
+        meta = {"data": self.run.loader.state(), "counts": dict(self.counts)}
+        self.copies.save(number, self.form.to_canonical(state), meta)
 
     def go_back(self) -> TrainState | None:
         """Loads the newest good checkpoint of this call, or that of its start; None without any.
@@ -175,6 +182,7 @@ class SavedStates:
         copy = self._newest_copy(tell)
         if copy is not None and copy.step >= on_main(checkpoints.newest_step):
             self.run.loader.restore(copy.meta["data"])
+            self.counts.update(_counts_in(copy.meta))
             tell(f"resuming after step {copy.step} from the copies in memory")
             # The copy is lost when a step is undone, unlike the checkpoint that it followed.
             newest = on_main(checkpoints.newest_step)
@@ -194,6 +202,7 @@ class SavedStates:
                 code="no-data-position",
             )
         self.run.loader.restore(restored.manifest.meta["data"])
+        self.counts.update(_counts_in(restored.manifest.meta))
         self.start = restored.path
         state = form.from_canonical(restored.state)
         tell(f"resuming after step {int(state.step)} from {str(restored.path)!r}")
@@ -210,6 +219,13 @@ class SavedStates:
         except DamagedCheckpointError as error:
             tell(str(error))
             return None
+
+
+def _counts_in(meta: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the counts that a state was saved with; those of 0.2 and before have none."""
+    counts = meta.get("counts")
+    counts = counts if isinstance(counts, dict) else {}
+    return {name: count for name, count in counts.items() if is_whole(count)}
 
 
 def _step_in(checkpoint: Place) -> object:
@@ -231,6 +247,7 @@ def open_states(
 
     Raises:
         ConfigError: when the state is split over hosts that cannot keep copies for each other.
+        UnsupportedError: for a dtype that this type of checkpoint does not support.
     """
     options = run.config.checkpoint
     folder = directory.checkpoints
@@ -247,6 +264,7 @@ def open_states(
     )
     copies = HostCopies(Path(env[MEMORY]), tell) if options.memory_every else None
     form = PortableForm(run.step)
+    checkpoints.check(form.target)
     if copies is not None:
         copies.check(form.target)
     return SavedStates(run, form, checkpoints, copies, directory)
@@ -418,7 +436,8 @@ def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) 
             f"checkpoint.memory_every: got {steps}, but nothing keeps copies in the memory of this "
             "host; start the run with axon launch --max-restarts 3 -- axon train ... where "
             f"/dev/shm exists, set {MEMORY} to a folder in memory that outlives a process, or "
-            "leave checkpoint.memory_every at 0",
+            "leave checkpoint.memory_every at 0. With axon launch --hosts, make that folder, such "
+            "as /dev/shm/run, on every host: its launchers end with each attempt, and keep none",
             code="copies-not-kept",
         )
     if not Path(folder).is_dir():

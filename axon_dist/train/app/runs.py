@@ -26,7 +26,7 @@ from axon_dist.train.loop import LoopOptions, MetricWriter, Progress, Trainer, r
 from axon_dist.weights import find_tensors, load_weights
 from axon_dist.weights.load import check_weights
 
-from ..config import RunConfig, abstract_batch
+from ..config import RunConfig, abstract_batch, unit_of
 from ..config.sections import ProfileConfig, TextData
 from .steps import build_step, build_world, check_memory
 
@@ -144,15 +144,25 @@ class Run:
     def items_per_step(self) -> int:
         """The number of items in a global batch; with buckets of several lengths, the mean."""
         config = self.config
-        buckets: Buckets | None = getattr(self.loader.samples, "buckets", None)
-        if buckets is not None:
-            return round(config.train.global_batch * buckets.mean_length)
+        if self._buckets is not None:
+            return round(config.train.global_batch * self._buckets.mean_length)
         return config.train.global_batch * config.kind.task.items_per_sample(config.data)
+
+    @property
+    def sequence_length(self) -> int:
+        """The items in a sample; with buckets of several lengths, the mean over all items."""
+        if self._buckets is not None:
+            return round(self._buckets.length_around_a_token)
+        return self.config.kind.task.items_per_sample(self.config.data)
+
+    @property
+    def _buckets(self) -> Buckets | None:
+        return getattr(self.loader.samples, "buckets", None)
 
     @property
     def unit(self) -> str:
         """The unit of the loss."""
-        return self.config.kind.task.unit(self.config.data)
+        return unit_of(self.config)
 
     def trainer(
         self,
@@ -169,10 +179,9 @@ class Run:
             writers: receive the metrics.
             save: saves the state; see `Trainer`.
             copy: copies the state to host memory; see `Trainer`.
-            **others: fields of the `Trainer`: `go_back`, `is_saved`, `history`, `on_compiled`,
-                `profile_dir`.
+            **others: fields of the `Trainer`: `go_back`, `is_saved`, `history`, `counts`,
+                `on_counts`, `on_compiled`, `profile_dir`.
         """
-        config = self.config
         train = self.config.train
         traced = train.profile or ProfileConfig(at=0)
         sets = {"": self.loader, **self.validation}
@@ -188,7 +197,7 @@ class Run:
                 items_per_step=self.items_per_step,
                 item=self.item,
                 peak_flops=self.peak_flops,
-                sequence_length=config.kind.task.items_per_sample(config.data),
+                sequence_length=self.sequence_length,
                 max_rollbacks=train.max_rollbacks,
                 best_metric=train.best.metric,
                 best_mode=train.best.mode,

@@ -18,9 +18,10 @@ from flax.traverse_util import empty_node, flatten_dict
 
 from axon_dist.core.errors import ConfigError, warn
 from axon_dist.core.files import host_memory
+from axon_dist.core.tree import own_bytes
 from axon_dist.core.typing import Batch, LossFn, OptionValue
 from axon_dist.core.words import AUTO, byte_size, plural
-from axon_dist.inspect import bytes_per_device, separation
+from axon_dist.inspect import separation
 from axon_dist.launch import Timeouts
 from axon_dist.mesh import World, agree, self_test
 from axon_dist.models.formats import NATIVE_NAME, format_of
@@ -89,6 +90,7 @@ def build_step(
     trains: bool = True,
     checks_loss: bool = True,
     factory: Callable[[], nnx.Module] | None = None,
+    clips: bool = False,
 ) -> TrainStep:
     """Builds the step of a run, without compiling it.
 
@@ -105,6 +107,7 @@ def build_step(
         checks_loss: whether to determine here how the loss of the batch follows from its parts.
             Otherwise the first trace of the step determines it, and raises the same errors.
         factory: makes the model; None makes that of the config, with its initial weights.
+        clips: whether `optimizer` clips to `train.clip_norm` itself; otherwise the step does.
 
     Raises:
         ConfigError: when an option of the strategy does not exist, or the batch does not divide
@@ -130,6 +133,7 @@ def build_step(
                 trains=trains,
                 checks_loss=checks_loss,
                 factory=factory,
+                clips=clips,
             )
 
         return recomputing_least(build, abstract_batch(config)) if trains else build(None)
@@ -137,15 +141,16 @@ def build_step(
     strategy = build_strategy(config.parallel, factory, world)
     outer_loop = change_outer_loop(strategy.outer_loop) if trains else None
     strategy = dataclasses.replace(strategy, outer_loop=outer_loop)
-    configured, clip_norm = _optimizer(config, factory)
+    is_own = optimizer is None
+    clips = clips_itself(config) if is_own else clips
     step = build_train_step(
         factory,
-        optimizer or configured,
+        optimizer_of(config, factory) if optimizer is None else optimizer,
         loss_fn or config.kind.task.loss_fn,
         strategy,
         world,
         accumulate=config.train.accumulate,
-        clip_norm=clip_norm,
+        clip_norm=None if clips else config.train.clip_norm,
         metrics=metrics,
         precision=config.precision,
         remat=config.remat,
@@ -164,7 +169,7 @@ def build_step(
     _check_batch(config, step)
     if trains:
         warn_of_vanishing(config, step)
-    if trains and optimizer is None:
+    if trains and is_own:
         warn_of_no_decay(config)
     if trains and checks_loss:
         separation(step, abstract_batch(config))
@@ -229,33 +234,33 @@ def warn_of_no_decay(config: RunConfig) -> None:
     )
 
 
-def _optimizer(
-    config: RunConfig, factory: Callable[[], nnx.Module]
-) -> tuple[optax.GradientTransformation, float | None]:
-    """Returns the optimizer, and the norm to clip to or None if the optimizer itself clips."""
-    train = config.train
-    optimizer = config.optimizer.build(config.train.steps, factory)
-    if train.spikes is None and not train.norms_by_layer:
-        return optimizer, train.clip_norm
-    watch = watched(
-        optimizer,
-        clip_norm=train.clip_norm,
-        spikes=train.spikes,
-        norms_by_layer=train.norms_by_layer,
-    )
-    return watch, None
+def clips_itself(config: RunConfig) -> bool:
+    """Whether the optimizer of a config clips gradients itself, so that the step must not.
+
+    It measures norms and spikes before it clips, so it does both.
+    """
+    return config.train.spikes is not None or config.train.norms_by_layer
 
 
 def optimizer_of(
     config: RunConfig, factory: Callable[[], nnx.Module]
 ) -> optax.GradientTransformation:
-    """Returns the optimizer of a config.
+    """Returns the optimizer of a config; `clips_itself` says whether it clips gradients.
 
     Args:
         config: a checked run.
         factory: makes its model.
     """
-    return _optimizer(config, factory)[0]
+    train = config.train
+    optimizer = config.optimizer.build(train.steps, factory)
+    if not clips_itself(config):
+        return optimizer
+    return watched(
+        optimizer,
+        clip_norm=train.clip_norm,
+        spikes=train.spikes,
+        norms_by_layer=train.norms_by_layer,
+    )
 
 
 def _example(config: RunConfig, strategy: Strategy, world: World) -> Batch | None:
@@ -350,7 +355,7 @@ def check_memory(config: RunConfig, step: TrainStep) -> None:
             that of the host.
     """
     world = step.world
-    each = bytes_per_device(step.state_layout.placed_shapes, None)
+    each = own_bytes(step.state_layout.placed_shapes, world.is_cpu)
     local = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
     if world.is_cpu:
         # The devices of a CPU process share the memory of the host.

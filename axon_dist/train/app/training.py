@@ -24,6 +24,7 @@ from axon_dist.core.errors import (
     install_command,
 )
 from axon_dist.core.files import replacing
+from axon_dist.core.tree import own_bytes
 from axon_dist.core.typing import JsonDict
 from axon_dist.core.words import AUTO, byte_size, printable
 from axon_dist.step import TrainState
@@ -40,7 +41,6 @@ from axon_dist.train.loop import (
     Trainer,
     TrainResult,
     WandbWriter,
-    bytes_per_device,
     has_module,
     make_progress,
     plot_losses,
@@ -125,7 +125,8 @@ def train(
         state, told = _start(saved, resume, tell)
         if state is not None and int(state.step) >= config.train.steps:
             tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
-            return _finished_already(run, directory, state, tell)
+            skipped = saved.counts.get("skipped_steps", 0)
+            return _finished_already(run, directory, state, tell, skipped)
         history = _prepare_records(config, directory, state, tell, told) if run.is_main else ()
         on_main(directory.copy)
         state = run.first_state(tell) if state is None else state
@@ -147,6 +148,8 @@ def train(
                 go_back=saved.go_back,
                 is_saved=saved.is_saved,
                 history=history,
+                counts=dict(saved.counts),
+                on_counts=saved.counts.update,
                 on_compiled=keep,
                 profile_dir=str(directory.profile),
             )
@@ -293,14 +296,19 @@ def _fit(trainer: Trainer, state: TrainState | None, checkpoints: CheckpointMana
 
 
 def _finished_already(
-    run: Run, directory: RunDirectory, state: TrainState, tell: Callable[[str], None]
+    run: Run,
+    directory: RunDirectory,
+    state: TrainState,
+    tell: Callable[[str], None],
+    skipped_steps: int,
 ) -> RunResult:
     """Returns the result of a run with no step left; writes its summary if that is missing."""
     result = TrainResult(
         state=state,
         num_steps=int(state.step),
         reason=FINISHED,
-        device_bytes=bytes_per_device(state, None),
+        device_bytes=own_bytes(state, run.world.is_cpu),
+        skipped_steps=skipped_steps,
     )
     summary = summarize(run, result)
     if run.is_main:

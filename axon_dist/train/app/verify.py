@@ -26,7 +26,7 @@ from axon_dist.parallel import OuterLoop, ddp
 from axon_dist.step import TrainState, TrainStep, build_train_step
 
 from ...core.own_context import in_own_context
-from ..config import CONFIG, RunConfig
+from ..config import CONFIG, Optimizer, RunConfig, with_own_precision
 from .runs import build_loader
 from .steps import (
     build_step,
@@ -206,7 +206,8 @@ def tiny(config: RunConfig) -> RunConfig:
     """Makes the config as small as its mesh allows, for the present devices.
 
     Widths stay the same, because strategies split them. Layers, positions and samples are reduced
-    to the fewest that give every rank, stage and microbatch some work.
+    to the fewest that give every rank, stage, microbatch and logical shard some work. Layers stay
+    if the config has expressions with numbers, which may name any of them.
 
     Args:
         config: a checked run, as YAML describes it.
@@ -226,17 +227,27 @@ def tiny(config: RunConfig) -> RunConfig:
     pipeline = plain["parallel"].get("pipeline", {})
     microbatches = max(config.train.accumulate, pipeline.get("num_microbatches", 1))
     plain["devices"]["emulate"] = None
-    plain["train"]["global_batch"] = min(config.train.global_batch, size * microbatches)
+    samples = math.lcm(size * microbatches, config.logical_shards or 1)
+    plain["train"]["global_batch"] = min(config.train.global_batch, samples)
     model = plain["model"]
     data = plain["data"]
     if "sequence_length" in data and "factory" not in data:
         data["sequence_length"] = min(data["sequence_length"], _POSITIONS * size)
     # Explicit boundaries and costs refer to single layers, so the number of layers must stay.
-    has_explicit_cuts = {"boundaries", "costs"} & pipeline.keys()
-    if "num_layers" in model and "factory" not in model and not has_explicit_cuts:
+    refers_to_layers = {"boundaries", "costs"} & pipeline.keys() or _names_numbers(config)
+    if "num_layers" in model and "factory" not in model and not refers_to_layers:
         stages = shape.get("pp", 1) * pipeline.get("chunks", 2)
         model["num_layers"] = min(model["num_layers"], max(stages, 2))
     return RunConfig.from_dict(plain)
+
+
+def _names_numbers(config: RunConfig) -> bool:
+    """Whether an expression for paths of parameters has a digit, such as that of a layer."""
+    groups = config.optimizer.groups if isinstance(config.optimizer, Optimizer) else ()
+    paths = [*config.trainable, *(path for group in groups for path in group.paths)]
+    if config.lora is not None:
+        paths += [*config.lora.paths, *config.lora.rank_pattern, *config.lora.alpha_pattern]
+    return any(character.isdigit() for path in paths for character in path)
 
 
 @checked(
@@ -264,6 +275,7 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
         ConfigError: for fewer than one step or more than a thousand, or when there are several
             processes.
     """
+    config = with_own_precision(config)
     world = build_world(config)
     if world.num_processes > 1:
         raise ConfigError(
@@ -332,7 +344,7 @@ def one_device_step(
         accumulate=num_microbatches,
         clip_norm=config.train.clip_norm,
         metrics=COMPARED,
-        precision=without_gathers(config.precision),
+        precision=without_gathers(with_own_precision(config).precision),
         scaler=config.loss_scale,
         axis_names=without_axes(config.axis_names),
         **what_is_trained(config),

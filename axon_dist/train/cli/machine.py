@@ -301,6 +301,13 @@ def _launch_here(options: dict[str, Any]) -> int:
             "--nnodes and --node-rank out",
             code="hosts-and-nnodes",
         )
+    if names and (options["elastic"] or options["rejoin_after"] is not None):
+        raise LaunchError(
+            "got hosts together with --elastic or --rejoin-after, which only restart the "
+            "processes of one host; leave them out, and give --max-restarts to start again on all "
+            "hosts",
+            code="hosts-and-elastic",
+        )
     if names:
         options = {**options, "nnodes": len(names), "master_addr": names[0].rpartition("@")[2]}
     plan = LaunchPlan(**options)

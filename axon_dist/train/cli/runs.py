@@ -44,7 +44,14 @@ from axon_dist.train.app import (
 )
 from axon_dist.train.app.summary import two_columns
 from axon_dist.train.app.verify import SPREAD
-from axon_dist.train.config import RunConfig, describe, load_config, to_markdown, to_text
+from axon_dist.train.config import (
+    RunConfig,
+    describe,
+    load_config,
+    to_markdown,
+    to_text,
+    with_own_precision,
+)
 
 from .values import check_output, fitted, notice, write_output
 
@@ -133,7 +140,7 @@ def evaluate_run(arguments: argparse.Namespace) -> int:
     if process_index():
         return 0
     _print(f"{evaluation.checkpoint}: {evaluation.strategy} on mesh {evaluation.mesh}")
-    unit = {"loss": f" {evaluation.unit}"}
+    unit = {"loss": f" {evaluation.unit}".rstrip()}
     rows = {
         name.replace("_", " "): f"{value:.4f}{unit.get(name, '')}".rstrip()
         for name, value in evaluation.metrics.items()
@@ -319,7 +326,7 @@ def verify_config(arguments: argparse.Namespace) -> int:
     explained = ""
     if is_explained:
         explained = f", or {SPREAD:g} times the change that rounding causes on one device"
-    given = config.precision
+    given = with_own_precision(config).precision
     precision = given if isinstance(given, str) else f"{MixedPrecision.of(given).compute}"
     console.print(
         f"{verdict} within {verification.tolerance:.0e}{explained} "

@@ -25,6 +25,8 @@ from .rates import RATES as RATES
 from .schema import RunConfig as RunConfig
 from .schema import abstract_batch as abstract_batch
 from .schema import build_strategy as build_strategy
+from .schema import unit_of as unit_of
+from .schema import with_own_precision as with_own_precision
 from .sections import DATA as DATA
 from .sections import LOGGERS as LOGGERS
 from .sections import CheckpointConfig as CheckpointConfig

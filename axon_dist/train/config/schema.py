@@ -146,6 +146,38 @@ def build_strategy(
     return strategies[0] if len(strategies) == 1 else compose(*strategies)
 
 
+def unit_of(config: RunConfig) -> str:
+    """Returns the unit of a run's loss; an empty string for a user's own loss, which knows it."""
+    return config.kind.task.unit(config.data) if config.loss is None else ""
+
+
+def with_own_precision(config: RunConfig) -> RunConfig:
+    """Returns the config with the `mixed_precision` of its strategies as its `precision`.
+
+    Both mean the same to the step, but only `precision` is read without the strategies, and stays
+    if other strategies replace them. If they differ, the config is unchanged, and no step is built.
+
+    Example:
+        >>> half = {"fsdp": {"mixed_precision": "bf16"}}
+        >>> config = with_own_precision(RunConfig.from_dict({"parallel": half}))
+        >>> config.precision, dict(config.parallel)
+        ('bf16', {'fsdp': {}})
+    """
+    key = "mixed_precision"
+    options = read_strategies(config.parallel).values()
+    given = [one[key] for one in options if one.get(key) is not None]
+    named = given if config.precision is None else [config.precision, *given]
+    policies = [MixedPrecision.of(choice) for choice in named]
+    if not given or any(policy != policies[0] for policy in policies):
+        return config
+    precision = named[0] if isinstance(named[0], str) else policies[0]
+    parallel = {
+        name: {option: value for option, value in options.items() if option != key}
+        for name, options in config.parallel.items()
+    }
+    return dataclasses.replace(config, precision=precision, parallel=MappingProxyType(parallel))
+
+
 def read_strategies(parallel: Mapping[str, Mapping[str, object]]) -> dict[str, JsonDict]:
     """Checks names and options against the registry, without a world.
 

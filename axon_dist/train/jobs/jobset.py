@@ -72,7 +72,7 @@ spec:
                 - name: train
                   image: {image}
                   command:
-WORDS
+{words}
                   env:
                     - name: RANK
                       valueFrom:
@@ -81,7 +81,7 @@ WORDS
                     - {{name: WORLD_SIZE, value: "{job.nodes}"}}
                     - {{name: MASTER_ADDR, value: {first}}}
                     - {{name: MASTER_PORT, value: "{port}"}}
-SETTINGS
+{settings}
                   ports:
                     - containerPort: {port}
                   resources:
@@ -111,7 +111,7 @@ def manifest(job: Job) -> str:
     first = f"{job.name}-node-0-0.{job.name}"
     settings = commented(job.settings(), " " * 16, '- {{name: {name}, value: "{value}"}}')
     words = [f"                - {json.dumps(word)}" for word in job.command]
-    text = _MANIFEST.format(
+    return _MANIFEST.format(
         job=job,
         first=first,
         image=json.dumps(job.image),
@@ -122,10 +122,9 @@ def manifest(job: Job) -> str:
         restarts=RESTARTS,
         port=PORT,
         seconds=SAVE_SECONDS,
+        words="\n".join("    " + line for line in words),
+        settings="\n".join("    " + line for line in settings),
     )
-    indented = "\n".join("    " + line for line in words)
-    variables = "\n".join("    " + line for line in settings)
-    return text.replace("WORDS", indented).replace("SETTINGS", variables)
 
 
 _SPEC: Mapping[str, object] = {

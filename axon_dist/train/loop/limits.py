@@ -242,6 +242,12 @@ class LoopOptions:
                 f"utilization, but got {self.items_per_step} {self.item}; set it",
                 code="peak-flops-without-items",
             )
+        if self.profile_at == self.profile_steps == 1:
+            raise ConfigError(
+                "profile_at=1 and profile_steps=1 (train.profile) trace nothing, because the first "
+                "step of a process compiles and is never traced; raise one of them",
+                code="profile-first-step",
+            )
 
 
 _OPTIONS = {

@@ -206,6 +206,7 @@ class StepProfile:
         self._listeners: list[Callable[[str], None]] = []
         self._directory = None if directory is None else str(directory)
         self._is_on = False
+        self._traced: list[int] = []
 
     @contextmanager
     def on_signal(self, tell: Callable[[str], None]) -> Iterator[None]:
@@ -247,6 +248,8 @@ class StepProfile:
             assert self._directory is not None
             jax.profiler.start_trace(self._directory)
             self._is_on = True
+            self._traced = []
+        self._traced.append(number)
         with jax.profiler.StepTraceAnnotation("train_step", step_num=number):
             yield
         if number == self._steps[-1]:
@@ -256,7 +259,7 @@ class StepProfile:
     def close(self) -> None:
         """Ends the current trace, even if its last step was not reached."""
         if self._is_on:
-            message = f"traced steps {self._steps[0]} to {self._steps[-1]} into {self._directory}"
+            message = f"traced steps {self._traced[0]} to {self._traced[-1]} into {self._directory}"
             self._is_on = False
             self._steps = range(0)
             try:

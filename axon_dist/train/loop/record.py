@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jax
@@ -119,6 +120,14 @@ class _Curves:
         found = self._points.get((kind, name))
         return (found[0][-1], found[1][-1]) if found and found[0] else None
 
+    def newest(self, kind: str) -> dict[str, float]:
+        """Returns the metrics of a kind with their last values."""
+        return {
+            name: values[-1]
+            for (own, name), (_, values) in self._points.items()
+            if own == kind and values
+        }
+
     def drop_after(self, step: int) -> None:
         """Drops the points after a step."""
         for steps, values in self._points.values():
@@ -158,6 +167,8 @@ class Record:
         data_facts: maps the number of batches of this call, up to those of the record, to further
             numbers of a record, such as the samples seen.
         sheet: sums the time of the run by kind.
+        counts: the `counts` of the state that the run resumes from; those of the history may be
+            older.
     """
 
     def __init__(
@@ -174,6 +185,7 @@ class Record:
         facts: Callable[[int, int], Mapping[str, float]],
         data_facts: Callable[[int], Mapping[str, float]],
         sheet: TimeSheet,
+        counts: Mapping[str, int] = MappingProxyType({}),
     ):
         self.options = options
         self.writers = writers
@@ -199,8 +211,10 @@ class Record:
         for row in history:
             for point in _points(row):
                 self._curves.add(*point)
+        self._curves.add(_COUNTS, first_step, counts)
         self.latest: dict[str, float] = {}
         self.validation: dict[str, float] = {}
+        self.has_validated = False
         self.train_seconds = 0.0
         self._pending: collections.deque[tuple[int, Mapping[str, Array]]] = collections.deque()
         self._window: list[dict[str, float]] = []
@@ -215,6 +229,11 @@ class Record:
     def num_updates(self) -> int:
         """The number of steps so far that changed the parameters."""
         return self.step - self.skipped_steps - self._count(_OVERFLOWED)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The numbers of steps so far without an update, by reason."""
+        return {name: self._count(name) for name in (_SKIPPED, _OVERFLOWED)}
 
     def _count(self, name: str) -> int:
         last = self._curves.last(_COUNTS, name)
@@ -285,6 +304,7 @@ class Record:
         means = {f"{VALIDATION}/{name}": value for name, value in metrics.items()}
         self.latest = self.latest | means
         self.validation = means
+        self.has_validated = True
         self._write(means)
         self.progress.update(self.status())
 
@@ -344,6 +364,11 @@ class Record:
         self.lost = None
         self.rollbacks += 1
         self._curves.drop_after(step)
+        # A stop must not follow from undone steps: the next record is the first.
+        self.latest = {}
+        self.validation = {
+            f"{VALIDATION}/{name}": value for name, value in self._curves.newest(VALIDATION).items()
+        }
         self.start_clock()
 
     def close_window(self) -> None:
@@ -358,8 +383,12 @@ class Record:
         self._window.clear()
         self._curves.add(TRAIN, self.step, means)
         losses = {f"{TRAIN}/{name}": value for name, value in means.items()}
-        known = dict(self._facts(self.step, self.num_updates))
-        known |= self._data_facts(self.step - self._before_batches)
+        given = {
+            **self._facts(self.step, self.num_updates),
+            **self._data_facts(self.step - self._before_batches),
+        }
+        # A schedule of optax gives a JAX scalar, which no writer of JSON takes.
+        known = {name: float(value) for name, value in given.items()}
         now = losses | counts | self._speed() | self._shares() | known
         self.latest = now | self.validation
         self._write(now)

@@ -12,7 +12,7 @@ import numpy as np
 
 from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError, did_you_mean
 from axon_dist.core.own_context import in_own_context
-from axon_dist.core.tree import bytes_per_device
+from axon_dist.core.tree import own_bytes
 from axon_dist.core.typing import Batch
 from axon_dist.core.words import plural
 from axon_dist.mesh import agree, from_main, watch_steps
@@ -96,6 +96,10 @@ class Trainer:
         history: the records written before this call, up to the state that the run resumes from;
             the curves of the result begin with them. Those of process 0 determine when a run
             without improvement ends, so the other processes need none.
+        counts: the last numbers that `on_counts` got before the state was saved that the run
+            resumes from; empty takes those of the history, whose last record may be older.
+        on_counts: called before `save` and `copy` with the numbers of steps so far without an
+            update, `skipped_steps` and `overflowed_steps`; save them with the state.
         facts: maps the number of steps taken, and the number of steps that changed the state, to
             further numbers of a record, such as the learning rate; runs on the host.
         data_facts: maps the number of batches that this call has taken steps with, including the
@@ -156,6 +160,8 @@ class Trainer:
     go_back: Callable[[], TrainState | None] | None = None
     is_saved: Callable[[int], bool] | None = None
     history: Iterable[Mapping[str, object]] = ()
+    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    on_counts: Callable[[Mapping[str, int]], None] = dataclasses.field(default=lambda _: None)
     facts: Callable[[int, int], Mapping[str, float]] = dataclasses.field(default=lambda *_: {})
     data_facts: Callable[[int], Mapping[str, float]] = dataclasses.field(default=lambda _: {})
     on_compiled: Callable[[], None] = dataclasses.field(default=lambda: None)
@@ -244,7 +250,7 @@ class Trainer:
             int(state.step),
             self.writers,
             self.progress,
-            bytes_per_device(state, None),
+            own_bytes(state, self.step.world.is_cpu),
             utilization_of(self.step, options.peak_flops, options.sequence_length),
             self._policy is Nonfinite.SKIP,
             tell,
@@ -252,6 +258,7 @@ class Trainer:
             self.facts,
             self.data_facts,
             sheet,
+            self.counts,
         )
 
     @property
@@ -393,6 +400,7 @@ class Trainer:
         if self.copy is not None:
             self._check_finite(number, state)
             with record.aside(SAVE):
+                self.on_counts(record.counts)
                 self.copy(state, number)
 
     def _check_finite(self, number: int, state: TrainState) -> None:
@@ -403,6 +411,7 @@ class Trainer:
         if self.save is not None:
             self._check_finite(number, state)
             with record.aside(SAVE):
+                self.on_counts(record.counts)
                 self.save(state, number, record.score_at(number))
 
     def _save_before_error(self, state: TrainState, record: Record) -> None:
@@ -443,7 +452,7 @@ class Trainer:
         assert validation is not None
         sets = validation if isinstance(validation, Mapping) else {"": validation}
         for name, make in sets.items():
-            is_first = not record.validation and not means
+            is_first = not record.has_validated and not means
             set_means = self._means_of(make, is_first, state, record, stops)
             if set_means is None:
                 return None

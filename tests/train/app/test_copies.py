@@ -77,7 +77,9 @@ def test_a_checkpoint_that_is_newer_than_the_copies_is_taken(config, tmp_path, m
 
 def test_copies_that_nobody_keeps_are_refused(config, tmp_path):
     asked = config("run")
-    with pytest.raises(ConfigError, match=r"memory_every: got 2, but nothing keeps copies.*launch"):
+    with pytest.raises(
+        ConfigError, match=r"memory_every: got 2, but nothing keeps.*launch.*--hosts"
+    ):
         check_copies(asked, {}, "auto")
     with pytest.raises(ConfigError, match="which is not a folder"):
         check_copies(asked, {"AXON_MEMORY": str(tmp_path / "gone")}, "auto")

@@ -226,6 +226,14 @@ def test_a_completion_without_a_letter_is_said(monkeypatch, capsys):
     ]
 
 
+@pytest.mark.full
+def test_only_the_loss_of_the_task_has_a_perplexity(tmp_path):
+    own = {"function": "axon_dist.models:next_token_loss"}
+    run = trained(tmp_path, loss=own, model={"num_layers": 1}, train={"steps": 1, "eval_every": 0})
+    found = evaluate(run, trust=True)
+    assert (found.unit, {*found.metrics}) == ("", {"loss", "accuracy"})
+
+
 def test_bits_per_byte_count_the_bytes_behind_tokens(tmp_path):
     words = {"[UNK]": 0, "quick": 1, "fox": 2}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))

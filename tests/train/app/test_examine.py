@@ -3,15 +3,21 @@
 import dataclasses
 import io
 import sys
+import types
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from axon_dist.inspect import report
+from axon_dist.core.errors import ConfigError
+from axon_dist.inspect import MemoryReport, bytes_per_device, report
 from axon_dist.inspect.parse import as_module
 from axon_dist.step import TrainStep
 from axon_dist.train.app import examine, train
+from axon_dist.train.app.examine import memory_by_category
+from axon_dist.train.app.steps import build_step, build_world, check_memory
 from axon_dist.train.config import RunConfig
+from axon_dist.train.loop import LoopOptions, Trainer
 
 
 @pytest.fixture
@@ -67,3 +73,50 @@ def instructions(text):
         name: [(i.name, i.opcode, i.shapes, i.arguments) for i in computation.instructions]
         for name, computation in as_module(text).computations.items()
     }
+
+
+class OffloadedStep:
+    """The step of a config whose state is in host memory, on devices that are no CPUs."""
+
+    def __init__(self, step, free):
+        device = types.SimpleNamespace(
+            process_index=0, device_kind="chip", memory_stats=lambda: {"bytes_limit": free}
+        )
+        mesh = types.SimpleNamespace(devices=np.array([device, device], object))
+        self.world = types.SimpleNamespace(
+            is_cpu=False, size=2, process_index=0, mesh=mesh, num_batch_shares=lambda axes: 1
+        )
+        self.options, self.strategy, self.state_layout = (
+            step.options,
+            step.strategy,
+            step.state_layout,
+        )
+
+
+def test_arrays_in_host_memory_take_none_of_a_device(tiny):
+    config = RunConfig.from_dict({**tiny, "parallel": {"fsdp": {"cpu_offload": "full"}}})
+    step = build_step(config, build_world(config))
+    shapes = step.state_layout.placed_shapes
+    on_device, all_of_it = bytes_per_device(shapes), bytes_per_device(shapes, None)
+    assert on_device < all_of_it / 1000
+
+    check_memory(config, OffloadedStep(step, free=on_device))
+    with pytest.raises(ConfigError, match=f"need {on_device / 1e9:.4g} GB on each"):
+        check_memory(config, OffloadedStep(step, free=on_device - 1))
+
+    for is_cpu, expected in ((False, on_device), (True, all_of_it)):
+        fake = OffloadedStep(step, 0)
+        fake.world.is_cpu = is_cpu
+        trainer = Trainer(step=fake, batches=[], options=LoopOptions(num_steps=1))
+        held = trainer._record(dataclasses.replace(shapes, step=0), print, None).device_bytes
+        # The step count is an int here, without its four bytes.
+        assert held == expected - 4
+
+    read = types.SimpleNamespace(
+        memory=MemoryReport(on_device + 7, 0, 0, 100, 0, host_arguments=all_of_it - on_device)
+    )
+    sizes = memory_by_category(
+        types.SimpleNamespace(step=OffloadedStep(step, 0), world=OffloadedStep(step, 0).world), read
+    )
+    assert sum(sizes.values()) == read.memory.peak
+    assert sizes["batch and padding"] == 7 + 4

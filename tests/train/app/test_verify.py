@@ -3,9 +3,15 @@
 import math
 
 import numpy as np
+import optax
 import pytest
 
-from axon_dist.train.app.verify import Difference, Verification, _compare, tiny
+from axon_dist.mesh.chips import hardware
+from axon_dist.ops.precision import MixedPrecision
+from axon_dist.train.app import plan_config, verify
+from axon_dist.train.app.evaluate import world_of
+from axon_dist.train.app.steps import build_step, build_world
+from axon_dist.train.app.verify import Difference, Verification, _compare, one_device_step, tiny
 from axon_dist.train.config import RunConfig
 
 
@@ -75,3 +81,68 @@ def test_a_tiny_config_of_an_open_axis_is_that_of_its_size(open_mesh, mesh, para
     assert found.train.global_batch == expected.train.global_batch < 64
     assert found.model.num_layers == expected.model.num_layers < 32
     assert found.data.sequence_length == expected.data.sequence_length
+
+
+SMALL = {
+    "devices": {"emulate": 2},
+    "mesh": "dp=2",
+    "data": {"max_bytes": 20000, "sequence_length": 16},
+    "model": {"num_layers": 1},
+    "train": {"global_batch": 4, "steps": 10},
+}
+
+
+@pytest.mark.parametrize("watch", [{}, {"norms_by_layer": True}, {"spikes": {"deviations": 5}}])
+def test_a_step_with_another_optimizer_clips_as_the_config_says(watch):
+    train = {**SMALL["train"], "clip_norm": 0.05, **watch}
+    config = RunConfig.from_dict({**SMALL, "train": train})
+    world = build_world(config)
+    assert build_step(config, world, optax.sgd(0.1)).options.clip_norm == 0.05
+    assert one_device_step(config, world, 1, optax.sgd(0.1)).options.clip_norm == 0.05
+    # The config's own optimizer clips after it has measured norms.
+    within = build_step(config, world).options.clip_norm
+    assert within == (None if watch else 0.05)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train": {**SMALL["train"], "clip_norm": 0.05, "norms_by_layer": True}},
+        {"mesh": "fsdp=2", "parallel": {"fsdp": {"mixed_precision": "bf16"}}},
+    ],
+)
+def test_options_of_another_section_change_both_runs(change):
+    assert verify(RunConfig.from_dict({**SMALL, **change}), steps=2).passed
+
+
+def test_a_strategys_precision_is_that_of_the_config():
+    half = MixedPrecision.bf16()
+    strategies = {"fsdp": {"mixed_precision": "bf16"}}
+    config = RunConfig.from_dict({**SMALL, "mesh": "fsdp=2", "parallel": strategies})
+    world = build_world(config)
+    assert build_step(config, world, optax.sgd(0.1)).strategy.precision == half
+    assert one_device_step(config, world, 1, optax.sgd(0.1)).strategy.precision == half
+    alone, one = world_of(config, one_device=True)
+    assert build_step(alone, one, optax.identity(), trains=False).strategy.precision == half
+
+    plans = plan_config(config, hardware("h100"), 2)
+    assert plans.work.policy == half
+    assert {plan.config.precision for plan in (*plans.plans, *plans.others)} == {"bf16"}
+    assert all("mixed_precision" not in str(plan.config.parallel) for plan in plans.plans)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": {"groups": [{"paths": ["blocks/5/"], "rate": 0.1}]}},
+        {"trainable": ["blocks/5/"]},
+        {"lora": {"paths": ["blocks/5/mlp/up"]}},
+        {"deterministic": "elastic", "logical_shards": 16},
+    ],
+)
+def test_what_a_config_names_is_in_its_tiny_one(make_world, change):
+    plain = {**SMALL, "model": {"num_layers": 6}, "train": {"global_batch": 64}, **change}
+    small = tiny(RunConfig.from_dict(plain))
+    assert small.train.global_batch == (16 if "logical_shards" in change else 2)
+    build_step(small, make_world("dp=2"), optax.sgd(0.1))

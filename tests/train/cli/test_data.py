@@ -1,16 +1,22 @@
 """`axon data check`: samples, their loading speed compared with the step's, and padding."""
 
 import dataclasses
+import itertools
 import json
+import types
 
+import numpy as np
 import pytest
 import yaml
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.train.app import check_data
+from axon_dist.train.app.measure import _time_steps
+from axon_dist.train.app.runs import build_run
 from axon_dist.train.cli import runs
 from axon_dist.train.cli.main import main
 from axon_dist.train.config import RunConfig
+from axon_dist.train.loop import SilentProgress
 
 
 @pytest.fixture
@@ -55,6 +61,51 @@ def test_the_verb(sft, tmp_path, capsys):
     assert "--- sample 1\n[ask?] yes\N{REPLACEMENT CHARACTER}\n" in shown
     assert "(9 of 17 tokens are padding)" in shown
     assert "the step takes" not in shown
+
+
+def test_utilization_counts_the_attention_of_rows_as_long_as_they_are(tiny, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    sizes = [2] * 95 + [14] * 5
+    path.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in sizes))
+    data = {"kind": "jsonl", "files": [str(path)], "sequence_length": 16, "packed": False}
+    run = build_run(RunConfig.from_dict(tiny | {"data": data | {"buckets": 2}}))
+    buckets = run.loader.samples.buckets
+    trainer = run.trainer(SilentProgress(), [], lambda *given: None)
+    expected = round(buckets.length_around_a_token)
+    assert trainer.options.sequence_length == expected < buckets.lengths[-1]
+    whole = build_run(RunConfig.from_dict(tiny | {"data": data}))
+    assert whole.trainer(SilentProgress(), [], lambda *given: None).options.sequence_length == 16
+
+
+@pytest.mark.parametrize(("buckets", "lengths"), [(None, {8}), (2, {8, 16})])
+def test_a_step_is_timed_with_batches_of_every_length(buckets, lengths, monkeypatch):
+    seen = set()
+
+    class Step:
+        def init(self):
+            return 0
+
+        def __call__(self, state, batch):
+            seen.add(batch["tokens"].shape[1])
+            ticks[0] += 16 / batch["tokens"].shape[1]
+            return state, {}
+
+    class Batches:
+        samples = types.SimpleNamespace(buckets=buckets)
+
+        def __iter__(self):
+            return (
+                {"tokens": np.zeros((4, 16 if number % 4 == 3 else 8))}
+                for number in itertools.count()
+            )
+
+    ticks = [0.0]
+    monkeypatch.setattr("axon_dist.train.app.measure.time.perf_counter", lambda: ticks[0])
+    config = types.SimpleNamespace(train=types.SimpleNamespace(global_batch=4))
+    speed = _time_steps(Step(), Batches(), config)
+    assert seen == lengths
+    # A batch of 8 tokens takes two seconds here, and one of 16 one second.
+    assert speed == pytest.approx(4 / (2 if buckets is None else 0.75 * 2 + 0.25 * 1))
 
 
 def test_pictures_are_told_by_their_shape(tiny):

@@ -109,3 +109,14 @@ def test_a_run_that_stops_right_after_its_copy_in_memory_saves_that_state(
         assert [path.name for path in checkpoints.iterdir()] == ["step_00000003"]
         assert samples_at(tmp_path / "run", 3) == 24
         shutil.rmtree(checkpoints)
+
+
+@pytest.mark.full
+def test_a_run_in_another_folder_knows_the_steps_that_were_skipped(config, tmp_path):
+    train(config("skip", every=5))
+    other = dataclasses.replace(config("skip"), run_dir=str(tmp_path / "other"))
+    newest = str(tmp_path / "run" / "checkpoints" / "5")
+    done = train(other, resume=newest)
+    assert (done.summary["steps"], done.summary["skipped_steps"]) == (6, 1)
+    again = train(other, resume="auto")
+    assert again.result.skipped_steps == 1

@@ -110,6 +110,25 @@ def test_a_jobset_that_the_cluster_would_refuse(old, new, words):
         jobset.check(text.replace(old, new))
 
 
+def test_words_of_the_command_are_never_placeholders():
+    overrides = ("name=WORDS", "run_dir={settings}")
+    job = Job(config="configs/SETTINGS.yaml", overrides=overrides)
+    for name in ("jobset", "slurm", "skypilot"):
+        text = SCHEDULERS[name].write(job)
+        for word in ("configs/SETTINGS.yaml", *overrides):
+            assert text.count(word) == 1
+    spec = yaml.safe_load(SCHEDULERS["jobset"].write(job))["spec"]
+    pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["command"] == list(job.command)
+
+
+@pytest.mark.parametrize("option", [["--elastic"], ["--rejoin-after", "60", "--elastic"]])
+def test_elastic_is_refused_on_hosts(option, capsys):
+    command = ["launch", "--hosts", "node0", "--max-restarts", "3", *option, "--", "true"]
+    assert main(command) == 2
+    assert "got hosts together with --elastic or --rejoin-after" in capsys.readouterr().err
+
+
 def test_the_schema_of_kubernetes_takes_the_job_within_a_jobset():
     validate = pytest.importorskip("kubernetes_validate")
     spec = yaml.safe_load(SCHEDULERS["jobset"].write(Job(config="c.yaml", nodes=4)))["spec"]

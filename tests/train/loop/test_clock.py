@@ -102,6 +102,23 @@ def test_a_run_that_ends_early_closes_its_trace(monkeypatch, tmp_path, world):
     assert calls == [str(tmp_path), "stop"]
 
 
+def test_a_trace_that_was_cut_short_says_which_steps_it_has(monkeypatch, tmp_path):
+    monkeypatch.setattr("jax.profiler.start_trace", lambda folder: None)
+    monkeypatch.setattr("jax.profiler.stop_trace", lambda: None)
+    told = []
+    # The first step of a process is not traced, and the run ends after step 4.
+    profile = StepProfile(1, 9, tmp_path)
+    with profile.on_signal(told.append):
+        for number in (2, 3, 4):
+            with profile.around(number, lambda: None):
+                pass
+        profile.close()
+    assert told == [f"traced steps 2 to 4 into {tmp_path}"]
+
+
 def test_impossible_profiles():
     with pytest.raises(ConfigError, match="got profile_steps=0, an int; give a whole number"):
         LoopOptions(num_steps=1, profile_at=1, profile_steps=0).validate()
+    with pytest.raises(ConfigError, match="trace nothing, because the first step of a process"):
+        LoopOptions(num_steps=9, profile_at=1, profile_steps=1)
+    LoopOptions(num_steps=9, profile_at=1, profile_steps=2)

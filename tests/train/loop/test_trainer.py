@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import json
 import math
 import signal
 import threading
@@ -18,7 +19,7 @@ from axon_dist.core.weighted import Weighted
 from axon_dist.mesh import World
 from axon_dist.parallel import ddp
 from axon_dist.step import Nonfinite, StepOptions, build_train_step
-from axon_dist.train.loop import LoopOptions, SilentProgress, Trainer
+from axon_dist.train.loop import JsonlWriter, LoopOptions, SilentProgress, Trainer
 
 
 class ListWriter:
@@ -556,6 +557,83 @@ def test_steps_whose_gradients_overflow_are_no_updates(world):
     assert writer.curve("train/loss") == [(1, 1.0), (2, 2.0), (4, 4.0), (5, 5.0)]
     assert writer.curve("train/gradient_overflow") == []
     assert set(result.metric_curves) == set()
+
+
+def test_counts_are_those_of_the_saved_state_and_not_of_the_last_record(world):
+    class Spiking(FakeStep):
+        def __call__(self, state, batch, was_nonfinite=None):
+            state, metrics = super().__call__(state, batch)
+            number = int(state.step)
+            flags = {"spike": number == 3, "gradient_overflow": number == 4}
+            return state, metrics | {name: jnp.float32(is_on) for name, is_on in flags.items()}
+
+    def call(state=None, **kwargs):
+        writer = ListWriter()
+        trainer = Trainer(
+            step=Spiking(world), batches=itertools.count(), writers=[writer],
+            facts=lambda step, updates: {"updates": float(updates)}, **kwargs,
+        )  # fmt: skip
+        return trainer.fit(state), writer
+
+    saved, counts = {}, {}
+    result, whole = call(
+        options=LoopOptions(num_steps=9, log_every=9, save_every=5, copy_every=2),
+        on_counts=counts.update,
+        save=lambda state, number, score: saved.update({("save", number): dict(counts)}),
+        copy=lambda state, number: saved.update({("copy", number): dict(counts)}),
+    )
+    none = {"skipped_steps": 0, "overflowed_steps": 0}
+    both = {"skipped_steps": 1, "overflowed_steps": 1}
+    assert saved["copy", 2] == none
+    assert saved["save", 5] == saved["copy", 4] == both
+    # No record was written up to step 5.
+    resumed, rest = call(
+        FakeState(jnp.int32(5), {"w": jnp.ones(3)}),
+        options=LoopOptions(num_steps=9, log_every=9),
+        counts=saved["save", 5],
+    )
+    assert resumed.skipped_steps == result.skipped_steps == 1
+    for name in ("train/skipped_steps", "train/overflowed_steps", "updates"):
+        assert rest.curve(name) == whole.curve(name)
+
+
+def test_nothing_of_undone_steps_stops_a_run(world):
+    step = FakeStep(world, losses=[1.0] * 12 + [math.nan] + [2.0] * 40)
+    step.options = StepOptions(nonfinite=Nonfinite.ROLLBACK)
+    notes, seen, went_back = NotingProgress(), [], []
+
+    def go_back():
+        went_back.append(len(seen))
+        return FakeState(jnp.int32(7), {"w": jnp.ones(3)})
+
+    result = Trainer(
+        step=step, batches=itertools.count(), progress=notes,
+        options=LoopOptions(num_steps=16, log_every=1, eval_every=6, save_every=1),
+        validation=lambda: [1, 2],
+        save=lambda state, number, score: None,
+        go_back=go_back,
+        should_stop=lambda record: seen.append(dict(record)),
+    ).fit()  # fmt: skip
+    assert (result.rollbacks, result.num_steps) == (1, 16)
+    # The newest validation that was not undone is that of step 6; its loss grows with the step. The
+    # record is that of step 8, after the first batch that followed.
+    undone = went_back[0]
+    assert seen[undone - 1]["validation/loss"] == 1201.5
+    assert seen[undone]["validation/loss"] == 601.5
+    assert seen[undone]["train/loss"] == 2.0
+    assert notes.phases.count("compiling the validation") == 1
+
+
+def test_facts_may_be_scalars_of_any_library(world, tmp_path):
+    schedule = optax.constant_schedule(jnp.float32(0.5))
+    writer = JsonlWriter(tmp_path / "m.jsonl")
+    fit(
+        FakeStep(world), 2, log_every=2, writers=[writer],
+        facts=lambda step, updates: {"rate": schedule(updates), "n": np.float32(updates)},
+        data_facts=lambda batches: {"seen": np.int64(batches)},
+    )  # fmt: skip
+    (row,) = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
+    assert (row["rate"], row["n"], row["seen"]) == (0.5, 2.0, 2.0)
 
 
 def test_a_spike_of_one_of_many_replicas_skips_no_step(world):
