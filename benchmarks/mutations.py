@@ -74,8 +74,8 @@ MUTATIONS = (
         "step/test_update.py::test_long_gradients_are_scaled_down_to_the_limit",
     ),
     row(
-        "step/objective.py", "jnp.where(_float(weight) == 0, 0, x * _float(weight))",
-        "x * _float(weight)",
+        "step/objective.py", "jnp.where(pair.weight == 0, 0, pair.total * pair.weight)",
+        "pair.total * pair.weight",
         "step/test_objective.py",
     ),
     row(

@@ -13,7 +13,7 @@ import optax
 
 from ..core.errors import ConfigError
 from ..core.renamed import renamed_arguments
-from ..core.tree import leaves_with_paths, map_with_path
+from ..core.tree import leaves_with_paths, map_with_path, wide
 from ..core.typing import Array, PyTree
 
 _UNDECAYED = re.compile(r"(bias|scale|embedding|positions?)$")
@@ -165,7 +165,7 @@ def watched(
     """
     if spikes is not None:
         spikes.validate()
-    clip = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
+    clip = [] if clip_norm is None else [_clip(clip_norm)]
     clipped = optax.with_extra_args_support(optax.chain(*clip, optimizer))
 
     def norms(**trees: PyTree) -> dict[str, Array]:
@@ -191,7 +191,7 @@ def watched(
         metrics = norms(grad=updates, param=params, update=changes)
         averages = state.averages
         if spikes is not None:
-            observed = {"loss": value, "norm": optax.tree.norm(updates)}
+            observed = {"loss": value, "norm": optax.tree.norm(jax.tree.map(wide, updates))}
             skips, averages = _detect_spikes(spikes, state, observed)
             changes = jax.tree.map(lambda u: jnp.where(skips, jnp.zeros_like(u), u), changes)
             inner = jax.tree.map(lambda n, o: jnp.where(skips, o, n), inner, state.inner)
@@ -199,6 +199,18 @@ def watched(
         return changes, Watched(inner, state.steps + 1, averages, metrics)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _clip(max_norm: float) -> optax.GradientTransformation:
+    """Clips by the global norm, which is summed in float32 or wider."""
+    clip = optax.clip_by_global_norm(max_norm)
+
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+        del params
+        clipped, state = clip.update(jax.tree.map(wide, updates), state)
+        return jax.tree.map(lambda c, u: c.astype(u.dtype), clipped, updates), state
+
+    return optax.GradientTransformation(clip.init, update)
 
 
 def _detect_spikes(
@@ -240,6 +252,8 @@ def layer_of(path: str) -> str:
 def _norms_by_layer(tree: PyTree) -> dict[str, Array]:
     squares: dict[str, Array] = {}
     for path, leaf in leaves_with_paths(tree):
-        square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+        leaf = wide(leaf)
+        # The conjugate keeps the imaginary part; of a real number it is the number itself.
+        square = jnp.sum((leaf.conj() * leaf).real)
         squares[layer_of(path)] = squares.get(layer_of(path), jnp.zeros(())) + square
     return {layer: jnp.sqrt(square) for layer, square in squares.items()}

@@ -15,12 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, DivisibilityError, DTypeError, UnsupportedError
 from ..core.tree import (
     check_32_bits,
     combine,
+    is_key,
     leaves_with_paths,
     partition,
     path_str,
@@ -179,13 +181,14 @@ class BatchLayout:
         """Raises unless all leaves have the same number of samples, a multiple of `divisor`.
 
         Args:
-            batch: leaves of shape [B, ...].
+            batch: leaves of shape [B, ...]. A global array, which other processes have parts of,
+                has the samples of all processes.
             num_processes: how many processes load a batch of this size.
 
         Raises:
             DivisibilityError: naming the batch size and what it must be a multiple of.
         """
-        total = samples_of(batch) * num_processes
+        total = _samples_of_all(batch, num_processes)
         if total % self.divisor or not total:
             split = "×".join(f"{axis}={self.mesh.shape[axis]}" for axis in self.axes) or "1 rank"
             if self.logical_shards > 1:
@@ -209,7 +212,8 @@ class BatchLayout:
         """Puts a batch of this process's rows on the devices.
 
         Args:
-            batch: leaves of shape [B, ...], NumPy or JAX arrays.
+            batch: leaves of shape [B, ...], NumPy or JAX arrays. A JAX array that is spread over
+                the devices of several processes is the global one, with the rows of all.
 
         Returns:
             The placed batch.
@@ -264,9 +268,10 @@ class BatchLayout:
             DivisibilityError: when it cannot be cut evenly.
         """
         batch, shared = self._padded(batch, num_processes)
+        loads = jax.tree.map(lambda x: 1 if _is_global(x) else num_processes, batch)
         placed = jax.eval_shape(
             lambda rows: jax.tree.map(
-                lambda x: self.split(jnp.concatenate([jnp.asarray(x)] * num_processes)), rows
+                lambda x, count: self.split(jnp.concatenate([jnp.asarray(x)] * count)), rows, loads
             ),
             batch,
         )
@@ -280,7 +285,8 @@ class BatchLayout:
         """Splits off the shared leaves, and pads this process's samples if the layout pads."""
         batch, shared = split_shared(batch)
         if self.padding is not None and samples_of(batch):
-            multiple = math.lcm(self.divisor, num_processes) // num_processes
+            loaded = 1 if all(map(_is_global, jax.tree.leaves(batch))) else num_processes
+            multiple = math.lcm(self.divisor, loaded) // loaded
             batch = self.padding.fill(batch, multiple, shared)
         self.check(batch, num_processes)
         return batch, shared
@@ -293,12 +299,39 @@ class BatchLayout:
                 "give arrays",
                 code="batch-has-shapes",
             )
-        if isinstance(leaf, jax.Array):
+        if isinstance(leaf, jax.Array) and (self.num_processes == 1 or _is_global(leaf)):
             return jax.device_put(self.split(leaf), self.sharding)
+        if is_key(leaf):
+            data = self._place_leaf(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         rows = self.split(np.asarray(leaf))
         if self.sharding.is_fully_addressable:
             return jax.device_put(rows, self.sharding)
         return jax.make_array_from_process_local_data(self.sharding, rows)
+
+
+def _is_global(leaf: Any) -> bool:
+    """Whether a leaf has the rows of all processes: an array in a trace, or one that is spread.
+
+    A JAX array whose devices are all of this process has this process's rows, as NumPy's have.
+    """
+    if not isinstance(leaf, jax.Array):
+        return False
+    return isinstance(leaf, Tracer) or not leaf.is_fully_addressable
+
+
+def _samples_of_all(batch: Batch, num_processes: int) -> int:
+    """Returns the number of samples of all processes; global arrays count once."""
+    if num_processes == 1 or not any(map(_is_global, jax.tree.leaves(batch))):
+        return samples_of(batch) * num_processes
+
+    def of_all(leaf: Any) -> Any:
+        if _is_global(leaf) or not np.ndim(leaf):
+            return leaf
+        rows, *shape = leaf.shape
+        return jax.ShapeDtypeStruct((rows * num_processes, *shape), leaf.dtype)
+
+    return samples_of(jax.tree.map(of_all, batch))
 
 
 def _with_sharding(tree: PyTree, sharding: NamedSharding) -> PyTree:

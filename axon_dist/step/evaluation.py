@@ -39,6 +39,7 @@ from .objective import (
     is_one,
     mean_loss,
     weighted_metrics,
+    wide_pair,
 )
 from .plan import StepPlan
 from .sample_traces import Traces
@@ -148,7 +149,7 @@ def summed(outcome: Outcome, batch: Batch) -> dict[str, Weighted]:
         # sizes add up.
         size = jnp.float32(jax.tree.leaves(batch)[0].shape[0])
         outcome = dataclasses.replace(outcome, loss=Weighted(outcome.loss.total * size, size))
-    loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), outcome.loss)
+    loss = wide_pair(outcome.loss)
     return {"loss": loss} | {
         name: x if isinstance(x, Weighted) else Weighted(x, loss.weight)
         for name, x in weighted_metrics(outcome).items()

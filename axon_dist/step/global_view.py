@@ -69,8 +69,9 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
         constrain=lambda grads: jax.lax.with_sharding_constraint(grads, grad_shardings),
         part_buffers=part_buffers_of(spec, plan.separator, batch),
     )
-    grads, metrics = sums.means()
-    return GradientResult(jax.lax.with_sharding_constraint(grads, grad_shardings), metrics, buffers)
+    result = sums.result(buffers)
+    grads = jax.lax.with_sharding_constraint(result.grads, grad_shardings)
+    return result._replace(grads=grads)
 
 
 def global_forward(

@@ -170,7 +170,7 @@ def local_gradients(
     frozen = for_region(arguments.frozen, program.frozen_specs, spec.mesh)
     grads, (loss, metrics), buffers = mapped(params, frozen, *arguments[2:])
     grads = cut_like(grads, spec.model_spec.params)
-    return GradientResult(*Sums(grads, loss, metrics).means(), buffers)
+    return Sums(grads, loss, metrics).result(buffers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -24,9 +24,17 @@ from jax.typing import ArrayLike
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
 from ..ir.pieces import Ending
-from ..ir.walk import moves_with, sources_of
+from ..ir.walk import dtype_of, moves_with, sources_of
 from ..separability.abstract_values import Dependence, LossDependence
-from .objective import Forward, GradientResult, Outcome, PartLoss, is_one, mean_loss
+from .objective import (
+    Forward,
+    GradientResult,
+    Outcome,
+    PartLoss,
+    is_one,
+    mean_loss,
+    wide_number,
+)
 
 LOSS = ""
 """The name of the loss among the metrics."""
@@ -85,7 +93,7 @@ class FunctionOfSums(PartLoss):
         replaced = [x for pair in pairs for x in (pair.total, pair.weight)]
         ending, results, sums = Ending.of(program, leaves, replaced)
         numbers, changed = jax.tree.unflatten(structure, results)
-        values = [jnp.asarray(x, jnp.float32) for x in sums]
+        values = [wide_number(x) for x in sums]
         factors = self.factors or (1.0,) * len(values)
         metrics = {n: x for n, x in numbers.items() if n not in self.names}
         metrics |= {n: Weighted(x.total, 1.0) for n, x in metrics.items() if n in ones}
@@ -95,7 +103,7 @@ class FunctionOfSums(PartLoss):
             weighted = value if self.factors is None else Weighted(value, 1 / factor)
             metrics[sum_name(number)] = weighted
         lead = [values[n] * (slope * factors[n]) for n, slope in self.differentiated]
-        loss = metrics.pop(LOSS, None) or Weighted(sum(lead, jnp.zeros(())), 1.0)
+        loss = metrics.pop(LOSS, None) or Weighted(sum(lead, jnp.zeros((), jnp.float32)), 1.0)
         return Outcome(loss, metrics, changed), ending
 
 
@@ -129,7 +137,7 @@ class Finalize:
         def loss(sums: Sequence[Array]) -> Array:
             return self.numbers(sums)[LOSS]
 
-        return jax.grad(loss)([jnp.asarray(x, jnp.float32) for x in sums])
+        return jax.grad(loss)([wide_number(x) for x in sums])
 
     def differentiated(self, moving: Callable[[int], bool]) -> tuple[tuple[int, float], ...] | None:
         """Finds what a part differentiates in place of the loss, as `FunctionOfSums` needs it.
@@ -141,7 +149,7 @@ class Finalize:
             The one sum that depends on the parameters; or several, if the loss is a linear
             combination of them with constant coefficients. None if there are several and it is not.
         """
-        ones = [np.float32(1)] * len(self.ending.sums)
+        ones = [np.ones((), jnp.promote_types(dtype_of(v), jnp.float32)) for v in self.ending.sums]
         by_sum = jax.make_jaxpr(lambda *sums: self.numbers(sums)[LOSS])(*ones)
         differentiated = [number for number in moves_with(by_sum, 0, len(ones)) if moving(number)]
         if len(differentiated) < 2:
@@ -165,7 +173,12 @@ class Finalize:
             ((lead, _),) = self.loss_fn.differentiated
             slope = self.slopes(sums)[lead]
             grads = jax.tree.map(lambda g: g * slope.astype(g.dtype), grads)
-        return result._replace(grads=grads, metrics=metrics | numbers)
+        others = {name: x for name, x in result.numbers.items() if name in metrics}
+        return result._replace(grads=grads, metrics=metrics | numbers, numbers=others | numbers)
+
+
+SUMMED = (Dependence.MEAN, Dependence.SUM, Dependence.SCALED, Dependence.CONSTANT)
+"""How metrics depend on the samples whose mean over equal parts needs no weight of the loss."""
 
 
 def rescale_parts(loss_fn: LossFn, dependence: LossDependence) -> LossFn:
@@ -181,7 +194,7 @@ def rescale_parts(loss_fn: LossFn, dependence: LossDependence) -> LossFn:
     Returns:
         The loss function, unchanged if nothing needs rescaling.
     """
-    factors = {n: m.factor for n, m in dependence.metrics.items() if m.kind in _SUMMED}
+    factors = {n: m.factor for n, m in dependence.metrics.items() if m.kind in SUMMED}
     if dependence.loss.kind is Dependence.MEAN:
         factors = {name: factor for name, factor in factors.items() if factor != 1}
     if dependence.loss.factor == 1 and not factors:
@@ -203,6 +216,3 @@ def rescale_parts(loss_fn: LossFn, dependence: LossDependence) -> LossFn:
         return loss, metrics
 
     return run
-
-
-_SUMMED = (Dependence.MEAN, Dependence.SUM, Dependence.SCALED)

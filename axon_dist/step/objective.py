@@ -310,11 +310,13 @@ class GradientResult(NamedTuple):
         grads: mean gradients, a tree like the parameters given.
         metrics: `loss`, and the metrics of the loss function.
         buffers: the buffers after the batch.
+        numbers: the same as `metrics`; but what has a weight is not divided by it.
     """
 
     grads: PyTree
     metrics: dict[str, Array]
     buffers: PyTree
+    numbers: dict[str, Array | Weighted]
 
 
 def is_one(weight: object) -> bool:
@@ -329,8 +331,9 @@ def is_one(weight: object) -> bool:
 
 def mean_loss(loss: Weighted) -> Array:
     """Returns `total / weight`, or 0 if the weight is 0, as in a batch that is all padding."""
-    total = jnp.asarray(loss.total)
-    return total if is_one(loss.weight) else _divided(total, loss.weight)
+    if is_one(loss.weight):
+        return jnp.asarray(loss.total)
+    return jnp.where(jnp.asarray(loss.weight) == 0, 0, _quotient(loss))
 
 
 def weighted_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
@@ -339,10 +342,12 @@ def weighted_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
 
     def weigh(x: Array | Weighted) -> Any:
         if isinstance(x, Weighted):
-            return jax.tree.map(_float, x)
-        x = _float(x)
+            return wide_pair(x)
+        if is_one(weight):
+            return wide_number(x)
+        pair = wide_pair(Weighted(x, weight))
         # A mean over no samples may be NaN, and must not make the sum over parts NaN.
-        return x if is_one(weight) else jnp.where(_float(weight) == 0, 0, x * _float(weight))
+        return jnp.where(pair.weight == 0, 0, pair.total * pair.weight)
 
     return {name: weigh(value) for name, value in outcome.metrics.items()}
 
@@ -365,12 +370,18 @@ class Sums:
     def __add__(self, other: Sums) -> Sums:
         return jax.tree.map(jnp.add, self, other)
 
+    def result(self, buffers: PyTree) -> GradientResult:
+        """Divides by the weight; adds the buffers after the batch."""
+        grads, metrics = self.means()
+        weighted = {name: x for name, x in self.metrics.items() if isinstance(x, Weighted)}
+        return GradientResult(grads, metrics, buffers, metrics | {"loss": self.loss} | weighted)
+
     def means(self) -> tuple[PyTree, dict[str, Array]]:
         """Divides by the weight; returns the gradient of the mean loss, and the metrics."""
         weight = self.loss.weight
         grads = jax.tree.map(lambda g: _divided(g, weight), self.grads)
         metrics = {
-            name: mean_loss(x) if isinstance(x, Weighted) else _divided(x, weight)
+            name: mean_loss(x if isinstance(x, Weighted) else Weighted(x, weight))
             for name, x in self.metrics.items()
         }
         return grads, {"loss": mean_loss(self.loss), **metrics}
@@ -440,7 +451,7 @@ def gradient_sums(
             return grad if factor is None else grad * factor.astype(grad.dtype)
 
         grads = jax.tree.map(weighted, grads)
-        loss = jax.tree.map(_float, outcome.loss)
+        loss = wide_pair(outcome.loss)
         return Sums(grads, loss, weighted_metrics(outcome)), outcome.buffers
 
     return sums
@@ -463,9 +474,9 @@ def gradient_means(
     """
     differentiate = _differentiated(forward, lambda loss: loss.weight, scale, mean_loss)
     (_, outcome), grads = differentiate(params, buffers, batch)
-    numbers = {"loss": outcome.loss, **outcome.metrics}
+    numbers: dict[str, Array | Weighted] = {"loss": outcome.loss, **outcome.metrics}
     metrics = {name: mean_loss(x) if isinstance(x, Weighted) else x for name, x in numbers.items()}
-    return GradientResult(jax.tree.map(wide, grads), metrics, outcome.buffers)
+    return GradientResult(jax.tree.map(wide, grads), metrics, outcome.buffers, numbers)
 
 
 def _differentiated(
@@ -485,16 +496,40 @@ def _differentiated(
 
 def _per_weight(loss: Weighted) -> Array:
     """Returns `total / weight` of a part of a batch, or the total if the weight is 0."""
-    total = jnp.asarray(loss.total)
-    return total if is_one(loss.weight) else total / _nonzero(loss.weight)
+    return jnp.asarray(loss.total) if is_one(loss.weight) else _quotient(loss)
 
 
-def _divided(total: Array, weight: Any) -> Array:
-    return jnp.where(jnp.asarray(weight) == 0, 0, total / _nonzero(weight).astype(total.dtype))
+def _quotient(loss: Weighted) -> Array:
+    """Returns `total / weight` in the dtype that JAX gives it, or the total if the weight is 0.
+
+    It is computed in float32 or wider: an integer type would cut the weight, and half precision
+    would round it, or overflow.
+    """
+    weight = _nonzero(loss.weight)
+    dtype = jax.eval_shape(jnp.divide, jnp.asarray(loss.total), weight).dtype
+    pair = wide_pair(Weighted(loss.total, weight))
+    return jnp.asarray(pair.total / pair.weight, dtype)
 
 
-def _float(value: Any) -> Array:
-    return jnp.asarray(value, jnp.float32)
+def _divided(grad: Array, weight: Any) -> Array:
+    """Divides a gradient, in float32 or wider, by the weight; keeps its dtype."""
+    return jnp.where(weight == 0, 0, grad / _nonzero(weight).astype(grad.dtype))
+
+
+def wide_number(value: Any) -> Array:
+    """Returns a number of a loss function as an array in float32, or its own dtype if wider.
+
+    Example:
+        >>> wide_number(True).dtype, wide_number(jnp.float16(1)).dtype
+        (dtype('float32'), dtype('float32'))
+    """
+    return jnp.asarray(value, jnp.result_type(value, jnp.float32))
+
+
+def wide_pair(value: Weighted) -> Weighted:
+    """Returns both numbers as arrays of one dtype: that of their quotient, or float32 if wider."""
+    dtype = jnp.result_type(value.total, value.weight, jnp.float32)
+    return Weighted(jnp.asarray(value.total, dtype), jnp.asarray(value.weight, dtype))
 
 
 def _nonzero(weight: Any) -> Array:

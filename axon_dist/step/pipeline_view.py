@@ -69,13 +69,14 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
     spec = plan.spec
     region = PipelineRegion.of(plan)
     params, frozen, buffers, batch, scale = arguments
+    microbatches = batch
     if spec.num_microbatches == 1:
-        batch = jax.tree.map(lambda x: x[None], batch)
+        microbatches = jax.tree.map(lambda x: x[None], batch)
     params, frozen = region.changes.cast((params, frozen))
     replicated = PartitionSpec()
     split_dims: Partitioned = {}
     if region.pipeline.schedule.splits_vocabulary:
-        split_dims = region.vocabulary_dims(buffers, batch)
+        split_dims = region.vocabulary_dims(buffers, microbatches)
     part_buffers = None
     if jax.tree.leaves(buffers) or _parts_draw(plan, batch):
         part_buffers = part_buffers_of(spec, plan.separator, batch, spec.strategy.batch_axes)
@@ -98,7 +99,9 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
     num_shards = spec.num_microbatches * spec.num_ranks
     # As in `gradient_sums`: gradients are scaled like those of the mean of the whole batch.
     scale = None if scale is None else scale / num_shards
-    rows, rest, grad_factor, loss, buffers = mapped(stored[0], stored[1], buffers, batch, scale)
+    rows, rest, grad_factor, loss, buffers = mapped(
+        stored[0], stored[1], buffers, microbatches, scale
+    )
     if not region.is_whole_mesh:
         rows, rest = region.reduced_outside(rows, rest)
     # `shard_map` needs equal shards: cut the padding off again.
@@ -107,7 +110,7 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
     total, weight, metrics = loss
     grad_factor = grad_factor if scale is None else grad_factor * num_shards
     sums = Sums(jax.tree.map(lambda g: g * grad_factor, reduced), Weighted(total, weight), metrics)
-    return GradientResult(*sums.means(), buffers)
+    return sums.result(buffers)
 
 
 def _parts_draw(plan: StepPlan, batch: Batch) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,14 +14,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.reduction import all_mean
 from ..core.tree import combine, leaves_with_paths, num_params, partition
-from ..core.typing import Array, Metrics, Path, PyTree
+from ..core.typing import Array, Batch, Metrics, Path, PyTree
+from ..core.weighted import Weighted
 from ..parallel import OuterLoop
+from ..separability.abstract_values import Dependence, LossDependence, OutputDependence
 from ..sharding import Copies, optimizer_shardings, shardings, specs
 from ..sharding.padding import cut_like, for_region, stored_shape
 from .batch import Placed, batch_spec
 from .layout import StateLayout
+from .loss_sums import SUMMED
 from .model_spec import Source
-from .objective import GradientResult
+from .objective import GradientResult, mean_loss, wide_number, wide_pair
 from .options import FLAG
 from .plan import StepPlan, plan_step
 from .separation import Separation
@@ -32,15 +35,48 @@ PER_REPLICA = ("params", "opt_state", "buffers", "scaler")
 """The fields of a state whose dim 0 counts replicas."""
 
 
-def shared_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
-    """Combines the metrics of all replicas: means, and the logical or of the nonfinite flags.
+def shared_metrics(metrics: Mapping[str, Array | Weighted]) -> dict[str, Array]:
+    """Combines the metrics of all replicas.
+
+    Returns quotients of sums over the replicas, as one device computes them from the whole batch;
+    the logical or of the nonfinite flags; and the means of what replicas measure themselves.
 
     Args:
-        metrics: arrays [replicas].
+        metrics: arrays [replicas], or `Weighted` of two.
     """
-    return {
-        name: jnp.any(x) if name == FLAG else jnp.mean(x, axis=0) for name, x in metrics.items()
-    }
+
+    def over_all(name: str, x: Array | Weighted) -> Array:
+        if isinstance(x, Weighted):
+            return mean_loss(jax.tree.map(lambda part: jnp.sum(part, axis=0), x))
+        return jnp.any(x) if name == FLAG else jnp.mean(x, axis=0)
+
+    return {name: over_all(name, x) for name, x in metrics.items()}
+
+
+def addends_of(
+    numbers: Mapping[str, Array | Weighted], dependence: LossDependence | None
+) -> dict[str, Weighted]:
+    """Returns what one replica adds to the sums from which the metrics of all are computed.
+
+    Args:
+        numbers: `loss` and the metrics of one replica; see `GradientResult`.
+        dependence: how they relate to those of all replicas; None if that is not known.
+    """
+    outputs = {} if dependence is None else {"loss": dependence.loss, **dependence.metrics}
+    loss = numbers["loss"]
+    weight = loss.weight if isinstance(loss, Weighted) else 1.0
+
+    def addend(name: str, x: Array | Weighted) -> Weighted:
+        output = outputs.get(name, OutputDependence(Dependence.COUPLED))
+        if not isinstance(x, Weighted):
+            weighs_one = name == "loss" or output.kind in SUMMED
+            own = 1.0 if weighs_one else wide_number(weight)
+            x = Weighted(x * own, own)
+        pair = wide_pair(Weighted(x.total, x.weight / output.factor))
+        # A mean over no samples may be NaN, and must not make the sum over replicas NaN.
+        return Weighted(jnp.where(pair.weight == 0, 0, pair.total), pair.weight)
+
+    return {name: addend(name, x) for name, x in numbers.items()}
 
 
 def buffers_for_evaluation(buffers: PyTree) -> PyTree:
@@ -313,6 +349,11 @@ class ReplicaLayout(StateLayout):
         Args:
             placed: the batch of all replicas, arrays or shapes.
         """
+        separator = self.inner.with_shared(placed.shared).separator
+        return separator.of(self._share(placed.arrays))
+
+    def _share(self, batch: Batch) -> PyTree:
+        """Returns the shapes of one replica's share of a placed batch."""
         spec = self.spec
         lead = int(spec.num_microbatches > 1)
         replicas = spec.mesh.shape[self.outer.loop.axis]
@@ -321,8 +362,13 @@ class ReplicaLayout(StateLayout):
             samples = (*x.shape[:lead], x.shape[lead] // replicas, *x.shape[lead + 1 :])
             return jax.ShapeDtypeStruct(samples, x.dtype)
 
+        return jax.tree.map(share, batch)
+
+    def _dependence(self, placed: Placed) -> LossDependence | None:
+        """Finds out how the metrics of the replicas relate to those of the whole batch."""
+        replicas = self.spec.mesh.shape[self.outer.loop.axis]
         separator = self.inner.with_shared(placed.shared).separator
-        return separator.of(jax.tree.map(share, placed.arrays))
+        return separator.dependence_over(self._share(placed.arrays), replicas)
 
     @property
     def separations(self) -> tuple[Separation, ...]:
@@ -330,14 +376,18 @@ class ReplicaLayout(StateLayout):
         return self.inner.separator.found
 
     def run_gradients(self, state: TrainState, placed: Placed) -> GradientResult:
-        """Returns the gradients and the metrics; their dim 0 counts replicas."""
+        """Returns the gradients, and what `shared_metrics` takes; their dim 0 counts replicas."""
         inner = self.inner
+        dependence = self._dependence(placed)
 
         def of_replica(state: TrainState, placed: Placed) -> tuple:
-            return _stacked(tuple(unscaled_gradients(inner, state, placed)))
+            result = unscaled_gradients(inner, state, placed)
+            numbers = addends_of(result.numbers, dependence)
+            return _stacked((result.grads, numbers, result.buffers))
 
         per_replica = PartitionSpec(self.outer.loop.axis)
-        return GradientResult(*self._on_each(of_replica, state, placed, per_replica))
+        grads, numbers, buffers = self._on_each(of_replica, state, placed, per_replica)
+        return GradientResult(grads, numbers, buffers, numbers)
 
     def with_params(self, state: TrainState, params: PyTree) -> TrainState:
         """See `StateLayout.with_params`; the outer parameters are the mean over the replicas."""
@@ -367,9 +417,13 @@ class ReplicaLayout(StateLayout):
         """
         inner = self.inner
         axis = self.outer.loop.axis
+        dependence = self._dependence(placed)
+
+        def reported(result: GradientResult) -> Metrics:
+            return addends_of(result.numbers, dependence)
 
         def of_replica(state: TrainState, placed: Placed) -> tuple[TrainState, dict]:
-            new, metrics = one_step(inner, state, placed, was_nonfinite)
+            new, metrics = one_step(inner, state, placed, was_nonfinite, reported)
             return _map_own(new, _stacked), _stacked(metrics)
 
         out_specs = _specs(axis), PartitionSpec(axis)

@@ -215,6 +215,23 @@ class Separator:
             return ""
         return self._obstacle(dependence)
 
+    def dependence_over(self, batch: Batch, count: int) -> LossDependence | None:
+        """Returns how the outputs for `count` such batches relate to those for all their samples.
+
+        Args:
+            batch: as for `of`.
+            count: the number of batches.
+
+        Returns:
+            The dependence; None if the loss cannot be traced for that many samples.
+        """
+        samples, shapes = self._spec.microbatch(batch)
+        each = samples * self._num_microbatches
+        try:
+            return self._traces(1).dependence(shapes, (each, each * count))
+        except Exception:  # The user's loss may raise anything for more samples.
+            return None
+
     def _separate(self, batch: Batch, samples: int) -> Separation:
         """Finds out how the loss is computed; `samples` is the number per microbatch."""
         per_rank, asked = wants_ranks(self._spec)

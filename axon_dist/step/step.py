@@ -371,8 +371,8 @@ def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
         return layout.padded(new), metrics
 
     def gradients(state: TrainState, placed: Placed) -> tuple[PyTree, Metrics]:
-        grads, metrics, _ = layout.run_gradients(on_device(state), placed)
-        return stored_tree(grads, layout.grad_shardings), metrics
+        result = layout.run_gradients(on_device(state), placed)
+        return stored_tree(result.grads, layout.grad_shardings), result.metrics
 
     def evaluate(state: TrainState, placed: Placed) -> dict[str, Weighted]:
         arguments = layout.arguments(on_device(state), placed.shared)

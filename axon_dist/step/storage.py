@@ -45,7 +45,7 @@ from ..pipeline import (
 from ..sharding import InPlaceOf, Policy
 from ..sharding.padding import unpad
 from .model_spec import ModelSpec
-from .objective import Outcome, evaluate, weighted_metrics
+from .objective import Outcome, evaluate, weighted_metrics, wide_pair
 
 CONTAINERS: tuple[type[Any], ...] = (nnx.List, nnx.Dict)
 """Modules that only contain others and are never called."""
@@ -364,7 +364,7 @@ def traced(
 
     def forward(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
         outcome = run(params, buffers, batch)
-        loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), outcome.loss)
+        loss = wide_pair(outcome.loss)
         return loss.total, loss.weight, _flat(weighted_metrics(outcome)), outcome.buffers
 
     program = forward if rewritten is None else rewritten(forward)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from ..core.compat import eval_jaxpr
 from ..core.errors import ConfigError, UnsupportedError
-from ..core.tree import shapes_of
+from ..core.tree import shapes_of, wide
 from ..core.typing import Array, Metrics, PyTree
 from ..ir.walk import needed_for
 from ..ops.precision import GradScaler, NormOf, all_finite, clip_by_global_norm, keep_if
@@ -22,7 +23,7 @@ from .elastic import elastic_gradients, elastic_update, whole_norm
 from .global_view import global_gradients
 from .local_view import local_gradients
 from .model_spec import MEAN_WEIGHT, SHARED, split_inputs
-from .objective import GradientArguments, GradientResult, evaluate
+from .objective import GradientArguments, GradientResult, evaluate, wide_number
 from .options import FLAG, LOSS_SCALE, OVERFLOW, StepOptions
 from .pipeline_view import pipeline_gradients
 from .plan import StepPlan
@@ -51,17 +52,6 @@ def clip(
         return grads, {}
     clipped, norm = clip_by_global_norm(grads, limit, norm_of)
     return clipped, {"grad_norm": norm}
-
-
-def are_finite(grads: PyTree, measured: dict[str, Array]) -> Array:
-    """Returns whether every gradient is finite; reads it from the norm if that is known already.
-
-    Args:
-        grads: reduced, in global view, in the dtypes of the parameters.
-        measured: the metrics that `clip` returned.
-    """
-    norm = measured.get("grad_norm")
-    return all_finite(grads) if norm is None else jnp.isfinite(norm)
 
 
 def _watched_metrics(opt_state: PyTree, metrics: Metrics) -> dict[str, Array]:
@@ -210,7 +200,9 @@ def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientAr
     Raises:
         UnsupportedError: when the weight depends on parameters.
     """
-    is_cut = spec.num_microbatches > 1 or spec.options.is_elastic
+    # The ranks of a pipeline cut even a single microbatch.
+    of_ranks = spec.num_ranks if spec.strategy.pipeline is not None else 1
+    is_cut = spec.num_microbatches * of_ranks > 1 or spec.options.is_elastic
     if not is_cut or not hasattr(spec.model_spec.abstract, AUXILIARY):
         return arguments
     batch = arguments.batch
@@ -220,14 +212,15 @@ def with_mean_weight(spec: StepSpec, arguments: GradientArguments) -> GradientAr
     model_spec = dataclasses.replace(spec.model_spec, shared=shapes_of(shared))
 
     def weight_of(*inputs: PyTree) -> Array:
-        return jnp.asarray(evaluate(model_spec, spec.loss_fn, *inputs).loss.weight, jnp.float32)
+        return wide_number(evaluate(model_spec, spec.loss_fn, *inputs).loss.weight)
 
     closed = jax.make_jaxpr(weight_of)(*model_spec.arguments, shapes_of(batch))
     program, needed = needed_for(closed.jaxpr, [0])
     num_weights = len(jax.tree.leaves(model_spec.weights))
     if any(number < num_weights for number in needed):
         shards = spec.options.logical_shards
-        count = f"{shards} logical shards" if shards else f"{spec.num_microbatches} microbatches"
+        parts = spec.num_microbatches * of_ranks
+        count = f"{shards} logical shards" if shards else f"{parts} parts of the batch"
         raise UnsupportedError(
             "the weight of the loss depends on parameters, and the model adds its own terms to the "
             f"loss, so that {count} do not know how much these terms "
@@ -267,7 +260,11 @@ def unscaled_gradients(plan: StepPlan, state: TrainState, placed: Placed) -> Gra
 
 
 def one_step(
-    plan: StepPlan, state: TrainState, placed: Placed, was_nonfinite: Array | None = None
+    plan: StepPlan,
+    state: TrainState,
+    placed: Placed,
+    was_nonfinite: Array | None = None,
+    reported: Callable[[GradientResult], Metrics] = lambda result: result.metrics,
 ) -> tuple[TrainState, Metrics]:
     """Computes the next state.
 
@@ -276,12 +273,14 @@ def one_step(
         state: a state in device memory.
         placed: the batch.
         was_nonfinite: the nonfinite flag of the step before.
+        reported: what to return of the loss and of the metrics of the loss function.
 
     Returns:
         The next state, and metrics.
     """
     options = plan.spec.options
-    grads, metrics, buffers = unscaled_gradients(plan, state, placed)
+    result = unscaled_gradients(plan, state, placed)
+    grads, metrics = result.grads, result.metrics
     norm_of = functools.partial(whole_norm, plan.spec) if options.is_elastic else optax.tree.norm
     clipped, measured = clip(grads, options, norm_of)
     with jax.named_scope("optimizer"):
@@ -300,20 +299,21 @@ def one_step(
         step=state.step + 1,
         params=params,
         opt_state=opt_state,
-        buffers=buffers,
+        buffers=result.buffers,
         ema=None if options.ema is None else average(options.ema, state.ema, params),
     )
     if options.scaler is not None:
-        finite = are_finite(grads, measured)
+        finite = all_finite(grads)
         new = skip_overflow(options.scaler, finite, new, state)
         measured[LOSS_SCALE] = new.scaler.scale
         measured[OVERFLOW] = ~finite
     if options.nonfinite is not None:
-        finite = are_finite(grads, measured)
+        finite = all_finite(grads)
         new, measured[FLAG] = undo_nonfinite(
             options, metrics["loss"], finite, new, state, was_nonfinite
         )
     if "param_norm" in options.metrics:
         # Of the parameters that the next step starts from, also if this step is skipped.
-        measured["param_norm"] = norm_of(new.params)
-    return new, {**metrics, **measured}
+        # Squares of float16 overflow from 256 on.
+        measured["param_norm"] = norm_of(jax.tree.map(wide, new.params))
+    return new, {**reported(result), **measured}

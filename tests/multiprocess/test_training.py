@@ -131,3 +131,42 @@ def test_processes_of_which_one_knows_earlier_validations_stop_together(start):
     assert processes.wait([0, 1], 120) == [0, 0], processes.text(0)
     for rank in (0, 1):
         assert "early stopping after 4" in processes.text(rank)
+
+
+ROWS = """
+import jax, jax.numpy as jnp, numpy as np, optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from axon_dist import Weighted, World, build_train_step, ddp
+
+world = World.init("dp=-1")
+me = world.process_index
+model = nnx.Linear(4, 4, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+
+def loss(model, batch):
+    return Weighted(jnp.sum(jnp.mean(model(batch["x"]) ** 2, -1)), jnp.sum(batch["w"]))
+
+rows = np.arange(16, dtype=np.float32).reshape(4, 4) + 100 * me
+own = NamedSharding(world.mesh, PartitionSpec("dp"))
+spread = jax.make_array_from_process_local_data(own, rows)
+ones = np.ones(4, np.float32)
+for name, x, w in (
+    ("numpy", rows, ones), ("some", rows, jnp.asarray(ones)), ("jax", jnp.asarray(rows), ones),
+    ("spread", spread, jnp.asarray(ones)),
+):
+    for count in (1, 2):
+        step = build_train_step(model, optax.sgd(0.0), loss, ddp(), world, accumulate=count)
+        batch, state = {"x": x, "w": w}, step.init()
+        step.check(batch, own_rows=True)
+        evaluated = float(step.evaluate(state, batch)["loss"])
+        print(name, count, evaluated, float(step(state, batch)[1]["loss"]), flush=True)
+"""
+
+
+def test_jax_arrays_of_one_process_are_its_rows_and_spread_ones_those_of_all(start):
+    processes = start(2, "-c", ROWS)
+    assert processes.wait([0, 1], 240) == [0, 0], processes.text(0)
+    for rank in (0, 1):
+        for name in ("numpy", "some", "jax", "spread"):
+            for count in (1, 2):
+                assert f"{name} {count} 93220.0 93220.0" in processes.text(rank)

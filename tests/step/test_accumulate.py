@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
-from axon_dist import Weighted
+from axon_dist import Weighted, World, build_train_step, ddp
 from axon_dist.step.microbatches import accumulate
 from axon_dist.step.objective import Sums
 
@@ -54,3 +56,27 @@ def test_accumulated_gradients_are_constrained_and_metrics_left_alone():
     first = gradient(PARAMS, START, batch[0])[0].grads["w"]
     np.testing.assert_allclose(bent.grads["w"], 2 * plain.grads["w"] + 2 * first)
     np.testing.assert_array_equal(bent.metrics["m"], plain.metrics["m"])
+
+
+def test_a_metric_that_is_a_constant_is_itself_for_a_batch_without_weight():
+    def loss_fn(model, batch):
+        squares = jnp.mean(model(batch["x"]) ** 2, -1)
+        total = Weighted(jnp.sum(squares * batch["weight"]), jnp.sum(batch["weight"]))
+        return total, {"rate": 3.0, "mean": jnp.mean(batch["x"])}
+
+    batch = {"x": np.ones((8, 4), np.float32), "weight": np.zeros(8, np.float32)}
+    for strategy, ranks, count in (
+        (ddp(), 1, 1),
+        (ddp(), 1, 2),
+        (ddp(), 2, 1),
+        (ddp(), 2, 2),
+        (ddp(bucket_capacity=100), 2, 1),
+        (ddp(bucket_capacity=100), 2, 2),
+    ):
+        step = build_train_step(
+            nnx.Linear(4, 4, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn, strategy,
+            World.emulate(ranks), accumulate=count,
+        )  # fmt: skip
+        _, metrics = step(step.init(), batch)
+        numbers = [float(metrics[name]) for name in ("loss", "rate", "mean")]
+        assert numbers == [0, 3, 1], (strategy.name, ranks, count)

@@ -26,6 +26,7 @@ ROWS = {
     "fsdp": ("fsdp=2", fsdp(min_elements=1), 2),
     "ep": ("ep=2", expert_parallel(), 2),
     "pp": ("pp=2", pipelined(2, 2), 1),
+    "pp, dp": ("dp=2,pp=2", compose(ddp(), pipelined(2, 1)), 1),
     "pp × ep": ("pp=2,ep=2", compose(expert_parallel(), pipelined(2, 2)), 1),
 }
 

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import (
+    Weighted,
     World,
     build_train_step,
     compose,
@@ -119,6 +120,48 @@ def test_a_setting_of_jax_leaves_a_step_that_of_one_device(row, name):
         got = losses(make, loss_fn, batch, strategy, mesh, accumulate)
         want = losses(make, loss_fn, batch, ddp(), "dp=1", 1)
     np.testing.assert_allclose(got, want, rtol=2e-5)
+
+
+CUTS = {
+    "ddp": (ddp(), {}),
+    "accumulated": (ddp(), {"accumulate": 2}),
+    "buckets": (ddp(bucket_capacity=100), {}),
+    "fsdp": (fsdp(min_elements=1), {"accumulate": 2}),
+    "elastic": (ddp(), {"deterministic": "elastic", "logical_shards": 4}),
+}
+
+
+@pytest.mark.sample("weights-accumulated", "number-buckets")
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("weigh", [jnp.sum, lambda weight: 0.3], ids=["weights", "number"])
+def test_a_model_in_float64_has_losses_and_gradients_in_float64(cut, weigh):
+    class Product(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.asarray(np.random.default_rng(0).normal(size=(8, 8))))
+
+    def loss_fn(model, batch):
+        squares = jnp.mean((batch["x"] @ model.kernel[...]) ** 2, -1)
+        return Weighted(jnp.sum(squares * batch["weight"]), weigh(batch["weight"]))
+
+    def mean(kernel):
+        model = Product()
+        model.kernel[...] = kernel
+        return loss_fn(model, batch).mean
+
+    rng = np.random.default_rng(1)
+    batch = {"x": rng.normal(size=(8, 8)), "weight": rng.uniform(size=8)}
+    strategy, options = CUTS[cut]
+    with settings(SETTINGS["x64"]):
+        world = World.emulate(4)
+        step = build_train_step(Product, optax.sgd(0.1), loss_fn, strategy, world, **options)
+        state = step.init()
+        grads, metrics = step.gradients(state, batch)
+        loss, grad = jax.value_and_grad(mean)(Product().kernel[...])
+        assert metrics["loss"].dtype == np.float64
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-13)
+        np.testing.assert_allclose(grads["kernel"], grad, rtol=1e-12)
+        if weigh is jnp.sum:
+            np.testing.assert_allclose(step.evaluate(state, batch)["loss"], loss, rtol=1e-13)
 
 
 @pytest.mark.parametrize(

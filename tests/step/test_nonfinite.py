@@ -139,8 +139,45 @@ def test_the_norm_of_the_parameters_is_that_of_the_state_also_after_a_skipped_st
     np.testing.assert_allclose(metrics["param_norm"], optax.tree.norm(state.params), rtol=1e-6)
 
 
-def test_a_gradient_alone_is_enough():
-    step = build(loss=steep)
+@pytest.mark.parametrize("options", [{}, {"deterministic": "elastic", "logical_shards": 2}])
+def test_the_norm_of_parameters_in_half_precision_does_not_overflow(options):
+    class Half(nnx.Module):
+        def __init__(self):
+            self.first = nnx.Param(jnp.full((64, 64), 5, jnp.float16))
+            self.second = nnx.Param(jnp.full(320, 5, jnp.float16))
+
+        def __call__(self, x):
+            return jnp.sum(x * 0 * self.first[0, 0] * self.second[0], dtype=jnp.float32)
+
+    step = build_train_step(
+        Half, optax.sgd(0.1), lambda model, batch: model(batch["x"]),
+        ddp(reduce_dtype="float32"), World.emulate(2),
+        metrics=("loss", "param_norm"), **options,
+    )  # fmt: skip
+    _, metrics = step(step.init(), {"x": np.ones(4, np.float16)})
+    np.testing.assert_allclose(metrics["param_norm"], 5 * np.sqrt(64 * 64 + 320), rtol=1e-6)
+
+
+def test_large_gradients_are_finite_although_their_norm_overflows():
+    def straight(model, batch):
+        bias = model.blocks[0].bias[...]
+        return jnp.mean(batch["slope"]) * jnp.sum(bias - jax.lax.stop_gradient(bias))
+
+    step = build_train_step(
+        make_chain, optax.sgd(1e-20), straight, ddp(), World.emulate(2),
+        nonfinite="skip", metrics=("loss", "grad_norm"),
+    )  # fmt: skip
+    before = step.init()
+    state, metrics = step(step.init(), {"slope": np.full(4, 1e20, np.float32)})
+    assert np.isinf(metrics["grad_norm"])
+    assert not metrics["nonfinite"]
+    moved = before.params["blocks"][0]["bias"] - state.params["blocks"][0]["bias"]
+    np.testing.assert_allclose(moved, 1.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("metrics", [("loss",), ("loss", "grad_norm")])
+def test_a_gradient_alone_is_enough(metrics):
+    step = build(loss=steep, metrics=metrics)
     state, metrics = step(step.init(), batch_of(0, 0.0))
     assert np.isfinite(metrics["loss"])
     assert bool(metrics["nonfinite"])

@@ -56,6 +56,43 @@ def test_a_shard_that_is_all_padding_has_loss_zero():
 
 
 @pytest.mark.parametrize(
+    ("total", "weight"),
+    [
+        (jnp.int32(4), jnp.float32(3.5)),
+        (jnp.bool_(True), jnp.float32(0.5)),
+        (jnp.bfloat16(166), jnp.float32(257)),
+        (jnp.float16(166), jnp.float32(70000)),
+        (jnp.float16(166), jnp.int32(70000)),
+    ],
+)
+def test_neither_number_of_a_quotient_takes_the_type_of_the_other(total, weight):
+    found = mean_loss(Weighted(total, weight))
+    assert found.dtype == (total / weight).dtype
+    exact = float(total) / float(weight)
+    np.testing.assert_allclose(float(found), exact, rtol=jnp.finfo(found.dtype).eps)
+
+
+def test_a_weight_too_large_for_the_type_of_the_total_divides_it_and_its_gradient():
+    """As in plain JAX, with the weight of float32; an integer weight is no other."""
+    half = jax.tree.map(lambda x: x.astype(jnp.float16), PARAMS)
+
+    batch = {"x": X.astype(np.float16)}
+    total = lambda params: jnp.sum(PARTS.merge(params, BUFFERS)(batch["x"]) ** 2)
+    want = jax.value_and_grad(lambda params: total(params) / jnp.float32(70000))(half)
+    for count in (jnp.float32(70000), jnp.int32(70000)):
+
+        def loss_fn(model, batch, count=count):
+            return Weighted(jnp.sum(model(batch["x"]) ** 2), count)
+
+        forward = forward_of(PARTS, loss_fn)
+        grads, metrics = gradient_means(forward, half, BUFFERS, batch)[:2]
+        parts, _ = gradient_sums(forward)(half, BUFFERS, batch)
+        for loss, found in ((metrics["loss"], grads), (parts.means()[1]["loss"], parts.means()[0])):
+            np.testing.assert_allclose(float(loss), float(want[0]), rtol=0.02)
+            np.testing.assert_allclose(found["kernel"], want[1]["kernel"], rtol=0.02)
+
+
+@pytest.mark.parametrize(
     ("returned", "message"),
     [
         (lambda m, b: m(b["x"]), r"a loss of shape \(6, 1\); it must be a scalar.*Weighted"),
@@ -103,7 +140,7 @@ def dense(loss_fn):
 def test_means_are_the_plain_gradient(loss_fn, scale):
     scale = None if scale is None else jnp.float32(scale)
     forward = forward_of(PARTS, loss_fn)
-    grads, metrics, _ = gradient_means(forward, PARAMS, BUFFERS, BATCH, scale)
+    grads, metrics = gradient_means(forward, PARAMS, BUFFERS, BATCH, scale)[:2]
     loss, expected = dense(loss_fn)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import World, build_train_step, compose, ddp
+from axon_dist import Weighted, World, build_train_step, compose, ddp
 from axon_dist.checkpoint import load_checkpoint, save_checkpoint, target_of
 from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.inspect import collectives, lower_outer_steps
@@ -242,6 +242,60 @@ def test_gradients_are_those_of_each_replica():
     kernel = grads["layers"][0]["kernel"]
     assert kernel.shape == (2, 16, 16)
     assert not np.allclose(kernel[0], kernel[1])
+
+
+MASK = np.array([1, 1, 1, 1, 1, 0, 0, 0], np.float32)
+REPORTS = {
+    "one rank": (4, "nodes=4,dp=1", 1),
+    "two ranks": (4, "nodes=2,dp=2", 1),
+    "two microbatches": (2, "nodes=2,dp=1", 2),
+}
+
+
+@pytest.mark.sample("masked-two ranks", "empty-one rank")
+@pytest.mark.parametrize("row", REPORTS)
+@pytest.mark.parametrize("is_empty", [False, True], ids=["masked", "empty"])
+def test_the_metrics_of_a_step_are_those_of_the_samples_of_all_replicas(row, is_empty):
+    """Replicas with few tokens, or none, count as much as their tokens."""
+
+    def masked(model, batch):
+        each = jnp.mean((batch["x"] @ model.kernel[...]) ** 2, -1)
+        total, tokens = jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"])
+        return Weighted(total, tokens), {
+            "tokens": tokens,
+            "accuracy": Weighted(jnp.sum(batch["mask"] * (each > 10)), tokens),
+            "quotient": total / jnp.maximum(tokens, 1),
+            "padded": jnp.mean(each),
+            "rate": 3.0,
+        }
+
+    size, mesh, count = REPORTS[row]
+    batch = {"x": np.arange(64, dtype=np.float32).reshape(8, 8) / 64, "mask": MASK * (not is_empty)}
+    build = functools.partial(
+        build_train_step, nnx.Linear(8, 8, rngs=nnx.Rngs(0)), optax.sgd(0.0), masked
+    )
+    one = build(ddp(), World.emulate(1))
+    expected = one(one.init(), batch)[1]
+    strategy = compose(diloco("nodes", every=4), ddp("dp"))
+    step = build(strategy, World.emulate(size, mesh), accumulate=count)
+    for metrics in (step.gradients(step.init(), batch)[1], step(step.init(), batch)[1]):
+        for name in ("loss", "tokens", "accuracy", "padded", "rate"):
+            np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(metrics["quotient"], metrics["loss"], rtol=1e-6)
+
+
+def test_a_loss_that_is_a_sum_is_that_of_all_replicas():
+    total = lambda model, batch: (jnp.sum(model(batch["x"]) ** 2), {"most": jnp.max(batch["x"])})
+    step = build_train_step(
+        nnx.Linear(16, 16, rngs=nnx.Rngs(0)), optax.sgd(0.0), total,
+        compose(diloco("nodes", every=4), ddp("dp")), World.emulate(2, "nodes=2,dp=1"),
+    )  # fmt: skip
+    metrics = step(step.init(), batch())[1]
+    each = step.evaluate(step.init(), batch())
+    np.testing.assert_allclose(metrics["loss"], each["loss"], rtol=1e-6)
+    # What does not add up is the mean over the replicas.
+    halves = [x.max() for x in np.split(batch()["x"], 2)]
+    np.testing.assert_allclose(metrics["most"], np.mean(halves), rtol=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [4, 3])
