@@ -36,7 +36,9 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
 
     If the model has a method `auxiliary()` that returns a scalar and a dict of metrics, it is
     called after the model, and the scalar is added to the mean loss. Mixtures of experts use this
-    for their balance term.
+    for their balance term. It is also called in evaluation: a method that reads what the model
+    stores only in training must return None after `model.eval()`, or an evaluation adds a term of
+    the last training batch.
 
     Args:
         model: maps tokens `[B, T]` to logits `[B, T, V]`.
