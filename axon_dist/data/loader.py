@@ -321,6 +321,12 @@ def _checked(batch: LocalBatch, vocab_size: int | None) -> LocalBatch:
 
     The embedding lookup would silently read wrong rows for them.
     """
+    if vocab_size is not None and "tokens" not in batch:
+        raise ConfigError(
+            f"vocab_size={vocab_size} limits the tokens of a batch, but the samples have "
+            f"{', '.join(batch)}, and no 'tokens'; name them so, or leave vocab_size out",
+            code="batch-without-tokens",
+        )
     if vocab_size is not None and (largest := int(batch["tokens"].max())) >= vocab_size:
         raise ConfigError(
             f"model.vocab_size: got {vocab_size}, but the data has the token {largest}; set it to "
