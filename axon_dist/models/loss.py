@@ -338,5 +338,7 @@ def _counts(batch: Mapping[str, Array]) -> Array:
                 code="segments-shape",
             )
         is_inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
-        counts = counts * is_inside
-    return counts * batch["weight"][:, None] if "weight" in batch else counts
+        counts = counts * is_inside.astype(jnp.float32)
+    if "weight" not in batch:
+        return counts
+    return counts * jnp.asarray(batch["weight"], jnp.float32)[:, None]
