@@ -451,8 +451,8 @@ def by_workers(make: Callable[[int], T], numbers: Iterator[int], count: int) -> 
             except (EOFError, OSError) as error:
                 process.join(1)
                 raise ConfigError(
-                    f"a data worker ended with exit code {process.exitcode}; it was killed, "
-                    "perhaps because memory ran out: lower data.num_workers",
+                    f"a data worker ended with exit code {process.exitcode}; "
+                    + _why_ended(process.exitcode),
                     code="data-worker-lost",
                 ) from error
             if isinstance(item, Exception):
@@ -460,6 +460,18 @@ def by_workers(make: Callable[[int], T], numbers: Iterator[int], count: int) -> 
             yield item
     finally:
         stop()
+
+
+def _why_ended(code: int | None) -> str:
+    """Returns the likely cause of a worker's exit code, and what to do."""
+    if code is None or code <= 0:
+        # Minus a signal.
+        return "it was killed, perhaps because memory ran out: lower data.num_workers"
+    return (
+        "it printed its error above. A worker imports the script that started it: make the loader "
+        'under `if __name__ == "__main__":`, and check that all modules of the samples can be '
+        "imported; or set num_workers=0"
+    )
 
 
 def _stop(workers: list[tuple[Any, Any]]) -> None:
