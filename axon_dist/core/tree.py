@@ -55,6 +55,28 @@ def leaves_with_paths(tree: PyTree) -> list[tuple[Path, PyTree]]:
     return [(path_str(path), leaf) for path, leaf in leaves]
 
 
+def leaves_by_path(*trees: PyTree) -> dict[Path, PyTree]:
+    """Returns the leaves of trees by path.
+
+    Raises:
+        ConfigError: if two leaves have the same path, as have `{"a/b": 1, "a": {"b": 1}}`.
+
+    Example:
+        >>> leaves_by_path({"a": {"b": 1.0}}, {"c": 2.0})
+        {'a/b': 1.0, 'c': 2.0}
+    """
+    found: dict[Path, PyTree] = {}
+    for path, leaf in (pair for tree in trees for pair in leaves_with_paths(tree)):
+        if path in found:
+            raise ConfigError(
+                f"two arrays have the path {path!r}, of which weights would keep one; rename the "
+                "key with a slash",
+                code="two-arrays-of-a-path",
+            )
+        found[path] = leaf
+    return found
+
+
 _DEEPEST = 200
 
 

@@ -37,27 +37,45 @@ def bucket_lengths(needed: np.ndarray, longest: int, count: int) -> tuple[int, .
         >>> bucket_lengths(np.array([10, 10, 12, 100, 128]), longest=128, count=2)
         (12, 128)
     """
-    pieces = max(n for n in range(1, _MOST_LENGTHS + 1) if longest % n == 0)
-    width = longest // pieces
-    rows = np.bincount(-(-np.maximum(needed, 1) // width), minlength=pieces + 1)[: pieces + 1]
-    up_to = np.cumsum(rows)
+    edges = _candidates(longest, count)
+    pieces = len(edges) - 1
+    rows = np.bincount(np.searchsorted(edges, np.maximum(needed, 1)), minlength=pieces + 1)
+    up_to = np.cumsum(rows[: pieces + 1])
     # Dynamic programming. total[k][j] is the smallest possible sum of padded lengths, over the rows
-    # of at most j * width tokens, with k bucket lengths.
+    # of at most edges[j] tokens, with k bucket lengths.
     total = np.full((count + 1, pieces + 1), np.inf)
     total[:, 0] = 0
     last = np.zeros((count + 1, pieces + 1), int)
     for k in range(1, count + 1):
         for j in range(1, pieces + 1):
-            sums = total[k - 1, :j] + j * (up_to[j] - up_to[:j])
+            sums = total[k - 1, :j] + edges[j] * (up_to[j] - up_to[:j])
             last[k, j] = int(sums.argmin())
             total[k, j] = sums[last[k, j]]
     lengths = []
     j = pieces
     for k in range(count, 0, -1):
         if j:
-            lengths.append(j * width)
+            lengths.append(int(edges[j]))
             j = int(last[k, j])
     return tuple(reversed(lengths))
+
+
+def _candidates(longest: int, count: int) -> np.ndarray:
+    """Returns 0 and the lengths to choose from, evenly spaced up to the largest.
+
+    The spaces divide the largest length, as do the axes that split a sequence. Where too few do so,
+    as for a prime number of tokens, the lengths are rounded up.
+
+    Example:
+        >>> _candidates(128, 4)[:4].tolist(), _candidates(127, 4)[:4].tolist()
+        ([0, 2, 4, 6], [0, 2, 4, 6])
+    """
+    pieces = max(n for n in range(1, _MOST_LENGTHS + 1) if longest % n == 0)
+    if pieces >= min(count, longest):
+        return np.arange(pieces + 1) * (longest // pieces)
+    units = next(n for n in range(_MOST_LENGTHS + 1, longest + 1) if longest % n == 0)
+    rounded = -(-np.arange(_MOST_LENGTHS + 1) * units // _MOST_LENGTHS)
+    return rounded * (longest // units)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -645,16 +645,22 @@ TEMPLATES: MappingProxyType[str, Turns] = MappingProxyType(
 )
 """The built-in templates, by their name in `data.template`."""
 
-_TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
-"""The files next to a hub tokenizer that may hold its chat template."""
+_CONFIG = "tokenizer_config.json"
+_OF_PROCESSOR = "chat_template.json"
+_TEMPLATE_FILES = ("chat_template.jinja", _CONFIG, _OF_PROCESSOR)
+"""The files next to a hub tokenizer that may hold its chat template, in the order of search.
+
+The last is that of older processors of images or sound, whose tokenizers have no template.
+"""
 
 
 def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
     """Finds the chat template for a name, a file or a tokenizer.
 
     Args:
-        template: a key of `TEMPLATES`, a Jinja file, or a `tokenizer_config.json`; None takes the
-            one next to the tokenizer, else `plain`.
+        template: a key of `TEMPLATES`, a Jinja file, a `tokenizer_config.json`, or the
+            `chat_template.json` of a processor; None takes the one next to the tokenizer, else
+            `plain`.
         tokenizer: the path of a `tokenizer.json`, or None.
 
     Raises:
@@ -727,31 +733,49 @@ def _template_in(path: Path) -> Rendered | None:
         tool_source = by_name.get("tool_use")
     if not isinstance(source, str):
         return None
-    config_path = path.with_name("tokenizer_config.json")
-    if not config and config_path.is_file():
-        config = _config_in(config_path)
+    config_path = path.with_name(_CONFIG)
+    if path.suffix != ".json" or path.name == _OF_PROCESSOR:
+        config = _config_in(config_path) if config_path.is_file() else {}
+    tokens = _special_tokens(_with_map(config, path.with_name("special_tokens_map.json")))
     other = f", or set data.template to one of {', '.join(TEMPLATES)}"
     require("jinja2", "tokenizers", f"the chat template in {str(path)!r}", other)
     tool_source = tool_source if isinstance(tool_source, str) else None
-    template = Rendered(path.name, source, _special_tokens(config), tool_source)
+    template = Rendered(path.name, source, tokens, tool_source)
     what = f"the chat template in {str(path)!r} cannot be used"
     with reworded(what, f"correct it{other}", of=ValueError):
         template.process.start()
     return template
 
 
+def _with_map(config: JsonDict, path: Path) -> JsonDict:
+    """Returns a tokenizer's config with the entries of an older `special_tokens_map.json`.
+
+    As transformers 4.57 does, such a file is read, and then prevails, only if the config does not
+    list its tokens in `added_tokens_decoder`.
+    """
+    if "added_tokens_decoder" in config or not path.is_file():
+        return config
+    return {**config, **_config_in(path)}
+
+
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tokens that templates use by name, such as `bos_token`."""
+    """Returns the tokens that templates use by name, such as `bos_token`.
+
+    A model may name more of them in `extra_special_tokens`, such as `image_token`.
+    """
 
     def text(x):
         return x.get("content") if isinstance(x, dict) else x
 
-    texts = {name: text(x) for name, x in config.items() if name.endswith("_token")}
+    named = {name: x for name, x in config.items() if name.endswith("_token")}
+    extra = config.get("extra_special_tokens")
+    named |= extra if isinstance(extra, dict) else {}
+    texts = {name: text(x) for name, x in named.items()}
     return {name: x for name, x in texts.items() if isinstance(x, str)}
 
 
 def _config_in(path: Path) -> JsonDict:
-    """Reads a `tokenizer_config.json`, which must be an object."""
+    """Reads a JSON file of a tokenizer, such as its config, which must be an object."""
     what = f"the config of a tokenizer {str(path)!r}"
     with reworded(f"cannot read {what}", "correct it", of=MALFORMED):
         config = json.loads(read_text(path, what))

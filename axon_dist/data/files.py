@@ -8,6 +8,7 @@ import glob
 import hashlib
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -111,7 +112,8 @@ def split_files(
 
     A file is for validation if the first eight bytes of the SHA-256 of its name, read as a number
     in [0, 1), are below `fraction`. So the result for a file depends neither on the order, nor on
-    the machine, nor on the other files.
+    the machine, nor on the other files. If this leaves one side empty, files of the same name are
+    told apart by the names of their folders.
 
     Args:
         files: the files to split.
@@ -125,10 +127,42 @@ def split_files(
         >>> [len(side) for side in split_files(files, 0.1)]
         [89, 11]
     """
+    files = tuple(files)
+    train, validation = _split_by([file.name for file in files], files, fraction)
+    if not train or not validation:
+        # Files that were listed one by one may all have one name. Only then are they split by
+        # longer names, so that every split that has been made before stays as it is.
+        return _split_by(_longer_names(files), files, fraction)
+    return train, validation
+
+
+def _split_by(
+    names: Sequence[str], files: Sequence[TextFile], fraction: float
+) -> tuple[tuple[TextFile, ...], tuple[TextFile, ...]]:
     sides: tuple[list[TextFile], list[TextFile]] = ([], [])
-    for file in files:
-        sides[_hash_fraction(file.name) < fraction].append(file)
+    for name, file in zip(names, files, strict=True):
+        sides[_hash_fraction(name) < fraction].append(file)
     return tuple(sides[0]), tuple(sides[1])
+
+
+def _longer_names(files: Sequence[TextFile]) -> list[str]:
+    """Returns names with as many parent folders as tell files of one name apart.
+
+    Example:
+        >>> _longer_names([TextFile("a", Path(f"/texts/{n}/a")) for n in (1, 2)])
+        ['1/a', '2/a']
+    """
+    names = [file.name for file in files]
+    count = Counter(names)
+    alike = [number for number, name in enumerate(names) if count[name] > 1]
+    paths = [files[number].path for number in alike]
+    for length in range(2, max((len(path.parts) for path in paths), default=1) + 1):
+        longer = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(longer)) == len(longer):
+            for number, name in zip(alike, longer, strict=True):
+                names[number] = name
+            break
+    return names
 
 
 FEW = 10
@@ -301,6 +335,9 @@ def _match(pattern: str, wanted: str) -> list[TextFile]:
     expanded = as_place(pattern, "data.files")
     if isinstance(expanded, Address):
         return _match_objects(expanded, pattern)
+    # A file may have a name that reads as a glob, such as "a[1].txt".
+    if glob.has_magic(str(expanded)) and kind_at(expanded) == wanted:
+        return [_readable(TextFile(expanded.name, expanded))]
     # The folder before the first wildcard, or the folder of a plain path.
     base = next(
         (p for p in reversed(expanded.parents) if glob.has_magic(expanded.parts[len(p.parts)])),
@@ -327,12 +364,16 @@ def _match(pattern: str, wanted: str) -> list[TextFile]:
             + "; a folder needs a glob such as 'folder/**/*.txt'."
             * (wanted == "a file")
         )
-    if closed := [file.path for file in matches if not os.access(file.path, os.R_OK)]:
+    return [*map(_readable, matches)]
+
+
+def _readable(file: TextFile) -> TextFile:
+    if not os.access(file.path, os.R_OK):
         raise ConfigError(
-            f"data.files: {closed[0]} may not be read by this user: change its permissions, or "
+            f"data.files: {file.path} may not be read by this user: change its permissions, or "
             "take it out."
         )
-    return matches
+    return file
 
 
 def _match_objects(pattern: Address, text: str) -> list[TextFile]:

@@ -321,6 +321,12 @@ def _checked(batch: LocalBatch, vocab_size: int | None) -> LocalBatch:
 
     The embedding lookup would silently read wrong rows for them.
     """
+    if vocab_size is not None and "tokens" not in batch:
+        raise ConfigError(
+            f"vocab_size={vocab_size} limits the tokens of a batch, but the samples have "
+            f"{', '.join(batch)}, and no 'tokens'; name them so, or leave vocab_size out",
+            code="batch-without-tokens",
+        )
     if vocab_size is not None and (largest := int(batch["tokens"].max())) >= vocab_size:
         raise ConfigError(
             f"model.vocab_size: got {vocab_size}, but the data has the token {largest}; set it to "
@@ -445,8 +451,8 @@ def by_workers(make: Callable[[int], T], numbers: Iterator[int], count: int) -> 
             except (EOFError, OSError) as error:
                 process.join(1)
                 raise ConfigError(
-                    f"a data worker ended with exit code {process.exitcode}; it was killed, "
-                    "perhaps because memory ran out: lower data.num_workers",
+                    f"a data worker ended with exit code {process.exitcode}; "
+                    + _why_ended(process.exitcode),
                     code="data-worker-lost",
                 ) from error
             if isinstance(item, Exception):
@@ -454,6 +460,18 @@ def by_workers(make: Callable[[int], T], numbers: Iterator[int], count: int) -> 
             yield item
     finally:
         stop()
+
+
+def _why_ended(code: int | None) -> str:
+    """Returns the likely cause of a worker's exit code, and what to do."""
+    if code is None or code <= 0:
+        # Minus a signal.
+        return "it was killed, perhaps because memory ran out: lower data.num_workers"
+    return (
+        "it printed its error above. A worker imports the script that started it: make the loader "
+        'under `if __name__ == "__main__":`, and check that all modules of the samples can be '
+        "imported; or set num_workers=0"
+    )
 
 
 def _stop(workers: list[tuple[Any, Any]]) -> None:

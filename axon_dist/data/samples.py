@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import grain
+import jax.numpy as jnp
 import numpy as np
 
 from ..core.errors import ConfigError, DivisibilityError
+from ..core.tree import has_64_bits
 
 
 def num_windows(num_tokens: int, length: int) -> int:
@@ -157,8 +159,12 @@ def checksum(*arrays: np.ndarray) -> int:
     """
     digest = hashlib.blake2b(digest_size=8)
     for array in arrays:
-        digest.update(f"{array.dtype.str}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).data.cast("B"))
+        dtype = array.dtype
+        # NumPy writes all dtypes of its extensions of one size alike, such as "<V2" for bfloat16.
+        name = dtype.name if dtype.kind == "V" else dtype.str
+        digest.update(f"{name}{array.shape}".encode())
+        # A view, because a memoryview has neither empty arrays nor the dtypes of extensions.
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return int.from_bytes(digest.digest()) >> 11
 
 
@@ -274,7 +280,8 @@ class Sequences(TwoSides):
     """Two map-style datasets, such as those of torch, grain or Hugging Face.
 
     A dataset has a length, and item `i` is always the same sample: a dict of arrays, or one array,
-    which is then named `"x"`. A thread reads samples one by one.
+    which is then named `"x"`. A thread reads samples one by one. As in JAX, 64-bit numbers become
+    32-bit ones unless `jax_enable_x64` is set when this is made.
 
     Args:
         train: the dataset for training.
@@ -296,8 +303,10 @@ class Sequences(TwoSides):
                 raise ConfigError(f"the {side} side of {description} is empty; give it samples")
         self.sides = train, validation
         self.description: str = description
-        self.example = _arrays(train, 0)
-        self.given_dtypes = {name: x.dtype.name for name, x in _sample_arrays(train[0]).items()}
+        # Read once: threads and processes of a loader may have another setting than this one.
+        self._is_wide: bool = has_64_bits()
+        self.example = _arrays(train, 0, self._is_wide)
+        self.given_dtypes = {name: x.dtype.name for name, x in _sample_arrays(train[0], 0).items()}
 
     @property
     def identity(self) -> dict[str, int]:
@@ -307,16 +316,17 @@ class Sequences(TwoSides):
     @functools.cached_property
     def _contents(self) -> int:
         arrays = [
-            array
+            # In 32 bits where these hold the numbers, so that a run may go on with jax_enable_x64.
+            array if (narrow := _narrow(array)) is None else narrow
             for side in self.sides
             for number in np.unique(spread_starts(len(side), 0, _CHECKED)).tolist()
-            for _, array in sorted(_arrays(side, number).items())
+            for _, array in sorted(_arrays(side, number, self._is_wide).items())
         ]
         return checksum(*arrays)
 
     def take(self, side: Any, numbers: np.ndarray) -> LocalBatch:
         """Stacks samples of a side."""
-        rows = [_arrays(side, number) for number in numbers.tolist()]
+        rows = [_arrays(side, number, self._is_wide) for number in numbers.tolist()]
         shapes = {name: (x.shape, x.dtype) for name, x in self.example.items()}
         for number, row in zip(numbers.tolist(), rows, strict=True):
             row_shapes = {name: (x.shape, x.dtype) for name, x in row.items()}
@@ -329,36 +339,72 @@ class Sequences(TwoSides):
         return {name: np.stack([row[name] for row in rows]) for name in shapes}
 
 
-def _arrays(side: Any, number: int) -> dict[str, np.ndarray]:
-    sample = side[number]
-    arrays = {name: _narrow(array) for name, array in _sample_arrays(sample).items()}
-    odd = [name for name, array in arrays.items() if array.dtype.kind not in "biufc"]
+def _arrays(side: Any, number: int, is_wide: bool) -> dict[str, np.ndarray]:
+    """Returns the arrays of a sample, in dtypes that JAX has."""
+    arrays = _sample_arrays(side[number], number)
+    odd = [name for name, array in arrays.items() if not _is_numeric(array.dtype)]
     if odd or not arrays:
         raise ConfigError(
-            f"sample {number} is {sample!r:.200}, which must be a dict of arrays of numbers; "
+            f"sample {number} is {side[number]!r:.200}, which must be a dict of arrays of numbers; "
             f"{odd[0] if odd else 'it'} is not one",
             code="sample-not-arrays",
         )
+    return {name: _for_jax(array, is_wide) for name, array in arrays.items()}
+
+
+def _sample_arrays(sample: Any, number: int) -> dict[str, np.ndarray]:
+    """Returns the arrays of a sample, in their own dtypes."""
+    if isinstance(sample, tuple):
+        raise ConfigError(
+            f"sample {number} is a tuple of {len(sample)}, {sample!r:.200}, whose parts have no "
+            'names; return a dict of arrays, such as {"x": ..., "y": ...}',
+            code="sample-is-tuple",
+        )
+    named = sample if isinstance(sample, Mapping) else {"x": sample}
+    arrays = {}
+    for name, value in named.items():
+        try:
+            arrays[str(name)] = np.asarray(value)
+        except ValueError as error:
+            raise ConfigError(
+                f"sample {number} has {value!r:.200} as {name}, which is no array ({error!s:.80}); "
+                "pad its rows to one length, or make a dict of several arrays",
+                code="sample-not-arrays",
+            ) from error
     return arrays
 
 
-def _sample_arrays(sample: Any) -> dict[str, np.ndarray]:
-    named = sample if isinstance(sample, Mapping) else {"x": sample}
-    return {str(name): np.asarray(value) for name, value in named.items()}
+def _is_numeric(dtype: np.dtype) -> bool:
+    # bfloat16, float8 and int4 of NumPy have kind "V", as structured arrays do.
+    return dtype.kind in "biufc" or (dtype.kind == "V" and jnp.issubdtype(dtype, jnp.number))
 
 
-def _narrow(array: np.ndarray) -> np.ndarray:
-    """Converts 64-bit numbers to 32 bits, as JAX does."""
+def _for_jax(array: np.ndarray, is_wide: bool) -> np.ndarray:
+    """Converts numbers to the widest that JAX has: of 64 bits if `is_wide`, else of 32."""
     kind = array.dtype.kind
-    size = array.dtype.itemsize
-    if kind not in "iufc" or size <= (8 if kind == "c" else 4):
-        return array
-    narrow = array.astype(f"{kind}{size // 2}")
-    if kind in "iu" and not np.array_equal(narrow, array):
+    if is_wide:
+        most = {"f": np.dtype(np.float64), "c": np.dtype(np.complex128)}.get(kind, array.dtype)
+        return array if array.dtype.itemsize <= most.itemsize else array.astype(most)
+    narrow = _narrow(array)
+    if narrow is None:
         raise ConfigError(
-            f"a sample has integers up to {np.abs(array).max()}, beyond 32 bits; make them smaller"
+            f"a sample has integers up to {max(-int(array.min()), int(array.max()))}, beyond 32 "
+            "bits; make them smaller, or set jax_enable_x64"
         )
     return narrow
+
+
+_NARROW = {"i": np.int32, "u": np.uint32, "f": np.float32, "c": np.complex64}
+"""The widest dtypes that JAX has without `jax_enable_x64`, by kind."""
+
+
+def _narrow(array: np.ndarray) -> np.ndarray | None:
+    """Converts 64-bit numbers to 32 bits; returns None for integers that these do not hold."""
+    kind = array.dtype.kind
+    if kind not in _NARROW or array.dtype.itemsize <= np.dtype(_NARROW[kind]).itemsize:
+        return array
+    narrow = array.astype(_NARROW[kind])
+    return None if kind in "iu" and not np.array_equal(narrow, array) else narrow
 
 
 def _written(row: Mapping[str, np.ndarray]) -> str:

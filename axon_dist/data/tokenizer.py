@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import heapq
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -109,23 +111,25 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
     vocab_size = max(vocabulary.values()) + 1
     encoded_by = functools.partial(_encoded, path, model)
     exact = _with_exact_offsets(text, model)
-    known = min(model.get_vocab(with_added_tokens=False), key=len, default="")
     added = () if end_token is None else (model.token_to_id(end_token),)
     if None in added:
         raise ConfigError(
             f"data.end_token={end_token!r} is not in the vocabulary of {path}: name a token that "
             "is, or leave it out."
         )
-    # Encode a known token to find the special tokens that the post-processor appends to any text.
-    last = encoded_by(known)
-    suffix = [*last.ids[len(last.ids) - _num_suffix(last) :], *added]
+    appended = _appended(model, encoded_by)
+    suffix = [*appended, *added]
+
+    def num_suffix(encoded: Any) -> int:
+        # In a text without tokens of its own, the special tokens before it would count, too.
+        return min(_num_suffix(encoded), len(appended))
 
     def encode(content: bytes) -> np.ndarray:
         return _ids(path, [*encoded_by(content.decode()).ids, *added], vocab_size)
 
     def prompt(text: str) -> np.ndarray:
         encoded = encoded_by(utf8(text, f"the prompt {text!r:.60}").decode())
-        ids = encoded.ids[: len(encoded.ids) - _num_suffix(encoded)]
+        ids = encoded.ids[: len(encoded.ids) - num_suffix(encoded)]
         return _ids(path, ids, vocab_size)
 
     def answer(prompt: str, text: str) -> tuple[np.ndarray, int]:
@@ -133,7 +137,7 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         offsets = _encoded(path, exact, prompt + text, add_special_tokens=False).offsets
         # Special tokens at the end are learned. A token that spans prompt and response counts as
         # prompt.
-        num_prefix = len(encoded.ids) - len(offsets) - _num_suffix(encoded)
+        num_prefix = len(encoded.ids) - len(offsets) - num_suffix(encoded)
         before = [i for i, (a, _) in enumerate(offsets) if a < len(prompt)]
         ids = _ids(path, [*encoded.ids, *added], vocab_size)
         return ids, num_prefix + before[-1] + 1 if before else 0
@@ -381,6 +385,32 @@ _OFFSETS = b"untrimmed"
 again."""
 
 
+def _appended(model: Any, encoded_by: Callable[[str], Any]) -> list[int]:
+    """Returns the special tokens that the post-processor appends to any text.
+
+    Encodes tokens of the vocabulary, the shortest first, until one keeps an id of its own: a
+    normalizer may remove a token, such as an accent, and then only special tokens are left.
+    """
+    plain = model.get_vocab(with_added_tokens=False)
+    others = model.get_vocab().keys() - plain.keys()
+    # By length and letters: the order of a vocabulary differs between processes.
+    ordered = (*_shortest(plain), *_shortest(others))
+    for token in ordered:
+        with contextlib.suppress(ConfigError):
+            encoded = encoded_by(token)
+            if not all(encoded.special_tokens_mask):
+                return encoded.ids[len(encoded.ids) - _num_suffix(encoded) :]
+    return []
+
+
+_TRIED = 256
+"""How many tokens are encoded at most to find the special tokens around a text."""
+
+
+def _shortest(tokens: Iterable[str]) -> list[str]:
+    return heapq.nsmallest(_TRIED, tokens, key=lambda token: (len(token), token))
+
+
 def _num_suffix(encoded: Any) -> int:
-    """Counts the special tokens at the end of an encoded text."""
+    """Counts the special tokens at the end of an encoded text, which has tokens of its own."""
     return len([*itertools.takewhile(bool, reversed(encoded.special_tokens_mask))])

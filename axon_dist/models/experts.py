@@ -157,7 +157,7 @@ class Experts(nnx.Module):
         """Returns the gates and the indices of the chosen experts, `[B, T, k]`."""
         ranked = jax.lax.stop_gradient(scores)
         if self.experts.bias_rate:
-            ranked = ranked + self.bias[...]
+            ranked = ranked + jax.lax.broadcast_to_rank(self.bias[...], ranked.ndim)
         _, expert_ids = jax.lax.top_k(ranked, self.experts.per_token)
         gates = jnp.take_along_axis(scores, expert_ids, axis=-1)
         if self.experts.divides_gates:

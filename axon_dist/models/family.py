@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax.numpy as jnp
+
 from ..core.errors import UnsupportedError
 from .config import ExpertConfig
 from .meaning import RESOLVED, meaning
@@ -287,7 +289,7 @@ class Family:
             # A `Transformer` has no special tokens. Without these entries, transformers would use
             # the family's default ids, which may exceed the vocabulary.
             **dict.fromkeys(TOKEN_IDS),
-            "torch_dtype": config.param_dtype,
+            "torch_dtype": jnp.dtype(config.param_dtype).name,
         }
         if self._has("query_pre_attn_scalar"):
             scalar = config.score_scale**-2

@@ -321,7 +321,7 @@ class Recomputing:
         """Appends further tokens, and runs the model on all of them."""
         history, counts = cache
         rows = jnp.arange(history.shape[0])[:, None]
-        columns = counts[:, None] + jnp.arange(tokens.shape[1])
+        columns = counts[:, None] + jnp.arange(tokens.shape[1])[None]
         # Padding has negative columns, which would wrap around; move them out of bounds, where
         # `drop` writes nothing.
         columns = jnp.where(columns < 0, history.shape[1], columns)

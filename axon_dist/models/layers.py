@@ -66,7 +66,8 @@ class Place:
     def positions(self, length: int) -> Array:
         """Returns the next `length` positions, int32 `[B, T]`; 0 for padding."""
         indices = self.start + jnp.arange(length)
-        return jnp.maximum(indices - self.padding[:, None], 0)
+        # Of equal ranks, as `jax_numpy_rank_promotion="raise"` asks.
+        return jnp.maximum(indices[None] - self.padding[:, None], 0)
 
     def visible(self, length: int, size: int, window: Array | None = None) -> Array:
         """Returns the attention mask of `length` queries and `size` keys, bool `[B, T, S]`."""
@@ -74,7 +75,7 @@ class Place:
         key = jnp.arange(size)
         is_before = key[None, None, :] <= query[None, :, None]
         if window is not None:
-            is_before &= in_window(query[:, None] - key, window)[None]
+            is_before &= in_window(query[:, None] - key[None], window)[None]
         return is_before & (key[None, None, :] >= self.padding[:, None, None])
 
 

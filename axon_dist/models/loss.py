@@ -37,7 +37,9 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
 
     If the model has a method `auxiliary()` that returns a scalar and a dict of metrics, it is
     called after the model, and the scalar is added to the mean loss. Mixtures of experts use this
-    for their balance term.
+    for their balance term. It is also called in evaluation: a method that reads what the model
+    stores only in training must return None after `model.eval()`, or an evaluation adds a term of
+    the last training batch.
 
     Args:
         model: maps tokens `[B, T]` to logits `[B, T, V]`.
@@ -339,5 +341,7 @@ def _counts(batch: Mapping[str, Array]) -> Array:
                 code="segments-shape",
             )
         is_inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
-        counts = counts * is_inside
-    return counts * batch["weight"][:, None] if "weight" in batch else counts
+        counts = counts * is_inside.astype(jnp.float32)
+    if "weight" not in batch:
+        return counts
+    return counts * jnp.asarray(batch["weight"], jnp.float32)[:, None]

@@ -211,12 +211,17 @@ class Transformer(nnx.Module):
 
         Returns:
             A scalar, the sum over layers of their weighted terms; and as metrics, the means of
-            `Findings` over layers. None without experts.
+            `Findings` over layers. None without experts, and in eval mode: the terms are for
+            training only, so that a validation loss is the loss of the language model.
         """
         experts = self.config.experts
         if experts is None:
             return None
         blocks = [self.blocks] if self.config.scan_layers else list(self.blocks)
+        # In eval mode a layer stores no report, so its report is that of an earlier training pass.
+        blocks = [block for block in blocks if not block.mlp.deterministic]
+        if not blocks:
+            return None
         rows = [block.mlp.report[...].reshape(-1, len(Findings._fields)) for block in blocks]
         findings = Findings(*jnp.concatenate(rows).T)
         terms = experts.balance * findings.balance + experts.z_loss * findings.router_z

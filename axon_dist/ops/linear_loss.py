@@ -412,7 +412,7 @@ def _chunk(
     if how.scores:
         is_less = (logits != largest[:, None]).astype(jnp.int32)
         first = (ids.astype(jnp.int32) + num_classes * is_less).min(-1)
-        hits = jnp.sum(at.weights * (over(all_min, first) == at.labels))
+        hits = jnp.sum(jnp.where(over(all_min, first) == at.labels, at.weights, 0.0))
     grads: Gradients = (None, None, None)
     if any(wants):
         # Recompute the exponentials from the logits: cheaper than keeping them in memory.

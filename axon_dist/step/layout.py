@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from rich.console import Group
 
 from ..core.errors import ConfigError, did_you_mean
-from ..core.tree import combine, leaves_with_paths, map_with_path
+from ..core.tree import combine, leaves_by_path, leaves_with_paths, map_with_path
 from ..core.typing import Array, Function, Leaf, Metrics, Path, PyTree
 from ..mesh import agree, checksums, digest
 from ..ops.int8 import NUMBERS
@@ -126,11 +126,14 @@ def weight_shapes(model_spec: ModelSpec) -> dict[Path, jax.ShapeDtypeStruct]:
 
     Args:
         model_spec: the model's structure, and the shapes of its arrays.
+
+    Raises:
+        ConfigError: if two arrays have the same path.
     """
     rng_state, _ = nnx.split_state(nnx.state(model_spec.abstract), nnx.RngState, ...)
     streams = {path for path, _ in leaves_with_paths(nnx.to_pure_dict(rng_state))}
-    leaves = [*leaves_with_paths(model_spec.weights), *leaves_with_paths(model_spec.buffers)]
-    return {path: leaf for path, leaf in leaves if path not in streams}
+    leaves = leaves_by_path(model_spec.weights, model_spec.buffers)
+    return {path: leaf for path, leaf in leaves.items() if path not in streams}
 
 
 def _buffer_specs(spec: StepSpec) -> PyTree:

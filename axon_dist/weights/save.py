@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -21,8 +22,8 @@ from ..core.checks import COUNT, is_dtype
 from ..core.errors import CheckpointError, ConfigError, DTypeError, reworded
 from ..core.files import as_path, read_bytes, replace_text
 from ..core.own_context import in_own_context
-from ..core.tree import leaves_with_paths
-from ..core.typing import Array, JsonDict, Path, Shape
+from ..core.tree import leaves_by_path, leaves_with_paths
+from ..core.typing import Array, Path, Shape
 from ..models.formats import FORMATS, config_of, rules_for
 from ..models.snapshot import ADAPTER_CONFIG, CONFIG_FILE, ENDING, INDEX
 from ..models.weight_rules import WeightRule, WeightRules, shorten
@@ -294,7 +295,7 @@ def save_adapters(
     )
     files = _files(tensors, ADAPTER_STEM, MAX_FILE)
     folder = as_path(path, "the adapters")
-    _Export(folder, ADAPTER_STEM, files, config, ADAPTER_CONFIG).write(weights)
+    _Export(folder, ADAPTER_STEM, files, _json(config), ADAPTER_CONFIG).write(weights)
 
 
 _FACTOR = re.compile(r"(?P<layer>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:\.weight)?")
@@ -449,14 +450,15 @@ class _Export:
         folder: the folder to write to.
         stem: the prefix of file names.
         files: the tensors by name, by file name.
-        config: the contents of the config file, if any.
+        config: the text of the config file, if any. It is made before any file is written, so that
+            an entry that JSON does not have leaves no weights without a config.
         config_name: the name of the config file.
     """
 
     folder: FilePath
     stem: str
     files: Mapping[str, Mapping[str, Outgoing]]
-    config: Mapping[str, Any] | None
+    config: str | None
     config_name: str = CONFIG_FILE
 
     def write(self, weights: Mapping[Path, Array]) -> None:
@@ -485,7 +487,7 @@ class _Export:
         if self.config is None or not config_path.exists():
             return
         old = read_bytes(config_path, f"the config {str(config_path)!r}")
-        if old != _json(self.config).encode():
+        if old != self.config.encode():
             raise ConfigError(
                 f"{str(config_path)!r} exists, but is not the config of these weights; remove it, "
                 "or name another folder",
@@ -514,7 +516,7 @@ class _Export:
                 replace_text(self._index, _json(index))
         if self.config is not None:
             with self._rewording(self.folder / self.config_name):
-                replace_text(self.folder / self.config_name, _json(self.config))
+                replace_text(self.folder / self.config_name, self.config)
 
     def _rewording(self, path: FilePath) -> contextlib.AbstractContextManager[None]:
         advice = "free disk space there, or name another folder"
@@ -538,7 +540,7 @@ def _weights(
             f"model is a {type(model).__name__}; give an nnx.Module, or a state and its step"
         )
     arrays = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState)))
-    return model, {path: jnp.asarray(x) for path, x in leaves_with_paths(arrays)}
+    return model, {path: jnp.asarray(x) for path, x in leaves_by_path(arrays).items()}
 
 
 def _float_dtype(name: str | None) -> np.dtype | None:
@@ -575,7 +577,8 @@ def _files(tensors: list[Outgoing], stem: str, max_file: int) -> dict[str, dict[
 
 def _hub_config(
     rules: WeightRules | str | None, model: nnx.Module, dtype: str | None, keys: Mapping[str, Any]
-) -> JsonDict | None:
+) -> str | None:
+    """Returns the text of a hub's `config.json`; None without a hub format."""
     if not isinstance(rules, str) or rules not in FORMATS:
         if keys:
             raise ConfigError(
@@ -584,8 +587,23 @@ def _hub_config(
             )
         return None
     config = FORMATS[rules].to_hub(config_of(model, rules))
-    return {**config, **({} if dtype is None else {"torch_dtype": dtype}), **keys}
+    stored = {} if dtype is None else {"torch_dtype": jnp.dtype(dtype).name}
+    try:
+        return _json({**config, **stored, **keys})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"config.json cannot hold keys={keys!r:.200} ({error}); give strings, numbers, lists "
+            "and dicts of these with strings as keys",
+            code="keys-not-json",
+        ) from error
 
 
 def _json(data: Mapping[str, Any]) -> str:
-    return json.dumps(data, indent=2) + "\n"
+    return json.dumps(data, indent=2, default=_plain) + "\n"
+
+
+def _plain(value: object) -> Any:
+    """Returns a number or an array of NumPy or JAX as JSON has it."""
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return value.tolist()
+    raise TypeError(f"{value!r:.60} is a {type(value).__name__}")

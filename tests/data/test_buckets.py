@@ -72,6 +72,17 @@ def test_the_length_around_a_token_is_the_mean_over_tokens():
     assert buckets.length_around_a_token == pytest.approx((100 + 100 + 2500) / 70)
 
 
+def test_a_length_that_few_numbers_divide_has_buckets():
+    needed = np.array([5] * 50 + [300] * 50)
+    for longest, multiple in ((1021, 1), (1018, 2)):
+        lengths = bucket_lengths(needed, longest, 3)
+        assert lengths[-1] == longest
+        assert 5 <= lengths[0] <= 32
+        assert 300 <= lengths[1] <= 320
+        # An axis that splits the longest sequence splits the others.
+        assert not any(length % multiple for length in lengths)
+
+
 def test_an_epoch_has_every_row_once_and_batches_of_one_bucket():
     needed = np.random.default_rng(0).integers(1, 100, 100)
     buckets = Buckets((25, 50, 99), needed)

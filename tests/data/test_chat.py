@@ -146,6 +146,42 @@ def test_templates_of_a_list_are_chosen_by_whether_there_are_tools(tmp_path):
     assert text_of(template.pieces(Conversation([ASK], [False]))) == "d2 + 2?"
 
 
+NAMED = (
+    "{{ bos_token }}{{ image_token }}|"
+    "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+)
+MAP = {"bos_token": {"content": "<s>"}, "eos_token": "</e>"}
+
+
+@pytest.mark.parametrize(
+    ("config", "others", "start", "end"),
+    [
+        # As in transformers 4.57, the map counts only without `added_tokens_decoder`.
+        ({"eos_token": "</s>"}, {"special_tokens_map": MAP}, "<s>|", "</e>"),
+        (
+            {"eos_token": "</s>", "added_tokens_decoder": {}},
+            {"special_tokens_map": MAP},
+            "|",
+            "</s>",
+        ),
+        (
+            {"image_token": "<old>", "extra_special_tokens": {"image_token": {"content": "<img>"}}},
+            {},
+            "<img>|",
+            "",
+        ),
+        ({"extra_special_tokens": ["<img>"]}, {}, "|", ""),
+        ({"eos_token": "</s>"}, {"chat_template": {"chat_template": NAMED}}, "|", "</s>"),
+    ],
+)
+def test_special_tokens_have_the_names_of_transformers(tmp_path, config, others, start, end):
+    config = config if "chat_template" in others else {**config, "chat_template": NAMED}
+    for name, data in {"tokenizer_config": config, **others}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+    template = find_template(None, str(tmp_path / "tokenizer.json"))
+    assert text_of(template.pieces([ASK])) == start + ASK["content"] + end
+
+
 REFUSED = {
     "calls by name": ("chatml", CHATS["tool call"] | {"tools": None}, "tool_calls in message 2"),
     "calls": ("bars", CHATS["tool call"] | {"tools": None}, "tool_calls, which the template"),

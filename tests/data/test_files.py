@@ -74,6 +74,25 @@ def test_relative_patterns_look_from_the_working_folder(folder, monkeypatch):
     assert [file.name for file in find_files(["a.txt"])] == ["a.txt"]
 
 
+def test_a_file_whose_name_reads_as_a_glob_is_itself(folder):
+    for name in ("a[1].txt", "a1.txt"):
+        (folder / name).write_text(name)
+    assert [file.name for file in find_files([str(folder / "a[1].txt")])] == ["a[1].txt"]
+    (folder / "a[1].txt").unlink()
+    assert [file.name for file in find_files([str(folder / "a[1].txt")])] == ["a1.txt"]
+
+
+def test_files_of_one_name_are_split_by_their_folders():
+    one_by_one = [TextFile("part.txt", Path(f"/texts/s{i}/deep/part.txt")) for i in range(120)]
+    train, validation = split_files(one_by_one, 0.1)
+    assert len(train) + len(validation) == 120
+    assert 4 <= len(validation) <= 24
+    moved = [
+        TextFile("part.txt", Path("/other") / file.path.relative_to("/")) for file in one_by_one
+    ]
+    assert [one_by_one[moved.index(file)] for file in split_files(moved, 0.1)[1]] == [*validation]
+
+
 def test_a_pattern_without_a_match_is_refused(folder):
     with pytest.raises(ConfigError, match=r"none\*' matches no file .*correct the path.*glob"):
         find_files([str(folder / "*.txt"), str(folder / "none*")])

@@ -122,6 +122,21 @@ next(batches)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_workers_of_a_script_without_a_guard_say_so(tmp_path):
+    program = """
+from axon_dist.data import Loader, Sequences
+rows = [{"x": [1.0]}] * 8
+next(Loader(Sequences(rows, rows, "ones"), global_batch=4, num_workers=1, num_ahead=0))
+"""
+    (tmp_path / "script.py").write_text(program)
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    *_, last = done.stderr.strip().splitlines()
+    assert "a data worker ended with exit code 1; it printed its error above" in last
+    assert 'under `if __name__ == "__main__":`' in last
+    assert "memory" not in last
+
+
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 def test_validation_batches_are_the_same_every_time(num_processes):
     def rows(one):

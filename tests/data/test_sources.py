@@ -9,6 +9,8 @@ import os
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -425,6 +427,60 @@ def test_sequences_of_samples_have_equal_lengths_and_32_bits():
     ):
         with pytest.raises(ConfigError, match=message):
             Sequences(bad, rows, "rows")
+
+
+def test_sequences_keep_the_64_bits_that_jax_keeps():
+    rows = [
+        {"x": np.array([1 / 3]), "n": 2**40 + n, "w": np.ones(1, np.longdouble)} for n in range(4)
+    ]
+    small = [{"x": np.array([1 / 3])}] * 4
+    narrow = Sequences(small, small, "rows")
+    with jax.enable_x64(True):
+        samples, wide = Sequences(rows, rows, "rows"), Sequences(small, small, "rows")
+    # The thread and the processes of a loader do not have the setting of the main thread.
+    for workers in (0, 1):
+        loader = Loader(samples, global_batch=4, num_workers=workers)
+        batch = next(loader)
+        del loader
+        assert {name: x.dtype.name for name, x in batch.items()} == {
+            "x": "float64",
+            "n": "int64",
+            "w": "float64",
+        }
+        assert sorted(batch["n"].tolist()) == [2**40 + n for n in range(4)]
+        assert batch["x"].max() == 1 / 3
+    assert narrow.identity == wide.identity
+
+
+def test_sequences_take_narrow_and_empty_arrays():
+    for kind in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int4):
+        rows = [{"x": jnp.full(3, n, kind), "empty": np.zeros((0, 4))} for n in range(4)]
+        samples = Sequences(rows, rows, "rows")
+        batch = samples.train(np.array([2, 1]))
+        assert batch["x"].dtype == kind
+        assert batch["x"].astype(np.float32)[:, 0].tolist() == [2, 1]
+        assert batch["empty"].shape == (2, 0, 4)
+        assert samples.identity != Sequences(rows[::-1], rows, "rows").identity
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ((np.ones(3), 1), r"sample 0 is a tuple of 2, .* return a dict of arrays"),
+        ((np.ones(3), np.ones(3)), r"sample 0 is a tuple of 2, .* return a dict of arrays"),
+        ([np.ones(3), 1], r"sample 0 has \[array.*\] as x, which is no array .* make a dict"),
+        ({"x": [[1], [2, 3]]}, r"sample 0 has \[\[1\], \[2, 3\]\] as x, which is no array .*pad"),
+    ],
+)
+def test_samples_without_one_array_for_each_name_are_refused(sample, message):
+    with pytest.raises(ConfigError, match=message):
+        Sequences([sample], [sample], "rows")
+
+
+def test_a_limit_of_tokens_needs_tokens():
+    rows = [{"x": np.ones(2)}] * 3
+    with pytest.raises(ConfigError, match=r"vocab_size=5 .* the samples have x, and no 'tokens'"):
+        next(Loader(Sequences(rows, rows, "rows"), global_batch=1, vocab_size=5, num_ahead=0))
 
 
 def test_a_few_files_are_split_by_their_bytes(tmp_path):

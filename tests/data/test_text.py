@@ -99,6 +99,26 @@ def test_prompts_have_no_end_and_tokens_are_text_again(tokenizer_file):
     assert (by_words.prompt("this is").tolist(), by_words.end) == ([3, 1, 2], 700)
 
 
+def test_special_tokens_around_a_text_without_tokens_are_told_apart(tmp_path):
+    words = {"[PAD]": 0, "[UNK]": 1, "<s>": 2, "</s>": 3, "\u0301": 4, "hello": 5}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    # Removes the shortest token of the vocabulary.
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    for form, end in (("<s> $A", None), ("<s> $A </s>", 3), ("$A </s>", 3), ("$A", None)):
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=form, special_tokens=[("<s>", 2), ("</s>", 3)]
+        )
+        tokenizer.save(str(tmp_path / "t.json"))
+        loaded = load_tokenizer(str(tmp_path / "t.json"))
+        begin = [2] if form.startswith("<s>") else []
+        assert loaded.end == end
+        assert loaded.prompt("").tolist() == begin
+        assert loaded.prompt("hello").tolist() == [*begin, 5]
+        ids, num_prompt = loaded.answer("hello", "")
+        assert ids[:num_prompt].tolist() == [*begin, 5]
+
+
 def test_byte_tokens_end_a_document_with_zero():
     assert byte_tokenizer().encode(b"\xffa").tolist() == [255, 97, 0]
 

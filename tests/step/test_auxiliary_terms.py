@@ -7,7 +7,12 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, compose, ddp, expert_parallel, fsdp, pipelined
-from axon_dist.models import Transformer, TransformerConfig, next_token_loss
+from axon_dist.models import (
+    Transformer,
+    TransformerConfig,
+    next_token_loss,
+    next_token_scores,
+)
 from axon_dist.models.config import ExpertConfig
 
 EXPERTS = ExpertConfig(
@@ -64,3 +69,33 @@ def test_terms_of_uneven_samples_are_those_of_one_device(whole, row):
         assert found == pytest.approx(wanted, rel=1e-5)
     for path, wanted in whole[1].items():
         np.testing.assert_allclose(jax.device_get(weights[path]), wanted, atol=2e-6, err_msg=path)
+
+
+@pytest.mark.full
+@pytest.mark.sample("accumulate")
+@pytest.mark.parametrize("row", ["accumulate", "pp × ep"])
+def test_an_evaluation_has_no_terms_of_the_last_training_batch(row):
+    mesh, strategy, accumulate = ROWS[row]
+    world = World.emulate(int(np.prod([int(size.split("=")[1]) for size in mesh.split(",")])), mesh)
+    step = build_train_step(
+        lambda: Transformer(CONFIG, rngs=nnx.Rngs(0)),
+        optax.sgd(0.0),
+        next_token_loss,
+        strategy,
+        world,
+        batch=BATCH,
+        accumulate=accumulate,
+        ema=0.5,
+    )
+    model = Transformer(CONFIG, rngs=nnx.Rngs(0))
+    model.eval()
+    wanted = float(next_token_scores(model, BATCH)[0].mean)
+    state = step.init()
+    for tokens in (TOKENS, np.full_like(TOKENS, 7)):
+        for of in ({}, {"ema": True}):
+            numbers = step.evaluate(state, BATCH, **of)
+            assert numbers.keys() == {"loss"}
+            assert float(numbers["loss"]) == pytest.approx(wanted, rel=1e-5)
+        state, _ = step(state, {**BATCH, "tokens": tokens})
+    sums = step.evaluate_sums(state, BATCH)
+    assert float(sums["loss"].mean) == pytest.approx(wanted, rel=1e-5)

@@ -1,6 +1,7 @@
 """A step trains as one device does under whatever settings of JAX its user has chosen."""
 
 import contextlib
+import dataclasses
 import math
 
 import jax
@@ -22,7 +23,13 @@ from axon_dist import (
     pipelined,
     tensor_parallel,
 )
-from axon_dist.models import Transformer, TransformerConfig, next_token_loss
+from axon_dist.models import (
+    Transformer,
+    TransformerConfig,
+    generate,
+    next_token_loss,
+    next_token_scores,
+)
 from axon_dist.models.config import ExpertConfig
 
 SETTINGS = {
@@ -175,7 +182,7 @@ def test_a_model_in_float64_has_losses_and_gradients_in_float64(cut, weigh):
             "attention_softcap": 5.0,
             "num_kv_heads": 1,
         },
-        {"experts": EXPERTS},
+        {"experts": dataclasses.replace(EXPERTS, bias_rate=0.1)},
     ],
     ids=lambda more: ",".join(more),
 )
@@ -188,3 +195,47 @@ def test_models_promote_no_ranks(more):
 
     with jax.numpy_rank_promotion("raise"):
         assert jax.eval_shape(jax.grad(loss_of), params, rest) is not None
+
+
+class Embedded(nnx.Module):
+    """A model of tokens without a cache."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.table = nnx.Embed(32, 8, rngs=rngs)
+        self.head = nnx.Linear(8, 32, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.table(tokens))
+
+
+@pytest.mark.parametrize("name", ["rank promotion", "dtype promotion"])
+@pytest.mark.parametrize(
+    "make",
+    [transformer(windows=(4, 0), num_layers=2, max_length=16), Embedded],
+    ids=["windows", "no cache"],
+)
+def test_generation_promotes_nothing(make, name):
+    def rows():
+        return generate(make(), [[1, 2, 3], [4]], 3, top_k=5, top_p=0.9, end=9).rows
+
+    with settings(SETTINGS[name]):
+        found = rows()
+    assert found == rows()
+
+
+@pytest.mark.parametrize("logits", ["whole", "chunked"])
+def test_weights_and_segments_of_any_dtype_are_not_promoted(logits):
+    model = transformer(logits=logits)()
+    batch = jax.tree.map(
+        jnp.asarray,
+        {
+            **TOKENS,
+            "segments": np.ones((8, 9), np.int32),
+            "mask": np.ones((8, 9), bool),
+            "weight": np.arange(8),
+        },
+    )
+    with settings(SETTINGS["dtype promotion"]):
+        losses = [next_token_loss(model, batch), next_token_scores(model, batch)[0]]
+    assert [float(loss.weight) for loss in losses] == [8 * np.arange(8).sum()] * 2

@@ -332,7 +332,7 @@ MADE = {
     ),
     "every array can be laid out": (
         lambda: build(tensor_parallel({"layers": "column"}), "tp=8", lambda: Net(width=12)),
-        "12 features of dim 0 do not divide over tp=8",
+        "12 features of dim 1 do not divide over tp=8",
     ),
 }
 

@@ -281,3 +281,41 @@ def test_a_model_that_would_compute_something_else_is_refused(data, text, tmp_pa
 def test_a_format_is_of_a_transformer():
     with pytest.raises(ConfigError, match=r"'hf-llama' needs a Transformer, but the model is"):
         load_weights(Pair, "nowhere", "hf-llama")
+
+
+@pytest.mark.parametrize("kind", [np.float32, jnp.float32, np.dtype("float32"), "f4"])
+def test_a_config_names_dtypes_and_numbers_of_any_library(kind, tmp_path):
+    config = TransformerConfig(
+        vocab_size=32, width=16, num_layers=1, num_heads=2, ffn_width=16, param_dtype=kind
+    )
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    keys = {"eos_token_id": [np.int64(2), 3], "bos_token_id": jnp.int32(1)}
+    save_weights(model, tmp_path / "kept", "hf-llama", keys=keys)
+    save_weights(model, tmp_path / "narrow", "hf-llama", dtype=jnp.bfloat16, keys=keys)
+    for name, dtype in (("kept", "float32"), ("narrow", "bfloat16")):
+        written = json.loads((tmp_path / name / "config.json").read_text())
+        assert written["torch_dtype"] == dtype
+        assert (written["eos_token_id"], written["bos_token_id"]) == ([2, 3], 1)
+
+
+def test_a_config_that_cannot_be_written_leaves_no_weights(tmp_path):
+    config = TransformerConfig(vocab_size=32, width=16, num_layers=1, num_heads=2, ffn_width=16)
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match=r"config.json cannot hold keys=.* is a set"):
+        save_weights(model, tmp_path, "hf-llama", keys={"eos_token_id": {2}})
+    assert not list(tmp_path.iterdir())
+
+
+class SlashInKey(nnx.Module):
+    def __init__(self):
+        one, other = nnx.Param(jnp.zeros(1)), nnx.Param(jnp.ones(1))
+        self.p = nnx.Dict({"a/b": one, "a": nnx.Dict({"b": other})})
+
+
+def test_two_arrays_of_one_path_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"two arrays have the path 'p/a/b'"):
+        save_weights(SlashInKey(), tmp_path / "w.safetensors")
+    assert not list(tmp_path.iterdir())
+    save_weights(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tmp_path / "w.safetensors")
+    with pytest.raises(ConfigError, match=r"two arrays have the path 'p/a/b'"):
+        load_weights(SlashInKey, tmp_path / "w.safetensors")

@@ -437,7 +437,7 @@ def _token_ids(
 _TOKENIZER = "tokenizer.json"
 _OTHER_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
-    "generation_config.json",
+    *("chat_template.json", "generation_config.json"),
 )
 
 
