@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.words import byte_size
 from axon_dist.inspect import MemoryReport, bytes_per_device, report
 from axon_dist.inspect.parse import as_module
 from axon_dist.step import TrainStep
@@ -101,7 +102,7 @@ def test_arrays_in_host_memory_take_none_of_a_device(tiny):
     assert on_device < all_of_it / 1000
 
     check_memory(config, OffloadedStep(step, free=on_device))
-    with pytest.raises(ConfigError, match=f"need {on_device / 1e9:.4g} GB on each"):
+    with pytest.raises(ConfigError, match=f"need {byte_size(on_device)} on each"):
         check_memory(config, OffloadedStep(step, free=on_device - 1))
 
     for is_cpu, expected in ((False, on_device), (True, all_of_it)):
