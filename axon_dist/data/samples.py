@@ -1,9 +1,10 @@
 """`Samples`: the numbered samples of a loader; user sequences, and mixtures.
 
-With W windows in the stream, sample `g` of an endless run is window number `g mod W` of epoch
-`g div W`; each epoch is reshuffled. A global batch is the next samples, cut into microbatches of b,
-and process `p` of `P` has the rows `[p b/P, (p+1) b/P)` of each. The counter is the only state, so
-a run can continue with another number of processes or another batch size.
+Of W windows or user's samples, sample `g` of an endless run is number `g mod W` of epoch
+`g div W`; each epoch is reshuffled. A `Mixture` draws from several such orders. A global batch is the next
+samples, cut into microbatches of b, and process `p` of `P` has the rows `[p b/P, (p+1) b/P)` of
+each. The counter is the only state, so a run can continue with another number of processes or
+another batch size.
 """
 
 from __future__ import annotations
@@ -68,10 +69,10 @@ def windows_at(stream: np.ndarray, starts: np.ndarray, length: int) -> np.ndarra
 
 
 def local_rows(global_batch: int, process: int, num_processes: int) -> slice:
-    """Returns the slice of a global batch that belongs to a process.
+    """Returns the slice of a global batch, or of a microbatch, that belongs to a process.
 
     Args:
-        global_batch: rows over all processes.
+        global_batch: rows over all processes, of the batch or the microbatch.
         process: the index of the process, from 0.
         num_processes: the number of processes.
 
@@ -280,8 +281,8 @@ class Sequences(TwoSides):
     """Two map-style datasets, such as those of torch, grain or Hugging Face.
 
     A dataset has a length, and item `i` is always the same sample: a dict of arrays, or one array,
-    which is then named `"x"`. A thread reads samples one by one. As in JAX, 64-bit numbers become
-    32-bit ones unless `jax_enable_x64` is set when this is made.
+    which is then named `"x"`. No two threads of a process read it at the same time. As in JAX,
+    64-bit numbers become 32-bit ones unless `jax_enable_x64` is set when this is made.
 
     Args:
         train: the dataset for training.

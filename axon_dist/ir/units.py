@@ -26,6 +26,7 @@ from ..core.typing import Array, Function, Keys, Path, PyTree
 from .linen import ARRAYS, Gathers, LinenUnits, RunUnit, linen_blocks, linen_modules
 from .walk import Aval, same_program, without_tracers
 
+# JAX names a jitted program after its function, so this is the name of `axon_unit` below.
 UNIT_NAME = "axon_unit"
 """The name of the equation that a marked call becomes."""
 

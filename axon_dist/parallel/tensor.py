@@ -60,8 +60,8 @@ def tensor_parallel(
             and each sum becomes a reduce-scatter, with an all-gather before the next column
             layer. The same bytes are sent, and activations take 1/size of the memory.
         rings: sends those gathers and reduce-scatters piece by piece around a ring, each piece
-            while the previous one is multiplied. The same bytes are sent, but the products hide
-            them as far as they take as long. Needs `sequence`.
+            while the previous one is multiplied. The same bytes are sent, but the time
+            that they take is hidden while products run. Needs `sequence`.
 
     Returns:
         The strategy; it splits no batch: compose it with `ddp`, `zero` or `fsdp`.
@@ -501,7 +501,10 @@ def _few_rows(module: nnx.Module, x: Array) -> jax.ShapeDtypeStruct:
 
 
 def can_cut(module: nnx.Module, dims: SplitDims) -> bool:
-    """Whether a layer can be cut; one of a class of the user's is tried, and then compared."""
+    """Whether a layer can be cut.
+
+    A layer of an unknown class always counts: `around_columns` compares its blocks with the whole.
+    """
     bias = getattr(module, "bias", None)
     # The bias of an Einsum may have another shape of the same size.
     is_usual = not isinstance(bias, nnx.Param) or len(_shape(bias)) == dims.num_bias
@@ -554,7 +557,7 @@ def _pieces(
 
 
 def is_param(value: Array) -> bool:
-    """Whether a node of a model's graph is a trained parameter."""
+    """Whether a node of a model's graph is an `nnx.Param`, trained or frozen."""
     return isinstance(value, nnx.Param)
 
 

@@ -42,7 +42,7 @@ class SplitDims:
     """The split dim of a kernel in the arrays around it, counted from the end.
 
     Args:
-        kernel: the dim of the kernel.
+        kernel: the dim of the kernel; used only where a layer's outputs are split.
         input: its dim in the input; None where the layer does not sum over it, or not known.
         output: its dim in the output; None where the output does not have it, or not known.
         bias: its dim in a bias; None where the bias does not have it.
@@ -81,7 +81,7 @@ def split_dims(
     if labels is not None and dim is not None:
         return labels.dims(dim)
     kernel = rule.dim or -1
-    # Where a kernel of the user's has another layout, the compiler places its activations alone.
+    # Where a kernel of the user's has another layout, the compiler chooses that of its activations.
     by_columns = rule.dim in (None, -1) or rule.mode is ParallelMode.VOCAB
     by_rows = rule.dim in (None, -2)
     return SplitDims(kernel, -1 if by_rows else None, -1 if by_columns else None, kernel)
@@ -96,7 +96,7 @@ def _original(call: Function, module: Module) -> Function | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Labels:
-    """The dims of a product; dims of two arrays with the same label are multiplied one by one."""
+    """A letter for each dim of the arrays of a product, as in an equation of `einsum`."""
 
     input: str
     kernel: str

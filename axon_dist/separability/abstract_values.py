@@ -32,7 +32,7 @@ class Kind(enum.Enum):
     ROWS has a dim that counts samples: the parts' values, concatenated along it, are the whole's.
     TOTAL is a sum over the samples of a term that depends on one sample each: the whole's value is
     the mean of the parts' values, times the scale.
-    RATIO is the quotient of two totals.
+    RATIO is the quotient of two totals, or of a constant and a total.
     CARRY is the carry of a loop over the samples that adds a term per sample.
     MIXED is a sum of terms that grow differently with the number of samples.
     COUPLED is every other value.

@@ -324,6 +324,7 @@ class Walk:
         floats = [i for i, v in enumerate(pair[0].invars) if is_float(v.aval)]
 
         # The cotangent gets an arbitrary scale. Results that are linear in it have the same scale.
+        # That of rows is smaller by the ratio of the sizes: the mean of B rows gives each 1/B.
         def returned(v: Value) -> Value:
             scale = _ANY / v.scale / (self._ratio if v.is_rows else 1.0)
             v = CONSTANT if v.kind is Kind.TOTAL else v

@@ -13,7 +13,8 @@ A weight is gathered by one of:
 - `LocalGather`, where ranks compute gradients in `shard_map`, such as with
   `Reduction(manual=True)`, and reduce them once per microbatch.
 - `RankProgram` in `local_view.py`, which gathers all weights once per step, where ranks compute
-  gradients and reduce them once per step, or where the strategy says `gathers_once`.
+  gradients and reduce them once per step, where the strategy says `gathers_once`, or in elastic
+  steps.
 - `global_gradients` in `global_view.py`, which gathers all weights before the first unit, where the
   strategy says `gathers_once`.
 - `pipeline_gradients` in `pipeline_view.py`, whose `shard_map` takes weights that are whole on the
@@ -303,7 +304,7 @@ def only_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
 
 
 def save_all_but_gathers_policy(primitive: Primitive, *_: object, **__: Any) -> bool:
-    """A `jax.checkpoint` policy that saves every residual but gathered weights."""
+    """A `jax.checkpoint` policy that saves all but results of `GATHERED`, such as whole weights."""
     return primitive.name not in GATHERED
 
 

@@ -77,8 +77,9 @@ class SavedStates:
         copies: the copies in host memory; None without `checkpoint.memory_every`.
         directory: the run's folder; its files are copied to a bucket before each checkpoint.
         start: the checkpoint that the run resumed from; `find_start` sets it. None for a new run.
-        counts: the numbers of steps without an update up to the next state that is saved, or that
-            the run resumes from; see `Trainer.counts`.
+        counts: the numbers of steps without an update, which are saved with each state;
+            `find_start` sets them to those of the state that the run resumes from. See
+            `Trainer.counts`.
     """
 
     run: Run
@@ -277,7 +278,10 @@ _WITHOUT_EFFECT = (
     # The name of `train.norms_by_layer` in the checkpoints of 0.2 and before.
     "train.layer_norms",
 )
-"""Keys and sections of a config that do not change the result of training."""
+"""Keys and sections of a config that change no number of a step.
+
+`train.best` may still change how many steps a run takes.
+"""
 
 
 def changes_since(saved: object, config: RunConfig, state: TrainState) -> list[str]:
@@ -376,7 +380,7 @@ def _none_in(folder: Place) -> CheckpointError:
 
 
 def _step_at(path: Place) -> Place:
-    """Returns the path, or the checkpoint if the path ends in a bare step number.
+    """Returns the path, or on disk the checkpoint if the path ends in a bare step number.
 
     Raises:
         CheckpointError: when the folder has no checkpoint of that step; it lists the steps.
@@ -401,6 +405,9 @@ def _step_at(path: Place) -> Place:
 
 def check_resume(resume: str | None) -> None:
     """Raises if a path to resume from has no checkpoint, before the run's folder is made.
+
+    A path that is named like a checkpoint, in a folder without any, is only found missing when it
+    is loaded.
 
     Raises:
         CheckpointError: when there is none; whether it is intact and fits is checked later.

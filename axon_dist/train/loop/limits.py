@@ -25,7 +25,7 @@ from axon_dist.mesh import World
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ANOTHER = "another process"
 INTERRUPTIONS = frozenset({*(number.name for number in _SIGNALS), _ANOTHER})
-"""Reasons for ending a run that mean a signal, in this or another process."""
+"""Reasons for ending a run from outside: a signal here, or any stop of another process."""
 
 
 class StopRequest:

@@ -152,7 +152,7 @@ class Record:
 
     Args:
         options: length and cadence of the run, and the items of its throughput.
-        first_step: steps taken before this run.
+        first_step: steps taken before this call, or before the last rollback in it.
         writers: receive the records.
         progress: gets a status after every fetched step.
         device_bytes: bytes of the train state per device, for the status.
@@ -196,7 +196,7 @@ class Record:
         self._counted = {_SKIPPED} if skips else set[str]()
         self._facts = facts
         self._data_facts = data_facts
-        # A step less this number is the number of batches that this call has used for it.
+        # Up to a step, this call has used `step - self._before_batches` batches.
         self._before_batches = first_step
         self.sheet = sheet
         self._tell = tell
@@ -287,7 +287,7 @@ class Record:
         self._tell(self.dispatched)
 
     def settle(self, keep: int = 0) -> None:
-        """Fetches all but the newest metrics; waits for their steps.
+        """Fetches all metrics but the newest `keep`; waits for their steps.
 
         Args:
             keep: the number of newest metrics to leave on the devices.
@@ -563,5 +563,5 @@ class TrainResult:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a signal to this or another process ended the run before its last step."""
+        """Whether a signal, or a stop of another process, ended the run before its last step."""
         return self.reason in INTERRUPTIONS

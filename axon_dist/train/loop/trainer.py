@@ -56,10 +56,12 @@ class Trainer:
     """The loop around a step: `for batch in batches: state, metrics = step(state, batch)`.
 
     Metrics are read two steps late. So two steps are queued on the devices while the host loads and
-    places the next batch, and neither waits for the other; the host never runs further ahead.
+    places the next batch, and host and devices do not wait for each other; the host never runs
+    further ahead.
 
-    SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run after the current step, with everything saved; a
-    validation that has begun ends without a result.
+    SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run after the current step, or with several
+    processes two steps later, with everything saved; a validation that has begun ends without a
+    result.
 
     The `nonfinite` option of the step handles a loss or gradient that is not finite. A step built
     without this option has already changed its state when this is detected: the run ends with an
@@ -76,14 +78,15 @@ class Trainer:
         writers: receive the metrics.
         progress: displays the progress of the run.
         should_stop: called with the latest record of metrics before every step; the run ends on all
-            processes as soon as it returns true on one process. See below for the keys.
+            processes once it returns true on one; with several processes, two steps later. See
+            below for the keys.
         save: `save(state, number, score)` is called between two steps. It gets the state, the
             number of steps taken, and the state's score by the `best_metric` of the options
             (smaller is better), or None if the state was not validated or the score is not finite.
             It must no longer use the arrays when it returns. It also gets the last state, unless
             the run ends with an error in a step. After a nonfinite step, it is called with the
-            state before it, if that state still exists. The state includes all batches that
-            `batches` has returned by then.
+            state before it, if that state still exists. Unless the run has gone back, the
+            state includes all batches that `batches` has returned by then.
         copy: `copy(state, number)` copies a state to where it can be restored faster than from
             `save`; it must no longer use the arrays when it returns.
         give_back: called before the last save of a run that stops at a nonfinite step, with the
@@ -91,8 +94,8 @@ class Trainer:
         go_back: returns the newest good state that was saved, or None if there is none; required
             if the step's `nonfinite` is `"rollback"`.
         is_saved: `is_saved(number)` returns whether the state after that many steps is saved; asked
-            before the last save of a run that stops at a nonfinite step. None if the state that
-            `fit` gets is saved, and `save` never fails.
+            before the last save of a run that stops at a nonfinite step. None assumes that the
+            state that `fit` gets is saved, and that `save` never fails.
         history: the records written before this call, up to the state that the run resumes from;
             the curves of the result begin with them. Those of process 0 determine when a run
             without improvement ends, so the other processes need none.
@@ -109,8 +112,9 @@ class Trainer:
         profile_dir: the folder for traces. The options select traced steps, and SIGUSR1 traces the
             next `profile_steps` steps of the process that gets it.
 
-    `should_stop` gets the same record as the writers, after the first record: means over the last
-    `log_every` steps, and the newest validation.
+    `should_stop` gets the newest record of the writers, once there is one: means over the last
+    `log_every` steps, together with the newest validation, which writers get as a record of its
+    own.
 
         train/loss, train/...             each metric of the step, such as `train/grad_norm`
         train/skipped_steps               number so far; if nonfinite steps or spikes are skipped
@@ -415,7 +419,7 @@ class Trainer:
                 self.save(state, number, record.score_at(number))
 
     def _save_before_error(self, state: TrainState, record: Record) -> None:
-        """Saves the last state after an error of a validation, if it is one of all processes.
+        """Saves the last state after an error of a validation, if every process has it.
 
         Otherwise the others are still validating, and never write their parts of the state.
         """
