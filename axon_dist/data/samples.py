@@ -1,10 +1,10 @@
 """`Samples`: the numbered samples of a loader; user sequences, and mixtures.
 
 Of W windows or user's samples, sample `g` of an endless run is number `g mod W` of epoch
-`g div W`; each epoch is reshuffled. A `Mixture` draws from several such orders. A global batch is the next
-samples, cut into microbatches of b, and process `p` of `P` has the rows `[p b/P, (p+1) b/P)` of
-each. The counter is the only state, so a run can continue with another number of processes or
-another batch size.
+`g div W`; each epoch is reshuffled. A `Mixture` draws from several such orders. A global batch is
+the next samples, cut into microbatches of b, and process `p` of `P` has the rows
+`[p b/P, (p+1) b/P)` of each. The counter is the only state, so a run can continue with another
+number of processes or another batch size.
 """
 
 from __future__ import annotations
