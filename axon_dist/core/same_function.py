@@ -152,14 +152,17 @@ def compare(
             compiled = run.lower(inputs).compile()
         close = CLOSE_LOW if any(x.is_low for x in numbered) else CLOSE
         found = _compared(*_results(compiled, inputs), close)
-        if not found.is_equal or not values.has_integers:
-            return found
-        wide = _inputs(numbered, _Values(leaves, numbering, is_wide=True), shared)
-        results = _results(compiled, wide)
     except _DrawsError:
         return _not_run("random numbers are drawn")
     except Exception as error:
         return _not_run(f"running both on random numbers raises {_named(error)}")
+    if not found.is_equal or not values.has_integers:
+        return found
+    try:
+        wide = _inputs(numbered, _Values(leaves, numbering, is_wide=True), shared)
+        results = _results(compiled, wide)
+    except Exception:  # Such as FloatingPointError of `jax_debug_nans`, if one reads out of bounds.
+        return found
     # Wide integers may be out of bounds as indices, and what is then read is not a number.
     are_finite = all(np.isfinite(x.astype(np.float64)).all() for each in results for x in each)
     return _compared(*results, close) if are_finite else found

@@ -69,8 +69,8 @@ def leaves_by_path(*trees: PyTree) -> dict[Path, PyTree]:
     for path, leaf in (pair for tree in trees for pair in leaves_with_paths(tree)):
         if path in found:
             raise ConfigError(
-                f"two arrays have the path {path!r}, of which weights would keep one; rename the "
-                "key with a slash",
+                f"two arrays have the path {path!r}, and a dict of arrays by path keeps only one; "
+                "rename the key with a slash",
                 code="two-arrays-of-a-path",
             )
         found[path] = leaf

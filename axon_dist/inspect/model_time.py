@@ -208,8 +208,8 @@ class _Kernels:
         """Yields the seconds of each product of a kernel, including those within a fusion."""
         if shape := product_shape(computation, instruction):
             widest = max((s.dtype for s in computation.operand_shapes(instruction)), key=dtype_bits)
-            rate = {32: self._machine.float32_rate, 8: self._machine.float8_rate}
-            yield self._rates.product_seconds(shape, rate.get(dtype_bits(widest), 1.0))
+            share = self._machine.rate_share(dtype_bits(widest) // 8)
+            yield self._rates.product_seconds(shape, share)
         for called in self._module.called(instruction):
             for inner in called.instructions:
                 yield from self._products(called, inner)

@@ -279,8 +279,16 @@ class Hardware:
             [0.5, 1.0, 2.0]
         """
         size = jnp.dtype(dtype).itemsize
-        share = {4: self.float32_rate, 1: self.float8_rate}
-        return None if size > 4 else self.flops * share.get(size, 1.0)
+        return None if size > 4 else self.flops * self.rate_share(size)
+
+    def rate_share(self, itemsize: int) -> float:
+        """The rate of products of numbers of this many bytes, relative to `flops`.
+
+        Plans price wider numbers than float32 like float32, which is less than they take.
+        """
+        if itemsize >= 4:
+            return self.float32_rate
+        return self.float8_rate if itemsize == 1 else 1.0
 
     def wire_seconds(self, wire_bytes: int, groups: Groups) -> float:
         """The time of a transfer that has the links to itself, without latency.

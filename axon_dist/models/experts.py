@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from axon_dist.core.tree import wide
 from axon_dist.core.typing import Array, Shape
 from axon_dist.ops.routing import Choice, Product, in_order
 
@@ -103,7 +104,7 @@ class Experts(nnx.Module):
         dtype = self.dtype or jnp.result_type(x, *kernels.values())
         kernels = {name: kernel.astype(dtype) for name, kernel in kernels.items()}
         x = x.astype(dtype)
-        logits = x.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
+        logits = wide(x) @ wide(self.router[...])
         scores = jax.nn.softmax(logits, axis=-1)
         gates, expert_ids = self._choose(scores)
         mixed, dropped = self.mix_experts(x, gates, expert_ids, kernels)

@@ -279,16 +279,16 @@ def _compare_with_call(model: nnx.Module) -> Comparison:
     tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
 
     def called(tokens: Array) -> Array:
-        return nnx.merge(graph, state, copy=True)(tokens).astype(jnp.float32)
+        return wide(nnx.merge(graph, state, copy=True)(tokens))
 
     def product(tokens: Array) -> Array:
         head = getattr(nnx.merge(graph, state, copy=True), BEFORE_HEAD)(tokens)
         head = {name: x for name, x in head.items() if name not in _OF_LOSS}
         hidden, kernel = head["hidden"], head["kernel"]
         dtype = jnp.promote_types(jnp.result_type(hidden, kernel), jnp.float32)
-        logits = jnp.matmul(hidden, kernel, preferred_element_type=dtype).astype(jnp.float32)
+        logits = jnp.matmul(hidden, kernel, preferred_element_type=dtype)
         if head.get("bias") is not None:
-            logits = logits + head["bias"].astype(jnp.float32)
+            logits = logits + head["bias"].astype(dtype)
         cap = head.get("soft_cap")
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -323,7 +323,7 @@ def _takes_segments(model: Callable[..., Array]) -> bool:
 
 
 def _counts(batch: Mapping[str, Array]) -> Array:
-    """Returns the weight of each target token, float32 `[B, T]`."""
+    """Returns the weight of each target token, `[B, T]`, float32 or wider if `weight` is."""
     tokens = batch["tokens"]
     mask = batch.get("mask", jnp.ones(tokens.shape, jnp.float32))
     if mask.shape != tokens.shape:
@@ -344,4 +344,7 @@ def _counts(batch: Mapping[str, Array]) -> Array:
         counts = counts * is_inside.astype(jnp.float32)
     if "weight" not in batch:
         return counts
-    return counts * jnp.asarray(batch["weight"], jnp.float32)[:, None]
+    weight = jnp.asarray(batch["weight"])
+    is_float = jnp.issubdtype(weight.dtype, jnp.floating)
+    dtype = jnp.promote_types(weight.dtype, jnp.float32) if is_float else jnp.float32
+    return counts.astype(dtype) * weight.astype(dtype)[:, None]

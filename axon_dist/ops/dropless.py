@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.compat import RARE
+from ..core.tree import wide
 from ..core.typing import Array, PyTree
 from .routing import Assigned, Choice, Feed, RowSource, in_assigned_slots, num_experts_of
 
@@ -181,7 +182,7 @@ def _loop_over_blocks(
         results = _weighed(feed, block.rows(tokens, gates), block.gates(gates), block.kernel)
         return block.add(total, results, gates.shape[1]), no_carry
 
-    zeros = _varying(jnp.zeros(tokens.shape, jnp.float32), tokens, assigned.expert)
+    zeros = _varying(jnp.zeros_like(wide(tokens)), tokens, assigned.expert)
     total, _ = _over_blocks(size, kernels, assigned, step, zeros, lambda kernel: ())
     return total.astype(tokens.dtype)
 
@@ -191,20 +192,19 @@ def _loop_gradients(
 ) -> _Args:
     """Computes the gradients of `_loop_over_blocks` with respect to tokens, gates and kernels."""
     tokens, gates, kernels = args
-    wide = functools.partial(jnp.promote_types, jnp.float32)
 
     def step(block: _Block, sums: PyTree, total: PyTree) -> tuple[PyTree, PyTree]:
         d_tokens, d_gates = sums
-        kernel = jax.tree.map(lambda x: x.astype(wide(x.dtype)), block.kernel)
+        kernel = jax.tree.map(wide, block.kernel)
         rows = block.rows(tokens, gates)
         weights = block.gates(gates)
         pull = jax.vjp(functools.partial(_weighed, feed), rows, weights, kernel)[1]
-        grads = pull(block.rows(cotangents, gates).astype(jnp.float32))
-        d_tokens = block.add(d_tokens, grads[0].astype(jnp.float32), gates.shape[1])
+        grads = pull(wide(block.rows(cotangents, gates)))
+        d_tokens = block.add(d_tokens, wide(grads[0]), gates.shape[1])
         return (d_tokens, block.add(d_gates, grads[1], 1)), jax.tree.map(jnp.add, total, grads[2])
 
     def zeros(x: Array) -> Array:
-        return _varying(jnp.zeros(x.shape, wide(x.dtype)), tokens, assigned.expert)
+        return _varying(jnp.zeros_like(wide(x)), tokens, assigned.expert)
 
     sums = zeros(tokens), zeros(gates.reshape(-1))
     begin = functools.partial(jax.tree.map, zeros)
@@ -277,7 +277,7 @@ def _over_blocks(
 
 
 def _weighed(feed: Feed, rows: Array, gates: Array, kernel: PyTree) -> Array:
-    return feed(_product, rows, kernel).astype(jnp.float32) * gates[:, None]
+    return wide(feed(_product, rows, kernel)) * gates[:, None]
 
 
 @jax.custom_vjp

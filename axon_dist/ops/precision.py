@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import flax.linen as nn
@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ..core.checks import MODULE, NUMBER, check_fields, checked, instance_of
-from ..core.errors import ConfigError, UnsupportedError, did_you_mean
+from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import is_node, wrap_calls
 from ..core.tree import floating_dtype, wide
 from ..core.typing import Array, ArrayTree, PyTree
@@ -212,7 +212,8 @@ class Casting:
     """Runs a call with its inputs in the compute dtype and its outputs in the output dtype.
 
     NNX modules, variables and `nnx.Rngs` pass as they are in both directions, and a cache that
-    holds floats keeps its dtype: the call changes the caller's own object.
+    holds floats keeps its dtype: the call changes the caller's own object. The model gets copies of
+    lists and dicts, with cast arrays; what it changes in them is put into the caller's own.
 
     Args:
         policy: param, compute, reduce and output dtype.
@@ -223,19 +224,12 @@ class Casting:
     def __call__(
         self, method: Callable[..., Result], module: nnx.Module, *args: object, **kwargs: object
     ) -> Result:
-        """Runs the call with casts.
-
-        Raises:
-            UnsupportedError: if the call puts a value into a list or dict that was cast.
-        """
-        given = (*args, *kwargs.values())
-        passed = [_cast_argument(x, self.policy.compute) for x in given]
-        copies = [x for x, own in zip(passed, given, strict=True) if x is not own]
-        before = jax.tree.leaves(copies, is_leaf=is_node)
-        named = dict(zip(kwargs, passed[len(args) :], strict=True))
-        output = method(module, *passed[: len(args)], **named)
-        _check_nothing_added(type(module), before, copies)
-        return _cast_argument(output, self.policy.output)
+        """Runs the call with casts."""
+        copies = _Copies(self.policy.compute)
+        named = {name: copies.of(x) for name, x in kwargs.items()}
+        output = method(module, *map(copies.of, args), **named)
+        copies.write_back()
+        return _Copies(self.policy.output, copies).of(output)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,33 +270,72 @@ class LinenCasting:
         return call(*args, **kwargs)
 
 
-def _cast_argument(argument: PyTree, dtype: DTypeLike) -> PyTree:
-    """Casts the arrays of an argument or output; returns itself if there is nothing to cast.
+class _Copies:
+    """Copies of values with cast arrays, and the caller's own values behind the copies.
 
-    So a call can append to an empty list that its caller passes.
+    Args:
+        dtype: the dtype of floating-point arrays in the copies.
+        earlier: the copies that a call got. What it returns of them becomes the caller's own.
     """
-    leaves, structure = jax.tree.flatten(argument, is_leaf=is_node)
-    new = [leaf if is_node(leaf) or _has(leaf, dtype) else _cast(leaf, dtype) for leaf in leaves]
-    is_same = all(x is y for x, y in zip(new, leaves, strict=True))
-    return argument if is_same else structure.unflatten(new)
+
+    def __init__(self, dtype: DTypeLike, earlier: _Copies | None = None):
+        self._dtype = dtype
+        # By the id of the copy, which is kept, so that no other value gets its id.
+        self._own: dict[int, tuple[Any, Any]] = {}
+        self._earlier = earlier
+
+    def of(self, value: Any) -> Any:
+        """Returns a copy of a tree; lists and dicts are always copied, NNX objects never."""
+        if self._earlier is not None and isinstance(value, (list, dict)):
+            own = self._earlier.own(value)
+            if own is not value:
+                return own
+        if is_node(value) and not _is_data(value):
+            return value
+        if type(value) is dict:
+            copy: Any = {key: self.of(x) for key, x in value.items()}
+        elif type(value) is list:
+            copy = list(map(self.of, value))
+        else:
+            # The children of this node alone; a leaf is its only child.
+            children, structure = jax.tree.flatten(value, is_leaf=lambda x: x is not value)
+            if jax.tree_util.treedef_is_leaf(structure):
+                copy = _cast(value, self._dtype)
+            else:
+                copy = structure.unflatten(map(self.of, children))
+        self._own[id(copy)] = copy, value
+        return copy
+
+    def own(self, value: Any) -> Any:
+        """Returns the caller's own value behind a copy; any other value as it is."""
+        return self._own.get(id(value), (value, value))[1]
+
+    def write_back(self) -> None:
+        """Puts what a call has changed in the copies of lists and dicts into the caller's own."""
+        for copy, own in self._own.values():
+            if type(own) is list and not _are_same(found := list(map(self.own, copy)), own):
+                own[:] = found
+            elif type(own) is dict:
+                entries = {key: self.own(x) for key, x in copy.items()}
+                if list(entries) != list(own) or not _are_same(entries.values(), own.values()):
+                    own.clear()
+                    own.update(entries)
 
 
-def _check_nothing_added(module_type: type, before: list[object], copies: list[PyTree]) -> None:
-    """Raises if a call puts a value into the copy of a list or dict; its caller would miss it."""
-    known = {id(leaf) for leaf in before}
-    added = [x for x in jax.tree.leaves(copies, is_leaf=is_node) if id(x) not in known]
-    if added:
-        raise UnsupportedError(
-            f"a call of {module_type.__name__} puts {len(added)} new values into a list or dict "
-            f"argument, which had {len(before)} leaves. With mixed precision the model gets a copy "
-            "with cast arrays, and the caller would miss them: return the values, or store them in "
-            "an nnx.Variable",
-            code="cast-argument-changed",
-        )
+def _are_same(one: Collection[object], other: Collection[object]) -> bool:
+    return len(one) == len(other) and all(x is y for x, y in zip(one, other, strict=True))
 
 
-def _has(leaf: PyTree, dtype: DTypeLike) -> bool:
-    return getattr(leaf, "dtype", None) == dtype
+def _is_data(node: object) -> bool:
+    """Whether an NNX object is a mere container of arrays, such as an `nnx.Dict` of a batch."""
+    if not isinstance(node, nnx.Pytree) or (
+        isinstance(node, nnx.Module) and type(node) not in _DATA
+    ):
+        return False
+    return not any(isinstance(x, nnx.Variable) for _, x in nnx.iter_graph(node))
+
+
+_DATA = (nnx.List, nnx.Dict)
 
 
 def _cast(leaf: PyTree, dtype: DTypeLike) -> PyTree:

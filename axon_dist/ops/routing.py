@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ..core.tree import wide
 from ..core.typing import Array, PyTree
 
 Product: TypeAlias = Callable[[Array, Array], Array]
@@ -219,6 +220,6 @@ _moved.defvjp(
 
 
 def _summed(rows: Array, gates: Array, dtype: DTypeLike) -> Array:
-    """Multiplies the rows of each token by their gates, and sums them in float32."""
-    each = rows.reshape(*gates.shape, rows.shape[-1]).astype(jnp.float32)
+    """Multiplies the rows of each token by their gates, and sums them in float32 or wider."""
+    each = wide(rows.reshape(*gates.shape, rows.shape[-1]))
     return jnp.sum(each * gates[..., None], axis=1).astype(dtype)

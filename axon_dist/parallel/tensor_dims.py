@@ -149,6 +149,8 @@ def _labels_of_axes(
 ) -> _Labels:
     """Labels a product over some axes of the input, whose outputs are the last dims."""
     letters = string.ascii_letters
+    # Flax sorts the axes, and the dims of the kernel are in that order.
+    batch, axes = (tuple(sorted(axis % ndim for axis in some)) for some in (batch, axes))
     inputs, outputs = letters[:ndim], letters[ndim : ndim + num_outputs]
     batched, summed = ("".join(inputs[axis] for axis in some) for some in (batch, axes))
     free = "".join(label for label in inputs if label not in batched + summed)

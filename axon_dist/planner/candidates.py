@@ -166,8 +166,8 @@ def _num_samples(batch: Batch) -> int:
     rows = [np.shape(x)[:1] for x in jax.tree.leaves(batch) if not isinstance(x, Shared)]
     if not rows or not rows[0]:
         raise ConfigError(
-            f"workload_of got a batch of {len(rows)} leaves that are not Shared, the first "
-            f"{'a scalar' if rows else 'missing'}; give leaves of shape [B, ...]"
+            f"workload_of got a batch with {len(rows)} leaves besides Shared ones, and no samples "
+            "in the first; give leaves of shape [B, ...]"
         )
     return rows[0][0]
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
@@ -210,7 +211,7 @@ class Reading:
         rates = rates_of(hardware)
         work = self.work
         # A dtype whose rate is not known is taken to be as fast as float32; it is slower.
-        rate = hardware.rate(compute) or hardware.flops * hardware.float32_rate
+        rate = hardware.flops * hardware.rate_share(jnp.dtype(compute).itemsize)
         seconds = work.unsized / (rates.products * rate / hardware.flops)
         for dims, count in work.products.items():
             seconds += count * _product_seconds(dims, hardware)
@@ -251,8 +252,7 @@ def _product_seconds(dims: ProductDims, hardware: Hardware) -> float:
             AttentionShape(dims.flops, dims.rows, dims.columns, is_backward, dims.is_causal)
         )
     shape = ProductShape(dims.rows, dims.columns, dims.summed, dims.batch, dims.written, dims.read)
-    widths = {4: hardware.float32_rate, 1: hardware.float8_rate}
-    return rates.product_seconds(shape, widths.get(dims.read, 1.0))
+    return rates.product_seconds(shape, hardware.rate_share(dims.read))
 
 
 def read_program(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axon_dist.core.errors import ConfigError, UnsupportedError
+from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import floating_dtype
 from axon_dist.ops.precision import MixedPrecision, autocast, cast_floating
 
@@ -102,16 +102,57 @@ class Collecting(nnx.Module):
         return x
 
 
-def test_a_list_that_a_call_appends_to_is_the_callers_or_is_refused():
+def test_a_list_or_dict_that_a_call_changes_is_the_callers():
     model = autocast(Collecting(), MixedPrecision.bf16())
     terms = []
     model(jnp.ones(3), terms)
     assert [float(term) for term in terms] == [3.0]
     model(jnp.ones(3), terms)  # The first term has the compute dtype already.
     assert len(terms) == 2
-    with pytest.raises(UnsupportedError) as caught:
-        model(jnp.ones(3), [jnp.zeros(())])
-    assert caught.value.code == "cast-argument-changed"
+    own = jnp.zeros(())
+    terms = [own]
+    model(jnp.ones(3), terms)
+    assert terms[0] is own
+    assert terms[1].dtype == jnp.bfloat16
+
+
+class Rewriting(nnx.Module):
+    """Changes a batch, and returns a list that it was given."""
+
+    def __call__(self, batch, taps):
+        batch["x"] = batch["x"] / 2
+        batch["parts"][0]["y"] = batch.pop("y")
+        taps.append(batch["x"])
+        taps.append(taps.pop(0))
+        return batch["x"], taps
+
+
+def test_what_a_call_writes_into_nested_arguments_is_there_for_the_caller():
+    model = autocast(Rewriting(), MixedPrecision(compute=jnp.bfloat16, output=jnp.float32))
+    x, y, tap = jnp.ones(3), jnp.full(2, 3.0), jnp.zeros(2)
+    parts, taps = [{}, "text"], [tap]
+    batch = {"x": x, "y": y, "parts": parts, "n": 4}
+    output, returned = model(batch, taps)
+    assert output.dtype == jnp.float32
+    assert returned is taps
+    assert taps[1] is tap
+    assert list(batch) == ["x", "parts", "n"]
+    assert batch["parts"] is parts
+    assert parts[0]["y"] is y
+    assert [batch["x"].dtype, taps[0].dtype] == [jnp.bfloat16] * 2
+
+
+def test_containers_of_nnx_without_variables_are_cast():
+    model = autocast(Seeing(), MixedPrecision.bf16())
+    assert model(nnx.Dict(x=jnp.ones(2))) == jnp.bfloat16
+    assert model({"x": nnx.Param(jnp.ones(2))}) == jnp.float32
+
+
+class Seeing(nnx.Module):
+    """Returns the dtype of what it gets."""
+
+    def __call__(self, batch):
+        return batch["x"].dtype
 
 
 class Outer(nn.Module):
