@@ -203,7 +203,7 @@ class Run:
                 best_mode=train.best.mode,
                 patience=train.best.patience,
                 min_delta=train.best.min_delta,
-                profile_at=traced.at,
+                profile_at=0 if traced.traces_nothing else traced.at,
                 profile_steps=traced.steps,
             ),
             validation={
