@@ -196,6 +196,7 @@ class CheckpointManager:
             target: a tree like the state, of `ShapeDtypeStruct`s with shardings or of arrays.
 
         Raises:
+            CheckpointError: if two leaves have one path, or one has no sharding.
             UnsupportedError: for a dtype that this type of checkpoint does not support.
         """
         leaves = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}

@@ -97,7 +97,7 @@ def save_checkpoint(
         CheckpointError: if the state has no leaves, a leaf that is not an array, or two leaves with
             one path; if `meta` cannot be written as JSON; if the path has something other than a
             checkpoint; or if the disk fails. Nothing at the path is changed then.
-        UnsupportedError: if a full checkpoint cannot store a dtype.
+        UnsupportedError: if this type of checkpoint cannot store a dtype.
 
     Example:
         >>> import jax, jax.numpy as jnp, tempfile

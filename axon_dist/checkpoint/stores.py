@@ -93,8 +93,8 @@ def plan_order(leaves: Mapping[str, Any]) -> list[str]:
         if np.dtype(leaf.dtype) not in _NAMES:
             raise UnsupportedError(
                 f"{name} is {leaf.dtype}, for which safetensors has no name; its names are "
-                f"{', '.join(_DTYPES)}. Convert it; a checkpoint of a state can keep it, saved as "
-                "StateDictType.SHARDED"
+                f"{', '.join(_DTYPES)}. Convert it; a checkpoint of a state can keep most other "
+                "dtypes, saved as StateDictType.SHARDED"
             )
     return sorted(leaves, key=lambda name: -np.dtype(leaves[name].dtype).itemsize)
 

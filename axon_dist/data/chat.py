@@ -675,7 +675,7 @@ def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
             why = "has no chat_template" if path.is_file() else "is neither a template nor a file"
             raise ConfigError(
                 f"data.template={template!r} {why}; name a file of Jinja, a "
-                f"tokenizer_config.json, or one of {', '.join(TEMPLATES)}"
+                f"tokenizer_config.json or chat_template.json, or one of {', '.join(TEMPLATES)}"
             )
         return parsed
     for name in _TEMPLATE_FILES if tokenizer is not None else ():

@@ -49,8 +49,8 @@ class DocumentSource:
         response: the field that holds the response, which is learned.
         messages: the field that holds a chat.
         template: the chat template: `plain`, `chatml`, `llama3`, a Jinja file, or a
-            `tokenizer_config.json` that has one; None takes the one next to the tokenizer, else
-            `plain`.
+            `tokenizer_config.json` or `chat_template.json` that has one; None takes the one next to
+            the tokenizer, else `plain`.
         tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`, or a SentencePiece
             `.model`; None for bytes.
         end_token: appended to every document, such as `<|endoftext|>`; without a tokenizer,

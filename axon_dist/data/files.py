@@ -37,6 +37,7 @@ class TextFile:
         path: the path on this machine.
         start: the first byte of the range.
         stop: the first byte after the range; None for the end of the file.
+        address: where the file is a copy of an object in a bucket, the address of the object.
 
     Example:
         >>> TextFile("a.txt", Path("texts/a.txt"), start=10, stop=30).size
@@ -47,6 +48,7 @@ class TextFile:
     path: Path
     start: int = 0
     stop: int | None = None
+    address: Address | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -112,8 +114,8 @@ def split_files(
 
     A file is for validation if the first eight bytes of the SHA-256 of its name, read as a number
     in [0, 1), are below `fraction`. So the result for a file depends neither on the order, nor on
-    the machine, nor on the other files. If this leaves one side empty, files of the same name are
-    told apart by the names of their folders.
+    the machine, nor on the other files. Only if this leaves one side empty, files of the same name
+    are told apart by the names of their folders, which depends on the other files.
 
     Args:
         files: the files to split.
@@ -155,14 +157,22 @@ def _longer_names(files: Sequence[TextFile]) -> list[str]:
     names = [file.name for file in files]
     count = Counter(names)
     alike = [number for number, name in enumerate(names) if count[name] > 1]
-    paths = [files[number].path for number in alike]
-    for length in range(2, max((len(path.parts) for path in paths), default=1) + 1):
-        longer = ["/".join(path.parts[-length:]) for path in paths]
+    paths = [_parts_of(files[number]) for number in alike]
+    for length in range(2, max(map(len, paths), default=1) + 1):
+        longer = ["/".join(parts[-length:]) for parts in paths]
         if len(set(longer)) == len(longer):
             for number, name in zip(alike, longer, strict=True):
                 names[number] = name
             break
     return names
+
+
+def _parts_of(file: TextFile) -> tuple[str, ...]:
+    """Returns the folders of a file and its name; those of an object are the same everywhere."""
+    # The path of a copy has a hash of the version of the object.
+    if file.address is None:
+        return file.path.parts
+    return (file.address.bucket, *file.address.key.split("/"))
 
 
 FEW = 10
@@ -387,8 +397,9 @@ def _match_objects(pattern: Address, text: str) -> list[TextFile]:
             f"data.files: {text!r} matches no object (looked in {base}): correct the address; a "
             "folder needs a glob such as 'gs://bucket/folder/**/*.txt'."
         )
-    paths = all_fetched(base / name for name in names)
-    return [TextFile(name, path) for name, path in zip(names, paths, strict=True)]
+    addresses = [base / name for name in names]
+    rows = zip(names, all_fetched(addresses), addresses, strict=True)
+    return [TextFile(name, path, address=address) for name, path, address in rows]
 
 
 def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:

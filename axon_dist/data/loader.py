@@ -470,7 +470,7 @@ def _why_ended(code: int | None) -> str:
     return (
         "it printed its error above. A worker imports the script that started it: make the loader "
         'under `if __name__ == "__main__":`, and check that all modules of the samples can be '
-        "imported; or set num_workers=0"
+        "imported; or set data.num_workers=0"
     )
 
 

@@ -93,6 +93,20 @@ def test_files_of_one_name_are_split_by_their_folders():
     assert [one_by_one[moved.index(file)] for file in split_files(moved, 0.1)[1]] == [*validation]
 
 
+def test_objects_of_one_name_are_split_by_their_addresses():
+    address = as_place("gs://bucket/texts", "here")
+    versions = [
+        [
+            TextFile("a", Path(f"/cache/{number}{version}/a"), address=address / f"s{number}/a")
+            for number in range(40)
+        ]
+        for version in "xy"
+    ]
+    first, second = ([f.address for f in split_files(one, 0.2)[1]] for one in versions)
+    assert 1 <= len(first) < 40
+    assert first == second
+
+
 def test_a_pattern_without_a_match_is_refused(folder):
     with pytest.raises(ConfigError, match=r"none\*' matches no file .*correct the path.*glob"):
         find_files([str(folder / "*.txt"), str(folder / "none*")])
@@ -137,6 +151,7 @@ def test_globs_in_a_bucket(bucket, pattern, found):
     files = find_files([f"{bucket}/{pattern}"])
     assert [file.name for file in files] == found
     assert all(file.read().startswith(b"text of ") for file in files)
+    assert all(str(file.address).endswith(f"/{file.name}") for file in files)
 
 
 def test_a_pattern_without_a_match_in_a_bucket_raises(bucket):

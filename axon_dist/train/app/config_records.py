@@ -19,6 +19,7 @@ from axon_dist.core.tree import is_key, leaves_with_paths
 from axon_dist.core.typing import Batch, LossFn, PyTree
 from axon_dist.data import LocalBatch
 from axon_dist.mesh import World
+from axon_dist.ops.precision import MixedPrecision
 from axon_dist.prove.recording import (
     LAYER,
     Fingerprint,
@@ -88,7 +89,9 @@ def record_config(config: RunConfig, steps: int = 3) -> Recording:
 def _title(config: RunConfig, step: TrainStep) -> str:
     count = step.batch_layout.num_microbatches
     microbatches = f", {count} microbatches" if count > 1 else ""
-    precision = "" if config.precision is None else f", {config.precision}"
+    given = config.precision
+    short = given if isinstance(given, str) else f"{MixedPrecision.of(given).compute}"
+    precision = "" if given is None else f", {short}"
     return f"{step.strategy.name} on {step.world.spec}{precision}{microbatches}"
 
 

@@ -345,7 +345,11 @@ def check_data(
     no_prefetch = dataclasses.replace(config, data=dataclasses.replace(config.data, num_ahead=0))
     loader = build_loader(no_prefetch, run.world, run.step.strategy.batch_axes)
     batches = list(itertools.islice(loader, _BATCHES))
+    start = loader.state()
     speed, learned = _load_for(loader, seconds)
+    # Each process loads as many batches as its clock allows, but the batches of a step must be
+    # those of one position on every process: their lengths differ.
+    loader.restore(start)
     return DataCheck(
         description=loader.description,
         samples=tuple(itertools.islice(_shown(batches, loader.samples), num_samples)),

@@ -78,8 +78,8 @@ class SavedStates:
         directory: the run's folder; its files are copied to a bucket before each checkpoint.
         start: the checkpoint that the run resumed from; `find_start` sets it. None for a new run.
         counts: the numbers of steps without an update, which are saved with each state;
-            `find_start` sets them to those of the state that the run resumes from. See
-            `Trainer.counts`.
+            `find_start` sets them to those of the state that the run resumes from, and `go_back` to
+            those of the state that it returns. See `Trainer.counts`.
     """
 
     run: Run
@@ -126,13 +126,18 @@ class SavedStates:
     def go_back(self) -> TrainState | None:
         """Loads the newest good checkpoint of this call, or that of its start; None without any.
 
-        Drops the copies in memory, because they may contain the steps to undo.
+        Drops the copies in memory, because they may contain the steps to undo. Sets `counts` to
+        those of the checkpoint.
         """
         self.checkpoints.wait()
         if self.copies is not None:
             self.copies.forget()
         restored = self.checkpoints.restore_own(self.form.target, self.start)
-        return None if restored is None else self.form.from_canonical(restored.state)
+        if restored is None:
+            return None
+        self.counts.clear()
+        self.counts.update(_counts_in(restored.manifest.meta))
+        return self.form.from_canonical(restored.state)
 
     def is_saved(self, number: int) -> bool:
         """Whether a checkpoint has the state of this call after a number of steps.

@@ -45,7 +45,7 @@ from axon_dist.weights import (
 )
 
 from ...core.own_context import in_own_context
-from ..config import RunConfig, load_untrusted
+from ..config import RunConfig, load_untrusted, with_own_precision
 from .directory import open_directory
 from .steps import model_of
 
@@ -65,8 +65,9 @@ def load_model(
 
     The run may have used any mesh and strategy, including pipelines: a checkpoint stores the
     arrays in the form of the model. The module computes in its own dtypes, regardless of the run's
-    `precision`. If that is a `MixedPrecision`,
-    `axon_dist.precision.autocast(model, config.precision)` makes the module compute as the run did.
+    `precision`. `autocast(model, MixedPrecision.of(config.precision))` of `axon_dist.precision`
+    makes the module compute as the run did: the returned config has a `mixed_precision` of its
+    strategies as its `precision`.
 
     Args:
         run: the folder of a run.
@@ -94,7 +95,8 @@ def load_model(
     model_spec, _ = split_model(functools.partial(model_of, config))
     here = jnp.zeros(()).sharding
     shardings = jax.tree.map(lambda _: here, model_spec.weights)
-    return model_spec.merge(*load_arrays(folder, model_spec, shardings, here)), config
+    model = model_spec.merge(*load_arrays(folder, model_spec, shardings, here))
+    return model, with_own_precision(config)
 
 
 def run_config(run: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> RunConfig:

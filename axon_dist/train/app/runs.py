@@ -179,8 +179,8 @@ class Run:
             writers: receive the metrics.
             save: saves the state; see `Trainer`.
             copy: copies the state to host memory; see `Trainer`.
-            **others: fields of the `Trainer`: `go_back`, `is_saved`, `history`, `counts`,
-                `on_counts`, `on_compiled`, `profile_dir`.
+            **others: fields of the `Trainer`: `go_back`, `earlier_counts`, `is_saved`, `history`,
+                `counts`, `on_counts`, `on_compiled`, `profile_dir`.
         """
         train = self.config.train
         traced = train.profile or ProfileConfig(at=0)
@@ -203,7 +203,7 @@ class Run:
                 best_mode=train.best.mode,
                 patience=train.best.patience,
                 min_delta=train.best.min_delta,
-                profile_at=traced.at,
+                profile_at=0 if traced.traces_nothing else traced.at,
                 profile_steps=traced.steps,
             ),
             validation={

@@ -146,6 +146,7 @@ def train(
                 saved.save,
                 copy=None if saved.copies is None else saved.copy,
                 go_back=saved.go_back,
+                earlier_counts=lambda: dict(saved.counts),
                 is_saved=saved.is_saved,
                 history=history,
                 counts=dict(saved.counts),

@@ -21,7 +21,7 @@ from axon_dist.core.tree import is_key, leaves_with_paths, map_with_path
 from axon_dist.core.typing import LossFn, Path, PyTree
 from axon_dist.data import LocalBatch
 from axon_dist.mesh import World
-from axon_dist.ops.precision import without_gathers
+from axon_dist.ops.precision import MixedPrecision, without_gathers
 from axon_dist.parallel import OuterLoop, ddp
 from axon_dist.step import TrainState, TrainStep, build_train_step
 
@@ -33,6 +33,7 @@ from .steps import (
     build_world,
     check_memory,
     model_of,
+    optimizer_of,
     what_is_trained,
     without_axes,
 )
@@ -242,11 +243,15 @@ def tiny(config: RunConfig) -> RunConfig:
 
 
 def _names_numbers(config: RunConfig) -> bool:
-    """Whether an expression for paths of parameters has a digit, such as that of a layer."""
+    """Whether an expression for paths has a digit, such as that of a layer."""
     groups = config.optimizer.groups if isinstance(config.optimizer, Optimizer) else ()
     paths = [*config.trainable, *(path for group in groups for path in group.paths)]
     if config.lora is not None:
         paths += [*config.lora.paths, *config.lora.rank_pattern, *config.lora.alpha_pattern]
+    plan = config.parallel.get("tensor", {}).get("plan")
+    if isinstance(plan, Mapping):
+        paths += plan
+    paths += MixedPrecision.of(with_own_precision(config).precision).skip
     return any(character.isdigit() for path in paths for character in path)
 
 
@@ -272,8 +277,8 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
         The differences.
 
     Raises:
-        ConfigError: for fewer than one step or more than a thousand, or when there are several
-            processes.
+        ConfigError: for fewer than one step or more than a thousand, when there are several
+            processes, or when the config's own optimizer cannot be built.
     """
     config = with_own_precision(config)
     world = build_world(config)
@@ -283,6 +288,8 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
             "processes; run it in one process, on a mesh of its devices",
             code="several-processes",
         )
+    # Neither run uses the config's optimizer, but a run that passes should also train.
+    optimizer_of(config, functools.partial(model_of, config))
     step = build_step(config, world, _optimizer(), COMPARED, change_outer_loop=synchronizing_soon)
     check_memory(config, step)
     alone = one_device_step(config, world, step.batch_layout.num_microbatches, _optimizer())
@@ -294,13 +301,12 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
         batches = list(drawn_batches(config, world, steps))
         seen = _train(step, batches)
         reference = train_alone(alone, batches)
-        rounded = config.precision not in (None, "float32")
         comparison = Verification(
             strategy=step.strategy.name,
             mesh=str(world.spec),
             metrics=tuple(_compare(seen[0], reference[0])),
             params=tuple(_compare(seen[1], reference[1])),
-            tolerance=ROUNDED if rounded else EXACT,
+            tolerance=tolerance_of(config),
         )
         if comparison.passed:
             return comparison
@@ -311,6 +317,17 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
     moved = ([list(_compare(run[part], reference[part])) for run in nudged] for part in (0, 1))
     metrics, params = map(_with_rounding, (comparison.metrics, comparison.params), moved)
     return dataclasses.replace(comparison, metrics=metrics, params=params)
+
+
+def tolerance_of(config: RunConfig) -> float:
+    """Returns the largest relative difference that passes, by the precision of a config.
+
+    Example:
+        >>> tolerance_of(RunConfig()), tolerance_of(RunConfig(precision="bf16"))
+        (1e-05, 0.02)
+    """
+    policy = MixedPrecision.of(with_own_precision(config).precision)
+    return EXACT if policy == MixedPrecision() else ROUNDED
 
 
 def _optimizer() -> optax.GradientTransformation:

@@ -20,6 +20,7 @@ from axon_dist.core.plain_yaml import to_yaml
 from axon_dist.core.words import byte_size, duration, plural, si
 from axon_dist.mesh.chips import EMULATED, Hardware, hardware, parse_cluster
 from axon_dist.mesh.targets import parse_target, prepare_environment
+from axon_dist.ops.precision import MixedPrecision
 from axon_dist.parallel import STRATEGIES
 from axon_dist.planner import parse_count, parse_memory
 from axon_dist.train.app import ConfigPlans, TracedPlan, plan_config
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     compiled = {"target": arguments.target, "num_compiled": arguments.compile}
     with _telling() as tell, _collecting_rarely():
         ranking = plan_config(config, row, count, memory, **compiled, tell=tell)
-    show_config_plans(config.name, ranking, console)
+    show_config_plans(config, ranking, console)
     return 0 if ranking.fits else 1
 
 
@@ -216,11 +217,11 @@ def unit_of(largest: float) -> tuple[float, str]:
     return (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
 
 
-def show_config_plans(name: str, ranking: ConfigPlans, console: Console) -> None:
+def show_config_plans(config: RunConfig, ranking: ConfigPlans, console: Console) -> None:
     """Prints the plans of a config, the refused ones, and the config lines of the best.
 
     Args:
-        name: the name of the config.
+        config: the config.
         ranking: its plans.
         console: where to print.
     """
@@ -230,7 +231,7 @@ def show_config_plans(name: str, ranking: ConfigPlans, console: Console) -> None
     if ranking.hardware.name == "cpu":
         rates = "h100, because emulated devices have none"
     console.print(
-        f"{name}: {si(work.num_params, 'B')} parameters, {work.global_batch} samples per "
+        f"{config.name}: {si(work.num_params, 'B')} parameters, {work.global_batch} samples per "
         f"step, {plural(ranking.num_devices, 'device')} of {byte_size(best.device_bytes)} with the "
         f"rates of {rates or ranking.hardware.name}"
     )
@@ -247,20 +248,22 @@ def show_config_plans(name: str, ranking: ConfigPlans, console: Console) -> None
         clause = re.split(r"[.;] ", re.sub(r" \(.*\)", "", why))[0].rstrip(".")
         console.print(f"not {kinds}: {clause}", style="dim")
     if ranking.fits:
-        _print_lines(best, console)
+        _print_lines(best, config, console)
     if ranking.others:
         console.print("\nFaster, but with other numerics than this config:", style="bold")
         console.print(_table(ranking.others, None))
         for other in ranking.others[:1]:
-            _print_lines(other, console)
+            _print_lines(other, config, console)
 
 
-def _print_lines(plan: TracedPlan, console: Console) -> None:
-    """Prints the config lines of a plan, with the options that its strategies had."""
+def _print_lines(plan: TracedPlan, config: RunConfig, console: Console) -> None:
+    """Prints the lines of a plan that replace those of its config, with the strategies' options."""
     console.print("\nLines of a config:", style="bold")
     plain = plan.config.to_dict()
     lines = {**plan.candidate.to_config(), "parallel": plain["parallel"]}
-    if plan.changed is not None and plan.candidate.slow_replicas is None:
+    # Also if the precision was an option of a strategy: the plan's strategies do not have it.
+    own, given = (MixedPrecision.of(each.precision) for each in (plan.config, config))
+    if own != given:
         lines["precision"] = plain["precision"]
     console.print(to_yaml(lines), end="")
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import jax
 
 from axon_dist.checkpoint.save import check_type
-from axon_dist.core.errors import ConfigError, did_you_mean
+from axon_dist.core.errors import ConfigError, did_you_mean, warn
 from axon_dist.core.files import as_place
 from axon_dist.mesh import MeshSpec, World
 from axon_dist.ops.precision import GradScaler, MixedPrecision
@@ -391,6 +391,13 @@ class RunConfig:
                 f"train.profile: got at={profile.at} and steps={profile.steps}, but the run ends "
                 f"with step {self.train.steps}; lower them",
                 code="profile-after-end",
+            )
+        # The configs of earlier runs may have it, so it is no error.
+        if profile is not None and profile.traces_nothing:
+            warn(
+                "train.profile: got at=1 and steps=1, which trace nothing, because the first step "
+                "of a process compiles and is never traced; raise one of them",
+                code="profile-first-step",
             )
         names = [next(n for n, row in LOGGERS.items() if row is type(x)) for x in self.loggers]
         if twice := [name for name in names if names.count(name) > 1]:

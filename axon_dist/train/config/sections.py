@@ -68,6 +68,11 @@ class ProfileConfig:
     steps: Count = 3
     port: Port | None = None
 
+    @property
+    def traces_nothing(self) -> bool:
+        """Whether the only step to trace is the first of a process."""
+        return self.at == self.steps == 1
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BestConfig:

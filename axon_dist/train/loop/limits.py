@@ -288,7 +288,8 @@ KINDS: MappingProxyType[str, ArgumentKind] = MappingProxyType(
             "a Progress, such as SilentProgress()", lambda x: _has(x, "phase", "update", "note")
         ),
         **dict.fromkeys(
-            ("should_stop", "save", "copy", "give_back", "go_back", "is_saved"), FUNCTION.or_none()
+            ("should_stop", "save", "copy", "give_back", "go_back", "earlier_counts", "is_saved"),
+            FUNCTION.or_none(),
         ),
         "history": ArgumentKind(
             "a list of dicts, or something that yields them whenever it is iterated",

@@ -351,8 +351,13 @@ class Record:
                 best_number = number
         return len(scores) - best_number
 
-    def go_back(self, step: int) -> None:
-        """Drops the records after a step; the run continues from there."""
+    def go_back(self, step: int, counts: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Drops the records after a step; the run continues from there.
+
+        Args:
+            step: the number of steps that the state to continue from has taken.
+            counts: the `counts` that were saved with it; those of the records may be older.
+        """
         self._pending.clear()
         self._window.clear()
         self._tell_skipped()
@@ -364,6 +369,7 @@ class Record:
         self.lost = None
         self.rollbacks += 1
         self._curves.drop_after(step)
+        self._curves.add(_COUNTS, step, counts)
         # A stop must not follow from undone steps: the next record is the first.
         self.latest = {}
         self.validation = {

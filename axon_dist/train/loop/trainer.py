@@ -93,6 +93,9 @@ class Trainer:
             number of batches that were loaded after the state that is saved.
         go_back: returns the newest good state that was saved, or None if there is none; required
             if the step's `nonfinite` is `"rollback"`.
+        earlier_counts: called after `go_back`; returns the numbers that `on_counts` got before that
+            state was saved. None, and a number that is not among them, take those of the records
+            up to that state, which may be older.
         is_saved: `is_saved(number)` returns whether the state after that many steps is saved; asked
             before the last save of a run that stops at a nonfinite step. None assumes that the
             state that `fit` gets is saved, and that `save` never fails.
@@ -162,6 +165,7 @@ class Trainer:
     copy: Callable[[TrainState, int], None] | None = None
     give_back: Callable[[int], None] | None = None
     go_back: Callable[[], TrainState | None] | None = None
+    earlier_counts: Callable[[], Mapping[str, int]] | None = None
     is_saved: Callable[[int], bool] | None = None
     history: Iterable[Mapping[str, object]] = ()
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -369,7 +373,7 @@ class Trainer:
         # `record.go_back` clears `lost`.
         lost = record.lost
         number = int(state.step)
-        record.go_back(number)
+        record.go_back(number, {} if self.earlier_counts is None else self.earlier_counts())
         self.progress.note(
             f"{lost}: went back to step {number}, continuing with the next batches "
             f"(rollback {record.rollbacks} of {limit})"

@@ -17,6 +17,7 @@ from axon_dist.data import TextLoader
 from axon_dist.step import TrainStep
 from axon_dist.train.app import RunDirectory, train
 from axon_dist.train.app.lock import locked
+from axon_dist.train.app.resume import SavedStates
 from axon_dist.train.config import RunConfig, load_config
 
 
@@ -384,3 +385,13 @@ def test_a_resumed_run_says_what_it_changes(config, tiny):
     assert text.count("changed since it was saved") == 3
     with pytest.raises(CheckpointError, match=r"no checkpoint '3' in .* of the steps 2, 4; name"):
         train(changed, resume=str(folder / "3"))
+
+
+@pytest.mark.parametrize("saved", [{"skipped_steps": 2}, {}])
+def test_going_back_finds_the_counts_of_the_checkpoint(saved):
+    manifest = mock.Mock(meta={"counts": saved} if saved else {})
+    checkpoints = mock.Mock(restore_own=lambda *given: mock.Mock(manifest=manifest))
+    states = SavedStates(mock.Mock(), mock.Mock(), checkpoints, None, mock.Mock())
+    states.counts.update(skipped_steps=3)
+    assert states.go_back() is not None
+    assert states.counts == saved

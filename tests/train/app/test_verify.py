@@ -6,12 +6,22 @@ import numpy as np
 import optax
 import pytest
 
+from axon_dist.core.errors import ConfigError
 from axon_dist.mesh.chips import hardware
 from axon_dist.ops.precision import MixedPrecision
 from axon_dist.train.app import plan_config, verify
 from axon_dist.train.app.evaluate import world_of
 from axon_dist.train.app.steps import build_step, build_world
-from axon_dist.train.app.verify import Difference, Verification, _compare, one_device_step, tiny
+from axon_dist.train.app.verify import (
+    EXACT,
+    ROUNDED,
+    Difference,
+    Verification,
+    _compare,
+    one_device_step,
+    tiny,
+    tolerance_of,
+)
 from axon_dist.train.config import RunConfig
 
 
@@ -138,6 +148,9 @@ def test_a_strategys_precision_is_that_of_the_config():
         {"optimizer": {"groups": [{"paths": ["blocks/5/"], "rate": 0.1}]}},
         {"trainable": ["blocks/5/"]},
         {"lora": {"paths": ["blocks/5/mlp/up"]}},
+        {"parallel": {"tensor": {"plan": {"blocks/5/mlp/up$": "column"}}}, "mesh": "tp=2"},
+        {"precision": {"products": "fp8", "skip": ["blocks/5/"]}},
+        {"parallel": {"fsdp": {"mixed_precision": {"products": "fp8", "skip": ["blocks/5/"]}}}},
         {"deterministic": "elastic", "logical_shards": 16},
     ],
 )
@@ -145,4 +158,24 @@ def test_what_a_config_names_is_in_its_tiny_one(make_world, change):
     plain = {**SMALL, "model": {"num_layers": 6}, "train": {"global_batch": 64}, **change}
     small = tiny(RunConfig.from_dict(plain))
     assert small.train.global_batch == (16 if "logical_shards" in change else 2)
-    build_step(small, make_world("dp=2"), optax.sgd(0.1))
+    assert small.model.num_layers == (2 if "logical_shards" in change else 6)
+    if "parallel" not in change:
+        build_step(small, make_world("dp=2"), optax.sgd(0.1))
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [(None, EXACT), (False, EXACT), ({"compute": "float32"}, EXACT), ("bf16", ROUNDED)],
+)
+def test_runs_in_float32_are_exact_whoever_names_the_precision(precision, tolerance):
+    options = {} if precision is None else {"mixed_precision": precision}
+    assert tolerance_of(RunConfig.from_dict({"parallel": {"fsdp": options}})) == tolerance
+    if precision is not False:
+        assert tolerance_of(RunConfig.from_dict({"precision": precision})) == tolerance
+
+
+def test_an_optimizer_that_a_run_refuses_is_not_verified():
+    groups = [{"paths": ["no such layer"], "rate": 0.1}]
+    config = RunConfig.from_dict({**SMALL, "optimizer": {"groups": groups}})
+    with pytest.raises(ConfigError, match=r"groups\[0\].paths: no parameter of the model has"):
+        verify(config, steps=1)

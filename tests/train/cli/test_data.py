@@ -108,6 +108,25 @@ def test_a_step_is_timed_with_batches_of_every_length(buckets, lengths, monkeypa
     assert speed == pytest.approx(4 / (2 if buckets is None else 0.75 * 2 + 0.25 * 1))
 
 
+def test_every_process_times_the_steps_of_one_position(tiny, monkeypatch):
+    def load_for(loader, seconds):
+        # Once one batch, then two.
+        for _ in range(len(seen) + 1):
+            next(loader)
+        return 1.0, None
+
+    def time_steps(step, loader, config):
+        seen.append(loader.state())
+        return 1.0
+
+    seen = []
+    monkeypatch.setattr("axon_dist.train.app.measure._load_for", load_for)
+    monkeypatch.setattr("axon_dist.train.app.measure._time_steps", time_steps)
+    for _ in range(2):
+        check_data(RunConfig.from_dict(tiny), num_samples=1, seconds=0.01)
+    assert seen[0] == seen[1]
+
+
 def test_pictures_are_told_by_their_shape(tiny):
     data = {"kind": "synthetic_images", "num_images": 40, "image_size": 16}
     plain = tiny | {"model": {"kind": "vit", "preset": "tiny"}, "data": data}

@@ -1,15 +1,19 @@
 import dataclasses
+import io
 import pathlib
+import types
 
 import pytest
 import yaml
+from rich.console import Console
 
 from axon_dist.models import num_params
 from axon_dist.parallel import STRATEGIES
 from axon_dist.planner import Candidate
 from axon_dist.train.app import config_plans
 from axon_dist.train.cli.main import main
-from axon_dist.train.cli.plans import config_of_size
+from axon_dist.train.cli.plans import _print_lines, config_of_size
+from axon_dist.train.config import RunConfig, with_own_precision
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 
@@ -58,6 +62,30 @@ def test_a_config_on_a_target(capsys, few, monkeypatch):
     assert "then the shortest predicted step" in text
     assert "a step is" in text
     assert "fsdp: 2 blocks are unrolled: up to 4 are compiled separately" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "changed", "printed"),
+    [
+        ({"parallel": {"fsdp": {"mixed_precision": "bf16"}}}, None, "bf16"),
+        ({"parallel": {"fsdp": {"mixed_precision": "bf16"}}}, "replicas synchronize", "bf16"),
+        ({"parallel": {"fsdp": {"mixed_precision": False}}}, None, None),
+        ({"parallel": "fsdp", "precision": "bf16"}, None, None),
+    ],
+)
+def test_lines_of_a_plan_have_the_precision_of_a_replaced_strategy(given, changed, printed):
+    config = RunConfig.from_dict(given)
+    plan = types.SimpleNamespace(
+        config=with_own_precision(config),
+        candidate=Candidate(fsdp=2),
+        changed=changed,
+    )
+    console = Console(file=io.StringIO())
+    _print_lines(plan, config, console)
+    lines = yaml.safe_load(console.file.getvalue().split("Lines of a config:\n")[1])
+    assert lines.get("precision") == printed
+    pasted = with_own_precision(RunConfig.from_dict({**given, **lines}))
+    assert pasted.precision in (printed, config.precision)
 
 
 @pytest.mark.full

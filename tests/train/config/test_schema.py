@@ -289,3 +289,15 @@ def test_round_trip_of_a_mixture_and_what_processes_must_have_in_common():
     }  # fmt: skip
     plain["data"]["sources"] = [sources[0] | {"files": ["elsewhere"]}, "text"]
     assert config_facts(RunConfig.from_dict(plain)) == config_facts(config)
+
+
+def test_a_profile_of_a_first_step_is_read_and_warned_of():
+    """The folder of an earlier run may have it, and SIGUSR1 still traces."""
+    train = {"steps": 9, "profile": {"at": 1, "steps": 1}}
+    with pytest.warns(UserWarning, match="got at=1 and steps=1, which trace nothing"):
+        profile = RunConfig.from_dict({"train": train}).train.profile
+    assert profile.traces_nothing
+    others = ({"at": 1, "steps": 2}, {"at": 2, "steps": 1}, {"at": 0, "steps": 1})
+    for other in others:
+        made = RunConfig.from_dict({"train": {**train, "profile": other}})
+        assert not made.train.profile.traces_nothing

@@ -597,6 +597,21 @@ def test_counts_are_those_of_the_saved_state_and_not_of_the_last_record(world):
         assert rest.curve(name) == whole.curve(name)
 
 
+def test_going_back_before_the_start_takes_the_counts_that_were_saved(world):
+    """The run resumes from a copy after step 13; its checkpoint is that of step 10."""
+    step = FakeStep(world, losses=[1.0, math.nan, *[1.0] * 9])
+    step.options = StepOptions(nonfinite=Nonfinite.ROLLBACK)
+    history = [{"step": 9, "train/loss": 1.0, "train/skipped_steps": 1.0}]
+    result = Trainer(
+        step=step, batches=itertools.count(), history=history,
+        options=LoopOptions(num_steps=16, log_every=1),
+        counts={"skipped_steps": 3, "overflowed_steps": 0},
+        go_back=lambda: FakeState(jnp.int32(10), {"w": jnp.ones(3)}),
+        earlier_counts=lambda: {"skipped_steps": 2, "overflowed_steps": 0},
+    ).fit(FakeState(jnp.int32(13), {"w": jnp.ones(3)}))  # fmt: skip
+    assert (result.rollbacks, result.skipped_steps) == (1, 2)
+
+
 def test_nothing_of_undone_steps_stops_a_run(world):
     step = FakeStep(world, losses=[1.0] * 12 + [math.nan] + [2.0] * 40)
     step.options = StepOptions(nonfinite=Nonfinite.ROLLBACK)
