@@ -460,10 +460,10 @@ def check_leaves(batch: Batch) -> None:
     for path, leaf in leaves:
         label = f"leaf {path!r} of the batch" if path else "the batch"
         if isinstance(leaf, Shared):
+            _check_numbers(label, leaf.value)
             check_32_bits(label, leaf.value)
             continue
-        if (problem := problem_of(leaf)) is not None:
-            raise DTypeError(f"{label} {problem}")
+        _check_numbers(label, leaf)
         if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, int, float, complex, bool)):
             continue
         if not hasattr(leaf, "__array__"):
@@ -472,18 +472,25 @@ def check_leaves(batch: Batch) -> None:
                 "one batch, and not a loader or an iterator",
                 code="batch-leaf-not-array",
             )
-        if isinstance(leaf, np.ndarray):
-            # bfloat16, float8 and int4 of NumPy have kind "V", as structured arrays do.
-            kind = leaf.dtype.kind
-            is_narrow = kind == "V" and jnp.issubdtype(leaf.dtype, jnp.number)
-            if kind not in "biufc" and not is_narrow:
-                raise ConfigError(
-                    f"{label} is a numpy array of {leaf.dtype}; give numbers or booleans, and text "
-                    "as token ids",
-                    code="batch-leaf-not-numeric",
-                )
-            if leaf.dtype.itemsize >= 8:
-                check_32_bits(label, leaf)
+        if isinstance(leaf, np.ndarray) and leaf.dtype.itemsize >= 8:
+            check_32_bits(label, leaf)
+
+
+def _check_numbers(label: str, leaf: object) -> None:
+    """Raises if an array holds something else than numbers and booleans, or JAX cannot use it."""
+    if (problem := problem_of(leaf)) is not None:
+        raise DTypeError(f"{label} {problem}")
+    if not isinstance(leaf, np.ndarray):
+        return
+    # bfloat16, float8 and int4 of NumPy have kind "V", as structured arrays do.
+    kind = leaf.dtype.kind
+    is_narrow = kind == "V" and jnp.issubdtype(leaf.dtype, jnp.number)
+    if kind not in "biufc" and not is_narrow:
+        raise ConfigError(
+            f"{label} is a numpy array of {leaf.dtype}; give numbers or booleans, and text "
+            "as token ids",
+            code="batch-leaf-not-numeric",
+        )
 
 
 def samples_of(batch: Batch) -> int:
