@@ -386,17 +386,37 @@ def _without_changes(method: Function) -> Function:
         before = jax.tree.leaves((args, kwargs))
         output = method(module, *args, **kwargs)
         after = jax.tree.leaves((args, kwargs))
-        if len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True)):
-            raise UnsupportedError(
-                f"a call of {type(module).__name__} changes an argument, which had {len(before)} "
-                f"arrays and now has {len(after)}, some of them new. The call is traced as a "
-                "separate program, and the caller gets only its results: return the value; draw "
-                "random numbers by make_rng, and keep state in a Linen variable",
-                code="linen-argument-changed",
-            )
+        advice = "draw random numbers by make_rng, and keep state in a Linen variable"
+        check_unchanged(type(module), before, after, advice, "linen-argument-changed")
         return output
 
     return run
+
+
+def check_unchanged(
+    module_type: type,
+    before: Sequence[object],
+    after: Sequence[object],
+    advice: str,
+    code: str = "",
+) -> None:
+    """Raises if a call changed its arguments; the caller would not see the change.
+
+    Args:
+        module_type: the class of the called module.
+        before: the leaves of the arguments before the call.
+        after: the same, after the call.
+        advice: what to do; ends the message.
+        code: the code of the error.
+    """
+    if len(after) == len(before) and all(a is b for a, b in zip(after, before, strict=True)):
+        return
+    raise UnsupportedError(
+        f"a call of {module_type.__name__} changes an argument; its arguments had {len(before)} "
+        f"leaves and now have {len(after)}. The call is traced as a separate program, and the "
+        f"caller gets only its results: return the value; {advice}",
+        code=code,
+    )
 
 
 def _outermost(scopes: PyTree) -> list[Path]:

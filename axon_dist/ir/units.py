@@ -23,7 +23,15 @@ from ..core.errors import UnsupportedError
 from ..core.modules import around_of, bridges_of, is_node, num_stacked, stacks_of, wrap_calls
 from ..core.tree import path_str
 from ..core.typing import Array, Function, Keys, Path, PyTree
-from .linen import ARRAYS, Gathers, LinenUnits, RunUnit, linen_blocks, linen_modules
+from .linen import (
+    ARRAYS,
+    Gathers,
+    LinenUnits,
+    RunUnit,
+    check_unchanged,
+    linen_blocks,
+    linen_modules,
+)
 from .walk import Aval, same_program, without_tracers
 
 # JAX names a jitted program after its function, so this is the name of `axon_unit` below.
@@ -289,7 +297,12 @@ class AsUnit:
             ]
             args, kwargs = jax.tree.unflatten(structure, inputs)
             output = method(copy, *args, **kwargs)
-            _check_unchanged(kind, inputs, (args, kwargs))
+            check_unchanged(
+                kind,
+                inputs,
+                jax.tree.leaves((args, kwargs), is_leaf=is_node),
+                "or store it in an nnx.Variable",
+            )
             after = _contents_of(copy)
             attributes.update(_changes(kind, contents, after))
             arrays_set[:] = [at for at, value in attributes.items() if isinstance(value, Tracer)]
@@ -423,18 +436,6 @@ def _is_weight(_: Keys, variable: object) -> bool:
     if not isinstance(variable, nnx.Variable):
         return False
     return isinstance(variable, nnx.Param) or GATHER in variable.get_metadata()
-
-
-def _check_unchanged(module_type: type, leaves: Sequence[object], arguments: PyTree) -> None:
-    """Raises if a call mutates a list or dict argument; the caller would not see the mutation."""
-    after = jax.tree.leaves(arguments, is_leaf=is_node)
-    if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
-        raise UnsupportedError(
-            f"a call of {module_type.__name__} changes a list or dict argument, which "
-            f"had {len(leaves)} leaves and now has {len(after)}. The call is traced as a separate "
-            "program, and the caller gets only its results: return the value, or store it in an "
-            "nnx.Variable"
-        )
 
 
 def gather_params(params: nnx.State) -> nnx.State:

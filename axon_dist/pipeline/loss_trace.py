@@ -334,7 +334,7 @@ def mean_weight(
         axes: the manual axes that split the batch.
 
     Returns:
-        A float32 scalar that is not zero, or None if the loss is a plain mean.
+        A scalar in float32 or wider that is not zero, or None if the loss is a plain mean.
 
     Raises:
         UnsupportedError: if the weight depends on a parameter.

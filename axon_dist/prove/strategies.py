@@ -13,6 +13,7 @@ from ..mesh import Backend, World
 from ..parallel import Strategy
 from ..step import build_train_step
 from ..step.portable import PortableForm
+from ..step.replicas import shared_metrics
 from .check import Report, prove
 
 
@@ -51,6 +52,8 @@ def prove_strategy(
 
         def run(batch: Any) -> tuple[Any, Any]:
             after, metrics = step.programs.step(state, step.batch_layout.place(batch), None)
+            if step.programs.outer_steps:
+                metrics = shared_metrics(metrics)
             return metrics["loss"], form.to_canonical(after).params
 
         return run, (batch,)

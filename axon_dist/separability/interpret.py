@@ -207,7 +207,11 @@ class Walk:
 
     def _expanded(self, pair: Pair, operands: list[Value], at: str) -> list[Value] | None:
         """Returns the results of an operation that is a program to JAX; None for others."""
-        part, whole = map(expanded, pair)
+        try:
+            part, whole = map(expanded, pair)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            # Another version of JAX may describe such an operation in another way.
+            return None
         if part is None or whole is None:
             return None
         results = self.program((part[0], whole[0]), [operands[n] for n in part[1]], at)

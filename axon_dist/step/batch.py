@@ -94,7 +94,7 @@ class BatchPadding:
         if is_abstract:
             ones = jax.ShapeDtypeStruct((rows,), jnp.float32)
         else:
-            ones = np.ones(rows, np.float32)
+            ones = self._ones(rows, leaves)
         padded = {self._weight: ones, **batch}
         if more := -rows % multiple:
             padded = {
@@ -103,6 +103,14 @@ class BatchPadding:
             }
         self._check(padded, shared or {})
         return padded
+
+    def _ones(self, rows: int, leaves: list[Any]) -> np.ndarray | jax.Array:
+        """Returns weights for a batch without weights: spread over processes if its leaves are."""
+        ones = np.ones(rows, np.float32)
+        replicated = NamedSharding(self._spec.mesh, PartitionSpec())
+        if replicated.is_fully_addressable or not any(map(_is_global, leaves)):
+            return ones
+        return jax.make_array_from_callback(ones.shape, replicated, lambda at: ones[at])
 
     def _check(self, batch: dict, shared: PyTree) -> None:
         key = shape_key((batch, shared))
@@ -222,8 +230,7 @@ class BatchLayout:
             DivisibilityError: when it cannot be cut evenly.
         """
         batch, shared = self._padded(batch, self.num_processes)
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        return Placed(jax.tree.map(self._place_leaf, batch), jax.device_put(shared, replicated))
+        return Placed(jax.tree.map(self._place_leaf, batch), self._replicate(shared))
 
     def place_whole(self, batch: Batch) -> Placed:
         """Replicates a whole batch of any size on every device.
@@ -232,8 +239,13 @@ class BatchLayout:
             batch: leaves of shape [B, ...], the same on every process.
         """
         samples, shared = split_shared(batch)
+        return Placed(self._replicate(samples), self._replicate(shared))
+
+    def _replicate(self, tree: PyTree) -> PyTree:
         replicated = NamedSharding(self.mesh, PartitionSpec())
-        return Placed(jax.device_put(samples, replicated), jax.device_put(shared, replicated))
+        if replicated.is_fully_addressable:
+            return jax.device_put(tree, replicated)
+        return jax.tree.map(lambda leaf: _spread(leaf, replicated), tree)
 
     def over_ranks(self, arrays: Batch) -> Batch:
         """Shards samples over the ranks unevenly, when their number does not divide.
@@ -284,10 +296,10 @@ class BatchLayout:
     def _padded(self, batch: Batch, num_processes: int) -> tuple[Batch, PyTree]:
         """Splits off the shared leaves, and pads this process's samples if the layout pads."""
         batch, shared = split_shared(batch)
-        if self.padding is not None and samples_of(batch):
-            loaded = 1 if all(map(_is_global, jax.tree.leaves(batch))) else num_processes
+        if self.padding is not None:
+            loaded = 1 if _are_global(batch, num_processes) else num_processes
             multiple = math.lcm(self.divisor, loaded) // loaded
-            batch = self.padding.fill(batch, multiple, shared)
+            batch = self.padding.fill(batch, multiple, shared) if samples_of(batch) else batch
         self.check(batch, num_processes)
         return batch, shared
 
@@ -299,15 +311,28 @@ class BatchLayout:
                 "give arrays",
                 code="batch-has-shapes",
             )
-        if isinstance(leaf, jax.Array) and (self.num_processes == 1 or _is_global(leaf)):
+        # Processes of one share of the batch, as in tensor parallelism, each have all of its rows.
+        is_alone = self.sharding.is_fully_addressable
+        if isinstance(leaf, jax.Array) and (is_alone or _is_global(leaf)):
             return jax.device_put(self.split(leaf), self.sharding)
         if is_key(leaf):
             data = self._place_leaf(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         rows = self.split(np.asarray(leaf))
-        if self.sharding.is_fully_addressable:
+        if is_alone:
             return jax.device_put(rows, self.sharding)
         return jax.make_array_from_process_local_data(self.sharding, rows)
+
+
+def _spread(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """Puts a leaf, the same on every process, on the devices of several processes."""
+    if _is_global(leaf):
+        return jax.device_put(leaf, sharding)
+    if is_key(leaf):
+        data = _spread(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    # JAX puts NumPy arrays on the devices of other processes, but not arrays of its own.
+    return jax.device_put(np.asarray(leaf), sharding)
 
 
 def _is_global(leaf: Any) -> bool:
@@ -318,6 +343,26 @@ def _is_global(leaf: Any) -> bool:
     if not isinstance(leaf, jax.Array):
         return False
     return isinstance(leaf, Tracer) or not leaf.is_fully_addressable
+
+
+def _are_global(batch: Batch, num_processes: int) -> bool:
+    """Whether a batch that is to be padded has the rows of all processes.
+
+    Raises:
+        ConfigError: when only some leaves do: a sample would be at different places in them.
+    """
+    paths: dict[bool, list[str]] = {True: [], False: []}
+    for path, leaf in leaves_with_paths(batch):
+        paths[_is_global(leaf)].append(path)
+    if paths[True] and paths[False] and num_processes > 1:
+        raise ConfigError(
+            f"pad=... got the leaves {paths[True][:_SHOWN]} of the batch with the rows of all "
+            f"{num_processes} processes, and {paths[False][:_SHOWN]} with those of this process, "
+            "and each kind would be padded at other places; give all leaves as arrays of this "
+            "process, or all as JAX arrays that are spread over the processes",
+            code="pad-mixed-leaves",
+        )
+    return not paths[False]
 
 
 def _samples_of_all(batch: Batch, num_processes: int) -> int:
@@ -415,10 +460,10 @@ def check_leaves(batch: Batch) -> None:
     for path, leaf in leaves:
         label = f"leaf {path!r} of the batch" if path else "the batch"
         if isinstance(leaf, Shared):
+            _check_numbers(label, leaf.value)
             check_32_bits(label, leaf.value)
             continue
-        if (problem := problem_of(leaf)) is not None:
-            raise DTypeError(f"{label} {problem}")
+        _check_numbers(label, leaf)
         if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, int, float, complex, bool)):
             continue
         if not hasattr(leaf, "__array__"):
@@ -427,18 +472,25 @@ def check_leaves(batch: Batch) -> None:
                 "one batch, and not a loader or an iterator",
                 code="batch-leaf-not-array",
             )
-        if isinstance(leaf, np.ndarray):
-            # bfloat16, float8 and int4 of NumPy have kind "V", as structured arrays do.
-            kind = leaf.dtype.kind
-            is_narrow = kind == "V" and jnp.issubdtype(leaf.dtype, jnp.number)
-            if kind not in "biufc" and not is_narrow:
-                raise ConfigError(
-                    f"{label} is a numpy array of {leaf.dtype}; give numbers or booleans, and text "
-                    "as token ids",
-                    code="batch-leaf-not-numeric",
-                )
-            if leaf.dtype.itemsize >= 8:
-                check_32_bits(label, leaf)
+        if isinstance(leaf, np.ndarray) and leaf.dtype.itemsize >= 8:
+            check_32_bits(label, leaf)
+
+
+def _check_numbers(label: str, leaf: object) -> None:
+    """Raises if an array holds something else than numbers and booleans, or JAX cannot use it."""
+    if (problem := problem_of(leaf)) is not None:
+        raise DTypeError(f"{label} {problem}")
+    if not isinstance(leaf, np.ndarray):
+        return
+    # bfloat16, float8 and int4 of NumPy have kind "V", as structured arrays do.
+    kind = leaf.dtype.kind
+    is_narrow = kind == "V" and jnp.issubdtype(leaf.dtype, jnp.number)
+    if kind not in "biufc" and not is_narrow:
+        raise ConfigError(
+            f"{label} is a numpy array of {leaf.dtype}; give numbers or booleans, and text "
+            "as token ids",
+            code="batch-leaf-not-numeric",
+        )
 
 
 def samples_of(batch: Batch) -> int:

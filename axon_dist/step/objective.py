@@ -19,7 +19,7 @@ from flax import nnx
 from ..core.compat import is_computed
 from ..core.errors import AxonDistError, ConfigError, UnsupportedError
 from ..core.tree import combine, is_key, leaves_with_paths, map_with_path, wide
-from ..core.typing import Array, Batch, Function, LossFn, Path, PyTree
+from ..core.typing import Array, Batch, Function, LossFn, Metrics, Path, PyTree
 from ..core.weighted import Weighted, WithTerm
 from ..ir.units import is_inside
 from .model_spec import MEAN_WEIGHT, SHARED, STEP, ModelSpec, split_inputs
@@ -308,13 +308,14 @@ class GradientResult(NamedTuple):
 
     Args:
         grads: mean gradients, a tree like the parameters given.
-        metrics: `loss`, and the metrics of the loss function.
+        metrics: `loss`, and the metrics of the loss function; of replicas that train independently,
+            what `shared_metrics` takes.
         buffers: the buffers after the batch.
         numbers: the same as `metrics`; but what has a weight is not divided by it.
     """
 
     grads: PyTree
-    metrics: dict[str, Array]
+    metrics: Metrics
     buffers: PyTree
     numbers: dict[str, Array | Weighted]
 

@@ -38,8 +38,9 @@ PER_REPLICA = ("params", "opt_state", "buffers", "scaler")
 def shared_metrics(metrics: Mapping[str, Array | Weighted]) -> dict[str, Array]:
     """Combines the metrics of all replicas.
 
-    Returns quotients of sums over the replicas, as one device computes them from the whole batch;
-    the logical or of the nonfinite flags; and the means of what replicas measure themselves.
+    Returns quotients of sums over the replicas; the logical or of the nonfinite flags; and the
+    means of what replicas measure themselves. A quotient is what one device computes from the whole
+    batch, if `addends_of` knew how it is made of parts; otherwise it is a weighted mean.
 
     Args:
         metrics: arrays [replicas], or `Weighted` of two.
@@ -58,9 +59,13 @@ def addends_of(
 ) -> dict[str, Weighted]:
     """Returns what one replica adds to the sums from which the metrics of all are computed.
 
+    A number that does not follow from those of parts, such as a maximum, gives a mean over the
+    replicas, with its own weights or else those of the losses.
+
     Args:
         numbers: `loss` and the metrics of one replica; see `GradientResult`.
-        dependence: how they relate to those of all replicas; None if that is not known.
+        dependence: how they relate to those of all replicas; None if that is not known, and then
+            all of them give such means.
     """
     outputs = {} if dependence is None else {"loss": dependence.loss, **dependence.metrics}
     loss = numbers["loss"]
@@ -364,8 +369,15 @@ class ReplicaLayout(StateLayout):
 
         return jax.tree.map(share, batch)
 
-    def _dependence(self, placed: Placed) -> LossDependence | None:
-        """Finds out how the metrics of the replicas relate to those of the whole batch."""
+    def dependence(self, placed: Placed) -> LossDependence | None:
+        """Finds out how the metrics of the replicas relate to those of the whole batch.
+
+        Args:
+            placed: the batch of all replicas, arrays or shapes.
+
+        Returns:
+            The dependence; None if the loss cannot be computed for the samples of all replicas.
+        """
         replicas = self.spec.mesh.shape[self.outer.loop.axis]
         separator = self.inner.with_shared(placed.shared).separator
         return separator.dependence_over(self._share(placed.arrays), replicas)
@@ -378,7 +390,7 @@ class ReplicaLayout(StateLayout):
     def run_gradients(self, state: TrainState, placed: Placed) -> GradientResult:
         """Returns the gradients, and what `shared_metrics` takes; their dim 0 counts replicas."""
         inner = self.inner
-        dependence = self._dependence(placed)
+        dependence = self.dependence(placed)
 
         def of_replica(state: TrainState, placed: Placed) -> tuple:
             result = unscaled_gradients(inner, state, placed)
@@ -417,7 +429,7 @@ class ReplicaLayout(StateLayout):
         """
         inner = self.inner
         axis = self.outer.loop.axis
-        dependence = self._dependence(placed)
+        dependence = self.dependence(placed)
 
         def reported(result: GradientResult) -> Metrics:
             return addends_of(result.numbers, dependence)

@@ -223,13 +223,20 @@ class Separator:
             count: the number of batches.
 
         Returns:
-            The dependence; None if the loss cannot be traced for that many samples.
+            The dependence; None if the weight of the loss depends on parameters, or, with a
+            warning, if the loss cannot be traced for that many samples.
         """
         samples, shapes = self._spec.microbatch(batch)
         each = samples * self._num_microbatches
         try:
             return self._traces(1).dependence(shapes, (each, each * count))
-        except Exception:  # The user's loss may raise anything for more samples.
+        except AxonDistError as error:
+            if error.code != "weight-of-parameters":
+                raise
+            # A replica that computes its whole loss at once can train with such a weight.
+            return None
+        except Exception as error:  # The user's loss may raise anything for more samples.
+            warn(self._of_replica_alone(each, count, str(error)), code="loss-of-one-size")
             return None
 
     def _separate(self, batch: Batch, samples: int) -> Separation:
@@ -445,6 +452,14 @@ class Separator:
             f"{samples} of a microbatch: {_shortened(error)}. So the loss of a batch is the mean "
             "of those of its microbatches, even if it is a sum over samples; take the number of "
             "samples from the shapes of the batch, and not from a constant"
+        )
+
+    def _of_replica_alone(self, samples: int, count: int, error: str) -> str:
+        return (
+            f"the loss cannot be computed for the {samples * count} samples of a batch, only for "
+            f"the {samples} of each of {count} replicas: {_shortened(error)}. So the metrics of a "
+            "batch are means of those of the replicas, even if they are sums over samples; take "
+            "the number of samples from the shapes of the batch, and not from a constant"
         )
 
     def _check_follows(self, dependence: LossDependence, part: int, total: int, ranks: int) -> None:

@@ -608,7 +608,8 @@ class TrainStep:
         Args:
             state: from `init` or the step before.
             batch: leaves of shape [B, ...]: the global batch, or with several processes the rows
-                of this one; or the result of `place`.
+                of this one; or the result of `place`. A JAX array that is spread over the devices
+                of several processes has the rows of all.
             was_nonfinite: the metric `nonfinite` of the previous step. If true, and the step was
                 built with `nonfinite="stop"` or `"rollback"`, the state is returned unchanged.
             held: the deprecated name of `was_nonfinite`.
@@ -678,7 +679,11 @@ class TrainStep:
 
     @in_context_of_step
     def place(self, batch: Batch) -> Placed:
-        """Puts a batch on the devices ahead of time, so that a later step does not wait for it."""
+        """Puts a batch on the devices ahead of time, so that a later step does not wait for it.
+
+        Args:
+            batch: as for a step.
+        """
         return self.batch_layout.place(batch)
 
     @readable_by_caller

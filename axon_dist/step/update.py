@@ -68,6 +68,21 @@ def _watched_metrics(opt_state: PyTree, metrics: Metrics) -> dict[str, Array]:
     return found
 
 
+def _are_finite(grads: PyTree, measured: Metrics, options: StepOptions) -> Array:
+    """Whether the update that follows from gradients is one of finite gradients.
+
+    Args:
+        grads: before clipping.
+        measured: what `clip` has measured of them.
+        options: `clip_norm`.
+    """
+    finite = all_finite(grads)
+    if options.clip_norm is None:
+        return finite
+    # The norm of finite gradients can overflow, and clipping by it makes all of them 0.
+    return finite & jnp.isfinite(measured["grad_norm"])
+
+
 def average(decay: float, ema: PyTree, params: PyTree) -> PyTree:
     """Updates the moving average of the parameters.
 
@@ -302,13 +317,12 @@ def one_step(
         buffers=result.buffers,
         ema=None if options.ema is None else average(options.ema, state.ema, params),
     )
+    finite = _are_finite(grads, measured, options)
     if options.scaler is not None:
-        finite = all_finite(grads)
         new = skip_overflow(options.scaler, finite, new, state)
         measured[LOSS_SCALE] = new.scaler.scale
         measured[OVERFLOW] = ~finite
     if options.nonfinite is not None:
-        finite = all_finite(grads)
         new, measured[FLAG] = undo_nonfinite(
             options, metrics["loss"], finite, new, state, was_nonfinite
         )

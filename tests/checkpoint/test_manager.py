@@ -284,7 +284,7 @@ def test_folders_that_are_not_checkpoints_stay_and_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("type", "dtype", "advice"),
     [
-        ("full", jnp.complex64, "safetensors has no name.*save the state as"),
+        ("full", jnp.complex64, "safetensors has no name.*a checkpoint of a state can keep"),
         ("sharded", jnp.uint4, "tensorstore cannot write; convert it"),
     ],
 )

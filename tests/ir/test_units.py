@@ -199,7 +199,7 @@ def test_a_list_that_a_call_appends_to_is_refused():
     model = Appending()
     mark_units(model, lambda path, module: path == "")
     with pytest.raises(
-        UnsupportedError, match=r"Appending changes a list.* had 1 .* has 2.*return the value"
+        UnsupportedError, match=r"Appending changes an arg.* had 1 .* have 2.*return the value"
     ):
         model(jnp.ones((2, 4)), [])
 

@@ -14,7 +14,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from axon_dist.core.errors import ConfigError, MeshError
-from axon_dist.parallel import compose, ddp, fsdp, suggest_plan, tensor_parallel, zero
+from axon_dist.core.weighted import Weighted
+from axon_dist.parallel import compose, ddp, fsdp, local_sgd, suggest_plan, tensor_parallel, zero
 from axon_dist.prove import (
     Kind,
     MeshVariant,
@@ -364,3 +365,17 @@ def test_the_step_of_a_strategy_is_proven(name):
         lambda: Net(nnx.Rngs(0)), optax.adam(1e-2), loss_fn, strategy, batch, meshes
     )
     assert report.ok, report
+
+
+def test_the_loss_of_replicas_that_train_on_their_own_is_that_of_one_device():
+    weigh = lambda model, batch: Weighted(
+        jnp.sum(jnp.mean((model(batch["x"]) - batch["y"]) ** 2, -1) * batch["w"]),
+        jnp.sum(batch["w"]),
+    )
+    batch = {"x": BATCH, "y": TARGETS, "w": np.arange(len(BATCH), dtype=np.float32)}
+    strategy = lambda: local_sgd("nodes", every=2)
+    make = lambda: Net(nnx.Rngs(0))
+    report = prove_strategy(make, optax.sgd(1e-2), weigh, strategy, batch, "nodes=2")
+    assert report.ok, report
+    # The parameters of replicas are several, and are not compared.
+    assert [one.name for one in report.outputs if one.status != "unjudged"] == ["output[0]"]

@@ -158,21 +158,22 @@ def test_the_norm_of_parameters_in_half_precision_does_not_overflow(options):
     np.testing.assert_allclose(metrics["param_norm"], 5 * np.sqrt(64 * 64 + 320), rtol=1e-6)
 
 
-def test_large_gradients_are_finite_although_their_norm_overflows():
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_large_gradients_are_finite_although_their_norm_overflows_but_cannot_be_clipped(limit):
     def straight(model, batch):
         bias = model.blocks[0].bias[...]
         return jnp.mean(batch["slope"]) * jnp.sum(bias - jax.lax.stop_gradient(bias))
 
     step = build_train_step(
         make_chain, optax.sgd(1e-20), straight, ddp(), World.emulate(2),
-        nonfinite="skip", metrics=("loss", "grad_norm"),
+        nonfinite="skip", metrics=("loss", "grad_norm"), clip_norm=limit,
     )  # fmt: skip
     before = step.init()
     state, metrics = step(step.init(), {"slope": np.full(4, 1e20, np.float32)})
     assert np.isinf(metrics["grad_norm"])
-    assert not metrics["nonfinite"]
+    assert bool(metrics["nonfinite"]) == (limit is not None)
     moved = before.params["blocks"][0]["bias"] - state.params["blocks"][0]["bias"]
-    np.testing.assert_allclose(moved, 1.0, rtol=1e-5)
+    np.testing.assert_allclose(moved, 1.0 if limit is None else 0.0, rtol=1e-5)
 
 
 @pytest.mark.parametrize("metrics", [("loss",), ("loss", "grad_norm")])

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import Shared, Weighted, build_train_step, compose, ddp, fsdp, pipelined
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, DTypeError
 from axon_dist.inspect import separation
 from axon_dist.step.batch import split_shared
 from tests.one_device import trained
@@ -99,3 +99,17 @@ def test_samples_beside_a_shared_leaf_may_be_in_tuples():
 def test_shared_leaves_without_a_name_are_refused():
     with pytest.raises(ConfigError, match=r"the batch is a list that has Shared\(...\) at '1'"):
         split_shared([ROWS["x"], Shared(WEIGHTS)])
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (np.zeros(2, [("a", "f4")]), r"'sharpness' of the batch is a numpy array of \[\('a'"),
+        (np.array(["a"], np.dtypes.StringDType()), "a numpy array of StringDType"),
+        (np.ma.masked_array([1.0, 2.0], [0, 1]), "is a masked array"),
+        (np.ones(2, ">f4"), r"a numpy array of >f4, which JAX lacks"),
+    ],
+)
+def test_shared_leaves_are_arrays_as_others_are(value, error):
+    with pytest.raises((ConfigError, DTypeError), match=error):
+        split_shared({"x": ROWS["x"], "sharpness": Shared(value)})

@@ -12,7 +12,7 @@ from flax import nnx
 
 from axon_dist import Weighted, World, build_train_step, compose, ddp
 from axon_dist.checkpoint import load_checkpoint, save_checkpoint, target_of
-from axon_dist.core.errors import AxonDistError, ConfigError
+from axon_dist.core.errors import AxonDistError, AxonDistWarning, ConfigError
 from axon_dist.inspect import collectives, lower_outer_steps
 from axon_dist.parallel import Strategy, diloco, fsdp, local_sgd, pipelined
 from axon_dist.sharding import LargestDim
@@ -296,6 +296,46 @@ def test_a_loss_that_is_a_sum_is_that_of_all_replicas():
     # What does not add up is the mean over the replicas.
     halves = [x.max() for x in np.split(batch()["x"], 2)]
     np.testing.assert_allclose(metrics["most"], np.mean(halves), rtol=1e-6)
+
+
+def in_two_replicas(loss_fn):
+    """The step of a layer of ones, which learns nothing."""
+    model = nnx.Linear(4, 4, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+    strategy, world = local_sgd("nodes", every=2), World.emulate(2, "nodes=2")
+    return build_train_step(model, optax.sgd(0.0), loss_fn, strategy, world)
+
+
+TWO_KINDS = {"x": np.repeat(np.float32([1, 3]), 8).reshape(4, 4)}
+
+
+def test_a_sum_of_one_number_of_samples_is_reported_as_a_mean_with_a_warning():
+    fixed = lambda model, batch: jnp.sum(jnp.mean(model(batch["x"]), -1) * jnp.ones(2))
+    step = in_two_replicas(fixed)
+    with pytest.warns(AxonDistWarning, match=r"4 samples of a batch, only for the 2 of") as seen:
+        _, metrics = step(step.init(), TWO_KINDS)
+    assert [one.message.code for one in seen] == ["loss-of-one-size"]
+    assert float(metrics["loss"]) == (2 * 4 + 2 * 12) / 2
+
+
+def test_a_mistake_that_only_all_samples_show_is_raised():
+    def wrong(model, batch):
+        if len(batch["x"]) == 4:
+            raise ConfigError("four samples", code="four")
+        return jnp.mean(model(batch["x"]))
+
+    step = in_two_replicas(wrong)
+    with pytest.raises(ConfigError, match="four samples"):
+        step(step.init(), TWO_KINDS)
+
+
+def test_a_weight_may_depend_on_parameters_that_one_replica_computes_it_with():
+    def loss_fn(model, batch):
+        each = model(batch["x"])
+        return Weighted(jnp.sum(each), jnp.sum(each**2))
+
+    step = in_two_replicas(loss_fn)
+    metrics = step(step.init(), TWO_KINDS)[1]
+    np.testing.assert_allclose(metrics["loss"], (4 + 12) / (4**2 + 12**2), rtol=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [4, 3])

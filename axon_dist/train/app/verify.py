@@ -17,15 +17,18 @@ from flax import nnx
 
 from axon_dist.core.checks import COUNT, ArgumentKind, checked
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.own_context import in_context_of_step, in_own_context
 from axon_dist.core.tree import is_key, leaves_with_paths, map_with_path
 from axon_dist.core.typing import LossFn, Path, PyTree
+from axon_dist.core.weighted import Weighted
 from axon_dist.data import LocalBatch
 from axon_dist.mesh import World
 from axon_dist.ops.precision import MixedPrecision, without_gathers
 from axon_dist.parallel import OuterLoop, ddp
+from axon_dist.separability.abstract_values import LossDependence
 from axon_dist.step import TrainState, TrainStep, build_train_step
+from axon_dist.step.replicas import addends_of, shared_metrics
 
-from ...core.own_context import in_own_context
 from ..config import CONFIG, Optimizer, RunConfig, with_own_precision
 from .runs import build_loader
 from .steps import (
@@ -69,7 +72,8 @@ def train_replicas(
         first: changes the initial parameters of all replicas.
 
     Returns:
-        The means of the replicas' metrics by name, and the outer parameters by path.
+        The metrics by name, and the outer parameters by path. The loss is that of the samples of
+        all replicas, as a step reports it; other metrics are means over the replicas.
     """
     loop: Any = step.strategy.outer_loop
     count = step.world.mesh.shape[loop.axis]
@@ -80,14 +84,19 @@ def train_replicas(
     sizes = {path: leaf.size for path, leaf in leaves_with_paths(outer)}
     fragment_paths = loop.fragment_paths(sizes)
     outer_states = [loop.outer.init(outer) for _ in fragment_paths]
-    averages: dict[str, Any] = {}
+    compared: dict[str, Any] = {}
     for number, batch in enumerate(batches):
+        dependence = _dependence(step, batch)
+        reported = []
         for replica in range(count):
             share = _share(batch, replica, count, step.batch_layout.num_microbatches)
+            # The step donates the state, so the weight is computed before.
+            weight = alone.evaluate_sums(states[replica], share)["loss"].weight
             states[replica], metrics = alone(states[replica], share)
-            for name in COMPARED:
-                total = averages.setdefault(metric_of(name, number), 0.0)
-                averages[metric_of(name, number)] = total + np.asarray(metrics[name]) / count
+            loss = {"loss": Weighted(metrics["loss"] * weight, weight)}
+            reported.append({**metrics, **addends_of(loss, dependence)})
+        together = shared_metrics(jax.tree.map(lambda *x: jnp.stack(x), *reported))
+        compared |= {metric_of(name, number): np.asarray(together[name]) for name in COMPARED}
         for fragment in loop.due(number + 1):
             means = jax.tree.map(lambda *p: sum(p) / count, *(state.params for state in states))
             grads = jax.tree.map(jnp.subtract, outer, means)
@@ -97,7 +106,14 @@ def train_replicas(
             updated = optax.apply_updates(outer, updates)
             outer = _replaced(outer, updated, fragment_paths[fragment])
             states = [_follow(state, updated, fragment_paths[fragment]) for state in states]
-    return averages, params_of(alone.merge(dataclasses.replace(states[0], params=outer)))
+    return compared, params_of(alone.merge(dataclasses.replace(states[0], params=outer)))
+
+
+@in_context_of_step
+def _dependence(step: TrainStep, batch: LocalBatch) -> LossDependence | None:
+    """Returns how what a replica reports relates to the numbers of all samples."""
+    layout: Any = step.state_layout
+    return layout.dependence(step.batch_layout.abstract(batch))
 
 
 def _replaced(old: PyTree, new: PyTree, paths: Collection[Path]) -> PyTree:

@@ -1,11 +1,15 @@
 """The verdict of `verify` on two runs that differ."""
 
+import functools
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+from axon_dist import World, build_train_step, ddp, local_sgd
 from axon_dist.core.errors import ConfigError
 from axon_dist.mesh.chips import hardware
 from axon_dist.ops.precision import MixedPrecision
@@ -13,14 +17,17 @@ from axon_dist.train.app import plan_config, verify
 from axon_dist.train.app.evaluate import world_of
 from axon_dist.train.app.steps import build_step, build_world
 from axon_dist.train.app.verify import (
+    COMPARED,
     EXACT,
     ROUNDED,
     Difference,
     Verification,
     _compare,
+    _train,
     one_device_step,
     tiny,
     tolerance_of,
+    train_replicas,
 )
 from axon_dist.train.config import RunConfig
 
@@ -124,6 +131,28 @@ def test_a_step_with_another_optimizer_clips_as_the_config_says(watch):
 )
 def test_options_of_another_section_change_both_runs(change):
     assert verify(RunConfig.from_dict({**SMALL, **change}), steps=2).passed
+
+
+def test_replicas_with_other_numbers_of_learned_tokens_are_compared_by_their_tokens():
+    data = {"kind": "jsonl", "files": ["a"], "prompt": "q", "response": "r", "sequence_length": 11}
+    train = {**SMALL["train"], "nonfinite": "skip"}
+    parts = {"mesh": "nodes=2", "parallel": {"local_sgd": {"every": 2}}, "data": data}
+    found = verify(RunConfig.from_dict({**SMALL, "train": train, **parts}), steps=2)
+    assert found.passed, found.worst
+
+
+def test_the_loss_of_replicas_is_a_sum_if_the_loss_is_one():
+    loss_fn = lambda model, batch: jnp.sum(model(batch["x"]) ** 2)
+    model, world = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), World.emulate(2, "nodes=2")
+    build = functools.partial(build_train_step, model, optax.sgd(0.001), loss_fn)
+    options = {"metrics": COMPARED, "accumulate": 2}
+    step = build(local_sgd("nodes", every=2), world, **options)
+    alone = build(ddp(per="microbatch"), World.emulate(1, "dp=1"), **options)
+    batches = [{"x": np.arange(32, dtype=np.float32).reshape(8, 4) / 32}]
+    found = _compare(
+        *(one[0] for one in (_train(step, batches), train_replicas(step, alone, batches)))
+    )
+    assert all(row.relative < 1e-5 for row in found)
 
 
 def test_a_strategys_precision_is_that_of_the_config():
