@@ -115,7 +115,7 @@ def split_files(
     A file is for validation if the first eight bytes of the SHA-256 of its name, read as a number
     in [0, 1), are below `fraction`. So the result for a file depends neither on the order, nor on
     the machine, nor on the other files. Only if this leaves one side empty, files of the same name
-    are told apart by the names of their folders, which depends on the other files.
+    are also named by their folders, as many as make these names unique among all files.
 
     Args:
         files: the files to split.
@@ -148,7 +148,7 @@ def _split_by(
 
 
 def _longer_names(files: Sequence[TextFile]) -> list[str]:
-    """Returns names with as many parent folders as tell files of one name apart.
+    """Returns unique names: those that occur more than once get parent folders.
 
     Example:
         >>> _longer_names([TextFile("a", Path(f"/texts/{n}/a")) for n in (1, 2)])
@@ -156,12 +156,12 @@ def _longer_names(files: Sequence[TextFile]) -> list[str]:
     """
     names = [file.name for file in files]
     count = Counter(names)
-    alike = [number for number, name in enumerate(names) if count[name] > 1]
-    paths = [_parts_of(files[number]) for number in alike]
+    repeated = [number for number, name in enumerate(names) if count[name] > 1]
+    paths = [_parts_of(files[number]) for number in repeated]
     for length in range(2, max(map(len, paths), default=1) + 1):
         longer = ["/".join(parts[-length:]) for parts in paths]
         if len(set(longer)) == len(longer):
-            for number, name in zip(alike, longer, strict=True):
+            for number, name in zip(repeated, longer, strict=True):
                 names[number] = name
             break
     return names

@@ -161,7 +161,7 @@ def checksum(*arrays: np.ndarray) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for array in arrays:
         dtype = array.dtype
-        # NumPy writes all dtypes of its extensions of one size alike, such as "<V2" for bfloat16.
+        # NumPy has one `str` for all extension dtypes of a size, such as "<V2" for bfloat16.
         name = dtype.name if dtype.kind == "V" else dtype.str
         digest.update(f"{name}{array.shape}".encode())
         # A view, because a memoryview has neither empty arrays nor the dtypes of extensions.

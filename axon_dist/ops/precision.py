@@ -327,7 +327,10 @@ def _are_same(one: Collection[object], other: Collection[object]) -> bool:
 
 
 def _is_data(node: object) -> bool:
-    """Whether an NNX object is a mere container of arrays, such as an `nnx.Dict` of a batch."""
+    """Whether an NNX object is only a container of arrays, such as an `nnx.Dict` of a batch.
+
+    It is copied with cast arrays, and what a call changes in the copy is lost to the caller.
+    """
     if not isinstance(node, nnx.Pytree) or (
         isinstance(node, nnx.Module) and type(node) not in _DATA
     ):

@@ -186,7 +186,7 @@ def memory_by_category(run: Run, step_report: Report) -> dict[str, int]:
     kinds = {}
     for name, label in _KINDS.items():
         kinds[label] = own_bytes(getattr(state, name), run.world.is_cpu)
-    # XLA:CPU counts arrays in host memory as `arguments`; others count them apart.
+    # XLA:CPU counts arrays in host memory as `arguments`; others count them separately.
     rest = memory.arguments - sum(kinds.values())
     return {
         **{label: size for label, size in kinds.items() if size},
