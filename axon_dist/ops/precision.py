@@ -285,7 +285,7 @@ class _Copies:
         self._earlier = earlier
 
     def of(self, value: Any) -> Any:
-        """Returns a copy of a tree; lists and dicts are always copied, NNX objects never."""
+        """Returns a copy: of every list and dict, and of other nodes with arrays to cast."""
         if self._earlier is not None and isinstance(value, (list, dict)):
             own = self._earlier.own(value)
             if own is not value:
@@ -302,7 +302,8 @@ class _Copies:
             if jax.tree_util.treedef_is_leaf(structure):
                 copy = _cast(value, self._dtype)
             else:
-                copy = structure.unflatten(map(self.of, children))
+                copies = list(map(self.of, children))
+                copy = value if _are_same(copies, children) else structure.unflatten(copies)
         self._own[id(copy)] = copy, value
         return copy
 
@@ -329,7 +330,8 @@ def _are_same(one: Collection[object], other: Collection[object]) -> bool:
 def _is_data(node: object) -> bool:
     """Whether an NNX object is only a container of arrays, such as an `nnx.Dict` of a batch.
 
-    It is copied with cast arrays, and what a call changes in the copy is lost to the caller.
+    If it has arrays to cast, it is copied, and what a call changes in the copy is lost to the
+    caller.
     """
     if not isinstance(node, nnx.Pytree) or (
         isinstance(node, nnx.Module) and type(node) not in _DATA

@@ -104,9 +104,10 @@ class Collecting(nnx.Module):
 
 def test_a_list_or_dict_that_a_call_changes_is_the_callers():
     model = autocast(Collecting(), MixedPrecision.bf16())
-    terms = []
-    model(jnp.ones(3), terms)
-    assert [float(term) for term in terms] == [3.0]
+    for terms in ([], nnx.List([])):
+        model(jnp.ones(3), terms)
+        assert [float(term) for term in terms] == [3.0]
+    terms = [terms[0]]
     model(jnp.ones(3), terms)  # The first term has the compute dtype already.
     assert len(terms) == 2
     own = jnp.zeros(())
