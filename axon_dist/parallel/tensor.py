@@ -178,7 +178,9 @@ class TensorLayers(AdaptLayers):
                 pin = self.pin(rule, path, params, layout)
                 wrap_calls(module, pin.calls(module))
 
-    def pin(self, rule: Rule, path: Path, shapes: Mapping[str, Shape], layout: Layout) -> Pin:
+    def pin(
+        self, rule: Rule, path: Path, shapes: Mapping[str, Shape], layout: Layout
+    ) -> LayerLayout:
         """Returns the constraints around the calls of one layer.
 
         Args:
@@ -192,7 +194,7 @@ class TensorLayers(AdaptLayers):
         )
         # Without pattern and reason, equal layers get equal values.
         value = dataclasses.replace(rule, pattern="", reason="")
-        return Pin(value, self.policy.axis, is_split, self.sequence, layout, self.rings)
+        return LayerLayout(value, self.policy.axis, is_split, self.sequence, layout, self.rings)
 
 
 def check_sums(strategy: Strategy, model: nnx.Module) -> None:
@@ -237,7 +239,7 @@ def ring_products(strategy: Strategy, layout: Layout) -> tuple[RingProducts, ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Pin:
+class LayerLayout:
     """The layout of the activations around one layer; compares by value, so equal layers match.
 
     Args:

@@ -85,7 +85,7 @@ class Executor:
 
     Args:
         schedule: a valid table.
-        stages: the programs of its stages.
+        programs: the programs of its stages; one may run several.
         axis: the mesh axis of the pipeline.
         weights: the trained rows of this rank's block parameters.
         rest: the parameters outside the blocks; None in place of frozen ones.
@@ -124,7 +124,7 @@ class Executor:
     """
 
     schedule: Schedule
-    stages: Sequence[StageProgram]
+    programs: Sequence[StageProgram]
     axis: str
     weights: list[list[Any]]
     rest: list[Any]
@@ -151,7 +151,7 @@ class Executor:
 
         self.all_rest: Rest = {**trained, **frozen}
         self.bound: list[BoundProgram] = []
-        for program in self.stages:
+        for program in self.programs:
             numbers = program.rows
             frozen_rows = (
                 [self.frozen_weights[row] for row in numbers] if self.frozen_weights else ()
@@ -171,7 +171,7 @@ class Executor:
         self.embedding: Embedding = Embedding(self.lookups, self.axis, first_rank, self.data)
         looked_up = zeros([each.shape for each in self.lookups])
         first_data = example._replace(looked_up=looked_up)
-        self.wire: Wire = jax.eval_shape(lambda: self.stages[0].first(self.all_rest, first_data))
+        self.wire: Wire = jax.eval_shape(lambda: self.programs[0].first(self.all_rest, first_data))
         saves_lookups = False
         if self.lookups:
             bound = next(bound for bound in self.bound if 0 in bound.program.stages)
@@ -213,7 +213,7 @@ class Executor:
             for channel in self.tables.channels
         ]
         wire = zeros(self.wire)
-        last = self.stages[-1].last
+        last = self.programs[-1].last
         lookups = [each.shape for each in self.lookups]
         loss = jax.eval_shape(lambda: last(self.all_rest, self.data(jnp.int32(0)), wire))
         num = {name: slots.num_slots for name, slots in self.slots.items()}
@@ -243,7 +243,9 @@ class Executor:
         # The scan itself is never differentiated: B, I and W are actions in the tables. So it saves
         # no residuals per tick, and its memory is that of the slots.
         state, _ = jax.lax.scan(self._tick, start, (lanes, channels))
-        stages = {i: stage for program in self.stages for i, stage in program.buffer_stages.items()}
+        stages = {
+            i: stage for program in self.programs for i, stage in program.buffer_stages.items()
+        }
         ranks = {i: self.schedule.placement[stage] for i, stage in stages.items()}
         final = {
             i: history[1:].mean(0) if i in self.averaged_buffers else history[-1]
@@ -306,7 +308,7 @@ class Executor:
             operand: the values that the branch only reads, then the state that it updates.
         """
         branch_of_stage = np.zeros(self.schedule.num_stages, np.int32)
-        for number, program in enumerate(self.stages):
+        for number, program in enumerate(self.programs):
             branch_of_stage[list(program.stages)] = number + 1
         # Branch 0 is idle; the programs are branches 1 and up.
         index = jnp.where(active, jnp.asarray(branch_of_stage)[entry["stage"]], 0)

@@ -250,7 +250,7 @@ class Injected:
     splits: tuple[tuple[str, ...], ...]
 
 
-Record: TypeAlias = dict[Value, Array]
+Env: TypeAlias = dict[Value, Array]
 """Recorded values, with leading dims for the turns of loops, then for the ranks of a mesh."""
 
 
@@ -264,7 +264,7 @@ class Evaluation:
     """How a program is evaluated. As a pytree it is passed into compiled programs, loops and maps.
 
     Args:
-        wanted: the values to record.
+        wanted: the values to keep in the `Env` that `run` returns.
         noise: a seed and a scale: results of arithmetic are perturbed by this many units in the
             last place, up or down. None for no noise.
         injected: bits for draws, by the number of the operation.
@@ -274,28 +274,28 @@ class Evaluation:
     noise: tuple[Any, Any] | None
     injected: Mapping[int, Injected]
 
-    def run(self, program: Region, values: Sequence[Any]) -> tuple[list[Array], Record]:
+    def run(self, program: Region, values: Sequence[Any]) -> tuple[list[Array], Env]:
         """Computes the outputs and the recorded values.
 
         All turns of a `scan` are recorded, the first turn of a `while`, and no branch of a `cond`.
         """
         known = dict(zip(program.inputs, values, strict=True))
-        record: Record = {}
+        env: Env = {}
 
         def read(value: Value) -> Any:
             return known[value] if value.constant is None else value.constant
 
         for operation in program.operations:
-            results = self._operation(operation, list(map(read, operation.reads)), record)
+            results = self._operation(operation, list(map(read, operation.reads)), env)
             known.update(zip(operation.results, results, strict=True))
-            record |= {v: plain(known[v]) for v in operation.results if v in self.wanted}
-        return [_as_array(read(value), value) for value in program.outputs], record
+            env |= {v: plain(known[v]) for v in operation.results if v in self.wanted}
+        return [_as_array(read(value), value) for value in program.outputs], env
 
-    def _operation(self, operation: Operation, operands: list, record: Record) -> list[Array]:
+    def _operation(self, operation: Operation, operands: list, env: Env) -> list[Array]:
         if operation.number in self.injected:
             return [_block(self.injected[operation.number], operation.results[0])]
         if operation.is_map or (operation.regions and self._opens(operation)):
-            return _OPENED[operation.name](self, operation, operands, record)
+            return _OPENED[operation.name](self, operation, operands, env)
         results = eval_equation(operation.equation, operands)
         if self.noise is None or operation.name in EXACT:
             return results
@@ -321,13 +321,13 @@ class Evaluation:
             return x
         return _moved(x, *self.noise, np.uint32(number * 7919 % 2**32), np.float32(size))
 
-    def _map(self, operation: Operation, operands: list, record: Record) -> list[Array]:
+    def _map(self, operation: Operation, operands: list, env: Env) -> list[Array]:
         """Runs a `shard_map`, and also returns the values recorded on all of its ranks."""
         region = operation.regions[0]
         params = operation.equation.params
         axes = map_axes(operation.equation)
 
-        def body(evaluation: Evaluation, operands: list) -> tuple[list, Record]:
+        def body(evaluation: Evaluation, operands: list) -> tuple[list, Env]:
             outputs, inner = evaluation.run(region, operands)
             return outputs, {v: varying(x, axes)[(None,) * len(axes)] for v, x in inner.items()}
 
@@ -344,10 +344,10 @@ class Evaluation:
         for value, x in inner.items():
             # Turns of loops inside the map come before the ranks.
             turns = value.num_turns(x) + outside
-            record[value] = jnp.moveaxis(x, range(len(axes)), range(turns, turns + len(axes)))
+            env[value] = jnp.moveaxis(x, range(len(axes)), range(turns, turns + len(axes)))
         return outputs
 
-    def _scan(self, operation: Operation, operands: list, record: Record) -> list[Array]:
+    def _scan(self, operation: Operation, operands: list, env: Env) -> list[Array]:
         """Runs a loop, and records the values of all turns in their order."""
         region = operation.regions[0]
         params = operation.equation.params
@@ -355,7 +355,7 @@ class Evaluation:
         assert form is not None
         shared, start, rows = form.split_operands(operands)
 
-        def turn(carried: list, rows: list) -> tuple[list, tuple[list, Record]]:
+        def turn(carried: list, rows: list) -> tuple[list, tuple[list, Env]]:
             outputs, inner = self.run(region, [*shared, *carried, *rows])
             carried, stacked = form.outputs(outputs)
             return carried, (stacked, inner)
@@ -363,24 +363,24 @@ class Evaluation:
         ends = {"length": params["length"], "reverse": params["reverse"]}
         carried, (stacked, inner) = jax.lax.scan(turn, start, rows, **ends)
         order = slice(None, None, -1 if params["reverse"] else 1)
-        record |= {value: x[order] for value, x in inner.items()}
+        env |= {value: x[order] for value, x in inner.items()}
         return [*carried, *stacked]
 
-    def _while(self, operation: Operation, operands: list, record: Record) -> list[Array]:
+    def _while(self, operation: Operation, operands: list, env: Env) -> list[Array]:
         """Runs a loop, and records its first turn; how many there are is not known before."""
         test, body = operation.regions
         assert test.form is not None
         assert body.form is not None
         for_test, start, _ = test.form.split_operands(operands)
         for_body, _, _ = body.form.split_operands(operands)
-        record |= self.run(body, [*for_body, *start])[1]
+        env |= self.run(body, [*for_body, *start])[1]
         return jax.lax.while_loop(
             lambda carry: self.run(test, [*for_test, *carry])[0][0],
             lambda carry: self.run(body, [*for_body, *carry])[0],
             start,
         )
 
-    def _cond(self, operation: Operation, operands: list, record: Record) -> list[Array]:
+    def _cond(self, operation: Operation, operands: list, env: Env) -> list[Array]:
         def branch(region: Region) -> Callable[..., list[Array]]:
             return lambda *values: self.run(region, values)[0]
 
@@ -396,13 +396,13 @@ _OPENED: Mapping[str, Callable[..., list[Array]]] = {
 }
 
 
-def compiler() -> Callable[..., tuple[list[Array], Record]]:
+def compiler() -> Callable[..., tuple[list[Array], Env]]:
     """Returns a function from (evaluation, program, values) to outputs and recorded values.
 
     It compiles each program once. JAX frees the compiled programs with the function.
     """
 
-    def run(how: Evaluation, program: Region, values: list) -> tuple[list[Array], Record]:
+    def run(how: Evaluation, program: Region, values: list) -> tuple[list[Array], Env]:
         return how.run(program, values)
 
     return jax.jit(run, static_argnums=1, compiler_options=_COMPILER_OPTIONS)

@@ -331,7 +331,7 @@ class PipelineRegion:
         weight = mean_weight(trace, data, count, spec.strategy.batch_axes)
         sums = Executor(
             schedule=self.pipeline.schedule,
-            stages=programs,
+            programs=programs,
             axis=self.pipeline.axis,
             weights=jax.tree.map(lambda leaf: leaf[0], params[0]),
             rest=params[1],

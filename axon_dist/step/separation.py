@@ -149,7 +149,8 @@ class Separator:
         self._loss_fn = spec.loss_fn
         self._buffers = leaves_with_paths(spec.model_spec.arguments[1])
         self._num_microbatches = spec.num_microbatches
-        self._promise = spec.options.separable
+        # True or False where the user declares it; None where the trace decides.
+        self._declared = spec.options.separable
         self._separations: dict[Any, Separation] = {}
         self._traced: dict[bool, Traces] = (
             {} if trace_key is None else shared_value(("traces", trace_key), dict)
@@ -251,7 +252,7 @@ class Separator:
             return Separation(self._loss_fn, per_rank)
         why = ""
         sizes = samples // ranks, total
-        if self._promise and ranks > 1:
+        if self._declared and ranks > 1:
             self._check_buffers_of_ranks(batch, sizes, ranks)
         # With one microbatch, the ranks can compute any loss together, in global view. So finding
         # the sums that it is made of is worth the traces only where the caller asks for parts.
@@ -280,9 +281,9 @@ class Separator:
         is_per_rank = per_rank and not why
         if from_sums is not None:
             return dataclasses.replace(from_sums, is_per_rank=is_per_rank, why=why, means=means)
-        if not self._promise and not dependence.is_separable:
+        if not self._declared and not dependence.is_separable:
             self._check_follows(dependence, samples, total, ranks)
-        is_averaged = self._promise is False and self._num_microbatches > 1
+        is_averaged = self._declared is False and self._num_microbatches > 1
         averaged = dependence.why_coupled if is_averaged else ""
         loss_fn = rescale_parts(self._loss_fn, dependence)
         return Separation(loss_fn, is_per_rank, why, averaged, means=means)
@@ -348,7 +349,7 @@ class Separator:
         self, batch: Batch, sizes: tuple[int, int], ranks: int, dependence: LossDependence
     ) -> Separation | None:
         """Returns how to compute outputs that do not add up from sums that do, or None."""
-        if self._promise is not None or dependence.failure:
+        if self._declared is not None or dependence.failure:
             return None
         names = {name for name, output in dependence.metrics.items() if not output.is_separable}
         if not dependence.loss.is_separable:
@@ -466,7 +467,7 @@ class Separator:
         """Raises if the loss or a metric of the whole batch does not follow from its parts."""
         if dependence.loss.kind is Dependence.MIXED:
             raise UnsupportedError(self._mixed(dependence, ranks))
-        if self._promise is False:
+        if self._declared is False:
             return
         count = self._num_microbatches
         means = [
@@ -527,7 +528,7 @@ class Separator:
         """
         if self._num_microbatches > 1:
             self._check_buffers(self.program(batch, sizes[1]))
-        if self._promise is not None or self._num_microbatches == 1:
+        if self._declared is not None or self._num_microbatches == 1:
             return frozenset()
         self._check_counts(batch, sizes, ranks, dependence)
         if not is_given:
@@ -615,8 +616,8 @@ class Separator:
         )
 
     def _obstacle(self, dependence: LossDependence) -> str:
-        if self._promise is not None:
-            return "" if self._promise else "separable=False says that the loss couples samples"
+        if self._declared is not None:
+            return "" if self._declared else "separable=False says that the loss couples samples"
         if not self._spec.reduction.sync_buffers:
             # The user asked that each rank keeps its own statistics, so these do not matter.
             others = {

@@ -109,7 +109,7 @@ def run(schedule: Schedule, scale=None, keeps=False):
     def on_a_rank(rows, rest, batch):
         sums = Executor(
             schedule=schedule,
-            stages=programs([[stages[chunk] for stages in own] for chunk in chunks]),
+            programs=programs([[stages[chunk] for stages in own] for chunk in chunks]),
             axis="pp",
             weights=[[leaf[0] for leaf in row] for row in rows],
             rest=rest,
@@ -214,7 +214,7 @@ def test_stages_keep_what_a_microbatch_has_left_for_the_next(name):
     def on_a_rank(rows):
         sums = Executor(
             schedule=table,
-            stages=[program],
+            programs=[program],
             axis="pp",
             weights=[[rows[0]]],
             rest=[],

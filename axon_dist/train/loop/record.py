@@ -144,7 +144,7 @@ _FLAGS = {FLAG: None, SPIKE: _SKIPPED, OVERFLOW: _OVERFLOWED}
 """Metrics that are in no mean, and the counts that they add to every record."""
 
 
-class Record:
+class MetricRecorder:
     """Receives metrics as device scalars, fetches them later, averages them and writes them.
 
     The clock runs from `start_clock` to `stop_clock`, and pauses in the context of `aside`, so that

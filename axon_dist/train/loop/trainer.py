@@ -31,7 +31,7 @@ from .record import (
     INITIALIZE,
     SAVE,
     VALIDATE,
-    Record,
+    MetricRecorder,
     TimeSheet,
     TrainResult,
 )
@@ -107,9 +107,9 @@ class Trainer:
         on_counts: called before `save` and `copy` with the numbers of steps so far without an
             update, `skipped_steps` and `overflowed_steps`; save them with the state.
         facts: maps the number of steps taken, and the number of steps that changed the state, to
-            further numbers of a record, such as the learning rate; runs on the host.
+            further numbers of a recorder, such as the learning rate; runs on the host.
         data_facts: maps the number of batches that this call has taken steps with, including the
-            steps that a rollback undid, to further numbers of a record, such as the samples seen;
+            steps that a rollback undid, to further numbers of a recorder, such as the samples seen;
             runs on the host.
         on_compiled: called once, after the first step, which compiles.
         profile_dir: the folder for traces. The options select traced steps, and SIGUSR1 traces the
@@ -215,45 +215,47 @@ class Trainer:
                 if state is None:
                     self.step.check(first, own_rows=True)
                     state = self.step.init()
-                record = self._record(state, tell, sheet)
-            if record.step >= options.num_steps:
+                recorder = self._recorder(state, tell, sheet)
+            if recorder.step >= options.num_steps:
                 raise ConfigError(
-                    f"the state has taken {record.step} steps, but the run ends at step "
+                    f"the state has taken {recorder.step} steps, but the run ends at step "
                     f"{options.num_steps}; raise the number of steps",
                     code="no-step-left",
                 )
-            first_step = record.first_step
+            first_step = recorder.first_step
             with self.progress.phase("compiling the train step"), sheet.on(COMPILE):
                 state, metrics = self.step(state, first)
-                record.add(metrics)
-                record.settle()
+                recorder.add(metrics)
+                recorder.settle()
             self.on_compiled()
-            record.start_clock()
+            recorder.start_clock()
             stops = Stops(StopConsensus(self.step.world), request, self.should_stop)
-            state, ended = self._steps(state, batches, metrics, record, stops, profile)
+            state, ended = self._steps(state, batches, metrics, recorder, stops, profile)
             reason = ended or stops.reason
-            self._finish(state, record, reason, stops)
+            self._finish(state, recorder, reason, stops)
         return TrainResult(
             state=state,
             first_step=first_step,
-            num_steps=record.step,
+            num_steps=recorder.step,
             reason=reason,
-            train_curve=record.train_curve,
-            validation_curve=record.validation_curve,
+            train_curve=recorder.train_curve,
+            validation_curve=recorder.validation_curve,
             compile_seconds=sheet[COMPILE],
-            train_seconds=record.train_seconds,
-            items_per_second=record.items_per_second,
-            device_bytes=record.device_bytes,
-            skipped_steps=record.skipped_steps,
-            rollbacks=record.rollbacks,
-            metric_curves=record.metric_curves(),
-            seconds=sheet.by_kind(record.train_seconds),
-            step_percentiles=percentiles(record.step_seconds),
+            train_seconds=recorder.train_seconds,
+            items_per_second=recorder.items_per_second,
+            device_bytes=recorder.device_bytes,
+            skipped_steps=recorder.skipped_steps,
+            rollbacks=recorder.rollbacks,
+            metric_curves=recorder.metric_curves(),
+            seconds=sheet.by_kind(recorder.train_seconds),
+            step_percentiles=percentiles(recorder.step_seconds),
         )
 
-    def _record(self, state: TrainState, tell: Callable[[int], None], sheet: TimeSheet) -> Record:
+    def _recorder(
+        self, state: TrainState, tell: Callable[[int], None], sheet: TimeSheet
+    ) -> MetricRecorder:
         options = self.options
-        return Record(
+        return MetricRecorder(
             options,
             int(state.step),
             self.writers,
@@ -319,7 +321,7 @@ class Trainer:
         state: TrainState,
         batches: Iterator[Batch],
         metrics: dict,
-        record: Record,
+        recorder: MetricRecorder,
         stops: Stops,
         profile: StepProfile,
     ) -> tuple[TrainState, str | None]:
@@ -331,137 +333,139 @@ class Trainer:
         options = self.options
         cadences = options.eval_every, options.save_every, options.copy_every, options.num_steps
         while True:
-            if any(_is_multiple(record.dispatched, cadence) for cadence in cadences):
+            if any(_is_multiple(recorder.dispatched, cadence) for cadence in cadences):
                 # Check that the state is finite before it is validated, saved or returned.
-                record.settle()
-            if record.lost is not None:
-                earlier = self._go_back(record)
+                recorder.settle()
+            if recorder.lost is not None:
+                earlier = self._go_back(recorder)
                 if earlier is None:
                     return state, NONFINITE
                 state = earlier
                 metrics = {}
-                if record.dispatched >= self.options.num_steps:
+                if recorder.dispatched >= self.options.num_steps:
                     return state, FINISHED
-            elif record.dispatched >= self.options.num_steps:
+            elif recorder.dispatched >= self.options.num_steps:
                 return state, FINISHED
-            elif self._pause_after(record.dispatched, state, record, stops):
+            elif self._pause_after(recorder.dispatched, state, recorder, stops):
                 return state, None
-            elif self._has_lost_patience(record):
+            elif self._has_lost_patience(recorder):
                 return state, EARLY
-            if stops.between_steps(record.latest):
+            if stops.between_steps(recorder.latest):
                 return state, None
-            with record.sheet.on(DATA):
+            with recorder.sheet.on(DATA):
                 batch = next(batches, _END)
             if batch is _END:
-                self._end_together(record.dispatched)
+                self._end_together(recorder.dispatched)
                 return state, "out of data"
-            record.sign()
-            with profile.around(record.dispatched + 1, record.settle):
+            recorder.sign()
+            with profile.around(recorder.dispatched + 1, recorder.settle):
                 state, metrics = self.step(state, batch, metrics.get(step_state.FLAG))
-                record.add(metrics)
-            record.settle(keep=LAG)
+                recorder.add(metrics)
+            recorder.settle(keep=LAG)
 
-    def _go_back(self, record: Record) -> TrainState | None:
+    def _go_back(self, recorder: MetricRecorder) -> TrainState | None:
         """Returns the state to continue from after a step that was not finite; None to stop."""
         limit = self.options.max_rollbacks
-        if self._policy is not Nonfinite.ROLLBACK or record.rollbacks == limit:
+        if self._policy is not Nonfinite.ROLLBACK or recorder.rollbacks == limit:
             return None
         assert self.go_back is not None
         state = self.go_back()
         if state is None:
             return None
-        # `record.go_back` clears `lost`.
-        lost = record.lost
+        # `recorder.go_back` clears `lost`.
+        lost = recorder.lost
         number = int(state.step)
-        record.go_back(number, {} if self.earlier_counts is None else self.earlier_counts())
+        recorder.go_back(number, {} if self.earlier_counts is None else self.earlier_counts())
         self.progress.note(
             f"{lost}: went back to step {number}, continuing with the next batches "
-            f"(rollback {record.rollbacks} of {limit})"
+            f"(rollback {recorder.rollbacks} of {limit})"
         )
         return state
 
-    def _pause_after(self, number: int, state: TrainState, record: Record, stops: Stops) -> bool:
+    def _pause_after(
+        self, number: int, state: TrainState, recorder: MetricRecorder, stops: Stops
+    ) -> bool:
         """Validates, saves and copies if they are due; returns whether to stop."""
         has_stopped = False
         if self.validation is not None and _is_multiple(number, self.options.eval_every):
-            has_stopped = not self._validate(state, record, stops)
+            has_stopped = not self._validate(state, recorder, stops)
         if _is_multiple(number, self.options.save_every):
-            self._save(number, state, record)
+            self._save(number, state, recorder)
         if _is_multiple(number, self.options.copy_every):
-            self._copy(number, state, record)
+            self._copy(number, state, recorder)
         return has_stopped
 
-    def _has_lost_patience(self, record: Record) -> bool:
+    def _has_lost_patience(self, recorder: MetricRecorder) -> bool:
         """Whether the last validations did not improve; the same answer on every process."""
         options = self.options
-        if not options.patience or not _is_multiple(record.dispatched, options.eval_every):
+        if not options.patience or not _is_multiple(recorder.dispatched, options.eval_every):
             return False
         # Only process 0 of a resumed run has the validations from before this call.
-        since = int(from_main(np.int32(record.validations_since_best())))
+        since = int(from_main(np.int32(recorder.validations_since_best())))
         if since >= options.patience:
             self.progress.note(
                 f"{options.best_metric} was best {plural(since, 'validation')} ago: stopping early"
             )
         return since >= options.patience
 
-    def _copy(self, number: int, state: TrainState, record: Record) -> None:
+    def _copy(self, number: int, state: TrainState, recorder: MetricRecorder) -> None:
         if self.copy is not None:
             self._check_finite(number, state)
-            with record.aside(SAVE):
-                self.on_counts(record.counts)
+            with recorder.aside(SAVE):
+                self.on_counts(recorder.counts)
                 self.copy(state, number)
 
     def _check_finite(self, number: int, state: TrainState) -> None:
         if self._policy is None and not step_state.is_finite(state):
             raise NonfiniteError(f"the parameters after step {number} are not finite. {_ADVICE}")
 
-    def _save(self, number: int, state: TrainState, record: Record) -> None:
+    def _save(self, number: int, state: TrainState, recorder: MetricRecorder) -> None:
         if self.save is not None:
             self._check_finite(number, state)
-            with record.aside(SAVE):
-                self.on_counts(record.counts)
-                self.save(state, number, record.score_at(number))
+            with recorder.aside(SAVE):
+                self.on_counts(recorder.counts)
+                self.save(state, number, recorder.score_at(number))
 
-    def _save_before_error(self, state: TrainState, record: Record) -> None:
+    def _save_before_error(self, state: TrainState, recorder: MetricRecorder) -> None:
         """Saves the last state after an error of a validation, if every process has it.
 
         Otherwise the others are still validating, and never write their parts of the state.
         """
-        number = record.step
+        number = recorder.step
         try:
             agree(self.step.world, f"failed validation after step {number}", {}, _END_SECONDS)
-            self._save(number, state, record)
+            self._save(number, state, recorder)
         except Exception as error:  # the error of the validation must reach the caller
             self.progress.note(f"the state of step {number} is not saved: {error}")
 
-    def _validate(self, state: TrainState, record: Record, stops: Stops) -> bool:
+    def _validate(self, state: TrainState, recorder: MetricRecorder, stops: Stops) -> bool:
         """Validates; returns False if the run must stop, so that there is no result."""
-        record.stop_clock()
-        compiled = record.sheet[COMPILE]
-        with record.sheet.on(VALIDATE):
+        recorder.stop_clock()
+        compiled = recorder.sheet[COMPILE]
+        with recorder.sheet.on(VALIDATE):
             try:
-                means = self._validation_means(state, record, stops)
+                means = self._validation_means(state, recorder, stops)
             except Exception:
-                self._save_before_error(state, record)
+                self._save_before_error(state, recorder)
                 raise
         # Compiling inside this context is counted as COMPILE, so subtract it from VALIDATE.
-        record.sheet.add(VALIDATE, compiled - record.sheet[COMPILE])
+        recorder.sheet.add(VALIDATE, compiled - recorder.sheet[COMPILE])
         if means is None:
             return False
-        record.validated(means)
-        record.start_clock()
+        recorder.validated(means)
+        recorder.start_clock()
         return True
 
     def _validation_means(
-        self, state: TrainState, record: Record, stops: Stops
+        self, state: TrainState, recorder: MetricRecorder, stops: Stops
     ) -> dict[str, float] | None:
         validation = self.validation
         means = {}
         assert validation is not None
         sets = validation if isinstance(validation, Mapping) else {"": validation}
         for name, make in sets.items():
-            is_first = not record.has_validated and not means
-            set_means = self._means_of(make, is_first, state, record, stops)
+            is_first = not recorder.has_validated and not means
+            set_means = self._means_of(make, is_first, state, recorder, stops)
             if set_means is None:
                 return None
             means |= {f"{name}/{metric}".lstrip("/"): mean for metric, mean in set_means.items()}
@@ -472,26 +476,31 @@ class Trainer:
         return means
 
     def _means_of(
-        self, make: ValidationSet, is_first: bool, state: TrainState, record: Record, stops: Stops
+        self,
+        make: ValidationSet,
+        is_first: bool,
+        state: TrainState,
+        recorder: MetricRecorder,
+        stops: Stops,
     ) -> dict[str, float] | None:
         """Computes the mean of every metric over one set; None if the run must stop."""
         sums = MetricSums()
         source = make()
         BATCHES.check("a Trainer", "validation()", source)
-        batches = (record.sign() or batch for batch in source)
+        batches = (recorder.sign() or batch for batch in source)
         averages = self.step.options.ema is not None
         batch_sums = (self.step.evaluate_sums(state, batch, ema=averages) for batch in batches)
         with ExitStack() as compiling:
             if is_first:
                 compiling.enter_context(self.progress.phase("compiling the validation"))
-                compiling.enter_context(record.sheet.on(COMPILE))
+                compiling.enter_context(recorder.sheet.on(COMPILE))
             first = [*itertools.islice(batch_sums, 1)]
         for metrics in delayed(itertools.chain(first, batch_sums), LAG):
             sums.add(metrics)
-            record.sign()
+            recorder.sign()
             if stops.meanwhile():
                 self.progress.note(
-                    f"{stops.reason}: aborted the validation after step {record.step}"
+                    f"{stops.reason}: aborted the validation after step {recorder.step}"
                 )
                 return None
         if not sums.means:
@@ -501,40 +510,42 @@ class Trainer:
             )
         return sums.means
 
-    def _finish(self, state: TrainState, record: Record, reason: str, stops: Stops) -> None:
-        record.stop_clock()
-        record.close_window()
-        if record.lost is not None:
-            self._stop_before(record.lost, state, record)
+    def _finish(
+        self, state: TrainState, recorder: MetricRecorder, reason: str, stops: Stops
+    ) -> None:
+        recorder.stop_clock()
+        recorder.close_window()
+        if recorder.lost is not None:
+            self._stop_before(recorder.lost, state, recorder)
         if reason == FINISHED and self.validation is not None:
-            self._validate(state, record, stops)
-        if reason != FINISHED and not _is_multiple(record.step, self.options.copy_every):
-            self._copy(record.step, state, record)
-        if reason == FINISHED or not _is_multiple(record.step, self.options.save_every):
-            self._save(record.step, state, record)
+            self._validate(state, recorder, stops)
+        if reason != FINISHED and not _is_multiple(recorder.step, self.options.copy_every):
+            self._copy(recorder.step, state, recorder)
+        if reason == FINISHED or not _is_multiple(recorder.step, self.options.save_every):
+            self._save(recorder.step, state, recorder)
 
     def _stop_before(
-        self, lost: step_state.NonfiniteLoss, state: TrainState, record: Record
+        self, lost: step_state.NonfiniteLoss, state: TrainState, recorder: MetricRecorder
     ) -> NoReturn:
         """Ends a run after a nonfinite step; saves the last finite state, if it still exists."""
         remark = ""
         if self._policy is not None:
-            remark = f"; the state is that of step {record.step}"
+            remark = f"; the state is that of step {recorder.step}"
             if self.give_back is not None:
-                self.give_back(record.dispatched - record.step)
-            if not self._has_saved(record):
-                self._save(record.step, state, record)
-        rollbacks = f" after {record.rollbacks} rollbacks" if record.rollbacks else ""
+                self.give_back(recorder.dispatched - recorder.step)
+            if not self._has_saved(recorder):
+                self._save(recorder.step, state, recorder)
+        rollbacks = f" after {recorder.rollbacks} rollbacks" if recorder.rollbacks else ""
         raise NonfiniteError(f"{lost}{rollbacks}{remark}. {_ADVICE}")
 
-    def _has_saved(self, record: Record) -> bool:
+    def _has_saved(self, recorder: MetricRecorder) -> bool:
         """Whether the last finite state is saved, or is that of a new run."""
-        if record.step == 0:
+        if recorder.step == 0:
             return True
         if self.is_saved is not None:
-            return self.is_saved(record.step)
-        is_first = record.step == record.first_step
-        return is_first or _is_multiple(record.step, self.options.save_every)
+            return self.is_saved(recorder.step)
+        is_first = recorder.step == recorder.first_step
+        return is_first or _is_multiple(recorder.step, self.options.save_every)
 
     def _tell_signal(self, name: str) -> None:
         self.progress.note(f"{name}: stopping after this step (a second signal aborts)")

@@ -109,7 +109,7 @@ def test_arrays_in_host_memory_take_none_of_a_device(tiny):
         fake = OffloadedStep(step, 0)
         fake.world.is_cpu = is_cpu
         trainer = Trainer(step=fake, batches=[], options=LoopOptions(num_steps=1))
-        held = trainer._record(dataclasses.replace(shapes, step=0), print, None).device_bytes
+        held = trainer._recorder(dataclasses.replace(shapes, step=0), print, None).device_bytes
         # The step count is an int here, without its four bytes.
         assert held == expected - 4
 
