@@ -118,6 +118,12 @@ def kind_at(path: Path) -> str | None:
 NO_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.EMLINK})
 """The errnos of `open_regular` for links and for anything that is not a regular file."""
 
+LOCKED = frozenset({errno.EWOULDBLOCK, errno.EACCES})
+"""The errnos of a lock that another process has."""
+
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
+"""The errnos of a file system without locks, such as Lustre without `-o flock`."""
+
 
 def open_regular(
     path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links: bool = False

@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import secrets
 import tempfile
 import time
 import zlib
@@ -34,7 +37,10 @@ import numpy as np
 
 from ..core.errors import ConfigError, reworded
 from ..core.files import (
+    LOCKED,
     NO_FILE,
+    NO_LOCKS,
+    TEMPORARY,
     json_section,
     open_regular,
     read_bytes,
@@ -425,16 +431,30 @@ class Folder:
         while todo:
             rest = []
             for number in todo:
-                with _claimed(paths[number].with_suffix(".lock")) as is_ours:
-                    if is_ours and not _is_complete(paths[number], most):
-                        file, span = spans[number]
-                        _Part.write(paths[number], make(file.path, span))
-                    elif not is_ours:
+                path = paths[number]
+                file, span = spans[number]
+                with _claimed(path.with_suffix(".lock")) as claim:
+                    if claim is _Claim.OF_ANOTHER:
                         rest.append(number)
+                    elif _is_complete(path, most):
+                        continue
+                    elif claim is _Claim.OURS:
+                        _Part.write(path, make(file.path, span))
+                    else:
+                        self._note_no_locks()
+                        _write_unless_complete(path, most, make(file.path, span))
             if len(rest) == len(todo):
                 time.sleep(_WAIT)
             todo = [number for number in rest if not _is_complete(paths[number], most)]
         return TokenStore(paths)
+
+    def _note_no_locks(self) -> None:
+        text = (
+            f"; the file system of {self.path} has no locks, so processes may tokenize the same "
+            "part twice: name a folder of another one in data.cache"
+        )
+        if text not in self.note:
+            self.note += text
 
     def cached(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
         """Returns arrays from the cache, or computes and stores them.
@@ -466,9 +486,19 @@ def digest_of(*texts: bytes) -> str:
     return digest.hexdigest()
 
 
+class _Claim(enum.Enum):
+    OURS = "this process has the lock"
+    OF_ANOTHER = "another process has the lock"
+    NO_LOCKS = "the file system has no locks"
+
+
 @contextlib.contextmanager
-def _claimed(path: Path) -> Iterator[bool]:
-    """Tries to lock a file during the `with` block; yields whether this process has the lock."""
+def _claimed(path: Path) -> Iterator[_Claim]:
+    """Tries to lock a file during the `with` block; yields whether this process has the lock.
+
+    Raises:
+        ConfigError: when the lock fails for another reason.
+    """
     advice = "remove it, or name another folder"
     with reworded(f"data.cache: {str(path)!r} cannot be locked", advice):
         try:
@@ -480,14 +510,49 @@ def _claimed(path: Path) -> Iterator[bool]:
             path.unlink(missing_ok=True)
             descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     with open(descriptor, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield True
-        with contextlib.suppress(OSError):
-            path.unlink()
+        claim = _lock(file, path)
+        yield claim
+        if claim is not _Claim.OF_ANOTHER:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _lock(file: BinaryIO, path: Path) -> _Claim:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # On NFS, a lock file that another host has just removed is stale. The next try makes it
+        # again.
+        if error.errno in LOCKED or error.errno == errno.ESTALE:
+            return _Claim.OF_ANOTHER
+        if error.errno in NO_LOCKS:
+            return _Claim.NO_LOCKS
+        raise ConfigError(
+            f"data.cache: {str(path)!r} cannot be locked: {error.strerror}; name another folder",
+            code="cannot-lock",
+        ) from error
+    return _Claim.OURS
+
+
+def _write_unless_complete(path: Path, most: int, documents: Iterator[Document]) -> None:
+    """Writes a part without a lock; keeps a complete file that another process has put there.
+
+    That process may be reading its file already, and a file that is replaced is an error for its
+    reader.
+    """
+    own = path.with_name(f".{secrets.token_hex(8)}{TEMPORARY}")
+    _Part.write(own, documents)
+    try:
+        # A link never replaces a file, so of two processes that come here at once only one wins.
+        os.link(own, path)
+    except OSError:
+        # There is a file, perhaps a damaged one, or the file system has no hard links either.
+        if not _is_complete(path, most):
+            advice = "remove what is at this path, or name another folder"
+            with reworded(f"data.cache: {str(path)!r} cannot be written", advice):
+                os.replace(own, path)
+    finally:
+        own.unlink(missing_ok=True)
 
 
 def _is_complete(path: Path, most: int) -> bool:

@@ -1,6 +1,8 @@
 """Files of tokens, JSONL and Parquet, packed rows and mixtures, all with one counter as state."""
 
 import bz2
+import errno
+import fcntl
 import gzip
 import itertools
 import json
@@ -30,6 +32,7 @@ from axon_dist.data import (
     TokenSource,
     pack,
 )
+from axon_dist.data.store import _Part
 from axon_dist.data.tokens import Joined
 
 NUMBERS = np.arange(1000, dtype=np.uint16)
@@ -279,6 +282,68 @@ def test_tokens_are_made_once_and_again_where_anything_changed(tmp_path, monkeyp
     np.testing.assert_array_equal(everything(source.open(40))["tokens"], rows)
     path.write_text("\n".join(lines).replace("number 7 ", "number 8 ") + "\n")
     assert source.open(40).identity != first.identity
+
+
+def failing(number):
+    """A function of the operating system that fails; whoever tries it again and again hangs."""
+    calls = itertools.count()
+
+    def fail(*_, **__):
+        assert next(calls) < 20, "it is tried forever"
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP])
+def test_tokens_are_made_on_a_file_system_without_locks(texts, tmp_path, monkeypatch, number):
+    with_locks = everything(JsonlSource((texts,), cache=str(tmp_path / "a")).open(40))
+    monkeypatch.setattr(fcntl, "flock", failing(number))
+    samples = JsonlSource((texts,), cache=str(tmp_path / "b")).open(40)
+    assert "has no locks, so processes may tokenize the same part twice: name" in (
+        samples.description
+    )
+    np.testing.assert_array_equal(everything(samples)["tokens"], with_locks["tokens"])
+    names = [{path.name for path in (tmp_path / folder).iterdir()} for folder in "ab"]
+    assert names[0] == names[1]
+    # Nothing has to be tokenized, so locks do not matter.
+    again = JsonlSource((texts,), cache=str(tmp_path / "b")).open(40)
+    assert "has no locks" not in again.description
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "damaged"])
+def test_without_locks_a_part_that_another_host_has_completed_stays(
+    texts, tmp_path, monkeypatch, is_whole, links
+):
+    """Its reader refuses a file that was replaced by another one."""
+    source = JsonlSource((texts,))
+    rows = everything(source.open(40))["tokens"]
+    (kept,) = (tmp_path / ".axon_tokens").glob("*.tokens")
+    content = kept.read_bytes()
+    kept.unlink()
+    write = _Part.write
+
+    def write_after_another(path, documents):
+        write(path, documents)
+        kept.write_bytes(content if is_whole else content[:-9])
+
+    monkeypatch.setattr(_Part, "write", write_after_another)
+    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOSYS))
+    if not links:
+        monkeypatch.setattr(os, "link", failing(errno.EPERM))
+    kept.touch()
+    number = kept.stat().st_ino
+    samples = source.open(40)
+    assert (kept.stat().st_ino == number) == is_whole
+    np.testing.assert_array_equal(everything(samples)["tokens"], rows)
+    assert not [*kept.parent.glob(".*")]
+
+
+def test_a_lock_that_fails_is_not_taken_for_that_of_another_process(texts, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", failing(errno.EIO))
+    with pytest.raises(ConfigError, match=r"data.cache: '.*lock' cannot be locked: .*; name an"):
+        JsonlSource((texts,)).open(40)
 
 
 def test_a_folder_that_cannot_be_written_is_said(texts, tmp_path):

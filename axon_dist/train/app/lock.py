@@ -8,7 +8,6 @@ this machine expires as soon as that process ends.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -22,13 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from axon_dist.core.errors import ConfigError, StoreError, reworded
-from axon_dist.core.files import Address, json_section, open_regular, read_text
+from axon_dist.core.files import (
+    LOCKED,
+    NO_LOCKS,
+    Address,
+    json_section,
+    open_regular,
+    read_text,
+)
 
 LOCK = "run.lock"
 """The file in a folder that names its writer."""
-
-_IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 @contextmanager
@@ -74,11 +77,11 @@ def _take(path: Path, folder: Path, key: str, tell: Callable[[str], None]) -> in
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(file)
-            if error.errno in _NO_LOCKS:
+            if error.errno in NO_LOCKS:
                 tell(f"{key}: the file system of {str(folder)!r} has no locks; make sure that no "
                      "other run writes there")  # fmt: skip
                 return _open(path, key)
-            if error.errno not in _IN_USE:
+            if error.errno not in LOCKED:
                 raise ConfigError(
                     f"{key}: cannot determine whether another run writes to {str(folder)!r}: its "
                     f"{path.name} cannot be locked: {error.strerror}; name another folder",
