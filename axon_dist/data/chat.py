@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..core.errors import MALFORMED, ConfigError, did_you_mean, require, reworded
 from ..core.files import read_text
@@ -688,32 +688,46 @@ def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
 _ANSWER = "answer"
 
 
-def ask(template: ChatTemplate, messages: Sequence[Message]) -> tuple[str, str]:
+class Question(NamedTuple):
+    """What a model gets to answer, and what it would write.
+
+    Args:
+        prompt: the text before the answer; none of it is learned in training.
+        answer: the learned text of a made-up answer.
+        ending: the end of `answer`, which ends every answer.
+    """
+
+    prompt: str
+    answer: str
+    ending: str
+
+
+def ask(template: ChatTemplate, messages: Sequence[Message]) -> Question:
     """Renders messages up to the start of the model's answer.
+
+    The prompt ends where the learned text of a chat begins. What a template writes before the
+    content of an answer, such as `<think>`, is learned, so the model writes it itself.
 
     Args:
         template: a chat template.
         messages: the conversation so far; the last message is not the assistant's.
 
-    Returns:
-        The prompt for the model, and the text that ends an answer.
-
     Raises:
-        ValueError: when the template rejects the messages, or does not write one of them.
+        ValueError: when the template rejects the messages.
 
     Example:
         >>> ask(TEMPLATES["plain"], [{"role": "user", "content": "2 + 2?"}])
-        ('User: 2 + 2?\\nAssistant: ', '\\n')
+        Question(prompt='User: 2 + 2?\\nAssistant: ', answer='answer\\n', ending='\\n')
     """
-    # Not every template writes a generation prompt. So render a dummy answer, and cut the text at
-    # this answer.
+    # Where learned text begins depends on the template and its tags. So render a made-up answer,
+    # and cut the text as in training.
     pieces = template.pieces([*messages, {"role": LEARNED, "content": _ANSWER}])
     learned = [number for number, (_, is_learned) in enumerate(pieces) if is_learned]
     if not learned or _ANSWER not in pieces[learned[-1]][0]:
         raise ValueError("messages whose answer the template does not mark as learned")
-    before = "".join(text for text, _ in pieces[: learned[-1]])
-    opening, _, ending = pieces[learned[-1]][0].rpartition(_ANSWER)
-    return before + opening, ending
+    prompt = "".join(text for text, _ in pieces[: learned[-1]])
+    answer = pieces[learned[-1]][0]
+    return Question(prompt, answer, answer.rpartition(_ANSWER)[2])
 
 
 def _template_in(path: Path) -> Rendered | None:

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Tokenizer:
         end: the id that ends a document; None if there is none.
         added: ids that `encode`, `answer` and `chat` append to every document or chat.
         digest: differs between tokenizers that make different tokens.
+        special: the texts of tokens that stand for themselves, such as `<|im_end|>`, by id.
 
     Example:
         >>> tokenizer = byte_tokenizer()
@@ -57,6 +58,7 @@ class Tokenizer:
     end: int | None = None
     added: tuple[int, ...] = ()
     digest: str = "bytes"
+    special: Mapping[int, str] = dataclasses.field(default_factory=dict, hash=False)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -153,6 +155,7 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         end=suffix[0] if suffix else None,
         added=added,
         digest=digest_of(text.encode(), repr(end_token).encode(), _OFFSETS),
+        special={i: token.content for i, token in model.get_added_tokens_decoder().items()},
     )
 
 
@@ -214,6 +217,7 @@ def _load_sentencepiece(path: str, end_token: str | None) -> Tokenizer:
         end=added[0] if added else None,
         added=added,
         digest=digest_of(content, repr(end_token).encode(), b"sentencepiece"),
+        special={i: name for name, i in controls.items()},
     )
 
 

@@ -51,7 +51,7 @@ def parsed(chat):
 @pytest.mark.parametrize("name", ["plain", "chatml", "llama3"])
 def test_a_question_is_the_start_of_what_was_learned(name):
     template = find_template(name, None)
-    text, ending = ask(template, [SYSTEM, ASK])
+    text, _, ending = ask(template, [SYSTEM, ASK])
     pieces = template.pieces([SYSTEM, ASK, ANSWER])
     assert text == "".join(part for part, is_learned in pieces if not is_learned)
     assert learned_of(pieces) == [ANSWER["content"] + ending]
@@ -62,7 +62,7 @@ def test_a_template_of_a_hub_is_asked():
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    text, ending = ask(Rendered("a", source, {}), [{"role": "user", "content": "2 + 2?"}])
+    text, _, ending = ask(Rendered("a", source, {}), [{"role": "user", "content": "2 + 2?"}])
     assert (text, ending) == ("<|user|>2 + 2?<|end|><|assistant|>", "<|end|>")
 
 
@@ -89,6 +89,50 @@ def test_the_tags_of_a_template_say_what_is_learned():
     assert learned == ["4<|im_end|>", "Tōkyō.\n<|im_end|>"]
     # Without tags, an answer begins after the generation prompt.
     assert learned_of(rendered("chatml").pieces(chat)) == ["4<|im_end|>\n", "Tōkyō.\n<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("first", [[], [SYSTEM]], ids=["no system", "system"])
+def test_an_end_token_that_only_closes_a_text_is_no_part_of_an_earlier_turn(first):
+    """Such a template, as that of Phi-3, writes it in place of a generation prompt."""
+    template = rendered("bars")
+    pieces = template.pieces(parsed({"messages": [*first, ASK, ANSWER, *MORE]}))
+    assert learned_of(pieces) == ["4<|end|>\n", "Tōkyō.\n<|end|>\n</s>"]
+    assert pieces[2] == ("<|user|>\n And 日本?<|end|>\n<|assistant|>\n", False)
+    unlearned = [{**ANSWER, "weight": 0}, *MORE]
+    assert learned_of(template.pieces(parsed({"messages": [*first, ASK, *unlearned]}))) == [
+        "Tōkyō.\n<|end|>\n</s>"
+    ]
+    # Another user's turn at the end of the chat is not learned either.
+    pieces = template.pieces(parsed({"messages": [*first, ASK, ANSWER, *MORE, ASK]}))
+    assert learned_of(pieces) == ["4<|end|>\n", "Tōkyō.\n<|end|>\n"]
+
+
+CLOSED = {
+    # The end of an earlier answer would not be learned.
+    "the end of the last turn": "{{ m.content }}"
+    "{% if loop.last and not add_generation_prompt %}{{ eos_token }}{% else %}<|end|>{% endif %}",
+    "the end of the last turn, kept": "{{ m.content }}"
+    "{% if loop.last %}{{ eos_token }}{% else %}<|end|>{% endif %}",
+    "the end of the last answer": "{{ m.content }}{% if m.role == 'user' %}<|end|>{% else %} (it)"
+    "{% if loop.last %}{{ eos_token }}{% else %}<|end|>{% endif %}{% endif %}",
+    "more than the end": "{{ m.content }}<|end|>{% if loop.last %}!{{ eos_token }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_an_end_token_that_may_be_that_of_an_answer_is_not_cut_off(name):
+    source = "{% for m in messages %}<|{{ m.role }}|>" + CLOSED[name] + "{% endfor %}"
+    source += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    with pytest.raises(ValueError, match=r"message 2, which the template .* writes differently"):
+        Rendered("t", source, TOKENS).pieces([ASK, ANSWER, *MORE])
+
+
+def test_thoughts_that_are_learned_are_not_in_the_prompt():
+    prompt, answer, ending = ask(rendered("thinks"), [ASK])
+    pieces = rendered("thinks").pieces([ASK, THINKING])
+    assert pieces[0] == (prompt, False)
+    assert prompt.endswith("<|im_start|>assistant\n")
+    assert (answer, ending) == ("<think>\n\n</think>\n\nanswer<|im_end|>\n", "<|im_end|>\n")
 
 
 def test_tags_within_a_macro_are_refused():

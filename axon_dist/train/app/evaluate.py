@@ -320,15 +320,48 @@ def _chats(
     ending = ""
     for prompt in prompts:
         with reworded("the run's chat template got", "change the prompt", of=ValueError):
-            text, ending = ask(template, [*first, {"role": "user", "content": prompt}])
-        encoded.append(tokens_of_chat(tokenizer, text))
-    # If an answer ends with a special token, such as <|im_end|>, generation stops at this token.
-    last = tokens_of_chat(tokenizer, ending)[:1] if ending.strip() else np.array([], np.int64)
-    is_special = len(last) and tokenizer.decode(last).strip() == ending.strip()
-    if is_special:
-        return encoded, int(last[0])
+            text, answer, ending = ask(template, [*first, {"role": "user", "content": prompt}])
+        encoded.append(prompt_of_chat(tokenizer, text, answer))
+    return encoded, end_of_answer(tokenizer, ending)
+
+
+def prompt_of_chat(tokenizer: Tokenizer, prompt: str, answer: str) -> np.ndarray:
+    """Encodes the text before an answer as the tokens that are before an answer in training.
+
+    Args:
+        tokenizer: the tokenizer of the run.
+        prompt: the text before an answer.
+        answer: the learned text of some answer.
+    """
+    whole = tokens_of_chat(tokenizer, prompt + answer)
+    # A blank at the end of a prompt, as in "Assistant: ", is often one token with the first word
+    # of an answer. Alone it would be a token that training never has there.
+    for text in (prompt, prompt.rstrip()):
+        ids = tokens_of_chat(tokenizer, text)
+        if len(ids) and np.array_equal(whole[: len(ids)], ids):
+            return ids
+    return tokens_of_chat(tokenizer, prompt)
+
+
+def end_of_answer(tokenizer: Tokenizer, ending: str) -> int | None:
+    """Returns the id of the token that ends an answer; None if there is none.
+
+    It is the first special token of the ending, such as `<|end|>` of `<|end|>\\n<|endoftext|>`.
+
+    Args:
+        tokenizer: the tokenizer of the run.
+        ending: the text that ends every answer.
+    """
+    ending = ending.strip()
+    for token in tokens_of_chat(tokenizer, ending).tolist() if ending else ():
+        is_special = token in tokenizer.special
+        decoded = tokenizer.special[token] if is_special else tokenizer.decode(np.array([token]))
+        text = decoded.strip()
+        # An unknown token is special too, but its text is not that of the ending.
+        if text == ending or (is_special and text and ending.startswith(text)):
+            return token
     # In chats, the post-processor of a tokenizer adds nothing, so only `added` can end an answer.
-    return encoded, tokenizer.added[0] if tokenizer.added else None
+    return tokenizer.added[0] if tokenizer.added else None
 
 
 def tokens_of_chat(tokenizer: Tokenizer, text: str) -> np.ndarray:

@@ -11,13 +11,21 @@ import tokenizers
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.data import TextLoader, TextSource, load_text
+from axon_dist.data.chat import Rendered, ask, find_template
 from axon_dist.data.tokenizer import load_tokenizer
 from axon_dist.train.app import Completion, evaluate, generate_text, load_model, train
-from axon_dist.train.app.evaluate import of_text, tokens_of_chat, world_of
+from axon_dist.train.app.evaluate import (
+    end_of_answer,
+    of_text,
+    prompt_of_chat,
+    tokens_of_chat,
+    world_of,
+)
 from axon_dist.train.app.steps import build_step
 from axon_dist.train.cli import runs
 from axon_dist.train.cli.main import main
 from axon_dist.train.config import RunConfig
+from tests.data.chat_templates import ANSWER, ASK, TEMPLATES, THINKING, TOKENS
 
 LENGTH = 16
 MADE_UP = "data={{kind: synthetic_images, image_size: 16}}"
@@ -260,6 +268,93 @@ def test_a_question_is_encoded_without_the_end_of_the_document(tmp_path, end_tok
     loaded = load_tokenizer(str(tmp_path / "words.json"), end_token)
     for text, ids in {"hi hi": [3, 3], "hi [SEP]": [3, 1], "hi [END]": [3, 2]}.items():
         assert tokens_of_chat(loaded, text).tolist() == ids
+
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end|>"]
+
+
+@pytest.fixture(scope="module", params=["byte level", "prepended"])
+def words(request, tmp_path_factory):
+    """A tokenizer in the style of GPT-2 or Llama, in which a blank is part of the next word."""
+    normalizers, pre_tokenizers = tokenizers.normalizers, tokenizers.pre_tokenizers
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if request.param == "byte level":
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+    else:
+        alphabet = [chr(code) for code in (10, *range(32, 127))]
+        blanks = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        made.normalizer = normalizers.Sequence(blanks)
+        made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+        made.decoder = tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["User: what is it\nAssistant: answer me. four five\n"] * 9, trainer)
+    path = tmp_path_factory.mktemp("words") / "tokenizer.json"
+    made.save(str(path))
+    return load_tokenizer(str(path))
+
+
+SEVERAL = [[], [ASK, ANSWER]]
+
+
+@pytest.mark.parametrize(
+    ("name", "earlier", "answer"),
+    [
+        ("chatml", SEVERAL, ANSWER),
+        ("chatml, default system", SEVERAL, ANSWER),
+        ("chatml, generation", SEVERAL, ANSWER),
+        ("generation, trimmed", SEVERAL, ANSWER),
+        ("headers", SEVERAL, ANSWER),
+        ("instructions", SEVERAL, ANSWER),
+        ("alternating", SEVERAL, ANSWER),
+        ("bars", SEVERAL, ANSWER),
+        ("thinks", [[]], ANSWER),
+        ("thinks", [[]], THINKING),
+    ],
+)
+def test_a_prompt_is_the_tokens_before_the_learned_ones_in_training(words, name, earlier, answer):
+    template = Rendered(name, TEMPLATES[name], TOKENS)
+    for before in earlier:
+        ids, is_learned = words.chat(template.pieces([*before, ASK, answer]))
+        last = np.flatnonzero(is_learned & ~np.roll(is_learned, 1))[-1]
+        text, made_up, _ = ask(template, [*before, ASK])
+        assert words.decode(ids[last:]).strip()
+        assert prompt_of_chat(words, text, made_up).tolist() == ids[:last].tolist()
+
+
+@pytest.mark.parametrize(("name", "end"), [("plain", "Assistant: "), ("macro", "[assistant] ")])
+def test_a_blank_before_an_answer_is_left_to_the_model(words, name, end):
+    """In training it is one token with the first word of an answer."""
+    source = TEMPLATES.get(name)
+    template = find_template(name, None) if source is None else Rendered(name, source, TOKENS)
+    ids, _ = words.chat(template.pieces([ASK, {"role": "assistant", "content": "four"}]))
+    text, made_up, _ = ask(template, [ASK])
+    assert text.endswith(end)
+    prompt = prompt_of_chat(words, text, made_up).tolist()
+    assert prompt == ids[: len(prompt)].tolist()
+    assert words.decode(np.array(prompt)).endswith(end.strip())
+    assert words.decode(ids[len(prompt) :]).lstrip().startswith("four")
+
+
+@pytest.mark.parametrize(
+    ("ending", "end"),
+    [
+        ("<|end|>\n</s>", "<|end|>"),
+        (" </s>", "</s>"),
+        ("\n\n<|im_end|>\n", "<|im_end|>"),
+        ("<|end|>", "<|end|>"),
+        # An answer may contain the word before the token.
+        (" end<|end|>", None),
+        ("é</s>", None),
+        ("\n", None),
+    ],
+)
+def test_an_answer_ends_with_the_first_special_token_of_its_ending(words, ending, end):
+    ids = {text: token for token, text in words.special.items()}
+    assert end_of_answer(words, ending) == (end and ids[end])
 
 
 @pytest.mark.full
