@@ -78,18 +78,53 @@ class Renderer:
 
         Returns:
             `text`; `spans`, start and end of each part between generation tags; `ends`, for each
-            prefix the length of its text, or None if `text` does not begin with it; `same`, for
-            each variant, whether its text equals `text`.
+            prefix the length of its text, without an `eos_token` that only closes the text, or None
+            if `text` does not begin with it; `same`, for each variant, whether its text equals
+            `text`.
         """
         chat = question["chat"]
         text = self._text(chat, asks=False)
         spans = self._spans(text)
-        ends: list[int | None] = []
-        for count, asks in question["prefixes"]:
-            part = self._text({**chat, "messages": chat["messages"][:count]}, asks)
-            ends.append(len(part) if text.startswith(part) else None)
+        ends = [self._end(text, chat, count, asks) for count, asks in question["prefixes"]]
         same = [self._is_written_as(text, variant) for variant in question["variants"]]
         return {"text": text, "spans": spans, "ends": ends, "same": same}
+
+    def _end(self, text: str, chat: Any, count: int, asks: bool) -> int | None:
+        """Returns where the first `count` messages end in `text`; None if it differs there."""
+        part = self._of_first(chat, count, asks)
+        if text.startswith(part):
+            return len(part)
+        rest = part.removesuffix(self._tokens.get("eos_token", ""))
+        is_closed = not asks and text.startswith(rest) and self._is_closed(rest, chat, count)
+        return len(rest) if is_closed else None
+
+    def _is_closed(self, rest: str, chat: Any, count: int) -> bool:
+        """Whether the `eos_token` after a text closes the text, and is no part of its last turn.
+
+        All of these must hold. The template closes the text after the message before, too. A
+        generation prompt takes the place of the `eos_token`. And the turn has an end of its own,
+        which is some other text after its content.
+
+        Args:
+            rest: the text of the first `count` messages without the `eos_token` at its end.
+            chat: all messages and other template inputs.
+            count: the number of messages up to and including the turn.
+        """
+        before = self._of_first(chat, count - 1, asks=False)
+        asked = self._of_first(chat, count - 1, asks=True)
+        begin = before.removesuffix(self._tokens["eos_token"])
+        if begin == before or not asked.startswith(begin):
+            return False
+        content = chat["messages"][count - 1].get("content")
+        turn = rest[len(asked) :]
+        if not isinstance(content, str) or content.strip() not in turn:
+            return False
+        ending = turn[turn.index(content.strip()) + len(content.strip()) :]
+        prompt = asked[len(begin) :]
+        return bool(ending.strip()) and self._of_first(chat, count, asks=True) == rest + prompt
+
+    def _of_first(self, chat: Any, count: int, asks: bool) -> str:
+        return self._text({**chat, "messages": chat["messages"][:count]}, asks)
 
     def _is_written_as(self, text: str, chat: Any) -> bool:
         """Whether a chat renders to `text`; False if the template rejects it."""
