@@ -128,6 +128,19 @@ def parse_conversation(record: Mapping[str, Any], field: str) -> Conversation:
     return conversation
 
 
+def after_prompt(prompt: Any, messages: Any) -> list[Any]:
+    """Returns the messages of a prompt, none of them to be learned, and those after it.
+
+    Raises:
+        ValueError: when one of both is not a list.
+    """
+    for part in (prompt, messages):
+        if not isinstance(part, list):
+            raise ValueError(f"{part!r:.60}, which must be a list of messages")
+    shown = [{**x, "weight": 0} if isinstance(x, dict) else x for x in prompt]
+    return [*shown, *messages]
+
+
 def _tools(tools: Any) -> list[Any] | None:
     """Returns a list of schemas; parses the JSON string that tables often store instead."""
     parsed = tools

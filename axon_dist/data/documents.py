@@ -18,7 +18,14 @@ from typing import IO, Any, ClassVar
 import numpy as np
 
 from ..core.errors import MALFORMED, ConfigError, did_you_mean, require, reworded
-from .chat import OPTIONAL_FIELDS, ChatTemplate, Pieces, find_template, parse_conversation
+from .chat import (
+    OPTIONAL_FIELDS,
+    ChatTemplate,
+    Pieces,
+    after_prompt,
+    find_template,
+    parse_conversation,
+)
 from .files import TextFile, check_disjoint, drawn, find_files, held_out_fraction, says_little
 from .packing import PackedRows, TooLong
 from .samples import checksum, text_checksum
@@ -35,7 +42,8 @@ class DocumentSource:
 
     All of a `text` record is learned. If a record has a prompt and a response, the model sees both
     and learns only the response. If a record is a chat, a list of `{role, content}`, the model
-    learns all turns of the assistant. Rows have segment ids, one per document: tokens attend only
+    learns all turns of the assistant. If `prompt` holds messages, too, they come before those of
+    the chat and are not learned. Rows have segment ids, one per document: tokens attend only
     within their document, positions restart in each document, and the first token of a document is
     not a target.
 
@@ -45,7 +53,8 @@ class DocumentSource:
         validation_fraction: the share of records for validation, in (0, 1), if there are no
             `validation_files`; None for a tenth.
         text: the field that holds the text; None means `text`, without a prompt.
-        prompt: the field that holds the prompt, with `response`.
+        prompt: the field that holds the prompt, with `response`; or the first messages, with
+            `messages`.
         response: the field that holds the response, which is learned.
         messages: the field that holds a chat.
         template: the chat template: `plain`, `chatml`, `llama3`, a Jinja file, or a
@@ -103,12 +112,14 @@ class DocumentSource:
         if not self.files:
             raise ConfigError(f"data.files names no file: name {self.suffix} files.")
         held_out_fraction(self.validation_fraction, self.validation_files)
-        if (self.prompt is None) != (self.response is None):
+        is_chat = self.messages is not None and self.response is None
+        if (self.prompt is None) != (self.response is None) and not is_chat:
             raise ConfigError(
                 f"data.prompt={self.prompt!r} and data.response={self.response!r}: name both "
                 "fields, or neither for records of text"
             )
-        fields = {name: x for name in ("text", "prompt", "messages") if (x := getattr(self, name))}
+        names = ("text", "messages") if is_chat else ("text", "prompt", "messages")
+        fields = {name: x for name in names if (x := getattr(self, name))}
         if len(fields) > 1:
             named = " and ".join(f"data.{name}={x!r}" for name, x in fields.items())
             raise ConfigError(
@@ -294,12 +305,16 @@ class DocumentSource:
         return tokenizer.encode(utf8(text, origin)), None
 
     def _chat(self, record: Mapping[str, Any], template: ChatTemplate, origin: str) -> Pieces:
-        if self.learned not in record:
-            raise ConfigError(
-                f"{origin} has no field {self.learned!r}, which must hold a chat; set "
-                f"data.messages.{did_you_mean(self.learned, record)}"
-            )
+        for option, name in (("prompt", self.prompt), ("messages", self.learned)):
+            if name is not None and name not in record:
+                raise ConfigError(
+                    f"{origin} has no field {name!r}, which must hold a chat; set "
+                    f"data.{option}.{did_you_mean(name, record)}"
+                )
         try:
+            if self.prompt is not None:
+                both = after_prompt(record[self.prompt], record[self.learned])
+                record = {**record, self.learned: both}
             chat = parse_conversation(record, self.learned)
         except ValueError as error:
             raise ConfigError(
@@ -331,16 +346,29 @@ class DocumentSource:
                     f"{origin} has null under {name!r}, which must be a text; correct or remove "
                     "the record"
                 )
+            self._check_no_messages(text, name, origin)
             answer = "response" if self.prompt else "text"
             option = "prompt" if name == self.prompt else answer
             what = f"has {text!r:.60} under" if name in record else "has no field"
             pair = "data.prompt and data.response, or " * (option == "text")
             raise ConfigError(
                 f"{origin} {what} {name!r}, which must be a text; set "
-                f"{pair}data.{option}.{did_you_mean(name, record)}"
+                f"{pair}data.{option}.{did_you_mean(name, record) if name not in record else ''}"
             )
         utf8(text, origin)
         return text
+
+    def _check_no_messages(self, value: Any, name: str, origin: str) -> None:
+        """Raises if a value is a list of messages where a text must be."""
+        if not isinstance(value, list) or not any(isinstance(x, dict) for x in value):
+            return
+        instead = "data.text" if self.response is None else "data.response"
+        kept = "" if self.prompt is None else f", with data.prompt={self.prompt}"
+        raise ConfigError(
+            f"{origin} has a list of {len(value)} messages under {name!r}, which must be a text; "
+            f"to learn chats, set data.messages={self.learned} in place of {instead}{kept}",
+            code="messages-as-text",
+        )
 
 
 MOST_BUCKETS = 32

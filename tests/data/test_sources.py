@@ -674,6 +674,64 @@ def test_a_template_that_cannot_be_used_is_refused(tmp_path, template, message):
         source.open(100)
 
 
+def test_a_prompt_of_messages_is_seen_and_only_its_completion_is_learned(tmp_path):
+    """The records that TRL calls conversational, with a prompt and a completion."""
+    record = {"prompt": [*TALK[:4]], "completion": TALK[4:]}
+    assert {"assistant"} < {message["role"] for message in record["prompt"]}
+    path = lines(tmp_path / "a.jsonl", [record] * 2)
+    fields = {"template": "chatml", "validation_fraction": 0.5}
+    samples = JsonlSource((path,), prompt="prompt", messages="completion", **fields).open(300)
+    batch = everything(samples)
+    whole = lines(tmp_path / "b.jsonl", [{"messages": TALK}] * 2)
+    tokens = everything(JsonlSource((whole,), messages="messages", **fields).open(300))["tokens"]
+    np.testing.assert_array_equal(batch["tokens"], tokens)
+    mask = (batch["mask"] != 0) & (batch["segments"] != 0)
+    assert samples.show(batch["tokens"][mask]).strip("\0") == f"{TALK[4]['content']}<|im_end|>\n"
+
+
+SPLIT = {"prompt": TALK[:2], "completion": TALK[2:3]}
+
+
+@pytest.mark.parametrize(
+    ("record", "fields", "message"),
+    [
+        (
+            SPLIT,
+            {"prompt": "prompt", "response": "completion"},
+            r"a.jsonl:1 has a list of \d messages under '(prompt|completion)', which must be a "
+            r"text; to learn chats, set data.messages=completion in place of data.response, with "
+            r"data.prompt=prompt$",
+        ),
+        ({"text": TALK}, {}, r"to learn chats, set data.messages=text in place of data.text$"),
+        ({"text": 3}, {}, r"has 3 under 'text', which must be a text; set .* data.text.$"),
+        (
+            {**SPLIT, "prompt": "hi"},
+            {"prompt": "prompt", "messages": "completion"},
+            r"a.jsonl:1 has 'hi', which must be a list of messages; write",
+        ),
+        (
+            {**SPLIT, "completion": []},
+            {"prompt": "prompt", "messages": "completion"},
+            r"a.jsonl:1 has .*of system, user",
+        ),
+        (
+            {"completion": SPLIT["completion"]},
+            {"prompt": "prompt", "messages": "completion"},
+            r"a.jsonl:1 has no field 'prompt', which must hold a chat; set data.prompt",
+        ),
+        (
+            SPLIT,
+            {"prompt": "prompt", "response": "completion", "messages": "completion"},
+            r"data.prompt='prompt' and data.messages='completion' both name the field to read",
+        ),
+    ],
+)
+def test_lists_of_messages_for_texts_and_texts_for_messages(tmp_path, record, fields, message):
+    path = lines(tmp_path / "a.jsonl", [record] * 2)
+    with pytest.raises(ConfigError, match=message):
+        JsonlSource((path,), validation_fraction=0.5, **fields).open(100)
+
+
 def test_without_jinja_the_extra_and_the_named_templates_are_told(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
     path = lines(tmp_path / "a.jsonl", [{"messages": TALK}] * 2)
