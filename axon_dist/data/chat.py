@@ -715,7 +715,11 @@ class Question(NamedTuple):
     ending: str
 
 
-def ask(template: ChatTemplate, messages: Sequence[Message]) -> Question:
+def ask(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Question:
     """Renders messages up to the start of the model's answer.
 
     The prompt ends where the learned text of a chat begins. What a template writes before the
@@ -724,9 +728,11 @@ def ask(template: ChatTemplate, messages: Sequence[Message]) -> Question:
     Args:
         template: a chat template.
         messages: the conversation so far; the last message is not the assistant's.
+        options: further variables of the template, as `chat_template_kwargs` of a record.
 
     Raises:
-        ValueError: when the template rejects the messages.
+        ValueError: when the template rejects the messages, or does not write one of them or an
+            option.
 
     Example:
         >>> ask(TEMPLATES["plain"], [{"role": "user", "content": "2 + 2?"}])
@@ -734,7 +740,8 @@ def ask(template: ChatTemplate, messages: Sequence[Message]) -> Question:
     """
     # Where learned text begins depends on the template and its tags. So render a made-up answer,
     # and cut the text as in training.
-    pieces = template.pieces([*messages, {"role": LEARNED, "content": _ANSWER}])
+    chat = Conversation.of([*messages, {"role": LEARNED, "content": _ANSWER}])
+    pieces = template.pieces(dataclasses.replace(chat, options=options))
     learned = [number for number, (_, is_learned) in enumerate(pieces) if is_learned]
     if not learned or _ANSWER not in pieces[learned[-1]][0]:
         raise ValueError("messages whose answer the template does not mark as learned")

@@ -135,6 +135,32 @@ def test_thoughts_that_are_learned_are_not_in_the_prompt():
     assert (answer, ending) == ("<think>\n\n</think>\n\nanswer<|im_end|>\n", "<|im_end|>\n")
 
 
+def test_options_of_records_are_in_the_prompt_if_they_are_given():
+    off = {"enable_thinking": False}
+    record = {"messages": [ASK, ANSWER], "chat_template_kwargs": off}
+    pieces = rendered("thinks").pieces(parsed(record))
+    prompt, answer, _ = ask(rendered("thinks"), [ASK], off)
+    assert pieces[0] == (prompt, False)
+    assert prompt.endswith("assistant\n<think>\n\n</think>\n\n")
+    assert answer == "answer<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "message"),
+    [
+        ([SYSTEM, ASK], {}, "messages of the role 'system', which the template"),
+        ([ASK], {"enable_thinking": False}, "'enable_thinking' in chat_template_kwargs, which the"),
+    ],
+)
+def test_a_question_that_a_template_drops_in_part_is_refused(messages, options, message):
+    source = (
+        "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    with pytest.raises(ValueError, match=message):
+        ask(Rendered("t", source, TOKENS), messages, options)
+
+
 def test_tags_within_a_macro_are_refused():
     macro = "{% macro m(x) %}{{ x }}{% generation %}b{% endgeneration %}{% endmacro %}"
     template = Rendered("t", macro + "a{{ m('c') }}", {})

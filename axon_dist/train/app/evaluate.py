@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -233,6 +233,7 @@ def generate_text(
     one_device: bool = False,
     chat: bool = False,
     system: str | None = None,
+    template_options: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] = lambda text: None,
     trust: bool = False,
 ) -> list[Completion]:
@@ -260,6 +261,8 @@ def generate_text(
         chat: write each prompt as a user's message with the run's chat template, and stop at the
             end of the answer.
         system: the system message of a chat; None for none.
+        template_options: variables of the chat template, such as `{"enable_thinking": False}`; pass
+            what the run's records have as `chat_template_kwargs`.
         tell: called with a message about each newer checkpoint that is damaged and skipped.
         trust: whether functions that the run's config names may be imported and called.
 
@@ -275,11 +278,18 @@ def generate_text(
     tokenizer = tokenizer_of(run, config)
     end = tokenizer.end
     if chat:
-        encoded, end = _chats(run, config, tokenizer, prompts, system)
+        options = template_options or {}
+        encoded, end = _chats(run, config, tokenizer, prompts, system, options)
     elif system is not None:
         raise ConfigError(
             "got a system message without chat; add --chat (chat=True), or leave it out",
             code="system-without-chat",
+        )
+    elif template_options is not None:
+        raise ConfigError(
+            f"got template options {dict(template_options)} without chat; add --chat (chat=True), "
+            "or leave them out",
+            code="template-options-without-chat",
         )
     else:
         encoded = [tokenizer.prompt(prompt) for prompt in prompts]
@@ -305,6 +315,7 @@ def _chats(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     system: str | None,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[list[np.ndarray], int | None]:
     """Encodes users' messages as in training; returns the ids, and the id that ends an answer."""
     data = config.data
@@ -320,7 +331,8 @@ def _chats(
     ending = ""
     for prompt in prompts:
         with reworded("the run's chat template got", "change the prompt", of=ValueError):
-            text, answer, ending = ask(template, [*first, {"role": "user", "content": prompt}])
+            messages = [*first, {"role": "user", "content": prompt}]
+            text, answer, ending = ask(template, messages, options)
         encoded.append(prompt_of_chat(tokenizer, text, answer))
     return encoded, end_of_answer(tokenizer, ending)
 

@@ -9,11 +9,11 @@ import shutil
 import sys
 import textwrap
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from ...core.arguments import NUMBER, spelled_number
 from ...core.errors import ConfigError, reworded
-from ...core.files import as_path, kind_at, replace_text
+from ...core.files import as_path, json_section, kind_at, replace_text
 from ...core.words import printable
 
 
@@ -30,6 +30,16 @@ def as_number(text: str) -> float:
     if number is None or not NUMBER.holds(number):
         raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number, or is too large")
     return number
+
+
+def as_json_object(text: str) -> dict[str, Any]:
+    """Parses a JSON object, such as {"enable_thinking": false}."""
+    found = json_section(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.80} is not a JSON object; write one such as '{{\"enable_thinking\": false}}'"
+        )
+    return found
 
 
 def as_file(text: str) -> Path:

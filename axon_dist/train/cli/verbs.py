@@ -11,7 +11,7 @@ from typing import Any
 
 from axon_dist.schedule import SCHEDULES, PipelineSchedule
 
-from .values import as_file, as_int, as_number, check_output
+from .values import as_file, as_int, as_json_object, as_number, check_output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +198,12 @@ VERBS: tuple[Verb, ...] = (
         _int("--seed", "the seed of the sampling (0)", default=0),
         _flag("--chat", "answer each prompt as a user's message, with the run's chat template"),
         _argument("--system", "with --chat: the system message", metavar="TEXT"),
+        _argument(
+            "--template-options",
+            "with --chat: variables of the template, the chat_template_kwargs of the training",
+            type=as_json_object,
+            metavar="JSON",
+        ),
         _argument(
             "--past-end",
             "continue where the model ends the document",

@@ -210,6 +210,11 @@ def test_the_command_goes_on_with_prompts(run, tmp_path, capsys):
         (["{run}", "--prompt", ""], "prompt 0 is empty; it needs at least one token"),
         (["{run}", "--prompt", "a" * 9], "a prompt of 9 tokens plus 8 new tokens exceeds"),
         (["{run}", "--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be 0 or in ["),
+        (["{run}", "--prompt", "a", "--system", "b"], "got a system message without chat; add --"),
+        (
+            ["{run}", "--prompt", "a", "--template-options", '{{"thinks": false}}'],
+            "got template options {'thinks': False} without chat; add --chat",
+        ),
         (["{run}", "--prompt", "a", "data.tokenizer=no.json"], "data.tokenizer='no.json' is not"),
         (
             ["{run}", "--prompt", "a", "model={{kind: vit, preset: tiny}}", MADE_UP],
@@ -221,6 +226,12 @@ def test_mistakes_in_generating_are_one_line(plain_run, capsys, arguments, messa
     words = [word.format(run=plain_run) for word in arguments]
     assert main(["generate", *words, "--tokens", "8", "--one-device"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_template_options_are_a_json_object(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "run", "--prompt", "a", "--template-options", "[1]"])
+    assert "'[1]' is not a JSON object; write one such as" in capsys.readouterr().err
 
 
 def test_a_completion_without_a_letter_is_said(monkeypatch, capsys):
