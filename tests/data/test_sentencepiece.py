@@ -71,6 +71,8 @@ def test_control_symbols_of_a_chat_are_single_tokens(path):
     learned = ids[is_learned]
     assert end in learned
     assert start not in learned
+    # `decode` leaves control symbols out, so the end of an answer is found by this text.
+    assert tokenizer.special[end] == "<|im_end|>"
     # The first piece may also contain the end of the header, and is then not learned.
     assert tokenizer.decode(learned).strip() in ("fine é", "ine é")
 
