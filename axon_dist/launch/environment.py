@@ -103,7 +103,8 @@ def bind_address(address: str) -> tuple[str, int]:
 
     Returns:
         Host and port. The host is "", which means all addresses, if the name belongs to another
-        machine that forwards connections, such as a Kubernetes service.
+        machine that forwards connections, such as a Kubernetes service, or if only this host
+        resolves the name to its loopback address.
 
     Example:
         >>> bind_address("localhost:29500")[0] in ("127.0.0.1", "::1")
@@ -115,8 +116,21 @@ def bind_address(address: str) -> tuple[str, int]:
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
                 # Binding any free port tests whether the address belongs to this host.
                 probe.bind((sockaddr[0], 0))
-                return str(sockaddr[0]), port
+                own = str(sockaddr[0])
+                # Debian writes `127.0.1.1 NAME` into /etc/hosts, but other hosts resolve the name
+                # to an address of the network, and connect there.
+                return "" if _is_loopback(own) and not _is_loopback(host) else own, port
     return "", port
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a name or an address means the same host everywhere: the one that resolves it."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def parse_host(text: str, name: str) -> str:
