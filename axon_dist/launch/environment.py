@@ -292,9 +292,37 @@ def _local_devices(env: Environment) -> tuple[int, ...] | None:
                 f"LOCAL_RANK={local} and LOCAL_WORLD_SIZE={here}: local ranks count from 0 to "
                 f"{here - 1}; correct one of them"
             )
-        if here == 1:
-            return None
+        return local_devices(env, local, here)
+    return local_devices(env, local)
+
+
+def local_devices(env: Environment, local: int, here: int | None = None) -> tuple[int, ...] | None:
+    """The accelerators of a process: one each; None, for all it sees, if they are its own.
+
+    Args:
+        env: the environment.
+        local: the index of the process among those on its host.
+        here: the number of processes on its host; None if it is not known.
+    """
+    if (here == 1 and local == 0) or _sees_only_its_own(env):
+        return None
     return (local,)
+
+
+def _sees_only_its_own(env: Environment) -> bool:
+    """Whether the launcher hides from this process the accelerators of the others.
+
+    A process counts only those it sees, so the single one is number 0 whatever the local rank is.
+    """
+    shown = [env[name].split(",") for name in _VISIBLE if name in env]
+    fewest = min(map(len, shown), default=None)
+    if fewest is None:
+        return False
+    own = re.search(r"\d{1,6}$", env.get("SLURM_GPUS_PER_TASK", ""), re.ASCII)
+    return fewest == 1 or (own is not None and fewest <= int(own[0]))
+
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 def _jax(env: Environment) -> LaunchSpec | None:
@@ -359,22 +387,22 @@ def _ompi(env: Environment) -> LaunchSpec | None:
     names = _ranked(env, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     if names.num_processes == 1:
         return LaunchSpec()
-    if "OMPI_MCA_orte_hnp_uri" in env:
-        return _ask_cluster("ompi", names.num_processes, names.process_id)
-    if "MASTER_ADDR" not in env:
-        raise LaunchError(
-            f"Open MPI started {names.num_processes} processes, but since version 5 it does not "
-            "tell them where rank 0 runs; add -x MASTER_ADDR=<host of rank 0> to mpirun"
-        )
-    local = env.get("OMPI_COMM_WORLD_LOCAL_RANK")
-    if env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1":
-        # The only process of a host has all its devices, as under torchrun.
-        local = None
-    return dataclasses.replace(
+    local = _count(env, "OMPI_COMM_WORLD_LOCAL_RANK")
+    is_local_known = "OMPI_COMM_WORLD_LOCAL_RANK" in env
+    names = dataclasses.replace(
         names,
-        coordinator_address=f"{_master(env)}:{_port(env)}",
-        local_device_ids=None if local is None else (parse_count(local, "the local rank"),),
+        coordinator_address=None,
+        local_rank=local,
+        local_device_ids=local_devices(env, local, processes_here(env)) if is_local_known else None,
         source="ompi",
+    )
+    if "MASTER_ADDR" in env:
+        return dataclasses.replace(names, coordinator_address=f"{_master(env)}:{_port(env)}")
+    if "OMPI_MCA_orte_hnp_uri" in env:
+        return names
+    raise LaunchError(
+        f"Open MPI started {names.num_processes} processes, but since version 5 it does not "
+        "tell them where rank 0 runs; add -x MASTER_ADDR=<host of rank 0> to mpirun"
     )
 
 
@@ -386,7 +414,38 @@ def _slurm(env: Environment) -> LaunchSpec | None:
     spec = _ranked(env, "SLURM_NTASKS", "SLURM_PROCID")
     if spec.num_processes == 1:
         return LaunchSpec()
-    return _ask_cluster("slurm", spec.num_processes, spec.process_id)
+    local = _count(env, "SLURM_LOCALID")
+    return dataclasses.replace(
+        spec,
+        coordinator_address=None,
+        local_rank=local,
+        local_device_ids=local_devices(env, local, _slurm_tasks(env)),
+        source="slurm",
+    )
+
+
+def processes_here(env: Environment) -> int | None:
+    """How many processes of this run are on this host; None if the launcher does not say."""
+    # mpirun starts its daemons by srun, whose variables the ranks inherit; so SLURM's come last.
+    if "OMPI_COMM_WORLD_LOCAL_SIZE" in env:
+        return _count(env, "OMPI_COMM_WORLD_LOCAL_SIZE", at_least=1)
+    return _slurm_tasks(env)
+
+
+def _slurm_tasks(env: Environment) -> int | None:
+    """The tasks of this step on this node, from a list such as `2(x3),1`: three nodes with two."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    one = r"(\d{1,9})(?:\(x(\d{1,9})\))?"
+    if re.fullmatch(rf"{one}(?:,{one})*", text, re.ASCII) is None:
+        return None
+    if "SLURM_NODEID" not in env and "," in text:
+        return None
+    node = _count(env, "SLURM_NODEID")
+    for tasks, nodes in re.findall(one, text):
+        node -= int(nodes or 1)
+        if node < 0:
+            return int(tasks)
+    return None
 
 
 def _kubernetes(env: Environment) -> LaunchSpec | None:
