@@ -27,8 +27,8 @@ class LaunchSpec:
         process_id: the index of this process; None lets JAX ask the cluster.
         local_rank: the index of this process among those on this host.
         local_device_ids: the accelerators of this host that the process uses; None for all.
-        source: the launcher: `default`, `torchrun`, `sagemaker`, `jax`, or a cluster's name in
-            `jax.distributed`, such as `slurm`.
+        source: the launcher: `default`, `torchrun`, `sagemaker`, `mpi`, `jax`, or a cluster's name
+            in `jax.distributed`, such as `slurm`.
 
     Raises:
         LaunchError: if the process id or the address is invalid.
@@ -204,9 +204,10 @@ def from_env(env: Environment) -> LaunchSpec:
 
     It looks in this order for `AXON_CLUSTER`; the variables of torchrun, which Azure ML, vast.ai,
     Kubernetes templates and `axon launch` set too (`MASTER_ADDR MASTER_PORT WORLD_SIZE RANK
-    LOCAL_RANK`); those of JAX (`JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID`);
-    SageMaker; and the clusters that `jax.distributed` can ask (SLURM, Open MPI, Kubernetes jobs,
-    TPU pods on GKE). Without any of them there is one process.
+    LOCAL_RANK`), or the `PET_*` that Kubeflow sets for torchrun's options; those of JAX
+    (`JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID`); SageMaker; Open MPI, MVAPICH,
+    MPICH and Intel MPI, with `MASTER_ADDR`; and the clusters that `jax.distributed` can ask (SLURM,
+    Open MPI 4, Kubernetes jobs, TPU pods on GKE). Without any of them there is one process.
 
     Args:
         env: the environment, as in `os.environ`.
@@ -265,6 +266,26 @@ def _torchrun(env: Environment) -> LaunchSpec | None:
         coordinator_address=f"{_master(env)}:{_port(env)}",
         local_rank=_count(env, "LOCAL_RANK"),
         local_device_ids=_local_devices(env),
+        source="torchrun",
+    )
+
+
+def _torchrun_options(env: Environment) -> LaunchSpec | None:
+    """A pod of Kubeflow whose program torchrun has not started: one process per node."""
+    nodes = env.get("PET_NNODES", "1")
+    if nodes in ("1", "1:1"):
+        return None
+    if ":" in nodes or any(name not in env for name in ("PET_NODE_RANK", "PET_MASTER_ADDR")):
+        raise LaunchError(
+            f"PET_NNODES={nodes:.80} announces torchrun on several nodes, but RANK and WORLD_SIZE "
+            "are not set; start the program by torchrun --no-python, or set MASTER_ADDR, "
+            f"WORLD_SIZE and RANK on every node, or {CLUSTER}=none for a single process"
+        )
+    host = parse_host(env["PET_MASTER_ADDR"], "PET_MASTER_ADDR")
+    port = parse_port(env.get("PET_MASTER_PORT", str(DEFAULT_PORT)), "PET_MASTER_PORT")
+    return dataclasses.replace(
+        _ranked(env, "PET_NNODES", "PET_NODE_RANK"),
+        coordinator_address=f"{host}:{port}",
         source="torchrun",
     )
 
@@ -381,29 +402,88 @@ def _host_list(text: str) -> list[str]:
     return sorted(hosts)
 
 
-def _ompi(env: Environment) -> LaunchSpec | None:
-    if "OMPI_COMM_WORLD_SIZE" not in env:
-        return None
-    names = _ranked(env, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-    if names.num_processes == 1:
-        return LaunchSpec()
-    local = _count(env, "OMPI_COMM_WORLD_LOCAL_RANK")
-    is_local_known = "OMPI_COMM_WORLD_LOCAL_RANK" in env
-    names = dataclasses.replace(
-        names,
-        coordinator_address=None,
-        local_rank=local,
-        local_device_ids=local_devices(env, local, processes_here(env)) if is_local_known else None,
-        source="ompi",
-    )
-    if "MASTER_ADDR" in env:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Mpi:
+    """The variables that the launchers of an MPI set for a rank.
+
+    Args:
+        name: the MPI, for messages.
+        source: the source of the spec.
+        count: the variable with the number of ranks.
+        process: the variable with the rank.
+        local: the variables with the rank on this host, by launcher; one of them is set.
+        here: the variables with the number of ranks on this host, likewise.
+        silence: the words between the name and "tell them where rank 0 runs".
+        option: how a user adds the host of rank 0.
+    """
+
+    name: str
+    source: str
+    count: str
+    process: str
+    local: tuple[str, ...]
+    here: tuple[str, ...]
+    silence: str
+    option: str
+
+    def read(self, env: Environment) -> LaunchSpec | None:
+        """Reads how the launcher started this rank; None if another launcher started it."""
+        if self.count not in env:
+            return None
+        names = _ranked(env, self.count, self.process)
+        count = names.num_processes
+        if count == 1:
+            return LaunchSpec()
+        here = processes_here(env)
+        local = next((name for name in self.local if name in env), None)
+        if local is not None:
+            index = _count(env, local)
+            devices = local_devices(env, index, here)
+            names = dataclasses.replace(names, local_rank=index, local_device_ids=devices)
+        names = dataclasses.replace(names, coordinator_address=None, source=self.source)
+        has_asked = "MASTER_ADDR" in env
+        if not has_asked and "OMPI_MCA_orte_hnp_uri" in env:
+            return names
+        if not has_asked and here != count:
+            raise LaunchError(
+                f"{self.name} started {count} processes, but {self.silence} tell them where rank 0 "
+                f"runs; {self.option}, or set {CLUSTER}=mpi4py if mpi4py is installed, or "
+                f"{CLUSTER}=none for processes that train alone"
+            )
         return dataclasses.replace(names, coordinator_address=f"{_master(env)}:{_port(env)}")
-    if "OMPI_MCA_orte_hnp_uri" in env:
-        return names
-    raise LaunchError(
-        f"Open MPI started {names.num_processes} processes, but since version 5 it does not "
-        "tell them where rank 0 runs; add -x MASTER_ADDR=<host of rank 0> to mpirun"
-    )
+
+
+_OPEN_MPI = _Mpi(
+    name="Open MPI",
+    source="ompi",
+    count="OMPI_COMM_WORLD_SIZE",
+    process="OMPI_COMM_WORLD_RANK",
+    local=("OMPI_COMM_WORLD_LOCAL_RANK",),
+    here=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    silence="since version 5 it does not",
+    option="add -x MASTER_ADDR=<host of rank 0> to mpirun",
+)
+_MVAPICH = _Mpi(
+    name="MVAPICH",
+    source="mpi",
+    count="MV2_COMM_WORLD_SIZE",
+    process="MV2_COMM_WORLD_RANK",
+    local=("MV2_COMM_WORLD_LOCAL_RANK",),
+    here=("MV2_COMM_WORLD_LOCAL_SIZE",),
+    silence="it does not",
+    option="add MASTER_ADDR=<host of rank 0> before the program of mpirun_rsh",
+)
+_PMI = _Mpi(
+    name="MPI",
+    source="mpi",
+    count="PMI_SIZE",
+    process="PMI_RANK",
+    local=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    here=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    silence="it does not",
+    option="add -genv MASTER_ADDR <host of rank 0> to mpiexec",
+)
+"""MPICH, Intel MPI and Cray's PALS. The PMI plugins of srun set these too, so SLURM comes first."""
 
 
 def _slurm(env: Environment) -> LaunchSpec | None:
@@ -412,6 +492,9 @@ def _slurm(env: Environment) -> LaunchSpec | None:
     if any(name not in env for name in needed):
         return None
     spec = _ranked(env, "SLURM_NTASKS", "SLURM_PROCID")
+    if _PMI.count in env and _count(env, _PMI.count) != spec.num_processes:
+        # SLURM counts the daemons of mpiexec, or a shell; the ranks inherit the variables of those.
+        return None
     if spec.num_processes == 1:
         return LaunchSpec()
     local = _count(env, "SLURM_LOCALID")
@@ -427,8 +510,10 @@ def _slurm(env: Environment) -> LaunchSpec | None:
 def processes_here(env: Environment) -> int | None:
     """How many processes of this run are on this host; None if the launcher does not say."""
     # mpirun starts its daemons by srun, whose variables the ranks inherit; so SLURM's come last.
-    if "OMPI_COMM_WORLD_LOCAL_SIZE" in env:
-        return _count(env, "OMPI_COMM_WORLD_LOCAL_SIZE", at_least=1)
+    for mpi in (_OPEN_MPI, _MVAPICH, _PMI):
+        for name in mpi.here:
+            if name in env:
+                return _count(env, name, at_least=1)
     return _slurm_tasks(env)
 
 
@@ -483,10 +568,13 @@ def _count(env: Environment, name: str, at_least: int = 0) -> int:
 
 _READERS: tuple[Callable[[Environment], LaunchSpec | None], ...] = (
     _torchrun,
+    _torchrun_options,
     _jax,
     _sagemaker,
-    _ompi,
+    _OPEN_MPI.read,
+    _MVAPICH.read,
     _slurm,
+    _PMI.read,
     _kubernetes,
     _gke_tpu,
 )

@@ -117,6 +117,57 @@ def test_open_mpi_4_with_an_address_of_the_user():
     assert where(OMPI_4 | address) == ("a:7", 2, 1, (0,))
 
 
+MPICH = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MVAPICH = {
+    "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_RANK": "3",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
+PALS = {"PMI_SIZE": "4", "PMI_RANK": "3", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize("env", [MPICH, MVAPICH, PALS])
+def test_the_ranks_of_other_mpis_need_the_address_of_rank_0(env):
+    assert where(env | {"MASTER_ADDR": "a", "MASTER_PORT": "7"}) == ("a:7", 4, 3, (1,))
+    with pytest.raises(LaunchError, match=r"started 4 processes, .*MASTER_ADDR.*=mpi4py"):
+        from_env(env)
+
+
+def test_the_address_of_ranks_on_one_host_is_known():
+    assert where(MPICH | {"MPI_LOCALNRANKS": "4"}) == ("localhost:29500", 4, 3, (1,))
+    env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+    local = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    assert where(env | local) == ("localhost:29500", 2, 1, (1,))
+
+
+def test_a_rank_alone_on_its_host_takes_all_devices():
+    alone = {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "MASTER_ADDR": "a"}
+    assert where(MPICH | alone) == ("a:29500", 4, 3, None)
+
+
+def test_tasks_of_srun_are_those_of_slurm_unless_mpiexec_started_more():
+    assert from_env(SLURM | {"PMI_SIZE": "4", "PMI_RANK": "3"}).source == "slurm"
+    # A shell of srun is one task, and so is each daemon of mpiexec.
+    shell = SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+    assert where(shell | MPICH | {"MASTER_ADDR": "a"}) == ("a:29500", 4, 3, (1,))
+
+
+PODS = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "8",
+    "PET_MASTER_ADDR": "pod-0",
+    "PET_MASTER_PORT": "7",
+}
+
+
+def test_a_pod_with_options_of_torchrun_that_did_not_start_it_is_one_process():
+    assert where(PODS) == ("pod-0:7", 2, 1, None)
+    # Where torchrun did start the process, its variables count.
+    assert where(PODS | TORCH | {"LOCAL_RANK": "4"})[1:] == (8, 4, (4,))
+
+
 FIRST = SLURM | {"SLURM_LOCALID": "0"}
 """The first task of a node."""
 
@@ -191,6 +242,10 @@ def test_the_answer_of_the_cluster_leaves_the_devices_of_a_lone_task(
         {"KUBERNETES_SERVICE_HOST": "k"},
         {"TPU_WORKER_HOSTNAMES": "localhost"},
         {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+        {"PMI_SIZE": "1", "PMI_RANK": "0"},
+        {"MV2_COMM_WORLD_SIZE": "1", "MV2_COMM_WORLD_RANK": "0"},
+        MPICH | {"AXON_CLUSTER": "none"},
+        PODS | {"PET_NNODES": "1"},
     ],
 )
 def test_one_process_of_a_cluster_is_alone(env):
@@ -239,6 +294,12 @@ def test_one_process_of_a_cluster_is_alone(env):
             r"since version 5 .* -x MASTER_ADDR",
         ),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_RANK is not; .*AXON_CLUSTER=none"),
+        ({"PMI_SIZE": "2"}, r"PMI_SIZE=2 is set, but PMI_RANK is not"),
+        (
+            PODS | {"PET_NNODES": "1:2"},
+            r"PET_NNODES=1:2 .*torchrun --no-python, or set MASTER_ADDR",
+        ),
+        ({"PET_NNODES": "2"}, r"PET_NNODES=2 .* RANK and WORLD_SIZE are not set"),
         ({"AXON_CLUSTER": "slrum"}, r"unknown cluster 'slrum'\. Did you mean 'slurm'\?"),
     ],
 )
