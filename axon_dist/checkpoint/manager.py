@@ -37,7 +37,7 @@ from .layout import (
     step_of,
     stored_target,
 )
-from .save import PendingSave, check_type, load_checkpoint
+from .save import PendingSave, check_seen, check_type, load_checkpoint
 from .seal import check_replaceable, foreign_in, is_checkpoint, put_back, read_manifest, remove
 from .stores import check_dtypes
 
@@ -220,11 +220,14 @@ class CheckpointManager:
             score: for `Retention.best`, lower is better.
 
         Raises:
-            ConfigError: if the step is negative or not an integer; other failures are reported.
+            ConfigError: if the step is negative or not an integer, or at the first save if another
+                process does not see the folder; other failures are reported.
         """
         path = self.folder / step_name(step)
         NUMBER.or_none().check("CheckpointManager.save", "score", score)
         self.wait()
+        if not self._saved:
+            check_seen(self.folder, self.type, "the folder of checkpoints")
         try:
             serial = on_main(self._prepare)
             self._saved[int(step)] = serial

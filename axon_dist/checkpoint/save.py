@@ -10,6 +10,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -27,6 +28,7 @@ from ..core.own_context import in_own_context
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from ..core.words import byte_size, first_few
+from ..mesh import check_shared
 from ..sharding.padding import EvenShards, paddings_in
 from . import bucket
 from .layout import (
@@ -93,7 +95,8 @@ def save_checkpoint(
         meta: user data that JSON can represent; returned by `read_manifest(path).meta`.
 
     Raises:
-        ConfigError: for an unknown `type`, or `"full"` at `gs://` or `s3://`.
+        ConfigError: for an unknown `type`, `"full"` at `gs://` or `s3://`, or a folder that another
+            process does not see.
         CheckpointError: if the state has no leaves, a leaf that is not an array, or two leaves with
             one path; if `meta` cannot be written as JSON; if the path has something other than a
             checkpoint; or if the disk fails. Nothing at the path is changed then.
@@ -108,9 +111,26 @@ def save_checkpoint(
         >>> load_checkpoint(path, state)["w"].tolist()
         [0.0, 1.0, 2.0]
     """
-    PendingSave(
-        as_place(path, "the checkpoint", CheckpointError), state, type, {} if meta is None else meta
-    ).wait()
+    folder = as_place(path, "the checkpoint", CheckpointError)
+    if isinstance(folder, Path):
+        check_seen(folder.parent, type, "the folder of the checkpoint")
+    PendingSave(folder, state, type, {} if meta is None else meta).wait()
+
+
+def check_seen(folder: Place, type: StateDictType | str, name: str) -> None:
+    """Checks that all processes see a folder if all will write there.
+
+    Args:
+        folder: the folder in which a checkpoint will be.
+        type: how values are written.
+        name: names the folder, for the beginning of messages.
+
+    Raises:
+        ConfigError: when a process does not see it.
+    """
+    # Checkpoints of the other type are written by process 0 alone.
+    if isinstance(folder, Path) and StateDictType(type) is StateDictType.SHARDED:
+        check_shared(folder, name)
 
 
 class PendingSave:

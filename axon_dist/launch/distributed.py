@@ -29,7 +29,7 @@ from ..core.compat import (
 )
 from ..core.errors import BackendStartedError, LaunchError, MeshError, reworded
 from . import coordinator
-from .environment import LaunchSpec, bind_address, parse_count
+from .environment import LaunchSpec, bind_address, local_devices, parse_count, processes_here
 from .rendezvous import TOKEN, Peer, rendezvous
 from .watchdog import Watchdog, post_failure
 
@@ -248,12 +248,13 @@ def complete(spec: LaunchSpec, timeouts: Timeouts) -> LaunchSpec:
     )
     with reworded(what, advice, LaunchError, Exception):
         address, count, process, devices = detect_cluster(spec.source, timeouts.launch)
+    if spec.process_id is None and devices:
+        # JAX gives a process the device of its local rank even if it is alone on its host.
+        local = devices[0]
+        own = local_devices(os.environ, local, processes_here(os.environ))
+        spec = dataclasses.replace(spec, local_rank=local, local_device_ids=own)
     return dataclasses.replace(
-        spec,
-        coordinator_address=address,
-        num_processes=count,
-        process_id=process,
-        local_device_ids=None if devices is None else tuple(devices),
+        spec, coordinator_address=address, num_processes=count, process_id=process
     )
 
 

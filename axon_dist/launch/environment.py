@@ -27,8 +27,8 @@ class LaunchSpec:
         process_id: the index of this process; None lets JAX ask the cluster.
         local_rank: the index of this process among those on this host.
         local_device_ids: the accelerators of this host that the process uses; None for all.
-        source: the launcher: `default`, `torchrun`, `sagemaker`, `jax`, or a cluster's name in
-            `jax.distributed`, such as `slurm`.
+        source: the launcher: `default`, `torchrun`, `sagemaker`, `mpi`, `jax`, or a cluster's name
+            in `jax.distributed`, such as `slurm`.
 
     Raises:
         LaunchError: if the process id or the address is invalid.
@@ -103,7 +103,8 @@ def bind_address(address: str) -> tuple[str, int]:
 
     Returns:
         Host and port. The host is "", which means all addresses, if the name belongs to another
-        machine that forwards connections, such as a Kubernetes service.
+        machine that forwards connections, such as a Kubernetes service, or if only this host
+        resolves the name to its loopback address.
 
     Example:
         >>> bind_address("localhost:29500")[0] in ("127.0.0.1", "::1")
@@ -115,8 +116,21 @@ def bind_address(address: str) -> tuple[str, int]:
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
                 # Binding any free port tests whether the address belongs to this host.
                 probe.bind((sockaddr[0], 0))
-                return str(sockaddr[0]), port
+                own = str(sockaddr[0])
+                # Debian writes `127.0.1.1 NAME` into /etc/hosts, but other hosts resolve the name
+                # to an address of the network, and connect there.
+                return "" if _is_loopback(own) and not _is_loopback(host) else own, port
     return "", port
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a name or an address means the same host everywhere: the one that resolves it."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def parse_host(text: str, name: str) -> str:
@@ -190,9 +204,10 @@ def from_env(env: Environment) -> LaunchSpec:
 
     It looks in this order for `AXON_CLUSTER`; the variables of torchrun, which Azure ML, vast.ai,
     Kubernetes templates and `axon launch` set too (`MASTER_ADDR MASTER_PORT WORLD_SIZE RANK
-    LOCAL_RANK`); those of JAX (`JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID`);
-    SageMaker; and the clusters that `jax.distributed` can ask (SLURM, Open MPI, Kubernetes jobs,
-    TPU pods on GKE). Without any of them there is one process.
+    LOCAL_RANK`), or the `PET_*` that Kubeflow sets for torchrun's options; those of JAX
+    (`JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID`); SageMaker; Open MPI, MVAPICH,
+    MPICH and Intel MPI, with `MASTER_ADDR`; and the clusters that `jax.distributed` can ask (SLURM,
+    Open MPI 4, Kubernetes jobs, TPU pods on GKE). Without any of them there is one process.
 
     Args:
         env: the environment, as in `os.environ`.
@@ -255,6 +270,26 @@ def _torchrun(env: Environment) -> LaunchSpec | None:
     )
 
 
+def _torchrun_options(env: Environment) -> LaunchSpec | None:
+    """A pod of Kubeflow whose program torchrun has not started: one process per node."""
+    nodes = env.get("PET_NNODES", "1")
+    if nodes in ("1", "1:1"):
+        return None
+    if ":" in nodes or any(name not in env for name in ("PET_NODE_RANK", "PET_MASTER_ADDR")):
+        raise LaunchError(
+            f"PET_NNODES={nodes:.80} announces torchrun on several nodes, but RANK and WORLD_SIZE "
+            "are not set; start the program by torchrun --no-python, or set MASTER_ADDR, "
+            f"WORLD_SIZE and RANK on every node, or {CLUSTER}=none for a single process"
+        )
+    host = parse_host(env["PET_MASTER_ADDR"], "PET_MASTER_ADDR")
+    port = parse_port(env.get("PET_MASTER_PORT", str(DEFAULT_PORT)), "PET_MASTER_PORT")
+    return dataclasses.replace(
+        _ranked(env, "PET_NNODES", "PET_NODE_RANK"),
+        coordinator_address=f"{host}:{port}",
+        source="torchrun",
+    )
+
+
 def _master(env: Environment) -> str:
     return parse_host(env.get("MASTER_ADDR", DEFAULT_HOST), "MASTER_ADDR")
 
@@ -278,9 +313,37 @@ def _local_devices(env: Environment) -> tuple[int, ...] | None:
                 f"LOCAL_RANK={local} and LOCAL_WORLD_SIZE={here}: local ranks count from 0 to "
                 f"{here - 1}; correct one of them"
             )
-        if here == 1:
-            return None
+        return local_devices(env, local, here)
+    return local_devices(env, local)
+
+
+def local_devices(env: Environment, local: int, here: int | None = None) -> tuple[int, ...] | None:
+    """The accelerators of a process: one each; None, for all it sees, if they are its own.
+
+    Args:
+        env: the environment.
+        local: the index of the process among those on its host.
+        here: the number of processes on its host; None if it is not known.
+    """
+    if (here == 1 and local == 0) or _sees_only_its_own(env):
+        return None
     return (local,)
+
+
+def _sees_only_its_own(env: Environment) -> bool:
+    """Whether the launcher hides from this process the accelerators of the others.
+
+    A process counts only those it sees, so the single one is number 0 whatever the local rank is.
+    """
+    shown = [env[name].split(",") for name in _VISIBLE if name in env]
+    fewest = min(map(len, shown), default=None)
+    if fewest is None:
+        return False
+    own = re.search(r"\d{1,6}$", env.get("SLURM_GPUS_PER_TASK", ""), re.ASCII)
+    return fewest == 1 or (own is not None and fewest <= int(own[0]))
+
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 def _jax(env: Environment) -> LaunchSpec | None:
@@ -339,29 +402,88 @@ def _host_list(text: str) -> list[str]:
     return sorted(hosts)
 
 
-def _ompi(env: Environment) -> LaunchSpec | None:
-    if "OMPI_COMM_WORLD_SIZE" not in env:
-        return None
-    names = _ranked(env, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-    if names.num_processes == 1:
-        return LaunchSpec()
-    if "OMPI_MCA_orte_hnp_uri" in env:
-        return _ask_cluster("ompi", names.num_processes, names.process_id)
-    if "MASTER_ADDR" not in env:
-        raise LaunchError(
-            f"Open MPI started {names.num_processes} processes, but since version 5 it does not "
-            "tell them where rank 0 runs; add -x MASTER_ADDR=<host of rank 0> to mpirun"
-        )
-    local = env.get("OMPI_COMM_WORLD_LOCAL_RANK")
-    if env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1":
-        # The only process of a host has all its devices, as under torchrun.
-        local = None
-    return dataclasses.replace(
-        names,
-        coordinator_address=f"{_master(env)}:{_port(env)}",
-        local_device_ids=None if local is None else (parse_count(local, "the local rank"),),
-        source="ompi",
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Mpi:
+    """The variables that the launchers of an MPI set for a rank.
+
+    Args:
+        name: the MPI, for messages.
+        source: the source of the spec.
+        count: the variable with the number of ranks.
+        process: the variable with the rank.
+        local: the variables with the rank on this host, by launcher; one of them is set.
+        here: the variables with the number of ranks on this host, likewise.
+        silence: the words between the name and "tell them where rank 0 runs".
+        option: how a user adds the host of rank 0.
+    """
+
+    name: str
+    source: str
+    count: str
+    process: str
+    local: tuple[str, ...]
+    here: tuple[str, ...]
+    silence: str
+    option: str
+
+    def read(self, env: Environment) -> LaunchSpec | None:
+        """Reads how the launcher started this rank; None if another launcher started it."""
+        if self.count not in env:
+            return None
+        names = _ranked(env, self.count, self.process)
+        count = names.num_processes
+        if count == 1:
+            return LaunchSpec()
+        here = processes_here(env)
+        local = next((name for name in self.local if name in env), None)
+        if local is not None:
+            index = _count(env, local)
+            devices = local_devices(env, index, here)
+            names = dataclasses.replace(names, local_rank=index, local_device_ids=devices)
+        names = dataclasses.replace(names, coordinator_address=None, source=self.source)
+        has_asked = "MASTER_ADDR" in env
+        if not has_asked and "OMPI_MCA_orte_hnp_uri" in env:
+            return names
+        if not has_asked and here != count:
+            raise LaunchError(
+                f"{self.name} started {count} processes, but {self.silence} tell them where rank 0 "
+                f"runs; {self.option}, or set {CLUSTER}=mpi4py if mpi4py is installed, or "
+                f"{CLUSTER}=none for processes that train alone"
+            )
+        return dataclasses.replace(names, coordinator_address=f"{_master(env)}:{_port(env)}")
+
+
+_OPEN_MPI = _Mpi(
+    name="Open MPI",
+    source="ompi",
+    count="OMPI_COMM_WORLD_SIZE",
+    process="OMPI_COMM_WORLD_RANK",
+    local=("OMPI_COMM_WORLD_LOCAL_RANK",),
+    here=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    silence="since version 5 it does not",
+    option="add -x MASTER_ADDR=<host of rank 0> to mpirun",
+)
+_MVAPICH = _Mpi(
+    name="MVAPICH",
+    source="mpi",
+    count="MV2_COMM_WORLD_SIZE",
+    process="MV2_COMM_WORLD_RANK",
+    local=("MV2_COMM_WORLD_LOCAL_RANK",),
+    here=("MV2_COMM_WORLD_LOCAL_SIZE",),
+    silence="it does not",
+    option="add MASTER_ADDR=<host of rank 0> before the program of mpirun_rsh",
+)
+_PMI = _Mpi(
+    name="MPI",
+    source="mpi",
+    count="PMI_SIZE",
+    process="PMI_RANK",
+    local=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    here=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    silence="it does not",
+    option="add -genv MASTER_ADDR <host of rank 0> to mpiexec",
+)
+"""MPICH, Intel MPI and Cray's PALS. The PMI plugins of srun set these too, so SLURM comes first."""
 
 
 def _slurm(env: Environment) -> LaunchSpec | None:
@@ -370,9 +492,45 @@ def _slurm(env: Environment) -> LaunchSpec | None:
     if any(name not in env for name in needed):
         return None
     spec = _ranked(env, "SLURM_NTASKS", "SLURM_PROCID")
+    if _PMI.count in env and _count(env, _PMI.count) != spec.num_processes:
+        # SLURM counts the daemons of mpiexec, or a shell; the ranks inherit the variables of those.
+        return None
     if spec.num_processes == 1:
         return LaunchSpec()
-    return _ask_cluster("slurm", spec.num_processes, spec.process_id)
+    local = _count(env, "SLURM_LOCALID")
+    return dataclasses.replace(
+        spec,
+        coordinator_address=None,
+        local_rank=local,
+        local_device_ids=local_devices(env, local, _slurm_tasks(env)),
+        source="slurm",
+    )
+
+
+def processes_here(env: Environment) -> int | None:
+    """How many processes of this run are on this host; None if the launcher does not say."""
+    # mpirun starts its daemons by srun, whose variables the ranks inherit; so SLURM's come last.
+    for mpi in (_OPEN_MPI, _MVAPICH, _PMI):
+        for name in mpi.here:
+            if name in env:
+                return _count(env, name, at_least=1)
+    return _slurm_tasks(env)
+
+
+def _slurm_tasks(env: Environment) -> int | None:
+    """The tasks of this step on this node, from a list such as `2(x3),1`: three nodes with two."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    one = r"(\d{1,9})(?:\(x(\d{1,9})\))?"
+    if re.fullmatch(rf"{one}(?:,{one})*", text, re.ASCII) is None:
+        return None
+    if "SLURM_NODEID" not in env and "," in text:
+        return None
+    node = _count(env, "SLURM_NODEID")
+    for tasks, nodes in re.findall(one, text):
+        node -= int(nodes or 1)
+        if node < 0:
+            return int(tasks)
+    return None
 
 
 def _kubernetes(env: Environment) -> LaunchSpec | None:
@@ -410,10 +568,13 @@ def _count(env: Environment, name: str, at_least: int = 0) -> int:
 
 _READERS: tuple[Callable[[Environment], LaunchSpec | None], ...] = (
     _torchrun,
+    _torchrun_options,
     _jax,
     _sagemaker,
-    _ompi,
+    _OPEN_MPI.read,
+    _MVAPICH.read,
     _slurm,
+    _PMI.read,
     _kubernetes,
     _gke_tpu,
 )

@@ -17,6 +17,7 @@ from ..launch import initialize as initialize
 from ..launch import launch as launch
 from ..launch import leave as leave
 from .agreement import agree as agree
+from .agreement import check_shared as check_shared
 from .agreement import checksums as checksums
 from .agreement import digest as digest
 from .agreement import from_main as from_main

@@ -18,11 +18,13 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import socket
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,14 +34,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.compat import SharedStore
-from ..core.errors import LaunchError
+from ..core.errors import ConfigError, LaunchError
+from ..core.files import TEMPORARY, make_folder
 from ..core.tree import is_key, leaves_with_paths
 from ..core.typing import PyTree
 from ..core.words import first_few, ranges
 from ..launch.distributed import STEP_TIMEOUT, Timeouts
 from ..launch.rendezvous import Peer
 from ..launch.watchdog import EXIT_PEER_LOST, KeyValueStore, Silences, post_verdict, say
-from .world import World
+from .world import World, process_index
 
 _PREFIX = "axon/agree/"
 _PAUSE_SECONDS = 0.05
@@ -65,7 +68,7 @@ def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 3
     """
     if world.num_processes == 1:
         return
-    answers = _exchange(world, topic, json.dumps(dict(facts)), timeout)
+    answers = _exchange(world.num_processes, topic, json.dumps(dict(facts)), timeout)
     if lines := differences({process: json.loads(text) for process, text in answers.items()}):
         raise LaunchError(
             f"the processes disagree about {topic!r}: {first_few(lines, _MOST_LINES, '; ')}. Give "
@@ -172,28 +175,105 @@ def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
 
 
-def _exchange(world: World, topic: str, value: str, timeout: float = 300.0) -> dict[int, str]:
+_SEEN_SECONDS = 30.0
+"""Seconds for which a client of NFS may go on with the names that it knows of a folder."""
+
+
+def check_shared(folder: Path, key: str) -> None:
+    """Checks that a folder is the same one on all hosts; every process must call it.
+
+    Every process writes its part of a checkpoint into the folder. If each host has a folder of its
+    own at the path, they wait for each other's files until a timeout, which names no folder.
+
+    Args:
+        folder: a folder on a disk; process 0 makes it if it is missing.
+        key: the config key that names the folder, for the beginning of messages.
+
+    Raises:
+        ConfigError: on every process; the message names the processes that do not see what process
+            0 writes there.
+
+    Example:
+        >>> check_shared(Path("/tmp"), "run_dir")
+    """
+    count = jax.process_count()
+    if count == 1:
+        return
+    topic = f"the folder of {key}"
+    with _new_file(folder) as name:
+        # Not by a collective: Gloo waits no longer than a process may look for the file.
+        first = _exchange(count, topic, json.dumps([name, str(folder.absolute())]))[0]
+        name, path = json.loads(first)
+        if name is None:
+            # Process 0 cannot write there, which is reported where it writes something of value.
+            return
+        answer = [_appears(folder / name), socket.gethostname()]
+        answers = _exchange(count, topic, json.dumps(answer))
+    found = {process: json.loads(text) for process, text in sorted(answers.items())}
+    blind = [f"process {p} (host {host})" for p, (sees, host) in found.items() if not sees]
+    if blind:
+        raise ConfigError(
+            f"{key}: {path!r} is not one folder for all {count} processes: a file that process 0 "
+            f"(host {found[0][1]}) writes there is not seen by {first_few(blind, _MOST_LINES)} "
+            f"within {_SEEN_SECONDS:g} s. Every process writes its part of a checkpoint there: "
+            "name a folder that all hosts share, by its absolute path, or one at gs:// or s3://",
+            code="folder-not-shared",
+        )
+
+
+@contextlib.contextmanager
+def _new_file(folder: Path) -> Iterator[str | None]:
+    """Writes an empty file on process 0, which exists inside the body.
+
+    It yields the name of the file; None if it cannot be written, and on the other processes.
+    """
+    path = folder / f".{secrets.token_hex(8)}{TEMPORARY}"
+    is_written = False
+    if process_index() == 0:
+        with contextlib.suppress(OSError):
+            make_folder(folder)
+            path.touch(exist_ok=False)
+            is_written = True
+    try:
+        yield path.name if is_written else None
+    finally:
+        if is_written:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file of another host is seen here before long."""
+    deadline = time.monotonic() + _SEEN_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_PAUSE_SECONDS)
+    return True
+
+
+def _exchange(count: int, topic: str, value: str, timeout: float = 300.0) -> dict[int, str]:
     """Writes a value and returns the values of all processes in the same round of this topic."""
     store = SharedStore()
-    me = world.process_index
+    me = process_index()
     prefix = f"{_PREFIX}{topic}/{me}/"
     # A process's number of values so far is the round, and must be the same for all.
-    count = len(store.items(prefix))
-    store.set(f"{prefix}{count}", value)
+    number = len(store.items(prefix))
+    store.set(f"{prefix}{number}", value)
     deadline = time.monotonic() + timeout
     while True:
         values = store.items(f"{_PREFIX}{topic}/")
         answers = {
             int(key.split("/")[0]): text
             for key, text in values.items()
-            if key.split("/")[1] == str(count)
+            if key.split("/")[1] == str(number)
         }
-        if len(answers) == world.num_processes:
+        if len(answers) == count:
             return answers
         if time.monotonic() > deadline:
-            missing = sorted(set(range(world.num_processes)) - set(answers))
+            missing = sorted(set(range(count)) - set(answers))
             raise LaunchError(
-                f"processes {', '.join(map(str, missing))} of {world.num_processes} did not "
+                f"processes {', '.join(map(str, missing))} of {count} did not "
                 f"report their {topic} within {timeout:g} s; all must run the same "
                 "program in the same order"
             )
@@ -220,7 +300,7 @@ def rank_table(world: World) -> list[str]:
     """
     hostname = socket.gethostname()
     alone = {world.process_index: hostname}
-    hosts = alone if world.num_processes == 1 else _exchange(world, "hosts", hostname)
+    hosts = alone if world.num_processes == 1 else _exchange(world.num_processes, "hosts", hostname)
     lines = []
     for process, host in sorted(hosts.items()):
         owned = [

@@ -7,7 +7,6 @@ Ray only places the processes; they connect through `jax.distributed`. A run sta
 """
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -24,8 +23,9 @@ COMMAND = [
 
 
 def address() -> str:
-    """Returns the address of this node."""
-    return socket.gethostbyname(socket.gethostname())
+    """Returns the address of this node that the others reach."""
+    # /etc/hosts may map the own name to a loopback address, so the name is not asked.
+    return ray.util.get_node_ip_address()
 
 
 def train(rank: int, count: int, first: str) -> int:

@@ -7,13 +7,13 @@ set -euo pipefail
 axon launch -n 8 --nnodes 2 --node-rank "${NODE_RANK:?0 or 1}" \
   --master-addr "${MASTER_ADDR:?the host of node 0}" --master-port 29500 \
   --max-restarts 3 -- axon train configs/fsdp8.yaml devices.emulate=null mesh.fsdp=-1 \
-  train.global_batch=64 --resume auto run_dir=runs/fsdp
+  train.global_batch=64 --resume auto run_dir="${RUN_DIR:?a folder that both hosts see}"
 
 # The same with torchrun, whose own store takes port 29500, so that axon listens on 29501:
 #
 #   torchrun --nnodes 2 --nproc-per-node 8 --node-rank "$NODE_RANK" \
 #     --master-addr "$MASTER_ADDR" --master-port 29500 \
 #     --no-python axon train configs/fsdp8.yaml devices.emulate=null mesh.fsdp=-1 \
-#     train.global_batch=64 --resume auto run_dir=runs/fsdp
+#     train.global_batch=64 --resume auto run_dir="$RUN_DIR"
 #
 # One process per host that takes all of its GPUs, as is usual with JAX, is `-n 1`.

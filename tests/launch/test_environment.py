@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from axon_dist.core import files
 from axon_dist.core.errors import LaunchError
+from axon_dist.launch.distributed import Timeouts, complete
 from axon_dist.launch.environment import from_env
 
 TORCH = {"MASTER_ADDR": "192.168.1.100", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
@@ -102,6 +103,136 @@ def test_open_mpi_5_with_an_address():
     assert where(env | alone) == ("a:29500", 2, 1, None)
 
 
+OMPI_4 = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:3",
+}
+
+
+def test_open_mpi_4_with_an_address_of_the_user():
+    assert where(OMPI_4)[0] is None
+    address = {"MASTER_ADDR": "a", "MASTER_PORT": "7"}
+    assert where(OMPI_4 | address) == ("a:7", 2, 1, (0,))
+
+
+MPICH = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MVAPICH = {
+    "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_RANK": "3",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
+PALS = {"PMI_SIZE": "4", "PMI_RANK": "3", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize("env", [MPICH, MVAPICH, PALS])
+def test_the_ranks_of_other_mpis_need_the_address_of_rank_0(env):
+    assert where(env | {"MASTER_ADDR": "a", "MASTER_PORT": "7"}) == ("a:7", 4, 3, (1,))
+    with pytest.raises(LaunchError, match=r"started 4 processes, .*MASTER_ADDR.*=mpi4py"):
+        from_env(env)
+
+
+def test_the_address_of_ranks_on_one_host_is_known():
+    assert where(MPICH | {"MPI_LOCALNRANKS": "4"}) == ("localhost:29500", 4, 3, (1,))
+    env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+    local = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    assert where(env | local) == ("localhost:29500", 2, 1, (1,))
+
+
+def test_a_rank_alone_on_its_host_takes_all_devices():
+    alone = {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "MASTER_ADDR": "a"}
+    assert where(MPICH | alone) == ("a:29500", 4, 3, None)
+
+
+def test_tasks_of_srun_are_those_of_slurm_unless_mpiexec_started_more():
+    assert from_env(SLURM | {"PMI_SIZE": "4", "PMI_RANK": "3"}).source == "slurm"
+    # A shell of srun is one task, and so is each daemon of mpiexec.
+    shell = SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+    assert where(shell | MPICH | {"MASTER_ADDR": "a"}) == ("a:29500", 4, 3, (1,))
+
+
+PODS = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "8",
+    "PET_MASTER_ADDR": "pod-0",
+    "PET_MASTER_PORT": "7",
+}
+
+
+def test_a_pod_with_options_of_torchrun_that_did_not_start_it_is_one_process():
+    assert where(PODS) == ("pod-0:7", 2, 1, None)
+    # Where torchrun did start the process, its variables count.
+    assert where(PODS | TORCH | {"LOCAL_RANK": "4"})[1:] == (8, 4, (4,))
+
+
+FIRST = SLURM | {"SLURM_LOCALID": "0"}
+"""The first task of a node."""
+
+
+@pytest.mark.parametrize(
+    ("env", "devices"),
+    [
+        (FIRST | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_NODEID": "3"}, None),
+        (FIRST | {"SLURM_STEP_TASKS_PER_NODE": "1,3", "SLURM_NODEID": "0"}, None),
+        (FIRST | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, None),
+        (FIRST | {"SLURM_STEP_TASKS_PER_NODE": "1,3", "SLURM_NODEID": "1"}, (0,)),
+        (FIRST | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}, (0,)),
+        (FIRST | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"}, None),
+        (FIRST | {"SLURM_STEP_TASKS_PER_NODE": "1,3"}, (0,)),
+        (FIRST | {"SLURM_STEP_TASKS_PER_NODE": "?"}, (0,)),
+        (FIRST, (0,)),
+        (SLURM, (1,)),
+        # A daemon of mpirun is the only task of its node; the ranks inherit its variables.
+        (
+            OMPI_4
+            | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
+            (0,),
+        ),
+        (OMPI_4 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, None),
+    ],
+)  # fmt: skip
+def test_the_only_task_of_a_node_takes_all_its_devices(env, devices):
+    assert from_env(env).local_device_ids == devices
+
+
+@pytest.mark.parametrize(
+    ("env", "devices"),
+    [
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "0"}, None),
+        (SLURM | {"ROCR_VISIBLE_DEVICES": "0"}, None),
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1"}, (1,)),
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_PER_TASK": "2"}, None),
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_PER_TASK": "h100:2"}, None),
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_PER_TASK": "1"}, (1,)),
+        (OMPI_4 | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "3"}, None),
+        (TORCH | {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "GPU-8932f937"}, None),
+    ],
+)
+def test_a_process_takes_all_devices_that_are_shown_to_it_alone(env, devices):
+    assert from_env(env).local_device_ids == devices
+
+
+def test_the_local_rank_is_that_of_the_launcher():
+    assert from_env(SLURM).local_rank == 1
+    assert from_env(OMPI_4 | {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}).local_rank == 1
+
+
+@pytest.mark.parametrize("named", [{}, {"AXON_CLUSTER": "slurm"}])
+@pytest.mark.parametrize(("tasks", "devices"), [("1(x2)", None), ("2(x2)", (0,))])
+def test_the_answer_of_the_cluster_leaves_the_devices_of_a_lone_task(
+    monkeypatch, named, tasks, devices
+):
+    env = FIRST | named | {"SLURM_STEP_TASKS_PER_NODE": tasks}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    spec = complete(from_env(env), Timeouts())
+    assert (spec.num_processes, spec.process_id, spec.local_device_ids) == (4, 3, devices)
+    assert spec.coordinator_address.startswith("n0:")
+
+
 @pytest.mark.parametrize(
     "env",
     [
@@ -111,6 +242,10 @@ def test_open_mpi_5_with_an_address():
         {"KUBERNETES_SERVICE_HOST": "k"},
         {"TPU_WORKER_HOSTNAMES": "localhost"},
         {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+        {"PMI_SIZE": "1", "PMI_RANK": "0"},
+        {"MV2_COMM_WORLD_SIZE": "1", "MV2_COMM_WORLD_RANK": "0"},
+        MPICH | {"AXON_CLUSTER": "none"},
+        PODS | {"PET_NNODES": "1"},
     ],
 )
 def test_one_process_of_a_cluster_is_alone(env):
@@ -159,6 +294,12 @@ def test_one_process_of_a_cluster_is_alone(env):
             r"since version 5 .* -x MASTER_ADDR",
         ),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_RANK is not; .*AXON_CLUSTER=none"),
+        ({"PMI_SIZE": "2"}, r"PMI_SIZE=2 is set, but PMI_RANK is not"),
+        (
+            PODS | {"PET_NNODES": "1:2"},
+            r"PET_NNODES=1:2 .*torchrun --no-python, or set MASTER_ADDR",
+        ),
+        ({"PET_NNODES": "2"}, r"PET_NNODES=2 .* RANK and WORLD_SIZE are not set"),
         ({"AXON_CLUSTER": "slrum"}, r"unknown cluster 'slrum'\. Did you mean 'slurm'\?"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 
 from axon_dist.core.errors import LaunchError
 from axon_dist.launch.distributed import Coordinator
+from axon_dist.launch.environment import bind_address
 from axon_dist.launch.local import free_port
 from axon_dist.launch.rendezvous import Peer, listen, rendezvous
 
@@ -254,3 +255,22 @@ def test_the_service_of_a_local_run_is_on_this_host_alone():
     finally:
         service._process.kill()
         service._process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("host", "resolved", "expected"),
+    [
+        # Debian's /etc/hosts maps the name of a machine to 127.0.1.1, for this machine only.
+        ("node0", "127.0.1.1", ""),
+        ("node0", "127.0.0.1", ""),
+        ("node0", "0.0.0.0", "0.0.0.0"),
+        ("localhost", "127.0.0.1", "127.0.0.1"),
+        ("127.0.1.1", "127.0.1.1", "127.0.1.1"),
+    ],
+)
+def test_a_name_that_only_this_host_resolves_to_loopback_is_listened_for_everywhere(
+    monkeypatch, host, resolved, expected
+):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (resolved, 1))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+    assert bind_address(f"{host}:29500") == (expected, 29500)

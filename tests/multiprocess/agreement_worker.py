@@ -3,12 +3,17 @@
 import os
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist import DDP, Trainer, World, build_train_step, ddp
+from axon_dist.checkpoint import CheckpointManager, save_checkpoint
+from axon_dist.core.errors import ConfigError
+from axon_dist.mesh import agreement
 from axon_dist.train import LoopOptions
 from axon_dist.train.app import train
 from axon_dist.train.config import load_config
@@ -22,20 +27,48 @@ def loss_fn(model, batch):
     return jnp.mean(model(batch["x"]) ** 2)
 
 
+def train_in(folder, *overrides):
+    base = [
+        "devices.emulate=2",
+        "train.steps=2",
+        "optimizer.schedule.warmup_steps=1",
+        f"data.files=[{folder}/0/*.txt]",
+        f"run_dir={folder}/run",
+        "model.num_layers=1",
+    ]
+    path = os.path.join(os.path.dirname(__file__), "../../configs/quickstart.yaml")
+    train(load_config(path, [*base, *overrides]))
+
+
+def save_in_own_folders(folder):
+    """Each process goes to a folder of its own, so that a relative path names another one there."""
+    agreement._SEEN_SECONDS = 1.0
+    whole = NamedSharding(World.emulate(2).mesh, PartitionSpec())
+    own = os.path.join(folder, os.environ["RANK"])
+    os.makedirs(own, exist_ok=True)
+    os.chdir(own)
+    state = {"w": jax.jit(lambda: jnp.ones(2), out_shardings=whole)()}
+    save_checkpoint(f"{folder}/shared/step", state)
+    for save in (
+        lambda: save_checkpoint("own/step", state),
+        lambda: CheckpointManager("own").save(1, state),
+        lambda: train_in(folder, "run_dir=own"),
+        lambda: train_in(folder, f"run_dir={folder}/run", "checkpoint.dir=own"),
+    ):
+        try:
+            save()
+        except ConfigError as error:
+            print(error.code, error, flush=True)
+
+
 def main(kind, *arguments):
     other = int(os.environ["RANK"])
+    if kind == "folders":
+        save_in_own_folders(*arguments)
+        return
     if kind == "config":
         option, folder = arguments
-        base = [
-            "devices.emulate=2",
-            "train.steps=2",
-            "optimizer.schedule.warmup_steps=1",
-            f"data.files=[{folder}/0/*.txt]",
-            f"run_dir={folder}/run",
-            "model.num_layers=1",
-        ]
-        path = os.path.join(os.path.dirname(__file__), "../../configs/quickstart.yaml")
-        train(load_config(path, [*base, *([option] if other else [])]))
+        train_in(folder, *([option] if other else []))
         return
     world = World.emulate(2)
     if kind == "sync":

@@ -68,6 +68,25 @@ def test_parameters_are_those_of_process_0_after_they_were_synchronised(start):
     assert "kernel is that of process 0" in processes.text(1)
 
 
+@pytest.mark.full
+@pytest.mark.multiprocess
+def test_a_folder_of_checkpoints_that_each_host_has_for_itself_is_refused(start, tmp_path):
+    (tmp_path / "0").mkdir()
+    for name in range(20):
+        (tmp_path / "0" / f"{name}.txt").write_text("a" * 500)
+    processes = start(2, WORKER, "folders", str(tmp_path))
+    assert processes.wait((0, 1), timeout=120) == [0, 0]
+    for rank in (0, 1):
+        lines = [x for x in processes.text(rank).splitlines() if "is not one folder" in x]
+        keys = ("the folder of the checkpoint", "the folder of checkpoints")
+        for line, key in zip(lines, (*keys, "run_dir", "checkpoint.dir"), strict=True):
+            # Process 1 calls another folder so, and also learns which one is meant.
+            assert line.startswith(f"folder-not-shared {key}: '{tmp_path}/0/own' is not one folder")
+            assert "is not seen by process 1 (host " in line
+    # No file of a check is left.
+    assert not [*tmp_path.rglob(".*.axon.tmp")]
+
+
 def test_shards_that_only_one_process_has_are_no_difference():
     facts = {0: {"w[0:2]": "a", "b": "c"}, 1: {"w[2:4]": "d", "b": "c"}}
     assert differences(facts) == []

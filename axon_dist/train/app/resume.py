@@ -31,6 +31,7 @@ from axon_dist.checkpoint import (
     step_of,
 )
 from axon_dist.checkpoint.layout import installed_versions, mesh_shape
+from axon_dist.checkpoint.save import check_seen
 from axon_dist.core.checks import is_whole
 from axon_dist.core.compat import keep_executables
 from axon_dist.core.errors import (
@@ -252,13 +253,19 @@ def open_states(
         tell: called with a message when something fails.
 
     Raises:
-        ConfigError: when the state is split over hosts that cannot keep copies for each other.
+        ConfigError: when the state is split over hosts that cannot keep copies for each other, or
+            a process does not see the folder of the checkpoints.
         UnsupportedError: for a dtype that this type of checkpoint does not support.
     """
     options = run.config.checkpoint
     folder = directory.checkpoints
+    # The folder of the run may be on one host if the checkpoints are elsewhere: the other processes
+    # only write their traces there.
+    key, seen = "run_dir", directory.place
     if options.dir is not None:
         folder = as_place(options.dir, "checkpoint.dir")
+        key, seen = "checkpoint.dir", folder
+    check_seen(seen, options.type, key)
     checkpoints = CheckpointManager(
         folder,
         options.retention,
