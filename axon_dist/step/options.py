@@ -306,9 +306,9 @@ class StepOptions(_Fields):
             microbatches, and the samples of each rank. With None, the step proves it. With True or
             False a loss that couples the samples of microbatches is not refused: their losses are
             averaged, and sums over samples are added. A metric that follows from sums over the
-            samples, such as the perplexity `exp(mean)`, is that of the whole batch in any case. In a microbatch, with True each rank computes
-            the loss of its own samples, and these are averaged; with False all ranks compute the
-            loss of the microbatch together.
+            samples, such as the perplexity `exp(mean)`, is that of the whole batch in any case. In
+            a microbatch, with True each rank computes the loss of its own samples, and these are
+            averaged; with False all ranks compute the loss of the microbatch together.
 
             - None (default): the step reads it off the traced loss. A mean, a sum, a `Weighted` or
               a function of sums over the samples can be computed from parts. Any other loss
