@@ -191,8 +191,8 @@ def test_equals_one_device_or_says_what_couples_the_samples(name, option):
     if loss.why and option in ASKS:
         message = f"(?s){loss.why}.*test_samples.py:.*{ASKS[option]}.*separable=True"
         if name == "watching":
-            # The whole model computes its mean, in no one line of the user's. And `separable=True`
-            # says nothing about a buffer.
+            # A mean over the samples names no line, since none is at fault. `separable=True` says
+            # nothing about a buffer.
             message = f"(?s)(?=.*Change the buffer between steps){loss.why}.*{ASKS[option]}"
         with pytest.raises(UnsupportedError, match=message):
             step(step.init(), batch(0))
