@@ -372,7 +372,10 @@ def changed_results(program: ClosedJaxpr, first: int, count: int) -> list[int]:
 
 
 def is_added_to(program: ClosedJaxpr, invar: int, output: int) -> bool:
-    """Whether an output is an integer input plus a value that does not depend on that input.
+    """Whether an output is an input plus a value that does not depend on that input.
+
+    The input and every value on the way are integers, or all of them are floating-point numbers: a
+    conversion between the two kinds would round a sum down.
 
     Args:
         program: any program.
@@ -383,6 +386,9 @@ def is_added_to(program: ClosedJaxpr, invar: int, output: int) -> bool:
         >>> program = jax.make_jaxpr(lambda n, x: (n + 2 * x, 2 * n + x, x))(1, 1)
         >>> [is_added_to(program, 0, number) for number in range(3)]
         [True, False, False]
+        >>> program = jax.make_jaxpr(lambda n, x: (n + 2 * x, 0.9 * n + 0.1 * x))(1.0, 1.0)
+        >>> [is_added_to(program, 0, number) for number in range(2)]
+        [True, False]
     """
 
     def run(equation: JaxprEqn, addends: Sequence[int]) -> list[int]:
@@ -390,9 +396,11 @@ def is_added_to(program: ClosedJaxpr, invar: int, output: int) -> bool:
         name = equation.primitive.name
         count = sum(addends)
         is_sum = name == "add" or (name in _ADDING and not any(addends[1:]))
-        is_integer = jnp.issubdtype(dtype_of(equation.outvars[0]), jnp.integer)
-        return [count if is_sum and is_integer else 2 * bool(count)] * len(equation.outvars)
+        is_same_kind = jnp.issubdtype(dtype_of(equation.outvars[0]), kind)
+        return [count if is_sum and is_same_kind else 2 * bool(count)] * len(equation.outvars)
 
+    is_integer = jnp.issubdtype(dtype_of(program.jaxpr.invars[invar]), jnp.integer)
+    kind = jnp.integer if is_integer else jnp.inexact
     values = [int(number == invar) for number in range(len(program.jaxpr.invars))]
     nothing = [0] * len(program.consts)
     counts = interpret(program.jaxpr, nothing, values, run, lambda _: 0, lambda e: True)

@@ -72,6 +72,7 @@ class Why(enum.StrEnum):
         "; if it only guards against division by 0, return Weighted(total, weight) without it: a "
         "weight of 0 gives a loss of 0"
     )
+    ADDS = "adds a sum over the samples to a value that does not grow with them"
     PRODUCT = "multiplies or divides totals over the samples"
     EACH = "combines a sum over the samples with individual samples"
     NUMBERS = "depends on a sample's position in the batch, which is different in a part of it"
@@ -428,6 +429,12 @@ class LossDependence:
         return {"loss": self.loss, **metrics, **buffers}
 
     @property
+    def is_of_buffers(self) -> bool:
+        """Whether the parts give the loss and all metrics, but not all buffers."""
+        outputs = (self.loss, *self.metrics.values())
+        return self.why_coupled != "" and not any(output.why for output in outputs)
+
+    @property
     def why_coupled(self) -> str:
         """The first output that its parts do not give, and why; "" if there is none.
 
@@ -504,8 +511,12 @@ def _buffer(value: Value) -> OutputDependence:
     if value.is_constant and not value.is_scaled:
         return OutputDependence(Dependence.CONSTANT)
     counts = "counts the samples of the batch" if value.kind is Kind.CONSTANT else ""
-    why = counts or value.why or "changes with the samples of the batch"
+    # The advice of `TERMS` is for a loss: a buffer may keep a sum.
+    reason = Why.ADDS if value.why == Why.TERMS else value.why
+    why = counts or reason or "changes with the samples of the batch"
     kind = (
         Dependence.MEAN if value.kind is Kind.TOTAL and not value.is_scaled else Dependence.COUPLED
     )
-    return OutputDependence(kind, value.scale, why, value.line)
+    # The scale of other kinds, such as a quotient of sums, says nothing about the parts' mean.
+    is_scaled_mean = value.kind in (Kind.CONSTANT, Kind.TOTAL)
+    return OutputDependence(kind, value.scale if is_scaled_mean else 1.0, why, value.line)

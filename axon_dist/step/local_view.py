@@ -268,7 +268,7 @@ class RankProgram:
             sums_of = gradient_sums(forward, scale, mean_weight, num_shards)
             sums, changed = accumulated(sums_of, params, first, batch)
         if self.part_buffers is not None:
-            changed = self.part_buffers.without_rank(changed, local)
+            changed = self.part_buffers.over_ranks(changed, local)
         # Sum totals and weights. A mean of means would overweight ranks with few real samples.
         scalars = all_sum((sums.loss, sums.metrics), self.axes)
         return sums.grads, scalars, stack_buffers(changed, reduction, 1)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ..core.compat import eval_jaxpr
 from ..core.errors import AxonDistError, UnsupportedError, warn
+from ..core.reduction import all_sum
 from ..core.tree import is_key, leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree
 from ..ir.randomness import (
@@ -52,6 +53,7 @@ class PartBuffers:
         axes: the manual axes that split a microbatch; none in global view.
         ranks: how many ranks there are along them.
         advanced: the paths of the random keys that the model replaces by others.
+        added: the paths of the buffers to which each rank adds a sum over its own samples.
     """
 
     sample_rows: Mapping[Drawn, SampleRows]
@@ -60,6 +62,7 @@ class PartBuffers:
     axes: tuple[str, ...]
     ranks: int
     advanced: frozenset[Path] = frozenset()
+    added: frozenset[Path] = frozenset()
 
     def part(self, microbatch: Any) -> Array:
         """Returns the index of this rank's part. The parts of a microbatch are consecutive."""
@@ -90,6 +93,19 @@ class PartBuffers:
             return now + (new - then) / count if path in self.averaged else new
 
         return map_with_path(one, self.without_rank(new, first), before, first)
+
+    def over_ranks(self, new: PyTree, first: PyTree) -> PyTree:
+        """Returns the buffers of the whole batch, given those of this rank, inside `shard_map`.
+
+        Args:
+            new: after the last microbatch.
+            first: before the first microbatch of the step.
+        """
+
+        def one(path: Path, new: Any, then: Any) -> Any:
+            return then + all_sum(new - then, self.axes) if path in self.added else new
+
+        return map_with_path(one, self.without_rank(new, first), first)
 
     def without_rank(self, new: PyTree, first: PyTree) -> PyTree:
         """Returns the buffers after a part with keys as the model has them."""
@@ -152,11 +168,13 @@ def part_buffers_of(
             "nnx.Rngs in the model",
             code="key-depends-on-samples",
         )
-    means = separator.of(batch).means
-    is_needed = rows is not None or once or means or advanced
+    separation = separator.of(batch)
+    means = separation.means
+    added = separation.added if axes else frozenset[Path]()
+    is_needed = rows is not None or once or means or advanced or added
     if not is_needed:
         return None
-    return PartBuffers(rows or {}, once, means, axes, ranks, advanced)
+    return PartBuffers(rows or {}, once, means, axes, ranks, advanced, added)
 
 
 def _advanced_keys(

@@ -305,15 +305,17 @@ class StepOptions(_Fields):
         separable: whether the loss of a batch can be computed from the losses of its parts: the
             microbatches, and the samples of each rank. With None, the step proves it. With True or
             False a loss that couples the samples of microbatches is not refused: their losses are
-            averaged, and sums over samples are added. In a microbatch, with True each rank computes
-            the loss of its own samples, and these are averaged; with False all ranks compute the
-            loss of the microbatch together.
+            averaged, and sums over samples are added. A metric that follows from sums over the
+            samples, such as the perplexity `exp(mean)`, is that of the whole batch in any case. In
+            a microbatch, with True each rank computes the loss of its own samples, and these are
+            averaged; with False all ranks compute the loss of the microbatch together.
 
             - None (default): the step reads it off the traced loss. A mean, a sum, a `Weighted` or
               a function of sums over the samples can be computed from parts. Any other loss
               couples samples: it is computed over the samples of all ranks, in global view, and
               refused with several microbatches. A metric that couples samples is refused with
-              microbatches too.
+              microbatches too. So is a buffer that depends on the samples, unless it is a mean
+              over them, such as a decaying average of means, or only adds a sum over them.
             - True: it can, even if the step cannot prove it. Where the step computes per rank,
               each rank computes the loss of its own samples; the result is the mean over all parts.
               A quotient `sum / count` is NaN for a part with count 0; return `Weighted(sum, count)`

@@ -350,7 +350,7 @@ class PipelineRegion:
         after = structure.unflatten(sums.mutable_buffers.get(i, x) for i, x in enumerate(leaves))
         changed = buffers_together(after) if stacks.depths else after
         if part_buffers is not None:
-            changed = part_buffers.without_rank(changed, buffers)
+            changed = part_buffers.over_ranks(changed, buffers)
         grad_factor = jnp.ones(()) if weight is None else weight
         rows, rest = self._reduce(sums, split_dims)
         loss = self._loss_of_all_ranks(sums, cast(Any, trace.metrics))

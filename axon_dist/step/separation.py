@@ -69,6 +69,8 @@ class Separation:
             whole batch; None if `loss_fn` returns all numbers.
         means: the buffers whose value after the whole batch is the mean of their values after its
             microbatches.
+        added: the buffers to which each rank adds a sum over its own samples, so that the ranks
+            must add up what they have added.
     """
 
     loss_fn: LossFn
@@ -77,6 +79,7 @@ class Separation:
     averaged: str = ""
     finalize: Finalize | None = None
     means: frozenset[Path] = frozenset()
+    added: frozenset[Path] = frozenset()
 
     def __str__(self) -> str:
         view = "per rank" if self.is_per_rank else "global view"
@@ -121,6 +124,13 @@ def _instead_of(why: str, samples: int) -> str:
     if samples == 1 and any(reason in why for reason in (Why.DIFFERS, RESIZED)):
         return f"Give each part two samples or more: JAX may trace one sample differently. {advice}"
     return advice
+
+
+def _averaged(dependence: LossDependence, finalize: Finalize | None) -> str:
+    """Returns what is an average over parts, and why; leaves out what sums give."""
+    given = frozenset() if finalize is None else finalize.loss_fn.names
+    metrics = {name: x for name, x in dependence.metrics.items() if name not in given}
+    return dataclasses.replace(dependence, metrics=metrics).why_coupled
 
 
 def _shortened(error: str) -> str:
@@ -252,12 +262,11 @@ class Separator:
             return Separation(self._loss_fn, per_rank)
         why = ""
         sizes = samples // ranks, total
-        if self._declared and ranks > 1:
-            self._check_buffers_of_ranks(batch, sizes, ranks)
+        added = self._added_over_ranks(batch, sizes, ranks, asked)
         # With one microbatch, the ranks can compute any loss together, in global view. So finding
         # the sums that it is made of is worth the traces only where the caller asks for parts.
-        try_sums = bool(asked) or self._num_microbatches > 1
-        dependence, from_sums = self._dependence_or_sums(batch, sizes, ranks, try_sums)
+        try_sums = bool(asked) or bool(self._declared) or self._num_microbatches > 1
+        dependence, from_sums = self._dependence_or_sums(batch, sizes, ranks, try_sums, added)
         if dependence.failure and self._num_microbatches > 1:
             # Raises if all ranks together cannot compute the loss of a microbatch either: that
             # needs other advice than a loss that fails on the samples of one rank.
@@ -267,41 +276,103 @@ class Separator:
         if why:
             # The ranks compute the loss together, each microbatch in global view.
             if asked:
-                refusal = self._refusal(why, asked, samples // ranks)
+                is_of_buffers = dependence.is_of_buffers and self._declared is None
+                refusal = self._refusal(why, asked, samples // ranks, is_of_buffers)
                 raise UnsupportedError(refusal, code="coupled-ranks")
             if samples == total:
                 return Separation(self._loss_fn, False, why)
             ranks = 1
+            added = frozenset()
             sizes = (samples, total)
             dependence, from_sums = self._dependence_or_sums(batch, sizes, ranks)
         means = frozenset[Path]()
         if self._buffers:
             is_given = from_sums is not None or dependence.loss.is_separable
             means = self._means(batch, sizes, ranks, dependence, is_given)
-        is_per_rank = per_rank and not why
-        if from_sums is not None:
-            return dataclasses.replace(from_sums, is_per_rank=is_per_rank, why=why, means=means)
-        if not self._declared and not dependence.is_separable:
-            self._check_follows(dependence, samples, total, ranks)
-        is_averaged = self._declared is False and self._num_microbatches > 1
-        averaged = dependence.why_coupled if is_averaged else ""
-        loss_fn = rescale_parts(self._loss_fn, dependence)
-        return Separation(loss_fn, is_per_rank, why, averaged, means=means)
+        result = self._result(dependence, from_sums, samples, total, ranks)
+        return dataclasses.replace(
+            result, is_per_rank=per_rank and not why, why=why, means=means, added=added
+        )
 
-    def _check_buffers_of_ranks(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> None:
-        """Raises for a buffer that `separable=True` would let differ between the ranks."""
-        if not self._buffers or not self._spec.reduction.sync_buffers:
-            return
-        for path, output in self._dependence(batch, sizes, ranks).buffers.items():
-            if output.why:
-                raise UnsupportedError(
-                    f"the buffer {path!r} {output.why}{output.place}, and separable=True says "
-                    "nothing about buffers: each rank would keep the value of its own samples. "
-                    "Leave separable=True out; or compute the buffer between steps, from metrics "
-                    "of the loss; or let each rank keep its own, with sync_buffers=False in the "
-                    "reduction (broadcast_buffers=False of ddp)",
-                    code="buffer-of-one-rank",
-                )
+    def _result(
+        self,
+        dependence: LossDependence,
+        from_sums: Separation | None,
+        samples: int,
+        total: int,
+        ranks: int,
+    ) -> Separation:
+        """Returns how the outputs follow from parts, except what concerns buffers and ranks.
+
+        Raises:
+            UnsupportedError: when the loss or a metric of the whole batch does not follow.
+        """
+        # What the user declares is about the loss, so sums say nothing about a loss that mixes.
+        is_proven = from_sums is not None and self._declared is None
+        if not self._declared and not is_proven and not dependence.is_separable:
+            self._check_follows(dependence, samples, total, ranks)
+        if from_sums is None:
+            from_sums = Separation(rescale_parts(self._loss_fn, dependence), True)
+        is_averaged = self._declared is False and self._num_microbatches > 1
+        averaged = _averaged(dependence, from_sums.finalize) if is_averaged else ""
+        return dataclasses.replace(from_sums, averaged=averaged)
+
+    def _added_over_ranks(
+        self, batch: Batch, sizes: tuple[int, int], ranks: int, asked: list[str]
+    ) -> frozenset[Path]:
+        """Returns the buffers to which each rank adds a sum over its own samples, and nothing else.
+
+        The sum over the batch is then that of what the ranks add. There are none in steps that may
+        also run in global view.
+
+        Raises:
+            UnsupportedError: for a buffer that `separable=True` would let differ between the ranks.
+        """
+        if ranks == 1 or not self._buffers or not (asked or self._declared):
+            return frozenset()
+        dependence = self._dependence(batch, sizes, ranks)
+        added = frozenset[Path]()
+        if not dependence.failure and not self._spec.options.is_elastic:
+            problems = self._problems_of_sums(batch, sizes, ranks, dependence)
+            added = frozenset(p for p in problems if not problems[p] and not self._is_own(p))
+        if self._declared:
+            self._check_buffers_of_ranks(dependence, asked, added)
+        return added
+
+    def _check_buffers_of_ranks(
+        self, dependence: LossDependence, asked: list[str], added: frozenset[Path]
+    ) -> None:
+        """Raises for a buffer that `separable=True` would let differ between the ranks.
+
+        Args:
+            dependence: how the outputs use the samples of a rank.
+            asked: the options that require ranks, in words.
+            added: the buffers that the ranks add up.
+        """
+        has_pipeline = self._spec.strategy.pipeline is not None
+        for path, output in dependence.buffers.items():
+            if not output.why or path in added or self._is_own(path):
+                continue
+            # With one of these, the ranks cannot compute a buffer together, whatever is declared.
+            what = " and ".join(["separable=True", *(["the pipeline"] if has_pipeline else asked)])
+            own = (
+                "; or let each rank keep its own, with sync_buffers=False in the reduction "
+                "(broadcast_buffers=False of ddp)"
+            )
+            raise UnsupportedError(
+                f"the buffer {path!r} {output.why}{output.place}, and separable=True says "
+                "nothing about buffers: each rank would keep the value of its own samples. "
+                f"Leave {what} out; or compute the buffer between steps, from metrics of the loss"
+                f"{own if self._is_float(path) and not has_pipeline else ''}",
+                code="buffer-of-one-rank",
+            )
+
+    def _is_own(self, path: Path) -> bool:
+        """Whether each rank keeps its own value of a buffer, as the user asked."""
+        return self._is_float(path) and not self._spec.reduction.sync_buffers
+
+    def _is_float(self, path: Path) -> bool:
+        return jnp.issubdtype(dict(self._buffers)[path].dtype, jnp.inexact)
 
     def _samples_of_whole(self, batch: Batch, samples: int, ranks: int) -> int:
         """Returns the number of samples of the whole, to which the parts are compared.
@@ -323,10 +394,20 @@ class Separator:
         return total
 
     def _dependence_or_sums(
-        self, batch: Batch, sizes: tuple[int, int], ranks: int, try_sums: bool = True
+        self,
+        batch: Batch,
+        sizes: tuple[int, int],
+        ranks: int,
+        try_sums: bool = True,
+        added: frozenset[Path] = frozenset(),
     ) -> tuple[LossDependence, Separation | None]:
-        """Returns how the outputs use the samples, and how they follow from sums, if they do."""
+        """Returns how the outputs use the samples, and how they follow from sums, if they do.
+
+        The dependence leaves out the buffers in `added`.
+        """
         dependence = self._dependence(batch, sizes, ranks)
+        buffers = {path: x for path, x in dependence.buffers.items() if path not in added}
+        dependence = dataclasses.replace(dependence, buffers=buffers)
         if not try_sums or dependence.is_separable:
             return dependence, None
         separation = self._from_sums(batch, sizes, ranks, dependence)
@@ -335,6 +416,7 @@ class Separator:
         }
         if (
             separation is None
+            and self._declared is None
             and not dependence.loss.is_separable
             and metrics != dependence.metrics
         ):
@@ -349,9 +431,20 @@ class Separator:
         self, batch: Batch, sizes: tuple[int, int], ranks: int, dependence: LossDependence
     ) -> Separation | None:
         """Returns how to compute outputs that do not add up from sums that do, or None."""
-        if self._declared is not None or dependence.failure:
+        if dependence.failure:
             return None
         names = {name for name, output in dependence.metrics.items() if not output.is_separable}
+        if self._declared is not None:
+            # What the user declares is about the loss; each metric is computed from sums if it can.
+            several = self._from_sums_of(names, batch, sizes, ranks, dependence)
+            if several is not None or len(names) < 2:
+                return several
+            alone = (
+                name
+                for name in names
+                if self._from_sums_of({name}, batch, sizes, ranks, dependence) is not None
+            )
+            return self._from_sums_of(set(alone), batch, sizes, ranks, dependence)
         if not dependence.loss.is_separable:
             # A metric without its own weight uses the weight of the loss, which sums in place of
             # the loss do not have. So weighted metrics are replaced as well.
@@ -361,6 +454,17 @@ class Separator:
                 if output.kind is Dependence.WEIGHTED
             }
             names.add(LOSS)
+        return self._from_sums_of(names, batch, sizes, ranks, dependence)
+
+    def _from_sums_of(
+        self,
+        names: set[str],
+        batch: Batch,
+        sizes: tuple[int, int],
+        ranks: int,
+        dependence: LossDependence,
+    ) -> Separation | None:
+        """Returns how to compute the outputs of these names from sums, or None."""
         if not names:
             return None
         loss_fn: Any = FunctionOfSums(rescale_parts(self._loss_fn, dependence), frozenset(names))
@@ -368,16 +472,21 @@ class Separator:
         dependence_of_sums = traces.dependence(batch, sizes)
         traced = traces.of(batch, sizes[1])
         sums = [sum_name(number) for number in range(len(traced.ending.sums))]
+        is_declared = self._declared is not None
         outputs = {
             n: x
             for n, x in dependence_of_sums.metrics.items()
-            if n in dependence.metrics or n in sums
+            if (n in dependence.metrics and not is_declared) or n in sums
         }
-        dependence_of_sums = dataclasses.replace(dependence_of_sums, metrics=outputs)
-        needs_global_view = ranks > 1 and self._obstacle(dependence_of_sums) != ""
-        is_separable = all(
-            output.is_separable for output in (dependence_of_sums.loss, *outputs.values())
+        buffers = {
+            path: x for path, x in dependence_of_sums.buffers.items() if path in dependence.buffers
+        }
+        dependence_of_sums = dataclasses.replace(
+            dependence_of_sums, metrics=outputs, buffers=buffers
         )
+        needs_global_view = ranks > 1 and self._obstacle(dependence_of_sums) != ""
+        loss = () if is_declared else (dependence_of_sums.loss,)
+        is_separable = all(output.is_separable for output in (*loss, *outputs.values()))
         if needs_global_view or not is_separable:
             return None
         finalize = Finalize(traced.ending, loss_fn)
@@ -530,35 +639,47 @@ class Separator:
             self._check_buffers(self.program(batch, sizes[1]))
         if self._declared is not None or self._num_microbatches == 1:
             return frozenset()
-        self._check_counts(batch, sizes, ranks, dependence)
+        problems = self._problems_of_sums(batch, sizes, ranks, dependence)
+        for path, problem in problems.items():
+            if problem and not self._is_float(path):
+                raise self._changes_in_turn(path, problem, ranks)
         if not is_given:
             return frozenset()
         means = {
             path: output
             for path, output in dependence.buffers.items()
-            if self._is_statistic(path, output)
+            if self._is_statistic(path, output) and problems.get(path) != ""
         }
         for path, output in means.items():
             if not output.is_separable:
-                raise self._changes_in_turn(path, f"{output.why}{output.place}")
+                raise self._changes_in_turn(path, f"{output.why}{output.place}", ranks)
         return frozenset(means)
 
-    def _changes_in_turn(self, path: Path, what: str) -> UnsupportedError:
+    def _changes_in_turn(self, path: Path, what: str, ranks: int) -> UnsupportedError:
+        # Ranks that must each keep their own statistics cannot compute a microbatch together.
+        declared, of = ("True", " and ranks") if ranks > 1 else ("False", "")
         return UnsupportedError(
             f"the buffer {path!r} {what}. {self._num_microbatches} microbatches would change it in "
             "turn, each starting from the value that the previous one left, whereas one device "
             "changes it once, with the whole batch. Use one microbatch; or change the buffer "
             "between steps, from metrics of the loss; or, if it is to be changed in turn, say so: "
-            "build_train_step(separable=False)",
+            f"build_train_step(separable={declared}), which also averages the losses of the "
+            f"microbatches{of}",
             code="buffer-changed-in-turn",
         )
 
-    def _check_counts(
+    def _problems_of_sums(
         self, batch: Batch, sizes: tuple[int, int], ranks: int, dependence: LossDependence
-    ) -> None:
-        """Raises if an integer buffer depends on the samples, unless it only adds a sum over them.
+    ) -> dict[Path, str]:
+        """Says of each buffer that depends on the samples why it is more than a running sum.
 
-        Read before the end of the step, it would show the changes of other microbatches.
+        Parts may change a running sum in turn: it adds a sum over their samples to its old value,
+        which nothing else reads. Read before the end of the step, it would show the changes of
+        other microbatches.
+
+        Returns:
+            The reason by path; "" for a running sum. Floating-point buffers that the samples do not
+            change, up to rounding, are left out.
         """
         program = self.program(batch, sizes[1])
         shapes = self._buffers
@@ -567,30 +688,33 @@ class Separator:
         before = len(leaves_with_paths(self.model_spec.weights))
         after = len(sources) - len(shapes)
         samples = range(before + len(shapes), len(program.in_avals))
-        counts: dict[int, Path] = {}
+        problems: dict[Path, str] = {}
+        sums: dict[int, tuple[Path, str]] = {}
         for number, (path, leaf) in enumerate(shapes):
             coupled = path in dependence.buffers and dependence.buffers[path].why != ""
-            follows = coupled or not sources[after + number].isdisjoint(samples)
-            if not follows or jnp.issubdtype(leaf.dtype, jnp.inexact) or is_key(leaf):
+            reads = not sources[after + number].isdisjoint(samples)
+            # Statistics over the samples of all parts, such as BatchNorm's, read samples too.
+            if is_key(leaf) or not (coupled or (reads and not self._is_float(path))):
                 continue
+            on = "the samples" if reads else "the number of samples"
             readers = [at for at, read in enumerate(sources) if before + number in read]
-            if readers != [after + number]:
-                what = "depends on the samples, and is read by something else"
-                if not readers:
-                    what = "is overwritten by a value that depends on the samples"
-                raise self._changes_in_turn(path, what)
-            counts[before + number] = path
-        if not counts:
-            return
-        # With the counts taken as 0, these are what the microbatch adds to them.
-        added = self._traces(ranks).dependence(batch, sizes, counts).buffers
-        for number, path in counts.items():
-            is_sum = same_scale(added[path].factor, sizes[1] / sizes[0])
-            if not (is_sum and is_added_to(program, number, after + number - before)):
-                what = f" ({added[path].why}{added[path].place})" if not is_sum else ""
-                raise self._changes_in_turn(
-                    path, f"depends on the samples, and is not a sum over them{what}"
-                )
+            if readers == [after + number]:
+                sums[before + number] = path, on
+            elif readers:
+                problems[path] = f"depends on {on}, and is read by something else"
+            else:
+                problems[path] = f"is overwritten by a value that depends on {on}"
+        if not sums:
+            return problems
+        # With the sums taken as 0, these are what the microbatch adds to them.
+        added = self._traces(ranks).dependence(batch, sizes, sums).buffers
+        for number, (path, on) in sums.items():
+            is_sum = path in added and same_scale(added[path].factor, sizes[1] / sizes[0])
+            is_added = is_added_to(program, number, after + number - before)
+            why = "" if is_sum or path not in added else f" ({added[path].why}{added[path].place})"
+            problem = f"depends on {on}, and is not a sum over them{why}"
+            problems[path] = "" if is_sum and is_added else problem
+        return problems
 
     def _check_buffers(self, program: ClosedJaxpr) -> None:
         """Raises for a buffer that changes its shape: the next microbatch could not take it."""
@@ -628,7 +752,7 @@ class Separator:
             dependence = dataclasses.replace(dependence, buffers=others)
         return dependence.why_coupled
 
-    def _refusal(self, why: str, asked: list[str], part: int) -> str:
+    def _refusal(self, why: str, asked: list[str], part: int, is_of_buffers: bool) -> str:
         strategy = self._spec.strategy
         mesh = self._spec.mesh
         ranks = "×".join(f"{axis}={mesh.shape[axis]}" for axis in strategy.batch_axes)
@@ -636,9 +760,23 @@ class Separator:
         instead = "leave the pipeline out, and the step computes it over the whole batch"
         if strategy.pipeline is None:
             instead = f"leave {what} out, and the step computes it over the whole batch"
-        return (
+        start = (
             f"{why}, so that the ranks of {ranks} cannot each compute it from their own samples, "
-            f"as {what} requires. {_instead_of(why, part)}; or {instead}; or pass "
+            f"as {what} requires. "
+        )
+        if is_of_buffers:
+            # What `separable=True` says is about the loss.
+            add = (
+                "let it only add a sum over the samples to its old value, which nothing else reads,"
+                " such as a total and a count whose quotient is wanted; or "
+            )
+            add = "" if self._spec.options.is_elastic else add
+            return (
+                f"{start}Change the buffer between steps, from metrics of the loss; or {add}"
+                f"{instead}"
+            )
+        return (
+            f"{start}{_instead_of(why, part)}; or {instead}; or pass "
             "separable=True to build_train_step: each rank computes the loss of its own samples, "
             "and the losses of all parts are averaged"
         )

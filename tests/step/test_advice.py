@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import World, build_train_step, ddp, per_sample
+from axon_dist import World, build_train_step, compose, ddp, per_sample, pipelined
 from axon_dist.core.errors import UnsupportedError
 
 WORLD = World.emulate(2)
@@ -116,3 +116,109 @@ def test_advised_settings_work(row, options):
     _, metrics = step(step.init(), BATCH)
     expected = nnx.jit(followed)(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), BATCH)
     assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5)
+
+
+class Kept(nnx.Variable):
+    """A buffer of the user's."""
+
+
+class Keeping(nnx.Module):
+    """Two blocks, and a buffer that a loss changes."""
+
+    def __init__(self, dtype=jnp.float32):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+        self.head = nnx.Linear(4, 2, rngs=rngs)
+        self.kept = Kept(jnp.zeros((), dtype))
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + jnp.tanh(block(x))
+        return self.head(x)
+
+
+def keeping(change):
+    def loss(model, batch):
+        model.kept[...] = change(model.kept[...], batch["y"]).astype(model.kept[...].dtype)
+        return error(batch["x"], batch["y"], model)
+
+    return loss
+
+
+def kept_by(change, strategy, mesh, make=Keeping, **options):
+    """The buffer after two steps, and the loss of the second."""
+    loss_fn, world = keeping(change), World.emulate(2 * mesh.count("="), mesh)
+    step = build_train_step(make, optax.sgd(0.1), loss_fn, strategy, world, batch=BATCH, **options)
+    state = step.init()
+    for _ in range(2):
+        state, metrics = step(state, BATCH)
+    return np.asarray(state.buffers["kept"]), float(metrics["loss"])
+
+
+def decays(kept, y):
+    return 0.9 * kept + 0.1 * y.mean()
+
+
+def adds(kept, y):
+    return kept + jnp.sum(y > 0)
+
+
+STAGES = compose(ddp(), pipelined(2, 2))
+
+
+@pytest.mark.parametrize("separable", [None, True])
+def test_advice_about_a_buffer_in_a_pipeline_does_not_go_in_a_circle(separable):
+    with pytest.raises(UnsupportedError) as refused:
+        kept_by(decays, STAGES, "pp=2,dp=2", separable=separable)
+    words = str(refused.value)
+    assert "the buffer 'kept' changes with the samples" in words
+    # What a pipeline, or what is said of the loss, cannot help with is not offered.
+    assert "sync_buffers" not in words
+    assert "pass separable=True" not in words
+    leave = "leave the pipeline out" if separable is None else "Leave separable=True and the pipe"
+    assert leave in words
+    kept, _ = kept_by(decays, ddp(), "dp=2")
+    assert kept == pytest.approx(0.19 * Y.mean(), rel=1e-5)
+
+
+@pytest.mark.sample("None-float32", "True-int32")
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+@pytest.mark.parametrize("separable", [None, True])
+def test_a_sum_that_stages_keep_is_that_of_all_ranks(dtype, separable):
+    make = lambda: Keeping(jnp.dtype(dtype))
+    kept, loss = kept_by(adds, STAGES, "pp=2,dp=2", make, separable=separable)
+    assert kept == 2 * np.sum(Y > 0)
+    assert kept.dtype == dtype
+    assert loss == pytest.approx(kept_by(adds, ddp(), "dp=2", make)[1], rel=1e-5)
+
+
+def test_advice_about_a_buffer_of_one_rank_works():
+    largest = lambda kept, y: jnp.maximum(kept, jnp.max(y))
+    buckets = ddp(bucket_capacity=64)
+    with pytest.raises(UnsupportedError, match="Leave separable=True and bucket_capacity=64 out"):
+        kept_by(largest, buckets, "dp=2", separable=True)
+    kept, _ = kept_by(largest, ddp(), "dp=2")
+    assert kept == pytest.approx(Y.max())
+    own = ddp(bucket_capacity=64, broadcast_buffers=False)
+    kept, _ = kept_by(largest, own, "dp=2", separable=True)
+    assert kept == pytest.approx(Y.reshape(2, -1).max(1))
+
+
+def test_an_integer_that_ranks_cannot_keep_as_their_own_is_refused():
+    """Ranks keep their own statistics, and these are floating-point numbers."""
+    largest = lambda kept, y: jnp.maximum(kept, jnp.sum(y > 0))
+    make = lambda: Keeping(jnp.int32)
+    own = ddp(broadcast_buffers=False)
+    with pytest.raises(UnsupportedError, match="Leave separable=True and broadcast_b") as refused:
+        kept_by(largest, own, "dp=2", make, separable=True)
+    assert "sync_buffers" not in str(refused.value)
+    assert kept_by(largest, ddp(), "dp=2", make)[0] == np.sum(Y > 0)
+    assert kept_by(adds, own, "dp=2", make, separable=True)[0] == 2 * np.sum(Y > 0)
+
+
+def test_advice_to_change_a_buffer_in_turn_works():
+    doubles = lambda kept, y: 2 * kept + jnp.max(y)
+    for strategy, declared in ((ddp(), False), (ddp(broadcast_buffers=False), True)):
+        with pytest.raises(UnsupportedError, match=rf"in turn.*\(separable={declared}\)"):
+            kept_by(doubles, strategy, "dp=2", accumulate=2)
+        kept_by(doubles, strategy, "dp=2", accumulate=2, separable=declared)

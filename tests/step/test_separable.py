@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import Weighted, World, build_train_step, ddp, per_sample
+from axon_dist import Weighted, World, build_train_step, ddp, fsdp, per_sample
 from axon_dist.core.errors import AxonDistWarning, ConfigError, UnsupportedError
 from axon_dist.inspect import separation
 from axon_dist.models import (
@@ -195,6 +195,36 @@ def test_separable_false_averages_the_metrics_of_microbatches():
         separation(split_in(2, spread), case.batch(0))
     said = separation(split_in(2, spread, separable=False), case.batch(0))
     assert "averaged over microbatches" in str(said)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count", "separable"),
+    [(ddp(), 2, False), (ddp(), 2, True), (ddp(bucket_capacity=64), 1, True)],
+    ids=["False", "True", "buckets"],
+)
+def test_what_separable_declares_of_the_loss_leaves_metrics_that_follow_from_sums(
+    strategy, count, separable
+):
+    case = CASES["mlp"]
+    batch = case.batch(0)
+    # Parts of unequal losses.
+    batch["y"] = batch["y"] * np.linspace(0, 3, len(batch["y"]), dtype=np.float32)[:, None]
+
+    def loss_fn(model, batch):
+        each = jnp.mean((model(batch["x"]) - batch["y"]) ** 2, -1)
+        metrics = {"exp": jnp.exp(each.mean()), "worst": each.max(), "mean": each.mean()}
+        return jnp.sqrt(each.mean()), metrics
+
+    step = split_in(count, loss_fn, strategy=strategy, separable=separable)
+    _, metrics = step(step.init(), batch)
+    loss, want = loss_fn(case.make(), batch)
+    for name in ("exp", "mean"):
+        assert float(metrics[name]) == pytest.approx(float(want[name]), rel=1e-5), name
+    # The mean over the parts, as declared: less than that of the whole.
+    assert float(metrics["loss"]) < float(loss) * 0.99
+    assert float(metrics["worst"]) < float(want["worst"])
+    said = str(separation(step, batch))
+    assert ("averaged over microbatches because the loss" in said) == (separable is False)
 
 
 @pytest.mark.parametrize("strategy", [ddp(), ddp(bucket_capacity=64)], ids=["ddp", "buckets"])
@@ -388,6 +418,147 @@ def test_a_count_of_samples_is_not_read_between_microbatches(read, change, words
     build(separable=False)
 
 
+@pytest.mark.parametrize(
+    ("read", "change", "words"),
+    [
+        (True, lambda at, n: (at + n) % 24, "depends on the number of samples, and is read by so"),
+        (False, lambda at, n: at * 0 + n, "depends on the number of samples, and is not a sum"),
+        (False, lambda at, n: n, "is overwritten by a value that depends on the number of samples"),
+    ],
+    ids=["read", "not added", "overwritten"],
+)
+def test_a_count_that_reads_no_sample_is_said_to_depend_on_their_number(read, change, words):
+    def loss(model, batch):
+        before = model.seen[...]
+        model.seen[...] = jnp.int32(change(before, len(batch["x"])))
+        return jnp.mean(model.layer(batch["x"]) ** 2) / (1 + before if read else 1)
+
+    batch = {"x": np.ones((8, 4), np.float32)}
+    with pytest.raises(UnsupportedError, match=f"buffer 'seen' {words}"):
+        build_train_step(
+            Counting, optax.sgd(0.1), loss, ddp(), World.emulate(2), accumulate=2, batch=batch
+        )
+
+
+class Meters(nnx.Module):
+    """Keeps running sums and running means of its batches, in floating-point numbers."""
+
+    def __init__(self, rngs=None):
+        rngs = nnx.Rngs(0) if rngs is None else rngs
+        self.layer = nnx.Linear(4, 5, rngs=rngs)
+        self.accuracy = nnx.metrics.Accuracy()
+        self.several = nnx.metrics.MultiMetric(
+            loss=nnx.metrics.Average("loss"), hits=nnx.metrics.Accuracy()
+        )
+        self.total, self.samples, self.decayed, self.mean = (
+            Seen(jnp.zeros(shape)) for shape in ((5,), (), (5,), ())
+        )
+
+
+def metered(model, batch):
+    logits = model.layer(batch["x"])
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    model.accuracy.update(logits=logits, labels=batch["y"])
+    model.several.update(loss=each, logits=logits, labels=batch["y"])
+    model.total[...] += logits.sum(0)
+    model.samples[...] += len(logits)
+    model.decayed[...] = 0.9 * model.decayed[...] + 0.1 * logits.mean(0)
+    model.mean[...] += each.mean()
+    return each.mean()
+
+
+METERED = dataclasses.replace(
+    CASES["mlp"],
+    make=Meters,
+    loss_fn=metered,
+    batch=lambda number: {
+        "x": np.random.default_rng(number).normal(size=(16, 4)).astype(np.float32),
+        "y": np.random.default_rng(number).integers(0, 5, 16),
+    },
+)
+
+
+@pytest.mark.sample("2-fsdp")
+@pytest.mark.parametrize("strategy", [ddp, fsdp], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_sums_and_means_that_a_model_keeps_are_those_of_one_device(strategy, accumulate):
+    """A mean that decays once per step must not be taken for a sum, to which each part adds."""
+    axis = {ddp: "dp", fsdp: "fsdp"}[strategy]
+    step = build_train_step(
+        Meters, optax.sgd(0.1), metered, strategy(), World.emulate(4, f"{axis}=4"),
+        accumulate=accumulate,
+    )  # fmt: skip
+    state = step.init()
+    for number in range(2):
+        state, _ = step(state, METERED.batch(number))
+    want = train(METERED, optax.sgd(0.1), 2)
+    assert_close(state.buffers, want.buffers, 1e-5, "buffer")
+    assert int(state.buffers["accuracy"]["count"]) == 32
+
+
+@pytest.mark.full
+def test_ranks_that_compute_alone_add_up_the_sums_that_a_model_keeps():
+    def summed(model, batch):
+        loss = metered(model, batch)
+        # What a rank cannot know of the whole batch stays as it was.
+        model.decayed[...], model.mean[...] = jnp.zeros(5), jnp.zeros(())
+        return loss
+
+    case = dataclasses.replace(METERED, loss_fn=summed)
+    for separable in (None, True):
+        step = build_train_step(
+            Meters, optax.sgd(0.1), summed, ddp(bucket_capacity=100), World.emulate(4, "dp=4"),
+            accumulate=2, separable=separable,
+        )  # fmt: skip
+        assert str(separation(step, case.batch(0))) == "per rank"
+        state = step.init()
+        for number in range(2):
+            state, _ = step(state, case.batch(number))
+        assert_close(state.buffers, train(case, optax.sgd(0.1), 2).buffers, 1e-5, "buffer")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda seen, x: 0.9 * seen + x.sum(), "adds a sum over the samples to a value that does"),
+        (lambda seen, x: 0.9 * seen + 0.1 * x.max(), "takes `reduce_max` over the samples"),
+        (lambda seen, x: seen + x.sum() / (x**2).mean(), "combines a sum over the samples with i"),
+        (lambda seen, x: seen + x.sum() ** 2, "of a total over the samples"),
+        (lambda seen, x: jnp.maximum(seen, x.sum()), "of a total over the samples"),
+        (lambda seen, x: jnp.floor(seen + x.sum()), "adds a sum over the samples"),
+        (lambda seen, x: (seen + x.sum()).astype(int).astype(float), "adds a sum over the samples"),
+        (lambda seen, x: x.sum(), "changes with the samples of the batch"),
+        (lambda seen, x: seen + (x.sum() - seen) / 8, "adds a sum over the samples to a value"),
+        (lambda seen, x: seen + x.sum(), ""),
+        (lambda seen, x: seen - (x**2).sum(), ""),
+        (lambda seen, x: 0.9 * seen + 0.1 * x.mean(), ""),
+        (lambda seen, x: seen + (x.mean() - seen) / 8, ""),
+    ],
+)
+def test_only_a_sum_in_floating_point_is_changed_in_turn(change, words):
+    class Watching(Counting):
+        def __init__(self):
+            super().__init__()
+            self.seen = Seen(jnp.zeros(()))
+
+    def loss(model, batch):
+        model.seen[...] = change(model.seen[...], batch["x"])
+        return jnp.mean(model.layer(batch["x"]) ** 2)
+
+    def build(**options):
+        batch, world = {"x": np.ones((8, 4), np.float32)}, World.emulate(2)
+        build_train_step(
+            Watching, optax.sgd(0.1), loss, ddp(), world, accumulate=2, batch=batch, **options
+        )
+
+    if not words:
+        build()
+        return
+    with pytest.raises(UnsupportedError, match=f"buffer 'seen' .*{words}.*would change it in turn"):
+        build()
+    build(separable=False)
+
+
 class Normed(nnx.Module):
     """Centres its samples by their mean, or by the mean that it has seen."""
 
@@ -472,6 +643,11 @@ def test_separable_true_lets_no_buffer_differ_between_the_ranks():
     assert e.value.code == "buffer-of-one-rank"
     for shard in averaged(ddp(), separable=True):
         np.testing.assert_allclose(shard, [1.4, 1.5, 1.6, 1.7], rtol=1e-6)
+    # Leaving out one of the two that it names is not enough.
+    with pytest.raises(UnsupportedError, match="separable=True and bucket_capacity=100 out; or"):
+        averaged(ddp(bucket_capacity=100), separable=True)
+    with pytest.raises(UnsupportedError, match=r"'average' .*leave bucket_capacity=100 out"):
+        averaged(ddp(bucket_capacity=100))
     own = averaged(ddp(bucket_capacity=100, broadcast_buffers=False), separable=True)
     np.testing.assert_allclose(own[1] - own[0], np.full((1, 4), 1.6), rtol=1e-6)
 
