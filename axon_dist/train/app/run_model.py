@@ -25,6 +25,7 @@ from axon_dist.checkpoint import (
 )
 from axon_dist.core.errors import AxonDistError, CheckpointError, ConfigError
 from axon_dist.core.files import Place, as_path, as_place, kind_at
+from axon_dist.core.plain_yaml import read_yaml
 from axon_dist.core.tree import combine, is_key, leaves_with_paths, map_with_path, partition
 from axon_dist.core.typing import Array, Leaf, PyTree
 from axon_dist.core.typing import Path as LeafPath
@@ -47,7 +48,7 @@ from axon_dist.weights import (
 from ...core.own_context import in_own_context
 from ..config import RunConfig, load_untrusted, with_own_precision
 from .directory import open_directory
-from .steps import model_of
+from .steps import model_of, names_on
 
 BEST = "best"
 """The value of `step` that selects the checkpoint with the best score by `train.best`."""
@@ -102,6 +103,9 @@ def load_model(
 def run_config(run: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> RunConfig:
     """Reads the config of a run.
 
+    With another mesh, the axis names of the model mean axes of that mesh, unless overrides name
+    others.
+
     Args:
         run: the folder of a run.
         overrides: changes, such as `"mesh=dp=4"`.
@@ -124,7 +128,15 @@ def run_config(run: str | Path, overrides: Sequence[str] = (), *, trust: bool = 
             "followed; replace it with a copy of the file",
             code="is-a-link",
         )
-    return load_untrusted(directory.config, overrides, trust=trust)
+    config = load_untrusted(directory.config, overrides, trust=trust)
+    if not overrides or not config.axis_names:
+        return config
+    # Only these sections: the others may name functions that are not trusted.
+    plain = read_yaml(directory.config)
+    saved = RunConfig.from_dict({k: plain[k] for k in ("mesh", "axis_names") if k in plain})
+    same = {n: axes for n, axes in config.axis_names.items() if saved.axis_names.get(n) == axes}
+    names = {**config.axis_names, **names_on(same, saved.mesh, config.mesh)}
+    return dataclasses.replace(config, axis_names=names)
 
 
 def find_checkpoint(
