@@ -251,6 +251,8 @@ class Run:
     def data_facts(self) -> Callable[[int], dict[str, float]]:
         """Returns a function for the items and epochs seen, which are logged with the metrics.
 
+        The epochs of a mixture are those of the source that is repeated most.
+
         Call it when the loader is at the position from which the run goes on.
 
         Returns:
@@ -264,7 +266,7 @@ class Run:
             samples = before + batches * global_batch
             return {
                 f"seen/{self.item}": samples * self.items_per_step / global_batch,
-                "seen/epoch": samples / self.loader.num_samples,
+                "seen/epoch": max(one.after(samples) for one in self.loader.epochs),
             }
 
         return facts
