@@ -385,6 +385,34 @@ def test_a_dry_run_says_which_checkpoints_stay(tiny, steps, checkpoint, words):
 
 
 @pytest.mark.parametrize(
+    ("changes", "entries"),
+    [
+        ({}, []),
+        ({"loggers": ["tensorboard", "wandb"]}, ["tensorboard", "wandb"]),
+        ({"loggers": ["trackio", "mlflow", "prometheus"]}, ["mlflow.db", "metrics.prom"]),
+        ({"loggers": [{"name": "mlflow", "uri": "http://host"}]}, []),
+        ({"loggers": [{"name": "prometheus", "file": "/exported/a.prom"}]}, ["/exported/a.prom"]),
+        ({"train": {"profile": {"at": 3}}}, ["profile/: a trace of steps 3 to 5"]),
+        ({"train": {"profile": {"at": 1, "steps": 2}}}, ["profile/: a trace of step 2"]),
+        ({"train": {"profile": {"at": 0}}}, []),
+    ],
+)
+def test_a_dry_run_says_what_loggers_and_traces_write(
+    tiny, tmp_path, monkeypatch, changes, entries
+):
+    monkeypatch.setitem(files_of.__globals__, "has_module", lambda name: True)
+    tiny["train"] |= changes.pop("train", {})
+    *found, _ = files_of(RunConfig.from_dict(tiny | changes), {})
+    records = ["config.yaml", "metrics.jsonl", "program.json", "summary.json", "loss.png"]
+    assert found == [str(tmp_path / "run" / name) for name in (*records, *entries)]
+
+
+def test_a_dry_run_says_nothing_of_a_plot_without_matplotlib(tiny, monkeypatch):
+    monkeypatch.setitem(files_of.__globals__, "has_module", lambda name: False)
+    assert not any("loss.png" in file for file in files_of(RunConfig.from_dict(tiny), {}))
+
+
+@pytest.mark.parametrize(
     ("optimizer", "words"),
     [
         ({}, "weight decay 0.1 on 8 of 12 parameters, not on norms, biases and embeddings (optim"),
