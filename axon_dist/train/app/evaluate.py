@@ -28,7 +28,7 @@ from axon_dist.train.loop.meters import LAG, MetricSums, delayed
 
 from ...core.own_context import in_own_context
 from ..config import RunConfig, unit_of, with_own_precision
-from .run_model import find_checkpoint, load_arrays, run_config, tokenizer_of
+from .run_model import chats_of, find_checkpoint, load_arrays, run_config, tokenizer_of
 from .runs import build_loader, measured_on
 from .steps import build_step, build_world, without_axes
 
@@ -260,7 +260,8 @@ def generate_text(
         chat: write each prompt as a user's message with the run's chat template, and stop at the
             end of the answer.
         system: the system message of a chat; None for none.
-        tell: called with a message about each newer checkpoint that is damaged and skipped.
+        tell: called with a message about each newer checkpoint that is damaged and skipped, and
+            one about sources of a mixture that end texts differently.
         trust: whether functions that the run's config names may be imported and called.
 
     Returns:
@@ -272,7 +273,7 @@ def generate_text(
         CheckpointError: when the run has no such checkpoint, or it is damaged.
     """
     config = run_config(run, overrides, trust=trust)
-    tokenizer = tokenizer_of(run, config)
+    tokenizer = tokenizer_of(run, config, chat, tell)
     end = tokenizer.end
     if chat:
         encoded, end = _chats(run, config, tokenizer, prompts, system)
@@ -307,7 +308,7 @@ def _chats(
     system: str | None,
 ) -> tuple[list[np.ndarray], int | None]:
     """Encodes users' messages as in training; returns the ids, and the id that ends an answer."""
-    data = config.data
+    data = chats_of(config.data)
     if getattr(data, "messages", None) is None:
         raise ConfigError(
             f"the run {str(run)!r} was not trained on chats: its data has no data.messages; leave "

@@ -27,7 +27,7 @@ from axon_dist.weights import find_tensors, load_weights
 from axon_dist.weights.load import check_weights
 
 from ..config import RunConfig, abstract_batch, unit_of
-from ..config.sections import ProfileConfig, TextData
+from ..config.sections import MixtureData, ProfileConfig, TextData
 from .steps import build_step, build_world, check_memory
 
 
@@ -350,6 +350,13 @@ def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> 
         return config
     data = config.data
     named = ", ".join(files)
+    if isinstance(data, MixtureData):
+        raise ConfigError(
+            f"got {key} {named} for a run whose data are a mixture of {len(data.sources)} sources, "
+            f"which may read files differently; leave {key} out, or change the data to one "
+            "source, as in data={kind: jsonl, files: [...]}",
+            code="data-of-mixture",
+        )
     if not hasattr(data, "validation_files"):
         raise ConfigError(
             f"got {key} {named} for a run whose data are not read from files; leave {key} out, or "
