@@ -144,6 +144,9 @@ class BucketOrder:
         buckets: the bucket of each row.
         seed: the seed of the order.
         batch: the rows of a batch.
+
+    Attributes:
+        samples_per_epoch: the rows of an epoch, n.
     """
 
     def __init__(self, buckets: Buckets, seed: int, batch: int):
@@ -151,10 +154,11 @@ class BucketOrder:
         self._seed = seed
         self._batch = batch
         self._num_batches = len(buckets.which) // batch
+        self.samples_per_epoch: int = self._num_batches * batch
         self._known: tuple[int, np.ndarray] | None = None
 
     def __getitem__(self, sample: int) -> int:
-        epoch, index = divmod(sample, self._num_batches * self._batch)
+        epoch, index = divmod(sample, self.samples_per_epoch)
         return int(self._rows(epoch)[index])
 
     def _rows(self, epoch: int) -> np.ndarray:
@@ -164,7 +168,7 @@ class BucketOrder:
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         random = random_of(_ORDER, self._seed + (epoch << 32))
-        rows = random.permutation(len(self._which))[: self._num_batches * self._batch]
+        rows = random.permutation(len(self._which))[: self.samples_per_epoch]
         by_bucket = rows[np.argsort(self._which[rows], kind="stable")]
         batches = by_bucket.reshape(self._num_batches, self._batch)
         return batches[random.permutation(self._num_batches)].reshape(-1)

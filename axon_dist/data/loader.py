@@ -22,7 +22,16 @@ from axon_dist.core.weighted import FilledBatch
 
 from .buckets import Buckets
 from .images import Images, ImageSet
-from .samples import LocalBatch, Samples, TwoSides, checksum, local_rows, shuffled
+from .samples import (
+    EpochsOf,
+    LocalBatch,
+    Mixture,
+    Samples,
+    TwoSides,
+    checksum,
+    local_rows,
+    shuffled,
+)
 from .tokens import Text, Windows
 
 T = TypeVar("T")
@@ -52,6 +61,8 @@ class Loader:
 
     Attributes:
         description: a one-sentence description of the data.
+        num_samples: the number of all samples for training.
+        epochs: the epochs of each source of the data; of one, unless the samples are a `Mixture`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -102,8 +113,12 @@ class Loader:
         order = getattr(samples, "order", functools.partial(shuffled, self.num_samples))
         self._buckets: Buckets | None = getattr(samples, "buckets", None)
         self._order: Any = order(seed)
+        self.epochs: tuple[EpochsOf, ...] = (EpochsOf(1.0, self.num_samples),)
+        if isinstance(samples, Mixture):
+            self.epochs = samples.epochs
         if self._buckets is not None:
             self._order = self._buckets.order(seed, global_batch)
+            self.epochs = (EpochsOf(1.0, self._order.samples_per_epoch),)
         self._vocab_size = vocab_size
         self._num_ahead = num_ahead
         self._num_workers = num_workers

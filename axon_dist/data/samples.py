@@ -9,6 +9,7 @@ number of processes or another batch size.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -416,6 +417,27 @@ _OF_ONES = {"segments": np.int32, "mask": np.int8}
 """Arrays that default to ones: the row is one document, in which every token is a target."""
 
 
+@dataclasses.dataclass(frozen=True)
+class EpochsOf:
+    """The epochs of a source of samples.
+
+    Args:
+        share: the share of the samples of a run that are of this source.
+        size: the number of its samples in an epoch.
+    """
+
+    share: float
+    size: int
+
+    def after(self, count: float) -> float:
+        """Returns the number of epochs after some samples of a run.
+
+        Args:
+            count: the number of samples, of all sources.
+        """
+        return self.share * count / self.size
+
+
 class Mixture:
     """A mixture of sources; every part of a run has samples of each in proportion to its weight.
 
@@ -469,6 +491,13 @@ class Mixture:
             f"{100 * share:.3g}% of ({part.description})"
             for share, part in zip(drawn, parts, strict=True)
         )
+
+    @property
+    def epochs(self) -> tuple[EpochsOf, ...]:
+        """The epochs of each source: a small one with a large weight has the most."""
+        sizes = np.diff(self._starts).tolist()
+        shares = drawn_shares(self._shares.tolist())
+        return tuple(EpochsOf(*pair) for pair in zip(shares, sizes, strict=True))
 
     @property
     def identity(self) -> dict[str, int]:

@@ -18,6 +18,7 @@ from flax import nnx
 
 from ..core.checks import COUNT, ArgumentKind, checked, made_by
 from ..core.errors import AxonDistError, ConfigError, ScheduleError, did_you_mean
+from ..core.own_context import in_own_context
 from ..core.tree import num_params
 from ..core.typing import Batch, JsonDict, LossFn, PyTree
 from ..core.weighted import Shared, Weighted
@@ -97,6 +98,7 @@ class Workload:
         return blocks and self.num_experts % ep == 0 and (cp == 1 or self.has_attention)
 
 
+@in_own_context
 def workload_of(
     model: nnx.Module | Callable[[], nnx.Module],
     loss_fn: LossFn,
@@ -130,7 +132,9 @@ def workload_of(
         >>> work.num_params, work.flops  # of 8 samples: 2 x 16 forward, as many for the kernel
         (16, 512.0)
     """
-    abstract = nnx.eval_shape(lambda: made_by(model, "workload_of"))
+    # With eager sharding, models with sharding annotations would need a mesh in context.
+    with nnx.use_eager_sharding(False):
+        abstract = nnx.eval_shape(lambda: made_by(model, "workload_of"))
     graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
     policy = MixedPrecision.of(precision)
 

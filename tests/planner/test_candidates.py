@@ -136,3 +136,15 @@ def test_a_batch_to_plan_has_samples(rows):
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     with pytest.raises(ConfigError, match=r"give leaves of shape \[B, ...\]"):
         workload_of(model, square, {"by_class": Shared(np.ones(4)), **rows})
+
+
+def test_a_model_that_names_axes_needs_no_mesh():
+    class Named(nnx.Linear):
+        def __call__(self, x):
+            rows = jax.sharding.PartitionSpec("rows", None)
+            return super().__call__(jax.lax.with_sharding_constraint(x, rows))
+
+    init = nnx.with_partitioning(nnx.initializers.ones_init(), ("embed", None))
+    batch = {"by_class": Shared(2.0), "x": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    work = workload_of(lambda: Named(4, 4, kernel_init=init, rngs=nnx.Rngs(0)), square, batch)
+    assert (work.global_batch, work.num_params) == (8, 20)

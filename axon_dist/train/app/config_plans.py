@@ -39,9 +39,10 @@ from axon_dist.planner.candidates import divisors, first_guess
 from axon_dist.planner.reading import USABLE
 from axon_dist.step import TrainStep, sharing_steps
 
+from ...core.own_context import in_own_context
 from ..config import CONFIG, RunConfig, abstract_batch, with_own_precision
 from .examine import examine
-from .steps import ModelOfZeros, build_step, clips_itself, optimizer_of
+from .steps import ModelOfZeros, build_step, clips_itself, names_on, optimizer_of
 
 MOST = 10
 """The number of kinds of plans to trace, simplest first."""
@@ -139,6 +140,7 @@ class ConfigPlans:
         return self.best.fits
 
 
+@in_own_context
 @checked(config=CONFIG)
 def plan_config(
     config: RunConfig,
@@ -332,6 +334,8 @@ def _outer_loop_of(config: RunConfig, nodes: int) -> tuple[SlowReplicas | None, 
 def config_for(config: RunConfig, candidate: Candidate) -> RunConfig:
     """Returns the config with a candidate's mesh and strategies; keeps their other options.
 
+    The axis names of the model mean axes of the candidate's mesh.
+
     Args:
         config: a checked run.
         candidate: the mesh and strategies to use.
@@ -346,9 +350,9 @@ def config_for(config: RunConfig, candidate: Candidate) -> RunConfig:
     configured = None if config.remat == AUTO else plain.get("remat")
     remat = configured or {"interval": 1} if candidate.remat else None
     devices = {"emulate": None}
-    return RunConfig.from_dict(
-        {**plain, **lines, "train": train, "remat": remat, "devices": devices}
-    )
+    names = names_on(config.axis_names, config.mesh, candidate.mesh)
+    own = {"train": train, "remat": remat, "devices": devices, "axis_names": names}
+    return RunConfig.from_dict({**plain, **lines, **own})
 
 
 def _axes_of(one: Candidate) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ from axon_dist.core.typing import JsonDict
 from axon_dist.core.words import AUTO
 
 from ...core.plain_yaml import read_yaml, to_yaml
-from ..config import RunConfig
+from ..config import LOGGERS, RunConfig
 from .lock import LOCK, Lease, locked
 
 T = TypeVar("T")
@@ -290,7 +290,11 @@ class RunDirectory:
         replace_text(path, text)
 
 
-_WRITTEN_INTO = ("checkpoints", "profile", "tensorboard", "wandb", "mlflow.db", "metrics.prom")
+_WRITTEN_INTO = (
+    "checkpoints",
+    "profile",
+    *(logger.entry for logger in LOGGERS.values() if logger.entry is not None),
+)
 """Files and folders in a run's folder that checkpoints, traces and loggers write to."""
 
 

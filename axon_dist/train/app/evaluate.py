@@ -28,7 +28,7 @@ from axon_dist.train.loop.meters import LAG, MetricSums, delayed
 
 from ...core.own_context import in_own_context
 from ..config import RunConfig, unit_of, with_own_precision
-from .run_model import find_checkpoint, load_arrays, run_config, tokenizer_of
+from .run_model import chats_of, find_checkpoint, load_arrays, run_config, tokenizer_of
 from .runs import build_loader, measured_on
 from .steps import build_step, build_world, without_axes
 
@@ -263,7 +263,8 @@ def generate_text(
         system: the system message of a chat; None for none.
         template_options: variables of the chat template, such as `{"enable_thinking": False}`; pass
             what the run's records have as `chat_template_kwargs`.
-        tell: called with a message about each newer checkpoint that is damaged and skipped.
+        tell: called with a message about each newer checkpoint that is damaged and skipped, and
+            one about sources of a mixture that end texts differently.
         trust: whether functions that the run's config names may be imported and called.
 
     Returns:
@@ -275,7 +276,7 @@ def generate_text(
         CheckpointError: when the run has no such checkpoint, or it is damaged.
     """
     config = run_config(run, overrides, trust=trust)
-    tokenizer = tokenizer_of(run, config)
+    tokenizer = tokenizer_of(run, config, chat, tell)
     end = tokenizer.end
     if chat:
         options = template_options or {}
@@ -318,7 +319,7 @@ def _chats(
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[list[np.ndarray], int | None]:
     """Encodes users' messages as in training; returns the ids, and the id that ends an answer."""
-    data = config.data
+    data = chats_of(config.data)
     if getattr(data, "messages", None) is None:
         raise ConfigError(
             f"the run {str(run)!r} was not trained on chats: its data has no data.messages; leave "

@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 
 from axon_dist.core.checks import checked
 from axon_dist.core.errors import MeshError
-from axon_dist.core.files import as_place
+from axon_dist.core.files import Place, as_place
 from axon_dist.core.plain_yaml import to_yaml
 from axon_dist.core.tree import num_bytes, own_bytes
 from axon_dist.core.words import byte_size, plural, si
@@ -22,6 +22,7 @@ from axon_dist.inspect import Report, lower_outer_steps, report, target_devices
 from axon_dist.mesh import MeshSpec, Target, World, parse_target, prepare_environment
 from axon_dist.planner import read_step
 from axon_dist.step import Claims, TrainStep
+from axon_dist.train.loop import has_module
 
 from ...core.own_context import in_own_context
 from ..config import CONFIG, RunConfig, abstract_batch
@@ -349,8 +350,23 @@ def _files_of(config: RunConfig, state: object) -> list[str]:
     stays = plural(min(checkpoint.keep + checkpoint.best, saved), "stays", "stay")
     each = checkpoint.keep_every
     further = f", and each of a multiple of {plural(each, 'step')}" if each else ""
-    named = ("config.yaml", "metrics.jsonl", "program.json", "summary.json", "loss.png")
+    named = ("config.yaml", "metrics.jsonl", "program.json", "summary.json")
+    plot = ("loss.png",) if has_module("matplotlib") else ()
     return [
-        *(str(path / name) for name in named),
+        *(str(path / name) for name in (*named, *plot)),
+        *(str(one) for logger in config.loggers if (one := logger.path(path)) is not None),
+        *_traces_of(config, path),
         f"{folder}{os.sep}step_…: {when}, {byte_size(size)} each, of which {stays}{further}",
     ]
+
+
+def _traces_of(config: RunConfig, path: Place) -> list[str]:
+    """Names the folder of traces and their steps; empty if none is planned."""
+    profile = config.train.profile
+    # 0 waits for a signal.
+    if profile is None or not profile.at or profile.traces_nothing:
+        return []
+    # The first step compiles and is not traced.
+    first, last = max(profile.at, 2), profile.at + profile.steps - 1
+    steps = f"step {last}" if first == last else f"steps {first} to {last}"
+    return [f"{path / 'profile'}{os.sep}: a trace of {steps}"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
@@ -25,6 +26,7 @@ from axon_dist.checkpoint import (
 )
 from axon_dist.core.errors import AxonDistError, CheckpointError, ConfigError
 from axon_dist.core.files import Place, as_path, as_place, kind_at
+from axon_dist.core.plain_yaml import read_yaml
 from axon_dist.core.tree import combine, is_key, leaves_with_paths, map_with_path, partition
 from axon_dist.core.typing import Array, Leaf, PyTree
 from axon_dist.core.typing import Path as LeafPath
@@ -45,9 +47,9 @@ from axon_dist.weights import (
 )
 
 from ...core.own_context import in_own_context
-from ..config import RunConfig, load_untrusted, with_own_precision
+from ..config import MixtureData, RunConfig, load_untrusted, with_own_precision
 from .directory import open_directory
-from .steps import model_of
+from .steps import model_of, names_on
 
 BEST = "best"
 """The value of `step` that selects the checkpoint with the best score by `train.best`."""
@@ -102,6 +104,9 @@ def load_model(
 def run_config(run: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> RunConfig:
     """Reads the config of a run.
 
+    With another mesh, the axis names of the model mean axes of that mesh, unless overrides name
+    others.
+
     Args:
         run: the folder of a run.
         overrides: changes, such as `"mesh=dp=4"`.
@@ -124,7 +129,15 @@ def run_config(run: str | Path, overrides: Sequence[str] = (), *, trust: bool = 
             "followed; replace it with a copy of the file",
             code="is-a-link",
         )
-    return load_untrusted(directory.config, overrides, trust=trust)
+    config = load_untrusted(directory.config, overrides, trust=trust)
+    if not overrides or not config.axis_names:
+        return config
+    # Only these sections: the others may name functions that are not trusted.
+    plain = read_yaml(directory.config)
+    saved = RunConfig.from_dict({k: plain[k] for k in ("mesh", "axis_names") if k in plain})
+    same = {n: axes for n, axes in config.axis_names.items() if saved.axis_names.get(n) == axes}
+    names = {**config.axis_names, **names_on(same, saved.mesh, config.mesh)}
+    return dataclasses.replace(config, axis_names=names)
 
 
 def find_checkpoint(
@@ -430,7 +443,7 @@ def _token_ids(
     """Returns special token ids from the run's initial snapshot, else its tokenizer's end token."""
     try:
         ids = {} if config.weights is None else token_ids(config.weights.files)
-        return ids or {"eos_token_id": tokenizer_of(run, config).end}
+        return ids or {"eos_token_id": tokenizer_of(run, config, tell=tell).end}
     except AxonDistError as error:
         tell(f"config.json has no token ids: {error}")
         return {}
@@ -460,8 +473,19 @@ def _copy_tokenizer(config: RunConfig, folder: Path, tell: Callable[[str], None]
     return None
 
 
-def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
-    """Returns the tokenizer of a run.
+def tokenizer_of(
+    run: str | Path,
+    config: RunConfig,
+    chat: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Tokenizer:
+    """Returns the tokenizer of a run, with the token that ends its documents.
+
+    Args:
+        run: the folder of the run.
+        config: its config.
+        chat: whether the texts are chats.
+        tell: called with a message about sources of a mixture that end texts differently.
 
     Raises:
         ConfigError: when its model is not a text model, or its tokenizer is not known.
@@ -473,18 +497,74 @@ def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
             "a text model; name another run",
             code="not-text",
         )
-    path = getattr(config.data, "tokenizer", None)
+    data = config.data
+    path = getattr(data, "tokenizer", None)
+    if path is not None and isinstance(data, MixtureData):
+        return _tokenizer_of_mixture(data, path, chat, tell)
     if path is not None:
-        tokenizer = load_tokenizer(path, getattr(config.data, "end_token", None))
-        end = getattr(config.data, "document_end", None)
-        return tokenizer if end is None else dataclasses.replace(tokenizer, end=end)
-    if task.unit(config.data) != "nats/byte":
+        return _with_end(path, *_end_fields(data))
+    if task.unit(data) != "nats/byte":
         raise ConfigError(
             f"the data of the run {str(run)!r} has tokens but no tokenizer, so they cannot be "
-            "decoded to text; name it: data.tokenizer=FILE",
+            "decoded to text; name it: data.tokenizer=FILE, or in a source of a mixture",
             code="no-tokenizer",
         )
     return byte_tokenizer()
+
+
+def chats_of(data: Any) -> Any:
+    """Returns the section that says how chats are read: of a mixture, its first source with chats.
+
+    Args:
+        data: the data section of a config. It is returned where no source has chats.
+    """
+    return next(iter(_chat_sources(data)), data)
+
+
+def _chat_sources(data: Any) -> list[Any]:
+    sources = data.sources if isinstance(data, MixtureData) else ()
+    return [source for source in sources if getattr(source, "messages", None) is not None]
+
+
+def _tokenizer_of_mixture(
+    data: MixtureData, path: str, chat: bool, tell: Callable[[str], None]
+) -> Tokenizer:
+    """Loads the tokenizer of a mixture; texts end as those of the heaviest source that has an end.
+
+    Chats are those of the first source that has some.
+    """
+    if chat:
+        source = chats_of(data)
+        if len({(one.template, one.end_token) for one in _chat_sources(data)}) > 1:
+            tell(
+                "the sources of the data have chats of several templates or end tokens; these are "
+                f"used: data.sources[{data.sources.index(source)}], the first with chats"
+            )
+        return _with_end(path, *_end_fields(source))
+    order = sorted(range(len(data.sources)), key=lambda number: -data.weights[number])
+    # Large tokenizers load slowly, and most sources end texts in the same way.
+    distinct = dict.fromkeys(_end_fields(data.sources[number]) for number in order)
+    tokenizers = [_with_end(path, *fields) for fields in distinct]
+    ending = [one for one in tokenizers if one.end is not None]
+    ends = dict.fromkeys(one.end for one in ending)
+    if len(ends) > 1:
+        first, *others = (repr(ending[0].decode(np.array([end]))) for end in ends)
+        tell(
+            f"the sources of the data end documents with different tokens: {first}, which ends a "
+            f"text here because its source has the largest weight, and {', '.join(others)}"
+        )
+    return (ending or tokenizers)[0]
+
+
+def _end_fields(source: Any) -> tuple[str | None, int | None]:
+    """Returns the end token and the id of the end of documents that a source names."""
+    return getattr(source, "end_token", None), getattr(source, "document_end", None)
+
+
+def _with_end(path: str, end_token: str | None, document_end: int | None) -> Tokenizer:
+    """Loads a tokenizer whose documents end as a source says."""
+    tokenizer = load_tokenizer(path, end_token)
+    return tokenizer if document_end is None else dataclasses.replace(tokenizer, end=document_end)
 
 
 def written_to(path: str | Path) -> Path:

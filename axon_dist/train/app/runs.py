@@ -27,7 +27,7 @@ from axon_dist.weights import find_tensors, load_weights
 from axon_dist.weights.load import check_weights
 
 from ..config import RunConfig, abstract_batch, unit_of
-from ..config.sections import ProfileConfig, TextData
+from ..config.sections import MixtureData, ProfileConfig, TextData
 from .steps import build_step, build_world, check_memory
 
 
@@ -251,6 +251,8 @@ class Run:
     def data_facts(self) -> Callable[[int], dict[str, float]]:
         """Returns a function for the items and epochs seen, which are logged with the metrics.
 
+        The epochs of a mixture are those of the source that is repeated most.
+
         Call it when the loader is at the position from which the run goes on.
 
         Returns:
@@ -264,7 +266,7 @@ class Run:
             samples = before + batches * global_batch
             return {
                 f"seen/{self.item}": samples * self.items_per_step / global_batch,
-                "seen/epoch": samples / self.loader.num_samples,
+                "seen/epoch": max(one.after(samples) for one in self.loader.epochs),
             }
 
         return facts
@@ -348,6 +350,13 @@ def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> 
         return config
     data = config.data
     named = ", ".join(files)
+    if isinstance(data, MixtureData):
+        raise ConfigError(
+            f"got {key} {named} for a run whose data are a mixture of {len(data.sources)} sources, "
+            f"which may read files differently; leave {key} out, or change the data to one "
+            "source, as in data={kind: jsonl, files: [...]}",
+            code="data-of-mixture",
+        )
     if not hasattr(data, "validation_files"):
         raise ConfigError(
             f"got {key} {named} for a run whose data are not read from files; leave {key} out, or "

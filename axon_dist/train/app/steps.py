@@ -23,11 +23,12 @@ from axon_dist.core.typing import Batch, LossFn, OptionValue
 from axon_dist.core.words import AUTO, byte_size, plural
 from axon_dist.inspect import separation
 from axon_dist.launch import Timeouts
-from axon_dist.mesh import World, agree, self_test
+from axon_dist.mesh import SLOW_AXES, MeshSpec, World, agree, self_test
 from axon_dist.models.formats import NATIVE_NAME, format_of
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.optim import watched
 from axon_dist.parallel import OuterLoop, Strategy
+from axon_dist.parallel.strategy import DATA_AXES
 from axon_dist.step import TrainStep, build_train_step, recomputing_least, trainable_filter
 
 from ..config import Optimizer, RunConfig, abstract_batch, build_strategy, make_model
@@ -316,6 +317,42 @@ def without_axes(axis_names: Mapping[str, str | tuple[str, ...]]) -> dict[str, t
         {'heads': ()}
     """
     return dict.fromkeys(axis_names, ())
+
+
+def names_on(
+    axis_names: Mapping[str, str | tuple[str, ...]], own: MeshSpec, other: MeshSpec
+) -> dict[str, str | tuple[str, ...]]:
+    """Maps the names of axes in a model to axes of another mesh than the one that they are for.
+
+    A name that means every data axis of its own mesh is one of the batch, and means every axis that
+    splits the batch on the other mesh. Any other name keeps those of its axes that the other mesh
+    has.
+
+    Args:
+        axis_names: maps each name to axes of `own`.
+        own: the mesh of the config; sizes may be open.
+        other: the mesh to map the names to.
+
+    Example:
+        >>> names = {"rows": ("dp",), "heads": "tp"}
+        >>> names_on(names, MeshSpec(dp=2, tp=2), MeshSpec(fsdp=4))
+        {'rows': ('fsdp',), 'heads': ()}
+    """
+    if own.shape.keys() == other.shape.keys():
+        return dict(axis_names)
+    data = {*SLOW_AXES, *DATA_AXES}
+    split = {axis for axis, size in own.shape.items() if axis in data and size != 1}
+    # Ranks of experts have different samples too, but a name may leave them out.
+    batch = tuple(axis for axis in other.shape if axis in data or axis == "ep")
+
+    def moved(axes: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        before = (axes,) if isinstance(axes, str) else axes
+        kept = tuple(axis for axis in before if axis in other.shape)
+        if split.issubset(before) and not data.isdisjoint(before):
+            kept = (*batch, *(axis for axis in kept if axis not in batch))
+        return axes if set(kept) == set(before) else kept
+
+    return {name: moved(axes) for name, axes in axis_names.items()}
 
 
 def what_is_trained(config: RunConfig) -> dict[str, Any]:

@@ -57,15 +57,18 @@ def opening_lines(run: Run) -> list[str]:
 
 
 def _epochs_of(run: Run) -> str:
-    """Describes how often a run sees its samples, and its validation data."""
+    """Describes how often a run sees the samples of each source, and its validation data."""
     train = run.config.train
-    samples = run.loader.num_samples
+    samples = train.steps * train.global_batch
+    epochs = ", ".join(
+        f"{one.after(samples):.3g} epochs of {plural(one.size, 'sample')}"
+        for one in run.loader.epochs
+    )
     when = f"every {plural(train.eval_every, 'step')}" if train.eval_every else "at the end"
     validated = run.loader.num_validated(train.eval_batches)
     batches = -(-validated // train.global_batch)
     return (
-        f", {train.steps * train.global_batch / samples:.3g} epochs of {plural(samples, 'sample')}"
-        f"; validated {when} on {plural(validated, 'sample')}"
+        f", {epochs}; validated {when} on {plural(validated, 'sample')}"
         f" in {plural(batches, 'batch')}"
     )
 

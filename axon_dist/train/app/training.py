@@ -47,7 +47,7 @@ from axon_dist.train.loop import (
 )
 
 from ...core.own_context import in_own_context
-from ..config import CONFIG, Mlflow, Prometheus, RunConfig, TensorBoard, Trackio, Wandb
+from ..config import CONFIG, Logger, Mlflow, Prometheus, RunConfig, TensorBoard, Trackio, Wandb
 from .config_plans import plan_here
 from .directory import PastMetrics, RunDirectory, create_directory, directory_at, take_folders
 from .examine import program_record
@@ -327,21 +327,22 @@ def _writers(
         yield LastingWriter(writer, type(logger).__name__, tell)
 
 
-def _open_writer(logger: object, config: RunConfig, folder: Path) -> MetricWriter:
+def _open_writer(logger: Logger, config: RunConfig, folder: Path) -> MetricWriter:
     name = config.name
     plain = config.to_dict()
+    path = str(logger.path(folder))
     match logger:
         case TensorBoard():
-            return TensorBoardWriter(folder / "tensorboard")
+            return TensorBoardWriter(path)
         case Wandb(project=project, mode=mode):
             return WandbWriter(folder, project=project, name=name, mode=mode, config=plain)
         case Trackio(project=project):
             return TrackioWriter(project=project, name=name, config=plain)
         case Mlflow(experiment=experiment, uri=uri):
-            uri = uri or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+            uri = uri or f"sqlite:///{Path(path).resolve()}"
             return MlflowWriter(uri, experiment=experiment, name=name, config=plain)
-        case Prometheus(file=file, port=port):
-            return PrometheusWriter(file or folder / "metrics.prom", run=name, port=port)
+        case Prometheus(port=port):
+            return PrometheusWriter(path, run=name, port=port)
     raise TypeError(f"no writer for the logger {logger}; add one here")
 
 

@@ -265,6 +265,9 @@ def _print_lines(plan: TracedPlan, config: RunConfig, console: Console) -> None:
     own, given = (MixedPrecision.of(each.precision) for each in (plan.config, config))
     if own != given:
         lines["precision"] = plain["precision"]
+    # The axes that a config names may not be those of the plan's mesh.
+    if plan.config.axis_names != config.axis_names:
+        lines["axis_names"] = plain["axis_names"]
     console.print(to_yaml(lines), end="")
 
 

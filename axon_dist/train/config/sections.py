@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -14,6 +15,7 @@ from flax import nnx
 
 from axon_dist.checkpoint import Retention, StateDictType
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.files import Place
 from axon_dist.core.renamed import renamed_fields
 from axon_dist.core.words import pattern_error
 from axon_dist.data import (
@@ -186,9 +188,23 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Logger:
-    """A metrics logger; `module` is the package that the extra `loggers` installs."""
+    """A metrics logger.
+
+    Attributes:
+        module: the package that the extra `loggers` installs.
+        entry: the file or folder that it writes in the folder of a run; None if it writes none.
+    """
 
     module: ClassVar[str]
+    entry: ClassVar[str | None] = None
+
+    def path(self, folder: Place) -> Place | None:
+        """The file or folder that it writes; None if its package or a server decides where.
+
+        Args:
+            folder: the folder of the run.
+        """
+        return None if self.entry is None else folder / self.entry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,6 +212,7 @@ class TensorBoard(Logger):
     """Event files in the folder of the run."""
 
     module: ClassVar[str] = "tensorboardX"
+    entry: ClassVar[str | None] = "tensorboard"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,6 +225,7 @@ class Wandb(Logger):
     """
 
     module: ClassVar[str] = "wandb"
+    entry: ClassVar[str | None] = "wandb"
 
     project: str = "axon_dist"
     mode: Literal["offline", "online"] = "offline"
@@ -236,9 +254,14 @@ class Mlflow(Logger):
     """
 
     module: ClassVar[str] = "mlflow"
+    entry: ClassVar[str | None] = "mlflow.db"
 
     experiment: str = "axon_dist"
     uri: str | None = None
+
+    def path(self, folder: Place) -> Place | None:
+        """The database in the folder of the run; None with a server."""
+        return super().path(folder) if self.uri is None else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,9 +275,14 @@ class Prometheus(Logger):
     """
 
     module: ClassVar[str] = "prometheus_client"
+    entry: ClassVar[str | None] = "metrics.prom"
 
     file: str | None = None
     port: Port | None = None
+
+    def path(self, folder: Place) -> Place | None:
+        """The file that is named, else the one in the folder of the run."""
+        return super().path(folder) if self.file is None else Path(self.file)
 
 
 LOGGERS: MappingProxyType[str, type[Logger]] = MappingProxyType(

@@ -1,6 +1,7 @@
 """After training: evaluation and generation give the results of plain JAX, on any mesh."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,15 @@ from axon_dist.data.chat import Rendered, ask, find_template
 from axon_dist.data.tokenizer import load_tokenizer
 from axon_dist.train.app import Completion, evaluate, generate_text, load_model, train
 from axon_dist.train.app.evaluate import (
+    _chats,
     end_of_answer,
     of_text,
     prompt_of_chat,
     tokens_of_chat,
     world_of,
 )
+from axon_dist.train.app.run_model import _token_ids, tokenizer_of
+from axon_dist.train.app.runs import measured_on
 from axon_dist.train.app.steps import build_step
 from axon_dist.train.cli import runs
 from axon_dist.train.cli.main import main
@@ -366,6 +370,71 @@ def test_a_blank_before_an_answer_is_left_to_the_model(words, name, end):
 def test_an_answer_ends_with_the_first_special_token_of_its_ending(words, ending, end):
     ids = {text: token for token, text in words.special.items()}
     assert end_of_answer(words, ending) == (end and ids[end])
+
+
+def mixture_of(folder, *sources, weights=None):
+    """A config of a mixture whose sources have one tokenizer."""
+    words = ["[UNK]", "[END]", "[STOP]", "<|im_start|>", "<|im_end|>", "user", "assistant", "hi"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.add_special_tokens(words[1:5])
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "words.json"))
+    common = {"kind": "jsonl", "files": ["a"], "tokenizer": str(folder / "words.json")}
+    data = {"kind": "mixture", "sources": [common | source for source in sources]}
+    return RunConfig.from_dict({"data": data | {"weights": weights or [1] * len(sources)}})
+
+
+TEXTS = {"kind": "text"}
+ENDED = {"end_token": "[END]"}
+STOPPED = {"kind": "tokens", "document_end": 2}
+
+
+@pytest.mark.parametrize(
+    ("sources", "weights", "end", "is_told"),
+    [
+        ([TEXTS, ENDED], [9, 1], 1, False),
+        ([STOPPED, TEXTS], [1, 1], 2, False),
+        ([ENDED, ENDED], [1, 1], 1, False),
+        ([{"end_token": "[STOP]"}, STOPPED], [1, 1], 2, False),
+        ([ENDED, STOPPED], [1, 3], 2, True),
+        ([ENDED, STOPPED], [2, 2], 1, True),
+        ([TEXTS, TEXTS], [1, 1], None, False),
+    ],
+)
+def test_texts_of_a_mixture_end_as_those_of_its_sources(tmp_path, sources, weights, end, is_told):
+    told = []
+    config = mixture_of(tmp_path, *sources, weights=weights)
+    assert tokenizer_of(tmp_path, config, tell=told.append).end == end
+    assert _token_ids(tmp_path, config, told.append) == {"eos_token_id": end}
+    assert len(told) == 2 * is_told
+    named = {1: r"'\[END\]', which ends a text .* '\[STOP\]'", 2: r"'\[STOP\]', .* '\[END\]'"}
+    assert all(re.search(named[end], line) for line in told)
+
+
+def test_users_are_answered_as_in_the_first_source_with_chats(tmp_path):
+    chats = {"messages": "messages", "template": "chatml", "end_token": "[STOP]"}
+    plain = chats | {"template": "plain"}
+    for more, is_told in (((), False), ((chats,), False), ((plain,), True)):
+        told = []
+        config = mixture_of(tmp_path, ENDED, chats, *more)
+        tokenizer = tokenizer_of(tmp_path, config, chat=True, tell=told.append)
+        assert tokenizer.added == (2,)
+        (ids,), end = _chats(tmp_path, config, tokenizer, ["hi"], None)
+        assert (ids[0], end) == (3, 4)
+        assert [r"these are used: data.sources[1], the first" in line for line in told] == (
+            [True] * is_told
+        )
+    without = mixture_of(tmp_path, ENDED, TEXTS)
+    tokenizer = tokenizer_of(tmp_path, without, chat=True)
+    with pytest.raises(ConfigError, match=r"was not trained on chats: its data has no data.messag"):
+        _chats(tmp_path, without, tokenizer, ["hi"], None)
+
+
+def test_a_mixture_has_no_one_way_to_read_other_files(tmp_path):
+    config = mixture_of(tmp_path, ENDED, TEXTS)
+    with pytest.raises(ConfigError, match=r"got files b for a run whose data are a mixture of 2 s"):
+        measured_on(config, ["b"])
 
 
 @pytest.mark.full

@@ -385,6 +385,34 @@ def test_a_dry_run_says_which_checkpoints_stay(tiny, steps, checkpoint, words):
 
 
 @pytest.mark.parametrize(
+    ("changes", "entries"),
+    [
+        ({}, []),
+        ({"loggers": ["tensorboard", "wandb"]}, ["tensorboard", "wandb"]),
+        ({"loggers": ["trackio", "mlflow", "prometheus"]}, ["mlflow.db", "metrics.prom"]),
+        ({"loggers": [{"name": "mlflow", "uri": "http://host"}]}, []),
+        ({"loggers": [{"name": "prometheus", "file": "/exported/a.prom"}]}, ["/exported/a.prom"]),
+        ({"train": {"profile": {"at": 3}}}, ["profile/: a trace of steps 3 to 5"]),
+        ({"train": {"profile": {"at": 1, "steps": 2}}}, ["profile/: a trace of step 2"]),
+        ({"train": {"profile": {"at": 0}}}, []),
+    ],
+)
+def test_a_dry_run_says_what_loggers_and_traces_write(
+    tiny, tmp_path, monkeypatch, changes, entries
+):
+    monkeypatch.setitem(files_of.__globals__, "has_module", lambda name: True)
+    tiny["train"] |= changes.pop("train", {})
+    *found, _ = files_of(RunConfig.from_dict(tiny | changes), {})
+    records = ["config.yaml", "metrics.jsonl", "program.json", "summary.json", "loss.png"]
+    assert found == [str(tmp_path / "run" / name) for name in (*records, *entries)]
+
+
+def test_a_dry_run_says_nothing_of_a_plot_without_matplotlib(tiny, monkeypatch):
+    monkeypatch.setitem(files_of.__globals__, "has_module", lambda name: False)
+    assert not any("loss.png" in file for file in files_of(RunConfig.from_dict(tiny), {}))
+
+
+@pytest.mark.parametrize(
     ("optimizer", "words"),
     [
         ({}, "weight decay 0.1 on 8 of 12 parameters, not on norms, biases and embeddings (optim"),
@@ -407,6 +435,39 @@ def test_the_weight_decay_of_groups_is_told(tiny, optimizer, words):
     found = [line for line in lines if line.startswith("weight decay")]
     assert len(found) == (words is not None), found
     assert all(words in line for line in found), found
+
+
+def jsonl_of(folder, name, count):
+    """The data section of a file with some texts of different lengths, one to a row."""
+    paths = [folder / f"{name}-{side}.jsonl" for side in ("train", "held-out")]
+    for path in paths:
+        texts = (json.dumps({"text": name * (1 + i % 15)}) for i in range(count))
+        path.write_text("\n".join(texts))
+    train, held_out = ([str(path)] for path in paths)
+    return {"kind": "jsonl", "files": train, "validation_files": held_out, "packed": False}
+
+
+def test_an_epoch_of_buckets_has_only_the_rows_that_fill_a_batch(tiny, tmp_path):
+    tiny["data"] = jsonl_of(tmp_path, "x", 15) | {"sequence_length": 16, "buckets": 2}
+    tiny["train"] |= {"steps": 4, "global_batch": 8}
+    run = build_run(RunConfig.from_dict(tiny))
+    # 8 of the 15 rows are an epoch, so the second batch has some of the first again.
+    assert [run.data_facts()(count)["seen/epoch"] for count in (1, 2)] == [1.0, 2.0]
+    assert any(
+        "4 steps of 8 x 16 tokens, 4 epochs of 8 samples; v" in x for x in opening_lines(run)
+    )
+
+
+def test_every_source_of_a_mixture_has_its_own_epochs(tiny, tmp_path):
+    sources = [jsonl_of(tmp_path, name, count) for name, count in (("x", 32), ("y", 64))]
+    tiny["data"] = {"kind": "mixture", "sequence_length": 16, "sources": sources, "weights": [3, 1]}
+    tiny["train"] |= {"steps": 8, "global_batch": 8}
+    run = build_run(RunConfig.from_dict(tiny))
+    order = run.loader.samples.order(run.config.seed)
+    assert sum(order[g] < 32 for g in range(64)) == 1.5 * 32
+    assert run.data_facts()(8)["seen/epoch"] == 1.5
+    told = ", 1.5 epochs of 32 samples, 0.25 epochs of 64 samples; validated"
+    assert any(told in line for line in opening_lines(run))
 
 
 def test_metrics_of_the_past_are_read_again_and_not_kept(tmp_path):

@@ -88,6 +88,22 @@ def test_lines_of_a_plan_have_the_precision_of_a_replaced_strategy(given, change
     assert pasted.precision in (printed, config.precision)
 
 
+@pytest.mark.parametrize(
+    ("given", "printed"),
+    [("mesh: {dp: 2}", {"rows": ["fsdp"]}), ("mesh: {fsdp: 2}", None)],
+)
+def test_lines_of_a_plan_have_its_names_of_axes(given, printed):
+    given = yaml.safe_load(given)
+    names = {"rows": list(given["mesh"])}
+    config = RunConfig.from_dict({**given, "parallel": "fsdp", "axis_names": names})
+    one = Candidate(strategy="fsdp", fsdp=2)
+    console = Console(file=io.StringIO())
+    plan = types.SimpleNamespace(config=config_plans.config_for(config, one), candidate=one)
+    _print_lines(plan, config, console)
+    lines = yaml.safe_load(console.file.getvalue().split("Lines of a config:\n")[1])
+    assert lines.get("axis_names") == printed
+
+
 @pytest.mark.full
 def test_plans_with_other_numerics_are_listed_separately(capsys, few, monkeypatch):
     monkeypatch.setattr(config_plans, "FEW", 1)

@@ -11,12 +11,13 @@ from flax import nnx
 
 from axon_dist.core.errors import BackendStartedError, ConfigError, MeshError
 from axon_dist.core.tree import leaves_with_paths
+from axon_dist.mesh import MeshSpec
 from axon_dist.models import Transformer, next_token_loss
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.ops.precision import MixedPrecision
 from axon_dist.train.app import train
 from axon_dist.train.app.runs import build_run
-from axon_dist.train.app.steps import build_step, build_world, warn_of_vanishing
+from axon_dist.train.app.steps import build_step, build_world, names_on, warn_of_vanishing
 from axon_dist.train.config import LOGGERS, RunConfig, build_strategy
 from axon_dist.train.loop import SilentProgress
 
@@ -219,3 +220,27 @@ def test_names_of_axes_are_a_key(tiny, make_world):
     step = build_step(RunConfig.from_dict(tiny), make_world("dp=2"), trains=False)
     assert step.axis_names.meant("rows") == ("dp",)
     assert step.axis_names.meant("heads") == ()
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "given", "meant"),
+    [
+        ("dp=4", "fsdp=2,tp=2", ("dp",), ("fsdp",)),
+        ("fsdp=4", "dp=2,fsdp=2", "fsdp", ("dp", "fsdp")),
+        ("dp=-1", "nodes=2,dp=1,ep=2", ("dp",), ("nodes", "dp", "ep")),
+        ("dp=2,tp=2", "fsdp=4,tp=2", ("dp", "tp"), ("fsdp", "tp")),
+        ("dp=2,tp=2", "dp=4", ("dp", "tp"), ("dp",)),
+        ("dp=2,tp=2", "fsdp=4", "tp", ()),
+        # Only some of the data axes: a name of something else than the batch.
+        ("dp=2,fsdp=2", "fsdp=4", ("dp",), ()),
+        ("dp=2,fsdp=2", "dp=4,tp=2", ("fsdp",), ()),
+        # Nothing splits the batch, so no name is one of the batch by its axes alone.
+        ("dp=1,tp=2", "fsdp=2,tp=2", "tp", "tp"),
+        # The user's own choice stays on a mesh of the same axes.
+        ("dp=2,ep=2", "dp=4,ep=2", ("dp",), ("dp",)),
+        ("dp=2,fsdp=2", "dp=2,fsdp=2,tp=2", ("fsdp", "dp"), ("fsdp", "dp")),
+    ],
+)
+def test_names_of_axes_mean_those_of_another_mesh(own, other, given, meant):
+    own, other = map(MeshSpec.parse, (own, other))
+    assert names_on({"name": given}, own, other) == {"name": meant}

@@ -9,14 +9,16 @@ import optax
 import pytest
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.mesh.chips import hardware
 from axon_dist.parallel.tensor_plan import Plan
-from axon_dist.train.app import train, verify
+from axon_dist.train.app import config_plans, evaluate, plan_config, train, verify
 from axon_dist.train.config import RunConfig, build_strategy, load_config
 from axon_dist.train.config.read import write
 from tests.one_device import trained
 
 MODULE = """
 import flax.linen
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -29,6 +31,11 @@ class Net(nnx.Module):
 
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))[..., 0]
+
+class Named(Net):
+    def __call__(self, x):
+        rows = jax.sharding.PartitionSpec("rows", None)
+        return super().__call__(jax.lax.with_sharding_constraint(x, rows))
 
 class Language(nnx.Module):
     def __init__(self, *, rngs):
@@ -57,6 +64,17 @@ def nothing(): return None
 number = 3
 class Space: inner = staticmethod(nothing)
 """
+
+
+NAMED = {
+    "mesh": "dp=2",
+    "devices": {"emulate": 2},
+    "parallel": "ddp",
+    "model": {"factory": "own_things:Named"},
+    "optimizer": {"name": "sgd"},
+    "axis_names": {"rows": ["dp"]},
+}
+"""A run of a model that names axes of a mesh."""
 
 
 @pytest.fixture
@@ -111,6 +129,26 @@ def test_a_run_of_own_things_is_that_of_one_device_and_goes_on(folder):
     for one, other in zip(*leaves, strict=True):
         np.testing.assert_array_equal(one, other)
     assert json.loads(done.directory.summary.read_text())["unit"] == ""
+
+
+def test_plans_of_a_model_that_names_axes_are_on_every_mesh(folder, monkeypatch):
+    monkeypatch.setattr(config_plans, "MOST", 4)
+    monkeypatch.setattr(config_plans, "FEW", 0)
+    ranking = plan_config(RunConfig.from_dict(plain(**NAMED)), hardware("h100"), 2)
+    assert ranking.refused == ()
+    named = {one.candidate.name: one.config.axis_names["rows"] for one in ranking.plans}
+    assert named == {"ddp": ("dp",), "zero1": ("dp",), "zero2": ("dp",), "fsdp": ("fsdp",)}
+
+
+def test_a_run_of_a_model_that_names_axes_is_evaluated_on_any_mesh(folder):
+    run = train(RunConfig.from_dict(plain(**NAMED))).directory.path
+    own = evaluate(run, trust=True).metrics["loss"]
+    for mesh, parallel in (("fsdp=2", "fsdp"), ("dp=1,tp=2", "ddp")):
+        other = (f"mesh={mesh}", f"parallel={parallel}")
+        found = evaluate(run, overrides=other, trust=True)
+        assert (found.mesh, found.metrics["loss"]) == (mesh, pytest.approx(own))
+    with pytest.raises(ConfigError, match=r"axis_names maps 'rows' to the axis 'tp', which the"):
+        evaluate(run, overrides=(*other, "mesh=dp=2", "axis_names={rows: [tp]}"), trust=True)
 
 
 def test_a_loss_by_its_factory_and_a_lone_path(folder):
