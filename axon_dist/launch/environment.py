@@ -412,7 +412,7 @@ class _Mpi:
         count: the variable with the number of ranks.
         process: the variable with the rank.
         local: the variables with the rank on this host, by launcher; one of them is set.
-        here: the variables with the number of ranks on this host, by launcher; one of them may be set.
+        here: the variables with the number of ranks on this host; one of them may be set.
         silence: the words between the name and "tell them where rank 0 runs".
         option: how a user adds the host of rank 0.
     """
