@@ -120,7 +120,7 @@ class DistributedDataParallel(_Wrapper):
         reduce_dtype: the dtype in which gradients are sent.
         broadcast_buffers: whether BatchNorm statistics are those of the global batch. If False,
             every rank keeps its own, stacked in dim 0 of the buffers, and evaluation uses their
-            mean.
+            mean; see `ddp` for which samples they are of.
 
     Raises:
         GroupError: for a group by a list of ranks, which no mesh axis describes.
