@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -18,11 +19,13 @@ from jax.typing import DTypeLike
 from .collectives import GradSyncStrategy as GradSyncStrategy
 from .collectives import broadcast, sync_gradients
 from .core.checks import COUNT, MODEL, MODULE, OPTIMIZER, SIZE, ArgumentKind, checked
-from .core.errors import ConfigError, GroupError
+from .core.errors import ConfigError, GroupError, warn
 from .core.renamed import renamed_arguments
+from .core.tree import leaves_with_paths
 from .core.typing import Array, ArrayTree, PyTree
+from .core.words import first_few
 from .mesh import GROUP, ProcessGroup, from_main
-from .nn import ActivationCheckpointing
+from .nn import ActivationCheckpointing, manual_axes
 from .nn import ParallelMode as ParallelMode
 from .ops.precision import MixedPrecision, clip_by_global_norm
 from .parallel.data import MIN_ELEMENTS, ddp, fsdp, zero
@@ -39,7 +42,7 @@ from .parallel.strategy_values import TransformerAutoWrapPolicy as TransformerAu
 from .schedule import SCHEDULES, Schedule
 from .schedule import PipelineSchedule as PipelineSchedule
 from .schedule.action import check_sizes
-from .sharding import put, shardings
+from .sharding import put, shardings, spec_axes
 from .sharding.padding import even_shardings
 
 _STAGES = ArgumentKind("an nnx.Module, of one stage", lambda x: isinstance(x, nnx.Module)).several()
@@ -120,7 +123,7 @@ class DistributedDataParallel(_Wrapper):
         reduce_dtype: the dtype in which gradients are sent.
         broadcast_buffers: whether BatchNorm statistics are those of the global batch. If False,
             every rank keeps its own, stacked in dim 0 of the buffers, and evaluation uses their
-            mean.
+            mean; see `ddp` for which samples they are of.
 
     Raises:
         GroupError: for a group by a list of ranks, which no mesh axis describes.
@@ -269,23 +272,75 @@ class FullyShardedDataParallel(_Wrapper):
         return jax.tree.map(lambda x: jax.device_put(x, replicated), params)
 
     def reshard_parameters(self, params: ArrayTree) -> PyTree:
-        """Shards arrays as the strategy stores them; changes to the gathered arrays are kept."""
+        """Shards arrays as the strategy does; changes to the gathered arrays are kept.
+
+        They keep their shapes, so that the module can compute with them. JAX splits only dims that
+        divide: a dim that does not is split over fewer axes or not at all, with a warning. A step
+        stores such an array padded, and `TrainStep.init` returns it so.
+
+        Args:
+            params: arrays in the module's shapes, or in those of a state of a step.
+
+        Returns:
+            The sharded arrays.
+        """
         kind = self.strategy.offload.params
         places = shardings(self.strategy.params, params, self.group.mesh, kind)
-        # No padding: a leaf that does not divide over all axes is split over those that divide it.
-        return put(params, even_shardings(params, places))
+        even = even_shardings(params, places)
+        self._warn_of_uneven(params, places, even)
+        return put(params, even)
+
+    def _warn_of_uneven(self, params: ArrayTree, places: PyTree, even: PyTree) -> None:
+        """Warns of arrays that are split over fewer devices than the strategy would."""
+        pairs = zip(jax.tree.leaves(places), jax.tree.leaves(even), strict=True)
+        less = [
+            f"{path} {tuple(x.shape)}"
+            for (path, x), (a, b) in zip(leaves_with_paths(params), pairs, strict=True)
+            if spec_axes(a.spec) != spec_axes(b.spec)
+        ]
+        if less:
+            warn(
+                f"reshard_parameters splits {first_few(less)} over fewer of the {self.group.size} "
+                f"ranks than {self.strategy.name} does, or not at all, because their split dims do "
+                "not divide; a training step pads them: to store the shards, take the parameters "
+                "of TrainStep.init",
+                code="reshard-uneven",
+            )
 
     def clip_grad_norm(self, grads: ArrayTree, max_norm: float) -> tuple[PyTree, Array]:
         """Scales gradients down to a global norm, as `build_train_step(clip_norm=...)` does.
 
         Args:
-            grads: arrays in global view, split or whole.
-            max_norm: the largest norm.
+            grads: arrays in global view, split or whole; or the rank-stacked gradients of all the
+                module's parameters, as from `sync_gradients`, of which each rank's are clipped by
+                their own norm. Other rank-stacked trees look like arrays in global view.
+            max_norm: the largest norm, at least 0.
 
         Returns:
-            The clipped gradients, sharded as before, and the norm before clipping.
+            The clipped gradients, sharded as before, and the norm before clipping, one per rank if
+            they are rank-stacked.
+
+        Raises:
+            GroupError: inside `shard_map`, where a rank may have only a part of the gradients.
         """
+        if manual := manual_axes():
+            raise GroupError(
+                f"clip_grad_norm was called inside a shard_map over {manual}, where a rank cannot "
+                "see whether it has whole gradients or a part of them; call it outside, or for "
+                "gradients that every rank has whole, precision.clip_by_global_norm",
+                code="clip-inside-shard-map",
+            )
+        if self._are_rank_stacked(grads):
+            return jax.vmap(lambda own: clip_by_global_norm(own, max_norm))(grads)
         return clip_by_global_norm(grads, max_norm)
+
+    def _are_rank_stacked(self, grads: PyTree) -> bool:
+        """Whether a tree has one row per rank of each of the module's parameters."""
+        rows = self.group.world_size
+        stacked = jax.tree.map(lambda x: (rows, *x.shape), self.parameters())
+        wanted, structure = jax.tree.flatten(stacked, is_leaf=lambda x: isinstance(x, tuple))
+        got, of_grads = jax.tree.flatten(grads)
+        return structure == of_grads and wanted == [jnp.shape(x) for x in got] and bool(got)
 
     @checked("memory_estimate", optimizer=OPTIMIZER.or_none(), accumulate=COUNT)
     def memory_estimate(

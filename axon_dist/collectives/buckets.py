@@ -253,7 +253,10 @@ def reduce_buckets(
         tree: gradients of this rank.
         plan: the result of `plan_buckets` for the same tree.
         reduce: maps a list of arrays to the list of their reductions over ranks, elementwise and
-            with one collective each, such as `lambda gradients: jax.lax.pmean(gradients, "dp")`.
+            with one collective each, such as `sync_gradients`. Under `check_vma=True` JAX has
+            already summed the gradient with respect to a replicated value, which `sync_gradients`
+            divides by N; the mean of `all_reduce_mean` or `jax.lax.pmean` leaves it N times too
+            large. Such gradients are never concatenated with those that vary over ranks.
         strategy: SYNCHRONOUS starts when all gradients are ready; NO_SYNC returns the tree.
 
     Returns:
@@ -264,11 +267,11 @@ def reduce_buckets(
 
     Example:
         >>> import functools
-        >>> from axon_dist.collectives import all_reduce_mean, plan_buckets
+        >>> from axon_dist.collectives import plan_buckets, sync_gradients
         >>> from axon_dist.mesh import World
         >>> group = World.emulate(2).default_group
         >>> plan = plan_buckets([(2,), (1,)], capacity=2)
-        >>> mean = functools.partial(all_reduce_mean, group=group)
+        >>> mean = functools.partial(sync_gradients, group=group)
         >>> grads = [jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([[5.0], [7.0]])]
         >>> [g.tolist() for g in group.spmd(lambda g: reduce_buckets(g, plan, mean))(grads)]
         [[[2.0, 3.0], [2.0, 3.0]], [[6.0], [6.0]]]
@@ -279,21 +282,45 @@ def reduce_buckets(
     strategy = GradSyncStrategy(strategy)
     if strategy is GradSyncStrategy.NO_SYNC:
         return tree
+    reduced: dict[int, Array] = {}
+    for numbers in _by_type(leaves):
+        buckets = [[index for index in bucket if index in numbers] for bucket in plan.buckets]
+        of_type = {index: leaves[index] for index in numbers}
+        reduced |= _in_turn(of_type, [bucket for bucket in buckets if bucket], reduce, strategy)
+    return jax.tree.unflatten(treedef, [reduced[index] for index in range(len(leaves))])
+
+
+def _by_type(leaves: list[Array]) -> list[set[int]]:
+    """Groups the numbers of leaves by the manual axes over which they vary.
+
+    A leaf that is concatenated with another, or waits for it, varies over the axes of both. Then
+    `reduce` could not see any more that JAX has already summed it.
+    """
+    groups: dict[frozenset[str], set[int]] = {}
+    for number, leaf in enumerate(leaves):
+        groups.setdefault(frozenset(jax.typeof(leaf).mat.varying), set()).add(number)
+    return list(groups.values())
+
+
+def _in_turn(
+    gradients: dict[int, Array],
+    plan: list[list[int]],
+    reduce: Callable[[list[Array]], list[Array]],
+    strategy: GradSyncStrategy,
+) -> dict[int, Array]:
+    """Reduces the buckets of gradients of one type, each after the one before it."""
     if strategy is GradSyncStrategy.SYNCHRONOUS and len(plan) > 1:
-        leaves, _ = _wait(leaves, [])
-    buckets = [pack([leaves[index] for index in bucket]) for bucket in plan.buckets]
+        waiting, _ = _wait(list(gradients.values()), [])
+        gradients = dict(zip(gradients, waiting, strict=True))
+    buckets = [pack([gradients[index] for index in bucket]) for bucket in plan]
     for number, operands in enumerate(buckets):
         if number:
             operands, buckets[number - 1] = _wait(operands, buckets[number - 1])
         buckets[number] = reduce(operands)
-    return jax.tree.unflatten(treedef, _in_order(buckets, leaves, plan))
-
-
-def _in_order(buckets: list[list[Array]], leaves: list[Array], plan: BucketPlan) -> list[Array]:
     reduced: dict[int, Array] = {}
-    for bucket, operands in zip(plan.buckets, buckets, strict=True):
-        reduced.update(zip(bucket, unpack(operands, [leaves[i] for i in bucket]), strict=True))
-    return [reduced[index] for index in range(len(leaves))]
+    for bucket, operands in zip(plan, buckets, strict=True):
+        reduced.update(zip(bucket, unpack(operands, [gradients[i] for i in bucket]), strict=True))
+    return reduced
 
 
 def _wait(leaves: list[Array], before: list[Array]) -> tuple[list[Array], list[Array]]:

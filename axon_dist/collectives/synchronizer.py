@@ -27,7 +27,7 @@ from .buckets import (
     reduce_buckets,
 )
 from .place import check_arrays, each_leaf, has_varying_types, is_inside
-from .reduce import all_reduce_mean, check_mean, mean_leaf
+from .reduce import check_mean, mean_leaf
 
 
 class GradientSynchronizer:
@@ -115,12 +115,16 @@ class GradientSynchronizer:
     def sync_all(self, group: ProcessGroup) -> None:
         """Replaces the gradients by their mean over the group, bucket by bucket.
 
+        Gradients that JAX has already summed, under `check_vma=True`, are only divided; see
+        `sync_gradients`.
+
         Args:
             group: the ranks; inside `shard_map` gradients are this rank's, outside rank-stacked.
 
         Raises:
             ConfigError: if gradients are missing.
-            GroupError: outside `shard_map`, if gradients are not rank-stacked, or only some are.
+            GroupError: outside `shard_map`, if gradients are not rank-stacked, or only some are;
+                inside, for a group by ranks, if JAX has already summed one over all ranks.
             DTypeError: for the mean of integers.
         """
         gradients = self._complete()
@@ -207,7 +211,7 @@ class GradientSynchronizer:
 def _mean(
     plan: BucketPlan, group: ProcessGroup, strategy: GradSyncStrategy
 ) -> Callable[[list[Array]], list[Array]]:
-    mean = functools.partial(all_reduce_mean, group=group)
+    mean = functools.partial(sync_gradients, group=group)
     return lambda gradients: reduce_buckets(gradients, plan, mean, strategy)
 
 

@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import functools
 import itertools
+import math
 import multiprocessing
 import multiprocessing.util
 import pickle
@@ -54,6 +55,8 @@ class Loader:
         num_microbatches: the number of microbatches of a step, K. A process has its rows of each
             microbatch, one microbatch after another. So a sample has the same position in the same
             microbatch for any number of processes.
+        num_replicas: the number of replicas that train independently. Each has consecutive rows of
+            the global batch, and cuts its own into K microbatches.
         num_ahead: the number of batches that a thread prefetches; 0 to load each on demand.
         num_workers: the number of processes that make whole batches in turn, each from a copy of
             the samples; 0 to make them in the thread.
@@ -66,7 +69,7 @@ class Loader:
 
     Raises:
         ConfigError: a value is out of range.
-        DivisibilityError: the batch does not divide by the microbatches and the processes.
+        DivisibilityError: the batch does not divide by the replicas, microbatches and processes.
 
     Example:
         >>> from axon_dist.data import Sequences
@@ -90,6 +93,7 @@ class Loader:
         process: int = 0,
         num_processes: int = 1,
         num_microbatches: int = 1,
+        num_replicas: int = 1,
         num_ahead: int = 2,
         num_workers: int = 0,
         vocab_size: int | None = None,
@@ -109,7 +113,9 @@ class Loader:
         self.num_samples: int = samples.identity["num_samples"]
         self._share = process, num_processes
         self._rows = local_rows(global_batch, *self._share)
-        self._local_samples = _local_samples(global_batch, num_microbatches, self._share)
+        self._local_samples = _local_samples(
+            global_batch, num_microbatches, self._share, num_replicas
+        )
         order = getattr(samples, "order", functools.partial(shuffled, self.num_samples))
         self._buckets: Buckets | None = getattr(samples, "buckets", None)
         self._order: Any = order(seed)
@@ -313,22 +319,38 @@ class Pictures(TwoSides):
         return {"x": x, "y": y.astype(np.int32)}
 
 
-def _local_samples(global_batch: int, num_microbatches: int, share: tuple[int, int]) -> np.ndarray:
+def _local_samples(
+    global_batch: int, num_microbatches: int, share: tuple[int, int], num_replicas: int = 1
+) -> np.ndarray:
     """Returns the rows of a global batch that a process has, microbatch by microbatch.
+
+    With replicas it has those of one replica after another, each microbatch by microbatch.
 
     Example:
         >>> _local_samples(8, 2, (0, 2)).tolist(), _local_samples(8, 2, (1, 2)).tolist()
         ([0, 1, 4, 5], [2, 3, 6, 7])
+        >>> _local_samples(8, 2, (0, 2), num_replicas=2).tolist()
+        [0, 1, 2, 3]
     """
-    size, rest = divmod(global_batch, num_microbatches)
+    parts = num_replicas * num_microbatches
+    size, rest = divmod(global_batch, parts)
     if rest:
-        near = max(size, 1) * num_microbatches
+        near = max(size, 1) * parts
+        of_replicas = f"{num_replicas} replicas of " if num_replicas > 1 else ""
         raise DivisibilityError(
-            f"a global batch of {global_batch} rows does not divide by {num_microbatches} "
-            f"microbatches; use {near} or {near + num_microbatches} rows"
+            f"a global batch of {global_batch} rows does not divide by {of_replicas}"
+            f"{num_microbatches} microbatches; use {near} or {near + parts} rows"
         )
-    rows = local_rows(size, *share)
-    return np.arange(global_batch).reshape(num_microbatches, size)[:, rows].reshape(-1)
+    process, num_processes = share
+    # A process may have several replicas, or a part of one: it has whole pieces of a microbatch.
+    pieces = math.lcm(num_replicas, num_processes) // num_replicas
+    local_rows(size, 0, pieces)
+    rows = np.arange(global_batch).reshape(num_replicas, num_microbatches, pieces, -1)
+    own = local_rows(num_replicas * pieces, process, num_processes)
+    by_replica = itertools.groupby(range(own.start, own.stop), lambda at: at // pieces)
+    return np.concatenate(
+        [rows[r][:, [at % pieces for at in numbers]].reshape(-1) for r, numbers in by_replica]
+    )
 
 
 def _checked(batch: LocalBatch, vocab_size: int | None) -> LocalBatch:

@@ -3,8 +3,9 @@
 Of W windows or user's samples, sample `g` of an endless run is number `g mod W` of epoch
 `g div W`; each epoch is reshuffled. A `Mixture` draws from several such orders. A global batch is
 the next samples, cut into microbatches of b, and process `p` of `P` has the rows
-`[p b/P, (p+1) b/P)` of each. The counter is the only state, so a run can continue with another
-number of processes or another batch size.
+`[p b/P, (p+1) b/P)` of each. Replicas that train independently first get consecutive rows of the
+batch, and each cuts its own into microbatches. The counter is the only state, so a run can continue
+with another number of processes or another batch size.
 """
 
 from __future__ import annotations

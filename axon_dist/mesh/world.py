@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -46,16 +47,11 @@ def batch_shares(mesh: Mesh, axes: Sequence[str]) -> dict[int, int]:
     Raises:
         MeshError: if the rows of two processes overlap only in part.
     """
-    process_of = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
-    # The row-major position of every device along the batch axes.
-    rows = np.zeros(mesh.devices.shape, int)
-    for axis in axes:
-        position = mesh.axis_names.index(axis)
-        rows = rows * mesh.shape[axis] + np.indices(mesh.devices.shape)[position]
-    owned = {int(p): tuple(np.unique(rows[process_of == p])) for p in np.unique(process_of)}
+    owned = batch_ranks(mesh, axes)
     parts = sorted(set(owned.values()))
-    if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != rows.max() + 1:
-        listed = {process: [int(row) for row in part] for process, part in owned.items()}
+    num_ranks = math.prod(mesh.shape[axis] for axis in axes)
+    if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != num_ranks:
+        listed = {process: list(part) for process, part in owned.items()}
         raise MeshError(
             f"along the batch axes {', '.join(axes)} the processes own the ranks {listed}; any two "
             "must own either identical or disjoint ranks, and all must own equally many: reorder "
@@ -63,6 +59,23 @@ def batch_shares(mesh: Mesh, axes: Sequence[str]) -> dict[int, int]:
             code="ranks-of-processes",
         )
     return {process: parts.index(part) for process, part in owned.items()}
+
+
+def batch_ranks(mesh: Mesh, axes: Sequence[str]) -> dict[int, tuple[int, ...]]:
+    """Returns the ranks along the batch axes that each process owns, in order.
+
+    Args:
+        mesh: devices of one or several processes.
+        axes: the mesh axes that split the rows; ranks count row-major along them.
+    """
+    process_of = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+    ranks = np.zeros(mesh.devices.shape, int)
+    for axis in axes:
+        position = mesh.axis_names.index(axis)
+        ranks = ranks * mesh.shape[axis] + np.indices(mesh.devices.shape)[position]
+    return {
+        int(p): tuple(np.unique(ranks[process_of == p]).tolist()) for p in np.unique(process_of)
+    }
 
 
 def check_axes(mesh: Mesh, axes: Sequence[str]) -> None:
@@ -312,6 +325,10 @@ class World:
                 f"devices belong to the processes {sorted(shares)}; build the mesh of all devices"
             )
         return shares[self.process_index], len(set(shares.values()))
+
+    def own_batch_ranks(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks along the batch axes, counted row-major, that this process owns."""
+        return batch_ranks(self.mesh, axes).get(self.process_index, ())
 
     def num_batch_shares(self, axes: Sequence[str]) -> int:
         """The number of parts into which processes split a batch; see `share_of_batch`."""

@@ -15,9 +15,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ..core.checks import MODULE, NUMBER, check_fields, checked, instance_of
-from ..core.errors import ConfigError, did_you_mean
+from ..core.errors import ConfigError, DTypeError, did_you_mean
 from ..core.modules import is_node, wrap_calls
-from ..core.tree import floating_dtype, wide
+from ..core.tree import floating_dtype, leaves_with_paths, wide
 from ..core.typing import Array, ArrayTree, PyTree
 
 DTypeField: TypeAlias = Any
@@ -499,18 +499,23 @@ NormOf: TypeAlias = Callable[[PyTree], Array]
 def clip_by_global_norm(
     grads: ArrayTree, max_norm: float | None, norm_of: NormOf = optax.tree.norm
 ) -> tuple[PyTree, Array]:
-    """Scales gradients by `min(1, max_norm / (norm + 1e-6))`.
+    """Scales gradients whose norm is above `max_norm` by `max_norm / (norm + 1e-6)`.
 
-    In global view every element counts once, whatever its sharding. The norm is summed in at least
-    float32.
+    Other gradients keep their bits; PyTorch would also scale those less than 1e-6 below the limit.
+    In global view every element counts once, whatever its sharding. The norm is summed, and the
+    elements are scaled, in at least float32.
 
     Args:
         grads: arrays of any floating dtypes, in global view, sharded or replicated.
-        max_norm: the largest norm; None leaves the gradients unchanged.
+        max_norm: the largest norm, at least 0; None leaves the gradients unchanged.
         norm_of: computes the norm.
 
     Returns:
         The clipped gradients with their dtypes and shardings, and the norm before clipping.
+
+    Raises:
+        ConfigError: when `max_norm` is below 0 or not a number.
+        DTypeError: when integers or booleans are to be clipped.
 
     Example:
         >>> grads, norm = clip_by_global_norm({"w": jnp.array([3.0, 4.0])}, 1.0)
@@ -524,5 +529,29 @@ def clip_by_global_norm(
         return grads, norm
     # JAX would convert a Python integer to 32 bits, where a large one overflows.
     max_norm = float(max_norm) if isinstance(max_norm, int) else max_norm
+    _check_clipping(grads, max_norm)
     factor = jnp.where(norm > max_norm, max_norm / (norm + _EPSILON), 1.0)
-    return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads), norm
+
+    def scaled(g: Array) -> Array:
+        # float16 has no factors below 6e-8, and bfloat16 would round them to three digits.
+        x = wide(g)
+        return (x * factor.astype(x.dtype)).astype(g.dtype)
+
+    return jax.tree.map(scaled, grads), norm
+
+
+def _check_clipping(grads: ArrayTree, max_norm: Any) -> None:
+    """Raises unless gradients can be scaled down to a norm."""
+    if isinstance(max_norm, (float, np.number)) and not max_norm >= 0:
+        raise ConfigError(
+            f"max_norm is {max_norm}; it must be at least 0, or None not to clip: a negative one "
+            "would turn the gradients around",
+            code="clip-norm-range",
+        )
+    for path, leaf in leaves_with_paths(grads):
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise DTypeError(
+                f"cannot clip the gradient {path!r} of dtype {dtype}, which cannot hold the scaled "
+                "numbers; give gradients of a floating dtype, x.astype(jnp.float32)"
+            )

@@ -155,7 +155,7 @@ def watched(
         The wrapped optimizer. With `spikes`, its `update` needs the loss as `value`.
 
     Raises:
-        ConfigError: if `spikes` is out of range.
+        ConfigError: if `spikes` or `clip_norm` is out of range.
 
     Example:
         >>> optimizer, params = watched(optax.sgd(1.0), norms_by_layer=True), {"w": jnp.ones(4)}
@@ -165,6 +165,11 @@ def watched(
     """
     if spikes is not None:
         spikes.validate()
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(
+            f"clip_norm is {clip_norm}; it must be positive, or None not to clip",
+            code="clip-norm-range",
+        )
     clip = [] if clip_norm is None else [_clip(clip_norm)]
     clipped = optax.with_extra_args_support(optax.chain(*clip, optimizer))
 

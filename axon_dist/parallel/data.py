@@ -45,7 +45,9 @@ def ddp(
         reduce_dtype: the dtype in which gradients are sent; None keeps their own.
         broadcast_buffers: whether BatchNorm uses the statistics of the global batch, as on one
             device and like SyncBatchNorm in torch. The argument of this name in torch's DDP means
-            something else: it copies the buffers of rank 0.
+            something else: it copies the buffers of rank 0. With False the statistics are those of
+            a rank's samples of each microbatch: which samples these are depends on the number of
+            microbatches, and on that of processes if they give rows that no `Loader` has cut.
         per: `"step"` reduces once per step, whatever the number of microbatches; `"microbatch"`
             reduces after each one. None means `"step"`, unless another part of a composed strategy
             keeps gradients split.
@@ -344,8 +346,9 @@ def diloco(
 ) -> Strategy:
     """Replicas over a slow axis that train independently and synchronize every H steps.
 
-    The batch is also split over the axis. Each replica takes H inner steps on its share with the
-    step's own optimizer and sends nothing over the axis. The mean of the replicas' parameter
+    The batch is also split over the axis: each replica has consecutive samples, the same for any
+    number of microbatches and processes. It takes H inner steps on its share with the step's own
+    optimizer and sends nothing over the axis. The mean of the replicas' parameter
     changes is then the gradient of the outer optimizer, and all replicas continue from the
     parameters that it computes. Each keeps its own inner moments. With H=1, plain SGD inside and
     `optax.sgd(1.0)` outside, this equals data parallelism if every share has the same loss weight.

@@ -71,7 +71,9 @@ class FSDPMemoryStats:
     @property
     def memory_savings(self) -> float:
         """The share of the replicated bytes that the strategy saves, 0 to 1."""
-        return 1 - self.total_memory_bytes / max(self.replicated_bytes, 1)
+        if not self.replicated_bytes:
+            return 0.0
+        return 1 - self.total_memory_bytes / self.replicated_bytes
 
     def __str__(self) -> str:
         return (
@@ -168,11 +170,21 @@ def measure(
 
     Returns:
         The bytes, host memory not counted.
+
+    Raises:
+        ConfigError: when there are no arrays.
     """
     trees = (params, grads, opt_state)
     of_params, of_grads, moments = map(bytes_per_device, trees)
     total_bytes = num_bytes(trees)
-    devices = jax.tree.leaves(params)[0].sharding.device_set
+    leaves = jax.tree.leaves(trees)
+    if not leaves:
+        raise ConfigError(
+            "got no arrays to measure: params, grads and opt_state are all empty; give the arrays "
+            "of a state, or take the estimate, which needs none",
+            code="nothing-to-measure",
+        )
+    devices = leaves[0].sharding.device_set
     total, name = num_params(params), strategy.name
     return FSDPMemoryStats(total, of_params, of_grads, moments, len(devices), name, total_bytes)
 

@@ -551,9 +551,11 @@ def _combined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
                     f"{part.name!r}; give each its own mesh axis"
                 )
             axes[axis] = part.name
-    # Ungathered axes come last, so that ranks that exchange samples are next to each other.
+    # The axis between replicas comes first, so that each has consecutive samples. Ungathered axes
+    # come last, so that ranks that exchange samples are next to each other.
+    between = {part.outer_loop.axis for part in parts if part.outer_loop is not None}
     ungathered_axes = {axis for part in parts for axis in part.ungathered_axes}
-    return tuple(sorted(axes, key=lambda axis: axis in ungathered_axes))
+    return tuple(sorted(axes, key=lambda axis: (axis not in between, axis in ungathered_axes)))
 
 
 def _combined_reduction(parts: Sequence[Strategy]) -> Reduction | None:

@@ -8,6 +8,7 @@ over the samples (`Traces.dependence`), in which a sample of weight 0 contribute
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -147,6 +148,9 @@ class Placed:
 class BatchLayout:
     """How a global batch is cut: microbatch k is rows k*B/K to (k+1)*B/K, as on one device.
 
+    Replicas that train independently come first: replica r has rows r*B/R to (r+1)*B/R, whatever
+    K is, and each cuts its own rows into K. Microbatch k then holds the k-th part of every replica.
+
     Args:
         mesh: names and sizes of its axes, over all devices.
         axes: the mesh axes that split the samples of each microbatch.
@@ -155,6 +159,8 @@ class BatchLayout:
             count once.
         padding: pads batches that do not divide; None refuses them.
         logical_shards: a number that B must also be a multiple of.
+        replica_axis: the axis between replicas that train independently; None if there are none.
+        own_ranks: the ranks along `axes` that this process owns; None for all.
     """
 
     mesh: Mesh
@@ -163,6 +169,8 @@ class BatchLayout:
     num_processes: int = 1
     padding: BatchPadding | None = None
     logical_shards: int = 1
+    replica_axis: str | None = None
+    own_ranks: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, spec: StepSpec) -> BatchLayout:
@@ -170,9 +178,18 @@ class BatchLayout:
         axes = spec.strategy.batch_axes
         pad = spec.options.pad
         padding = None if pad is None else BatchPadding(pad, spec)
-        shares = spec.world.num_batch_shares(axes) if spec.world.num_processes > 1 else 1
-        shards = spec.options.logical_shards or 1
-        return cls(spec.mesh, axes, spec.num_microbatches, shares, padding, shards)
+        has_others = spec.world.num_processes > 1
+        loop = spec.strategy.outer_loop
+        return cls(
+            spec.mesh,
+            axes,
+            spec.num_microbatches,
+            spec.world.num_batch_shares(axes) if has_others else 1,
+            padding,
+            spec.options.logical_shards or 1,
+            None if loop is None else loop.axis,
+            (spec.world.own_batch_ranks(axes) or None) if has_others else None,
+        )
 
     @property
     def sharding(self) -> NamedSharding:
@@ -180,10 +197,22 @@ class BatchLayout:
         return NamedSharding(self.mesh, batch_spec(self.axes, self.num_microbatches))
 
     @property
+    def num_ranks(self) -> int:
+        """The number of ranks that split the samples."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of consecutive parts of a batch that are each cut into K microbatches."""
+        if self.replica_axis is None:
+            return 1
+        last = self.axes.index(self.replica_axis)
+        return math.prod(self.mesh.shape[axis] for axis in self.axes[: last + 1])
+
+    @property
     def divisor(self) -> int:
         """The number that the size of the global batch must be a multiple of."""
-        ranks = math.prod(self.mesh.shape[axis] for axis in self.axes)
-        return math.lcm(self.num_microbatches * ranks, self.logical_shards)
+        return math.lcm(self.num_microbatches * self.num_ranks, self.logical_shards)
 
     def check(self, batch: Batch, num_processes: int = 1) -> None:
         """Raises unless all leaves have the same number of samples, a multiple of `divisor`.
@@ -211,10 +240,28 @@ class BatchLayout:
                 code="batch-not-divisible",
             )
 
-    def split(self, leaf: Any) -> Any:
-        """Reshapes [B, ...] to [K, B/K, ...] when K > 1."""
+    def split(self, leaf: Any, *, is_local: bool = False) -> Any:
+        """Cuts [B, ...] into [K, B/K, ...] when K > 1.
+
+        Args:
+            leaf: an array of the rows of all ranks, or of this process's.
+            is_local: whether it has the rows of this process alone.
+        """
         count = self.num_microbatches
-        return leaf if count == 1 else leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
+        if count == 1:
+            return leaf
+        sizes = self._ranks_by_replica(self.own_ranks if is_local else None)
+        numpy = jnp if isinstance(leaf, jax.Array) else np
+        ends = np.cumsum(sizes[:-1]) * (leaf.shape[0] // sum(sizes))
+        parts = numpy.split(leaf, ends) if len(ends) else [leaf]
+        parts = [part.reshape(count, part.shape[0] // count, *part.shape[1:]) for part in parts]
+        return numpy.concatenate(parts, axis=1) if len(ends) else parts[0]
+
+    def _ranks_by_replica(self, ranks: tuple[int, ...] | None) -> list[int]:
+        """Returns how many of some ranks each replica has, without replicas that have none."""
+        numbers = range(self.num_ranks) if ranks is None else ranks
+        each = self.num_ranks // self.num_replicas
+        return [len(list(own)) for _, own in itertools.groupby(numbers, lambda rank: rank // each)]
 
     def place(self, batch: Batch) -> Placed:
         """Puts a batch of this process's rows on the devices.
@@ -253,8 +300,7 @@ class BatchLayout:
         Returns the arrays unchanged when it divides, or when there are fewer samples than ranks.
         """
         samples = jax.tree.leaves(arrays)[0].shape[0]
-        ranks = math.prod(self.mesh.shape[axis] for axis in self.axes)
-        if samples % ranks == 0 or samples < ranks:
+        if samples % self.num_ranks == 0 or samples < self.num_ranks:
             return arrays
         sharding = NamedSharding(self.mesh, batch_spec(self.axes, 1))
         return jax.lax.with_sharding_constraint(arrays, sharding)
@@ -318,7 +364,7 @@ class BatchLayout:
         if is_key(leaf):
             data = self._place_leaf(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-        rows = self.split(np.asarray(leaf))
+        rows = self.split(np.asarray(leaf), is_local=not is_alone)
         if is_alone:
             return jax.device_put(rows, self.sharding)
         return jax.make_array_from_process_local_data(self.sharding, rows)

@@ -1,9 +1,17 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from axon_dist.collectives import GradientSynchronizer, GradSyncStrategy
+from axon_dist.collectives import (
+    GradientSynchronizer,
+    GradSyncStrategy,
+    reduce_buckets,
+    sync_gradients,
+)
 from axon_dist.core.errors import ConfigError, DTypeError, GroupError
 
 STACKED = {
@@ -61,6 +69,56 @@ def test_inside_shard_map(group):
 
     synced = group.spmd(body)(STACKED)
     np.testing.assert_array_equal(synced["b"], np.tile(STACKED["b"].mean(0), (4, 1)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("strategy", ["synchronous", "overlapped"])
+@pytest.mark.parametrize("capacity", [1, 3, 100])
+def test_gradients_that_jax_has_already_summed_are_only_divided(
+    check_vma, strategy, capacity, make_world
+):
+    """Two of three parameters are replicated, so JAX sums their gradients under check_vma=True."""
+    world = make_world("dp=4")
+    group = world.default_group
+    params = {"a": jnp.ones(2), "b": jnp.ones(2), "c": jnp.ones(1)}
+
+    def body(params, x):
+        own = params | {"b": jax.lax.pcast(params["b"], ("dp",), to="varying")}
+        loss = lambda p: jnp.mean(x @ p["a"] + 2 * x @ p["b"] + p["c"])
+        gradients = jax.tree.leaves(jax.grad(loss)(own))
+        sync = GradientSynchronizer(strategy, capacity)
+        sync.prepare(params)
+        for index, gradient in enumerate(gradients):
+            sync.add_gradient(index, gradient)
+        sync.sync_all(group)
+        plan = sync.plan
+        return sync.extract(), reduce_buckets(
+            gradients, plan, functools.partial(sync_gradients, group=group), strategy
+        )
+
+    mapped = jax.shard_map(
+        body, mesh=world.mesh, in_specs=(P(), P("dp")), out_specs=P(), check_vma=check_vma
+    )
+    x = jnp.arange(1.0, 9.0).reshape(8, 1) * jnp.ones((1, 2))
+    synced, reduced = jax.jit(mapped)(params, x)
+    expected = {"a": [4.5, 4.5], "b": [9.0, 9.0], "c": [1.0]}
+    for got, (name, want) in zip(reduced, expected.items(), strict=True):
+        assert got.tolist() == synced[name].tolist() == want
+
+
+def test_a_gradient_that_jax_has_summed_over_all_ranks_has_no_mean_over_some(make_world):
+    world = make_world("dp=4")
+
+    def body(w):
+        sync = GradientSynchronizer()
+        sync.prepare(w)
+        sync.add_gradient(0, w)
+        sync.sync_all(world.new_group([0, 2]))
+        return sync.extract()
+
+    mapped = jax.shard_map(body, mesh=world.mesh, in_specs=P(), out_specs=P())
+    with pytest.raises(GroupError, match="already summed over all ranks"):
+        jax.jit(mapped)(jnp.ones(2))
 
 
 def test_a_second_step(group):

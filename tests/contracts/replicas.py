@@ -79,8 +79,8 @@ def _is_key(x):
 
 
 def _share(batch, r, replicas, accumulate):
-    """The rows of each microbatch that a replica has."""
-    cut = lambda leaf: [np.split(x, replicas)[r] for x in np.split(np.asarray(leaf), accumulate)]
+    """The microbatches of a replica: it has consecutive rows, however many it cuts them into."""
+    cut = lambda leaf: np.split(np.split(np.asarray(leaf), replicas)[r], accumulate)
     leaves = {name: cut(leaf) for name, leaf in batch.items()}
     return [{name: x[k] for name, x in leaves.items()} for k in range(accumulate)]
 

@@ -87,9 +87,29 @@ def test_a_sample_is_in_one_microbatch_for_any_number_of_processes(count):
     assert cut.reshape(-1).tolist() == ORDER[:12]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_a_replica_has_consecutive_rows_for_any_number_of_processes(count, num_replicas):
+    each = 24 // num_replicas
+    fields = {"global_batch": 24, "num_microbatches": 2, "num_processes": count}
+    fields["num_replicas"] = num_replicas
+    own = [run(loader(process=process, **fields), 1) for process in range(count)]
+    together = np.concatenate(own).tolist()
+    assert sorted(together) == sorted(ORDER[:24])
+    if num_replicas % count == 0:
+        assert together == ORDER[:24]
+    if count % num_replicas == 0:
+        rows = np.reshape(own, (num_replicas, count // num_replicas, 2, -1))
+        assert rows.swapaxes(1, 2).reshape(-1).tolist() == ORDER[:24]
+    first = 24 // count
+    assert set(own[0]) <= set(ORDER[: -(-first // each) * each])
+
+
 def test_a_batch_divides_by_its_microbatches():
     with pytest.raises(DivisibilityError, match=r"4 rows .* 3 microbatches; use 3 or 6 rows"):
         loader(num_microbatches=3)
+    with pytest.raises(DivisibilityError, match=r"4 rows .* 3 replicas of 2 microbatches; use 6 "):
+        loader(num_microbatches=2, num_replicas=3)
 
 
 @settings(max_examples=10, deadline=None)

@@ -3,7 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
+from axon_dist.core.errors import ConfigError
 from axon_dist.optim import Spikes, watched
 
 
@@ -25,6 +27,12 @@ def test_gradients_in_half_precision_are_clipped_by_a_norm_that_does_not_overflo
     updates, _ = optimizer.update(grads, optimizer.init(grads), grads, value=0.0)
     assert updates["w"].dtype == jnp.float16
     np.testing.assert_allclose(updates["w"], np.full(100, -0.3), rtol=1e-3)
+
+
+@pytest.mark.parametrize("limit", [0, -1.0])
+def test_a_limit_that_is_not_positive_is_refused(limit):
+    with pytest.raises(ConfigError, match=r"clip_norm is .*must be positive, or None"):
+        watched(optax.sgd(1.0), clip_norm=limit)
 
 
 def test_the_norm_of_a_layer_has_the_imaginary_part():

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import FSDP, CPUOffload, MixedPrecision, ShardingStrategy, build_train_step, fsdp
-from axon_dist.core.errors import ConfigError, GroupError
+from axon_dist.core.errors import AxonDistWarning, ConfigError, GroupError
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import TransformerAutoWrapPolicy, zero
 from axon_dist.sharding import Replicate
@@ -129,6 +129,50 @@ def test_clipping_counts_every_element_once(make_world, name):
     padded, norm = model.clip_grad_norm({"w": jnp.array([3.0, 4.0, 0.0, 0.0])}, 1.0)
     assert float(norm) == pytest.approx(5.0)
     np.testing.assert_allclose(padded["w"], [0.6, 0.8, 0, 0], atol=1e-6)
+
+
+def test_rank_stacked_gradients_are_clipped_by_the_norm_of_each_rank(make_world):
+    world = make_world("dp=4")
+    model = FSDP(nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0)), world.group("dp"))
+    clipped, norm = model.clip_grad_norm(
+        model.sync_gradients({"kernel": jnp.array([[[3.0], [4.0]]] * 4)}), 1.0
+    )
+    np.testing.assert_allclose(norm, [5.0] * 4)
+    np.testing.assert_allclose(clipped["kernel"][:, :, 0], [[0.6, 0.8]] * 4, rtol=1e-6)
+    own = {"kernel": jnp.arange(8.0).reshape(4, 2, 1)}
+    np.testing.assert_allclose(
+        model.clip_grad_norm(own, 1.0)[1], np.linalg.norm(own["kernel"][..., 0], axis=1), rtol=1e-6
+    )
+
+
+def test_the_norm_of_a_part_of_the_gradients_is_refused(make_world):
+    world = make_world("dp=4")
+    model = FSDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), world.group("dp"))
+    clip = world.group("dp").spmd(lambda g: model.clip_grad_norm({"w": g}, 1.0)[1])
+    with pytest.raises(GroupError, match=r"inside a shard_map over \('dp',\).*clip_by_global_norm"):
+        clip(jnp.ones((4, 1)))
+
+
+def test_a_dim_that_does_not_divide_is_not_split_and_said_so(make_world):
+    """The arrays keep the module's shapes; a step stores them padded."""
+    world = make_world("fsdp=4")
+    layer = nnx.Linear(101, 99, use_bias=False, rngs=nnx.Rngs(0))
+    model = FSDP(layer, world.group("fsdp"))
+    with pytest.warns(AxonDistWarning, match=r"kernel \(101, 99\).*of the 4 ranks than fsdp"):
+        kernel = model.reshard_parameters(model.parameters())["kernel"]
+    assert kernel.shape == (101, 99)
+    loss_fn = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+    stored = build_train_step(layer, optax.sgd(0.1), loss_fn, model, world).init().params
+    again = model.reshard_parameters(model.gather_parameters(stored))["kernel"]
+    assert again.addressable_shards[0].data.shape == (101, 25)
+    np.testing.assert_array_equal(again[:, :99], kernel)
+
+
+def test_without_parameters_nothing_is_saved_and_nothing_measured(make_world):
+    model = FSDP(nnx.Dropout(0.5), make_world("dp=4").group("dp"))
+    assert model.memory_estimate().memory_savings == 0.0
+    with pytest.raises(ConfigError, match=r"no arrays to measure.*take the estimate"):
+        model.memory_stats({}, {}, {})
 
 
 def test_gradients_are_averaged_over_both_axes_of_hybrid_sharding(make_world):

@@ -1,5 +1,7 @@
 """Batches: microbatch k is rows k*B/K to (k+1)*B/K, laid over the batch axes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,3 +59,50 @@ def test_shapes_are_placed_without_data(world):
     placed = layout(world, 2).abstract(shapes).arrays["x"]
     assert placed.shape == (2, 8, 3)
     assert placed.sharding == layout(world, 2).sharding
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_replicas_have_consecutive_rows_however_many_microbatches_they_cut(make_world, kind):
+    world = make_world("nodes=2,dp=4")
+    whole = BatchLayout(world.mesh, ("nodes", "dp"), 2, replica_axis="nodes")
+    placed = whole.place({"x": kind(np.arange(32))}).arrays["x"]
+    by_rank = {shard.device: shard.data.tolist() for shard in placed.addressable_shards}
+    first, second = (np.arange(16 * r, 16 * r + 16).reshape(2, 4, 2) for r in range(2))
+    for replica, rows in enumerate((first, second)):
+        for rank, device in enumerate(world.mesh.devices[replica]):
+            assert by_rank[device] == rows[:, rank].tolist()
+
+
+def test_typed_keys_follow_the_rows_of_their_replica(make_world):
+    world = make_world("nodes=2")
+    layout = BatchLayout(world.mesh, ("nodes",), 2, replica_axis="nodes")
+    keys = jax.random.split(jax.random.key(0), 8)
+    placed = layout.place({"key": keys, "x": jax.random.key_data(keys)}).arrays
+    np.testing.assert_array_equal(jax.random.key_data(placed["key"]), placed["x"])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "owned"),
+    [
+        ("nodes=4,dp=2", [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ("nodes=4,dp=2", [(0,), (1,), (2, 3), (4, 5, 6, 7)]),
+        ("nodes=2,dp=4", [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ("nodes=4,dp=2", [(0, 1, 2), (3, 4, 5), (6, 7)]),
+        ("nodes=2,dp=4", [(0, 1, 4, 5), (2, 3, 6, 7)]),
+    ],
+)
+def test_the_rows_of_processes_are_cut_as_those_of_one_are(make_world, mesh, owned):
+    """The parts of all ranks are those that one process makes, whichever process has the rows."""
+    world = make_world(mesh)
+    whole = BatchLayout(world.mesh, ("nodes", "dp"), 2, replica_axis="nodes")
+    replicas = world.mesh.shape["nodes"]
+    # A process has the rows of a microbatch that its ranks have, one replica after another.
+    rows = np.arange(32).reshape(replicas, 2, 8 // replicas, 2)
+    expected = np.split(whole.split(rows.reshape(-1)), 8, axis=1)
+    for ranks in owned:
+        own = dataclasses.replace(whole, num_processes=2, own_ranks=ranks)
+        at = [divmod(rank, 8 // replicas) for rank in ranks]
+        mine = [rows[r, :, [i for n, i in at if n == r]] for r in dict(at)]
+        local = np.concatenate([x.swapaxes(0, 1).reshape(-1) for x in mine])
+        got = own.split(local, is_local=True)
+        np.testing.assert_array_equal(got, np.concatenate([expected[r] for r in ranks], axis=1))

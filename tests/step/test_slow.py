@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import Weighted, World, build_train_step, compose, ddp
+from axon_dist import Weighted, World, build_train_step, compose, ddp, zero
 from axon_dist.checkpoint import load_checkpoint, save_checkpoint, target_of
 from axon_dist.core.errors import AxonDistError, AxonDistWarning, ConfigError
 from axon_dist.inspect import collectives, lower_outer_steps
@@ -350,3 +350,49 @@ def test_a_new_run_starts_from_given_parameters(ranks):
         np.testing.assert_array_equal(array, np.full(array.shape, 0.7, np.float32))
     with pytest.raises(ConfigError, match=r"init_from got 'kernel' of shape \[2, 4\]"):
         step.init_from(given | {"kernel": jnp.ones((2, 4))})
+
+
+def consecutive(model, batches, replicas, every):
+    """Losses and means of replicas in plain JAX, each with consecutive rows of every batch."""
+    graphdef, params = nnx.split(model)
+    of_loss = lambda params, batch: loss_fn(nnx.merge(graphdef, params), batch)
+    gradient = jax.jit(jax.value_and_grad(of_loss))
+    own, losses = [params] * replicas, []
+    for number, batch in enumerate(batches):
+        shares = [{k: np.split(x, replicas)[r] for k, x in batch.items()} for r in range(replicas)]
+        found = [gradient(one, share) for one, share in zip(own, shares, strict=True)]
+        down = lambda p, g: p - 0.1 * g
+        own = [jax.tree.map(down, p, g) for p, (_, g) in zip(own, found, strict=True)]
+        losses.append(np.mean([float(loss) for loss, _ in found]))
+        if (number + 1) % every == 0:
+            own = [jax.tree.map(lambda *p: sum(p) / replicas, *own)] * replicas
+    return losses, own[0]
+
+
+WITHIN = {
+    "alone": ((), "nodes=2"),
+    "ddp": ((ddp(),), "nodes=2,dp=2"),
+    "ddp first": ((ddp(),), "nodes=2,dp=2"),
+    "zero1": ((zero(1, min_elements=1),), "nodes=2,dp=2"),
+    "fsdp": ((fsdp(min_elements=1),), "nodes=2,fsdp=2"),
+}
+
+
+@pytest.mark.sample("1-alone", "2-alone", "2-fsdp", "4-ddp first")
+@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_replica_trains_on_consecutive_samples_for_any_number_of_microbatches(count, within):
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    parts, mesh = WITHIN[within]
+    both = (local_sgd("nodes", every=2), *parts)
+    strategy = compose(*(both if within != "ddp first" else both[::-1]))
+    world = World.emulate(4 if parts else 2, mesh)
+    step = build_train_step(model, optax.sgd(0.1), loss_fn, strategy, world, accumulate=count)
+    state, losses, batches = step.init(), [], [batch(number) for number in range(4)]
+    for one in batches:
+        state, metrics = step(state, one)
+        losses.append(float(metrics["loss"]))
+    expected, params = consecutive(model, batches, 2, 2)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    for path, x in step.weights(state).items():
+        np.testing.assert_allclose(x, params[path][...], rtol=1e-5, atol=1e-7, err_msg=path)

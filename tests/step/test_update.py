@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from axon_dist import GradScaler
+from axon_dist.core.errors import ConfigError, DTypeError
+from axon_dist.precision import clip_by_global_norm
 from axon_dist.step import Nonfinite, TrainState
 from axon_dist.step.options import StepOptions
 from axon_dist.step.update import clip, skip_overflow, undo_nonfinite
@@ -48,6 +50,40 @@ def test_long_gradients_are_scaled_down_to_the_limit(limit, factor):
     assert float(measured["grad_norm"]) == 5
     for name, leaf in GRADS.items():
         np.testing.assert_allclose(clipped[name], leaf * factor, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("number", "size", "limit", "dtype"),
+    [
+        (6e4, 100, 0.01, jnp.float16),
+        (1e3, 1000, 0.01, jnp.float16),
+        (5.0, 1000, 1.0, jnp.bfloat16),
+        (3.0, 1000, 1.0, jnp.float32),
+    ],
+)
+def test_the_factor_is_not_rounded_to_the_dtype_of_the_gradients(number, size, limit, dtype):
+    clipped, norm = clip_by_global_norm({"w": jnp.full(size, number, dtype)}, limit)
+    assert clipped["w"].dtype == dtype
+    assert float(norm) == pytest.approx(number * size**0.5, rel=1e-3)
+    each = float(clipped["w"][0])
+    assert each == pytest.approx(limit / size**0.5, rel=float(jnp.finfo(dtype).eps) / 2)
+
+
+def test_gradients_below_the_limit_keep_their_bits():
+    grads = {"w": jnp.array([3e-7, 4e-7])}
+    assert clip_by_global_norm(grads, 1e-6)[0]["w"].tolist() == grads["w"].tolist()
+    assert clip_by_global_norm(grads, 0.0)[0]["w"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("limit", [-1, -1.0, float("nan"), np.float32(-1)])
+def test_a_norm_below_zero_is_refused(limit):
+    with pytest.raises(ConfigError, match=r"max_norm is .*at least 0, or None"):
+        clip_by_global_norm({"w": jnp.ones(2)}, limit)
+
+
+def test_integers_cannot_be_clipped():
+    with pytest.raises(DTypeError, match=r"gradient 'w' of dtype int32.*astype"):
+        clip_by_global_norm({"w": jnp.array([3, 4])}, 1.0)
 
 
 def test_norms_are_measured_where_they_are_needed_alone():

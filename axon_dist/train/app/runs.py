@@ -36,6 +36,7 @@ def build_loader(
     world: World,
     batch_axes: Sequence[str] | None = None,
     num_microbatches: int = 1,
+    num_replicas: int = 1,
 ) -> Loader:
     """Builds the loader that reads the data and makes the batches of this process.
 
@@ -44,6 +45,7 @@ def build_loader(
         world: the devices and their mesh.
         batch_axes: the mesh axes that split the batch; None for all.
         num_microbatches: the number of microbatches in each batch.
+        num_replicas: the number of replicas that each cut their own rows into microbatches.
 
     Raises:
         ConfigError: when the data is missing, damaged, too small, or unsuitable for the model.
@@ -58,6 +60,7 @@ def build_loader(
         process=process,
         num_processes=num_processes,
         num_microbatches=num_microbatches,
+        num_replicas=num_replicas,
         num_ahead=config.data.num_ahead,
         num_workers=config.data.num_workers,
     )
@@ -300,8 +303,8 @@ def build_run(config: RunConfig) -> Run:
     world = build_world(config)
     step, note = step_for(config, world)
     check_memory(config, step)
-    num_microbatches = step.batch_layout.num_microbatches
-    loader = build_loader(config, world, step.strategy.batch_axes, num_microbatches)
+    cut = step.batch_layout
+    loader = build_loader(config, world, cut.axes, cut.num_microbatches, cut.num_replicas)
     for batch in _batches(config, loader):
         step.check(batch)
     _check_best(config, step)

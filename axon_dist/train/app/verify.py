@@ -89,7 +89,7 @@ def train_replicas(
         dependence = _dependence(step, batch)
         reported = []
         for replica in range(count):
-            share = _share(batch, replica, count, step.batch_layout.num_microbatches)
+            share = _share(batch, replica, count)
             # The step donates the state, so the weight is computed before.
             weight = alone.evaluate_sums(states[replica], share)["loss"].weight
             states[replica], metrics = alone(states[replica], share)
@@ -151,12 +151,9 @@ def _of_replica(state: TrainState, number: int) -> TrainState:
     return dataclasses.replace(state, buffers=jax.tree.map(fold, state.buffers))
 
 
-def _share(batch: Mapping[str, object], replica: int, count: int, microbatches: int) -> PyTree:
-    """Returns a replica's rows of every microbatch."""
-    shards = {
-        name: np.split(np.asarray(leaf), microbatches * count) for name, leaf in batch.items()
-    }
-    return {name: np.concatenate(rows[replica::count]) for name, rows in shards.items()}
+def _share(batch: Mapping[str, object], replica: int, count: int) -> PyTree:
+    """Returns a replica's rows, which are consecutive."""
+    return {name: np.split(np.asarray(leaf), count)[replica] for name, leaf in batch.items()}
 
 
 LEARNING_RATE = 0.1
