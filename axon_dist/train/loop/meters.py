@@ -198,15 +198,18 @@ def _num_active(model: nnx.Module, params: PyTree) -> float:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[int, float]:
-    """Returns the 50th, 90th, 99th and 100th percentiles.
+    """Returns the 50th, 90th, 99th and 100th percentiles, by nearest rank.
+
+    A percentile is the least measured value that at least this percentage of values do not exceed.
+    So of fewer than 100 values the 99th percentile is the largest.
 
     Example:
         >>> percentiles([0.1] * 98 + [0.5, 9.0])
         {50: 0.1, 90: 0.1, 99: 0.5, 100: 9.0}
     """
     ordered = sorted(seconds)
-    last = len(ordered) - 1
-    return {p: ordered[last * p // 100] for p in (50, 90, 99, 100) if ordered}
+    count = len(ordered)
+    return {p: ordered[-(-count * p // 100) - 1] for p in (50, 90, 99, 100) if ordered}
 
 
 class StepProfile:
