@@ -178,8 +178,10 @@ def plan_config(
         The plans.
 
     Raises:
-        ConfigError: if no mesh of all the devices divides the batch, or every plan is refused.
+        ConfigError: if no mesh of all the devices divides the batch, every plan is refused, or no
+            slice of a TPU has that many devices.
     """
+    hardware.check_size(num_devices)
     # Candidates have other strategies, but the same precision.
     config = with_own_precision(config)
     size = hardware.memory_bytes if device_bytes is None else device_bytes
