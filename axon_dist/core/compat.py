@@ -51,6 +51,9 @@ REMATS = frozenset({"remat", "remat2", "checkpoint"})
 RARE = "axon_dist_rare"
 """The named scope of branches that hardly ever run; operation counters skip them."""
 
+RUN_TWICE = "axon_dist_run_twice"
+"""The named scope of a forward pass that the backward pass runs again."""
+
 REDUCERS = frozenset({"reduce", "reduce_window"})
 """Primitives whose inner jaxpr combines two scalars, so their operands are not its inputs."""
 

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from ..core.compat import RUN_TWICE
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.typing import JsonDict
 from ..core.words import duration, plural, si
@@ -49,8 +50,9 @@ AGREED = 0.01
 
 _LOOPS = frozenset({"while", "conditional"})
 _CONTAINERS = frozenset({*_LOOPS, "call", "async-start", "call-start"})
-_RECOMPUTED = "rematted_computation"
-"""`jax.checkpoint` adds this to the names of the operations that it recomputes."""
+_RECOMPUTED = ("rematted_computation", RUN_TWICE)
+"""Parts of the names of operations that count as recomputed: `jax.checkpoint` adds the first, and a
+pipeline, whose backward pass runs a stage again, the other."""
 _KERNELS: Mapping[str, re.Pattern[str]] = MappingProxyType(
     {
         "wire": re.compile(r"nccl|nvshmem", re.IGNORECASE),
@@ -107,7 +109,7 @@ class Waterfall:
         step_seconds: the seconds of one step.
         peak_flops: the peak matrix operations per second of a device.
         peak_source: the source of that number, in words.
-        flops: matrix operations of a step on one device, without recomputation.
+        flops: matrix operations that a device executes in a step, without recomputation.
         useful_seconds: the time of these operations at the peak.
         losses: a row for each of `KINDS`.
         notes: further remarks, one sentence each.
@@ -334,8 +336,9 @@ def _operations(module: Module) -> dict[str, _Operation]:
     costs = CostModel(module)
     known: dict[str, _Operation] = {}
     for computation in module.computations.values():
+        is_again = _only_recomputes(module, computation, costs)
         for instruction in computation.instructions:
-            kind = _kind_of(module, computation, instruction, costs)
+            kind = _kind_of(module, computation, instruction, costs, is_again)
             is_loop = instruction.opcode in _LOOPS
             known[instruction.name] = _Operation(
                 kind=kind,
@@ -356,9 +359,34 @@ def _source(module: Module, instruction: Instruction) -> str:
     return next(filter(None, found), "")
 
 
+def _only_recomputes(module: Module, computation: Computation, costs: CostModel) -> bool:
+    """Whether all products of a computation whose names the compiler kept are recomputed."""
+    products = (i for i in computation.instructions if costs.instruction(computation, i).high)
+    names = [origin(i.attributes, module.own_lines)[0] for i in products if i.opcode not in _LOOPS]
+    return any(names) and all(_is_recomputed(name) for name in names if name)
+
+
+def _is_recomputed(op_name: str) -> bool:
+    return any(scope in op_name for scope in _RECOMPUTED)
+
+
 def _kind_of(
-    module: Module, computation: Computation, instruction: Instruction, costs: CostModel
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    costs: CostModel,
+    is_again: bool,
 ) -> str:
+    """Returns the key of `KINDS` for the time of an instruction.
+
+    Args:
+        module: the program.
+        computation: the computation that holds it.
+        instruction: the instruction.
+        costs: the costs of the program.
+        is_again: whether it is recomputed if the compiler dropped its name, as XLA:CPU does when it
+            rewrites a product over two batch dims.
+    """
     if instruction.opcode in _LOOPS:
         return "gaps"
     called = module.called(instruction)
@@ -366,7 +394,7 @@ def _kind_of(
     if any(collective_kind(i) or _ends_transfer(i) for i in (instruction, *inner)):
         return "wire"
     op_name, _ = origin(instruction.attributes, module.own_lines)
-    if _RECOMPUTED in op_name:
+    if _is_recomputed(op_name) or (is_again and not op_name):
         return "recomputed"
     kernel = target_of(instruction) if instruction.opcode == "custom-call" else ""
     file = _source(module, instruction).partition(":")[0]
@@ -419,11 +447,6 @@ def _broken_down(
     if time.between > 0:
         lost["host"].append(("", "between two steps", time.between, 1.0))
     total = flops(module)
-    recomputed = sum(
-        operation.flops * time.counts.get(name, 0.0)
-        for name, operation in known.items()
-        if operation.kind == "recomputed"
-    )
     notes = []
     if above > AGREED * time.step:
         notes.append(
@@ -439,7 +462,7 @@ def _broken_down(
         step_seconds=time.step,
         peak_flops=peak_flops,
         peak_source=peak_source,
-        flops=max(0.0, total.high - recomputed),
+        flops=peak_flops * sum(at_peak[name] for name in at_peak if kinds[name] != "recomputed"),
         useful_seconds=useful,
         losses=tuple(_loss(kind, rows) for kind, rows in lost.items()),
         notes=tuple(notes),
@@ -459,8 +482,10 @@ def _at_peak(
         for name in time.by_name
         if name in known and not known[name].is_container
     }
-    # Products that the trace attributes to no instruction share the program's remaining FLOPs.
-    remaining = max(0.0, flops(module).high - sum(done.values()))
+    # Products that the trace attributes to no instruction share the program's remaining FLOPs. If
+    # the branches of a conditional differ, the program does not say which of them ran: only what
+    # all of them need is certain, and `high` takes the costliest in every tick of a pipeline.
+    remaining = max(0.0, flops(module).low - sum(done.values()))
     unnamed = {
         name: seconds
         for name, seconds in time.by_name.items()

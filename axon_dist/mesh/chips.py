@@ -7,9 +7,11 @@ large models set (MaxText, `benchmarks/xla_flags_library.py`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -171,6 +173,8 @@ class Hardware:
             there is.
         block_seconds: roughly the time to compile one more block of a model; 0 if loops over
             blocks have not been compared with unrolled ones.
+        largest_slice: the most devices that its links join, as in the largest slice of a TPU; 0 if
+            there are nodes, of which there may be any number.
 
     Raises:
         ConfigError: for a rate or size that is not positive.
@@ -203,6 +207,7 @@ class Hardware:
     capability: str = ""
     like: str = ""
     block_seconds: float = 0.0
+    largest_slice: int = 0
 
     def __post_init__(self) -> None:
         self.validate()
@@ -222,6 +227,16 @@ class Hardware:
             raise ConfigError(
                 f"hardware {self.name!r} has node_size={self.node_size}; it must be the devices "
                 "per node, or 0 where there are no nodes"
+            )
+
+    def check_size(self, num_devices: int) -> None:
+        """Raises `ConfigError` if the links of the chip join fewer devices than these."""
+        if 0 < self.largest_slice < num_devices:
+            raise ConfigError(
+                f"got {num_devices} devices of {self.name}, but its largest slice has "
+                f"{self.largest_slice}, and the rates between slices are not in the table of "
+                f"chips; take at most {self.largest_slice}",
+                code="slice-too-large",
             )
 
     def options_for(
@@ -247,6 +262,9 @@ class Hardware:
     def bandwidth(self, num_ranks: int, stride: int = 1) -> float:
         """The rate at which each member of a ring sends, bytes/s.
 
+        The first group begins a node. The node with the fewest members has the fewest ports, and
+        all others wait for it.
+
         Args:
             num_ranks: members of the group.
             stride: the distance of neighbours in devices; 1 for the innermost mesh axis.
@@ -258,7 +276,7 @@ class Hardware:
         """
         if self.num_nodes(num_ranks, stride) == 1:
             return self.link
-        return self._out_of_nodes(max(1, min(num_ranks, self.node_size // stride)))
+        return self._out_of_nodes(_fewest_in_a_node(num_ranks, stride, self.node_size))
 
     def ring_latency(self, num_ranks: int, stride: int = 1) -> float:
         """The latency of `num_ranks - 1` hops around a ring, in seconds."""
@@ -301,14 +319,33 @@ class Hardware:
             return wire_bytes / self.link
         slowest = self.link
         for group in groups:
-            members = Counter(device // self.node_size for device in group)
-            if len(members) > 1:
-                slowest = min(slowest, self._out_of_nodes(min(members.values())))
+            if members := _fewest_of(group, self.node_size):
+                slowest = min(slowest, self._out_of_nodes(members))
         return wire_bytes / slowest
 
     def _out_of_nodes(self, members: int) -> float:
         """The rate of a ring across nodes: its members inside a node share its network ports."""
         return min(self.link, members * self.network)
+
+
+def _fewest_of(group: Iterable[int], node_size: int) -> int:
+    """The fewest members that a group has in one of its nodes; 0 if it is inside a node."""
+    members = Counter(device // node_size for device in group)
+    return min(members.values()) if len(members) > 1 else 0
+
+
+@functools.cache
+def _fewest_in_a_node(num_ranks: int, stride: int, node_size: int) -> int:
+    """The fewest members in a node, of the groups that begin at the first `stride` devices.
+
+    Args:
+        num_ranks: members of a group.
+        stride: the distance of neighbours in devices.
+        node_size: devices per node.
+    """
+    groups = (range(start, start + stride * num_ranks, stride) for start in range(stride))
+    found = (_fewest_of(group, node_size) for group in groups)
+    return min(filter(None, found), default=1)
 
 
 _GB = 10**9
@@ -385,13 +422,13 @@ def _version(capability: str) -> tuple[int, ...]:
 
 
 def _tpu(
-    name: str, memory: int, flops: float, hbm: float, link: float, wiring: Wiring,
+    name: str, memory: int, flops: float, hbm: float, link: float, wiring: Wiring, largest: int,
     *kinds: str, aliases: tuple[str, ...] = (), options: Options = _ON_SPARSE_CORE,
     float8_rate: float = 1.0,
 ) -> Hardware:  # fmt: skip
     return Hardware(
         name, memory, flops, hbm, link, link, float8_rate=float8_rate, source=_TPU_DOCS,
-        kinds=kinds, aliases=aliases, wiring=wiring, options=options,
+        kinds=kinds, aliases=aliases, wiring=wiring, options=options, largest_slice=largest,
     )  # fmt: skip
 
 
@@ -426,17 +463,19 @@ HARDWARE: MappingProxyType[str, Hardware] = MappingProxyType(
                  r"NVIDIA B300( SXM\d?)?( AC)?", "10.3", "b200"),
             _gpu("gb300", 297_021_079_552, _GRACE_BLACKWELL, 8e12, _NVLINK5, _XDR, "GB300 NVL72",
                  "NVIDIA GB300", "10.3", "b200", _RACK),
-            # A ring over a torus axis uses both directions of a link.
-            _tpu("v4", 32 * _GB, 275e12, 1228e9, 90e9, _TORUS_V4, "TPU v4"),
+            # A ring over a torus axis uses both directions of a link. The largest slice is a pod
+            # (cloud.google.com/tpu/docs/v4, v5e, v6e and tpu7x), but of v5p two thirds of one.
+            _tpu("v4", 32 * _GB, 275e12, 1228e9, 90e9, _TORUS_V4, 4096, "TPU v4"),
             # v5e has no sparse core.
-            _tpu("v5e", 16 * _GB, 197e12, 819e9, 90e9, _TORUS_2D, "TPU v5 lite", "TPU v5e",
-                 aliases=("v5litepod",), options=_ON_V5E),
-            _tpu("v5p", 95 * _GB, 459e12, 2765e9, 180e9, _TORUS_3D, "TPU v5", "TPU v5p"),
-            _tpu("v6e", 32 * _GB, 918e12, 1640e9, 180e9, _TORUS_2D, "TPU v6 lite", "TPU v6e",
-                 aliases=("trillium",)),
+            _tpu("v5e", 16 * _GB, 197e12, 819e9, 90e9, _TORUS_2D, 256, "TPU v5 lite",
+                 "TPU v5e", aliases=("v5litepod",), options=_ON_V5E),
+            # At most 16x16x24 (cloud.google.com/tpu/docs/v5p).
+            _tpu("v5p", 95 * _GB, 459e12, 2765e9, 180e9, _TORUS_3D, 6144, "TPU v5", "TPU v5p"),
+            _tpu("v6e", 32 * _GB, 918e12, 1640e9, 180e9, _TORUS_2D, 256, "TPU v6 lite",
+                 "TPU v6e", aliases=("trillium",)),
             # Each half of a chip is a device, with half of its links.
-            _tpu("tpu7x", 96 * _GB, 1153.5e12, 3690e9, 180e9, _TORUS_3D, "TPU ?v?7x?",
-                 aliases=("ironwood", "v7x"), float8_rate=2.0),
+            _tpu("tpu7x", 96 * _GB, 1153.5e12, 3690e9, 180e9, _TORUS_3D, 2 * 9216,
+                 "TPU ?v?7x?", aliases=("ironwood", "v7x"), float8_rate=2.0),
         )
     }
 )  # fmt: skip
@@ -531,7 +570,8 @@ def parse_cluster(text: str) -> tuple[Hardware, int]:
         The row and the number of devices.
 
     Raises:
-        ConfigError: for unknown hardware or sizes that cannot be read.
+        ConfigError: for unknown hardware, sizes that cannot be read, and more devices than a TPU
+            slice has.
 
     Example:
         >>> row, num_devices = parse_cluster("h100:4x8")
@@ -550,6 +590,7 @@ def parse_cluster(text: str) -> tuple[Hardware, int]:
     count = math.prod(int(part) for part in parts)
     if count > MOST_DEVICES:
         raise ConfigError(
-            f"got {text!r:.80}; name at most {MOST_DEVICES} devices, such as {name}:4096"
+            f"got {text!r:.80}; name at most {MOST_DEVICES} devices, such as {name}:8"
         )
+    row.check_size(count)
     return row, count

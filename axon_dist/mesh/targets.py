@@ -136,6 +136,8 @@ def parse_target(name: str) -> Target:
             f"{row.max_last_dim} are wired together; write more of them as in "
             f"{target.examples[-1]}"
         )
+    if target.machine is not None:
+        target.machine.check_size(target.num_devices)
     return target
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.compat import RUN_TWICE
 from ..core.typing import Array, PyTree
 from ..ir.pieces import unconstrained
 from ..schedule import Phase, Schedule, Slots, assign_slots
@@ -336,7 +337,10 @@ class Executor:
             if not self.saves_residuals:
                 if self.fuse_last_forward and last == 0:
                     return x, x, stash, mutable_buffers
-                y = at.run(program)
+                # One of the two runs counts as recomputation. It is this one, as the last stage may
+                # have only the one in its backward pass.
+                with jax.named_scope(RUN_TWICE):
+                    y = at.run(program)
                 return x, y.sent, stash, self._updated_buffers(program, entry, y, mutable_buffers)
             y, residuals = self.backwards[i].forward(at)
             values = self.stash.pack([*jax.tree.leaves(y.sent), *residuals])

@@ -56,8 +56,9 @@ class Workload:
         num_experts: the greatest common divisor of the expert counts of its mixtures; 1 without
             any.
         precision: a policy or a preset's name; None is float32.
-        useful_flops: the part of `flops` that MFU counts, without masked pairs of positions; 0
-            where they were not counted.
+        useful_flops: the part of `flops` that MFU counts, without recomputation; 0 if the program
+            does not tell: where positions are masked, and in mixtures of experts. `plan_config`
+            counts the FLOPs of models of tokens as their runs do.
         activations: bytes that the forward pass of the whole batch keeps for the backward pass, if
             nothing is recomputed; 0 where they were not counted.
 
@@ -152,14 +153,17 @@ def workload_of(
     splits = [unsplit(len(getattr(aval, "shape", ()))) for aval in closed.in_avals]
     program = liveness_program(closed, splits, {}, platform)
     grads = sum(program.sizes[buffer] for buffer in program.outputs)
+    mixers = [module for _, module in nnx.iter_modules(abstract) if mixes(module)]
+    # Only some kernels skip masked pairs, and a program does not show which pairs are masked.
+    is_masked = any(getattr(module, "causal", True) for module in mixers)
     return Workload(
         num_params=num_params(params),
         num_layers=max(len(block_paths(abstract)), 1),
         flops=program.flops,
-        useful_flops=useful_flops(program),
+        useful_flops=0.0 if is_masked else useful_flops(program),
         activations=max(0, peak_of(program) - grads),
         global_batch=global_batch,
-        has_attention=any(mixes(module) for _, module in nnx.iter_modules(abstract)),
+        has_attention=bool(mixers),
         num_experts=_experts(model, params),
         precision=precision,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 
 from .liveness import Written
 from .placement import IN_PLACE, LivenessProgram, Node, ProductDims
@@ -182,15 +183,30 @@ def _looped(node: Node, sizes: list[int]) -> KernelWork:
     return total
 
 
+_UNCLEAR = frozenset({"pallas_call", "ragged_dot_general"})
+"""Products of which the program does not show what MFU counts: kernels that recompute scores, and
+grouped products, which some platforms run for all groups."""
+
+
 def useful_flops(program: LivenessProgram) -> float:
-    """Returns the FLOPs that MFU counts: without masked attention pairs and without recomputation.
+    """Returns the FLOPs that MFU counts, without recomputation; 0 if the program does not tell.
 
     The backward pass of fused attention recomputes the scores: it has five products, of which four
     count.
 
     Args:
-        program: a loss and its derivative, with nothing recomputed.
+        program: a loss and its derivative, with nothing recomputed and no position masked.
     """
+    if any(node.name in _UNCLEAR and node.flops for node in _all_nodes(program)):
+        return 0.0
     attention = [d for d in kernel_work(program).products.elements() if d.kind != "product"]
-    forward = sum(d.flops * (0.5 if d.is_causal else 1.0) for d in attention if d.kind == "forward")
+    forward = sum(d.flops for d in attention if d.kind == "forward")
     return program.flops - sum(d.flops for d in attention) + 3 * forward
+
+
+def _all_nodes(program: LivenessProgram) -> Iterator[Node]:
+    """Yields the nodes of a program and of its loops and branches."""
+    for node in program.nodes:
+        yield node
+        for body in node.bodies:
+            yield from _all_nodes(body)

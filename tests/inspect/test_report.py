@@ -1,5 +1,6 @@
 import io
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,14 @@ def test_it_prints_as_tables(compiled, mesh):
     assert str(report(compiled, mesh, machine=MACHINES[0])) == text
     for words in ("memory per device", "collectives per device", "matrix FLOPs", "fits", "over dp"):
         assert words in text
+
+
+def test_products_of_a_branch_are_a_bound(mesh):
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P()))
+    lowered = jax.jit(lambda x: jax.lax.cond(x[0, 0] > 0, lambda: x @ x @ x, lambda: x @ x))
+    text = str(report(lowered.lower(x).compile(), mesh))
+    assert re.search(r"matrix FLOPs, recomputed ones too\W+at most 1.05M", text)
+    assert re.search(r"on the cheapest branches\W+at least 524k", text)
 
 
 def test_cpu_reports_have_no_exposure_and_fitting_units(compiled, mesh):

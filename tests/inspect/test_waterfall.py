@@ -139,6 +139,45 @@ def test_kernels_without_an_instruction_are_known_by_their_names():
     assert lost["products"] == 40 - ideal * 40 / 70
 
 
+CONDITIONAL = PROGRAM.replace(
+    "ENTRY",
+    """%busy (p.1: f32[64,64]) -> f32[64,64] {
+  %p.1 = f32[64,64]{1,0} parameter(0)
+  %again.2 = f32[64,64]{1,0} dot(%p.1, %p.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="F/axon_dist_run_twice/dot" stack_frame_id=1}
+  ROOT %again.3 = f32[64,64]{1,0} dot(%again.2, %p.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%idle (p.2: f32[64,64]) -> f32[64,64] {
+  ROOT %p.2 = f32[64,64]{1,0} parameter(0)
+}
+
+ENTRY""",  # noqa: E501
+).replace(
+    "ROOT %all-reduce.1",
+    "%which = s32[] constant(0)\n  %tick = f32[64,64]{1,0} conditional(%which, %a, %a), "
+    "branch_computations={%busy, %idle}\n  ROOT %all-reduce.1",
+)  # fmt: skip
+"""A program that may also run a stage forward, which its backward pass runs again."""
+
+
+@pytest.mark.parametrize("ticks", [0, 1])
+def test_a_branch_counts_as_often_as_it_runs(ticks):
+    # The compiler dropped the name of the second product.
+    branch = (("again.2", 140, 145), ("again.3", 145, 150))
+    step = (*STEP, *branch * ticks)
+    found = waterfall(traced(step=step), CONDITIONAL, 4, PEAK, "made up")
+    # The products in the branch are recomputed, so they count in no case.
+    assert found.flops == pytest.approx(2 * FLOPS)
+    assert in_ns(found) == {**SECONDS, "recomputed": 20 + 10 * ticks, "host": 60 - 10 * ticks}
+
+
+def test_kernels_without_an_instruction_get_no_products_that_only_a_branch_has():
+    names = {"dot.1": "nvjet_tst_128x256", "scores.1": "nvjet_other", "again.1": "nvjet_third"}
+    step = tuple((names.get(name, name), start, end) for name, start, end in STEP)
+    found = waterfall(traced(step=step), CONDITIONAL, 4, PEAK, "made up")
+    assert found.flops == pytest.approx(3 * FLOPS)
+
+
 def test_another_program_is_no_part_of_the_step():
     other = [
         Event("dot.1", "jit_metrics", 0, PERIOD * run + 150, PERIOD * run + 160, 10 + run)

@@ -7,7 +7,7 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import axon_dist
@@ -190,9 +190,10 @@ def test_rings_between_nodes():
 
 @given(
     name=st.sampled_from(sorted(HARDWARE)),
-    ranks=st.sampled_from([2, 4, 8, 16, 64]),
-    stride=st.sampled_from([1, 2, 4, 8, 16]),
+    ranks=st.integers(2, 64),
+    stride=st.sampled_from([1, 2, 3, 4, 6, 8, 16]),
 )
+@example(name="h100", ranks=12, stride=1)
 def test_the_planner_and_inspect_agree_about_a_ring(name, ranks, stride):
     """One counts nodes from a stride, the other from the members of every group."""
     row = hardware(name)
@@ -212,6 +213,21 @@ def test_the_planner_and_inspect_agree_about_a_ring(name, ranks, stride):
 def test_unreadable_targets(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_cluster(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "largest"),
+    [("v4:16x16x17", 4096), ("v5e:1024", 256), ("v5p:8960", 6144), ("v6e:512", 256),
+     ("ironwood:20000", 18432)],
+)  # fmt: skip
+def test_a_slice_has_no_more_devices_than_its_links_join(text, largest):
+    chip = hardware(text.partition(":")[0]).name
+    message = f"devices of {chip}, but its largest slice has {largest}, .*; take at most {largest}"
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse_cluster(text)
+    assert caught.value.code == "slice-too-large"
+    assert parse_cluster(f"{chip}:{largest}")[1] == largest
+    assert parse_cluster("h100:128x8")[1] == 1024
 
 
 def test_impossible_hardware():

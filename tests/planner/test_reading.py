@@ -1,6 +1,7 @@
 """A traced step says what the compiled one needs."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +136,38 @@ def test_any_model_is_a_workload(model, num_layers, has_attention):
     assert work.flops == pytest.approx(2 * few.flops)
     assert not work.divides(1, num_layers + 1, 1)
     assert work.divides(1, 1, 2) is has_attention
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_useful_flops_are_zero_where_a_program_does_not_tell_them(platform):
+    batch = {"tokens": jax.ShapeDtypeStruct((2, 17), jnp.int32)}
+    sizes = {"num_layers": 1, "width": 16, "num_heads": 2, "vocab_size": 16, "max_length": 16}
+
+    def useful(model, loss_fn, batch):
+        make = lambda: model(rngs=nnx.Rngs(0))
+        return workload_of(make, loss_fn, batch, "bf16", platform)
+
+    # Half of the pairs of positions are masked, whether a kernel skips them or not.
+    causal = functools.partial(Transformer, TransformerConfig(**sizes))
+    work = useful(causal, next_token_loss, batch)
+    assert (work.useful_flops, work.has_attention) == (0, True)
+    # A grouped product is priced as that of all its groups on some platforms.
+    groups = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    work = useful(Grouped, lambda model, batch: jnp.mean(model(batch["x"])), {"x": groups})
+    assert (work.useful_flops, work.flops > 0) == (0, True)
+    plain = functools.partial(nnx.Linear, 4, 4, use_bias=False)
+    work = useful(plain, lambda model, batch: jnp.mean(model(batch["x"])), {"x": groups})
+    assert work.useful_flops == work.flops > 0
+
+
+class Grouped(nnx.Module):
+    """A product in two groups."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jnp.ones((2, 4, 4)))
+
+    def __call__(self, x):
+        return jax.lax.ragged_dot(x, self.kernel[...].astype(x.dtype), jnp.array([4, 4]))
 
 
 def test_context_ranks_are_devices_too():

@@ -41,6 +41,7 @@ from axon_dist.step import TrainStep, sharing_steps
 
 from ...core.own_context import in_own_context
 from ..config import CONFIG, RunConfig, abstract_batch, with_own_precision
+from ..loop.meters import useful_flops_per_token
 from .examine import examine
 from .steps import ModelOfZeros, build_step, clips_itself, names_on, optimizer_of
 
@@ -82,8 +83,9 @@ class TracedPlan:
         outer_bytes: bytes that a device sends in an outer step, divided by the number of steps
             between two outer steps.
         loops: which equal blocks run as a loop, and why.
-        utilization: MFU, the share of the chip's bfloat16 peak that the step reaches; masked and
-            recomputed FLOPs do not count.
+        utilization: MFU, the share of the chip's bfloat16 peak that the step reaches; masked, idle
+            and recomputed FLOPs do not count. For a model of tokens these are the FLOPs that a run
+            counts. 0 if they are not known.
     """
 
     candidate: Candidate
@@ -178,8 +180,10 @@ def plan_config(
         The plans.
 
     Raises:
-        ConfigError: if no mesh of all the devices divides the batch, or every plan is refused.
+        ConfigError: if no mesh of all the devices divides the batch, every plan is refused, or no
+            slice of a TPU has that many devices.
     """
+    hardware.check_size(num_devices)
     # Candidates have other strategies, but the same precision.
     config = with_own_precision(config)
     size = hardware.memory_bytes if device_bytes is None else device_bytes
@@ -222,6 +226,8 @@ class _Search:
         residuals: the bytes that a traced plan saves for the backward pass, relative to the
             workload's estimate, by the axes that split the model. The searches of the same config
             with other numerics share it.
+        flops: the least FLOPs, over all devices, of a traced plan without a pipeline and without
+            recomputation, by `changed`.
     """
 
     config: RunConfig
@@ -235,6 +241,7 @@ class _Search:
     changed: str | None = None
     tell: Tell = silent
     residuals: dict[tuple[str, ...], float] = dataclasses.field(default_factory=dict)
+    flops: dict[str | None, float] = dataclasses.field(default_factory=dict)
 
     @property
     def platform(self) -> str:
@@ -259,9 +266,13 @@ class _Search:
         return USABLE * self.device_bytes
 
     def note(self, plan: TracedPlan, split: _Split) -> None:
-        """Records the bytes that a plan saves for the backward pass, to guess those of others."""
+        """Records a plan's FLOPs and the bytes that it saves for the backward pass."""
         one = plan.candidate
-        if one.pp > 1 or one.remat or not self.work.activations:
+        if one.pp > 1 or one.remat:
+            return
+        flops = plan.reading.flops * one.num_devices
+        self.flops[self.changed] = min(flops, self.flops.get(self.changed, flops))
+        if not self.work.activations:
             return
         whole = _activations(plan, split) * one.num_microbatches * one.num_devices
         self.residuals.setdefault(_axes_of(one), whole / self.work.activations)
@@ -494,7 +505,7 @@ def _traced(
     time, sent = _with_outer_step(
         _time(reading, one, search), step, reading, search, one.slow_replicas
     )
-    share = search.work.useful_flops / one.num_devices
+    share = _useful_flops(search, step) / one.num_devices
     return TracedPlan(
         one,
         config,
@@ -506,6 +517,17 @@ def _traced(
         loops=step.loop_choices,
         utilization=time.utilization(share, search.hardware),
     )
+
+
+def _useful_flops(search: _Search, step: TrainStep) -> float:
+    """Returns the FLOPs of a step that MFU counts, over all devices; 0 if they are not known."""
+    config = search.config
+    task = config.kind.task
+    if task.item != "tokens":
+        return search.work.useful_flops
+    # As in the metrics of a run: a traced program does not tell which of its products are masked.
+    length = task.items_per_sample(config.data)
+    return useful_flops_per_token(step, length) * length * config.train.global_batch
 
 
 def _larger(plan: TracedPlan, split: _Split, search: _Search) -> Candidate | None:
@@ -573,8 +595,12 @@ def _time(reading: Reading, candidate: Candidate, search: _Search) -> StepCost:
     counted = {}
     if candidate.pp > 1:
         # A pipeline's actions are branches of a conditional, of which the traced count takes the
-        # costliest in every tick.
-        counted["flops"] = 4 / 3 * work.flops / candidate.num_devices  # every stage is recomputed
+        # costliest in every tick. So it is an upper bound, and the count is that of other programs:
+        # the loss on one device, or a step without a pipeline, whose mixture of experts may take
+        # fewer products.
+        whole = min(work.flops, search.flops.get(search.changed, math.inf))
+        recomputed = 4 / 3 * whole / candidate.num_devices  # every stage is recomputed
+        counted["flops"] = min(recomputed, reading.flops)
         sizes = candidate.pp, candidate.num_microbatches
         counted["idle"] = idle_share(candidate.schedule, *sizes, 1)
     return reading.step_time(hardware, work.policy.compute, **counted)

@@ -131,8 +131,8 @@ def model_flops_utilization(
         >>> model_flops_utilization(1_000_000_000, 10_000, peak_flops=1e14, num_devices=2)
         0.3
     """
-    flops_per_token = 6 * num_params + attention_flops
-    return flops_per_token * tokens_per_second / (peak_flops * num_devices)
+    flops = _flops_per_token(num_params, attention_flops)
+    return flops * tokens_per_second / (peak_flops * num_devices)
 
 
 def utilization_of(
@@ -150,19 +150,41 @@ def utilization_of(
     """
     if peak_flops is None:
         return None
-    model = step.model_spec.abstract
-    # A frozen parameter needs no weight gradient, which is one of the three multiply-adds.
-    count = _num_active(model, step.model_spec.params) + 2 / 3 * _num_active(
-        model, step.model_spec.frozen
-    )
-    attention = getattr(model, "attention_flops", None)
     return functools.partial(
         model_flops_utilization,
-        count,
+        _num_counted(step),
         peak_flops=peak_flops,
         num_devices=step.world.size,
-        attention_flops=attention(length) if attention is not None and length else 0,
+        attention_flops=_attention_flops(step, length),
     )
+
+
+def useful_flops_per_token(step: TrainStep, length: int | None = None) -> float:
+    """Returns the FLOPs per token that MFU counts, over all devices.
+
+    The step of a run and the step of a plan count the same, so their MFUs can be compared.
+
+    Args:
+        step: the step, as for `utilization_of`.
+        length: tokens in a sequence; None omits attention.
+    """
+    return _flops_per_token(_num_counted(step), _attention_flops(step, length))
+
+
+def _flops_per_token(num_params: float, attention_flops: float) -> float:
+    return 6 * num_params + attention_flops
+
+
+def _num_counted(step: TrainStep) -> float:
+    """Counts the active parameters; a frozen one counts as two thirds."""
+    spec = step.model_spec
+    # A frozen parameter needs no weight gradient, which is one of the three multiply-adds.
+    return _num_active(spec.abstract, spec.params) + 2 / 3 * _num_active(spec.abstract, spec.frozen)
+
+
+def _attention_flops(step: TrainStep, length: int | None) -> float:
+    attention = getattr(step.model_spec.abstract, "attention_flops", None)
+    return attention(length) if attention is not None and length else 0
 
 
 def _num_active(model: nnx.Module, params: PyTree) -> float:
@@ -176,15 +198,18 @@ def _num_active(model: nnx.Module, params: PyTree) -> float:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[int, float]:
-    """Returns the 50th, 90th, 99th and 100th percentiles.
+    """Returns the 50th, 90th, 99th and 100th percentiles, by nearest rank.
+
+    A percentile is the least measured value that at least this percentage of values do not exceed.
+    So of fewer than 100 values the 99th percentile is the largest.
 
     Example:
         >>> percentiles([0.1] * 98 + [0.5, 9.0])
         {50: 0.1, 90: 0.1, 99: 0.5, 100: 9.0}
     """
     ordered = sorted(seconds)
-    last = len(ordered) - 1
-    return {p: ordered[last * p // 100] for p in (50, 90, 99, 100) if ordered}
+    count = len(ordered)
+    return {p: ordered[-(-count * p // 100) - 1] for p in (50, 90, 99, 100) if ordered}
 
 
 class StepProfile:

@@ -2,9 +2,13 @@
 
 import json
 
+import pytest
+
 from axon_dist.inspect import Waterfall
 from axon_dist.train.app import report_page
+from axon_dist.train.app.profile import profile_step
 from axon_dist.train.cli.main import main
+from axon_dist.train.config import RunConfig
 
 
 def test_a_config_and_a_run(tiny, tmp_path, capsys, monkeypatch):
@@ -30,6 +34,22 @@ def test_a_config_and_a_run(tiny, tmp_path, capsys, monkeypatch):
     page = report_page(folder)
     assert "From the peak to the step" in page
     assert "layers.py" in page
+
+
+def test_a_pipeline_counts_what_it_runs(tiny):
+    tiny |= {"mesh": "dp=4,pp=2", "train": {"steps": 2, "global_batch": 16}}
+    tiny |= {"parallel": {"ddp": {}, "pipeline": {"num_microbatches": 4}}}
+    sizes = {"num_layers": 2, "width": 16, "num_heads": 2, "vocab_size": 256, "max_length": 16}
+    tiny |= {"model": {"kind": "transformer", **sizes}}
+    tiny |= {"data": {"kind": "text", "sequence_length": 16}}
+    found = profile_step(RunConfig.from_dict(tiny), 2)
+    block = 16 * (4 + 3 * 4) * 16
+    # The program computes the masked scores too.
+    per_sample = 2 * 16 * (2 * block + 16 * 256 + 2 * 2 * 16 * 16)
+    # Each of four data ranks has four samples, and its two stages share a sample.
+    assert found.flops == pytest.approx(3 * 4 * per_sample / 2, rel=1e-6)
+    lost = {loss.kind: loss for loss in found.losses}
+    assert lost["recomputed"].seconds > 0
 
 
 def test_a_broken_record_is_said(tiny, tmp_path):

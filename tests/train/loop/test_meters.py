@@ -2,6 +2,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -10,9 +11,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from axon_dist import build_train_step, ddp
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import leaves_with_paths
+from axon_dist.mesh import abstract_world
+from axon_dist.mesh.chips import hardware
 from axon_dist.models import ExpertConfig, Transformer, TransformerConfig, next_token_loss
+from axon_dist.train.app import plan_config
+from axon_dist.train.app.steps import build_step
+from axon_dist.train.config import RunConfig
 from axon_dist.train.loop import bytes_per_device, model_flops_utilization, profile, time_step
-from axon_dist.train.loop.meters import utilization_of
+from axon_dist.train.loop.meters import percentiles, utilization_of
 
 
 def test_time_step_waits_for_the_device():
@@ -58,6 +64,13 @@ def test_utilization_is_six_flops_per_parameter_and_token():
     assert model_flops_utilization(10, 100.0, peak_flops=6000.0, num_devices=8) == 1 / 8
 
 
+@pytest.mark.parametrize("count", [1, 3, 10, 99, 100, 150])
+def test_percentiles_are_those_of_the_nearest_rank(count):
+    seconds = np.arange(count, 0, -1.0)
+    exact = np.percentile(seconds, [50, 90, 99, 100], method="inverted_cdf")
+    assert list(percentiles(seconds).values()) == list(exact)
+
+
 def test_bytes_per_device_counts_shards(world):
     split = jax.device_put(jnp.ones((16, 4)), NamedSharding(world.mesh, PartitionSpec("dp")))
     whole = jax.device_put(jnp.ones(3), NamedSharding(world.mesh, PartitionSpec()))
@@ -89,3 +102,19 @@ def test_utilization_counts_the_experts_of_a_token_and_causal_attention(world):
     stacked = sum(n for path, n in mixture.items() if path.split("/")[-1] in ("gate", "up", "down"))
     assert stacked > sum(mixture.values()) / 2
     assert flops == pytest.approx(sum(mixture.values()) - stacked * 6 / 8)
+
+
+@pytest.mark.parametrize(
+    ("experts", "chip", "precision"),
+    [({"count": 4, "per_token": 1}, "h100", "bf16"), (None, "v5p", None)],
+)
+def test_a_plan_and_its_run_count_the_same_flops(experts, chip, precision):
+    sizes = {"num_layers": 2, "width": 32, "num_heads": 2, "vocab_size": 16, "max_length": 128}
+    model = {"kind": "transformer", **sizes, "windows": [16, 0], "experts": experts}
+    plain = {"model": model, "data": {"kind": "text", "sequence_length": 128}}
+    config = RunConfig.from_dict({**plain, "train": {"global_batch": 2}, "precision": precision})
+    row = hardware(chip)
+    plan = plan_config(config, row, 1).best
+    world = abstract_world(plan.config.mesh, 1, "cpu", None)
+    per_token = utilization_of(build_step(plan.config, world), row.flops, 128)
+    assert plan.utilization == pytest.approx(per_token(2 * 128 / plan.time.total))
