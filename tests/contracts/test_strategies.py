@@ -100,12 +100,9 @@ STRATEGIES: dict[str, Callable] = {
 REMAT = ActivationCheckpointing(2)
 
 ROWS = [
-    Row("ddp", "dp=8", "linen", 2),
-    Row("ddp_buckets", "dp=4", "dropout", 2),
     Row("ddp_overlapped", "dp=4", "batchnorm", 2),
     Row("zero2", "dp=8", "weighted", 2),
     Row("zero1_within_nodes", "dp=2,fsdp=2", "mlp", 2, "adam"),
-    Row("zero3", "dp=8", "dropout", 2),
     Row("full_shard", "fsdp=4", "mlp", 2, "sgd", 0.1, unroll=1),
     Row("full_shard_once", "fsdp=4", "weighted", 2),
     Row("full_shard_manual", "fsdp=4", "weighted", 2),
@@ -204,17 +201,19 @@ def _odd_mesh(strategy: str, size: int) -> str:
 # Numbers of devices that are no powers of two and divide few dims or none: shards are padded.
 ODD = [
     Row("full_shard", "fsdp=5", "weighted", 2, "sgd", 0.1),
-    Row("zero1", "dp=7", "dropout", 2, "adam"),
 ]
 ODD_FULL = [
-    Row(strategy, _odd_mesh(strategy, size), model, k, optimizer)
-    for strategy in ("full_shard", "full_shard_manual", "hybrid_shard", "zero1", "zero2")
-    for size in (3, 5, 6, 7)
-    if strategy != "hybrid_shard" or size == 6
-    for model in CASES
-    for k in (1, 2)
-    for optimizer in ("sgd", "adamw")
-    if strategy == "full_shard" or (k, optimizer) == (2, "sgd")
+    Row("zero1", "dp=7", "dropout", 2, "adam"),
+    *(
+        Row(strategy, _odd_mesh(strategy, size), model, k, optimizer)
+        for strategy in ("full_shard", "full_shard_manual", "hybrid_shard", "zero1", "zero2")
+        for size in (3, 5, 6, 7)
+        if strategy != "hybrid_shard" or size == 6
+        for model in CASES
+        for k in (1, 2)
+        for optimizer in ("sgd", "adamw")
+        if strategy == "full_shard" or (k, optimizer) == (2, "sgd")
+    ),
 ]
 
 

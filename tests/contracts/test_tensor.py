@@ -47,21 +47,25 @@ TENSOR: dict[str, Callable] = {
 
 ROWS = [
     Row("tensor", "tp=8", "linen"),
-    Row("ddp_tensor", "dp=2,tp=2", "dropout", 2),
     Row("zero1_tensor", "dp=2,tp=4", "weighted", 2),
     Row("fsdp_tensor", "fsdp=2,tp=4", "dropout", 2),
 ]
 MODELS = ("mlp", "weighted", "batchnorm", "dropout", "linen", "transformer")
 MESHES = {"tensor": ("tp=2", "tp=4"), "hybrid": ("dp=2,fsdp=2,tp=2",)}
 FULL = [
-    Row(strategy, mesh, model, k)
-    for strategy in TENSOR
-    for data in (strategy.split("_")[0],)
-    for axis in ("fsdp" if data == "fsdp" else "dp",)
-    for mesh in MESHES.get(data, (f"{axis}=2,tp=4", f"{axis}=4,tp=2"))
-    for model in (("transformer",) if strategy.endswith(("_row", "_sums", "_rings")) else MODELS)
-    for k in (1, 2)
-    if not (strategy == "tensor_row" and mesh == "tp=4")
+    Row("ddp_tensor", "dp=2,tp=2", "dropout", 2),
+    *(
+        Row(strategy, mesh, model, k)
+        for strategy in TENSOR
+        for data in (strategy.split("_")[0],)
+        for axis in ("fsdp" if data == "fsdp" else "dp",)
+        for mesh in MESHES.get(data, (f"{axis}=2,tp=4", f"{axis}=4,tp=2"))
+        for model in (
+            ("transformer",) if strategy.endswith(("_row", "_sums", "_rings")) else MODELS
+        )
+        for k in (1, 2)
+        if not (strategy == "tensor_row" and mesh == "tp=4")
+    ),
 ]
 
 

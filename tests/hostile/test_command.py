@@ -668,21 +668,21 @@ def test_a_run_folder_that_contains_something_else(capsys, config, tmp_path, nam
     assert os.listdir(folder) == [name]
 
 
-def every_fifth(rows, name):
-    """The rows of a table by name: the default run tries every fifth, `-m full` the others."""
+def every_twentieth(rows, name):
+    """The rows of a table by name: the default run tries every twentieth, `-m full` the others."""
     return [
-        pytest.param(row, id=name(row), marks=pytest.mark.full if number % 5 else ())
+        pytest.param(row, id=name(row), marks=pytest.mark.full if number % 20 else ())
         for number, row in enumerate(rows)
     ]
 
 
-@pytest.mark.parametrize("override", every_fifth(OVERRIDES, lambda text: ascii(text)[:50]))
+@pytest.mark.parametrize("override", every_twentieth(OVERRIDES, lambda text: ascii(text)[:50]))
 def test_wrong_overrides_are_one_line(capsys, config, override):
     refused(capsys, ["train", str(config), override])
 
 
 @pytest.mark.parametrize(
-    "arguments", every_fifth(ARGUMENTS, lambda words: ascii(" ".join(words))[:70])
+    "arguments", every_twentieth(ARGUMENTS, lambda words: ascii(" ".join(words))[:70])
 )
 def test_wrong_arguments_of_the_command(capsys, config, arguments):
     refused(capsys, [str(config) if word == "CONFIG" else word for word in arguments])

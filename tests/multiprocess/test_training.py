@@ -133,99 +133,60 @@ def test_processes_of_which_one_knows_earlier_validations_stop_together(start):
         assert "early stopping after 4" in processes.text(rank)
 
 
-ROWS = """
+ARRAYS = """
 import jax, jax.numpy as jnp, numpy as np, optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from axon_dist import Weighted, World, build_train_step, ddp
+from axon_dist import Shared, Weighted, World, build_train_step, ddp, tensor_parallel
+from axon_dist.core.errors import ConfigError
+from axon_dist.core.weighted import FilledBatch
 
 world = World.init("dp=-1")
 me = world.process_index
 model = nnx.Linear(4, 4, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+own = NamedSharding(world.mesh, PartitionSpec("dp"))
+spread_over_processes = lambda x: jax.make_array_from_process_local_data(own, x)
 
+# Each process has its own rows.
 def loss(model, batch):
     return Weighted(jnp.sum(jnp.mean(model(batch["x"]) ** 2, -1)), jnp.sum(batch["w"]))
 
 rows = np.arange(16, dtype=np.float32).reshape(4, 4) + 100 * me
-own = NamedSharding(world.mesh, PartitionSpec("dp"))
-spread = jax.make_array_from_process_local_data(own, rows)
 ones = np.ones(4, np.float32)
-for name, x, w in (
-    ("numpy", rows, ones), ("some", rows, jnp.asarray(ones)), ("jax", jnp.asarray(rows), ones),
-    ("spread", spread, jnp.asarray(ones)),
-):
-    for count in (1, 2):
-        step = build_train_step(model, optax.sgd(0.0), loss, ddp(), world, accumulate=count)
+for count in (1, 2):
+    step = build_train_step(model, optax.sgd(0.0), loss, ddp(), world, accumulate=count)
+    for name, x, w in (
+        ("numpy", rows, ones), ("some", rows, jnp.asarray(ones)), ("jax", jnp.asarray(rows), ones),
+        ("spread", spread_over_processes(rows), jnp.asarray(ones)),
+    ):
         batch, state = {"x": x, "w": w}, step.init()
         step.check(batch, own_rows=True)
         evaluated = float(step.evaluate(state, batch)["loss"])
-        print(name, count, evaluated, float(step(state, batch)[1]["loss"]), flush=True)
-"""
+        trained = float(step(state, batch)[1]["loss"])
+        print("own rows", name, count, evaluated, trained, flush=True)
 
-
-def test_jax_arrays_of_one_process_are_its_rows_and_spread_ones_those_of_all(start):
-    processes = start(2, "-c", ROWS)
-    assert processes.wait([0, 1], 240) == [0, 0], processes.text(0)
-    for rank in (0, 1):
-        for name in ("numpy", "some", "jax", "spread"):
-            for count in (1, 2):
-                assert f"{name} {count} 93220.0 93220.0" in processes.text(rank)
-
-
-PADDED = """
-import jax, jax.numpy as jnp, numpy as np, optax
-from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
-from axon_dist import Weighted, World, build_train_step, ddp
-from axon_dist.core.errors import ConfigError
-
-world = World.init("dp=-1")
-model = nnx.Linear(4, 4, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
-
+# Each process has its own rows, whose number has to be padded.
 def loss(model, batch):
     each = jnp.mean(model(batch["x"]) ** 2, -1)
     return Weighted(jnp.sum(batch["w"] * each), jnp.sum(batch["w"]))
 
-rows = np.arange(12, dtype=np.float32).reshape(3, 4) + 100 * world.process_index
-own = NamedSharding(world.mesh, PartitionSpec("dp"))
-spread = jax.make_array_from_process_local_data(own, rows)
+rows = np.arange(12, dtype=np.float32).reshape(3, 4) + 100 * me
+spread = spread_over_processes(rows)
 step = build_train_step(model, optax.sgd(0.0), loss, ddp(), world, accumulate=2, pad="w")
 for name, x in (("numpy", rows), ("spread", spread)):
-    print(name, float(step(step.init(), {"x": x})[1]["loss"]), flush=True)
+    print("padded", name, float(step(step.init(), {"x": x})[1]["loss"]), flush=True)
 try:
     step(step.init(), {"x": spread, "y": rows})
 except ConfigError as error:
     print(error.code, flush=True)
-"""
 
-
-def test_spread_arrays_are_padded_as_those_of_one_process_are(start):
-    processes = start(2, "-c", PADDED)
-    assert processes.wait([0, 1], 240) == [0, 0], processes.text(0)
-    sums = [4 * 1.5 + 16 * row + 400 * process for process in (0, 1) for row in range(3)]
-    mean = sum(one**2 for one in sums) / 6
-    for rank in (0, 1):
-        said = [line.split() for line in processes.text(rank).splitlines()]
-        losses = {words[0]: float(words[1]) for words in said if words[0] in ("numpy", "spread")}
-        assert losses == pytest.approx({"numpy": mean, "spread": mean}, rel=1e-6)
-        assert ["pad-mixed-leaves"] in said
-
-
-WHOLE = """
-import jax, jax.numpy as jnp, numpy as np, optax
-from flax import nnx
-from jax.sharding import PartitionSpec
-from axon_dist import Shared, World, build_train_step, tensor_parallel
-from axon_dist.core.weighted import FilledBatch
-
-world = World.init("tp=-1")
-model = nnx.Linear(4, 4, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
-mine = lambda x: jax.device_put(x, jax.local_devices()[0])
-
+# The processes share the samples: each has all rows.
 def loss(model, batch):
     each = model(batch["x"]) * batch["scale"] * jax.random.uniform(batch["key"], minval=1.0)
     return jnp.mean(each)
 
+world = World.init("tp=-1")
+mine = lambda x: jax.device_put(x, jax.local_devices()[0])
 rows = np.ones((2, 4), np.float32)
 step = build_train_step(model, optax.sgd(0.0), loss, tensor_parallel({"kernel": "column"}), world)
 key = jax.random.key(0)
@@ -234,13 +195,24 @@ for name, put in (("numpy", lambda x: x), ("jax", jnp.asarray), ("mine", mine)):
     batch = {"x": put(rows), **shared}
     filled = FilledBatch(batch, samples=batch)
     evaluated = float(step.evaluate(step.init(), filled)["loss"])
-    print(name, evaluated, float(step(step.init(), batch)[1]["loss"]), flush=True)
+    trained = float(step(step.init(), batch)[1]["loss"])
+    print("all rows", name, evaluated, trained, flush=True)
 """
 
 
-def test_jax_arrays_of_one_process_are_all_rows_where_processes_share_the_samples(start):
-    processes = start(2, "-c", WHOLE)
+def test_jax_arrays_of_one_process_are_its_rows_and_spread_ones_those_of_all(start):
+    processes = start(2, "-c", ARRAYS)
     assert processes.wait([0, 1], 240) == [0, 0], processes.text(0)
+    sums = [4 * 1.5 + 16 * row + 400 * process for process in (0, 1) for row in range(3)]
+    mean = sum(one**2 for one in sums) / 6
     for rank in (0, 1):
+        text = processes.text(rank)
+        for name in ("numpy", "some", "jax", "spread"):
+            for count in (1, 2):
+                assert f"own rows {name} {count} 93220.0 93220.0" in text
+        said = [line.split() for line in text.splitlines()]
+        padded = {words[1]: float(words[2]) for words in said if words[0] == "padded"}
+        assert padded == pytest.approx({"numpy": mean, "spread": mean}, rel=1e-6)
+        assert ["pad-mixed-leaves"] in said
         for name in ("numpy", "jax", "mine"):
-            assert f"{name} 12.0 12.0" in processes.text(rank), processes.text(rank)
+            assert f"all rows {name} 12.0 12.0" in text, text

@@ -92,6 +92,7 @@ def differences(attend, plain, arrays):
     return [float(jnp.abs(x - y).max()) for x, y in pairs]
 
 
+@pytest.mark.sample("1")
 @pytest.mark.parametrize("kv_heads", [4, 1])  # sends queries around, or keys
 def test_float64_is_as_precise_around_a_ring(make_world, kv_heads):
     mesh = make_world("cp=4").mesh

@@ -162,7 +162,7 @@ def check(make, plan, mesh="dp=2,tp=2"):
         np.testing.assert_allclose(got, want, atol=2e-6)
 
 
-@pytest.mark.sample("rows with a bias", "heads first", "heads before positions")
+@pytest.mark.sample("rows with a bias", "heads before positions")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_kernel_of_any_layout_equals_one_device(name):
     make = MODELS[name]

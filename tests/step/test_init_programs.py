@@ -166,7 +166,7 @@ def test_the_bits_are_those_of_one_program(model, strategy):
     check_bits(step_of(MODELS[model], World.emulate(8, mesh), way))
 
 
-@pytest.mark.sample("pp=2,dp=4-strategy0-<lambda>-options0", "fsdp=8-strategy5-<lambda>-options5")
+@pytest.mark.sample("pp=2,dp=4-strategy0-<lambda>-options0")
 @pytest.mark.parametrize(
     ("mesh", "strategy", "make", "options"),
     [

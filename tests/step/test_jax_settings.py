@@ -116,7 +116,7 @@ def losses(make, loss_fn, batch, strategy, mesh, accumulate):
     return found
 
 
-@pytest.mark.sample("fsdp-rank promotion", "tensor-dtype promotion")
+@pytest.mark.sample("fsdp-rank promotion")
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("row", ROWS)
 def test_a_setting_of_jax_leaves_a_step_that_of_one_device(row, name):

@@ -62,7 +62,7 @@ def float32():
     return losses(build())[0]
 
 
-@pytest.mark.sample("ddp-fp16", "fsdp-True")
+@pytest.mark.sample("fsdp-True")
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [

@@ -102,7 +102,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sample("OfArgument-pipeline", "OfCalls-fsdp")
+@pytest.mark.sample("OfCalls-fsdp")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_each_call_is_the_program_that_it_traces_to(make_world, kind, way):
