@@ -133,6 +133,40 @@ def test_processes_of_which_one_knows_earlier_validations_stop_together(start):
         assert "early stopping after 4" in processes.text(rank)
 
 
+CAUGHT_UP = """
+import jax.numpy as jnp, numpy as np, optax
+from flax import nnx
+from axon_dist import World, build_train_step, ddp
+from axon_dist.train.loop import LoopOptions, Trainer
+
+world = World.init("dp=-1")
+loss = lambda model, batch: jnp.mean((model(batch["x"]) - 1.0) ** 2)
+model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+step = build_train_step(model, optax.sgd(0.0), loss, ddp(), world)
+batches = [{"x": np.ones((4, 2), np.float32)}] * 9
+for patience in (0, 1):
+    state = Trainer(step=step, batches=batches, options=LoopOptions(num_steps=2)).fit().state
+    history = [
+        {"step": 1, "validation/loss": -1.0}, {"step": 2, "train/loss": 1.0},
+    ]
+    result = Trainer(
+        step=step, batches=batches, validation=lambda: batches[:1],
+        options=LoopOptions(num_steps=4, eval_every=2, patience=patience),
+        history=history if world.process_index == 0 else (),
+    ).fit(state)
+    steps = [number for number, _ in result.validation_curve if number > 1]
+    print(result.reason, "after", result.num_steps, "validated", steps, flush=True)
+"""
+
+
+def test_processes_of_which_one_knows_of_an_aborted_validation_make_up_for_it_together(start):
+    processes = start(2, "-c", CAUGHT_UP)
+    assert processes.wait([0, 1], 120) == [0, 0], processes.text(0)
+    for rank in (0, 1):
+        assert "finished after 4 validated [2, 4]" in processes.text(rank)
+        assert "early stopping after 2 validated [2]" in processes.text(rank)
+
+
 ROWS = """
 import jax, jax.numpy as jnp, numpy as np, optax
 from flax import nnx

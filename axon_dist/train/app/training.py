@@ -26,7 +26,7 @@ from axon_dist.core.errors import (
 from axon_dist.core.files import replacing
 from axon_dist.core.tree import own_bytes
 from axon_dist.core.typing import JsonDict
-from axon_dist.core.words import AUTO, byte_size, printable
+from axon_dist.core.words import AUTO, byte_size, plural, printable
 from axon_dist.step import TrainState
 from axon_dist.train.loop import (
     FINISHED,
@@ -44,6 +44,7 @@ from axon_dist.train.loop import (
     has_module,
     make_progress,
     plot_losses,
+    reason_to_end,
 )
 
 from ...core.own_context import in_own_context
@@ -123,10 +124,11 @@ def train(
         on_main(lambda: take_folders(config, directory, stack, tell))
         saved = open_states(run, directory, os.environ, tell)
         state, told = _start(saved, resume, tell)
-        if state is not None and int(state.step) >= config.train.steps:
-            tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
+        ended = None if state is None else _why_ended(run, directory, int(state.step))
+        if state is not None and ended is not None:
+            tell(_finished_line(config, int(state.step), ended))
             skipped = saved.counts.get("skipped_steps", 0)
-            return _finished_already(run, directory, state, tell, skipped)
+            return _finished_already(run, directory, state, ended, tell, skipped)
         history = _prepare_records(config, directory, state, tell, told) if run.is_main else ()
         on_main(directory.copy)
         state = run.first_state(tell) if state is None else state
@@ -296,10 +298,30 @@ def _fit(trainer: Trainer, state: TrainState | None, checkpoints: CheckpointMana
         raise
 
 
+def _why_ended(run: Run, directory: RunDirectory, step: int) -> str | None:
+    """Returns why the run has nothing left to do after a step; None if it has."""
+    # Only process 0 has the records of the run.
+    past = PastMetrics(directory.metrics, step)
+    return on_main(lambda: reason_to_end(run.loop_options(), step, past))
+
+
+def _finished_line(config: RunConfig, step: int, reason: str) -> str:
+    """Describes why a resumed run has nothing left to do."""
+    done = f"{step} of {config.train.steps} steps are done"
+    if reason == FINISHED:
+        return f"finished already: {done}"
+    best = config.train.best
+    return (
+        f"finished already: {done}, and {best.metric} did not improve in the last "
+        f"{plural(best.patience, 'validation')}; raise train.best.patience to continue"
+    )
+
+
 def _finished_already(
     run: Run,
     directory: RunDirectory,
     state: TrainState,
+    reason: str,
     tell: Callable[[str], None],
     skipped_steps: int,
 ) -> RunResult:
@@ -307,7 +329,7 @@ def _finished_already(
     result = TrainResult(
         state=state,
         num_steps=int(state.step),
-        reason=FINISHED,
+        reason=reason,
         device_bytes=own_bytes(state, run.world.is_cpu),
         skipped_steps=skipped_steps,
     )

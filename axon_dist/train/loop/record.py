@@ -95,8 +95,11 @@ class _Curves:
     memory must be small, and the time of a step must not grow with the number of records.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, history: Iterable[Mapping[str, Any]] = ()) -> None:
         self._points: dict[tuple[str, str], tuple[array.array[int], array.array[float]]] = {}
+        for row in history:
+            for point in _points(row):
+                self.add(*point)
 
     def add(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Adds the metrics of a step."""
@@ -127,6 +130,51 @@ class _Curves:
             for (own, name), (_, values) in self._points.items()
             if own == kind and values
         }
+
+    def last_step(self, kind: str) -> int | None:
+        """Returns the last step that has a metric of a kind."""
+        steps = (own[-1] for (name, _), (own, _) in self._points.items() if name == kind and own)
+        return max(steps, default=None)
+
+    def scores(self, options: LoopOptions) -> list[tuple[int, float]]:
+        """Returns the step and the score of every validation; a smaller score is better."""
+        sign = -1 if options.best_mode == "max" else 1
+        name = options.best_metric.removeprefix(f"{VALIDATION}/")
+        return [(step, sign * value) for step, value in self.curve(VALIDATION, name)]
+
+    def validations_since_best(self, options: LoopOptions) -> int:
+        """Counts the validations since the best; ignores improvements below `min_delta`.
+
+        A score that is not finite is never the best.
+        """
+        best = math.inf
+        best_number = 0
+        scores = [score for _, score in self.scores(options)]
+        for number, score in enumerate(scores, 1):
+            if math.isfinite(score) and score < best - options.min_delta:
+                best = score
+                best_number = number
+        return len(scores) - best_number
+
+    def misses_validation(self, options: LoopOptions, step: int) -> bool:
+        """Whether the validation of a step is due and was begun without a result.
+
+        Without any record, the state is that of another folder, which may have validated it.
+        """
+        has_records = any(self.last_step(kind) is not None for kind in (TRAIN, VALIDATION))
+        is_due = step >= options.num_steps or is_multiple(step, options.eval_every)
+        return is_due and has_records and self.last_step(VALIDATION) != step
+
+    def has_lost_patience(self, options: LoopOptions, step: int) -> bool:
+        """Whether a run ends at a step because the validations up to it did not improve."""
+        # A score of an earlier step was judged at that step.
+        is_scored = [number for number, _ in self.scores(options)[-1:]] == [step]
+        return (
+            options.patience > 0
+            and is_scored
+            and is_multiple(step, options.eval_every)
+            and self.validations_since_best(options) >= options.patience
+        )
 
     def drop_after(self, step: int) -> None:
         """Drops the points after a step."""
@@ -207,10 +255,7 @@ class MetricRecorder:
         self._skipped: list[str] = []
         self.first_step = self.dispatched = self.step = first_step
         self.rollbacks = 0
-        self._curves = _Curves()
-        for row in history:
-            for point in _points(row):
-                self._curves.add(*point)
+        self._curves = _Curves(history)
         self._curves.add(_COUNTS, first_step, counts)
         self.latest: dict[str, float] = {}
         self.validation: dict[str, float] = {}
@@ -324,32 +369,25 @@ class MetricRecorder:
         names = sorted({*self._curves.names(VALIDATION)} - {"loss"})
         return {name: (curve(TRAIN, name), curve(VALIDATION, name)) for name in names}
 
-    @property
-    def scores(self) -> list[tuple[int, float]]:
-        """The step and the score of every validation; a smaller score is better."""
-        sign = -1 if self.options.best_mode == "max" else 1
-        name = self.options.best_metric.removeprefix(f"{VALIDATION}/")
-        curve = self._curves.curve(VALIDATION, name)
-        return [(step, sign * value) for step, value in curve]
-
     def score_at(self, step: int) -> float | None:
         """Returns the score of a step; None if its last validation is older, or not finite."""
-        score = dict(self.scores[-1:]).get(step, math.nan)
+        score = dict(self._curves.scores(self.options)[-1:]).get(step, math.nan)
         return score if math.isfinite(score) else None
 
+    @property
     def validations_since_best(self) -> int:
-        """Counts the validations since the best; ignores improvements below `min_delta`.
+        """The number of validations since the best."""
+        return self._curves.validations_since_best(self.options)
 
-        A score that is not finite is never the best.
-        """
-        best = math.inf
-        best_number = 0
-        scores = [score for _, score in self.scores]
-        for number, score in enumerate(scores, 1):
-            if math.isfinite(score) and score < best - self.options.min_delta:
-                best = score
-                best_number = number
-        return len(scores) - best_number
+    @property
+    def has_lost_patience(self) -> bool:
+        """Whether the run ends here because the last validations did not improve."""
+        return self._curves.has_lost_patience(self.options, self.step)
+
+    @property
+    def misses_validation(self) -> bool:
+        """Whether the validation of the last step is due and was begun without a result."""
+        return self._curves.misses_validation(self.options, self.step)
 
     def go_back(self, step: int, counts: Mapping[str, int] = MappingProxyType({})) -> None:
         """Drops the records after a step; the run continues from there.
@@ -497,6 +535,11 @@ class MetricRecorder:
         )
 
 
+def is_multiple(number: int, cadence: int) -> bool:
+    """Whether `number` is a multiple of `cadence`; always false if `cadence` is 0."""
+    return cadence > 0 and number % cadence == 0
+
+
 def _points(row: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]]]:
     """Yields kind, step and metrics of a record, for training, counts and validation."""
     for kind in (TRAIN, VALIDATION):
@@ -514,6 +557,33 @@ FINISHED = "finished"
 """The reason of a run that reached its last step."""
 EARLY = "early stopping"
 """The reason of a run that ended early because validations did not improve."""
+
+
+def reason_to_end(
+    options: LoopOptions, step: int, history: Iterable[Mapping[str, Any]]
+) -> str | None:
+    """Returns why a resumed run has nothing left to do; None if it has.
+
+    A run whose last validation was aborted has that validation left.
+
+    Args:
+        options: length and cadence of the run.
+        step: the number of steps that the state has taken.
+        history: the records up to that step.
+
+    Example:
+        >>> options = LoopOptions(num_steps=9, eval_every=2, patience=1)
+        >>> losses = {2: 1.0, 4: 1.5}
+        >>> history = [{"step": step, "validation/loss": loss} for step, loss in losses.items()]
+        >>> reason_to_end(options, 2, history[:1]), reason_to_end(options, 4, history)
+        (None, 'early stopping')
+    """
+    curves = _Curves(history)
+    if curves.misses_validation(options, step):
+        return None
+    if step >= options.num_steps:
+        return FINISHED
+    return EARLY if curves.has_lost_patience(options, step) else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -569,5 +639,8 @@ class TrainResult:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a signal, or a stop of another process, ended the run before its last step."""
+        """Whether a signal, or a stop of another process, ended the run too early.
+
+        That is before its last step, or before the result of the validation after that step.
+        """
         return self.reason in INTERRUPTIONS

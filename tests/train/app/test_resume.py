@@ -2,6 +2,7 @@ import io
 import json
 import re
 import shutil
+import signal
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from axon_dist.checkpoint import read_manifest
 from axon_dist.checkpoint.layout import MANIFEST, MARKER, marker_of
 from axon_dist.core.errors import CheckpointError, ConfigError
-from axon_dist.data import TextLoader
+from axon_dist.data import Loader, TextLoader
 from axon_dist.step import TrainStep
 from axon_dist.train.app import RunDirectory, train
 from axon_dist.train.app.lock import locked
@@ -159,6 +160,56 @@ def test_a_finished_run_is_told_again_and_can_be_longer(config):
     assert json.loads(whole.directory.summary.read_text())["ended"] == "finished"
     longer = train(config("run", train__steps=7), resume="auto")
     assert longer.result.num_steps == 7
+
+
+@pytest.mark.parametrize("at", [2, pytest.param(6, marks=pytest.mark.full)])
+def test_a_validation_that_a_signal_aborts_is_made_up_for(config, monkeypatch, at):
+    """With the last validation, the run ends without a step that could follow."""
+    make = Loader.validation_batches
+    options = {"train__steps": 6, "train__eval_every": 2, "checkpoint": {"every": 2, "keep": 9}}
+    options["train__best"] = {"patience": 3, "min_delta": 100.0}
+    whole = train(config("whole", **options))
+    calls = []
+
+    def interrupted(self, count):
+        calls.append(count)
+        if len(calls) == at // 2:
+            signal.raise_signal(signal.SIGTERM)
+        return make(self, count)
+
+    monkeypatch.setattr(Loader, "validation_batches", interrupted)
+    first = train(config("run", **options))
+    assert (first.result.reason, first.result.num_steps) == ("SIGTERM", at)
+    assert first.result.is_interrupted
+    checkpoint = first.directory.checkpoints / f"step_{at:08d}"
+    assert read_manifest(checkpoint).score is None
+    console = Console(file=io.StringIO(), width=200)
+    resumed = train(config("run", **options), console, resume="auto")
+    assert bits(resumed.result.state) == bits(whole.result.state)
+    assert resumed.result.validation_curve == whole.result.validation_curve
+    assert rows(resumed) == rows(whole)
+    assert read_manifest(checkpoint).score is not None
+    assert resumed.summary["validation_loss"] == whole.summary["validation_loss"]
+    assert "finished already" not in console.file.getvalue()
+
+
+def test_a_run_that_stopped_early_has_nothing_left_unless_it_may_wait_longer(config):
+    options = {"train__steps": 20, "train__eval_every": 1, "checkpoint": {"every": 1, "keep": 9}}
+    patient = lambda count: {"train__best": {"patience": count, "min_delta": 100.0}}
+    first = train(config("run", **options, **patient(2)))
+    assert (first.result.reason, first.result.num_steps) == ("early stopping", 3)
+    summary = first.directory.summary.read_text()
+    console = Console(file=io.StringIO(), width=200)
+    again = train(config("run", **options, **patient(2)), console, resume="auto")
+    assert (again.result.reason, again.result.num_steps) == ("early stopping", 3)
+    assert bits(again.result.state) == bits(first.result.state)
+    assert first.directory.summary.read_text() == summary
+    assert (
+        "finished already: 3 of 20 steps are done, and validation/loss did not improve in the last "
+        "2 validations; raise train.best.patience to continue"
+    ) in console.file.getvalue()
+    longer = train(config("run", **options, **patient(3)), resume="auto")
+    assert (longer.result.reason, longer.result.num_steps) == ("early stopping", 4)
 
 
 @pytest.mark.full

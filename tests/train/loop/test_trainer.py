@@ -256,9 +256,76 @@ def test_a_signal_in_a_validation_ends_it_and_saves(world, eval_every, save_ever
     assert seen[-1] == 5
     assert result.num_steps == saved_at
     assert saved[-1] == (saved_at, None)
-    assert result.reason == ("finished" if saved_at == 6 else "SIGTERM")
+    assert (result.reason, result.is_interrupted) == ("SIGTERM", True)
     assert f"SIGTERM: aborted the validation after step {saved_at}" in progress.notes
     assert [step for step, _ in result.validation_curve] == list(range(2, saved_at, 2))[:eval_every]
+
+
+def recorded(*validated, steps):
+    """The records of a run after some steps, of which these were validated."""
+    rows = [{"step": step, "train/loss": 1.0} for step in range(1, steps + 1)]
+    return rows + [{"step": step, "validation/loss": 3.0} for step in validated]
+
+
+@pytest.mark.parametrize(
+    ("at", "history", "validated", "saved"),
+    [
+        # The validation of step 4 was aborted.
+        (4, recorded(2, steps=4), [2, 4, 6, 7], [(4, 400.0), (6, 600.0), (7, 700.0)]),
+        (4, recorded(2, 4, steps=4), [2, 4, 6, 7], [(6, 600.0), (7, 700.0)]),
+        (5, recorded(2, 4, steps=5), [2, 4, 6, 7], [(6, 600.0), (7, 700.0)]),
+        # The folder may be another than that of the validation.
+        (4, [], [6, 7], [(6, 600.0), (7, 700.0)]),
+        # Only the last validation was aborted.
+        (7, recorded(2, 4, 6, steps=7), [2, 4, 6, 7], [(7, 700.0)]),
+    ],
+)
+def test_a_resumed_run_makes_up_for_an_aborted_validation(world, at, history, validated, saved):
+    seen, drawn = [], []
+    step = FakeStep(world)
+    result = fit(
+        step, 7, eval_every=2, save_every=2, history=history, validation=lambda: [0],
+        batches=(drawn.append(n) or n for n in itertools.count()),
+        state=FakeState(jnp.int32(at), {"w": jnp.ones(3)}),
+        save=lambda state, number, score: seen.append((number, score, len(drawn))),
+    )  # fmt: skip
+    assert (result.reason, result.num_steps, step.taken) == ("finished", 7, 7 - at)
+    assert [number for number, _ in result.validation_curve] == validated
+    assert [(number, score) for number, score, _ in seen] == saved
+    # A state is saved with the position in the data, so no batch is drawn ahead of it.
+    assert [count for *_, count in seen] == [number - at for number, _ in saved]
+    assert len(result.step_percentiles) == (4 if at < 6 else 0)
+
+
+def test_a_signal_in_the_validation_of_the_start_ends_the_run_before_a_step(world):
+    def validation():
+        signal.raise_signal(signal.SIGTERM)
+        return [0, 1]
+
+    saved, step = [], FakeStep(world)
+    result = fit(
+        step, 7, eval_every=2, validation=validation, history=recorded(2, steps=4),
+        state=FakeState(jnp.int32(4), {"w": jnp.ones(3)}),
+        save=lambda state, number, score: saved.append((number, score)),
+    )  # fmt: skip
+    assert (result.reason, result.is_interrupted, result.num_steps) == ("SIGTERM", True, 4)
+    assert (saved, step.taken) == ([(4, None)], 0)
+
+
+@pytest.mark.parametrize(
+    ("patience", "at", "validated", "last"),
+    [(2, 6, (2, 4, 6), 6), (3, 6, (2, 4, 6), 8), (2, 7, (2, 4, 6), 8), (2, 6, (2, 4), 6)],
+)
+def test_a_run_that_stopped_early_takes_no_step_unless_it_may_wait_longer(
+    world, patience, at, validated, last
+):
+    step = FakeStep(world)
+    options = LoopOptions(num_steps=20, eval_every=2, patience=patience)
+    result = Trainer(
+        step=step, batches=itertools.count(), options=options, validation=lambda: [0],
+        history=recorded(*validated, steps=at),
+    ).fit(FakeState(jnp.int32(at), {"w": jnp.ones(3)}))  # fmt: skip
+    assert (result.reason, result.num_steps, step.taken) == ("early stopping", last, last - at)
 
 
 def test_should_stop_reads_the_records(world):
