@@ -127,7 +127,7 @@ def train(
         ended = None if state is None else _why_ended(run, directory, int(state.step))
         if state is not None and ended is not None:
             tell(_finished_line(config, int(state.step), ended))
-            skipped = saved.counts.get("skipped_steps", 0)
+            skipped = int(saved.counts.get("skipped_steps", 0))
             return _finished_already(run, directory, state, ended, tell, skipped)
         history = _prepare_records(config, directory, state, tell, told) if run.is_main else ()
         on_main(directory.copy)
@@ -152,7 +152,7 @@ def train(
                 is_saved=saved.is_saved,
                 history=history,
                 counts=dict(saved.counts),
-                on_counts=saved.counts.update,
+                on_counts=saved.take_counts,
                 on_compiled=keep,
                 profile_dir=str(directory.profile),
             )

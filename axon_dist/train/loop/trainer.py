@@ -106,8 +106,10 @@ class Trainer:
             processes need none.
         counts: the last numbers that `on_counts` got before the state was saved that the run
             resumes from; empty takes those of the history, whose last record may be older.
-        on_counts: called before `save` and `copy` with the numbers of steps so far without an
-            update, `skipped_steps` and `overflowed_steps`; save them with the state.
+        on_counts: called before `save` and `copy` with numbers to save with the state in place of
+            the earlier ones: those of the steps so far without an update, `skipped_steps` and
+            `overflowed_steps`, and the sums of the metrics since the last record, of which the next
+            record is the mean, `window_steps` and `window_sum/loss`, ....
         facts: maps the number of steps taken, and the number of steps that changed the state, to
             further numbers of a recorder, such as the learning rate; runs on the host.
         data_facts: maps the number of batches that this call has taken steps with, including the
@@ -167,11 +169,11 @@ class Trainer:
     copy: Callable[[TrainState, int], None] | None = None
     give_back: Callable[[int], None] | None = None
     go_back: Callable[[], TrainState | None] | None = None
-    earlier_counts: Callable[[], Mapping[str, int]] | None = None
+    earlier_counts: Callable[[], Mapping[str, float]] | None = None
     is_saved: Callable[[int], bool] | None = None
     history: Iterable[Mapping[str, object]] = ()
-    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    on_counts: Callable[[Mapping[str, int]], None] = dataclasses.field(default=lambda _: None)
+    counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    on_counts: Callable[[Mapping[str, float]], None] = dataclasses.field(default=lambda _: None)
     facts: Callable[[int, int], Mapping[str, float]] = dataclasses.field(default=lambda *_: {})
     data_facts: Callable[[int], Mapping[str, float]] = dataclasses.field(default=lambda _: {})
     on_compiled: Callable[[], None] = dataclasses.field(default=lambda: None)

@@ -438,11 +438,13 @@ def test_a_resumed_run_says_what_it_changes(config, tiny):
         train(changed, resume=str(folder / "3"))
 
 
-@pytest.mark.parametrize("saved", [{"skipped_steps": 2}, {}])
+@pytest.mark.parametrize(
+    "saved", [{"skipped_steps": 2}, {}, {"window_steps": 1, "window_sum/loss": 0.5}]
+)
 def test_going_back_finds_the_counts_of_the_checkpoint(saved):
     manifest = mock.Mock(meta={"counts": saved} if saved else {})
     checkpoints = mock.Mock(restore_own=lambda *given: mock.Mock(manifest=manifest))
     states = SavedStates(mock.Mock(), mock.Mock(), checkpoints, None, mock.Mock())
-    states.counts.update(skipped_steps=3)
+    states.take_counts({"skipped_steps": 3, "window_sum/gone": 1.0})
     assert states.go_back() is not None
     assert states.counts == saved

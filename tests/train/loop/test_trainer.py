@@ -649,10 +649,11 @@ def test_counts_are_those_of_the_saved_state_and_not_of_the_last_record(world):
         save=lambda state, number, score: saved.update({("save", number): dict(counts)}),
         copy=lambda state, number: saved.update({("copy", number): dict(counts)}),
     )
+    without_sums = lambda one: {n: x for n, x in one.items() if not n.startswith("window_")}
     none = {"skipped_steps": 0, "overflowed_steps": 0}
     both = {"skipped_steps": 1, "overflowed_steps": 1}
-    assert saved["copy", 2] == none
-    assert saved["save", 5] == saved["copy", 4] == both
+    assert without_sums(saved["copy", 2]) == none
+    assert without_sums(saved["save", 5]) == without_sums(saved["copy", 4]) == both
     # No record was written up to step 5.
     resumed, rest = call(
         FakeState(jnp.int32(5), {"w": jnp.ones(3)}),
@@ -662,6 +663,80 @@ def test_counts_are_those_of_the_saved_state_and_not_of_the_last_record(world):
     assert resumed.skipped_steps == result.skipped_steps == 1
     for name in ("train/skipped_steps", "train/overflowed_steps", "updates"):
         assert rest.curve(name) == whole.curve(name)
+
+
+class Resumable(FakeStep):
+    """The loss follows from the step, and a state of any step can go on."""
+
+    def __call__(self, state, batch, was_nonfinite=None):
+        state, _ = super().__call__(state, batch)
+        return state, {"loss": jnp.float32(0.1 * int(state.step) ** 2)}
+
+
+@pytest.mark.parametrize("at", [3, 5, 6])
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_resumed_record_is_the_mean_over_the_same_steps(world, at, is_killed):
+    def call(state=None, counts=None, before=lambda number: None):
+        saved, writer = {}, ListWriter()
+        trainer = Trainer(
+            step=Resumable(world, before=before), batches=itertools.count(), writers=[writer],
+            options=LoopOptions(num_steps=12, log_every=5, save_every=at if is_killed else 0),
+            counts=counts or {}, on_counts=lambda given: saved.update({"counts": dict(given)}),
+            save=lambda state, number, score: saved.setdefault(number, saved["counts"]),
+        )  # fmt: skip
+        result = trainer.fit(state)
+        return result, saved, writer.curve("train/loss")
+
+    raising = lambda number: number == at and signal.raise_signal(signal.SIGTERM)
+    _, _, whole = call()
+    first, saved, before = call(before=(lambda number: None) if is_killed else raising)
+    assert is_killed or first.num_steps == at
+    counts = json.loads(json.dumps(saved[at]))
+    _, _, rest = call(FakeState(jnp.int32(at), {"w": jnp.ones(3)}), counts)
+    assert [number for number, _ in whole] == [5, 10, 12]
+    # A record that the signal cut short is one more.
+    assert is_killed or at == 5 or before[-1][0] == at
+    assert [row for row in before if row[0] % 5 == 0 and row[0] <= at] + rest == whole
+
+
+@pytest.mark.parametrize(
+    ("log_every", "counts", "expected"),
+    [
+        # The loss of the steps 1 to 3 is 1, then 2.
+        (4, {"window_steps": 3, "window_sum/loss": 3.0}, 1.25),
+        (4, {}, 2.0),
+        (4, {"skipped_steps": 0, "overflowed_steps": 0}, 2.0),
+        # The run had more steps in a record, or other metrics.
+        (2, {"window_steps": 3, "window_sum/loss": 3.0}, 2.0),
+        (4, {"window_steps": 3, "window_sum/loss": 3.0, "window_sum/accuracy": 1.0}, 2.0),
+        # It had a record of step 2.
+        (4, {"window_steps": 1, "window_sum/loss": 1.0}, 1.5),
+    ],
+)
+def test_saved_sums_that_fit_the_next_record_are_in_its_mean(world, log_every, counts, expected):
+    writer = ListWriter()
+    fit(
+        FakeStep(world, losses=[2.0]), 4, log_every=log_every, writers=[writer], counts=counts,
+        state=FakeState(jnp.int32(3), {"w": jnp.ones(3)}),
+    )  # fmt: skip
+    assert writer.curve("train/loss") == [(4, expected)]
+
+
+def test_after_a_rollback_a_record_is_the_mean_over_all_its_steps(world):
+    writer = ListWriter()
+    step = FakeStep(world, losses=[1.0, 1.0, 1.0, math.nan, 2.0, 3.0, 5.0, 6.0])
+    step.options = StepOptions(nonfinite=Nonfinite.ROLLBACK)
+    saved = {}
+    result = fit(
+        step, 5, log_every=5, save_every=3, writers=[writer], on_counts=saved.update,
+        save=lambda state, number, score: saved.setdefault("first", dict(saved)),
+        go_back=lambda: FakeState(jnp.int32(3), {"w": jnp.ones(3)}),
+        earlier_counts=lambda: saved["first"],
+    )  # fmt: skip
+    assert result.rollbacks == 1
+    # The steps 4 and 5 after the rollback are the last that were taken.
+    losses = [1.0, 1.0, 1.0, *step.losses[step.taken - 2 : step.taken]]
+    assert writer.curve("train/loss") == [(5, sum(losses) / 5)]
 
 
 def test_going_back_before_the_start_takes_the_counts_that_were_saved(world):
