@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -127,16 +127,18 @@ def train(
         ended = None if state is None else _why_ended(run, directory, int(state.step))
         if state is not None and ended is not None:
             tell(_finished_line(config, int(state.step), ended))
-            skipped = int(saved.counts.get("skipped_steps", 0))
-            return _finished_already(run, directory, state, ended, tell, skipped)
+            return _finished_already(run, directory, state, ended, tell, saved.counts)
         history = _prepare_records(config, directory, state, tell, told) if run.is_main else ()
         on_main(directory.copy)
+        first_step = 0 if state is None else int(state.step)
         state = run.first_state(tell) if state is None else state
         progress = make_progress(console, config.name)
         with contextlib.ExitStack() as inner:
             writers = [
                 inner.enter_context(contextlib.closing(writer))
-                for writer in (_writers(config, directory, progress.note) if run.is_main else ())
+                for writer in (
+                    _writers(config, directory, first_step, progress.note) if run.is_main else ()
+                )
             ]
             checkpoints = inner.enter_context(saved.checkpoints)
             checkpoints.tell = progress.note
@@ -323,7 +325,7 @@ def _finished_already(
     state: TrainState,
     reason: str,
     tell: Callable[[str], None],
-    skipped_steps: int,
+    counts: Mapping[str, float],
 ) -> RunResult:
     """Returns the result of a run with no step left; writes its summary if that is missing."""
     result = TrainResult(
@@ -331,7 +333,7 @@ def _finished_already(
         num_steps=int(state.step),
         reason=reason,
         device_bytes=own_bytes(state, run.world.is_cpu),
-        skipped_steps=skipped_steps,
+        skipped_steps=int(counts.get("skipped_steps", 0)),
     )
     summary = summarize(run, result)
     if run.is_main:
@@ -340,28 +342,52 @@ def _finished_already(
 
 
 def _writers(
-    config: RunConfig, directory: RunDirectory, tell: Callable[[str], None]
+    config: RunConfig, directory: RunDirectory, first_step: int, tell: Callable[[str], None]
 ) -> Iterator[MetricWriter]:
     """Opens the metric writers one by one: the run's own, then the loggers of the config."""
     yield JsonlWriter(directory.metrics, tell)
     for logger in config.loggers:
-        writer = _open_writer(logger, config, directory.path)
+        key = _tracker_key(logger)
+        run_id = directory.tracker_runs().get(key)
+        writer = _open_writer(logger, config, directory.path, first_step, run_id)
+        if isinstance(writer, (WandbWriter, TrackioWriter, MlflowWriter)):
+            keep = functools.partial(directory.write_tracker_run, key, writer.run_id)
+            _record(directory.trackers, tell, keep)
         yield LastingWriter(writer, type(logger).__name__, tell)
 
 
-def _open_writer(logger: object, config: RunConfig, folder: Path) -> MetricWriter:
+def _tracker_key(logger: object) -> str:
+    """Names a tracker and its project; the run of another project cannot be continued."""
+    project = getattr(logger, "project", getattr(logger, "experiment", ""))
+    return f"{type(logger).__name__.lower()}/{project}"
+
+
+def _open_writer(
+    logger: object, config: RunConfig, folder: Path, first_step: int, run_id: str | None
+) -> MetricWriter:
+    """Opens the writer of a logger.
+
+    Args:
+        logger: the logger of the config.
+        config: the config of the run.
+        folder: the folder of the run.
+        first_step: the number of steps taken before.
+        run_id: the run of the tracker to continue; None for a new one.
+    """
     name = config.name
     plain = config.to_dict()
     match logger:
         case TensorBoard():
-            return TensorBoardWriter(folder / "tensorboard")
+            return TensorBoardWriter(folder / "tensorboard", first_step)
         case Wandb(project=project, mode=mode):
-            return WandbWriter(folder, project=project, name=name, mode=mode, config=plain)
+            return WandbWriter(
+                folder, project=project, name=name, mode=mode, config=plain, run_id=run_id
+            )
         case Trackio(project=project):
-            return TrackioWriter(project=project, name=name, config=plain)
+            return TrackioWriter(project=project, name=name, config=plain, run_id=run_id)
         case Mlflow(experiment=experiment, uri=uri):
             uri = uri or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
-            return MlflowWriter(uri, experiment=experiment, name=name, config=plain)
+            return MlflowWriter(uri, experiment=experiment, name=name, config=plain, run_id=run_id)
         case Prometheus(file=file, port=port):
             return PrometheusWriter(file or folder / "metrics.prom", run=name, port=port)
     raise TypeError(f"no writer for the logger {logger}; add one here")

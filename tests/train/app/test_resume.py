@@ -3,6 +3,8 @@ import json
 import re
 import shutil
 import signal
+import sys
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -436,6 +438,37 @@ def test_a_resumed_run_says_what_it_changes(config, tiny):
     assert text.count("changed since it was saved") == 3
     with pytest.raises(CheckpointError, match=r"no checkpoint '3' in .* of the steps 2, 4; name"):
         train(changed, resume=str(folder / "3"))
+
+
+def test_a_resumed_run_continues_the_run_of_its_tracker(config, monkeypatch):
+    calls, ids = [], iter(["one", "two"])
+
+    class Run:
+        def __init__(self, id):
+            self.id = id
+
+        def define_metric(self, *args, **kwargs):
+            pass
+
+        def log(self, metrics):
+            calls.append((self.id, metrics["step"]))
+
+        def finish(self):
+            pass
+
+    init = lambda id=None, **kwargs: Run(id or next(ids))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    part = lambda folder, steps, project: config(
+        folder, train__steps=steps, train__eval_every=0, checkpoint={"every": 2},
+        loggers=[{"name": "wandb", "project": project}],
+    )  # fmt: skip
+    done = train(part("run", 2, "p"))
+    train(part("run", 3, "p"), resume="auto")
+    # A run cannot move to another project.
+    train(part("run", 4, "q"), resume="auto")
+    assert list(dict.fromkeys(calls)) == [("one", 1), ("one", 2), ("one", 3), ("two", 4)]
+    runs = json.loads((done.directory.path / "trackers.json").read_text())
+    assert runs == {"wandb/p": "one", "wandb/q": "two"}
 
 
 @pytest.mark.parametrize(
