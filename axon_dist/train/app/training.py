@@ -134,12 +134,7 @@ def train(
         state = run.first_state(tell) if state is None else state
         progress = make_progress(console, config.name)
         with contextlib.ExitStack() as inner:
-            writers = [
-                inner.enter_context(contextlib.closing(writer))
-                for writer in (
-                    _writers(config, directory, first_step, progress.note) if run.is_main else ()
-                )
-            ]
+            writers = _open_writers(inner, run, directory, first_step, progress.note)
             checkpoints = inner.enter_context(saved.checkpoints)
             checkpoints.tell = progress.note
             ahead = compiling_ahead(config, run.world, os.environ, progress.note)
@@ -339,6 +334,18 @@ def _finished_already(
     if run.is_main:
         _record(directory.summary, tell, lambda: directory.write_missing(run.config, summary))
     return RunResult(result, directory, summary)
+
+
+def _open_writers(
+    stack: contextlib.ExitStack,
+    run: Run,
+    directory: RunDirectory,
+    first_step: int,
+    tell: Callable[[str], None],
+) -> list[MetricWriter]:
+    """Opens the metric writers of process 0, until `stack` is closed."""
+    writers = _writers(run.config, directory, first_step, tell) if run.is_main else ()
+    return [stack.enter_context(contextlib.closing(writer)) for writer in writers]
 
 
 def _writers(
