@@ -105,7 +105,7 @@ def test_the_losses_of_one_process(config, name, count, monkeypatch):
         assert f"process {process}  host " in said
 
 
-PATIENT = """
+TOGETHER = """
 import jax.numpy as jnp, numpy as np, optax
 from flax import nnx
 from axon_dist import World, build_train_step, ddp
@@ -116,21 +116,36 @@ loss = lambda model, batch: jnp.mean((model(batch["x"]) - 1.0) ** 2)
 model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
 step = build_train_step(model, optax.sgd(0.0), loss, ddp(), world)
 batches = [{"x": np.ones((4, 2), np.float32)}] * 9
-best = [{"step": 0, "validation/loss": 0.0}]
-result = Trainer(
-    step=step, batches=batches, validation=lambda: batches[:1],
-    options=LoopOptions(num_steps=9, eval_every=2, patience=2),
-    history=best if world.process_index == 0 else (),
-).fit()
-print(result.reason, "after", result.num_steps, flush=True)
+
+def run(history, state=None, **options):
+    # Only process 0 reads what earlier calls wrote.
+    return Trainer(
+        step=step, batches=batches, validation=lambda: batches[:1],
+        options=LoopOptions(eval_every=2, **options),
+        history=history if world.process_index == 0 else (),
+    ).fit(state)
+
+result = run([{"step": 0, "validation/loss": 0.0}], num_steps=9, patience=2)
+print("patient", result.reason, "after", result.num_steps, flush=True)
+
+for patience in (0, 1):
+    state = Trainer(step=step, batches=batches, options=LoopOptions(num_steps=2)).fit().state
+    history = [{"step": 1, "validation/loss": -1.0}, {"step": 2, "train/loss": 1.0}]
+    result = run(history, state, num_steps=4, patience=patience)
+    steps = [number for number, _ in result.validation_curve if number > 1]
+    print(result.reason, "after", result.num_steps, "validated", steps, flush=True)
 """
 
 
-def test_processes_of_which_one_knows_earlier_validations_stop_together(start):
-    processes = start(2, "-c", PATIENT)
-    assert processes.wait([0, 1], 120) == [0, 0], processes.text(0)
+def test_processes_of_which_one_knows_earlier_validations_act_together(start):
+    """They stop early together, and make up for an aborted validation together."""
+    processes = start(2, "-c", TOGETHER)
+    assert processes.wait([0, 1], 240) == [0, 0], processes.text(0)
     for rank in (0, 1):
-        assert "early stopping after 4" in processes.text(rank)
+        said = processes.text(rank)
+        assert "patient early stopping after 4" in said
+        assert "finished after 4 validated [2, 4]" in said
+        assert "early stopping after 2 validated [2]" in said
 
 
 ARRAYS = """

@@ -94,6 +94,8 @@ class RunDirectory:
     """Traces of the steps selected by `train.profile`."""
     waterfall = _Entry("waterfall.json")
     """Where the time of a step goes, measured by `axon profile`, as JSON."""
+    trackers = _Entry("trackers.json")
+    """The runs of trackers such as W&B that a resumed run continues, as JSON."""
     plot = _Entry("loss.png")
     """The loss curves."""
     memory = _Entry("memory.prof")
@@ -184,7 +186,10 @@ class RunDirectory:
         Raises:
             ConfigError: when another kind of file is at such a path, for example a pipe.
         """
-        files = (self.config, self.metrics, self.summary, self.program, self.plot, self.memory)
+        files = (
+            *(self.config, self.metrics, self.summary, self.program),
+            *(self.plot, self.memory, self.trackers),
+        )
         for path in files:
             if (kind := kind_at(path)) not in (None, "a file"):
                 raise ConfigError(
@@ -233,6 +238,17 @@ class RunDirectory:
             self.write_config(config)
         if kind_at(self.summary) is None:
             self.write_summary(summary)
+
+    def tracker_runs(self) -> dict[str, str]:
+        """Reads the runs of trackers by the tracker and its project; empty if there are none."""
+        if kind_at(self.trackers) is None:
+            return {}
+        runs = json_section(read_bytes(self.trackers, str(self.trackers), links=False)) or {}
+        return {key: run for key, run in runs.items() if isinstance(run, str)}
+
+    def write_tracker_run(self, key: str, run: str) -> None:
+        """Keeps the run of a tracker for a resumed run."""
+        self._replace(self.trackers, json.dumps({**self.tracker_runs(), key: run}) + "\n")
 
     def write_program(self, program: Mapping[str, object]) -> None:
         """Writes `program.json` atomically."""
@@ -298,7 +314,10 @@ _WRITTEN_INTO = (
 """Files and folders in a run's folder that checkpoints, traces and loggers write to."""
 
 
-RECORDS = ("config.yaml", "metrics.jsonl", "summary.json", "program.json", "waterfall.json")
+RECORDS = (
+    *("config.yaml", "metrics.jsonl", "summary.json", "program.json", "waterfall.json"),
+    "trackers.json",
+)
 """The files that are read from a run; for a run in a bucket they are copied to this machine."""
 
 

@@ -78,9 +78,10 @@ class SavedStates:
         copies: the copies in host memory; None without `checkpoint.memory_every`.
         directory: the run's folder; its files are copied to a bucket before each checkpoint.
         start: the checkpoint that the run resumed from; `find_start` sets it. None for a new run.
-        counts: the numbers of steps without an update, which are saved with each state;
-            `find_start` sets them to those of the state that the run resumes from, and `go_back` to
-            those of the state that it returns. See `Trainer.counts`.
+        counts: the numbers of steps without an update, and the sums of the metrics since the last
+            record, which are saved with each state; `find_start` sets them to those of the state
+            that the run resumes from, and `go_back` to those of the state that it returns. See
+            `Trainer.counts`.
     """
 
     run: Run
@@ -89,7 +90,7 @@ class SavedStates:
     copies: HostCopies | None
     directory: RunDirectory
     start: Place | None = None
-    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def save(self, state: TrainState, number: int, loss: float | None) -> None:
         """Saves a state, with the config and the position in the data.
@@ -108,6 +109,11 @@ class SavedStates:
         # Threads of earlier saves have ended and left their heaps fragmented.
         trim_heaps()
         self.checkpoints.save(number, self.form.to_canonical(state), meta=meta, score=loss)
+
+    def take_counts(self, counts: Mapping[str, float]) -> None:
+        """Replaces the counts; the sums of metrics that the run no longer has must not stay."""
+        self.counts.clear()
+        self.counts.update(counts)
 
     def _copy_records(self) -> None:
         try:
@@ -136,8 +142,7 @@ class SavedStates:
         restored = self.checkpoints.restore_own(self.form.target, self.start)
         if restored is None:
             return None
-        self.counts.clear()
-        self.counts.update(_counts_in(restored.manifest.meta))
+        self.take_counts(_counts_in(restored.manifest.meta))
         return self.form.from_canonical(restored.state)
 
     def is_saved(self, number: int) -> bool:
@@ -228,11 +233,11 @@ class SavedStates:
             return None
 
 
-def _counts_in(meta: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the counts that a state was saved with; those of 0.2 and before have none."""
+def _counts_in(meta: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the counts that a state was saved with; old checkpoints have none, or no sums."""
     counts = meta.get("counts")
     counts = counts if isinstance(counts, dict) else {}
-    return {name: count for name, count in counts.items() if is_whole(count)}
+    return {name: x for name, x in counts.items() if is_whole(x) or isinstance(x, float)}
 
 
 def _step_in(checkpoint: Place) -> object:

@@ -186,29 +186,11 @@ class Run:
                 `counts`, `on_counts`, `on_compiled`, `profile_dir`.
         """
         train = self.config.train
-        traced = train.profile or ProfileConfig(at=0)
         sets = {"": self.loader, **self.validation}
         return Trainer(
             step=self.step,
             batches=self.loader,
-            options=LoopOptions(
-                num_steps=train.steps,
-                log_every=train.log_every,
-                eval_every=train.eval_every,
-                save_every=self.config.checkpoint.every,
-                copy_every=0 if copy is None else self.config.checkpoint.memory_every,
-                items_per_step=self.items_per_step,
-                item=self.item,
-                peak_flops=self.peak_flops,
-                sequence_length=self.sequence_length,
-                max_rollbacks=train.max_rollbacks,
-                best_metric=train.best.metric,
-                best_mode=train.best.mode,
-                patience=train.best.patience,
-                min_delta=train.best.min_delta,
-                profile_at=0 if traced.traces_nothing else traced.at,
-                profile_steps=traced.steps,
-            ),
+            options=self.loop_options(copy is not None),
             validation={
                 name: functools.partial(one.validation_batches, train.eval_batches)
                 for name, one in sets.items()
@@ -221,6 +203,33 @@ class Run:
             facts=self.facts(),
             data_facts=self.data_facts(),
             **others,
+        )
+
+    def loop_options(self, has_copies: bool = False) -> LoopOptions:
+        """Returns the length and cadence of the run.
+
+        Args:
+            has_copies: whether states are copied to host memory.
+        """
+        train = self.config.train
+        traced = train.profile or ProfileConfig(at=0)
+        return LoopOptions(
+            num_steps=train.steps,
+            log_every=train.log_every,
+            eval_every=train.eval_every,
+            save_every=self.config.checkpoint.every,
+            copy_every=self.config.checkpoint.memory_every if has_copies else 0,
+            items_per_step=self.items_per_step,
+            item=self.item,
+            peak_flops=self.peak_flops,
+            sequence_length=self.sequence_length,
+            max_rollbacks=train.max_rollbacks,
+            best_metric=train.best.metric,
+            best_mode=train.best.mode,
+            patience=train.best.patience,
+            min_delta=train.best.min_delta,
+            profile_at=0 if traced.traces_nothing else traced.at,
+            profile_steps=traced.steps,
         )
 
     @property

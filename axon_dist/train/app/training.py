@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -26,7 +26,7 @@ from axon_dist.core.errors import (
 from axon_dist.core.files import replacing
 from axon_dist.core.tree import own_bytes
 from axon_dist.core.typing import JsonDict
-from axon_dist.core.words import AUTO, byte_size, printable
+from axon_dist.core.words import AUTO, byte_size, plural, printable
 from axon_dist.step import TrainState
 from axon_dist.train.loop import (
     FINISHED,
@@ -44,6 +44,7 @@ from axon_dist.train.loop import (
     has_module,
     make_progress,
     plot_losses,
+    reason_to_end,
 )
 
 from ...core.own_context import in_own_context
@@ -123,19 +124,17 @@ def train(
         on_main(lambda: take_folders(config, directory, stack, tell))
         saved = open_states(run, directory, os.environ, tell)
         state, told = _start(saved, resume, tell)
-        if state is not None and int(state.step) >= config.train.steps:
-            tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
-            skipped = saved.counts.get("skipped_steps", 0)
-            return _finished_already(run, directory, state, tell, skipped)
+        ended = None if state is None else _why_ended(run, directory, int(state.step))
+        if state is not None and ended is not None:
+            tell(_finished_line(config, int(state.step), ended))
+            return _finished_already(run, directory, state, ended, tell, saved.counts)
         history = _prepare_records(config, directory, state, tell, told) if run.is_main else ()
         on_main(directory.copy)
+        first_step = 0 if state is None else int(state.step)
         state = run.first_state(tell) if state is None else state
         progress = make_progress(console, config.name)
         with contextlib.ExitStack() as inner:
-            writers = [
-                inner.enter_context(contextlib.closing(writer))
-                for writer in (_writers(config, directory, progress.note) if run.is_main else ())
-            ]
+            writers = _open_writers(inner, run, directory, first_step, progress.note)
             checkpoints = inner.enter_context(saved.checkpoints)
             checkpoints.tell = progress.note
             ahead = compiling_ahead(config, run.world, os.environ, progress.note)
@@ -150,7 +149,7 @@ def train(
                 is_saved=saved.is_saved,
                 history=history,
                 counts=dict(saved.counts),
-                on_counts=saved.counts.update,
+                on_counts=saved.take_counts,
                 on_compiled=keep,
                 profile_dir=str(directory.profile),
             )
@@ -296,20 +295,40 @@ def _fit(trainer: Trainer, state: TrainState | None, checkpoints: CheckpointMana
         raise
 
 
+def _why_ended(run: Run, directory: RunDirectory, step: int) -> str | None:
+    """Returns why the run has nothing left to do after a step; None if it has."""
+    # Only process 0 has the records of the run.
+    past = PastMetrics(directory.metrics, step)
+    return on_main(lambda: reason_to_end(run.loop_options(), step, past))
+
+
+def _finished_line(config: RunConfig, step: int, reason: str) -> str:
+    """Describes why a resumed run has nothing left to do."""
+    done = f"{step} of {config.train.steps} steps are done"
+    if reason == FINISHED:
+        return f"finished already: {done}"
+    best = config.train.best
+    return (
+        f"finished already: {done}, and {best.metric} did not improve in the last "
+        f"{plural(best.patience, 'validation')}; raise train.best.patience to continue"
+    )
+
+
 def _finished_already(
     run: Run,
     directory: RunDirectory,
     state: TrainState,
+    reason: str,
     tell: Callable[[str], None],
-    skipped_steps: int,
+    counts: Mapping[str, float],
 ) -> RunResult:
     """Returns the result of a run with no step left; writes its summary if that is missing."""
     result = TrainResult(
         state=state,
         num_steps=int(state.step),
-        reason=FINISHED,
+        reason=reason,
         device_bytes=own_bytes(state, run.world.is_cpu),
-        skipped_steps=skipped_steps,
+        skipped_steps=int(counts.get("skipped_steps", 0)),
     )
     summary = summarize(run, result)
     if run.is_main:
@@ -317,30 +336,66 @@ def _finished_already(
     return RunResult(result, directory, summary)
 
 
+def _open_writers(
+    stack: contextlib.ExitStack,
+    run: Run,
+    directory: RunDirectory,
+    first_step: int,
+    tell: Callable[[str], None],
+) -> list[MetricWriter]:
+    """Opens the metric writers of process 0, until `stack` is closed."""
+    writers = _writers(run.config, directory, first_step, tell) if run.is_main else ()
+    return [stack.enter_context(contextlib.closing(writer)) for writer in writers]
+
+
 def _writers(
-    config: RunConfig, directory: RunDirectory, tell: Callable[[str], None]
+    config: RunConfig, directory: RunDirectory, first_step: int, tell: Callable[[str], None]
 ) -> Iterator[MetricWriter]:
     """Opens the metric writers one by one: the run's own, then the loggers of the config."""
     yield JsonlWriter(directory.metrics, tell)
     for logger in config.loggers:
-        writer = _open_writer(logger, config, directory.path)
+        key = _tracker_key(logger)
+        run_id = directory.tracker_runs().get(key)
+        writer = _open_writer(logger, config, directory.path, first_step, run_id)
+        if isinstance(writer, (WandbWriter, TrackioWriter, MlflowWriter)):
+            keep = functools.partial(directory.write_tracker_run, key, writer.run_id)
+            _record(directory.trackers, tell, keep)
         yield LastingWriter(writer, type(logger).__name__, tell)
 
 
-def _open_writer(logger: Logger, config: RunConfig, folder: Path) -> MetricWriter:
+def _tracker_key(logger: Logger) -> str:
+    """Names a tracker and its project; the run of another project cannot be continued."""
+    project = getattr(logger, "project", getattr(logger, "experiment", ""))
+    return f"{type(logger).__name__.lower()}/{project}"
+
+
+def _open_writer(
+    logger: Logger, config: RunConfig, folder: Path, first_step: int, run_id: str | None
+) -> MetricWriter:
+    """Opens the writer of a logger.
+
+    Args:
+        logger: the logger of the config.
+        config: the config of the run.
+        folder: the folder of the run.
+        first_step: the number of steps taken before.
+        run_id: the run of the tracker to continue; None for a new one.
+    """
     name = config.name
     plain = config.to_dict()
     path = str(logger.path(folder))
     match logger:
         case TensorBoard():
-            return TensorBoardWriter(path)
+            return TensorBoardWriter(path, first_step)
         case Wandb(project=project, mode=mode):
-            return WandbWriter(folder, project=project, name=name, mode=mode, config=plain)
+            return WandbWriter(
+                folder, project=project, name=name, mode=mode, config=plain, run_id=run_id
+            )
         case Trackio(project=project):
-            return TrackioWriter(project=project, name=name, config=plain)
+            return TrackioWriter(project=project, name=name, config=plain, run_id=run_id)
         case Mlflow(experiment=experiment, uri=uri):
             uri = uri or f"sqlite:///{Path(path).resolve()}"
-            return MlflowWriter(uri, experiment=experiment, name=name, config=plain)
+            return MlflowWriter(uri, experiment=experiment, name=name, config=plain, run_id=run_id)
         case Prometheus(port=port):
             return PrometheusWriter(path, run=name, port=port)
     raise TypeError(f"no writer for the logger {logger}; add one here")

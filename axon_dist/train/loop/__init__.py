@@ -38,4 +38,5 @@ from .progress import Status as Status
 from .progress import make_progress as make_progress
 from .record import FINISHED as FINISHED
 from .record import TrainResult as TrainResult
+from .record import reason_to_end as reason_to_end
 from .trainer import Trainer as Trainer

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -177,43 +178,55 @@ class LastingWriter:
 class TensorBoardWriter:
     """Writes event files for TensorBoard with tensorboardX.
 
+    TensorBoard hides the events of steps that are taken again.
+
     Args:
         directory: the folder to pass to `tensorboard --logdir`.
+        first_step: the number of steps that the run has taken; events of later steps that are in
+            the folder were abandoned.
 
     Raises:
         ConfigError: when tensorboardX is not installed.
     """
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path, first_step: int = 0):
         tensorboard = require("tensorboardX", "loggers", "the logger 'tensorboard'")
-        self._writer = tensorboard.SummaryWriter(str(directory))
+        has_events = any(Path(directory).glob("events*"))
+        purge_step = first_step + 1 if has_events else None
+        self._open = functools.partial(tensorboard.SummaryWriter, str(directory))
+        self._writer = self._open(purge_step=purge_step)
+        self._num_rollbacks = 0
+        self._last = (first_step, frozenset[str]())
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds one scalar per metric."""
+        self._hide_from(step, metrics.keys())
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+
+    def _hide_from(self, step: int, names: Iterable[str]) -> None:
+        """Hides the events from a step on, if the run has gone back to before it."""
+        last, before = self._last
+        # A step has several records, such as that of a validation, but each metric only once.
+        if step < last or (step == last and not before.isdisjoint(names)):
+            self._writer.close()
+            self._num_rollbacks += 1
+            # Files of one second differ only in the suffix.
+            suffix = f".{self._num_rollbacks}"
+            self._writer = self._open(purge_step=step, filename_suffix=suffix)
+            before = frozenset()
+        self._last = step, before.union(names) if step == last else frozenset(names)
 
     def close(self) -> None:
         """Flushes and closes the files."""
         self._writer.close()
 
 
-class _RunWriter:
-    """Logs to the run of a tracker with the interface of wandb."""
-
-    _run: Any
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics of a step."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Ends the run."""
-        self._run.finish()
-
-
-class WandbWriter(_RunWriter):
+class WandbWriter:
     """A run of Weights & Biases.
+
+    W&B drops a record of its own step that is below an earlier one, as after a rollback. So the
+    records have a metric `step`, which is the x-axis of the others.
 
     Args:
         directory: the folder for its files; `wandb sync` uploads an offline run from it.
@@ -221,6 +234,10 @@ class WandbWriter(_RunWriter):
         name: the name of the run.
         mode: `"offline"` needs no account and no network, `"online"` needs both.
         config: the config of the run, as nested dicts.
+        run_id: the run to continue; None makes a new one.
+
+    Attributes:
+        run_id: identifies the run.
 
     Raises:
         ConfigError: when wandb is not installed.
@@ -234,28 +251,71 @@ class WandbWriter(_RunWriter):
         name: str,
         mode: str = "offline",
         config: Mapping[str, object] | None = None,
+        run_id: str | None = None,
     ):
         wandb = require("wandb", "loggers", "the logger 'wandb'")
+        # A resumed run may have another config.
+        resumed = {"id": run_id, "resume": "allow", "allow_val_change": True} if run_id else {}
         self._run = wandb.init(
-            dir=str(directory), project=project, name=name, mode=mode, config=dict(config or {})
+            dir=str(directory),
+            project=project,
+            name=name,
+            mode=mode,
+            config=dict(config or {}),
+            **resumed,
         )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self.run_id: str = self._run.id
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the metrics of a step."""
+        self._run.log({**metrics, "step": step})
+
+    def close(self) -> None:
+        """Ends the run."""
+        self._run.finish()
 
 
-class TrackioWriter(_RunWriter):
+class TrackioWriter:
     """A run of trackio, which stores it on this machine; `trackio show` draws it.
 
     Args:
         project: the project the run belongs to.
-        name: the name of the run.
+        name: the name of the run; trackio chooses another one if the project has a run of it.
         config: the config of the run, as nested dicts.
+        run_id: the run to continue; None makes a new one.
+
+    Attributes:
+        run_id: identifies the run in its project.
 
     Raises:
         ConfigError: when trackio is not installed.
     """
 
-    def __init__(self, *, project: str, name: str, config: Mapping[str, object] | None = None):
+    def __init__(
+        self,
+        *,
+        project: str,
+        name: str,
+        config: Mapping[str, object] | None = None,
+        run_id: str | None = None,
+    ):
         trackio = require("trackio", "loggers", "the logger 'trackio'")
-        self._run = trackio.init(project=project, name=name, config=dict(config or {}))
+        # Trackio identifies a run by its name.
+        resumed = {"resume": "allow"} if run_id else {}
+        self._run = trackio.init(
+            project=project, name=run_id or name, config=dict(config or {}), **resumed
+        )
+        self.run_id: str = self._run.name
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the metrics of a step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self._run.finish()
 
 
 class MlflowWriter:
@@ -266,30 +326,52 @@ class MlflowWriter:
         experiment: the experiment the run belongs to; created if it does not exist.
         name: the name of the run.
         config: the config of the run, as nested dicts; its values become MLflow parameters.
+        run_id: the run to continue, which keeps its parameters; None makes a new one, and so does a
+            run that the server does not have.
+
+    Attributes:
+        run_id: identifies the run.
 
     Raises:
         ConfigError: when mlflow is not installed.
     """
 
     def __init__(
-        self, uri: str, *, experiment: str, name: str, config: Mapping[str, object] | None = None
+        self,
+        uri: str,
+        *,
+        experiment: str,
+        name: str,
+        config: Mapping[str, object] | None = None,
+        run_id: str | None = None,
     ):
         mlflow = require("mlflow", "loggers", "the logger 'mlflow'")
         self._client = mlflow.MlflowClient(tracking_uri=uri)
+        if run_id is not None and self._continues(run_id):
+            self.run_id = run_id
+            return
         existing = self._client.get_experiment_by_name(experiment)
         known = existing.experiment_id if existing else self._client.create_experiment(experiment)
-        self._run = self._client.create_run(known, run_name=name).info.run_id
+        self.run_id: str = self._client.create_run(known, run_name=name).info.run_id
         for key, value in flatten_dict(dict(config or {}), sep=".").items():
-            self._client.log_param(self._run, key, str(value)[:500])
+            self._client.log_param(self.run_id, key, str(value)[:500])
+
+    def _continues(self, run_id: str) -> bool:
+        """Opens a run again; returns false if there is no such run."""
+        try:
+            self._client.update_run(run_id, status="RUNNING")
+        except Exception:  # the database may be another one, or the run deleted
+            return False
+        return True
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics of a step."""
         for name, value in metrics.items():
-            self._client.log_metric(self._run, name, value, step=step)
+            self._client.log_metric(self.run_id, name, value, step=step)
 
     def close(self) -> None:
         """Ends the run."""
-        self._client.set_terminated(self._run)
+        self._client.set_terminated(self.run_id)
 
 
 class PrometheusWriter:

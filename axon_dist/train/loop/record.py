@@ -95,8 +95,11 @@ class _Curves:
     memory must be small, and the time of a step must not grow with the number of records.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, history: Iterable[Mapping[str, Any]] = ()) -> None:
         self._points: dict[tuple[str, str], tuple[array.array[int], array.array[float]]] = {}
+        for row in history:
+            for point in _points(row):
+                self.add(*point)
 
     def add(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Adds the metrics of a step."""
@@ -128,6 +131,51 @@ class _Curves:
             if own == kind and values
         }
 
+    def last_step(self, kind: str) -> int | None:
+        """Returns the last step that has a metric of a kind."""
+        steps = (own[-1] for (name, _), (own, _) in self._points.items() if name == kind and own)
+        return max(steps, default=None)
+
+    def scores(self, options: LoopOptions) -> list[tuple[int, float]]:
+        """Returns the step and the score of every validation; a smaller score is better."""
+        sign = -1 if options.best_mode == "max" else 1
+        name = options.best_metric.removeprefix(f"{VALIDATION}/")
+        return [(step, sign * value) for step, value in self.curve(VALIDATION, name)]
+
+    def validations_since_best(self, options: LoopOptions) -> int:
+        """Counts the validations since the best; ignores improvements below `min_delta`.
+
+        A score that is not finite is never the best.
+        """
+        best = math.inf
+        best_number = 0
+        scores = [score for _, score in self.scores(options)]
+        for number, score in enumerate(scores, 1):
+            if math.isfinite(score) and score < best - options.min_delta:
+                best = score
+                best_number = number
+        return len(scores) - best_number
+
+    def misses_validation(self, options: LoopOptions, step: int) -> bool:
+        """Whether the validation of a step is due and was begun without a result.
+
+        Without any record, the state is that of another folder, which may have validated it.
+        """
+        has_records = any(self.last_step(kind) is not None for kind in (TRAIN, VALIDATION))
+        is_due = step >= options.num_steps or is_multiple(step, options.eval_every)
+        return is_due and has_records and self.last_step(VALIDATION) != step
+
+    def has_lost_patience(self, options: LoopOptions, step: int) -> bool:
+        """Whether a run ends at a step because the validations up to it did not improve."""
+        # A score of an earlier step was judged at that step.
+        is_scored = [number for number, _ in self.scores(options)[-1:]] == [step]
+        return (
+            options.patience > 0
+            and is_scored
+            and is_multiple(step, options.eval_every)
+            and self.validations_since_best(options) >= options.patience
+        )
+
     def drop_after(self, step: int) -> None:
         """Drops the points after a step."""
         for steps, values in self._points.values():
@@ -136,6 +184,71 @@ class _Curves:
                 values.pop()
 
 
+class _Window:
+    """The sums of the metrics since the last record, and the number of steps in them.
+
+    Sums take the same bits whether or not they are saved in between.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sums: dict[str, float] = {}
+        self.has_news = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step is in the sums."""
+        return self._count == 0
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Adds the metrics of a step."""
+        # A resumed run may have other metrics than the run that saved the sums.
+        if values.keys() != self._sums.keys():
+            self.clear()
+        self._count += 1
+        self._sums = {name: self._sums.get(name, 0.0) + value for name, value in values.items()}
+        self.has_news = True
+
+    def means(self) -> dict[str, float]:
+        """Returns the mean of every metric; `has_news` is false until the next step."""
+        self.has_news = False
+        return {name: value / self._count for name, value in self._sums.items()}
+
+    def mean_loss(self) -> float | None:
+        """Returns the mean loss; None without a step."""
+        return self._sums["loss"] / self._count if self._count else None
+
+    def clear(self) -> None:
+        """Drops all steps."""
+        self._count = 0
+        self._sums = {}
+        self.has_news = False
+
+    def saved(self) -> dict[str, float]:
+        """Returns the number of steps and their sums, to save with the state."""
+        sums = {f"{_SUM}{name}": value for name, value in self._sums.items()}
+        return {WINDOW_STEPS: self._count, **sums}
+
+    def restore(self, saved: Mapping[str, float], most: int) -> None:
+        """Takes the sums that were saved with a state.
+
+        Args:
+            saved: numbers of which some are those of `saved`; others are ignored.
+            most: the number of steps up to the state since the last record was due. Sums of more
+                steps are dropped: they are those of a run with another `log_every`.
+        """
+        self.clear()
+        if 0 < saved.get(WINDOW_STEPS, 0) <= most:
+            self._count = int(saved[WINDOW_STEPS])
+            self._sums = {
+                name.removeprefix(_SUM): x for name, x in saved.items() if name.startswith(_SUM)
+            }
+
+
+WINDOW_STEPS = "window_steps"
+"""The number of steps in the sums of the metrics since the last record."""
+_SUM = "window_sum/"
+"""Begins the names of these sums, before that of the metric."""
 _RECENT_STEPS = 50
 _COUNTS = "counts"
 """The kind of the counts of steps so far: going back to a step restores them like the curves."""
@@ -185,7 +298,7 @@ class MetricRecorder:
         facts: Callable[[int, int], Mapping[str, float]],
         data_facts: Callable[[int], Mapping[str, float]],
         sheet: TimeSheet,
-        counts: Mapping[str, int] = MappingProxyType({}),
+        counts: Mapping[str, float] = MappingProxyType({}),
     ):
         self.options = options
         self.writers = writers
@@ -207,17 +320,14 @@ class MetricRecorder:
         self._skipped: list[str] = []
         self.first_step = self.dispatched = self.step = first_step
         self.rollbacks = 0
-        self._curves = _Curves()
-        for row in history:
-            for point in _points(row):
-                self._curves.add(*point)
-        self._curves.add(_COUNTS, first_step, counts)
+        self._curves = _Curves(history)
+        self._window = _Window()
+        self._restore(first_step, counts)
         self.latest: dict[str, float] = {}
         self.validation: dict[str, float] = {}
         self.has_validated = False
         self.train_seconds = 0.0
         self._pending: collections.deque[tuple[int, Mapping[str, Array]]] = collections.deque()
-        self._window: list[dict[str, float]] = []
         self._mark: float | None = None
 
     @property
@@ -231,9 +341,20 @@ class MetricRecorder:
         return self.step - self.skipped_steps - self._count(_OVERFLOWED)
 
     @property
-    def counts(self) -> dict[str, int]:
-        """The numbers of steps so far without an update, by reason."""
-        return {name: self._count(name) for name in (_SKIPPED, _OVERFLOWED)}
+    def counts(self) -> dict[str, float]:
+        """The numbers to save with the state.
+
+        These are the numbers of steps so far without an update, by reason, and the sums of the
+        metrics since the last record.
+        """
+        counts = {name: self._count(name) for name in (_SKIPPED, _OVERFLOWED)}
+        return {**counts, **self._window.saved()}
+
+    def _restore(self, step: int, counts: Mapping[str, float]) -> None:
+        """Takes the `counts` that were saved with the state after a step."""
+        skipped = {name: counts[name] for name in (_SKIPPED, _OVERFLOWED) if name in counts}
+        self._curves.add(_COUNTS, step, skipped)
+        self._window.restore(counts, step % self.options.log_every)
 
     def _count(self, name: str) -> int:
         last = self._curves.last(_COUNTS, name)
@@ -324,34 +445,27 @@ class MetricRecorder:
         names = sorted({*self._curves.names(VALIDATION)} - {"loss"})
         return {name: (curve(TRAIN, name), curve(VALIDATION, name)) for name in names}
 
-    @property
-    def scores(self) -> list[tuple[int, float]]:
-        """The step and the score of every validation; a smaller score is better."""
-        sign = -1 if self.options.best_mode == "max" else 1
-        name = self.options.best_metric.removeprefix(f"{VALIDATION}/")
-        curve = self._curves.curve(VALIDATION, name)
-        return [(step, sign * value) for step, value in curve]
-
     def score_at(self, step: int) -> float | None:
         """Returns the score of a step; None if its last validation is older, or not finite."""
-        score = dict(self.scores[-1:]).get(step, math.nan)
+        score = dict(self._curves.scores(self.options)[-1:]).get(step, math.nan)
         return score if math.isfinite(score) else None
 
+    @property
     def validations_since_best(self) -> int:
-        """Counts the validations since the best; ignores improvements below `min_delta`.
+        """The number of validations since the best."""
+        return self._curves.validations_since_best(self.options)
 
-        A score that is not finite is never the best.
-        """
-        best = math.inf
-        best_number = 0
-        scores = [score for _, score in self.scores]
-        for number, score in enumerate(scores, 1):
-            if math.isfinite(score) and score < best - self.options.min_delta:
-                best = score
-                best_number = number
-        return len(scores) - best_number
+    @property
+    def has_lost_patience(self) -> bool:
+        """Whether the run ends here because the last validations did not improve."""
+        return self._curves.has_lost_patience(self.options, self.step)
 
-    def go_back(self, step: int, counts: Mapping[str, int] = MappingProxyType({})) -> None:
+    @property
+    def misses_validation(self) -> bool:
+        """Whether the validation of the last step is due and was begun without a result."""
+        return self._curves.misses_validation(self.options, self.step)
+
+    def go_back(self, step: int, counts: Mapping[str, float] = MappingProxyType({})) -> None:
         """Drops the records after a step; the run continues from there.
 
         Args:
@@ -359,7 +473,6 @@ class MetricRecorder:
             counts: the `counts` that were saved with it; those of the records may be older.
         """
         self._pending.clear()
-        self._window.clear()
         self._tell_skipped()
         if self._recent:
             self.sheet.add(LOST, statistics.fmean(self._recent) * (self.step - step))
@@ -369,7 +482,7 @@ class MetricRecorder:
         self.lost = None
         self.rollbacks += 1
         self._curves.drop_after(step)
-        self._curves.add(_COUNTS, step, counts)
+        self._restore(step, counts)
         # A stop must not follow from undone steps: the next record is the first.
         self.latest = {}
         self.validation = {
@@ -378,15 +491,20 @@ class MetricRecorder:
         self.start_clock()
 
     def close_window(self) -> None:
-        """Writes the mean over the steps since the last record, if there are any."""
+        """Writes the mean over the steps since the last record that was due, if there are any.
+
+        The next record that is due covers the steps of one that was not, such as that of a signal.
+        So it is the same as without the signal.
+        """
+        is_due = self.step % self.options.log_every == 0
         counts = {f"{TRAIN}/{name}": float(self._count(name)) for name in sorted(self._counted)}
         tells = self._tell_skipped()
-        if not self._window:
+        if self._window.is_empty or not (is_due or self._window.has_news):
             self._write(counts if tells else {})
             return
-        names = self._window[0]
-        means = {name: statistics.fmean(row[name] for row in self._window) for name in names}
-        self._window.clear()
+        means = self._window.means()
+        if is_due:
+            self._window.clear()
         self._curves.add(TRAIN, self.step, means)
         losses = {f"{TRAIN}/{name}": value for name, value in means.items()}
         given = {
@@ -417,7 +535,7 @@ class MetricRecorder:
             why = f"step {step}: the loss {values['loss']:.4g} or its gradient is a spike"
             self._skipped.append(str(NonfiniteLoss(step, values["loss"])) if lost else why)
         else:
-            self._window.append({n: x for n, x in values.items() if n not in _FLAGS})
+            self._window.add({n: x for n, x in values.items() if n not in _FLAGS})
             # Of replicas with a scale each, the metric is the share that overflowed.
             if values.get(OVERFLOW, 0) >= 0.5:
                 self._add_one(_OVERFLOWED)
@@ -480,13 +598,13 @@ class MetricRecorder:
         seconds = speed.get("time/step_seconds")
         steps_left = self.options.num_steps - self.step
         last = self._curves.last(TRAIN, "loss")
-        recent = self._window or ([{"loss": last[1]}] if last else [])
+        recent = self._window.mean_loss()
         validated = self._curves.last(VALIDATION, "loss")
         validation_step, validation_loss = validated or (None, None)
         return Status(
             step=self.step,
             num_steps=self.options.num_steps,
-            loss=statistics.fmean(row["loss"] for row in recent) if recent else None,
+            loss=last[1] if recent is None and last is not None else recent,
             validation_loss=validation_loss,
             validation_step=validation_step,
             items_per_second=speed.get(f"time/{item}_per_second"),
@@ -495,6 +613,11 @@ class MetricRecorder:
             seconds_left=seconds * steps_left if seconds and steps_left else None,
             device_bytes=self.device_bytes,
         )
+
+
+def is_multiple(number: int, cadence: int) -> bool:
+    """Whether `number` is a multiple of `cadence`; always false if `cadence` is 0."""
+    return cadence > 0 and number % cadence == 0
 
 
 def _points(row: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]]]:
@@ -514,6 +637,33 @@ FINISHED = "finished"
 """The reason of a run that reached its last step."""
 EARLY = "early stopping"
 """The reason of a run that ended early because validations did not improve."""
+
+
+def reason_to_end(
+    options: LoopOptions, step: int, history: Iterable[Mapping[str, Any]]
+) -> str | None:
+    """Returns why a resumed run has nothing left to do; None if it has.
+
+    A run whose last validation was aborted has that validation left.
+
+    Args:
+        options: length and cadence of the run.
+        step: the number of steps that the state has taken.
+        history: the records up to that step.
+
+    Example:
+        >>> options = LoopOptions(num_steps=9, eval_every=2, patience=1)
+        >>> losses = {2: 1.0, 4: 1.5}
+        >>> history = [{"step": step, "validation/loss": loss} for step, loss in losses.items()]
+        >>> reason_to_end(options, 2, history[:1]), reason_to_end(options, 4, history)
+        (None, 'early stopping')
+    """
+    curves = _Curves(history)
+    if curves.misses_validation(options, step):
+        return None
+    if step >= options.num_steps:
+        return FINISHED
+    return EARLY if curves.has_lost_patience(options, step) else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -569,5 +719,8 @@ class TrainResult:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a signal, or a stop of another process, ended the run before its last step."""
+        """Whether a signal, or a stop of another process, ended the run too early.
+
+        That is before its last step, or before the result of the validation after that step.
+        """
         return self.reason in INTERRUPTIONS

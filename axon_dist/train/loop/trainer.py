@@ -34,6 +34,7 @@ from .record import (
     MetricRecorder,
     TimeSheet,
     TrainResult,
+    is_multiple,
 )
 
 ValidationSet: TypeAlias = Callable[[], Iterable[Batch]]
@@ -61,7 +62,7 @@ class Trainer:
 
     SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run after the current step, or with several
     processes two steps later, with everything saved; a validation that has begun ends without a
-    result.
+    result. A call that gets the state and the `history` makes up for this validation first.
 
     The `nonfinite` option of the step handles a loss or gradient that is not finite. A step built
     without this option has already changed its state when this is detected: the run ends with an
@@ -101,11 +102,14 @@ class Trainer:
             state that `fit` gets is saved, and that `save` never fails.
         history: the records written before this call, up to the state that the run resumes from;
             the curves of the result begin with them. Those of process 0 determine when a run
-            without improvement ends, so the other processes need none.
+            without improvement ends, and whether the state misses its validation, so the other
+            processes need none.
         counts: the last numbers that `on_counts` got before the state was saved that the run
             resumes from; empty takes those of the history, whose last record may be older.
-        on_counts: called before `save` and `copy` with the numbers of steps so far without an
-            update, `skipped_steps` and `overflowed_steps`; save them with the state.
+        on_counts: called before `save` and `copy` with numbers to save with the state in place of
+            the earlier ones: those of the steps so far without an update, `skipped_steps` and
+            `overflowed_steps`, and the sums of the metrics since the last record, of which the next
+            record is the mean, `window_steps` and `window_sum/loss`, ....
         facts: maps the number of steps taken, and the number of steps that changed the state, to
             further numbers of a recorder, such as the learning rate; runs on the host.
         data_facts: maps the number of batches that this call has taken steps with, including the
@@ -165,11 +169,11 @@ class Trainer:
     copy: Callable[[TrainState, int], None] | None = None
     give_back: Callable[[int], None] | None = None
     go_back: Callable[[], TrainState | None] | None = None
-    earlier_counts: Callable[[], Mapping[str, int]] | None = None
+    earlier_counts: Callable[[], Mapping[str, float]] | None = None
     is_saved: Callable[[int], bool] | None = None
     history: Iterable[Mapping[str, object]] = ()
-    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    on_counts: Callable[[Mapping[str, int]], None] = dataclasses.field(default=lambda _: None)
+    counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    on_counts: Callable[[Mapping[str, float]], None] = dataclasses.field(default=lambda _: None)
     facts: Callable[[int, int], Mapping[str, float]] = dataclasses.field(default=lambda *_: {})
     data_facts: Callable[[int], Mapping[str, float]] = dataclasses.field(default=lambda _: {})
     on_compiled: Callable[[], None] = dataclasses.field(default=lambda: None)
@@ -178,6 +182,9 @@ class Trainer:
     @in_own_context
     def fit(self, state: TrainState | None = None) -> TrainResult:
         """Trains until the last step, the end of the data, or another reason to stop.
+
+        A state that misses its validation is validated and saved first. No step follows if it is
+        the last state, or the validations up to it have not improved for too long.
 
         Args:
             state: the state to continue from; None starts from `step.init()`. Its arrays are
@@ -211,28 +218,22 @@ class Trainer:
             watch_steps(self.step.world) as tell,
         ):
             with self.progress.phase("initializing"), sheet.on(INITIALIZE):
-                batches, first = self._first_batch()
+                batches = iter(self.batches)
+                first: Batch | object = _END
                 if state is None:
+                    first = self._first(batches)
                     self.step.check(first, own_rows=True)
                     state = self.step.init()
                 recorder = self._recorder(state, tell, sheet)
-            if recorder.step >= options.num_steps:
-                raise ConfigError(
-                    f"the state has taken {recorder.step} steps, but the run ends at step "
-                    f"{options.num_steps}; raise the number of steps",
-                    code="no-step-left",
-                )
             first_step = recorder.first_step
-            with self.progress.phase("compiling the train step"), sheet.on(COMPILE):
-                state, metrics = self.step(state, first)
-                recorder.add(metrics)
-                recorder.settle()
-            self.on_compiled()
-            recorder.start_clock()
             stops = Stops(StopConsensus(self.step.world), request, self.should_stop)
-            state, ended = self._steps(state, batches, metrics, recorder, stops, profile)
-            reason = ended or stops.reason
-            self._finish(state, recorder, reason, stops)
+            reason = self._catch_up(state, recorder, stops)
+            if reason is None:
+                if first is _END:
+                    with sheet.on(INITIALIZE):
+                        first = self._first(batches)
+                state, reason = self._steps(state, first, batches, recorder, stops, profile)
+                reason = self._finish(state, recorder, reason, stops)
         return TrainResult(
             state=state,
             first_step=first_step,
@@ -293,12 +294,38 @@ class Trainer:
                     code="no-function",
                 )
 
-    def _first_batch(self) -> tuple[Iterator[Batch], Batch]:
-        batches = iter(self.batches)
+    def _first(self, batches: Iterator[Batch]) -> Batch:
         first = next(batches, _END)
         if first is _END:
             raise ConfigError("there is no batch to train on; give the trainer at least one")
-        return batches, first
+        return first
+
+    def _catch_up(self, state: TrainState, recorder: MetricRecorder, stops: Stops) -> str | None:
+        """Makes up for a validation that was aborted; returns why no step follows, if none does.
+
+        No batch may be loaded before, because the position in the data is saved with the state.
+        """
+        number = recorder.step
+        if number == 0:
+            return None
+        # Only process 0 of a resumed run has the validations from before this call.
+        if self.validation is not None and from_main(np.bool_(recorder.misses_validation)):
+            has_result = self._validate(state, recorder, stops)
+            # The first step compiles, which is not training time.
+            recorder.stop_clock()
+            # Saved without a result, too: the folder may be another than that of the state.
+            self._save(number, state, recorder)
+            if not has_result:
+                return stops.reason
+            if number >= self.options.num_steps:
+                return FINISHED
+        if number >= self.options.num_steps:
+            raise ConfigError(
+                f"the state has taken {number} steps, but the run ends at step "
+                f"{self.options.num_steps}; raise the number of steps",
+                code="no-step-left",
+            )
+        return EARLY if self._has_lost_patience(recorder) else None
 
     def _end_together(self, number: int) -> None:
         """Raises if the data of this process ended, but not the data of the others.
@@ -319,21 +346,27 @@ class Trainer:
     def _steps(
         self,
         state: TrainState,
+        first: Batch,
         batches: Iterator[Batch],
-        metrics: dict,
         recorder: MetricRecorder,
         stops: Stops,
         profile: StepProfile,
-    ) -> tuple[TrainState, str | None]:
-        """Takes all steps but the first.
+    ) -> tuple[TrainState, str]:
+        """Takes the first step, which compiles, and all others.
 
         Returns:
-            The last state, and the reason it ended, or None if a stop was requested.
+            The last state, and the reason it ended.
         """
+        with self.progress.phase("compiling the train step"), recorder.sheet.on(COMPILE):
+            state, metrics = self.step(state, first)
+            recorder.add(metrics)
+            recorder.settle()
+        self.on_compiled()
+        recorder.start_clock()
         options = self.options
         cadences = options.eval_every, options.save_every, options.copy_every, options.num_steps
         while True:
-            if any(_is_multiple(recorder.dispatched, cadence) for cadence in cadences):
+            if any(is_multiple(recorder.dispatched, cadence) for cadence in cadences):
                 # Check that the state is finite before it is validated, saved or returned.
                 recorder.settle()
             if recorder.lost is not None:
@@ -347,11 +380,11 @@ class Trainer:
             elif recorder.dispatched >= self.options.num_steps:
                 return state, FINISHED
             elif self._pause_after(recorder.dispatched, state, recorder, stops):
-                return state, None
+                return state, stops.reason
             elif self._has_lost_patience(recorder):
                 return state, EARLY
             if stops.between_steps(recorder.latest):
-                return state, None
+                return state, stops.reason
             with recorder.sheet.on(DATA):
                 batch = next(batches, _END)
             if batch is _END:
@@ -387,26 +420,25 @@ class Trainer:
     ) -> bool:
         """Validates, saves and copies if they are due; returns whether to stop."""
         has_stopped = False
-        if self.validation is not None and _is_multiple(number, self.options.eval_every):
+        if self.validation is not None and is_multiple(number, self.options.eval_every):
             has_stopped = not self._validate(state, recorder, stops)
-        if _is_multiple(number, self.options.save_every):
+        if is_multiple(number, self.options.save_every):
             self._save(number, state, recorder)
-        if _is_multiple(number, self.options.copy_every):
+        if is_multiple(number, self.options.copy_every):
             self._copy(number, state, recorder)
         return has_stopped
 
     def _has_lost_patience(self, recorder: MetricRecorder) -> bool:
         """Whether the last validations did not improve; the same answer on every process."""
         options = self.options
-        if not options.patience or not _is_multiple(recorder.dispatched, options.eval_every):
+        if not options.patience or not is_multiple(recorder.dispatched, options.eval_every):
             return False
         # Only process 0 of a resumed run has the validations from before this call.
-        since = int(from_main(np.int32(recorder.validations_since_best())))
-        if since >= options.patience:
-            self.progress.note(
-                f"{options.best_metric} was best {plural(since, 'validation')} ago: stopping early"
-            )
-        return since >= options.patience
+        has_lost = bool(from_main(np.bool_(recorder.has_lost_patience)))
+        if has_lost:
+            since = plural(recorder.validations_since_best, "validation")
+            self.progress.note(f"{options.best_metric} was best {since} ago: stopping early")
+        return has_lost
 
     def _copy(self, number: int, state: TrainState, recorder: MetricRecorder) -> None:
         if self.copy is not None:
@@ -512,17 +544,23 @@ class Trainer:
 
     def _finish(
         self, state: TrainState, recorder: MetricRecorder, reason: str, stops: Stops
-    ) -> None:
+    ) -> str:
+        """Validates and saves the last state; returns the reason why the run ended."""
         recorder.stop_clock()
         recorder.close_window()
         if recorder.lost is not None:
             self._stop_before(recorder.lost, state, recorder)
-        if reason == FINISHED and self.validation is not None:
-            self._validate(state, recorder, stops)
-        if reason != FINISHED and not _is_multiple(recorder.step, self.options.copy_every):
-            self._copy(recorder.step, state, recorder)
-        if reason == FINISHED or not _is_multiple(recorder.step, self.options.save_every):
-            self._save(recorder.step, state, recorder)
+        if reason != FINISHED:
+            if not is_multiple(recorder.step, self.options.copy_every):
+                self._copy(recorder.step, state, recorder)
+            if not is_multiple(recorder.step, self.options.save_every):
+                self._save(recorder.step, state, recorder)
+            return reason
+        if self.validation is not None and not self._validate(state, recorder, stops):
+            # The run is not finished without this validation: resumed, it makes up for it.
+            reason = stops.reason
+        self._save(recorder.step, state, recorder)
+        return reason
 
     def _stop_before(
         self, lost: step_state.NonfiniteLoss, state: TrainState, recorder: MetricRecorder
@@ -545,12 +583,7 @@ class Trainer:
         if self.is_saved is not None:
             return self.is_saved(recorder.step)
         is_first = recorder.step == recorder.first_step
-        return is_first or _is_multiple(recorder.step, self.options.save_every)
+        return is_first or is_multiple(recorder.step, self.options.save_every)
 
     def _tell_signal(self, name: str) -> None:
         self.progress.note(f"{name}: stopping after this step (a second signal aborts)")
-
-
-def _is_multiple(number: int, cadence: int) -> bool:
-    """Whether `number` is a multiple of `cadence`; always false if `cadence` is 0."""
-    return cadence > 0 and number % cadence == 0

@@ -2,6 +2,9 @@ import io
 import json
 import re
 import shutil
+import signal
+import sys
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +16,7 @@ from rich.console import Console
 from axon_dist.checkpoint import read_manifest
 from axon_dist.checkpoint.layout import MANIFEST, MARKER, marker_of
 from axon_dist.core.errors import CheckpointError, ConfigError
-from axon_dist.data import TextLoader
+from axon_dist.data import Loader
 from axon_dist.step import TrainStep
 from axon_dist.train.app import RunDirectory, train
 from axon_dist.train.app.lock import locked
@@ -63,14 +66,14 @@ def keep_only(done, *steps):
 @pytest.fixture
 def tokens_seen(monkeypatch):
     """Records every batch that a loader yields, in order."""
-    seen, hand_out = [], TextLoader.__next__
+    seen, hand_out = [], Loader.__next__
 
     def watched(self):
         batch = hand_out(self)
         seen.append(batch["tokens"].tobytes())
         return batch
 
-    monkeypatch.setattr(TextLoader, "__next__", watched)
+    monkeypatch.setattr(Loader, "__next__", watched)
     return seen
 
 
@@ -89,7 +92,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tokens_seen,
 
     resumed = train(config("whole", checkpoint=saved), resume="auto")
     assert bits(resumed.result.state) == bits(whole.result.state)
-    assert tokens_seen == expected[stop:]
+    assert tokens_seen == expected[stop:] != []
     assert rows(resumed) == of_whole
     manifests.append(read_manifest(last))
     assert manifests[0].checksums == manifests[1].checksums
@@ -159,6 +162,56 @@ def test_a_finished_run_is_told_again_and_can_be_longer(config):
     assert json.loads(whole.directory.summary.read_text())["ended"] == "finished"
     longer = train(config("run", train__steps=7), resume="auto")
     assert longer.result.num_steps == 7
+
+
+@pytest.mark.parametrize("at", [2, pytest.param(6, marks=pytest.mark.full)])
+def test_a_validation_that_a_signal_aborts_is_made_up_for(config, monkeypatch, at):
+    """With the last validation, the run ends without a step that could follow."""
+    make = Loader.validation_batches
+    options = {"train__steps": 6, "train__eval_every": 2, "checkpoint": {"every": 2, "keep": 9}}
+    options["train__best"] = {"patience": 3, "min_delta": 100.0}
+    whole = train(config("whole", **options))
+    calls = []
+
+    def interrupted(self, count):
+        calls.append(count)
+        if len(calls) == at // 2:
+            signal.raise_signal(signal.SIGTERM)
+        return make(self, count)
+
+    monkeypatch.setattr(Loader, "validation_batches", interrupted)
+    first = train(config("run", **options))
+    assert (first.result.reason, first.result.num_steps) == ("SIGTERM", at)
+    assert first.result.is_interrupted
+    checkpoint = first.directory.checkpoints / f"step_{at:08d}"
+    assert read_manifest(checkpoint).score is None
+    console = Console(file=io.StringIO(), width=200)
+    resumed = train(config("run", **options), console, resume="auto")
+    assert bits(resumed.result.state) == bits(whole.result.state)
+    assert resumed.result.validation_curve == whole.result.validation_curve
+    assert rows(resumed) == rows(whole)
+    assert read_manifest(checkpoint).score is not None
+    assert resumed.summary["validation_loss"] == whole.summary["validation_loss"]
+    assert "finished already" not in console.file.getvalue()
+
+
+def test_a_run_that_stopped_early_has_nothing_left_unless_it_may_wait_longer(config):
+    options = {"train__steps": 20, "train__eval_every": 1, "checkpoint": {"every": 1, "keep": 9}}
+    patient = lambda count: {"train__best": {"patience": count, "min_delta": 100.0}}
+    first = train(config("run", **options, **patient(2)))
+    assert (first.result.reason, first.result.num_steps) == ("early stopping", 3)
+    summary = first.directory.summary.read_text()
+    console = Console(file=io.StringIO(), width=200)
+    again = train(config("run", **options, **patient(2)), console, resume="auto")
+    assert (again.result.reason, again.result.num_steps) == ("early stopping", 3)
+    assert bits(again.result.state) == bits(first.result.state)
+    assert first.directory.summary.read_text() == summary
+    assert (
+        "finished already: 3 of 20 steps are done, and validation/loss did not improve in the last "
+        "2 validations; raise train.best.patience to continue"
+    ) in console.file.getvalue()
+    longer = train(config("run", **options, **patient(3)), resume="auto")
+    assert (longer.result.reason, longer.result.num_steps) == ("early stopping", 4)
 
 
 @pytest.mark.full
@@ -387,11 +440,44 @@ def test_a_resumed_run_says_what_it_changes(config, tiny):
         train(changed, resume=str(folder / "3"))
 
 
-@pytest.mark.parametrize("saved", [{"skipped_steps": 2}, {}])
+def test_a_resumed_run_continues_the_run_of_its_tracker(config, monkeypatch):
+    calls, ids = [], iter(["one", "two"])
+
+    class Run:
+        def __init__(self, id):
+            self.id = id
+
+        def define_metric(self, *args, **kwargs):
+            pass
+
+        def log(self, metrics):
+            calls.append((self.id, metrics["step"]))
+
+        def finish(self):
+            pass
+
+    init = lambda id=None, **kwargs: Run(id or next(ids))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    part = lambda folder, steps, project: config(
+        folder, train__steps=steps, train__eval_every=0, checkpoint={"every": 2},
+        loggers=[{"name": "wandb", "project": project}],
+    )  # fmt: skip
+    done = train(part("run", 2, "p"))
+    train(part("run", 3, "p"), resume="auto")
+    # A run cannot move to another project.
+    train(part("run", 4, "q"), resume="auto")
+    assert list(dict.fromkeys(calls)) == [("one", 1), ("one", 2), ("one", 3), ("two", 4)]
+    runs = json.loads((done.directory.path / "trackers.json").read_text())
+    assert runs == {"wandb/p": "one", "wandb/q": "two"}
+
+
+@pytest.mark.parametrize(
+    "saved", [{"skipped_steps": 2}, {}, {"window_steps": 1, "window_sum/loss": 0.5}]
+)
 def test_going_back_finds_the_counts_of_the_checkpoint(saved):
     manifest = mock.Mock(meta={"counts": saved} if saved else {})
     checkpoints = mock.Mock(restore_own=lambda *given: mock.Mock(manifest=manifest))
     states = SavedStates(mock.Mock(), mock.Mock(), checkpoints, None, mock.Mock())
-    states.counts.update(skipped_steps=3)
+    states.take_counts({"skipped_steps": 3, "window_sum/gone": 1.0})
     assert states.go_back() is not None
     assert states.counts == saved

@@ -47,12 +47,49 @@ def test_tensorboard_writes_event_files(tmp_path):
     assert b"train/loss" in events.read_bytes()
 
 
-def test_wandb_gets_run_and_metrics(tmp_path, monkeypatch):
+def test_tensorboard_hides_the_events_of_steps_that_are_taken_again(tmp_path, monkeypatch):
+    calls = []
+
+    class Writer:
+        def __init__(self, directory, **options):
+            calls.append(options)
+            (tmp_path / "events.1").touch()
+
+        def add_scalar(self, name, value, step):
+            calls.append((name, step))
+
+        def close(self):
+            calls.append("close")
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=Writer))
+    writer = TensorBoardWriter(tmp_path)
+    # A rollback to step 1, then one to step 3.
+    for name, step in [("a", 2), ("a", 4), ("b", 4), ("a", 2), ("a", 4), ("a", 4)]:
+        writer.write(step, {name: 1.0})
+    writer.close()
+    assert calls == [
+        {"purge_step": None}, ("a", 2), ("a", 4), ("b", 4),
+        "close", {"purge_step": 2, "filename_suffix": ".1"}, ("a", 2), ("a", 4),
+        "close", {"purge_step": 4, "filename_suffix": ".2"}, ("a", 4), "close",
+    ]  # fmt: skip
+    calls.clear()
+    # A resumed run repeats the steps after that of its checkpoint.
+    TensorBoardWriter(tmp_path, first_step=3).write(4, {"a": 1.0})
+    assert calls == [{"purge_step": 4}, ("a", 4)]
+
+
+@pytest.mark.parametrize("run_id", [None, "kept"])
+def test_wandb_gets_run_and_metrics(tmp_path, monkeypatch, run_id):
     calls = []
 
     class Run:
-        def log(self, metrics, step):
-            calls.append(("log", metrics, step))
+        id = run_id or "new"
+
+        def define_metric(self, name, step_metric=None):
+            calls.append(("define", name, step_metric))
+
+        def log(self, metrics):
+            calls.append(("log", metrics))
 
         def finish(self):
             calls.append(("finish",))
@@ -62,13 +99,20 @@ def test_wandb_gets_run_and_metrics(tmp_path, monkeypatch):
         return Run()
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    writer = WandbWriter(tmp_path, project="p", name="n", config={"a": 1})
+    writer = WandbWriter(tmp_path, project="p", name="n", config={"a": 1}, run_id=run_id)
     writer.write(3, {"loss": 1.5})
+    # W&B drops records whose own step goes back, so they have none.
+    writer.write(2, {"loss": 2.5})
     writer.close()
+    assert writer.run_id == (run_id or "new")
+    resumed = {"id": "kept", "resume": "allow", "allow_val_change": True} if run_id else {}
     options = {"dir": str(tmp_path), "project": "p", "name": "n", "mode": "offline"}
     assert calls == [
-        ("init", {**options, "config": {"a": 1}}),
-        ("log", {"loss": 1.5}, 3),
+        ("init", {**options, "config": {"a": 1}, **resumed}),
+        ("define", "step", None),
+        ("define", "*", "step"),
+        ("log", {"loss": 1.5, "step": 3}),
+        ("log", {"loss": 2.5, "step": 2}),
         ("finish",),
     ]
 
@@ -92,19 +136,23 @@ def test_require_names_what_it_is_for():
         require("no_such", "plots", "a dream")
 
 
-def test_trackio_gets_run_and_metrics(monkeypatch):
+@pytest.mark.parametrize("run_id", [None, "kept"])
+def test_trackio_gets_run_and_metrics(monkeypatch, run_id):
     calls = []
     run = types.SimpleNamespace(
+        name=run_id or "n-2",
         log=lambda metrics, step: calls.append(("log", metrics, step)),
         finish=lambda: calls.append(("finish",)),
     )
     init = lambda **kwargs: calls.append(("init", kwargs)) or run
     monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
-    writer = TrackioWriter(project="p", name="n", config={"a": 1})
+    writer = TrackioWriter(project="p", name="n", config={"a": 1}, run_id=run_id)
+    assert writer.run_id == (run_id or "n-2")
+    resumed = {"name": "kept", "resume": "allow"} if run_id else {}
     writer.write(3, {"loss": 1.5})
     writer.close()
     assert calls == [
-        ("init", {"project": "p", "name": "n", "config": {"a": 1}}),
+        ("init", {"project": "p", "name": "n", "config": {"a": 1}, **resumed}),
         ("log", {"loss": 1.5}, 3),
         ("finish",),
     ]
@@ -145,6 +193,40 @@ def test_mlflow_gets_run_parameters_and_metrics(monkeypatch, is_known):
         "sqlite:///x", ("known" if is_known else "new e", "n"), ("r", "a.b", "1"), ("r", "c", "2"),
         ("r", "train/loss", 1.5, 3), ("r", "ended"),
     ]  # fmt: skip
+
+
+def test_mlflow_continues_a_run_that_the_server_has(monkeypatch):
+    calls = []
+
+    class Client:
+        def __init__(self, tracking_uri):
+            pass
+
+        def update_run(self, run_id, status):
+            if run_id != "kept":
+                raise RuntimeError(f"no run {run_id}")
+            calls.append((run_id, status))
+
+        def get_experiment_by_name(self, name):
+            return types.SimpleNamespace(experiment_id="known")
+
+        def create_run(self, experiment_id, run_name):
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id="new"))
+
+        def log_param(self, run_id, key, value):
+            calls.append((run_id, key, value))
+
+        def log_metric(self, run_id, key, value, step):
+            calls.append((run_id, key, step))
+
+    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(MlflowClient=Client))
+    make = lambda kept: MlflowWriter("x", experiment="e", name="n", config={"a": 1}, run_id=kept)
+    make("kept").write(3, {"loss": 1.5})
+    # The parameters of a run cannot change.
+    assert calls == [("kept", "RUNNING"), ("kept", "loss", 3)]
+    calls.clear()
+    assert make("gone").run_id == "new"
+    assert calls == [("new", "a", "1")]
 
 
 def test_prometheus_reads_the_last_values(tmp_path):

@@ -256,9 +256,76 @@ def test_a_signal_in_a_validation_ends_it_and_saves(world, eval_every, save_ever
     assert seen[-1] == 5
     assert result.num_steps == saved_at
     assert saved[-1] == (saved_at, None)
-    assert result.reason == ("finished" if saved_at == 6 else "SIGTERM")
+    assert (result.reason, result.is_interrupted) == ("SIGTERM", True)
     assert f"SIGTERM: aborted the validation after step {saved_at}" in progress.notes
     assert [step for step, _ in result.validation_curve] == list(range(2, saved_at, 2))[:eval_every]
+
+
+def recorded(*validated, steps):
+    """The records of a run after some steps, of which these were validated."""
+    rows = [{"step": step, "train/loss": 1.0} for step in range(1, steps + 1)]
+    return rows + [{"step": step, "validation/loss": 3.0} for step in validated]
+
+
+@pytest.mark.parametrize(
+    ("at", "history", "validated", "saved"),
+    [
+        # The validation of step 4 was aborted.
+        (4, recorded(2, steps=4), [2, 4, 6, 7], [(4, 400.0), (6, 600.0), (7, 700.0)]),
+        (4, recorded(2, 4, steps=4), [2, 4, 6, 7], [(6, 600.0), (7, 700.0)]),
+        (5, recorded(2, 4, steps=5), [2, 4, 6, 7], [(6, 600.0), (7, 700.0)]),
+        # The folder may be another than that of the validation.
+        (4, [], [6, 7], [(6, 600.0), (7, 700.0)]),
+        # Only the last validation was aborted.
+        (7, recorded(2, 4, 6, steps=7), [2, 4, 6, 7], [(7, 700.0)]),
+    ],
+)
+def test_a_resumed_run_makes_up_for_an_aborted_validation(world, at, history, validated, saved):
+    seen, drawn = [], []
+    step = FakeStep(world)
+    result = fit(
+        step, 7, eval_every=2, save_every=2, history=history, validation=lambda: [0],
+        batches=(drawn.append(n) or n for n in itertools.count()),
+        state=FakeState(jnp.int32(at), {"w": jnp.ones(3)}),
+        save=lambda state, number, score: seen.append((number, score, len(drawn))),
+    )  # fmt: skip
+    assert (result.reason, result.num_steps, step.taken) == ("finished", 7, 7 - at)
+    assert [number for number, _ in result.validation_curve] == validated
+    assert [(number, score) for number, score, _ in seen] == saved
+    # A state is saved with the position in the data, so no batch is drawn ahead of it.
+    assert [count for *_, count in seen] == [number - at for number, _ in saved]
+    assert len(result.step_percentiles) == (4 if at < 6 else 0)
+
+
+def test_a_signal_in_the_validation_of_the_start_ends_the_run_before_a_step(world):
+    def validation():
+        signal.raise_signal(signal.SIGTERM)
+        return [0, 1]
+
+    saved, step = [], FakeStep(world)
+    result = fit(
+        step, 7, eval_every=2, validation=validation, history=recorded(2, steps=4),
+        state=FakeState(jnp.int32(4), {"w": jnp.ones(3)}),
+        save=lambda state, number, score: saved.append((number, score)),
+    )  # fmt: skip
+    assert (result.reason, result.is_interrupted, result.num_steps) == ("SIGTERM", True, 4)
+    assert (saved, step.taken) == ([(4, None)], 0)
+
+
+@pytest.mark.parametrize(
+    ("patience", "at", "validated", "last"),
+    [(2, 6, (2, 4, 6), 6), (3, 6, (2, 4, 6), 8), (2, 7, (2, 4, 6), 8), (2, 6, (2, 4), 6)],
+)
+def test_a_run_that_stopped_early_takes_no_step_unless_it_may_wait_longer(
+    world, patience, at, validated, last
+):
+    step = FakeStep(world)
+    options = LoopOptions(num_steps=20, eval_every=2, patience=patience)
+    result = Trainer(
+        step=step, batches=itertools.count(), options=options, validation=lambda: [0],
+        history=recorded(*validated, steps=at),
+    ).fit(FakeState(jnp.int32(at), {"w": jnp.ones(3)}))  # fmt: skip
+    assert (result.reason, result.num_steps, step.taken) == ("early stopping", last, last - at)
 
 
 def test_should_stop_reads_the_records(world):
@@ -582,10 +649,11 @@ def test_counts_are_those_of_the_saved_state_and_not_of_the_last_record(world):
         save=lambda state, number, score: saved.update({("save", number): dict(counts)}),
         copy=lambda state, number: saved.update({("copy", number): dict(counts)}),
     )
+    without_sums = lambda one: {n: x for n, x in one.items() if not n.startswith("window_")}
     none = {"skipped_steps": 0, "overflowed_steps": 0}
     both = {"skipped_steps": 1, "overflowed_steps": 1}
-    assert saved["copy", 2] == none
-    assert saved["save", 5] == saved["copy", 4] == both
+    assert without_sums(saved["copy", 2]) == none
+    assert without_sums(saved["save", 5]) == without_sums(saved["copy", 4]) == both
     # No record was written up to step 5.
     resumed, rest = call(
         FakeState(jnp.int32(5), {"w": jnp.ones(3)}),
@@ -595,6 +663,80 @@ def test_counts_are_those_of_the_saved_state_and_not_of_the_last_record(world):
     assert resumed.skipped_steps == result.skipped_steps == 1
     for name in ("train/skipped_steps", "train/overflowed_steps", "updates"):
         assert rest.curve(name) == whole.curve(name)
+
+
+class Resumable(FakeStep):
+    """The loss follows from the step, and a state of any step can go on."""
+
+    def __call__(self, state, batch, was_nonfinite=None):
+        state, _ = super().__call__(state, batch)
+        return state, {"loss": jnp.float32(0.1 * int(state.step) ** 2)}
+
+
+@pytest.mark.parametrize("at", [3, 5, 6])
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_resumed_record_is_the_mean_over_the_same_steps(world, at, is_killed):
+    def call(state=None, counts=None, before=lambda number: None):
+        saved, writer = {}, ListWriter()
+        trainer = Trainer(
+            step=Resumable(world, before=before), batches=itertools.count(), writers=[writer],
+            options=LoopOptions(num_steps=12, log_every=5, save_every=at if is_killed else 0),
+            counts=counts or {}, on_counts=lambda given: saved.update({"counts": dict(given)}),
+            save=lambda state, number, score: saved.setdefault(number, saved["counts"]),
+        )  # fmt: skip
+        result = trainer.fit(state)
+        return result, saved, writer.curve("train/loss")
+
+    raising = lambda number: number == at and signal.raise_signal(signal.SIGTERM)
+    _, _, whole = call()
+    first, saved, before = call(before=(lambda number: None) if is_killed else raising)
+    assert is_killed or first.num_steps == at
+    counts = json.loads(json.dumps(saved[at]))
+    _, _, rest = call(FakeState(jnp.int32(at), {"w": jnp.ones(3)}), counts)
+    assert [number for number, _ in whole] == [5, 10, 12]
+    # A record that the signal cut short is one more.
+    assert is_killed or at == 5 or before[-1][0] == at
+    assert [row for row in before if row[0] % 5 == 0 and row[0] <= at] + rest == whole
+
+
+@pytest.mark.parametrize(
+    ("log_every", "counts", "expected"),
+    [
+        # The loss of the steps 1 to 3 is 1, then 2.
+        (4, {"window_steps": 3, "window_sum/loss": 3.0}, 1.25),
+        (4, {}, 2.0),
+        (4, {"skipped_steps": 0, "overflowed_steps": 0}, 2.0),
+        # The run had more steps in a record, or other metrics.
+        (2, {"window_steps": 3, "window_sum/loss": 3.0}, 2.0),
+        (4, {"window_steps": 3, "window_sum/loss": 3.0, "window_sum/accuracy": 1.0}, 2.0),
+        # It had a record of step 2.
+        (4, {"window_steps": 1, "window_sum/loss": 1.0}, 1.5),
+    ],
+)
+def test_saved_sums_that_fit_the_next_record_are_in_its_mean(world, log_every, counts, expected):
+    writer = ListWriter()
+    fit(
+        FakeStep(world, losses=[2.0]), 4, log_every=log_every, writers=[writer], counts=counts,
+        state=FakeState(jnp.int32(3), {"w": jnp.ones(3)}),
+    )  # fmt: skip
+    assert writer.curve("train/loss") == [(4, expected)]
+
+
+def test_after_a_rollback_a_record_is_the_mean_over_all_its_steps(world):
+    writer = ListWriter()
+    step = FakeStep(world, losses=[1.0, 1.0, 1.0, math.nan, 2.0, 3.0, 5.0, 6.0])
+    step.options = StepOptions(nonfinite=Nonfinite.ROLLBACK)
+    saved = {}
+    result = fit(
+        step, 5, log_every=5, save_every=3, writers=[writer], on_counts=saved.update,
+        save=lambda state, number, score: saved.setdefault("first", dict(saved)),
+        go_back=lambda: FakeState(jnp.int32(3), {"w": jnp.ones(3)}),
+        earlier_counts=lambda: saved["first"],
+    )  # fmt: skip
+    assert result.rollbacks == 1
+    # The steps 4 and 5 after the rollback are the last that were taken.
+    losses = [1.0, 1.0, 1.0, *step.losses[step.taken - 2 : step.taken]]
+    assert writer.curve("train/loss") == [(5, sum(losses) / 5)]
 
 
 def test_going_back_before_the_start_takes_the_counts_that_were_saved(world):
