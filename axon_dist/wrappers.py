@@ -19,6 +19,7 @@ from .collectives import GradSyncStrategy as GradSyncStrategy
 from .collectives import broadcast, sync_gradients
 from .core.checks import COUNT, MODEL, MODULE, OPTIMIZER, SIZE, ArgumentKind, checked
 from .core.errors import ConfigError, GroupError
+from .core.modules import traceable
 from .core.renamed import renamed_arguments
 from .core.typing import Array, ArrayTree, PyTree
 from .mesh import GROUP, ProcessGroup, from_main
@@ -75,7 +76,8 @@ class _Wrapper:
         """Returns the parameters as a nested dict, or their shapes if the module is a function."""
         if isinstance(self.module, nnx.Module):
             return _params(self.module)
-        return jax.eval_shape(lambda: _params(self.module()))
+        make = traceable(self.module)
+        return jax.eval_shape(lambda: _params(make()))
 
     def sync_gradients(self, grads: PyTree) -> PyTree:
         """Averages gradients over the group: rank-stacked, or per rank inside `shard_map`."""
