@@ -423,11 +423,11 @@ class GradScaler:
 
     def scale(self, loss: Array, state: ScalerState) -> Array:
         """Multiplies a loss by the scale, in float32: float16 cannot hold the initial scale."""
-        return wide(loss) * state.scale
+        return wide(jnp.asarray(loss)) * state.scale
 
     def unscale(self, grads: ArrayTree, state: ScalerState) -> PyTree:
         """Divides gradients by the scale, in float32 or wider."""
-        return jax.tree.map(lambda g: wide(g) / state.scale, grads)
+        return jax.tree.map(lambda g: wide(jnp.asarray(g)) / state.scale, grads)
 
     def update(self, state: ScalerState, finite: Array) -> ScalerState:
         """Returns the state after a step.
