@@ -37,8 +37,8 @@ from .parallel.strategy_values import AutoWrapPolicy
 from .parallel.strategy_values import CPUOffload as CPUOffload
 from .parallel.strategy_values import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy
 from .parallel.strategy_values import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
-from .schedule import SCHEDULES, Schedule
 from .schedule import PipelineSchedule as PipelineSchedule
+from .schedule import Schedule
 from .schedule.action import check_sizes
 from .sharding import put, shardings
 from .sharding.padding import even_shardings
@@ -557,7 +557,8 @@ def _num_ranks(count: int, schedule: str | Schedule, chunks: int | None) -> int:
                 "stages; give one module per stage"
             )
         return schedule.num_devices
-    usual = SCHEDULES[PipelineSchedule(schedule)].chunks if schedule in SCHEDULES else 1
+    named = PipelineSchedule.named(schedule)
+    usual = 1 if named is None else named.builder.chunks
     per_rank = usual if chunks is None else chunks
     check_sizes(chunks=per_rank)
     if count % per_rank:

@@ -117,9 +117,10 @@ def build_schedule(
         >>> build_schedule("1f1b", num_devices=4, num_microbatches=8).num_ticks
         22
     """
-    if not isinstance(name, str) or name not in SCHEDULES:
+    member = PipelineSchedule.named(name)
+    if member is None:
         raise ScheduleError(f"got the schedule {name!r:.80}.{did_you_mean(str(name), SCHEDULES)}")
-    builder = SCHEDULES[PipelineSchedule(name)]
+    builder = member.builder
     check_sizes(num_devices=num_devices, num_microbatches=num_microbatches)
     num_devices, num_microbatches = operator.index(num_devices), operator.index(num_microbatches)
     if builder.any_chunks:
