@@ -300,7 +300,10 @@ def _row(
 
 
 def efficiency(num_microbatches: int, num_stages: int) -> float:
-    """Returns the share of time that devices work under 1F1B or GPipe: `M / (M+S-1)`.
+    """Takes first `M` microbatches, then `S` stages; returns the share of work `M / (M+S-1)`.
+
+    Other functions of schedules take the stages first, so name the arguments. The share is that of
+    the time in which devices work, under 1F1B or GPipe.
 
     Args:
         num_microbatches: microbatches `M`.
@@ -313,7 +316,7 @@ def efficiency(num_microbatches: int, num_stages: int) -> float:
         ScheduleError: a number below 1.
 
     Example:
-        >>> round(efficiency(8, 4), 4)
+        >>> round(efficiency(num_microbatches=8, num_stages=4), 4)
         0.7273
     """
     check_sizes(num_microbatches=num_microbatches, num_stages=num_stages)

@@ -201,9 +201,7 @@ def test_every_spelling_of_a_preset_is_the_preset(name):
     ["float64", "fp64", "f64", "double", "fp4", "int8", "tf32", "float8_e4m3fn", "FP4", jnp.int8],
 )
 def test_a_format_without_a_preset_is_not_taken_for_a_misspelling(other):
-    with pytest.raises(
-        ConfigError, match=r"^precision: got .{1,40}\. Valid: bf16, float32, fp16"
-    ):
+    with pytest.raises(ConfigError, match=r"^precision: got .{1,40}\. Valid: bf16, float32, fp16"):
         MixedPrecision.of(other)
 
 
