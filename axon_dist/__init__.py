@@ -2,7 +2,8 @@
 
 Start with `World`, choose a strategy such as `fsdp`, and give both to `build_train_step`.
 `__init__.pyi` lists the public names and the modules that define them; a name is imported when it
-is first used. `dir(axon_dist)` lists those that most programs need.
+is first used. `dir(axon_dist)` and `from axon_dist import *` have only those that most programs
+need: others, such as `rank` and `shift`, would hide common names.
 """
 
 from .core.lazy import names_of_stub

@@ -20,6 +20,7 @@ from .collectives import GradSyncStrategy as GradSyncStrategy
 from .collectives import broadcast, sync_gradients
 from .core.checks import COUNT, MODEL, MODULE, OPTIMIZER, SIZE, ArgumentKind, checked
 from .core.errors import ConfigError, GroupError, warn
+from .core.modules import traceable
 from .core.renamed import renamed_arguments
 from .core.tree import leaves_with_paths
 from .core.typing import Array, ArrayTree, PyTree
@@ -39,8 +40,8 @@ from .parallel.strategy_values import AutoWrapPolicy
 from .parallel.strategy_values import CPUOffload as CPUOffload
 from .parallel.strategy_values import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy
 from .parallel.strategy_values import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
-from .schedule import SCHEDULES, Schedule
 from .schedule import PipelineSchedule as PipelineSchedule
+from .schedule import Schedule
 from .schedule.action import check_sizes
 from .sharding import put, shardings, spec_axes
 from .sharding.padding import even_shardings
@@ -78,7 +79,8 @@ class _Wrapper:
         """Returns the parameters as a nested dict, or their shapes if the module is a function."""
         if isinstance(self.module, nnx.Module):
             return _params(self.module)
-        return jax.eval_shape(lambda: _params(self.module()))
+        make = traceable(self.module)
+        return jax.eval_shape(lambda: _params(make()))
 
     def sync_gradients(self, grads: PyTree) -> PyTree:
         """Averages gradients over the group: rank-stacked, or per rank inside `shard_map`."""
@@ -610,7 +612,8 @@ def _num_ranks(count: int, schedule: str | Schedule, chunks: int | None) -> int:
                 "stages; give one module per stage"
             )
         return schedule.num_devices
-    usual = SCHEDULES[PipelineSchedule(schedule)].chunks if schedule in SCHEDULES else 1
+    named = PipelineSchedule.named(schedule)
+    usual = 1 if named is None else named.builder.chunks
     per_rank = usual if chunks is None else chunks
     check_sizes(chunks=per_rank)
     if count % per_rank:

@@ -88,8 +88,8 @@ MUTATIONS = (
         "step/test_accumulate.py",
     ),
     row(
-        "step/batch.py", "leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])",
-        "leaf.reshape(leaf.shape[0] // count, count, *leaf.shape[1:]).swapaxes(0, 1)",
+        "step/batch.py", "part.reshape(count, part.shape[0] // count, *part.shape[1:])",
+        "part.reshape(part.shape[0] // count, count, *part.shape[1:]).swapaxes(0, 1)",
         "step/test_batch.py",
     ),
     row(
@@ -126,7 +126,7 @@ MUTATIONS = (
         "mesh/test_group.py::test_parallel_groups_of_three_axes",
     ),
     row(
-        "mesh/world.py", "rows * mesh.shape[axis] +", "rows +",
+        "mesh/world.py", "ranks * mesh.shape[axis] +", "ranks +",
         "mesh/test_shares.py",
     ),
     # Shards: which dim, how many, whose rows.

@@ -57,6 +57,7 @@ from .layout import (
     differences,
     from_main,
     from_stored,
+    in_form_of,
     named_leaves,
     spec_of,
     stored_target,
@@ -255,7 +256,7 @@ class HostCopies:
         Args:
             target: see `load_checkpoint`.
         """
-        leaves = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
+        leaves = described(target)
         self._ring.spread({path: stored_target(leaf) for path, leaf in leaves.items()})
 
     def save(self, step: int, state: PyTree, meta: Mapping[str, Any]) -> None:
@@ -323,7 +324,7 @@ class HostCopies:
             return None
         header, holders = newest
         local = here.get(header.copy, (None, Pieces({})))[1]
-        targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
+        targets = described(target)
         wanted = {path: spec_of(leaf) for path, leaf in targets.items()}
         unpadded = paddings_in(target)
         unlike = differences(
@@ -360,7 +361,7 @@ class HostCopies:
                 "going back to a checkpoint"
             )
         leaves = [from_stored(values[path], leaf) for path, leaf in targets.items()]
-        state = jax.tree.unflatten(jax.tree.structure(target), leaves)
+        state = in_form_of(target, leaves)
         return HostCopy(header.step, state, dict(header.meta))
 
     def forget(self) -> None:

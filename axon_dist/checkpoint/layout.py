@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core import errors
 from ..core.checks import is_number, is_whole
@@ -293,19 +293,55 @@ def from_stored(stored: Array, target: jax.ShapeDtypeStruct) -> Array:
     return jax.random.wrap_key_data(stored, impl=_key_impl(target)) if is_key(target) else stored
 
 
-def described(path: LeafPath, leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """The shape, dtype and sharding of a leaf of a target.
+def described(target: PyTree) -> dict[LeafPath, jax.ShapeDtypeStruct]:
+    """The shape, dtype and sharding of every leaf of a target.
+
+    Numbers and numpy arrays have no sharding. They are replicated over the mesh of the other
+    leaves; if none is on a mesh, they go to the default device.
 
     Raises:
-        CheckpointError: if it has no sharding.
+        CheckpointError: if a `ShapeDtypeStruct` has no sharding, or a leaf is something else.
     """
+    leaves = named_leaves(target)
+    places = (getattr(leaf, "sharding", None) for leaf in leaves.values())
+    meshes = (place.mesh for place in places if isinstance(place, NamedSharding))
+    mesh = next(meshes, None)
+    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return {path: _described(path, leaf, whole) for path, leaf in leaves.items()}
+
+
+def _described(path: LeafPath, leaf: Leaf, whole: NamedSharding | None) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None)
+    if isinstance(leaf, (*_NUMBERS, np.ndarray)):
+        leaf = as_array(path, leaf)
+        sharding = leaf.sharding if whole is None else whole
     if sharding is None:
+        # A shape is no hint that the leaf is small, so it gets no default device.
         raise CheckpointError(
             f"leaf {path} of the target is a {type(leaf).__name__} without a sharding; give "
             "jax.ShapeDtypeStruct(shape, dtype, sharding=...), as target_of makes them"
         )
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+_NUMBERS = (bool, int, float, complex, np.generic)
+
+
+def in_form_of(target: PyTree, arrays: Iterable[Array]) -> PyTree:
+    """Puts restored arrays, in the order of the leaves, into the structure of a target.
+
+    Numbers of the target come back as numbers of their types.
+    """
+    leaves, structure = jax.tree.flatten(target)
+    return structure.unflatten(map(_in_form_of, leaves, arrays))
+
+
+def _in_form_of(leaf: Leaf, array: Array) -> Any:
+    if not isinstance(leaf, _NUMBERS):
+        return array
+    kind: Any = type(leaf)
+    number = np.asarray(array)
+    return number[()] if isinstance(leaf, np.generic) else kind(number.item())
 
 
 def target_of(abstract: PyTree, shardings: PyTree) -> PyTree:

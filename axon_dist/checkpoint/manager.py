@@ -31,7 +31,6 @@ from .layout import (
     Manifest,
     StateDictType,
     described,
-    named_leaves,
     on_main,
     step_name,
     step_of,
@@ -199,7 +198,7 @@ class CheckpointManager:
             CheckpointError: if two leaves have one path, or one has no sharding.
             UnsupportedError: for a dtype that this type of checkpoint does not support.
         """
-        leaves = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
+        leaves = described(target)
         check_dtypes(self.type, {path: stored_target(leaf) for path, leaf in leaves.items()})
 
     @in_own_context

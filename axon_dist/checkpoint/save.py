@@ -40,6 +40,7 @@ from .layout import (
     differences,
     even_shards,
     from_stored,
+    in_form_of,
     installed_versions,
     is_main,
     mesh_shape,
@@ -298,10 +299,12 @@ def load_checkpoint(
 
     Args:
         path: the folder of the checkpoint, also at `gs://` or `s3://`.
-        target: a tree like the state, of `ShapeDtypeStruct`s with shardings or of arrays, whose
-            values are ignored; or a `TrainStep`, for its state. If leaves are padded, give the
-            whole `TrainState` or the step: a part of it, such as `params`, does not know which
-            leaves are padded.
+        target: a tree like the state, of `ShapeDtypeStruct`s with shardings, or of arrays and
+            numbers, whose values are ignored; or a `TrainStep`, for its state. Numbers come back
+            as numbers of their types, with the 32 bits that JAX keeps of them. Numpy arrays have no
+            sharding, and come back replicated over the mesh of the other leaves, or on the default
+            device if there is no mesh. If leaves are padded, give the whole `TrainState` or the
+            step: a part of it, such as `params`, does not know which leaves are padded.
         parts: the fields of the state to restore; others are not read. With one name, such as
             `"params"`, the target is that field, such as `target.params`. With several, the
             target is a dict of them.
@@ -340,7 +343,7 @@ def load_checkpoint(
     else:
         shapes = paddings_in(target)
     folder = as_place(path, "the checkpoint", CheckpointError)
-    targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
+    targets = described(target)
     evenly: dict[LeafPath, EvenShards] = {}
     for leaf_path in targets.keys() & shapes.keys():
         padded, shape = targets[leaf_path], shapes[leaf_path]
@@ -355,7 +358,7 @@ def load_checkpoint(
     _check_values(folder, manifest, stored)
     restored = {path: from_stored(stored[names[path]], leaf) for path, leaf in targets.items()}
     restored |= {path: even.stored(restored[path]) for path, even in evenly.items()}
-    return jax.tree.unflatten(jax.tree.structure(target), list(restored.values()))
+    return in_form_of(target, restored.values())
 
 
 def _part_of(state: PyTree, name: str) -> PyTree:

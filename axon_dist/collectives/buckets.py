@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.checks import COUNT, is_whole
 from ..core.errors import ConfigError, NamedChoice
 from ..core.typing import Array, PyTree, Shape
 from .place import check_arrays
@@ -144,12 +145,12 @@ def as_structs(tree_or_shapes: PyTree) -> PyTree:
 
 
 def _is_shape(node: Any) -> bool:
-    return isinstance(node, tuple) and all(isinstance(size, int) for size in node)
+    return isinstance(node, tuple) and all(map(is_whole, node))
 
 
 def check_capacity(capacity: int) -> None:
     """Raises `ConfigError` unless a bucket can hold at least one element."""
-    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+    if not COUNT.holds(capacity):
         raise ConfigError(
             f"got a bucket capacity of {capacity!r}; it is a number of elements, at least 1, such "
             f"as {DEFAULT_CAPACITY}"

@@ -17,6 +17,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from ..core.checks import COUNT, is_number
 from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import Array
 
@@ -71,7 +72,7 @@ class Quantized:
             raise ConfigError(
                 f"unknown kind {self.kind!r}.{did_you_mean(str(self.kind), _LARGEST)}"
             )
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
+        if not COUNT.holds(self.block):
             raise ConfigError(
                 f"block is {self.block!r}; give the number of values that share a scale, at least 1"
             )
@@ -166,7 +167,7 @@ class TopK:
     share: float = 0.01
 
     def __post_init__(self) -> None:
-        if not isinstance(self.share, (int, float)) or not 0 < self.share <= 1:
+        if not is_number(self.share) or not 0 < self.share <= 1:
             raise ConfigError(
                 f"share is {self.share!r}; give the fraction of numbers to send, above 0 and at "
                 "most 1, such as 0.01"

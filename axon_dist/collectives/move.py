@@ -409,8 +409,22 @@ def ring_all_reduce(x: PyTree, group: ProcessGroup) -> PyTree:
 def _send(x: Array, group: ProcessGroup, pairs: tuple[tuple[int, int], ...]) -> Array:
     if group.members is not None:
         pairs = tuple((group.members[src], group.members[dst]) for src, dst in pairs)
-    sent = jax.lax.ppermute(varying(x, group.axes), group.axes, pairs)
+    # `ppermute` takes axes only in the order of the mesh in context, and counts ranks in it.
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(axis for axis in mesh.axis_names if axis in group.axes)
+    if axes != group.axes:
+        pairs = tuple((_over(axes, src, group), _over(axes, dst, group)) for src, dst in pairs)
+    sent = jax.lax.ppermute(varying(x, axes), axes, pairs)
     return keep_outside(sent, x, group)
+
+
+def _over(axes: tuple[str, ...], rank: int, group: ProcessGroup) -> int:
+    """A rank within a group, counted row-major over the group's axes in another order."""
+    sizes = group.mesh.shape
+    places = np.unravel_index(rank, [sizes[axis] for axis in group.axes])
+    place_of = dict(zip(group.axes, places, strict=True))
+    order = [place_of[axis] for axis in axes]
+    return int(np.ravel_multi_index(order, [sizes[axis] for axis in axes]))
 
 
 def _ring(x: Array, group: ProcessGroup) -> Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.errors import DTypeError, GroupError, NamedChoice, unknown
+from ..core.errors import DTypeError, GroupError, NamedChoice
 from ..core.reduction import all_max, all_min, all_sum
 from ..core.typing import Array, PyTree
 from ..mesh import ProcessGroup
@@ -81,12 +81,11 @@ class ReduceOp(NamedChoice):
     """The mean; not for integers and booleans."""
 
     @classmethod
-    def _missing_(cls, value: object) -> ReduceOp:
-        name = str(value).lower()
-        name = {"mean": "average", "avg": "average", "prod": "product"}.get(name, name)
-        if name in cls._value2member_map_:
-            return cls(name)
-        raise unknown(cls, value)
+    def named(cls, value: object) -> ReduceOp | None:
+        """See `NamedChoice.named`; finds the other names too."""
+        text = value.lower() if isinstance(value, str) else ""
+        others = {"mean": cls.AVERAGE, "avg": cls.AVERAGE, "prod": cls.PRODUCT}
+        return others.get(text) or super().named(value)
 
 
 def all_reduce(x: PyTree, group: ProcessGroup, op: ReduceOp | str = ReduceOp.SUM) -> PyTree:

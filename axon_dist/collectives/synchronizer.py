@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ..core.checks import NUMBERS
+from ..core.checks import NUMBERS, is_whole
 from ..core.errors import ConfigError, DTypeError, GroupError
 from ..core.reduction import all_sum
 from ..core.typing import Array, PyTree, Shape
@@ -188,7 +188,7 @@ class GradientSynchronizer:
 
     def _check_gradient(self, index: int, gradient: Array) -> None:
         num = len(self.plan.shapes)
-        if not 0 <= index < num:
+        if not is_whole(index) or not 0 <= index < num:
             raise ConfigError(f"got gradient {index}; the plan has {num}, 0..{num - 1}")
         if index in self._gradients:
             raise ConfigError(

@@ -27,6 +27,7 @@ from .arguments import checked as checked
 from .arguments import instance_of as instance_of
 from .arguments import is_number as is_number
 from .arguments import is_whole as is_whole
+from .modules import traceable
 
 
 def is_array(value: Any) -> bool:
@@ -65,13 +66,18 @@ def is_dtype(value: Any, kind: DTypeLike) -> bool:
         return False
 
 
+def is_wrapper(value: object) -> bool:
+    """Whether a value is a wrapper of a model or an optimizer, such as `DDP`."""
+    return not inspect.isclass(value) and hasattr(value, "strategy")
+
+
 def is_module(value: object) -> bool:
     """Whether a value is an nnx module or a function that returns one; wrappers do not count."""
     if isinstance(value, (nnx.Module, linen.Module)):
         return isinstance(value, nnx.Module)
     is_maker = callable(value) and (inspect.isclass(value) or takes(value))
     # A function under functools.cache would return values of an earlier trace.
-    return is_maker and not hasattr(value, "strategy") and not hasattr(value, "cache_info")
+    return is_maker and not is_wrapper(value) and not hasattr(value, "cache_info")
 
 
 NUMBERS = ArgumentKind("a dtype of numbers, such as 'float32'", lambda x: is_dtype(x, jnp.number))
@@ -102,7 +108,7 @@ def made_by(model: Any, who: str) -> nnx.Module:
     Raises:
         ConfigError: if the function returns something else.
     """
-    made = model if isinstance(model, nnx.Module) else model()
+    made = model if isinstance(model, nnx.Module) else traceable(model)()
     MODULE.check(who, "model()", made)
     return made
 

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 
 class AxonDistError(Exception):
@@ -130,12 +130,13 @@ _ALSO_CALLED: MappingProxyType[str, str] = MappingProxyType(
 """Other libraries' names of mesh axes, config keys and options, too different for `difflib`."""
 
 
-def did_you_mean(name: str, valid: Iterable[str]) -> str:
+def did_you_mean(name: str, valid: Iterable[str], guesses: bool = True) -> str:
     """Returns a sentence that names the nearest valid spelling and lists all of them.
 
     Args:
         name: what the user wrote.
         valid: the names that would have been right.
+        guesses: whether to name the nearest; not if the name has a meaning that none of them has.
 
     Returns:
         The text to append to an error message; it starts with a space.
@@ -148,7 +149,8 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """
     options = sorted(str(option) for option in valid)
     near = [meant] if (meant := _ALSO_CALLED.get(str(name))) in options else []
-    near = near or difflib.get_close_matches(str(name), options, n=1, cutoff=0.5)
+    if guesses and not near:
+        near = difflib.get_close_matches(str(name), options, n=1, cutoff=0.5)
     guess = f" Did you mean {near[0]!r}?" if near else ""
     return f"{guess} Valid: {', '.join(options)}."
 
@@ -244,15 +246,23 @@ def unknown(cls: type[enum.Enum], value: object) -> ConfigError:
 
 
 class NamedChoice(enum.StrEnum):
-    """A `StrEnum` whose members are looked up by their values.
+    """A `StrEnum` whose members are looked up by their values, in upper or lower case.
 
     Raises:
         ConfigError: for any other value.
     """
 
     @classmethod
+    def named(cls, value: object) -> Self | None:
+        """Returns the member of a value in upper or lower case; None for any other value."""
+        text = value.lower() if isinstance(value, str) else value
+        return next((member for member in cls if member.value.lower() == text), None)
+
+    @classmethod
     def _missing_(cls, value: object) -> Any:
-        raise unknown(cls, value)
+        if (member := cls.named(value)) is None:
+            raise unknown(cls, value)
+        return member
 
 
 T = TypeVar("T")

@@ -10,7 +10,9 @@ from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
+from .errors import ConfigError
 from .typing import Function, Keys, Path, PyTree
 
 Around: TypeAlias = Function
@@ -19,6 +21,49 @@ Around: TypeAlias = Function
 # Bridged Linen modules treat an attribute as a variable unless its name starts with `_pytree__`.
 WRAPPERS = "_pytree__around"
 """The attribute of a module that holds the wrappers of its methods."""
+
+
+def traceable(make: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns a function that can be traced, and makes in every call what `make` would make next.
+
+    Flax lets no trace change an `nnx.Rngs` that was made outside of it. The arguments of a
+    `functools.partial` can be seen, so each call gets copies of the `Rngs` among them. The caller's
+    own `Rngs` do not change.
+
+    Args:
+        make: a function of no arguments that makes a model.
+
+    Raises:
+        ConfigError: from the returned function, when a trace of it changes another outer object.
+
+    Example:
+        >>> make = traceable(functools.partial(nnx.Linear, 2, 3, rngs=nnx.Rngs(0)))
+        >>> nnx.eval_shape(make).kernel.shape
+        (2, 3)
+    """
+    is_partial = isinstance(make, functools.partial)
+    given = {**dict(enumerate(make.args)), **make.keywords} if is_partial else {}
+    outer = {str(k): x for k, x in given.items() if isinstance(x, (nnx.Rngs, nnx.RngStream))}
+    # The caller may draw from the originals between two calls.
+    kept = nnx.clone(outer)
+
+    def run() -> Any:
+        # All are copied at once, so that a stream that is bound twice stays one stream.
+        own = nnx.clone(kept)
+        try:
+            if not isinstance(make, functools.partial):
+                return make()
+            args = [own.get(str(k), x) for k, x in enumerate(make.args)]
+            return make.func(*args, **{k: own.get(k, x) for k, x in make.keywords.items()})
+        except TraceContextError as error:
+            raise ConfigError(
+                f"the function that makes the model changes an object from outside of it, and it "
+                f"is traced ({str(error).partition(' (')[0]}); make the Rngs inside the function, "
+                "as in lambda: Model(rngs=nnx.Rngs(0)), or bind them with functools.partial",
+                code="model-changes-outer-object",
+            ) from error
+
+    return run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,6 +45,8 @@ def sum_scatter(x: Array, axes: str | tuple[str, ...], dim: int) -> Array:
     """Reduce-scatters over mesh axes: sums, and keeps this rank's equal slice of `dim`."""
 
     def scatter(x, axes):
+        if not x.shape[dim]:  # XLA refuses it, and an empty array is cut into empty arrays.
+            return x
         return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
     return _each(scatter, x, axes)
@@ -54,6 +56,8 @@ def all_gather_dim(x: Array, axes: str | tuple[str, ...], dim: int, tiled: bool 
     """All-gathers along `dim`; the transpose is a reduction, with the same safeguard."""
 
     def gather(x, axes):
+        if tiled and not x.shape[dim]:  # XLA refuses it, and empty arrays make an empty array.
+            return x
         return jax.lax.all_gather(x, axes, axis=dim, tiled=tiled)
 
     return _each(gather, x, axes)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
-from typing import Any, Literal, TypeAlias
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -310,6 +312,45 @@ def has_64_bits() -> bool:
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
+_SPELLINGS: MappingProxyType[str, str] = MappingProxyType(
+    {
+        **{name: name for name in _FLOATS},
+        **dict.fromkeys(("fp32", "f32"), "float32"),
+        "bf16": "bfloat16",
+        **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    }
+)
+"""The dtypes by the names that configs and other libraries give them, in lower case."""
+
+
+def spelled_dtype(value: object) -> object:
+    """Returns the name of a floating-point dtype for any of its spellings; other values unchanged.
+
+    Example:
+        >>> spelled_dtype("BF16"), spelled_dtype(jax.numpy.float32), spelled_dtype("fp8")
+        ('bfloat16', 'float32', 'fp8')
+    """
+    if isinstance(value, str):
+        return _SPELLINGS.get(value.lower(), value)
+    # The scalar types of JAX have a dtype; those of NumPy and of ml_dtypes are subclasses.
+    dtype = getattr(value, "dtype", None) if isinstance(value, type) else value
+    if isinstance(value, type) and issubclass(value, np.generic):
+        dtype = np.dtype(value)
+    return dtype.name if isinstance(dtype, np.dtype) else value
+
+
+_FORMAT = re.compile(r"(fp|f|float|double|single|tf|nf|mxfp|u?int|i)[0-9]*(_?e[0-9]+m[0-9]+.*)?")
+
+
+def is_number_format(text: str) -> bool:
+    """Whether a text names a format of numbers exactly, so that it is no misspelling of another.
+
+    Example:
+        >>> is_number_format("float64"), is_number_format("fp4"), is_number_format("bf61")
+        (True, True, False)
+    """
+    return _FORMAT.fullmatch(text.lower()) is not None
+
 
 def floating_dtype(value: DTypeLike, what: str) -> np.dtype:
     """Reads a floating-point dtype or its name.
@@ -318,14 +359,14 @@ def floating_dtype(value: DTypeLike, what: str) -> np.dtype:
         ConfigError: if it is not a floating-point dtype, or is one that JAX narrows.
     """
     try:
-        dtype = jax.numpy.dtype(value)
+        dtype = jax.numpy.dtype(cast(DTypeLike, spelled_dtype(value)))
     except (TypeError, ValueError):
         dtype = None
     # 8-bit dtypes are refused: they need scales, as with `products="fp8"`.
     if dtype is None or dtype.name not in _FLOATS:
         raise ConfigError(
             f"{what} dtype is {value!r:.80}; it must be a floating-point dtype."
-            f"{did_you_mean(str(value), _FLOATS)}"
+            f"{did_you_mean(str(value), _FLOATS, guesses=not is_number_format(str(value)))}"
         )
     if dtype.itemsize > 4 and not has_64_bits():
         raise ConfigError(

@@ -23,12 +23,14 @@ from typing import Any, NoReturn, TypeAlias
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..core.checks import FUNCTION, is_whole
 from ..core.errors import GroupError, NoAttributeError, did_you_mean
 from ..core.own_context import own_context
 from ..core.typing import Array
+from ..core.words import ranges
 
 _ELSEWHERE: MappingProxyType[str, str] = MappingProxyType(
     {
@@ -59,7 +61,8 @@ class ProcessGroup(metaclass=_Group):
 
     Args:
         mesh: the devices, with named axes.
-        axes: the mesh axes the group spans, in mesh order. A group by ranks spans all of them.
+        axes: the mesh axes the group spans; its ranks are counted row-major in this order, which
+            need not be the mesh's. A group by ranks spans all axes of the mesh.
         members: the global ranks of a group by rank list, or None for a group by axes.
 
     Raises:
@@ -189,7 +192,7 @@ class ProcessGroup(metaclass=_Group):
             _check_stacked(stacked, self.world_size)
             return mapped(*jax.tree.map(jax.numpy.asarray, stacked))
 
-        return RankStacked(jax.jit(run))
+        return RankStacked(jax.jit(run), self.mesh)
 
     def __str__(self) -> str:
         if self.members is not None:
@@ -202,14 +205,17 @@ class RankStacked:
 
     Args:
         jitted: a result of `jax.jit`; its other attributes are available here too.
+        mesh: the mesh on which it runs.
     """
 
-    def __init__(self, jitted: Any):
+    def __init__(self, jitted: Any, mesh: Mesh):
         self._jitted = jitted
+        self._mesh = mesh
         functools.update_wrapper(self, jitted)
 
     def __call__(self, *stacked: Any) -> Any:
         """Calls the function."""
+        _check_devices(stacked, self._mesh)
         with own_context():
             return self._jitted(*stacked)
 
@@ -245,6 +251,23 @@ def _check_stacked(args: Any, world_size: int) -> None:
             raise GroupError(
                 f"got an array of shape {shape} outside shard_map; there it must be rank-stacked: "
                 f"dim 0 = world size {world_size}, row r the value of rank r"
+            )
+
+
+def _check_devices(args: Any, mesh: Mesh) -> None:
+    for leaf in jax.tree.leaves(args):
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
+            continue
+        if leaf.sharding.device_set != set(mesh.devices.flat):
+            here, there = (
+                sorted(device.id for device in devices)
+                for devices in (mesh.devices.flat, leaf.sharding.device_set)
+            )
+            raise GroupError(
+                f"got an array of shape {leaf.shape} that is on the devices {ranges(there)}, and "
+                f"the mesh of the group has the devices {ranges(here)}; move it there first: "
+                "jax.device_put(x, NamedSharding(group.mesh, PartitionSpec()))",
+                code="array-on-other-devices",
             )
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
-from ..core.arguments import COUNT
+from ..core.arguments import COUNT, is_whole
 from ..core.errors import MeshError, did_you_mean
 from ..core.words import plural
 
@@ -62,7 +62,9 @@ class MeshSpec:
                 f"got both {axes!r} and the keywords {sizes}; give the axes in one of the two ways"
             )
         items = _axis_items(axes) if axes is not None else tuple(sizes.items())
-        object.__setattr__(self, "axes", items)
+        # NumPy's integers become Python's, which JSON can represent.
+        plain = tuple((name, int(size) if is_whole(size) else size) for name, size in items)
+        object.__setattr__(self, "axes", plain)
         self.validate()
 
     @classmethod
@@ -82,7 +84,7 @@ class MeshSpec:
                 )
             if names.count(name) > 1:
                 raise MeshError(f"mesh axis {name!r} is named twice in {names}; name it once")
-            if isinstance(size, bool) or not isinstance(size, int) or size == 0 or size < -1:
+            if not is_whole(size) or size == 0 or size < -1:
                 raise MeshError(
                     f"mesh axis {name!r} has size {size!r}; it must be a positive number, or -1 "
                     "for one axis, which takes the remaining devices"

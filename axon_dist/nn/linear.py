@@ -363,7 +363,7 @@ class VocabParallelEmbedding(nnx.Module):
         num_embeddings: size of the vocabulary.
         features: size of a row.
         group: the ranks that split the rows; None leaves the split to a strategy.
-        dtype: dtype of the returned rows; None for the table's.
+        dtype: dtype of the returned rows, and of the logits; None for the table's.
         param_dtype: dtype of the table.
         embedding_init: fills the whole table, so that it does not depend on the number of ranks.
         rngs: source of the initial weights.
@@ -409,9 +409,13 @@ class VocabParallelEmbedding(nnx.Module):
         return pinned(jnp.take(table, tokens, axis=0), self.group, None)
 
     def attend(self, x: Array) -> Array:
-        """Maps `[..., features]` to logits `[..., num_embeddings]`, split over the group."""
-        table = self.embedding[...].astype(self.dtype or self.param_dtype)
-        return pinned(x @ table.T, self.group, -1)
+        """Maps `[..., features]` to logits `[..., num_embeddings]`, split over the group.
+
+        Both are in `dtype`, or in that of the table, as in `nnx.Embed`.
+        """
+        dtype = self.dtype or self.param_dtype
+        table = self.embedding[...].astype(dtype)
+        return pinned(jnp.asarray(x, dtype) @ table.T, self.group, -1)
 
 
 def own_rows(look_up: Callable[[Array], Array], tokens: Array, num_rows: int, axis: str) -> Array:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
-from ..core.checks import COUNT, FLOATS, MODULE, RNGS, checked
+from ..core.checks import COUNT, FLOATS, MODULE, RNGS, checked, is_number
 from ..core.errors import ConfigError, warn
 from ..core.own_context import in_own_context
 from ..core.tree import wide
@@ -108,7 +108,7 @@ class LoRALinearGeneral(nnx.LinearGeneral):
             out_sharding: see `nnx.LinearGeneral`.
         """
         y = super().__call__(inputs, out_sharding=out_sharding)
-        axes = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
+        axes = tuple(self.axis) if isinstance(self.axis, Iterable) else (self.axis,)
         last = jnp.moveaxis(inputs, axes, range(-len(axes), 0))
         flat = last.reshape(*last.shape[: -len(axes)], -1)
         return y + self.lora(flat).reshape(y.shape)
@@ -218,8 +218,7 @@ class _Sizes:
                     COUNT.check("lora", f"rank_pattern[{pattern!r}]", value)
         alphas = {"alpha": self.alpha, **self.alpha_pattern}
         for name, value in alphas.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and math.isfinite(value) and value > 0):
+            if value is not None and not (is_number(value) and value > 0):
                 raise ConfigError(f"lora got {name}={value!r}; give a finite number above 0")
         if self.alpha is None and (self.rslora or self.alpha_pattern):
             raise ConfigError(

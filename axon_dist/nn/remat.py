@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ..core.checks import COUNT, check_fields
+from ..core.checks import COUNT, SIZE, check_fields
 from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import Array, Path
 from ..ir.units import IsUnit, RematPolicy
@@ -82,7 +82,8 @@ class ActivationCheckpointing:
 
     def group_size(self, num_blocks: int) -> int:
         """Returns how many of `num_blocks` blocks are recomputed together."""
-        return math.isqrt(num_blocks) if self.interval == "sqrt" else int(self.interval)
+        SIZE.check("ActivationCheckpointing", "num_blocks", num_blocks)
+        return max(1, math.isqrt(num_blocks)) if self.interval == "sqrt" else int(self.interval)
 
     def num_saved(self, num_blocks: int) -> int:
         """Returns how many block boundaries are saved: the input of every group, and the output."""

@@ -379,7 +379,7 @@ def _sizes(layer: DenseLayer) -> tuple[int | None, int]:
     """Returns the kernel's rows and columns; rows are None unless it contracts the last dims."""
     rows = layer.in_features
     columns = layer.out_features
-    if isinstance(rows, int):
+    if not isinstance(rows, Sequence):
         return rows, size_of(columns)
     axis = getattr(layer, "axis", -1)
     axes = axis if isinstance(axis, tuple) else (axis,)
@@ -389,4 +389,4 @@ def _sizes(layer: DenseLayer) -> tuple[int | None, int]:
 
 def size_of(features: int | tuple[int, ...]) -> int:
     """Returns the number of features of a layer, over all its feature dims."""
-    return features if isinstance(features, int) else math.prod(features)
+    return math.prod(features) if isinstance(features, Sequence) else features

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import flax.linen as nn
@@ -17,7 +18,13 @@ from jax.typing import DTypeLike
 from ..core.checks import MODULE, NUMBER, check_fields, checked, instance_of
 from ..core.errors import ConfigError, DTypeError, did_you_mean
 from ..core.modules import is_node, wrap_calls
-from ..core.tree import floating_dtype, leaves_with_paths, wide
+from ..core.tree import (
+    floating_dtype,
+    is_number_format,
+    leaves_with_paths,
+    spelled_dtype,
+    wide,
+)
 from ..core.typing import Array, ArrayTree, PyTree
 
 DTypeField: TypeAlias = Any
@@ -115,15 +122,25 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, choice: MixedPrecision | str | bool | None) -> MixedPrecision:
-        """Reads a policy, a preset's name, or `mixed_precision=True`.
+        """Reads a policy, a preset's name, a dtype, or `mixed_precision=True`.
 
         `True` means bfloat16 compute with float32 reductions, the safer choice.
 
+        Args:
+            choice: names as `preset_name` reads them, in upper or lower case.
+
         Raises:
             ConfigError: for an unknown name.
+
+        Example:
+            >>> MixedPrecision.of("bfloat16") == MixedPrecision.of(jnp.bfloat16)
+            True
+            >>> MixedPrecision.of("FP32") == MixedPrecision()
+            True
         """
         if isinstance(choice, MixedPrecision):
             return choice
+        given, choice = choice, preset_name(choice)
         presets = {
             None: cls(),
             False: cls(),
@@ -135,7 +152,8 @@ class MixedPrecision:
         }
         if not isinstance(choice, Hashable) or choice not in presets:
             names = [name for name in presets if isinstance(name, str)]
-            raise ConfigError(f"precision: got {choice!r:.80}.{did_you_mean(str(choice), names)}")
+            hint = did_you_mean(str(choice), names, guesses=not is_number_format(str(choice)))
+            raise ConfigError(f"precision: got {given!r:.80}.{hint}")
         return presets[choice]
 
     @property
@@ -152,6 +170,28 @@ class MixedPrecision:
     def is_mixed(self) -> bool:
         """Whether the compute dtype differs from that of parameters."""
         return self.compute != self.param
+
+
+_OF_DTYPES = MappingProxyType({"float32": "float32", "bfloat16": "bf16", "float16": "fp16"})
+"""The preset that computes in each dtype."""
+
+
+def preset_name(choice: Any) -> Any:
+    """Returns the canonical name of a preset for another spelling of it; other values unchanged.
+
+    Args:
+        choice: such as `"bfloat16"`, `"BF16"`, `"half"`, `jnp.bfloat16` or a policy.
+
+    Example:
+        >>> preset_name("bfloat16"), preset_name("F32"), preset_name(jnp.float16)
+        ('bf16', 'float32', 'fp16')
+        >>> preset_name("bf61"), preset_name(None)
+        ('bf61', None)
+    """
+    spelled = spelled_dtype(choice)
+    if not isinstance(spelled, str):
+        return choice
+    return _OF_DTYPES.get(spelled, "fp8" if spelled.lower() == "fp8" else choice)
 
 
 def without_gathers(
@@ -423,11 +463,11 @@ class GradScaler:
 
     def scale(self, loss: Array, state: ScalerState) -> Array:
         """Multiplies a loss by the scale, in float32: float16 cannot hold the initial scale."""
-        return wide(loss) * state.scale
+        return wide(jnp.asarray(loss)) * state.scale
 
     def unscale(self, grads: ArrayTree, state: ScalerState) -> PyTree:
         """Divides gradients by the scale, in float32 or wider."""
-        return jax.tree.map(lambda g: wide(g) / state.scale, grads)
+        return jax.tree.map(lambda g: wide(jnp.asarray(g)) / state.scale, grads)
 
     def update(self, state: ScalerState, finite: Array) -> ScalerState:
         """Returns the state after a step.

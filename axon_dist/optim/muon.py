@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -412,7 +412,7 @@ def _axes(x: Any, dims: Dims | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         )
 
     def read(axes):
-        return tuple(a % x.ndim for a in ((axes,) if isinstance(axes, int) else axes))
+        return tuple(a % x.ndim for a in (axes if isinstance(axes, Iterable) else (axes,)))
 
     rows = read(dims.reduction_axis)
     columns = read(dims.output_axis)

@@ -260,7 +260,7 @@ def _sharding_strategy_first(make: Callable[_P, Strategy]) -> Callable[_P, Strat
     @functools.wraps(make)
     def reordered(*args: Any, **options: Any) -> Strategy:
         # A mesh axis with the name of a sharding strategy is given by keyword.
-        if args and isinstance(args[0], str) and args[0] in list(ShardingStrategy):
+        if args and ShardingStrategy.named(args[0]) is not None:
             options["sharding_strategy"] = args[0]
             args = args[1:]
         return make(*args, **options)  # pyright: ignore[reportCallIssue]

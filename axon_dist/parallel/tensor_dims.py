@@ -141,7 +141,7 @@ def _labels(
 
 
 def _ints(value: int | Iterable[int]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
+    return tuple(value) if isinstance(value, Iterable) else (value,)
 
 
 def _labels_of_axes(

@@ -279,6 +279,7 @@ class Candidate:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", resolve_name(self.strategy)[0])
+        object.__setattr__(self, "schedule", PipelineSchedule(self.schedule))
         self.validate()
 
     def validate(self) -> None:
@@ -288,7 +289,6 @@ class Candidate:
             raise ConfigError(
                 f"unknown strategy {self.strategy!r}.{did_you_mean(self.strategy, known)}"
             )
-        PipelineSchedule(self.schedule)
         for field in (*AXES, "replicas", "num_microbatches"):
             COUNT.check("Candidate", field, getattr(self, field))
         if (self.replicas > 1) != (self.slow_replicas is not None):

@@ -117,9 +117,10 @@ def build_schedule(
         >>> build_schedule("1f1b", num_devices=4, num_microbatches=8).num_ticks
         22
     """
-    if not isinstance(name, str) or name not in SCHEDULES:
+    member = PipelineSchedule.named(name)
+    if member is None:
         raise ScheduleError(f"got the schedule {name!r:.80}.{did_you_mean(str(name), SCHEDULES)}")
-    builder = SCHEDULES[PipelineSchedule(name)]
+    builder = member.builder
     check_sizes(num_devices=num_devices, num_microbatches=num_microbatches)
     num_devices, num_microbatches = operator.index(num_devices), operator.index(num_microbatches)
     if builder.any_chunks:
@@ -299,7 +300,10 @@ def _row(
 
 
 def efficiency(num_microbatches: int, num_stages: int) -> float:
-    """Returns the share of time that devices work under 1F1B or GPipe: `M / (M+S-1)`.
+    """Takes first `M` microbatches, then `S` stages; returns the share of work `M / (M+S-1)`.
+
+    Other functions of schedules take the stages first, so name the arguments. The share is that of
+    the time in which devices work, under 1F1B or GPipe.
 
     Args:
         num_microbatches: microbatches `M`.
@@ -312,7 +316,7 @@ def efficiency(num_microbatches: int, num_stages: int) -> float:
         ScheduleError: a number below 1.
 
     Example:
-        >>> round(efficiency(8, 4), 4)
+        >>> round(efficiency(num_microbatches=8, num_stages=4), 4)
         0.7273
     """
     check_sizes(num_microbatches=num_microbatches, num_stages=num_stages)

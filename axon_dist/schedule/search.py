@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import inf
 
+from ..core.arguments import REAL
 from ..core.errors import ScheduleError
 from ..core.renamed import renamed_arguments
 from .action import Action, Cell, Phase, check_sizes, dependencies
@@ -298,7 +299,7 @@ def search(
         (25.5, 4.0)
     """
     check_sizes(num_devices=num_devices, num_microbatches=num_microbatches, chunks=chunks)
-    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
+    if not REAL.holds(memory) or not memory > 0:
         raise ScheduleError(
             f"got memory={memory!r:.60}. Give a number of microbatches above 0; inf is no limit."
         )

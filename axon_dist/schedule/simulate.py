@@ -7,6 +7,7 @@ from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
+from ..core.arguments import is_number
 from ..core.errors import ConfigError, NamedChoice, ScheduleError
 from .action import TOGETHER, Action, Phase, receiver
 from .memory import STASH_ENDS, peak_live
@@ -117,13 +118,12 @@ class Costs:
             value: Any = getattr(self, name)
             if name == "b" and self.b is None:
                 continue
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not 0 <= float(value) < inf:
+            if not is_number(value) or value < 0:
                 raise ScheduleError(
                     f"got the cost {name}={value!r:.60}. A time must be a finite number of at "
                     "least 0."
                 )
-            if value > _MOST_TIME:
+            if float(value) > _MOST_TIME:
                 raise ScheduleError(
                     f"got the cost {name}={value}. Times add up, and only their ratios matter: "
                     f"make them at most {_MOST_TIME:g}."

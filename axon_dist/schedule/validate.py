@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..core.errors import ScheduleError
 from .action import TOGETHER, Action, Cell, Phase, dependencies
@@ -217,7 +217,8 @@ def _check_order(schedule: Schedule) -> None:
 
 
 def _check_memory(schedule: Schedule, max_live: int | Sequence[int]) -> None:
-    limits = [max_live] * schedule.num_devices if isinstance(max_live, int) else list(max_live)
+    is_each = isinstance(max_live, Iterable)
+    limits = list(max_live) if is_each else [max_live] * schedule.num_devices
     if len(limits) != schedule.num_devices:
         raise ScheduleError(
             f"got {len(limits)} limits in max_live for {schedule.num_devices} devices. Give one "

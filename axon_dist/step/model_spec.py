@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..core.checks import takes
+from ..core.checks import is_wrapper, takes
 from ..core.compat import eval_jaxpr
 from ..core.errors import ConfigError
-from ..core.modules import bridges_of, stacks_of
+from ..core.modules import bridges_of, stacks_of, traceable
 from ..core.tree import (
     combine,
     floating_dtype,
@@ -358,24 +358,14 @@ def split_model(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mod
         params, buffers, frozen = jax.tree.map(jnp.asarray, trees)
         model_spec = ModelSpec(graphdef, *shapes_of((params, buffers, frozen)), others=others)
         return model_spec, Source(arrays=(combine(params, frozen), buffers))
-    if not callable(model) or isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model is a {type(model).__name__}; give an nnx.Module, or a function of no "
-            "arguments that returns one (a Linen module goes through nnx.bridge.ToNNX)"
-        )
-    if hasattr(model, "cache_info"):
-        raise ConfigError(
-            "the function that makes the model is cached by functools, and would return values of "
-            "another trace; give the function itself, such as lambda: Model(rngs=nnx.Rngs(0))",
-            code="cached-model",
-        )
-    _check_takes_nothing(model)
+    _check_makes_model(model)
+    make = traceable(model)
     structure: list[Any] = []
 
     def new() -> tuple[PyTree, PyTree, PyTree]:
         # Annotated models would require a mesh in context; the strategy decides instead.
         with nnx.use_eager_sharding(False):
-            made = model()
+            made = make()
         if not isinstance(made, nnx.Module):
             raise ConfigError(
                 f"the function that makes the model returned a {type(made).__name__}; let it "
@@ -506,9 +496,26 @@ def _split(
     return (graphdef, others), tuple(map(nnx.to_pure_dict, states))
 
 
-def _check_takes_nothing(make: Function) -> None:
+def _check_makes_model(model: Any) -> None:
+    if is_wrapper(model):
+        raise ConfigError(
+            f"model is a {type(model).__name__}, a wrapper; give its .module as the model, and the "
+            "wrapper as the strategy",
+            code="wrapper-as-model",
+        )
+    if not callable(model) or isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give an nnx.Module, or a function of no "
+            "arguments that returns one (a Linen module goes through nnx.bridge.ToNNX)"
+        )
+    if hasattr(model, "cache_info"):
+        raise ConfigError(
+            "the function that makes the model is cached by functools, and would return values of "
+            "another trace; give the function itself, such as lambda: Model(rngs=nnx.Rngs(0))",
+            code="cached-model",
+        )
     # The metaclass of modules hides the signature of the class.
-    run, args = (make.__init__, (None,)) if isinstance(make, type) else (make, ())
+    run, args = (model.__init__, (None,)) if isinstance(model, type) else (model, ())
     try:
         inspect.signature(run).bind(*args)
     except TypeError as error:

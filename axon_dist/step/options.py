@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_type_hint
 from flax import nnx
 from jax.sharding import Mesh
 
-from ..core.checks import OPTIMIZER, check_fields
+from ..core.checks import OPTIMIZER, check_fields, is_wrapper
 from ..core.errors import ConfigError, GroupError, NamedChoice, did_you_mean
 from ..core.typing import LossFn, OptionValue
 from ..core.words import AUTO
 from ..mesh import ProcessGroup, World
 from ..nn import ActivationCheckpointing
 from ..ops.precision import GradScaler
+from ..parallel import HasStrategy, Strategy, as_strategy
 
 FLAG = "nonfinite"
 """The metric that is true when the nonfinite guard kept parameters and moments unchanged."""
@@ -182,6 +183,19 @@ def check_arguments(
             "shapes; pass its .module as the model, or its .strategy as the strategy",
             code="wrapper-of-another-model",
         )
+
+
+def unwrapped_model(model: Any, strategy: Strategy | HasStrategy) -> Any:
+    """Returns the module of a wrapper that is passed as the model too, as PyTorch's users do.
+
+    Args:
+        model: the model, a function that makes it, or a wrapper such as `DDP`.
+        strategy: that of the step. A wrapper with another one stays wrapped, and `split_model`
+            refuses it: its own strategy would have no effect.
+    """
+    if not is_wrapper(model) or model.strategy != as_strategy(strategy):
+        return model
+    return getattr(model, "module", model)
 
 
 def _weights(model: Any) -> dict[Any, Any]:

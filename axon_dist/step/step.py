@@ -54,7 +54,14 @@ from .guards import ESCAPED, DeadlockGuard, trace
 from .layout import Claims, StateLayout
 from .model_spec import ModelLike, ModelSpec, split_model, stored_as
 from .optimizer import unconjugated
-from .options import StepKeywords, StepOptions, check_arguments, options_of, takes_step
+from .options import (
+    StepKeywords,
+    StepOptions,
+    check_arguments,
+    options_of,
+    takes_step,
+    unwrapped_model,
+)
 from .plan import StepPlan, plan_step
 from .replicas import ReplicaLayout, shared_metrics
 from .rules import check_plan, check_rules
@@ -93,7 +100,7 @@ def build_train_step(
 
     Args:
         model: an NNX module, or a zero-argument function that makes one. The arrays of a function's
-            model are initialized sharded.
+            model are initialized sharded. A wrapper that is the strategy too stands for its module.
         optimizer: any optax transformation; one that reads the loss gets it as `value`.
         loss_fn: `loss_fn(model, batch)`, returning a scalar mean or `Weighted`, alone or with a
             dict of scalar metrics. A loss with a required parameter `step` (one without a default),
@@ -170,6 +177,7 @@ def build_train_step(
             )
 
         return recomputing_least(build, batch)
+    model = unwrapped_model(model, strategy)
     check_arguments(optimizer, loss_fn, world, remat, strategy, model)
     names = AxisNames.of(world.mesh, options_of(options, keywords, False).axis_names)
     with own_context(names):

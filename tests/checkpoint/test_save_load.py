@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.checkpoint import (
     CheckpointManager,
@@ -382,3 +383,28 @@ def test_replicas_write_slices_of_large_arrays_alone(make_world, tmp_path):
     rows = [row["array_metadata"] for row in json.loads(written)["array_metadatas"]]
     shapes = {row["param_name"]: tuple(row["write_shape"]) for row in rows}
     assert shapes == {"large": (1, 2**18), "small": (2, 8)}
+
+
+@BOTH
+def test_a_state_with_numbers_is_its_own_target(type, make_world, tmp_path):
+    rows = np.arange(4, dtype=np.float32)
+    state = {"epoch": 3, "rate": 0.1, "good": True, "rows": rows, "n": np.int32(7)}
+    save_checkpoint(tmp_path / "c", {**state, "w": jnp.ones(3)}, type=type)
+    others = {"epoch": 0, "rate": 0.0, "good": False, "rows": 0 * rows, "n": np.int32(0)}
+    rate = float(np.float32(0.1))  # JAX keeps 32 bits.
+    mesh = make_world("dp=2").mesh
+    split = jax.device_put(jnp.zeros(4)[:3], NamedSharding(mesh, PartitionSpec()))
+    for w, place in ((jnp.zeros(3), jnp.zeros(()).sharding), (split, split.sharding)):
+        restored = load_checkpoint(tmp_path / "c", {**others, "w": w})
+        assert restored.pop("w").tolist() == [1, 1, 1]
+        found = restored.pop("rows")
+        assert isinstance(found, jax.Array)
+        assert found.sharding == place
+        np.testing.assert_array_equal(found, rows)
+        kept = {name: x for name, x in {**state, "rate": rate}.items() if name != "rows"}
+        assert restored == kept
+        assert all(restored[name].__class__ is x.__class__ for name, x in kept.items())
+    with pytest.raises(CheckpointError, match=r"epoch is int32\[\] in .* and float32\[\] here"):
+        load_checkpoint(tmp_path / "c", {**others, "epoch": 0.0, "w": jnp.ones(3)})
+    with pytest.raises(CheckpointError, match=r"epoch of the target is a str without a sharding"):
+        load_checkpoint(tmp_path / "c", {**others, "epoch": "0", "w": jnp.ones(3)})

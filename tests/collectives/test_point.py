@@ -2,9 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from axon_dist.collectives import Mailbox, ring_all_reduce, send_recv, shift
+from axon_dist.collectives import Mailbox, all_gather, rank, ring_all_reduce, send_recv, shift
 from axon_dist.core.errors import GroupError
+from axon_dist.mesh import ProcessGroup
 
 
 def test_send_equals_the_messages_of_a_mailbox(make_world):
@@ -66,3 +68,28 @@ def test_ring_takes_two_rounds_of_steps(size, make_world):
 def test_impossible_permutations(perm, message, make_world):
     with pytest.raises(GroupError, match=message):
         send_recv(jnp.zeros(4), make_world("dp=4").default_group, perm)
+
+
+def test_ranks_are_counted_in_the_order_of_the_groups_axes(make_world):
+    """Every collective, and `rank`, counts in the order in which the group names its axes."""
+    mesh = make_world("dp=2,tp=3").mesh
+    group = ProcessGroup(mesh, ("tp", "dp"))
+    x = jnp.arange(6.0)
+    order = list(group.ranks)
+    assert order == [0, 3, 1, 4, 2, 5]
+    assert rank(group)[np.array(order)].tolist() == list(range(6))
+    assert all_gather(x, group)[0].tolist() == order
+    assert shift(x, group)[np.array(order)].tolist() == np.roll(order, 1).tolist()
+    sent = send_recv(x, group, [(0, 1), (5, 2)])
+    assert sent[np.array(order)].tolist() == [0, order[0], order[5], 0, 0, 0]
+    rows = np.random.default_rng(0).integers(0, 9, (6, 7))
+    np.testing.assert_array_equal(ring_all_reduce(rows, group), np.tile(rows.sum(0), (6, 1)))
+
+
+def test_a_mesh_in_context_may_have_the_axes_in_another_order(make_world):
+    group = make_world("dp=2,tp=2").default_group
+    mesh = make_world("tp=2,dp=2").mesh
+    run = jax.shard_map(
+        lambda x: shift(x, group), mesh=mesh, in_specs=P(("dp", "tp")), out_specs=P(("dp", "tp"))
+    )
+    assert jax.jit(run)(jnp.arange(4)).tolist() == [3, 0, 1, 2]

@@ -1,3 +1,6 @@
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,8 +10,11 @@ from axon_dist.collectives import (
     all_reduce_sum,
     reduce_scatter_mean,
     reduce_scatter_sum,
+    scatter_tensor,
 )
 from axon_dist.core.errors import DivisibilityError, DTypeError
+
+from .dense import in_shard_map
 
 
 def test_numbers(make_world):
@@ -66,3 +72,25 @@ def test_dtypes(make_world):
     assert reduce_scatter_mean(x.astype(jnp.bfloat16), group).dtype == jnp.bfloat16
     with pytest.raises(DTypeError, match="dtype int32"):
         reduce_scatter_mean(x.astype(jnp.int32), group)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    "collective",
+    [
+        reduce_scatter_sum,
+        functools.partial(reduce_scatter_mean, pad=True),
+        scatter_tensor,
+        functools.partial(all_gather, tiled=True),
+        jax.grad(lambda x, group: all_gather(x, group, tiled=True).sum()),
+    ],
+    ids=["sum", "mean", "scatter", "gather", "grad"],
+)
+def test_an_empty_dim_stays_empty(collective, check_vma, make_world):
+    """XLA itself refuses to scatter or gather along one."""
+    world = make_world("dp=2,tp=2")
+    x = jnp.zeros((4, 0, 3))
+    for group in (world.default_group, world.group("tp"), world.new_group([0, 1])):
+        run = functools.partial(collective, group=group)
+        assert in_shard_map(run, world.mesh, check_vma)(x).shape == (4, 0, 3)
+        assert run(x).shape == (4, 0, 3)

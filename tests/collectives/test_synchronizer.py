@@ -189,3 +189,11 @@ def test_impossible_settings():
         ConfigError, match=r"got 'later', and has no such member\. .*no_sync, overlapped"
     ):
         GradientSynchronizer("later")
+
+
+@pytest.mark.parametrize("index", [0.5, "0", None, True])
+def test_the_index_of_a_gradient_is_a_whole_number(index):
+    sync = GradientSynchronizer()
+    sync.prepare({"a": jnp.ones(2), "b": jnp.ones(2)})
+    with pytest.raises(ConfigError, match=rf"got gradient {index}; the plan has 2, 0\.\.1"):
+        sync.add_gradient(index, jnp.ones(2))

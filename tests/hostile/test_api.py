@@ -18,8 +18,11 @@ from flax import nnx
 
 import axon_dist
 from axon_dist import World
+from axon_dist.collectives import Quantized, TopK, plan_buckets
 from axon_dist.core.errors import AxonDistError
-from axon_dist.schedule import Costs, build_schedule
+from axon_dist.mesh import MeshSpec
+from axon_dist.ops.fp8 import size_of
+from axon_dist.schedule import Costs, build_schedule, search, validate
 from axon_dist.sharding import Replicate
 from axon_dist.step import TrainState
 from axon_dist.train.loop import LoopOptions, Trainer
@@ -502,3 +505,39 @@ ONE_BY_ONE = {
 def test_each_wrong_argument_raises_a_clear_error(name, tmp_path):
     with pytest.raises(AxonDistError):
         ONE_BY_ONE[name](tmp_path)
+
+
+TABLE = build_schedule("gpipe", 2, 2)
+TAKES_NUMPY = {
+    "MeshSpec": lambda n, _: MeshSpec(dp=n),
+    "pairs of a mesh": lambda n, _: MeshSpec((("dp", n),)),
+    "World.emulate": lambda n, _: World.emulate(n, {"dp": n}).spec,
+    "GradientBucket": lambda n, _: axon_dist.GradientBucket(n).capacity,
+    "GradientSynchronizer": lambda n, _: axon_dist.GradientSynchronizer("no_sync", n).ready,
+    "plan_buckets": lambda n, _: plan_buckets([(n, 3), (n,)], n).sizes,
+    "ddp": lambda n, _: axon_dist.ddp(bucket_capacity=n),
+    "fsdp": lambda n, _: axon_dist.fsdp(min_elements=n),
+    "zero": lambda n, _: axon_dist.zero(n, min_elements=n),
+    "pipelined": lambda n, _: axon_dist.pipelined(n, n, "interleaved_1f1b", chunks=n),
+    "ActivationCheckpointing": lambda n, _: axon_dist.ActivationCheckpointing(n).num_saved(n),
+    "Quantized": lambda n, _: Quantized("int8", block=n),
+    "TopK": lambda _, x: TopK(x),
+    "Costs": lambda n, x: Costs(f=n, transfer=x),
+    "search": lambda n, x: search(n, n, memory=n).memory + search(n, n, memory=8 * x).memory,
+    "validate": lambda n, _: validate(TABLE, max_live=n),
+    "lora": lambda n, x: nnx.state(
+        axon_dist.lora(Net(), n, alpha=x, alpha_pattern={"up": n}, rngs=nnx.Rngs(0)), nnx.Param
+    )["up"].keys(),
+    "muon": lambda n, _: muon_of(optax.contrib.MuonDimensionNumbers(n - 2, n - 1)),
+    "GradScaler": lambda n, x: axon_dist.GradScaler(n, growth_interval=n, backoff_factor=x),
+    "size_of": lambda n, _: size_of(n),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_NUMPY)
+def test_a_number_of_numpy_means_what_that_of_python_means(name):
+    call = TAKES_NUMPY[name]
+    wanted = call(2, 0.25)
+    for kind in (np.int64, np.int32):
+        found = call(kind(2), np.float32(0.25))
+        assert callable(found) or found == wanted

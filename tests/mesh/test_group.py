@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.core.errors import GroupError
 from axon_dist.mesh import ProcessGroup
@@ -100,3 +101,16 @@ def test_spmd_runs_row_by_row(make_world):
     for wrong in (jnp.zeros((3, 2)), 1.0):
         with pytest.raises(GroupError, match="must be rank-stacked: dim 0 = world size 4"):
             world.group("tp").spmd(lambda x: x)(wrong)
+
+
+def test_arrays_of_another_world_are_refused_with_the_way_to_move_them(make_world):
+    group = make_world("dp=4").default_group
+    other = NamedSharding(make_world("dp=2").mesh, PartitionSpec())
+    x = jnp.arange(4.0)
+    double = group.spmd(lambda x: 2 * x)
+    for elsewhere, found in ((other, "0-1"), (jax.devices()[1], "1")):
+        with pytest.raises(GroupError, match=rf"on the devices {found}, .* 0-3; move") as error:
+            double(jax.device_put(x, elsewhere))
+        assert error.value.code == "array-on-other-devices"
+    moved = jax.device_put(jax.device_put(x, other), NamedSharding(group.mesh, PartitionSpec()))
+    assert double(double(moved)).tolist() == [0, 4, 8, 12]

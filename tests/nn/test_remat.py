@@ -82,3 +82,10 @@ def test_block_classes_are_those_of_outermost_lists_that_hold_parameters():
 def test_by_class_is_a_value():
     assert by_class("A", "B") == ClassIs(("A", "B"))
     assert by_class("Linear")("head", nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+
+
+def test_no_blocks_save_one_boundary_and_fewer_do_not_exist():
+    for interval in ("sqrt", 1, 4):
+        assert ActivationCheckpointing(interval).num_saved(0) == 1
+        with pytest.raises(ConfigError, match=r"num_blocks=-1, an int; give a whole number"):
+            ActivationCheckpointing(interval).num_saved(-1)

@@ -87,3 +87,18 @@ def test_errors_name_sizes(make_world):
         VocabParallelEmbedding(10, 8, group=group, rngs=nnx.Rngs(0))
     with pytest.raises(DivisibilityError, match=r"classes=10 .* tp=4"):
         vocab_parallel_cross_entropy(jnp.zeros((2, 10)), jnp.zeros(2, int), group)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16])
+def test_rows_and_logits_have_the_dtype_of_nnx_embed(dtype, param_dtype, given):
+    dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+    mine = VocabParallelEmbedding(8, 4, **dtypes, rngs=nnx.Rngs(0))
+    theirs = nnx.Embed(8, 4, **dtypes, rngs=nnx.Rngs(0))
+    theirs.embedding.set_value(mine.embedding[...])
+    x = jnp.linspace(-1, 1, 8).reshape(2, 4).astype(given)
+    tokens = jnp.array([[0, 7], [3, 1]])
+    for call in (lambda table: table.attend(x), lambda table: table(tokens)):
+        assert call(mine).dtype == call(theirs).dtype
+        np.testing.assert_array_equal(call(mine), call(theirs))

@@ -9,7 +9,7 @@ from flax import nnx
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import floating_dtype
-from axon_dist.ops.precision import MixedPrecision, autocast, cast_floating
+from axon_dist.ops.precision import MixedPrecision, autocast, cast_floating, preset_name
 
 
 def test_presets():
@@ -176,3 +176,35 @@ def test_layers_of_a_bridged_module_compute_in_the_dtype_too():
     products = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
     assert [e.outvars[0].aval.dtype for e in products] == [jnp.bfloat16] * 2
     assert jaxpr.out_avals[0].dtype == jnp.float32
+
+
+SPELLED = {
+    "float32": ("float32", "fp32", "f32", "FP32", jnp.float32, np.float32, np.dtype("float32")),
+    "bf16": ("bf16", "bfloat16", "BF16", "BFloat16", jnp.bfloat16, jnp.dtype("bfloat16")),
+    "fp16": ("fp16", "float16", "half", "FP16", "Half", jnp.float16, np.float16),
+    "fp8": ("fp8", "FP8"),
+}
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_every_spelling_of_a_preset_is_the_preset(name):
+    for spelled in SPELLED[name]:
+        assert MixedPrecision.of(spelled) == MixedPrecision.of(name)
+        assert preset_name(spelled) == name
+    if name != "fp8":
+        dtypes = {floating_dtype(spelled, "compute") for spelled in SPELLED[name]}
+        assert dtypes == {MixedPrecision.of(name).compute}
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["float64", "fp64", "f64", "double", "fp4", "int8", "tf32", "float8_e4m3fn", "FP4", jnp.int8],
+)
+def test_a_format_without_a_preset_is_not_taken_for_a_misspelling(other):
+    with pytest.raises(ConfigError, match=r"^precision: got .{1,40}\. Valid: bf16, float32, fp16"):
+        MixedPrecision.of(other)
+
+
+def test_an_array_is_no_precision():
+    with pytest.raises(ConfigError, match=r"precision: got Array"):
+        MixedPrecision.of(jnp.ones(()))

@@ -114,3 +114,10 @@ def test_keep_if_selects_a_whole_tree():
     new, old = {"a": jnp.full(2, jnp.nan)}, {"a": jnp.ones(2)}
     np.testing.assert_array_equal(keep_if(jnp.array(False), new, old)["a"], [1, 1])
     assert np.isnan(keep_if(jnp.array(True), new, old)["a"]).all()
+
+
+def test_numbers_of_python_are_scaled_like_arrays():
+    scaler = GradScaler(init_scale=100.0)
+    state = scaler.init()
+    assert float(scaler.scale(3, state)) == float(jax.jit(scaler.scale)(3, state)) == 300.0
+    assert float(scaler.unscale({"a": 50.0}, state)["a"]) == 0.5

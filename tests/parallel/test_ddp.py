@@ -1,5 +1,7 @@
 """DDP: what the wrapper accepts, the papers' numbers, and the bytes on the wire."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -182,3 +184,8 @@ def test_a_function_that_makes_the_module_is_taken_as_fsdp_takes_it(world):
     assert wrapped.parameters()["kernel"].shape == (2, 3)
     with pytest.raises(ConfigError, match=r"sync_parameters.* needs a module, and got a function"):
         wrapped.sync_parameters()
+
+
+def test_a_wrapped_factory_may_have_its_rngs_bound(world):
+    make = functools.partial(nnx.Linear, 2, 3, rngs=nnx.Rngs(0))
+    assert DDP(make, world.group("dp")).parameters()["kernel"].shape == (2, 3)

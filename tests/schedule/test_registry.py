@@ -2,8 +2,10 @@ import itertools
 
 import numpy as np
 import pytest
+from flax import nnx
 
-from axon_dist.core.errors import ScheduleError
+from axon_dist import Pipeline, fsdp
+from axon_dist.core.errors import ConfigError, NamedChoice, ScheduleError
 from axon_dist.schedule import SCHEDULES, PipelineSchedule, build_schedule, validate
 
 
@@ -69,3 +71,27 @@ def test_sizes_may_be_numpy_integers(name):
     assert type(table.num_microbatches) is int
     with pytest.raises(ScheduleError, match=r"got num_devices=np.float64\(2.0\).*an integer"):
         build_schedule(name, np.float64(2), 4)
+
+
+CHOICES = [x for x in NamedChoice.__subclasses__() if x.__module__.startswith("axon_dist.")]
+
+
+@pytest.mark.parametrize("choices", CHOICES, ids=lambda x: x.__name__)
+def test_names_of_every_choice_are_found_in_any_case(choices):
+    names = [member.value.lower() for member in choices]
+    assert len(set(names)) == len(names)
+    for member in choices:
+        for name in (member.value, member.value.upper(), member.value.title()):
+            assert choices(name) is member
+    for other in ("nothing", 3, None, ""):
+        assert choices.named(other) is None
+        with pytest.raises(ConfigError, match="has no such member"):
+            choices(other)
+
+
+def test_names_in_another_case_build_the_same():
+    assert build_schedule("1F1B", 4, 8) == build_schedule("1f1b", 4, 8)
+    assert fsdp("HYBRID_SHARD", ("dp", "fsdp")) == fsdp("hybrid_shard", ("dp", "fsdp"))
+    stages = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+    named = [Pipeline.from_modules(stages, 4, name) for name in ("ZERO_BUBBLE_V", "zero_bubble_v")]
+    assert named[0].schedule == named[1].schedule

@@ -1,5 +1,7 @@
 """A model is split and merged again; its buffers stay as they were."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,3 +146,47 @@ def test_parameters_without_a_gradient_and_factories_with_arguments():
         split_model(nnx.Linear)
     with pytest.raises(ConfigError, match=r"model is a Dense.*goes through nnx.bridge.ToNNX"):
         split_model(linen.Dense(3))
+
+
+def test_a_factory_with_bound_rngs_makes_what_an_eager_call_makes():
+    shared = nnx.Rngs(0)
+    make = functools.partial(Pair, shared, rngs=shared)
+    _, source = split_model(make)
+    assert int(shared.params.count[...]) == 0
+    first, again = source.make()[0], source.make()[0]
+    expected = nnx.to_pure_dict(nnx.state(make(), nnx.Param))
+    # The eager call has drawn from the Rngs, and the source still makes the first model.
+    for params in (first, again, source.make()[0]):
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_a_large_factory_with_bound_rngs_makes_the_same_model_in_each_trace():
+    table = jnp.arange(2.0**15)
+    rngs = nnx.Rngs(0)
+    _, source = split_model(functools.partial(Tabled, table, rngs))
+    rngs.params()
+    expected = Tabled(table, nnx.Rngs(0)).inner.kernel[...]
+    np.testing.assert_array_equal(source.make()[0]["inner"]["kernel"], expected)
+
+
+class Pair(nnx.Module):
+    """Two layers that draw in turn from one stream."""
+
+    def __init__(self, first, rngs):
+        self.first = nnx.Linear(2, 3, rngs=first)
+        self.second = nnx.Linear(2, 3, rngs=rngs)
+
+
+class Tabled(nnx.Module):
+    """A layer next to a constant that is too large to keep with a trace."""
+
+    def __init__(self, table, rngs):
+        self.table = nnx.Param(table)
+        self.inner = nnx.Linear(2, 3, rngs=rngs)
+
+
+def test_a_factory_that_draws_from_rngs_it_closes_over_is_told_to_make_them():
+    rngs = nnx.Rngs(0)
+    with pytest.raises(ConfigError, match=r"RngCount.*make the Rngs inside the function") as error:
+        split_model(lambda: nnx.Linear(2, 3, rngs=rngs))
+    assert error.value.code == "model-changes-outer-object"

@@ -11,7 +11,19 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axon_dist import DDP, Strategy, Weighted, World, build_train_step, compose, ddp, fsdp, zero
+from axon_dist import (
+    DDP,
+    FSDP,
+    Pipeline,
+    Strategy,
+    Weighted,
+    World,
+    build_train_step,
+    compose,
+    ddp,
+    fsdp,
+    zero,
+)
 from axon_dist.core.errors import (
     ClaimError,
     ConfigError,
@@ -303,6 +315,24 @@ def test_wrappers_and_strategies_are_the_same(world):
     assert plain.strategy == wrapper.strategy
     named = build(world, make_mlp, compose(ddp(), Strategy("nothing")))
     assert named.strategy.name == "ddp + nothing"
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "pipeline"])
+def test_a_wrapper_that_is_the_strategy_may_be_the_model_too(make_world, wrap):
+    world = make_world("pp=2" if wrap == "pipeline" else "dp=2")
+    if wrap == "pipeline":
+        layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(2)]
+        wrapped = Pipeline(nnx.Sequential(*layers), num_ranks=2, num_microbatches=2)
+    else:
+        wrapped = (DDP if wrap == "ddp" else FSDP)(make_mlp(), world.group("dp"))
+    steps = [build(world, model, wrapped) for model in (wrapped.module, wrapped)]
+    assert steps[0].abstract_state.params == steps[1].abstract_state.params
+
+
+def test_a_wrapper_as_the_model_of_another_strategy_is_refused(world):
+    wrapped = DDP(make_mlp(), world.group("dp"))
+    with pytest.raises(ConfigError, match=r"model is a DistributedDataParallel.*give its \.module"):
+        build(world, wrapped, zero(1))
 
 
 # Initial states

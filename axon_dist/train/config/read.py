@@ -168,7 +168,8 @@ def read(hint: object, value: object, path: str = "") -> Any:
     if dataclasses.is_dataclass(hint):
         return _read_dataclass(hint, value, path)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return _pick({member.name.lower(): member for member in hint}, value, path)
+        name = value.lower() if isinstance(value, str) else value
+        return _pick({member.name.lower(): member for member in hint}, name, path)
     return _read_scalar(hint, value, path)
 
 

@@ -14,7 +14,7 @@ from axon_dist.checkpoint.save import check_type
 from axon_dist.core.errors import ConfigError, did_you_mean, warn
 from axon_dist.core.files import as_place
 from axon_dist.mesh import MeshSpec, World
-from axon_dist.ops.precision import GradScaler, MixedPrecision
+from axon_dist.ops.precision import GradScaler, MixedPrecision, preset_name
 from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose, resolve_name
 from axon_dist.planner.reading import Remat
 
@@ -337,6 +337,10 @@ class RunConfig:
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     loggers: tuple[Annotated[Logger, OneOf(LOGGERS)], ...] = ()
+
+    def __post_init__(self) -> None:
+        # A run keeps one name of a preset, however it was spelled.
+        object.__setattr__(self, "precision", preset_name(self.precision))
 
     @property
     def kind(self) -> ModelKind:

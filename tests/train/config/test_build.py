@@ -4,6 +4,7 @@ import types
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -18,7 +19,7 @@ from axon_dist.ops.precision import MixedPrecision
 from axon_dist.train.app import train
 from axon_dist.train.app.runs import build_run
 from axon_dist.train.app.steps import build_step, build_world, names_on, warn_of_vanishing
-from axon_dist.train.config import LOGGERS, RunConfig, build_strategy
+from axon_dist.train.config import LOGGERS, RunConfig, build_strategy, with_own_precision
 from axon_dist.train.loop import SilentProgress
 
 
@@ -244,3 +245,20 @@ def test_names_of_axes_are_a_key(tiny, make_world):
 def test_names_of_axes_mean_those_of_another_mesh(own, other, given, meant):
     own, other = map(MeshSpec.parse, (own, other))
     assert names_on({"name": given}, own, other) == {"name": meant}
+
+
+@pytest.mark.parametrize("spelled", ["bf16", "bfloat16", "BF16"])
+def test_a_config_keeps_the_one_name_of_a_precision(spelled):
+    configs = [RunConfig.from_dict({"precision": spelled}), RunConfig(precision=spelled)]
+    configs.append(RunConfig(precision=jnp.bfloat16))
+    option = {"fsdp": {"mixed_precision": spelled}}
+    configs.append(with_own_precision(RunConfig.from_dict({"parallel": option})))
+    assert [config.precision for config in configs] == ["bf16"] * 4
+    assert configs[0].to_dict()["precision"] == "bf16"
+
+
+def test_names_of_enums_are_read_in_any_case():
+    config = RunConfig.from_dict({"train": {"nonfinite": "Skip"}, "checkpoint": {"type": "FULL"}})
+    assert config == RunConfig.from_dict(
+        {"train": {"nonfinite": "skip"}, "checkpoint": {"type": "full"}}
+    )
