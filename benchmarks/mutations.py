@@ -97,7 +97,8 @@ MUTATIONS = (
         "step/test_padding.py::test_own_weights_stay_and_fillings_weigh_nothing",
     ),
     row(
-        "ops/precision.py", "wide(g) / state.scale", "wide(g) * state.scale",
+        "ops/precision.py", "wide(jnp.asarray(g)) / state.scale",
+        "wide(jnp.asarray(g)) * state.scale",
         "ops/test_scaler.py::test_scale_and_unscale",
     ),
     row(
