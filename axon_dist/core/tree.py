@@ -339,14 +339,17 @@ def spelled_dtype(value: object) -> object:
     return dtype.name if isinstance(dtype, np.dtype) else value
 
 
-_FORMAT = re.compile(r"(fp|f|float|double|single|tf|nf|mxfp|u?int|i)[0-9]*(_?e[0-9]+m[0-9]+.*)?")
+_BITS = "2|4|6|8|16|32|64|80|128"
+_FORMAT = re.compile(
+    rf"double|single|tf32|(fp|f|float|nf|mxfp|u?int|i)({_BITS})?(_?e[0-9]+m[0-9]+.*)?"
+)
 
 
 def is_number_format(text: str) -> bool:
     """Whether a text names a format of numbers exactly, so that it is no misspelling of another.
 
     Example:
-        >>> is_number_format("float64"), is_number_format("fp4"), is_number_format("bf61")
+        >>> is_number_format("float64"), is_number_format("fp4"), is_number_format("fp61")
         (True, True, False)
     """
     return _FORMAT.fullmatch(text.lower()) is not None
