@@ -29,7 +29,14 @@ from ..core.compat import (
 )
 from ..core.errors import BackendStartedError, LaunchError, MeshError, reworded
 from . import coordinator
-from .environment import LaunchSpec, bind_address, local_devices, parse_count, processes_here
+from .environment import (
+    LaunchSpec,
+    bind_address,
+    local_devices,
+    parse_count,
+    processes_here,
+    slurm_devices,
+)
 from .rendezvous import TOKEN, Peer, rendezvous
 from .watchdog import Watchdog, post_failure
 
@@ -251,7 +258,10 @@ def complete(spec: LaunchSpec, timeouts: Timeouts) -> LaunchSpec:
     if spec.process_id is None and devices:
         # JAX gives a process the device of its local rank even if it is alone on its host.
         local = devices[0]
-        own = local_devices(os.environ, local, processes_here(os.environ))
+        if spec.source == "slurm":
+            own = slurm_devices(os.environ, local)
+        else:
+            own = local_devices(os.environ, local, processes_here(os.environ))
         spec = dataclasses.replace(spec, local_rank=local, local_device_ids=own)
     return dataclasses.replace(
         spec, coordinator_address=address, num_processes=count, process_id=process

@@ -325,22 +325,15 @@ def local_devices(env: Environment, local: int, here: int | None = None) -> tupl
         local: the index of the process among those on its host.
         here: the number of processes on its host; None if it is not known.
     """
-    if (here == 1 and local == 0) or _sees_only_its_own(env):
+    # A process counts only those it sees, so a single one is number 0 whatever the local rank is.
+    if (here == 1 and local == 0) or _num_shown(env) == 1:
         return None
     return (local,)
 
 
-def _sees_only_its_own(env: Environment) -> bool:
-    """Whether the launcher hides from this process the accelerators of the others.
-
-    A process counts only those it sees, so the single one is number 0 whatever the local rank is.
-    """
-    shown = [env[name].split(",") for name in _VISIBLE if name in env]
-    fewest = min(map(len, shown), default=None)
-    if fewest is None:
-        return False
-    own = re.search(r"\d{1,6}$", env.get("SLURM_GPUS_PER_TASK", ""), re.ASCII)
-    return fewest == 1 or (own is not None and fewest <= int(own[0]))
+def _num_shown(env: Environment) -> int | None:
+    """The number of accelerators that this process sees; None if the environment does not say."""
+    return min((len(env[name].split(",")) for name in _VISIBLE if name in env), default=None)
 
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -434,7 +427,7 @@ class _Mpi:
         count = names.num_processes
         if count == 1:
             return LaunchSpec()
-        here = processes_here(env)
+        here = next((_count(env, name, at_least=1) for name in self.here if name in env), None)
         local = next((name for name in self.local if name in env), None)
         if local is not None:
             index = _count(env, local)
@@ -442,7 +435,8 @@ class _Mpi:
             names = dataclasses.replace(names, local_rank=index, local_device_ids=devices)
         names = dataclasses.replace(names, coordinator_address=None, source=self.source)
         has_asked = "MASTER_ADDR" in env
-        if not has_asked and "OMPI_MCA_orte_hnp_uri" in env:
+        if "OMPI_MCA_orte_hnp_uri" in env and (not has_asked or "JAX_COORDINATOR_ADDRESS" in env):
+            # JAX knows where mpirun of Open MPI 4 runs, and reads its own variable first.
             return names
         if not has_asked and here != count:
             raise LaunchError(
@@ -502,9 +496,24 @@ def _slurm(env: Environment) -> LaunchSpec | None:
         spec,
         coordinator_address=None,
         local_rank=local,
-        local_device_ids=local_devices(env, local, _slurm_tasks(env)),
+        local_device_ids=slurm_devices(env, local),
         source="slurm",
     )
+
+
+def slurm_devices(env: Environment, local: int) -> tuple[int, ...] | None:
+    """The accelerators of a task of SLURM; as `local_devices`.
+
+    Args:
+        env: the environment.
+        local: the index of the task among those on its host.
+    """
+    # Only for the task itself: processes that it starts inherit these variables.
+    own = re.search(r"\d{1,6}$", env.get("SLURM_GPUS_PER_TASK", ""), re.ASCII)
+    shown = _num_shown(env)
+    if own is not None and shown is not None and shown <= int(own[0]):
+        return None
+    return local_devices(env, local, _slurm_tasks(env))
 
 
 def processes_here(env: Environment) -> int | None:

@@ -209,6 +209,11 @@ def test_the_only_task_of_a_node_takes_all_its_devices(env, devices):
         (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_PER_TASK": "1"}, (1,)),
         (OMPI_4 | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "3"}, None),
         (TORCH | {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "GPU-8932f937"}, None),
+        # Processes that a task of SLURM starts inherit its variables, and share its GPUs.
+        (
+            TORCH | {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_PER_TASK": "2"},
+            (1,),
+        ),
     ],
 )
 def test_a_process_takes_all_devices_that_are_shown_to_it_alone(env, devices):

@@ -111,9 +111,9 @@ class Trainer:
             `overflowed_steps`, and the sums of the metrics since the last record, of which the next
             record is the mean, `window_steps` and `window_sum/loss`, ....
         facts: maps the number of steps taken, and the number of steps that changed the state, to
-            further numbers of a recorder, such as the learning rate; runs on the host.
+            further numbers of a record, such as the learning rate; runs on the host.
         data_facts: maps the number of batches that this call has taken steps with, including the
-            steps that a rollback undid, to further numbers of a recorder, such as the samples seen;
+            steps that a rollback undid, to further numbers of a record, such as the samples seen;
             runs on the host.
         on_compiled: called once, after the first step, which compiles.
         profile_dir: the folder for traces. The options select traced steps, and SIGUSR1 traces the
