@@ -257,7 +257,8 @@ def reduce_buckets(
             with one collective each, such as `sync_gradients`. Under `check_vma=True` JAX has
             already summed the gradient with respect to a replicated value, which `sync_gradients`
             divides by N; the mean of `all_reduce_mean` or `jax.lax.pmean` leaves it N times too
-            large. Such gradients are never concatenated with those that vary over ranks.
+            large. Such gradients are never concatenated with those that vary over ranks: each of
+            the two kinds has its own reductions, and is reduced in the order of its own buckets.
         strategy: SYNCHRONOUS starts when all gradients are ready; NO_SYNC returns the tree.
 
     Returns:

@@ -67,8 +67,9 @@ def is_dtype(value: Any, kind: DTypeLike) -> bool:
 
 
 def is_wrapper(value: object) -> bool:
-    """Whether a value is a wrapper of a model or an optimizer, such as `DDP`."""
-    return not inspect.isclass(value) and hasattr(value, "strategy")
+    """Whether a value is a wrapper of a model, such as `DDP`; a model may have any attributes."""
+    is_model = inspect.isclass(value) or isinstance(value, nnx.Module)
+    return not is_model and hasattr(value, "strategy") and hasattr(value, "module")
 
 
 def is_module(value: object) -> bool:

@@ -363,7 +363,7 @@ class DocumentSource:
         if not isinstance(value, list) or not any(isinstance(x, dict) for x in value):
             return
         instead = "data.text" if self.response is None else "data.response"
-        kept = "" if self.prompt is None else f", with data.prompt={self.prompt}"
+        kept = "" if self.prompt is None else f", with messages in data.prompt={self.prompt} too"
         raise ConfigError(
             f"{origin} has a list of {len(value)} messages under {name!r}, which must be a text; "
             f"to learn chats, set data.messages={self.learned} in place of {instead}{kept}",

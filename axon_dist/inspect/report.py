@@ -309,7 +309,7 @@ class Report:
         more = "+" if self.flops.unknown_trip or self.flops.opaque else ""
         is_exact = self.flops.low == self.flops.high
         # A pipeline runs the costliest branch in only some of its ticks.
-        bound = "" if is_exact else "at most "
+        bound = "" if is_exact or more else "at most "
         table.add_row("matrix FLOPs, recomputed ones too", f"{bound}{si(self.flops.high)}{more}")
         if not is_exact:
             table.add_row("on the cheapest branches", f"at least {si(self.flops.low)}")

@@ -254,7 +254,9 @@ def _check_stacked(args: Any, world_size: int) -> None:
             )
 
 
-def _check_devices(args: Any, mesh: Mesh) -> None:
+def _check_devices(args: Any, mesh: Mesh | AbstractMesh) -> None:
+    if isinstance(mesh, AbstractMesh):
+        return
     for leaf in jax.tree.leaves(args):
         if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
             continue

@@ -300,10 +300,10 @@ def _row(
 
 
 def efficiency(num_microbatches: int, num_stages: int) -> float:
-    """Takes first `M` microbatches, then `S` stages; returns the share of work `M / (M+S-1)`.
+    """Returns the share of the time in which devices work under 1F1B or GPipe, `M / (M+S-1)`.
 
-    Other functions of schedules take the stages first, so name the arguments. The share is that of
-    the time in which devices work, under 1F1B or GPipe.
+    Microbatches come first; other functions of schedules take the stages first. So name the
+    arguments.
 
     Args:
         num_microbatches: microbatches `M`.

@@ -158,6 +158,7 @@ class Separator:
         self._for_shared: dict[Hashable, Separator] = {}
         self._loss_fn = spec.loss_fn
         self._buffers = leaves_with_paths(spec.model_spec.arguments[1])
+        self._dtypes = {path: leaf.dtype for path, leaf in self._buffers}
         self._num_microbatches = spec.num_microbatches
         # True or False where the user declares it; None where the trace decides.
         self._declared = spec.options.separable
@@ -372,7 +373,7 @@ class Separator:
         return self._is_float(path) and not self._spec.reduction.sync_buffers
 
     def _is_float(self, path: Path) -> bool:
-        return jnp.issubdtype(dict(self._buffers)[path].dtype, jnp.inexact)
+        return jnp.issubdtype(self._dtypes[path], jnp.inexact)
 
     def _samples_of_whole(self, batch: Batch, samples: int, ranks: int) -> int:
         """Returns the number of samples of the whole, to which the parts are compared.
@@ -484,6 +485,9 @@ class Separator:
         dependence_of_sums = dataclasses.replace(
             dependence_of_sums, metrics=outputs, buffers=buffers
         )
+        if any(name not in outputs for name in sums):
+            # The sums of a part are not those of the whole, so there is nothing to add up.
+            return None
         needs_global_view = ranks > 1 and self._obstacle(dependence_of_sums) != ""
         loss = () if is_declared else (dependence_of_sums.loss,)
         is_separable = all(output.is_separable for output in (*loss, *outputs.values()))
@@ -617,9 +621,7 @@ class Separator:
                 )
 
     def _is_statistic(self, path: Path, dependence: OutputDependence) -> bool:
-        return dependence.why != "" and jnp.issubdtype(
-            dict(self._buffers)[path].dtype, jnp.floating
-        )
+        return dependence.why != "" and jnp.issubdtype(self._dtypes[path], jnp.floating)
 
     def _means(
         self,

@@ -700,7 +700,7 @@ SPLIT = {"prompt": TALK[:2], "completion": TALK[2:3]}
             {"prompt": "prompt", "response": "completion"},
             r"a.jsonl:1 has a list of \d messages under '(prompt|completion)', which must be a "
             r"text; to learn chats, set data.messages=completion in place of data.response, with "
-            r"data.prompt=prompt$",
+            r"messages in data.prompt=prompt too$",
         ),
         ({"text": TALK}, {}, r"to learn chats, set data.messages=text in place of data.text$"),
         ({"text": 3}, {}, r"has 3 under 'text', which must be a text; set .* data.text.$"),

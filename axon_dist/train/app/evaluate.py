@@ -371,7 +371,7 @@ def end_of_answer(tokenizer: Tokenizer, ending: str) -> int | None:
         decoded = tokenizer.special[token] if is_special else tokenizer.decode(np.array([token]))
         text = decoded.strip()
         # An unknown token is special too, but its text is not that of the ending.
-        if text == ending or (is_special and text and ending.startswith(text)):
+        if text == ending or (is_special and text and text in ending):
             return token
     # In chats, the post-processor of a tokenizer adds nothing, so only `added` can end an answer.
     return tokenizer.added[0] if tokenizer.added else None

@@ -192,7 +192,8 @@ class TensorBoardWriter:
     def __init__(self, directory: str | Path, first_step: int = 0):
         tensorboard = require("tensorboardX", "loggers", "the logger 'tensorboard'")
         has_events = any(Path(directory).glob("events*"))
-        purge_step = first_step + 1 if has_events else None
+        # The events of a run in a bucket are not in this folder.
+        purge_step = first_step + 1 if has_events or first_step else None
         self._open = functools.partial(tensorboard.SummaryWriter, str(directory))
         self._writer = self._open(purge_step=purge_step)
         self._num_rollbacks = 0

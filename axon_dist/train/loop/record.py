@@ -157,7 +157,7 @@ class _Curves:
         return len(scores) - best_number
 
     def misses_validation(self, options: LoopOptions, step: int) -> bool:
-        """Whether the validation of a step is due and was begun without a result.
+        """Whether the validation of a step is due by these options and has no result.
 
         Without any record, the state is that of another folder, which may have validated it.
         """
@@ -659,6 +659,8 @@ def reason_to_end(
         (None, 'early stopping')
     """
     curves = _Curves(history)
+    if step > options.num_steps:
+        return FINISHED
     if curves.misses_validation(options, step):
         return None
     if step >= options.num_steps:
