@@ -96,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # For the command of the process, count time from the start of the process.
     began = process_began() if arguments is None else time.perf_counter()
     if arguments is None:
+        _open_streams()
         limit_heaps()
         warnings.showwarning = _show_warning
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -121,6 +122,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         except (Exception, KeyboardInterrupt) as error:
             return _leave(KeyboardInterrupt() if interrupts else error)
+
+
+def _open_streams() -> None:
+    """Opens the standard streams on the null device if they are closed, as some daemons start us.
+
+    Python sets such a stream to None. The next file or socket would get its descriptor, and text
+    for the stream would be written into that file.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The system assigns the lowest free descriptor; all lower ones are open by now.
+            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # Do not open the descriptor itself: it may belong to a file opened since the start.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 @contextlib.contextmanager

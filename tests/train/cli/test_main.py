@@ -140,6 +140,22 @@ def test_an_interruption_may_come_as_another_error(capsys, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_closed_streams_change_nothing_else(tmp_path):
+    """No file gets the descriptor of a closed stream, and the exit codes stay."""
+    program = (
+        "import os, sys, axon_dist.train.cli.main as main\n"
+        "code = main.main()\n"
+        "file = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT)\n"
+        "streams = sys.stdin, sys.stdout, sys.stderr\n"
+        "is_usual = file > 2 and all(map(os.get_inheritable, range(3))) and all(streams)\n"
+        "os.write(file, f'{code} {is_usual}'.encode())"
+    )
+    told = tmp_path / "told"
+    command = shlex.join([sys.executable, "-c", program, "trian", str(told)])
+    subprocess.run(["/bin/sh", "-c", f"{command} <&- >&- 2>&-"], check=True)
+    assert told.read_text() == "2 True"
+
+
 def test_a_bug_is_one_line_that_names_the_file_with_the_traceback(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("axon_dist.train.cli.runs.load_config", lambda *_: 1 / 0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
