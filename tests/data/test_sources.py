@@ -259,6 +259,22 @@ def by_file(path, tables):
         writer.write_table(pyarrow.concat_tables(tables).unify_dictionaries(), max_chunksize=5)
 
 
+def test_a_number_of_many_digits_in_another_field_is_valid(tmp_path):
+    long = "9" * 5000
+    lines = [f'{{"text": "a{n}", "id": [{n}, {long}, -{long}]}}' for n in range(8)]
+    plain = [json.dumps({"text": f"a{n}"}) for n in range(8)]
+    found = []
+    for name, rows in (("long", lines), ("plain", plain)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(rows))
+        found.append(everything(JsonlSource((str(path),), validation_fraction=0.3).open(6)))
+    for name in found[0]:
+        np.testing.assert_array_equal(found[0][name], found[1][name])
+    path.write_text('{"text": ' + "9" * 5000 + "}")
+    with pytest.raises(ConfigError, match=r"plain.jsonl:1 has inf under 'text', which must be a t"):
+        JsonlSource((str(path),)).open(6)
+
+
 KINDS_OF_ARROW = {
     "categories": {"kind": pyarrow.array(["a", "b"] * 5).dictionary_encode()},
     "lists of categories": {
