@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -111,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _silence(sys.stdout)
             return 0
         except (Exception, KeyboardInterrupt) as error:
-            return _leave(KeyboardInterrupt() if interrupts else error)
+            return _leave(KeyboardInterrupt() if interrupts else _of_output(error))
 
 
 def _run(arguments: Sequence[str], began: float) -> int:
@@ -165,6 +166,28 @@ def _noting_interrupts() -> Iterator[list[int]]:
         yield interrupts
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _of_output(error: BaseException) -> BaseException:
+    """Returns the error to report: one that names the standard output if that failed."""
+    if not isinstance(error, OSError) or error.errno not in _FULL or error.filename is not None:
+        return error
+    try:
+        # The error does not name its file, so test whether another line fails, too.
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        # The flush at exit would fail again.
+        _silence(sys.stdout)
+        return ConfigError(
+            f"the standard output cannot be written: {error.strerror}; make room on its disk, or "
+            "send it elsewhere",
+            code="output-not-written",
+        )
+    return error
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _leave(error: BaseException) -> int:
