@@ -134,7 +134,10 @@ class DatasetsSource(DocumentSource):
         return [file for pattern in patterns for file in _files_of(pattern)]
 
     def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
-        """Divides a file into runs of record batches, by their offsets in the file."""
+        """Divides a file into runs of record batches, by their offsets in the file.
+
+        A file with dictionary columns, or in the Arrow file format, is one run.
+        """
         for part in parts_of(path):
             update(part)
         spans: list[Span] = []
@@ -160,20 +163,19 @@ class DatasetsSource(DocumentSource):
 
 
 def _batches(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
-    """Yields the record batches of an Arrow stream, each with the offset of its end."""
+    """Yields the record batches of an Arrow stream, each with the offset of its end.
+
+    The offset is 0 if no reader can begin in the middle of the file.
+    """
     arrow = require("pyarrow", "parquet", str(path))
     try:
         if (kind := kind_at(path)) != "a file":
             raise OSError(f"it is {kind}")
         with arrow.OSFile(str(path)) as file:
-            schema = arrow.ipc.read_schema(file)
-            file.seek(max(start, file.tell()))
-            while file.tell() < file.size():
-                message = arrow.ipc.read_message(file)
-                batch = arrow.ipc.read_record_batch(message, schema)
+            for batch, end in _unchecked(arrow, file, start):
                 # Without validation, reading a value from corrupt bytes could crash the process.
                 batch.validate(full=True)
-                yield batch, file.tell()
+                yield batch, end
     except EOFError:
         return  # the end-of-stream marker
     except Exception as error:  # corrupt bytes may make the C++ reader raise anything
@@ -182,6 +184,34 @@ def _batches(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
             "again with save_to_disk, or take it out of data.files",
             code="not-arrow",
         ) from error
+
+
+_MAGIC = b"ARROW1"
+"""The first bytes of the Arrow file format; a stream begins with a length."""
+
+
+def _unchecked(arrow: Any, file: Any, start: int) -> Iterator[tuple[Any, int]]:
+    """Yields the record batches of an open file as `_batches` does, without validation."""
+    is_file_format = file.read(len(_MAGIC)) == _MAGIC
+    file.seek(0)
+    if is_file_format:
+        with arrow.ipc.open_file(file) as reader:
+            for number in range(reader.num_record_batches):
+                yield reader.get_batch(number), 0
+        return
+    schema = arrow.ipc.read_schema(file)
+    # The values of a dictionary column, such as a categorical of pandas, are in messages of their
+    # own, which may be far before the batch.
+    if any("dictionary<" in str(kind) for kind in schema.types):
+        file.seek(0)
+        with arrow.ipc.open_stream(file) as stream:
+            for batch in stream:
+                yield batch, 0
+        return
+    file.seek(max(start, file.tell()))
+    while file.tell() < file.size():
+        message = arrow.ipc.read_message(file)
+        yield arrow.ipc.read_record_batch(message, schema), file.tell()
 
 
 def _files_of(text: str) -> Sequence[TextFile]:

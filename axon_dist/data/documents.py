@@ -549,7 +549,7 @@ def _unpacked_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def object_of(text: bytes, origin: str) -> Mapping[str, Any]:
     """Parses a JSON object; raises `ConfigError` for anything else."""
     with reworded(f"{origin} is not valid JSON", "correct or remove it", of=MALFORMED):
-        record = json.loads(text)
+        record = _parsed(text)
     if not isinstance(record, dict):
         raise ConfigError(
             f"{origin} is {record!r:.60}, which must be an object with fields; "
@@ -557,6 +557,23 @@ def object_of(text: bytes, origin: str) -> Mapping[str, Any]:
             code="record-not-an-object",
         )
     return record
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:
+        # Python does not convert a number of thousands of digits, but such a number is valid JSON.
+        return json.loads(text, parse_int=_whole_number)
+
+
+def _whole_number(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
 
 
 PART = 2**23

@@ -30,6 +30,11 @@ SUFFIXES = frozenset(
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """The formats that Pillow may decode; for some others it would start external programs."""
 
+_SCALED = ("PPM", "PNG")
+"""The formats whose mode "I" holds 16 bits; in others it has 32.
+
+Pillow scales a PGM of 9 to 16 bits to 16, and some versions open a PNG of 16 bits in this mode."""
+
 _MODES: Mapping[int, str] = MappingProxyType({1: "L", 3: "RGB", 4: "RGBA"})
 _MOST_PIXELS = 2**26
 _MOST_BYTES = 2**28
@@ -100,8 +105,13 @@ def decode(origin: str, data: bytes, shape: Shape) -> np.ndarray:
     with rewording, pillow.open(io.BytesIO(data), formats=_FORMATS) as image:
         if (pixels := image.width * image.height) > _MOST_PIXELS:
             raise ValueError(f"it has {pixels} pixels, more than {_MOST_PIXELS}")
-        if image.mode in ("I", "F"):
-            raise ValueError(f"its pixel mode is {image.mode}, which is neither 8 nor 16 bits")
+        if image.mode == "F" or (image.mode == "I" and image.format not in _SCALED):
+            raise ConfigError(
+                f"{origin} is not an image that can be decoded: its pixel mode is {image.mode}, "
+                "which is neither 8 nor 16 bits; write it again as a PNG of 8 or 16 bits, or "
+                "remove it",
+                code="image-bits",
+            )
         # Decode a JPEG at a reduced size that is still at least twice the wanted one. Both dims use
         # the longer side, because the image may be rotated afterwards.
         longest = 2 * max(width, height)
@@ -117,7 +127,7 @@ def _converted(pillow: Any, image: Any, mode: str) -> Any:
     Without an alpha channel, the image is first blended with white, because the colors of
     transparent pixels are arbitrary. Palette images may be transparent, too.
     """
-    if image.mode.startswith("I;16"):
+    if image.mode == "I" or image.mode.startswith("I;16"):
         # Pillow's own conversion clips at 255. It reads 16-bit colors by their high byte; do the
         # same here.
         image = pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))

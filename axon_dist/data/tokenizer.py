@@ -32,7 +32,7 @@ class Tokenizer:
         encode: maps the content of a file to a 1-D array of ids, in the smallest dtype that fits
             all ids; raises UnicodeDecodeError if it needs UTF-8 and the content is not UTF-8.
         prompt: maps the beginning of a document to a 1-D array of ids, without an end token.
-        decode: maps ids to readable text.
+        decode: maps ids to readable text; an id that is no token becomes U+FFFD.
         answer: maps a prompt and a response to the ids of both together, and the number of ids
             that belong to the prompt.
         chat: maps `Pieces` to ids and a bool array that is True for learned ids; the end token is
@@ -77,12 +77,26 @@ def byte_tokenizer() -> Tokenizer:
         256,
         encode=encode,
         prompt=lambda text: np.frombuffer(utf8(text, f"the prompt {text!r:.60}"), np.uint8),
-        decode=lambda ids: ids.astype(np.uint8).tobytes().decode(errors="replace"),
+        decode=functools.partial(_decoded, _text_of_bytes, range(256).__contains__),
         answer=lambda prompt, text: (encode((prompt + text).encode()), len(prompt.encode())),
         chat=_bytes_of_chat,
         end=0,
         added=(0,),
     )
+
+
+def _text_of_bytes(ids: list[int]) -> str:
+    return bytes(ids).decode(errors="replace")
+
+
+def _decoded(decode: Callable[[list[int]], str], knows: Callable[[int], bool], ids: Any) -> str:
+    """Decodes ids; shows each id that is no token as U+FFFD.
+
+    A model whose vocabulary is padded has such ids. The libraries leave them out or raise.
+    """
+    runs = itertools.groupby(ids.tolist(), knows)
+    shown = (decode([*run]) if known else "\ufffd" * len([*run]) for known, run in runs)
+    return "".join(shown)
 
 
 def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
@@ -149,7 +163,11 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         vocab_size,
         encode=encode,
         prompt=prompt,
-        decode=lambda ids: model.decode(ids.tolist(), skip_special_tokens=False),
+        decode=functools.partial(
+            _decoded,
+            functools.partial(model.decode, skip_special_tokens=False),
+            lambda token: 0 <= token < vocab_size and model.id_to_token(token) is not None,
+        ),
         answer=answer,
         chat=functools.partial(_tokens_of_chat, path, exact, added, vocab_size),
         end=suffix[0] if suffix else None,
@@ -211,7 +229,7 @@ def _load_sentencepiece(path: str, end_token: str | None) -> Tokenizer:
         vocab_size,
         encode=encode,
         prompt=prompt,
-        decode=lambda ids: model.decode([i for i in ids.tolist() if i < vocab_size]),
+        decode=functools.partial(_decoded, model.decode, range(vocab_size).__contains__),
         answer=answer,
         chat=chat,
         end=added[0] if added else None,

@@ -141,8 +141,9 @@ def start_child(
             return Child(rank, _start(command, env, output.descriptor), log)
         finally:
             output.close()
-    on_screen = local == 0
-    source, sink = os.openpty() if on_screen and sys.stdout.isatty() else os.pipe()
+    # The standard output is None if its descriptor was closed when Python started.
+    screen = sys.stdout if local == 0 else None
+    source, sink = os.openpty() if screen and screen.isatty() else os.pipe()
     try:
         process = _start(command, env, sink)
     except BaseException:
@@ -151,7 +152,7 @@ def start_child(
         raise
     finally:
         os.close(sink)
-    pump = threading.Thread(target=_copy, args=(source, output, on_screen), daemon=True)
+    pump = threading.Thread(target=_copy, args=(source, output, bool(screen)), daemon=True)
     pump.start()
     return Child(rank, process, log, pump)
 

@@ -319,9 +319,11 @@ def _is_of_peer(error: BaseException) -> bool:
 
 
 def _end_at_once(code: int, reason: str) -> NoReturn:
+    # A stream is None if its descriptor was closed when Python started; the peers must still learn.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
     with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
         post_failure(SharedStore(), process_id(), reason)
     os._exit(code)
 

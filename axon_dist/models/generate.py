@@ -166,7 +166,14 @@ Prompts: TypeAlias = Sequence[Sequence[int] | np.ndarray] | np.ndarray | Array
 
 
 @in_own_context
-@checked(model=MODULE, num_tokens=COUNT, seed=SEED, end=WHOLE.or_none(), prompts=_PROMPTS)
+@checked(
+    model=MODULE,
+    num_tokens=COUNT,
+    seed=SEED,
+    end=WHOLE.or_none(),
+    vocab_size=COUNT.or_none(),
+    prompts=_PROMPTS,
+)
 def generate(
     model: nnx.Module,
     prompts: Prompts,
@@ -177,6 +184,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     end: int | None = None,
+    vocab_size: int | None = None,
 ) -> Generated:
     """Continues prompts token by token; equivalent to this loop:
 
@@ -201,6 +209,8 @@ def generate(
         top_p: draw only from the fewest tokens that together have this probability; None for all.
         seed: the seed of the draws; each row draws differently.
         end: the token that ends a row; None generates `num_tokens` for all rows.
+        vocab_size: draw only tokens below this, if the model has more rows than the tokenizer has
+            tokens; None for all.
 
     Returns:
         The new tokens.
@@ -232,6 +242,7 @@ def generate(
         "num_tokens": num_tokens,
         "sampling": sampling,
         "end": end,
+        "vocab_size": vocab_size,
         "replicated": _replicated(leaves),
     }
     run = functools.partial(_compiled, **options)
@@ -257,6 +268,7 @@ def _generate(
     num_tokens: int,
     sampling: Sampling,
     end: int | None,
+    vocab_size: int | None,
     replicated: NamedSharding | None,
 ) -> Array:
     """Maps tokens `[B, T]` to the tokens that follow, `[B, N]`."""
@@ -265,6 +277,9 @@ def _generate(
         return _decoder(graphdef, leaves, has_cache).decode(tokens, cache)
 
     def take(logits: Array, number: Array | int, is_over: Array) -> tuple[Array, Array]:
+        if vocab_size is not None and vocab_size < logits.shape[-1]:
+            # No text has a token of the padding, but its row need not have a low probability.
+            logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
         token = draw(jax.random.fold_in(key, number), logits, sampling)
         if end is None:
             return token, is_over
@@ -287,7 +302,7 @@ def _generate(
     return added if replicated is None else jax.lax.with_sharding_constraint(added, replicated)
 
 
-_STATIC = ("graphdef", "has_cache", "num_tokens", "sampling", "end", "replicated")
+_STATIC = ("graphdef", "has_cache", "num_tokens", "sampling", "end", "vocab_size", "replicated")
 _compiled = jax.jit(_generate, static_argnames=_STATIC)
 
 

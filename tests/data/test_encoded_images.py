@@ -21,7 +21,7 @@ SIZE = 8
 
 def encoded(number, size=(SIZE, SIZE), form="PNG", mode="RGB"):
     """Returns an image whose pixels all equal its number."""
-    fill = number if mode in ("L", "F") else (number,) * len(mode)
+    fill = number if mode in ("L", "F", "I") else (number,) * len(mode)
     file = io.BytesIO()
     Image.new(mode, size, fill).save(file, form)
     return file.getvalue()
@@ -373,6 +373,22 @@ def test_colors_of_a_palette_may_be_transparent():
     image.putpalette([9, 8, 7, 90, 80, 70])
     assert (decode("x", written(image), (SIZE, SIZE, 3)) == [90, 80, 70]).all()
     assert (decode("x", written(image, transparency=1), (SIZE, SIZE, 3)) == 255).all()
+
+
+@pytest.mark.parametrize("most", [1023, 4095, 65535])
+@pytest.mark.parametrize("is_text", [False, True])
+def test_a_pgm_of_more_than_8_bits_is_read_by_its_high_byte(most, is_text):
+    values = np.full((SIZE, SIZE), most // 2, ">u2")
+    values[:, : SIZE // 2] = most
+    body = " ".join(map(str, values.ravel())).encode() if is_text else values.tobytes()
+    data = f"{'P2' if is_text else 'P5'} {SIZE} {SIZE} {most}\n".encode() + body
+    found = decode("it", data, (SIZE, SIZE, 1))[..., 0]
+    np.testing.assert_array_equal(found, np.where(values == most, 255, 127))
+
+
+def test_pixels_of_32_bits_are_refused_with_a_remedy():
+    with pytest.raises(ConfigError, match=r"mode is I, .*; write it again as a PNG of 8 or"):
+        decode("it", encoded(3, form="TIFF", mode="I"), (8, 8, 3))
 
 
 def test_grey_of_16_bits_is_read_by_its_high_byte():

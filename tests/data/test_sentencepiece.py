@@ -49,6 +49,12 @@ def test_documents_and_prompts_are_those_of_the_library(path):
     assert load_tokenizer(path).digest != tokenizer.digest
 
 
+def test_an_id_that_is_no_piece_is_shown_as_one(path):
+    tokenizer = load_tokenizer(path)
+    ids = np.append(tokenizer.prompt("hello world"), [tokenizer.vocab_size, 10**6]).astype(int)
+    assert tokenizer.decode(ids) == "hello world" + 2 * "\N{REPLACEMENT CHARACTER}"
+
+
 def test_what_is_learned_of_an_answer(path):
     tokenizer = load_tokenizer(path, "</s>")
     ids, count = tokenizer.answer("hello", " world 日本 ß")

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.data import (
+    DatasetsSource,
     JsonlSource,
     Loader,
     Mixture,
@@ -245,6 +246,83 @@ def test_parquet_is_jsonl_in_columns(tmp_path, texts):
         ParquetSource((path,), text="tex").open(40)
     with pytest.raises(ConfigError, match=r"texts.jsonl is not a Parquet file that pyarrow"):
         ParquetSource((texts,)).open(40)
+
+
+def by_stream(path, tables):
+    with pyarrow.ipc.new_stream(path, tables[0].schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+
+
+def by_file(path, tables):
+    with pyarrow.ipc.new_file(path, tables[0].schema) as writer:
+        writer.write_table(pyarrow.concat_tables(tables).unify_dictionaries(), max_chunksize=5)
+
+
+def test_a_number_of_many_digits_in_another_field_is_valid(tmp_path):
+    long = "9" * 5000
+    lines = [f'{{"text": "a{n}", "id": [{n}, {long}, -{long}]}}' for n in range(8)]
+    plain = [json.dumps({"text": f"a{n}"}) for n in range(8)]
+    found = []
+    for name, rows in (("long", lines), ("plain", plain)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(rows))
+        found.append(everything(JsonlSource((str(path),), validation_fraction=0.3).open(6)))
+    for name in found[0]:
+        np.testing.assert_array_equal(found[0][name], found[1][name])
+    path.write_text('{"text": ' + "9" * 5000 + "}")
+    with pytest.raises(ConfigError, match=r"plain.jsonl:1 has inf under 'text', which must be a t"):
+        JsonlSource((str(path),)).open(6)
+
+
+KINDS_OF_ARROW = {
+    "categories": {"kind": pyarrow.array(["a", "b"] * 5).dictionary_encode()},
+    "lists of categories": {
+        "kind": pyarrow.array([["a"]] * 10, pyarrow.list_(pyarrow.dictionary("int8", "string")))
+    },
+    "plain": {},
+}
+
+
+@pytest.mark.parametrize("write", [by_stream, by_file])
+@pytest.mark.parametrize("others", KINDS_OF_ARROW.values(), ids=KINDS_OF_ARROW)
+def test_arrow_files_may_have_dictionaries_and_either_format(tmp_path, monkeypatch, write, others):
+    """A batch in the middle of a file has its dictionary far before it."""
+    # Every batch would be a part of its own.
+    monkeypatch.setattr("axon_dist.data.arrow.PART", 1)
+    texts = [f"text {number}" for number in range(20)]
+    first, last = (pyarrow.table({"text": part, **others}) for part in (texts[:10], texts[10:]))
+    path = str(tmp_path / "texts.arrow")
+    write(path, [first, last])
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    ours = everything(DatasetsSource((path,)).open(40))
+    theirs = everything(JsonlSource((str(lines),)).open(40))
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+
+
+def test_a_text_may_be_a_category_whose_values_change(tmp_path):
+    parts = [["one", "two"], ["three", "one", "two"]]
+    tables = [pyarrow.table({"text": pyarrow.array(p).dictionary_encode()}) for p in parts]
+    path = str(tmp_path / "texts.arrow")
+    by_stream(path, tables)
+    with open(tmp_path / "texts.jsonl", "w") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for part in parts for text in part)
+    ours = everything(DatasetsSource((path,), validation_fraction=0.5).open(6))
+    theirs = everything(JsonlSource((file.name,), validation_fraction=0.5).open(6))
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+
+
+@pytest.mark.parametrize("write", [by_stream, by_file])
+def test_an_arrow_file_that_was_cut_is_refused(tmp_path, write):
+    table = pyarrow.table({"text": ["a"] * 10, **KINDS_OF_ARROW["categories"]})
+    path = tmp_path / "texts.arrow"
+    write(str(path), [table])
+    path.write_bytes(path.read_bytes()[:-400])
+    with pytest.raises(ConfigError, match=r"texts.arrow is not an Arrow stream that pyarrow can"):
+        DatasetsSource((str(path),)).open(40)
 
 
 def test_chats_in_parquet_are_those_in_jsonl(tmp_path):

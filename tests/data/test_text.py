@@ -99,6 +99,18 @@ def test_prompts_have_no_end_and_tokens_are_text_again(tokenizer_file):
     assert (by_words.prompt("this is").tolist(), by_words.end) == ([3, 1, 2], 700)
 
 
+def test_an_id_that_is_no_token_is_shown_as_one(tokenizer_file):
+    """A model with a padded vocabulary has such ids; 353 is 97, the letter a, modulo 256."""
+    unknown = "\N{REPLACEMENT CHARACTER}"
+    decode = byte_tokenizer().decode
+    assert decode(np.array([353, 353, 97])) == 2 * unknown + "a"
+    assert decode(np.array([97, 1000, 195, 169, -1])) == f"a{unknown}é{unknown}"
+    decode = load_tokenizer(tokenizer_file).decode
+    assert decode(np.array([1, 2, 10**6])) == f"this is{unknown}"
+    # The vocabulary has holes.
+    assert decode(np.array([600, 1, 2])) == f"{unknown}this is"
+
+
 def test_special_tokens_around_a_text_without_tokens_are_told_apart(tmp_path):
     words = {"[PAD]": 0, "[UNK]": 1, "<s>": 2, "</s>": 3, "\u0301": 4, "hello": 5}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))

@@ -107,6 +107,13 @@ def test_restarts_run_out(tmp_path):
     ] == "restart 2 of 2, with 1 processes"
 
 
+def test_ranks_run_where_the_launcher_has_no_standard_output(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert launch(plan(tmp_path, "print('hello')", count=1), [].append) == 0
+    [log] = tmp_path.rglob("*.log")
+    assert "hello" in log.read_text()
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(("numbers", "code"), [([15], 75), ([1] * 3, 75), ([15, 15], 143)])
 def test_a_signal_while_ranks_are_started_ends_them(tmp_path, monkeypatch, count, numbers, code):

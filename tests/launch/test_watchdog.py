@@ -107,6 +107,17 @@ def test_a_broken_collective_is_reported_before_its_traceback_is_printed(monkeyp
     assert reported == [False, True]
 
 
+def test_a_process_without_standard_output_still_tells_its_failure(said, monkeypatch):
+    posted = []
+    monkeypatch.setattr(distributed, "SharedStore", Shelf)
+    monkeypatch.setattr(distributed, "post_failure", lambda *failure: posted.append(failure))
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(Ended):
+        distributed._end_at_once(3, "ValueError: boom")
+    assert said == [3]
+    assert [reason for *_, reason in posted] == ["ValueError: boom"]
+
+
 @pytest.mark.parametrize(("failed", "reader"), [(2, 0), (0, 1)])
 def test_a_failure_is_told_at_once(said, failed, reader):
     store = Shelf()

@@ -306,6 +306,7 @@ def generate_text(
         top_p=top_p,
         seed=seed,
         end=end,
+        vocab_size=tokenizer.vocab_size,
     ).rows
     return [_completion(tokenizer, *row, end) for row in zip(prompts, encoded, rows, strict=True)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -96,31 +97,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # For the command of the process, count time from the start of the process.
     began = process_began() if arguments is None else time.perf_counter()
     if arguments is None:
+        _open_streams()
         limit_heaps()
         warnings.showwarning = _show_warning
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if set(os.environ.get("COLUMNS", "1")) == {"0"}:
         # Some terminals report a width of 0; with it, nothing would be printed.
         del os.environ["COLUMNS"]
-    try:
-        parsed = _parse(arguments)
-        _check_keys(parsed)
-    except ConfigError as error:
-        # No verb has run, so there are no other processes to notify.
-        _say(f"error: {one_line(error)}")
-        return _USER_ERROR
-    parsed.began = began
     with _noting_interrupts() as interrupts:
         try:
-            code = parsed.verb.run(parsed)
-            sys.stdout.flush()
-            return code
+            return _run(arguments, began)
         except BrokenPipeError:
             # The reader has closed the pipe; do not let the flush at exit fail again.
             _silence(sys.stdout)
             return 0
         except (Exception, KeyboardInterrupt) as error:
-            return _leave(KeyboardInterrupt() if interrupts else error)
+            return _leave(KeyboardInterrupt() if interrupts else _of_output(error))
+
+
+def _run(arguments: Sequence[str], began: float) -> int:
+    """Parses the arguments and runs the verb; returns its exit code."""
+    parsed = _parse(arguments)
+    _check_keys(parsed)
+    parsed.began = began
+    code = parsed.verb.run(parsed)
+    sys.stdout.flush()
+    return code
+
+
+def _open_streams() -> None:
+    """Opens the standard streams on the null device if they are closed, as some daemons start us.
+
+    Python sets such a stream to None. The next file or socket would get its descriptor, and text
+    for the stream would be written into that file.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The system assigns the lowest free descriptor; all lower ones are open by now.
+            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # Do not open the descriptor itself: it may belong to a file opened since the start.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 @contextlib.contextmanager
@@ -147,15 +168,42 @@ def _noting_interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _of_output(error: BaseException) -> BaseException:
+    """Returns the error to report: one that names the standard output if that failed."""
+    if not isinstance(error, OSError) or error.errno not in _FULL or error.filename is not None:
+        return error
+    try:
+        # The error does not name its file, so test whether another line fails, too.
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        # The flush at exit would fail again.
+        _silence(sys.stdout)
+        return ConfigError(
+            f"the standard output cannot be written: {error.strerror}; make room on its disk, or "
+            "send it elsewhere",
+            code="output-not-written",
+        )
+    return error
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
 def _leave(error: BaseException) -> int:
-    """Reports the error of a verb; returns the exit code if this process is the only one."""
-    launch = importlib.import_module("axon_dist.launch")
+    """Reports an error; returns the exit code if this process is the only one."""
+    # Do not import it here: the error may have ended an import of JAX, and a second import fails
+    # with another error, or aborts the process. A process that has not imported it has no peers.
+    launch = sys.modules.get("axon_dist.launch")
+    # A module that is still being imported lacks its last names.
+    leave = getattr(launch, "leave", _leave_alone)
+    leave_after = getattr(launch, "leave_after", lambda _: 1)
     if isinstance(error, AxonDistError):
         _say(f"error: {one_line(error)}")
-        return launch.leave(_USER_ERROR, one_line(error))
+        return leave(_USER_ERROR, one_line(error))
     if isinstance(error, KeyboardInterrupt):
         _say("interrupted")
-        return launch.leave(_INTERRUPTED, "interrupted")
+        return leave(_INTERRUPTED, "interrupted")
     # Keep only our notes; JAX adds notes about its own frames.
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("raised by")]
     message = ", ".join([str(error), *notes])
@@ -167,7 +215,11 @@ def _leave(error: BaseException) -> int:
         whose = "loss" if notes[0].startswith("raised by loss_fn") else "code"
         what = f"your {whose} raised {type(error).__name__} at {file}:{line}"
     _say(f"{what}: {one_line(message)}; {_save_traceback(error)}")
-    return launch.leave_after(error)
+    return leave_after(error)
+
+
+def _leave_alone(code: int, _: str) -> int:
+    return code
 
 
 _OF_OTHERS = {"axon_dist", "jax", "flax", "optax", "numpy", *sys.stdlib_module_names}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -188,6 +189,20 @@ def test_texts_are_those_of_one_device(run, overrides):
     assert [done.text for done in found] == [greedy(run, prompt, 5) for prompt in prompts]
     drawn = generate_text(run, prompts, 5, seed=3, top_p=0.9, overrides=overrides)
     assert drawn == generate_text(run, prompts, 5, seed=3, top_p=0.9, one_device=True)
+
+
+@pytest.mark.full
+def test_a_text_has_no_token_of_a_padded_vocabulary(tmp_path, monkeypatch):
+    run = trained(
+        tmp_path,
+        model={"vocab_size": 1024, "num_layers": 1},
+        train={"steps": 1, "eval_every": 0},
+    )
+    module = sys.modules[generate_text.__module__]
+    monkeypatch.setattr(module, "_completion", lambda *row: row[3])
+    [drawn] = generate_text(run, ["fox"], 12, temperature=100.0, stops=False)
+    assert len(drawn) == 12
+    assert max(drawn) < 256
 
 
 @pytest.mark.full

@@ -1,3 +1,4 @@
+import os
 import pathlib
 import shlex
 import signal
@@ -138,6 +139,62 @@ def test_an_interruption_may_come_as_another_error(capsys, monkeypatch):
     assert main(["train", str(QUICKSTART)]) == 130
     assert capsys.readouterr().err == "axon: interrupted\n"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_closed_streams_change_nothing_else(tmp_path):
+    """No file gets the descriptor of a closed stream, and the exit codes stay."""
+    program = (
+        "import os, sys, axon_dist.train.cli.main as main\n"
+        "code = main.main()\n"
+        "file = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT)\n"
+        "streams = sys.stdin, sys.stdout, sys.stderr\n"
+        "is_usual = file > 2 and all(map(os.get_inheritable, range(3))) and all(streams)\n"
+        "os.write(file, f'{code} {is_usual}'.encode())"
+    )
+    told = tmp_path / "told"
+    command = shlex.join([sys.executable, "-c", program, "trian", str(told)])
+    subprocess.run(["/bin/sh", "-c", f"{command} <&- >&- 2>&-"], check=True)
+    assert told.read_text() == "2 True"
+
+
+def test_an_interruption_while_jax_is_imported_does_not_import_it_again(tmp_path):
+    """A second import on top of the half-imported one may abort the process."""
+    (tmp_path / "jax.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    done = run_with_path(tmp_path, "train", QUICKSTART)
+    assert (done.returncode, done.stderr) == (130, "axon: interrupted\n")
+
+
+def test_a_broken_import_of_jax_is_named_as_it_is(tmp_path):
+    (tmp_path / "jax.py").write_text(
+        "import pathlib\nhere = pathlib.Path(__file__).with_name('count')\n"
+        "here.open('a').write('x')\n"
+        "raise ImportError(f'jaxlib is broken, {len(here.read_text())}')\n"
+    )
+    done = run_with_path(tmp_path, "train", QUICKSTART)
+    assert done.returncode == 1
+    assert done.stderr.startswith("axon: unexpected ImportError: jaxlib is broken, 1; its trace")
+    assert done.stderr.count("\n") == 1
+
+
+def run_with_path(folder, *arguments):
+    """Runs the command with a folder of other modules."""
+    program = (
+        f"import sys\nsys.path.insert(0, {str(folder)!r})\n"
+        "import axon_dist.train.cli.main as main\nsys.exit(main.main())"
+    )
+    env = {**os.environ, "TMPDIR": str(folder)}
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
+@pytest.mark.parametrize("name", ["_parse", "_check_keys"])
+def test_an_interruption_before_the_verb_runs_is_one_too(capsys, monkeypatch, name):
+    def interrupted(*_):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(command, name, interrupted)
+    assert main(["train", str(QUICKSTART)]) == 130
+    assert capsys.readouterr().err == "axon: interrupted\n"
 
 
 def test_a_bug_is_one_line_that_names_the_file_with_the_traceback(monkeypatch, capsys, tmp_path):
