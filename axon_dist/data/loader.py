@@ -6,19 +6,19 @@ import collections
 import concurrent.futures
 import functools
 import itertools
-import math
 import multiprocessing
 import multiprocessing.util
 import pickle
 import signal
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import cloudpickle
 import numpy as np
 
+from axon_dist.core.batch_rows import local_rows, rows_of_parts
 from axon_dist.core.checks import is_whole
-from axon_dist.core.errors import AxonDistError, ConfigError, DivisibilityError
+from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.core.weighted import FilledBatch
 
 from .buckets import Buckets
@@ -30,7 +30,6 @@ from .samples import (
     Samples,
     TwoSides,
     checksum,
-    local_rows,
     shuffled,
 )
 from .tokens import Text, Windows
@@ -57,6 +56,9 @@ class Loader:
             microbatch for any number of processes.
         num_replicas: the number of replicas that train independently. Each has consecutive rows of
             the global batch, and cuts its own into K microbatches.
+        share: `(parts, count)`, for a process whose rows are not consecutive: of `count` equal
+            parts of each microbatch it has those numbered `parts`, as `World.parts_of_batch`
+            returns them. None for part `process` of `num_processes`.
         num_ahead: the number of batches that a thread prefetches; 0 to load each on demand.
         num_workers: the number of processes that make whole batches in turn, each from a copy of
             the samples; 0 to make them in the thread.
@@ -94,6 +96,7 @@ class Loader:
         num_processes: int = 1,
         num_microbatches: int = 1,
         num_replicas: int = 1,
+        share: tuple[Sequence[int], int] | None = None,
         num_ahead: int = 2,
         num_workers: int = 0,
         vocab_size: int | None = None,
@@ -111,10 +114,11 @@ class Loader:
         self.global_batch = global_batch
         self.seed = seed
         self.num_samples: int = samples.identity["num_samples"]
-        self._share = process, num_processes
-        self._rows = local_rows(global_batch, *self._share)
-        self._local_samples = _local_samples(
-            global_batch, num_microbatches, self._share, num_replicas
+        local_rows(global_batch, process, num_processes)
+        parts, num_parts = ((process,), num_processes) if share is None else share
+        self._rows = rows_of_parts(global_batch, parts, num_parts)
+        self._local_samples = rows_of_parts(
+            global_batch, parts, num_parts, num_microbatches, num_replicas
         )
         order = getattr(samples, "order", functools.partial(shuffled, self.num_samples))
         self._buckets: Buckets | None = getattr(samples, "buckets", None)
@@ -262,7 +266,7 @@ class TextLoader(Loader):
         ((2, 5), 2)
     """
 
-    def __init__(self, text: Text, *, length: int, global_batch: int, **options: int):
+    def __init__(self, text: Text, *, length: int, global_batch: int, **options: Any):
         super().__init__(Windows(text, length), global_batch=global_batch, **options)
 
 
@@ -286,7 +290,7 @@ class ImageLoader(Loader):
         ((4, 8, 8, 3), (4,))
     """
 
-    def __init__(self, images: Images, *, global_batch: int, **options: int):
+    def __init__(self, images: Images, *, global_batch: int, **options: Any):
         super().__init__(Pictures(images), global_batch=global_batch, **options)
 
 
@@ -317,40 +321,6 @@ class Pictures(TwoSides):
         """Takes images and labels of a side."""
         x, y = side.take(numbers)
         return {"x": x, "y": y.astype(np.int32)}
-
-
-def _local_samples(
-    global_batch: int, num_microbatches: int, share: tuple[int, int], num_replicas: int = 1
-) -> np.ndarray:
-    """Returns the rows of a global batch that a process has, microbatch by microbatch.
-
-    With replicas it has those of one replica after another, each microbatch by microbatch.
-
-    Example:
-        >>> _local_samples(8, 2, (0, 2)).tolist(), _local_samples(8, 2, (1, 2)).tolist()
-        ([0, 1, 4, 5], [2, 3, 6, 7])
-        >>> _local_samples(8, 2, (0, 2), num_replicas=2).tolist()
-        [0, 1, 2, 3]
-    """
-    parts = num_replicas * num_microbatches
-    size, rest = divmod(global_batch, parts)
-    if rest:
-        near = max(size, 1) * parts
-        of_replicas = f"{num_replicas} replicas of " if num_replicas > 1 else ""
-        raise DivisibilityError(
-            f"a global batch of {global_batch} rows does not divide by {of_replicas}"
-            f"{num_microbatches} microbatches; use {near} or {near + parts} rows"
-        )
-    process, num_processes = share
-    # A process may have several replicas, or a part of one: it has whole pieces of a microbatch.
-    pieces = math.lcm(num_replicas, num_processes) // num_replicas
-    local_rows(size, 0, pieces)
-    rows = np.arange(global_batch).reshape(num_replicas, num_microbatches, pieces, -1)
-    own = local_rows(num_replicas * pieces, process, num_processes)
-    by_replica = itertools.groupby(range(own.start, own.stop), lambda at: at // pieces)
-    return np.concatenate(
-        [rows[r][:, [at % pieces for at in numbers]].reshape(-1) for r, numbers in by_replica]
-    )
 
 
 def _checked(batch: LocalBatch, vocab_size: int | None) -> LocalBatch:

@@ -2,8 +2,8 @@
 
 Of W windows or user's samples, sample `g` of an endless run is number `g mod W` of epoch
 `g div W`; each epoch is reshuffled. A `Mixture` draws from several such orders. A global batch is
-the next samples, cut into microbatches of b, and process `p` of `P` has the rows
-`[p b/P, (p+1) b/P)` of each. Replicas that train independently first get consecutive rows of the
+the next samples, cut into microbatches, and a process has some rows of each
+(`core/batch_rows.py`). Replicas that train independently first get consecutive rows of the
 batch, and each cuts its own into microbatches. The counter is the only state, so a run can continue
 with another number of processes or another batch size.
 """
@@ -20,7 +20,8 @@ import grain
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.errors import ConfigError, DivisibilityError
+from ..core.batch_rows import local_rows as local_rows
+from ..core.errors import ConfigError
 from ..core.tree import has_64_bits
 
 
@@ -68,42 +69,6 @@ def windows_at(stream: np.ndarray, starts: np.ndarray, length: int) -> np.ndarra
                     code="token-out-of-range",
                 )
     return windows.astype(np.int32)
-
-
-def local_rows(global_batch: int, process: int, num_processes: int) -> slice:
-    """Returns the slice of a global batch, or of a microbatch, that belongs to a process.
-
-    Args:
-        global_batch: rows over all processes, of the batch or the microbatch.
-        process: the index of the process, from 0.
-        num_processes: the number of processes.
-
-    Returns:
-        A slice of `global_batch / num_processes` rows.
-
-    Raises:
-        ConfigError: the batch is empty or there is no such process.
-        DivisibilityError: the batch does not divide by the processes.
-
-    Example:
-        >>> local_rows(8, process=1, num_processes=2)
-        slice(4, 8, None)
-    """
-    if not 0 <= process < num_processes:
-        raise ConfigError(
-            f"process {process} of {num_processes} does not exist: give one from 0 to "
-            f"{num_processes - 1}."
-        )
-    if global_batch < 1:
-        raise ConfigError(f"a global batch of {global_batch} must have at least 1 row; raise it.")
-    size, rest = divmod(global_batch, num_processes)
-    if rest:
-        near = max(size, 1) * num_processes
-        raise DivisibilityError(
-            f"a global batch of {global_batch} rows does not divide by {num_processes} processes: "
-            f"each loads the same number; choose a multiple of {num_processes}, such as {near}."
-        )
-    return slice(process * size, (process + 1) * size)
 
 
 def shuffled(num_samples: int, seed: int) -> grain.MapDataset[int]:

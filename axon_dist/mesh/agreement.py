@@ -49,7 +49,18 @@ _PAUSE_SECONDS = 0.05
 _MOST_LINES = 8
 
 
-def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 300.0) -> None:
+_SAME = "Give every process the same config, data, seed and code"
+
+
+def agree(
+    world: World,
+    topic: str,
+    facts: Mapping[str, Any],
+    timeout: float = 300.0,
+    *,
+    advice: str = _SAME,
+    code: str = "processes-disagree",
+) -> None:
     """Checks that all processes have the same facts; every process must call it.
 
     Args:
@@ -58,6 +69,8 @@ def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 3
         facts: JSON values by name. Facts that only one process has are not compared, because
             processes may hold different shards.
         timeout: seconds to wait for the last process.
+        advice: what to do if they differ.
+        code: the code of the error if they differ.
 
     Raises:
         LaunchError: on every process, about the facts that differ or the processes that did not
@@ -71,9 +84,9 @@ def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 3
     answers = _exchange(world.num_processes, topic, json.dumps(dict(facts)), timeout)
     if lines := differences({process: json.loads(text) for process, text in answers.items()}):
         raise LaunchError(
-            f"the processes disagree about {topic!r}: {first_few(lines, _MOST_LINES, '; ')}. Give "
-            "every process the same config, data, seed and code",
-            code="processes-disagree",
+            f"the processes disagree about {topic!r}: {first_few(lines, _MOST_LINES, '; ')}. "
+            f"{advice}",
+            code=code,
         )
 
 

@@ -61,6 +61,40 @@ def batch_shares(mesh: Mesh, axes: Sequence[str]) -> dict[int, int]:
     return {process: parts.index(part) for process, part in owned.items()}
 
 
+def batch_parts(mesh: Mesh, axes: Sequence[str]) -> tuple[dict[int, tuple[int, ...]], int]:
+    """Finds the fewest equal parts of a batch of which each process loads whole ones.
+
+    Args:
+        mesh: devices of one or several processes.
+        axes: the mesh axes that split the rows.
+
+    Returns:
+        The parts of each process, and their number. A process whose ranks are consecutive has one.
+
+    Raises:
+        MeshError: if the rows of two processes overlap only in part.
+    """
+    batch_shares(mesh, axes)
+    owned = batch_ranks(mesh, axes)
+    each = len(next(iter(owned.values())))
+    num_ranks = math.prod(mesh.shape[axis] for axis in axes)
+    size = next(
+        size
+        for size in range(each, 0, -1)
+        if each % size == 0 and all(_are_blocks(ranks, size) for ranks in owned.values())
+    )
+    parts = {process: tuple(r // size for r in ranks[::size]) for process, ranks in owned.items()}
+    return parts, num_ranks // size
+
+
+def _are_blocks(ranks: tuple[int, ...], size: int) -> bool:
+    """Whether ranks are whole blocks of consecutive ones, of which block b starts at b * size."""
+    starts = ranks[::size]
+    return all(start % size == 0 for start in starts) and ranks == tuple(
+        start + at for start in starts for at in range(size)
+    )
+
+
 def batch_ranks(mesh: Mesh, axes: Sequence[str]) -> dict[int, tuple[int, ...]]:
     """Returns the ranks along the batch axes that each process owns, in order.
 
@@ -307,7 +341,9 @@ class World:
             axes: the mesh axes that split the samples.
 
         Returns:
-            `(index, count)`: this process loads part `index` of `count` equal parts.
+            `(index, count)`: this process loads share `index` of `count` shares of one size. The
+            rows of a share are those of its ranks (`own_batch_ranks`), which are not always
+            consecutive: `parts_of_batch` says which they are.
 
         Raises:
             MeshError: if the rows of two processes overlap only in part, or this process owns no
@@ -325,6 +361,27 @@ class World:
                 f"devices belong to the processes {sorted(shares)}; build the mesh of all devices"
             )
         return shares[self.process_index], len(set(shares.values()))
+
+    def parts_of_batch(self, axes: Sequence[str]) -> tuple[tuple[int, ...], int]:
+        """Which rows of a global batch this process must load, whatever the order of its ranks.
+
+        Args:
+            axes: the mesh axes that split the samples.
+
+        Returns:
+            `(parts, count)`: of `count` equal parts of the rows this process loads those numbered
+            `parts`, in this order.
+
+        Raises:
+            MeshError: as for `share_of_batch`.
+
+        Example:
+            >>> World.emulate(4).parts_of_batch(["dp"])
+            ((0,), 1)
+        """
+        self.share_of_batch(axes)
+        parts, count = batch_parts(self.mesh, axes)
+        return parts[self.process_index], count
 
     def own_batch_ranks(self, axes: Sequence[str]) -> tuple[int, ...]:
         """The ranks along the batch axes, counted row-major, that this process owns."""

@@ -19,7 +19,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..core.errors import ConfigError, DivisibilityError, DTypeError, UnsupportedError
+from ..core.batch_rows import rows_of_parts
+from ..core.errors import ConfigError, DivisibilityError, DTypeError, UnsupportedError, warn
 from ..core.tree import (
     check_32_bits,
     combine,
@@ -33,6 +34,7 @@ from ..core.tree import (
 )
 from ..core.typing import Batch, LossFn, PyTree
 from ..core.weighted import Shared, Weighted
+from ..ir.randomness import find_rows
 from ..ir.uniform import UNKNOWN, ZERO, UniformValue, uniform_values
 from ..mesh import World
 from ..separability.abstract_values import Dependence, OutputDependence
@@ -50,9 +52,13 @@ def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
 class BatchPadding:
     """Pads batches, after checking that the loss ignores the padding.
 
-    The last sample is repeated at the end, with weight 0 in one leaf. Each real sample keeps its
-    place, and so draws the same random numbers as on one device. A loss that sums `weight * loss`
-    and returns `Weighted(that, sum of weight)` has the value and the gradient of the real samples.
+    The last sample is repeated at the end, with weight 0 in one leaf. On one process each real
+    sample keeps its place, and so draws the same random numbers as on one device. Several processes
+    each pad the end of their own rows, which moves the samples of later processes: if the model
+    draws numbers for each sample, they get others, with the warning `pad-moves-samples`.
+
+    A loss that sums `weight * loss` and returns `Weighted(that, sum of weight)` has the value and
+    the gradient of the real samples.
 
     Args:
         weight: the name of the leaf of sample weights, of shape [B, ...]. A batch without it gets
@@ -65,15 +71,16 @@ class BatchPadding:
         self._spec = spec
         self._checked: set[Any] = set()
 
-    def fill(self, batch: Batch, multiple: int, shared: PyTree = None) -> Batch:
+    def fill(
+        self, batch: Batch, multiple: int, shared: PyTree = None, num_processes: int = 1
+    ) -> Batch:
         """Appends samples of weight 0 until the batch size is a multiple of `multiple`.
-
-        Each sample keeps its place, and so draws the same random numbers as on one device.
 
         Args:
             batch: a dict of leaves of shape [B, ...], arrays or shapes.
             multiple: what B must be a multiple of.
             shared: nested dict of the leaves that all samples share; None for nothing.
+            num_processes: how many processes pad a batch of this size, each its own rows.
 
         Returns:
             The batch with its sample weights, padded to the next multiple.
@@ -102,7 +109,7 @@ class BatchPadding:
                 name: jax.tree.map(lambda x, n=name: _pad_rows(x, more, n == self._weight), part)
                 for name, part in padded.items()
             }
-        self._check(padded, shared or {})
+        self._check(padded, shared or {}, more > 0 and num_processes > 1)
         return padded
 
     def _ones(self, rows: int, leaves: list[Any]) -> np.ndarray | jax.Array:
@@ -113,12 +120,33 @@ class BatchPadding:
             return ones
         return jax.make_array_from_callback(ones.shape, replicated, lambda at: ones[at])
 
-    def _check(self, batch: dict, shared: PyTree) -> None:
-        key = shape_key((batch, shared))
-        if key not in self._checked:
-            model_spec = dataclasses.replace(self._spec.model_spec, shared=shapes_of(shared))
-            check_padding(model_spec, self._spec.loss_fn, shapes_of(batch), self._weight)
-            self._checked.add(key)
+    def _check(self, batch: dict, shared: PyTree, moves: bool) -> None:
+        """Checks each shape of a batch once, also for draws if the padding moves samples."""
+        key = shape_key((batch, shared)), moves
+        if key in self._checked:
+            return
+        model_spec = dataclasses.replace(self._spec.model_spec, shared=shapes_of(shared))
+        check_padding(model_spec, self._spec.loss_fn, shapes_of(batch), self._weight)
+        if moves and _draws_per_sample(model_spec, self._spec.loss_fn, shapes_of(batch)):
+            warn(
+                f"each process pads its own rows with pad={self._weight!r}, so that samples are at "
+                "other places than on one process, and the model, which draws random numbers for "
+                "each sample as dropout does, draws others for them. The results are as good, but "
+                "depend on the number of processes; give batches that divide to avoid that",
+                code="pad-moves-samples",
+            )
+        self._checked.add(key)
+
+
+def _draws_per_sample(model_spec: ModelSpec, loss_fn: LossFn, batch: Batch) -> bool:
+    """Whether a loss draws random numbers for each sample."""
+    traces = Traces(model_spec, loss_fn, over_all=False)
+    try:
+        rows = find_rows(lambda samples: traces.of(batch, samples).program, samples_of(batch), 2)
+    except UnsupportedError:
+        # Only draws raise.
+        return True
+    return bool(rows)
 
 
 def _pad_rows(leaf: Any, more: int, is_weight: bool) -> Any:
@@ -305,12 +333,19 @@ class BatchLayout:
         sharding = NamedSharding(self.mesh, batch_spec(self.axes, 1))
         return jax.lax.with_sharding_constraint(arrays, sharding)
 
-    def rows_of(self, samples: int, world: World) -> slice:
-        """Returns which samples of a global batch this process loads."""
+    def rows_of(self, global_batch: int, world: World) -> np.ndarray:
+        """Returns which rows of a global batch this process gives, in order: those of its ranks.
+
+        Raises:
+            DivisibilityError: when the batch cannot be cut evenly.
+        """
         if self.num_processes == 1:
-            return slice(None)
-        index, count = world.share_of_batch(self.axes)
-        return slice(samples // count * index, samples // count * (index + 1))
+            return np.arange(global_batch)
+        parts, count = world.parts_of_batch(self.axes)
+        if self.padding is not None and global_batch % self.divisor:
+            # Each process pads its rows before they are cut into microbatches.
+            return rows_of_parts(global_batch, parts, count)
+        return rows_of_parts(global_batch, parts, count, self.num_microbatches, self.num_replicas)
 
     def abstract(self, batch: Batch, num_processes: int = 1) -> Placed:
         """Returns the shapes of a placed global batch, for lowering without data.
@@ -345,7 +380,8 @@ class BatchLayout:
         if self.padding is not None:
             loaded = 1 if _are_global(batch, num_processes) else num_processes
             multiple = math.lcm(self.divisor, loaded) // loaded
-            batch = self.padding.fill(batch, multiple, shared) if samples_of(batch) else batch
+            if samples_of(batch):
+                batch = self.padding.fill(batch, multiple, shared, loaded)
         self.check(batch, num_processes)
         return batch, shared
 

@@ -268,7 +268,7 @@ class EvalPiece:
         """The number of samples that are evaluated, copies included."""
         return (self.stop - self.start) * self.copies
 
-    def of(self, batch: Batch, rows: slice = slice(None)) -> Batch:
+    def of(self, batch: Batch, rows: slice | np.ndarray = slice(None)) -> Batch:
         """Cuts the samples of the piece out of a batch.
 
         Args:

@@ -310,7 +310,8 @@ class StepOptions(_Fields):
         pad: the name of the batch leaf with one weight per sample. A batch that does not divide is
             padded with copies of its last sample, of weight 0 (`BatchPadding`). Raises if the
             traced program does not show that they leave loss, metrics and buffers unchanged. None:
-            such batches raise.
+            such batches raise. Several processes each pad their own rows, so that numbers drawn per
+            sample, as by dropout, depend on the number of processes.
         compiler_options: options for XLA in addition to those of the chip, which they override.
             `hardware.HARDWARE` lists the options of the chips, which combine collectives and
             overlap them with compute; the value None removes one of them. Every program of the

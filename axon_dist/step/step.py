@@ -21,6 +21,7 @@ import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ..core.checks import is_whole
 from ..core.errors import AxonDistError, ConfigError, UnsupportedError, warn
 from ..core.own_context import AxisNames, in_context_of_step, own_context, readable_by_caller
 from ..core.tree import combine, leaves_with_paths, shape_key, shapes_of
@@ -37,7 +38,7 @@ from ..inspect import (
     trace_step,
 )
 from ..ir.loop_rule import LoopChoice
-from ..mesh import World, agree, digest, is_abstract
+from ..mesh import World, agree, checksums, digest, is_abstract
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision
 from ..parallel import HasStrategy, Strategy, as_strategy
@@ -616,8 +617,8 @@ class TrainStep:
         Args:
             state: from `init` or the step before.
             batch: leaves of shape [B, ...]: the global batch, or with several processes the rows
-                of this one; or the result of `place`. A JAX array that is spread over the devices
-                of several processes has the rows of all.
+                of this one, `own_rows`, in that order; or the result of `place`. A JAX array that
+                is spread over the devices of several processes has the rows of all.
             was_nonfinite: the metric `nonfinite` of the previous step. If true, and the step was
                 built with `nonfinite="stop"` or `"rollback"`, the state is returned unchanged.
             held: the deprecated name of `was_nonfinite`.
@@ -629,6 +630,8 @@ class TrainStep:
         Raises:
             DivisibilityError: when the batch cannot be cut evenly.
             ConfigError: when an earlier step has used the state up.
+            LaunchError: when, in the first batch of a shape, processes that load the same rows gave
+                different ones, or processes run different programs.
             UnsupportedError: when, for a batch shape not traced before, the loss cannot be computed
                 from the losses of its parts.
         """
@@ -670,11 +673,28 @@ class TrainStep:
         return state, metrics
 
     def _agree_on_program(self, *args: Any) -> None:
-        """Checks, once per batch shape, that all processes run the same program."""
+        """Checks, once per batch shape, that all processes run the same program on one batch."""
         shapes = str(jax.tree.map(jnp.shape, args[1:]))
         if shapes not in self._agreed:
+            self._agree_on_rows(args[1])
             agree(self.world, "step", {"program": digest(self.programs.step.lower(*args))})
             self._agreed.add(shapes)
+
+    def _agree_on_rows(self, placed: Placed) -> None:
+        """Checks that processes that load the same rows gave the same ones."""
+        # JAX compares the leaves that all samples share when it puts them on the devices.
+        if self.batch_layout.num_processes == self.world.num_processes:
+            return
+        facts = {f"rows of {name}": one for name, one in checksums(placed.arrays).items()}
+        axes = ", ".join(self.batch_layout.axes) or "none"
+        agree(
+            self.world,
+            "batch",
+            facts,
+            advice=f"The batch axes are {axes}, and processes with the same ranks along them give "
+            "the same rows: give those of step.own_rows(global_batch) on each",
+            code="rows-of-processes-differ",
+        )
 
     def _flag(self, was_nonfinite: Array | None) -> Array:
         """Places the flag of the step before; the first step gets one with the same sharding."""
@@ -684,6 +704,48 @@ class TrainStep:
         return jax.make_array_from_callback(
             (), self.state_layout.replicated, lambda _: np.zeros((), bool)
         )
+
+    def own_rows(self, global_batch: int, *, evaluated: bool = False) -> np.ndarray:
+        """Returns which rows of a global batch this process gives to a step.
+
+        They are the rows of the ranks that its devices have along the batch axes, in the order of
+        replicas, then microbatches, then ranks. With them several processes compute what one
+        process computes from the global batch. Processes that differ only along other axes, such
+        as that of tensor parallelism, give the same rows.
+
+        Args:
+            global_batch: the number of rows of all processes, B.
+            evaluated: whether the batch is for `evaluate`, which cuts no microbatches.
+
+        Returns:
+            Row numbers, int64; `x[step.own_rows(len(x))]` are the rows of an array `x`. On one
+            process all numbers in order.
+
+        Raises:
+            ConfigError: when there is no such batch.
+            DivisibilityError: when the batch cannot be cut evenly.
+
+        Example:
+            >>> import optax
+            >>> from axon_dist import World, build_train_step, ddp
+            >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+            >>> loss_fn = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+            >>> step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp(), World.emulate(4))
+            >>> step.own_rows(8).tolist()
+            [0, 1, 2, 3, 4, 5, 6, 7]
+        """
+        if not is_whole(global_batch) or global_batch < 1:
+            raise ConfigError(
+                f"own_rows got global_batch={global_batch!r:.80}; give the number of rows that all "
+                "processes have together, at least 1"
+            )
+        return self._cut(evaluated).rows_of(int(global_batch), self.world)
+
+    def _cut(self, evaluated: bool) -> BatchLayout:
+        """Returns how a batch is cut, which in an evaluation is into no microbatches."""
+        if not evaluated:
+            return self.batch_layout
+        return dataclasses.replace(self.batch_layout, num_microbatches=1, logical_shards=1)
 
     @in_context_of_step
     def place(self, batch: Batch) -> Placed:
@@ -733,7 +795,7 @@ class TrainStep:
         """
         self._check(state)
         state = averaged(state) if ema else state
-        layout = dataclasses.replace(self.batch_layout, num_microbatches=1, logical_shards=1)
+        layout = self._cut(evaluated=True)
         if isinstance(batch, FilledBatch):
             return self._sums_of_samples(state, batch.samples, layout)
         can_place = layout.padding is not None or layout.num_processes > 1
@@ -777,8 +839,9 @@ class TrainStep:
 
         Args:
             state: a state of this step; it stays usable.
-            batch: leaves of shape [B, ...], as for a step. If one process has all samples, B need
-                not divide by the ranks: each sample still counts once.
+            batch: leaves of shape [B, ...], as for a step; with several processes the rows
+                `own_rows(B, evaluated=True)`. If one process has all samples, B need not divide by
+                the ranks: each sample still counts once.
             ema: whether to take the moving average of the parameters instead.
 
         Returns:
@@ -822,7 +885,7 @@ class TrainStep:
         Args:
             batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.
         """
-        layout = dataclasses.replace(self.batch_layout, num_microbatches=1, logical_shards=1)
+        layout = self._cut(evaluated=True)
         arguments = self.programs.state_layout.placed_shapes, layout.abstract(batch)
         return tuple(trace(self.programs.evaluate, arguments).out_info)
 

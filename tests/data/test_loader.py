@@ -105,6 +105,20 @@ def test_a_replica_has_consecutive_rows_for_any_number_of_processes(count, num_r
     assert set(own[0]) <= set(ORDER[: -(-first // each) * each])
 
 
+def test_a_process_may_have_parts_that_are_not_consecutive():
+    fields = {"global_batch": 16, "num_microbatches": 2}
+    parts = [(0, 2), (1, 3)]
+    rows = [run(loader(share=(own, 4), **fields), 1) for own in parts]
+    cut = np.empty((2, 4, 2), int)
+    for own, numbers in zip(parts, rows, strict=True):
+        cut[:, own] = np.reshape(numbers, (2, 2, 2))
+    assert cut.reshape(-1).tolist() == ORDER[:16]
+    batches = [next(loader(share=(own, 4), **fields).validation_batches(1)) for own in parts]
+    whole = next(loader(**fields).validation_batches(1))["tokens"].reshape(4, 4, -1)
+    for own, batch in zip(parts, batches, strict=True):
+        np.testing.assert_array_equal(batch["tokens"], np.concatenate(whole[list(own)]))
+
+
 def test_a_batch_divides_by_its_microbatches():
     with pytest.raises(DivisibilityError, match=r"4 rows .* 3 microbatches; use 3 or 6 rows"):
         loader(num_microbatches=3)

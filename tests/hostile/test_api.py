@@ -76,6 +76,7 @@ CALLS = {
     "group_of": lambda odd: GROUP.group_of(odd),
     "contains": lambda odd: GROUP.contains(odd),
     "share_of_batch": lambda odd: WORLD.share_of_batch(odd),
+    "parts_of_batch": lambda odd: WORLD.parts_of_batch(odd),
     "all_reduce_sum group": lambda odd: axon_dist.all_reduce_sum(STACKED, odd),
     "all_gather group": lambda odd: axon_dist.all_gather(STACKED, odd),
     "broadcast group": lambda odd: axon_dist.broadcast(STACKED, odd),

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import Mesh
 
 from axon_dist.core.errors import MeshError
-from axon_dist.mesh.world import batch_shares
+from axon_dist.mesh.world import batch_parts, batch_shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,26 @@ def test_rows_that_two_processes_share_in_part():
         batch_shares(Grid([0, 0, 2, 1, 2, 1], pp=2, dp=3), ["dp"])
 
 
+@pytest.mark.parametrize(
+    ("mesh", "axes", "parts"),
+    [
+        (Grid([0, 0, 1, 1], dp=4), ["dp"], ({0: (0,), 1: (1,)}, 2)),
+        (Grid([0, 0, 1, 1], dp=2, fsdp=2), ["dp", "fsdp"], ({0: (0,), 1: (1,)}, 2)),
+        (Grid([0, 0, 1, 1], dp=2, fsdp=2), ["fsdp", "dp"], ({0: (0, 2), 1: (1, 3)}, 4)),
+        (Grid([0, 1, 0, 1], dp=4), ["dp"], ({0: (0, 2), 1: (1, 3)}, 4)),
+        (Grid([0, 0, 1, 1, 0, 0, 1, 1], dp=8), ["dp"], ({0: (0, 2), 1: (1, 3)}, 4)),
+        (Grid([0, 1, 1, 0], dp=4), ["dp"], ({0: (0, 3), 1: (1, 2)}, 4)),
+        (Grid([0, 1, 2, 3], pp=2, dp=2), ["dp"], ({0: (0,), 1: (1,), 2: (0,), 3: (1,)}, 2)),
+        (Grid([0, 1], tp=2), [], ({0: (0,), 1: (0,)}, 1)),
+    ],
+)
+def test_which_parts_of_the_rows_each_process_has(mesh, axes, parts):
+    assert batch_parts(mesh, axes) == parts
+
+
 def test_a_real_mesh(make_world):
     world = make_world("dp=2,tp=2")
     assert isinstance(world.mesh, Mesh)
     assert world.share_of_batch(["dp"]) == (0, 1)
+    assert world.parts_of_batch(["dp"]) == ((0,), 1)
     assert world.num_batch_shares(["dp"]) == 1

@@ -34,6 +34,7 @@ STRATEGIES = {
     "fsdp": ["mesh=fsdp=4", "parallel=full_shard"],
     "dropout": ["mesh=fsdp=4", "parallel=full_shard", "train.accumulate=2", "model.dropout=0.3"],
     "hybrid": ["mesh=dp=2,fsdp=2", "parallel=hybrid_shard"],
+    "other order": ["mesh=dp=2,fsdp=2", "parallel=[fsdp, ddp]", "model.dropout=0.3"],
     "accumulated": ["mesh=dp=4", "parallel=ddp", "train.accumulate=2"],
     "tensor": ["mesh=dp=2,tp=2", "parallel={tensor: {plan: auto}, ddp: {}}"],
     "diloco": [
@@ -231,3 +232,115 @@ def test_jax_arrays_of_one_process_are_its_rows_and_spread_ones_those_of_all(sta
         assert ["pad-mixed-leaves"] in said
         for name in ("numpy", "jax", "mine"):
             assert f"all rows {name} 12.0 12.0" in text, text
+
+
+ROWS = """
+import json, warnings
+import jax, jax.numpy as jnp, numpy as np, optax
+from flax import nnx
+from axon_dist import Weighted, World, build_train_step, compose, ddp, fsdp
+from axon_dist import diloco, tensor_parallel
+from axon_dist.core.errors import AxonDistWarning, LaunchError
+from axon_dist.data import Loader, Sequences
+
+x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+y = np.stack([np.sin(x[:, 0]), x[:, 1]], -1)
+arrays = {"x": x, "y": y}
+losses = {}
+
+class Model(nnx.Module):
+    def __init__(self, rate):
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(4, 2, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else None
+
+    def __call__(self, x):
+        x = self.linear(x)
+        return x if self.dropout is None else self.dropout(x)
+
+def squares(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+def by_place(model, batch):
+    each = (model(batch["x"]) - jnp.roll(batch["y"], 1, 0)) ** 2
+    return jnp.mean(each * jnp.arange(len(each), dtype=jnp.float32)[:, None])
+
+def weighted(model, batch):
+    each = jnp.mean((model(batch["x"]) - batch["y"]) ** 2, -1)
+    return Weighted(jnp.sum(each * batch["w"]), jnp.sum(batch["w"]))
+
+def built(mesh, strategy, rate=0.5, loss=squares, order=None, **options):
+    world = World.emulate(4, mesh)
+    if order is not None:
+        world = World.init(mesh, devices=[jax.devices()[n] for n in order])
+    return build_train_step(lambda: Model(rate), optax.sgd(0.1), loss, strategy, world, **options)
+
+def record(name, mesh, strategy, **options):
+    step = built(mesh, strategy, **options)
+    rows, state = step.own_rows(16), step.init()
+    losses[name] = []
+    for _ in range(2):
+        state, metrics = step(state, {"x": x[rows], "y": y[rows]})
+        losses[name].append(float(metrics["loss"]))
+    return step, state
+
+two = "dp=2,fsdp=2"
+swapped = compose(fsdp(min_elements=1), ddp())
+step, _ = record("swapped", two, swapped, accumulate=2)
+cut = {"accumulate": 2, "separable": False}
+placed, state = record("by place", two, swapped, rate=0, loss=by_place, **cut)
+rows = placed.own_rows(16, evaluated=True)
+losses["evaluated"] = [float(placed.evaluate(state, {"x": x[rows], "y": y[rows]})["loss"])]
+record("devices", "dp=4", ddp(), order=(0, 2, 1, 3), accumulate=2)
+inner = compose(diloco("fsdp", every=2), ddp())
+record("replicas", two, inner, accumulate=2)
+tensor = compose(ddp(), tensor_parallel({"linear/kernel": "column"}))
+split, _ = record("tensor", "tp=2,dp=2", tensor)
+
+# The loader gives the rows of the step.
+layout, world = step.batch_layout, step.world
+samples = Sequences(*[[{n: a[i] for n, a in arrays.items()} for i in range(16)]] * 2, "numbers")
+loader = Loader(
+    samples, global_batch=16, num_microbatches=2, share=world.parts_of_batch(layout.axes)
+)
+whole = next(Loader(samples, global_batch=16))
+assert (next(loader)["x"] == whole["x"][step.own_rows(16)]).all()
+
+if world.num_processes > 1:
+    # These processes share all rows, and give different ones.
+    half = x[:8] + world.process_index
+    try:
+        split(split.init(), {"x": half, "y": y[:8]})
+    except LaunchError as error:
+        print(error.code, str(error), flush=True)
+
+for rate in (0, 0.5):
+    step = built("dp=4", ddp(), rate=rate, loss=weighted, pad="w")
+    rows = step.own_rows(6)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", AxonDistWarning)
+        for _ in range(2):
+            metrics = step(step.init(), {"x": x[rows], "y": y[rows]})[1]
+    if not rate:
+        losses["padded"] = [float(metrics["loss"])]
+    print("warned", rate, [one.message.code for one in seen], flush=True)
+print(json.dumps(losses), flush=True)
+"""
+
+
+def test_rows_of_any_ranks_train_as_on_one_process(start, capsys):
+    processes = start(2, "-c", ROWS)
+    # Here with all devices, while the others start.
+    exec(ROWS, {"__name__": "rows"})
+    expected = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert processes.wait([0, 1], 240) == [0, 0], processes.text(0)
+    for rank in (0, 1):
+        said = processes.text(rank)
+        losses = json.loads([line for line in said.splitlines() if line.startswith("{")][-1])
+        assert losses.keys() == expected.keys()
+        for name, values in expected.items():
+            assert losses[name] == pytest.approx(values, rel=1e-5), name
+        assert "rows-of-processes-differ the processes disagree about 'batch': " in said
+        assert "process 1 has rows of x[0:4, 0:4]=" in said
+        assert "warned 0 []" in said
+        assert "warned 0.5 ['pad-moves-samples']" in said

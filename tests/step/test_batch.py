@@ -81,6 +81,38 @@ def test_typed_keys_follow_the_rows_of_their_replica(make_world):
     np.testing.assert_array_equal(jax.random.key_data(placed["key"]), placed["x"])
 
 
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """As much of a world as the rows of a process need: the ranks of its devices."""
+
+    ranks: tuple[int, ...]
+    num_ranks: int
+
+    def parts_of_batch(self, axes):
+        return self.ranks, self.num_ranks
+
+
+@pytest.mark.parametrize("owned", [[(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 3), (1, 2)]])
+@pytest.mark.parametrize("replica_axis", [None, "nodes"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_rows_of_each_process_make_the_batch_of_one(make_world, owned, replica_axis, count):
+    """Whether or not the ranks of a process are consecutive."""
+    world = make_world("nodes=2,dp=2")
+    whole = BatchLayout(world.mesh, ("nodes", "dp"), count, replica_axis=replica_axis)
+    batch = np.arange(16) * 3
+    expected = np.split(whole.split(batch), 4, axis=int(count > 1))
+    for ranks in owned:
+        own = dataclasses.replace(whole, num_processes=2, own_ranks=ranks)
+        rows = own.rows_of(16, Owner(ranks, 4))
+        got = np.split(own.split(batch[rows], is_local=True), 2, axis=int(count > 1))
+        np.testing.assert_array_equal(got, [expected[rank] for rank in ranks])
+
+
+def test_the_rows_of_one_process_are_the_batch(make_world):
+    world = make_world("dp=2,tp=2")
+    assert layout(world, 2).rows_of(8, world).tolist() == list(range(8))
+
+
 @pytest.mark.parametrize(
     ("mesh", "owned"),
     [

@@ -327,6 +327,9 @@ def _shares(run: Run) -> list[str]:
     rows = run.config.train.global_batch
     accumulate = run.config.train.accumulate
     index, count = run.world.share_of_batch(axes)
+    own = run.world.own_batch_ranks(axes)
+    is_one_part = len(run.world.parts_of_batch(axes)[0]) == 1
+    of_ranks = "" if is_one_part else f", those of batch ranks {', '.join(map(str, own))}"
     ranks = math.prod(mesh.shape[axis] for axis in axes)
     each = rows // ranks
     split = ""
@@ -335,7 +338,8 @@ def _shares(run: Run) -> list[str]:
     return [
         f"each of {plural(ranks, 'batch rank')} ({', '.join(axes) or 'no axis'}) takes "
         f"{each} of {plural(rows, 'sample')} a step{split}",
-        f"this process loads share {index + 1} of {count}: {rows // count} samples a step",
+        f"this process loads share {index + 1} of {count}: {rows // count} samples a step"
+        f"{of_ranks}",
     ]
 
 

@@ -61,6 +61,7 @@ def build_loader(
         num_processes=num_processes,
         num_microbatches=num_microbatches,
         num_replicas=num_replicas,
+        share=world.parts_of_batch(axes),
         num_ahead=config.data.num_ahead,
         num_workers=config.data.num_workers,
     )

@@ -101,7 +101,7 @@ class Task(abc.ABC, Generic[_Data]):
         """Returns the arrays of a batch."""
 
     @abc.abstractmethod
-    def load(self, model: object, data: _Data, **options: int) -> Loader:
+    def load(self, model: object, data: _Data, **options: Any) -> Loader:
         """Reads the data and returns the loader of one process; options are those of `Loader`.
 
         Raises:
@@ -148,7 +148,7 @@ class NextToken(Task[TokenSection]):
         shape = (data.sequence_length + 1,)
         return {name: Field(shape, *of_tokens[name]) for name in data.arrays}
 
-    def load(self, model: object, data: TokenSection, **options: int) -> Loader:
+    def load(self, model: object, data: TokenSection, **options: Any) -> Loader:
         """Opens the data; raises if it has tokens outside the model's vocabulary."""
         samples = data.open(data.sequence_length)
         vocab_size = getattr(model, "vocab_size", None)
@@ -195,7 +195,7 @@ class Classification(Task[_Pictures]):
         num_classes = getattr(model, "num_classes", None)
         return {"x": Field(shape, np.uint8, 256), "y": Field((), np.int32, num_classes)}
 
-    def load(self, model: object, data: _Pictures, **options: int) -> Loader:
+    def load(self, model: object, data: _Pictures, **options: Any) -> Loader:
         """Reads or makes the images."""
         num_classes = getattr(model, "num_classes", NO_LIMIT)
         return ImageLoader(load_images(data, _channels(model), num_classes), **options)
@@ -226,7 +226,7 @@ class UserTask(Task[OwnData]):
         example = data.samples.train(np.array([0]))
         return {name: Field(array.shape[1:], array.dtype) for name, array in example.items()}
 
-    def load(self, model: object, data: OwnData, **options: int) -> Loader:
+    def load(self, model: object, data: OwnData, **options: Any) -> Loader:
         """Calls the factory of the data."""
         return Loader(data.samples, **options)
 
