@@ -67,9 +67,12 @@ def varying(x: Array, axes: tuple[str, ...]) -> Array:
     """Casts a value to a type that varies over some axes, as collectives require.
 
     Under `check_vma=True` a replicated value has an invariant type, and JAX refuses to reduce it
-    over axes along which it does not vary. Under `check_vma=False` there are no such types.
+    over axes along which it does not vary. Under `check_vma=False` there are no such types. An axis
+    that has a name but no mesh, as while a loss is analysed, has none either.
     """
-    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    known = jax.typeof(x).mat.varying
+    missing = tuple(axis for axis in axes if axis in manual and axis not in known)
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 

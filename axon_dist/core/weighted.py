@@ -81,6 +81,16 @@ class WithTerm(Weighted):
         return Weighted(self.total + self.term * more, self.weight)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Count(Weighted):
+    """A metric that is an integer sum over the samples, in one of the parts of a batch.
+
+    The parts add `total` up in its own dtype, because float32 holds integers only up to 2^24.
+    `weight` makes it the same number as a `Weighted`.
+    """
+
+
 @dataclasses.dataclass(frozen=True)
 class Shared:
     """Marks an array of a batch that all samples share, so it is not split among devices.

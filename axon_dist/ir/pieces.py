@@ -298,7 +298,8 @@ def readers_of(jaxpr: Jaxpr, table: Var) -> Readers:
 
 def _rows_of(equation: JaxprEqn, read: set[Var]) -> TableRows | None:
     """Returns the lookup that an equation performs in a table or a cast of it, or None."""
-    places = [i for i, atom in enumerate(equation.invars) if atom in read]
+    atoms = enumerate(equation.invars)
+    places = [i for i, atom in atoms if not isinstance(atom, Literal) and atom in read]
     if len(places) != 1:
         return None
     others = tuple(atom for i, atom in enumerate(equation.invars) if i != places[0])

@@ -336,13 +336,16 @@ def sources_of(jaxpr: Jaxpr) -> list[set[int]]:
     return [set(needed_for(jaxpr, [number])[1]) for number in range(len(jaxpr.outvars))]
 
 
-def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
+def moves_with(
+    program: ClosedJaxpr, output: int, count: int, axes: Sequence[tuple[str, int]] = ()
+) -> list[int]:
     """Returns the inputs with respect to which an output has a gradient that is not always zero.
 
     Args:
         program: a traced function.
         output: the position of the output, a number.
         count: how many of the first inputs to look at; these are floating-point.
+        axes: the names and sizes of the axes over which the program sums.
 
     Returns:
         Their positions. Inputs that only comparisons, counts or `stop_gradient` read are left out.
@@ -364,7 +367,8 @@ def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
 
         return jax.jvp(run, first, tangents)[1]
 
-    _, read = needed_for(jax.make_jaxpr(moved)(first, first, values[count:]).jaxpr, [0])
+    traced = jax.make_jaxpr(moved, axis_env=axes)(first, first, values[count:])
+    _, read = needed_for(traced.jaxpr, [0])
     return [number for number in read if number < count]
 
 

@@ -296,11 +296,15 @@ def empty(shapes: PyTree, num_slots: int) -> PyTree:
 
 
 def zeros(shapes: PyTree, wide: bool = False) -> PyTree:
-    """Returns zeros of the given shapes; `wide` promotes them to at least float32, for sums."""
-    return jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32) if wide else x.dtype),
-        shapes,
-    )
+    """Returns zeros of the given shapes; `wide` is for sums, and makes floats float32 or wider."""
+
+    def zero(x: Any) -> Array:
+        # An integer is a count, and float32 would round it from 2^24 on.
+        is_count = jnp.issubdtype(x.dtype, jnp.integer)
+        widens = wide and not is_count
+        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32) if widens else x.dtype)
+
+    return jax.tree.map(zero, shapes)
 
 
 def get(arrays: PyTree, slot: Array) -> PyTree:

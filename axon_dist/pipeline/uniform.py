@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from ..core.compat import eval_equation
 from ..core.typing import Array
@@ -256,8 +257,12 @@ def _weights(
     previous = {}
     for number, (block, call) in enumerate(zip(storage.stages.blocks, calls, strict=True)):
         leaf_of = {trace.params[block + leaf]: i for i, leaf in enumerate(storage.leaves)}
-        weights = variables(call.invars) & leaf_of.keys()
-        operands = {i: leaf_of[v] for i, v in enumerate(call.invars) if v in weights}
+        # A scalar that the model makes, such as `jnp.float32(0)`, is a literal: it has no hash.
+        operands = {
+            i: leaf_of[v]
+            for i, v in enumerate(call.invars)
+            if not isinstance(v, Literal) and v in leaf_of
+        }
         # A block that is called with its leaves in another order computes something else.
         if number and operands != previous:
             return None

@@ -22,7 +22,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from ..core.typing import Array, Batch, LossFn, PyTree
-from ..core.weighted import Weighted
+from ..core.weighted import Count, Weighted
 from ..ir.pieces import Ending
 from ..ir.walk import dtype_of, moves_with, sources_of
 from ..separability.abstract_values import Dependence, LossDependence
@@ -185,7 +185,8 @@ def rescale_parts(loss_fn: LossFn, dependence: LossDependence) -> LossFn:
     """Rescales a loss so that the sums of totals and weights over parts equal those of the batch.
 
     Results must not depend on the number of microbatches or ranks. A sum, or a `Weighted` whose
-    weight is the same for any batch, then comes out as that of the whole batch.
+    weight is the same for any batch, then comes out as that of the whole batch. A sum of integers
+    keeps its dtype.
 
     Args:
         loss_fn: the user's loss.
@@ -195,15 +196,17 @@ def rescale_parts(loss_fn: LossFn, dependence: LossDependence) -> LossFn:
         The loss function, unchanged if nothing needs rescaling.
     """
     factors = {n: m.factor for n, m in dependence.metrics.items() if m.kind in SUMMED}
+    sums = {n for n, m in dependence.metrics.items() if m.kind is Dependence.SUM}
     if dependence.loss.kind is Dependence.MEAN:
         factors = {name: factor for name, factor in factors.items() if factor != 1}
     if dependence.loss.factor == 1 and not factors:
         return loss_fn
 
-    def weighted(value: Any, factor: float) -> Weighted:
+    def weighted(value: Any, factor: float, is_sum: bool = False) -> Weighted:
         if isinstance(value, Weighted):
             return Weighted(value.total, value.weight / factor)
-        return Weighted(value, 1 / factor)
+        is_count = is_sum and jnp.issubdtype(jnp.result_type(value), jnp.integer)
+        return (Count if is_count else Weighted)(value, 1 / factor)
 
     def run(model: nnx.Module, batch: Batch, **kwargs: Any) -> Any:
         returned = loss_fn(model, batch, **kwargs)
@@ -212,7 +215,9 @@ def rescale_parts(loss_fn: LossFn, dependence: LossDependence) -> LossFn:
             loss = weighted(loss, dependence.loss.factor)
         if not rest:
             return loss
-        metrics = {n: weighted(m, factors[n]) if n in factors else m for n, m in rest[0].items()}
+        metrics = {
+            n: weighted(m, factors[n], n in sums) if n in factors else m for n, m in rest[0].items()
+        }
         return loss, metrics
 
     return run

@@ -20,7 +20,7 @@ from ..core.compat import is_computed
 from ..core.errors import AxonDistError, ConfigError, UnsupportedError
 from ..core.tree import combine, is_key, leaves_with_paths, map_with_path, wide
 from ..core.typing import Array, Batch, Function, LossFn, Metrics, Path, PyTree
-from ..core.weighted import Weighted, WithTerm
+from ..core.weighted import Count, Weighted, WithTerm
 from ..ir.units import is_inside
 from .model_spec import MEAN_WEIGHT, SHARED, STEP, ModelSpec, split_inputs
 from .options import FLAG, LOSS_SCALE, METRICS, OVERFLOW
@@ -338,10 +338,15 @@ def mean_loss(loss: Weighted) -> Array:
 
 
 def weighted_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
-    """Returns metrics as weighted sums; a metric without a weight gets that of the loss."""
+    """Returns metrics as weighted sums; a metric without a weight gets that of the loss.
+
+    A `Count` has no weight: its total is the only result of an integer dtype.
+    """
     weight = outcome.loss.weight
 
     def weigh(x: Array | Weighted) -> Any:
+        if isinstance(x, Count):
+            return jnp.asarray(x.total)
         if isinstance(x, Weighted):
             return wide_pair(x)
         if is_one(weight):
@@ -361,7 +366,8 @@ class Sums:
     Args:
         grads: sum of weight x gradient of the mean loss, a tree like the parameters.
         loss: sum of the losses, and sum of the weights.
-        metrics: sum of weight x metric; `Weighted` if the metric has its own weight.
+        metrics: sum of weight x metric; `Weighted` if the metric has its own weight; an integer if
+            it is a count, which has none.
     """
 
     grads: PyTree
@@ -381,10 +387,14 @@ class Sums:
         """Divides by the weight; returns the gradient of the mean loss, and the metrics."""
         weight = self.loss.weight
         grads = jax.tree.map(lambda g: _divided(g, weight), self.grads)
-        metrics = {
-            name: mean_loss(x if isinstance(x, Weighted) else Weighted(x, weight))
-            for name, x in self.metrics.items()
-        }
+
+        def mean(x: Array | Weighted) -> Array:
+            if isinstance(x, Weighted):
+                return mean_loss(x)
+            is_count = jnp.issubdtype(x.dtype, jnp.integer)
+            return x if is_count else mean_loss(Weighted(x, weight))
+
+        metrics = {name: mean(x) for name, x in self.metrics.items()}
         return grads, {"loss": mean_loss(self.loss), **metrics}
 
 

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from ..core.compat import outside_meshes
 from ..core.errors import AxonDistError, UnsupportedError
@@ -49,16 +48,22 @@ class Traced:
         names: of the metrics.
         is_plain: whether the loss is a number without a weight.
         ending: completes the outputs of a `PartLoss`.
+        axes: the names and sizes of the axes over which the program sums.
     """
 
     program: ClosedJaxpr
     names: tuple[str, ...]
     is_plain: bool
     ending: Any = None
+    axes: tuple[tuple[str, int], ...] = ()
 
     def total_of(self, name: str) -> int:
         """Returns the index of the output that is the total of a metric."""
         return 2 + 2 * self.names.index(name)
+
+    def moving(self, output: int, count: int) -> list[int]:
+        """Returns which of the first `count` inputs an output has a gradient for: `moves_with`."""
+        return moves_with(self.program, output, count, self.axes)
 
 
 class Traces:
@@ -136,13 +141,12 @@ class Traces:
             numbers = scalars([outcome.loss, *(outcome.metrics[name] for name in names)])
             return [*numbers, *jax.tree.leaves(outcome.buffers)]
 
-        if self._over_all:
-            spec = PartitionSpec()
-            mesh = AbstractMesh((2,), (RANKS,), axis_types=(AxisType.Auto,))
-            run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        # The axis has a name but no mesh. JAX runs an equation only under the mesh that it was
+        # traced under, and the equations of an `Ending` run under the mesh of the step.
+        axes = ((RANKS, 2),) if self._over_all else ()
         with outside_meshes() if self._over_all else nullcontext():
-            program = jax.make_jaxpr(run)(*self._model_spec.arguments, batch)
-        return Traced(program, **details)
+            program = jax.make_jaxpr(run, axis_env=axes)(*self._model_spec.arguments, batch)
+        return Traced(program, **details, axes=axes)
 
     def dependence(
         self, batch: Batch, sizes: tuple[int, int], zeros: Container[int] = ()
@@ -164,7 +168,7 @@ class Traces:
         model_spec = self._model_spec
         full = self.of(batch, sizes[1])
         paths = [path for path, _ in leaves_with_paths(model_spec.weights)]
-        moving = () if full.is_plain else moves_with(full.program, 1, len(paths))
+        moving = () if full.is_plain else full.moving(1, len(paths))
         if trained := [paths[at] for at in moving if paths[at] not in model_spec.frozen_paths]:
             # The weights of all parts are summed before anything is divided, so the gradient treats
             # them as constants. They may read parameters where no gradient flows.

@@ -30,7 +30,7 @@ from ..core.errors import AxonDistError, UnsupportedError, warn
 from ..core.tree import is_key, leaves_with_paths, shape_key, shapes_of
 from ..core.typing import Batch, LossFn, Path, PyTree
 from ..ir.randomness import is_added_to
-from ..ir.walk import moves_with, sources_of
+from ..ir.walk import sources_of
 from ..parallel import SUM_SAMPLES, mark_experts_per_sample
 from ..separability.abstract_values import (
     OF_WEIGHT,
@@ -508,7 +508,7 @@ class Separator:
         """Whether a sum depends on a trained parameter."""
         paths = [path for path, _ in leaves_with_paths(self.model_spec.weights)]
         output = traced.total_of(sum_name(number))
-        moving = moves_with(traced.program, output, len(paths))
+        moving = traced.moving(output, len(paths))
         return any(paths[at] not in self.model_spec.frozen_paths for at in moving)
 
     def program(self, batch: Batch, samples: int) -> ClosedJaxpr:

@@ -5,6 +5,8 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -108,6 +110,32 @@ def test_equals_replicas_one_after_the_other(row):
 @pytest.mark.parametrize("row", FULL, ids=str)
 def test_equals_replicas_one_after_the_other_full(row):
     check(row)
+
+
+@pytest.mark.filterwarnings("ignore:BatchNorm at")
+def test_a_metric_that_is_a_function_of_sums_with_batch_norm_and_microbatches():
+    """Both replicas have the same samples, and so the same loss: the metric is that of each."""
+    case, every, world = CASES["batchnorm"], 2, world_of("nodes=2,dp=2")
+    twice = lambda number: jax.tree.map(lambda x: np.tile(x, (2, 1)), case.batch(number))
+
+    def loss_fn(model, batch):
+        loss = case.loss_fn(model, batch)
+        return loss, {"perplexity": jnp.exp(loss)}
+
+    made = OPTIMIZERS["sgd"](), OUTER["plain"]()
+    same = dataclasses.replace(case, batch=twice)
+    want = simulate(same, *made, every, replicas=2, num_steps=3, accumulate=2)
+    slow = diloco("nodes", every=every, outer=OUTER["plain"]())
+    step = build_train_step(
+        case.make(), made[0], loss_fn, compose(slow, ddp()), world, accumulate=2
+    )
+    state = step.init()
+    for number in range(3):
+        state, metrics = step(state, twice(number))
+        loss = float(metrics["loss"])
+        assert loss == pytest.approx(want.losses[number], rel=1e-5)
+        assert float(metrics["perplexity"]) == pytest.approx(math.exp(loss), rel=1e-5)
+    assert_close(state.params, want.params, 1e-5, "parameter")
 
 
 def check(row):

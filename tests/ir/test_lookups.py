@@ -53,6 +53,15 @@ def test_lookups_are_found_with_their_ids(function, casts, mode):
     np.testing.assert_array_equal(table[ids], function(TABLE, IDS))
 
 
+def test_the_row_of_a_jax_scalar_is_another_read_or_a_lookup():
+    for function in (
+        lambda table: jnp.take(table, jnp.int32(1), axis=0),
+        lambda table: jnp.where(table > 0, table, jnp.float32(0)),
+    ):
+        _, readers = read(function)
+        assert readers.others or readers.rows
+
+
 def test_gathers_that_are_not_lookups_are_not_found():
     for function in (
         lambda table, ids: jax.nn.one_hot(ids, 8) @ table,

@@ -2,8 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 
+from axon_dist import World, build_train_step, ddp, pipelined
 from axon_dist.pipeline import UniformStages
 
 from .chains import (
@@ -49,12 +53,32 @@ def carried_loss(params, buffers, batch):
     return jnp.sum(x**2) + count, jnp.sum(batch["weight"]), {"count": 1.0 * count}, buffers
 
 
+def adding(block, x, penalty, depth, scale):
+    x = layer(block, x * scale) * depth
+    return x, penalty + jnp.mean(x**2)
+
+
+def scalar_loss(params, buffers, batch):
+    """Scalars that are literals of the program: the first carry, one of all, one of each block."""
+    x, penalty = batch["x"] @ params["embed"], jnp.float32(0)
+    for number in range(len(BLOCKS)):
+        depth = jnp.float32(1 / (number + 1))
+        x, penalty = add(params["blocks"][number], x, penalty, depth, jnp.float32(0.5))
+    return jnp.sum(x**2) + penalty, jnp.sum(batch["weight"]), {"penalty": penalty}, buffers
+
+
 carry = unit(carrying)
-LOSSES = {"chain": chain_loss, "mixed": mixed_loss, "carried": carried_loss}
+add = unit(adding)
+LOSSES = {
+    "chain": chain_loss,
+    "mixed": mixed_loss,
+    "carried": carried_loss,
+    "scalars": scalar_loss,
+}
 
 
 # Every loss and every place once; the richest loss in two.
-@pytest.mark.sample("chain-loop", "mixed-two_ranks", "mixed-v", "carried-v")
+@pytest.mark.sample("chain-loop", "mixed-two_ranks", "mixed-v", "carried-v", "scalars-v")
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("name", LOSSES)
 def test_stages_one_after_another_are_the_loss(name, placed):
@@ -125,3 +149,55 @@ def test_blocks_of_different_sizes_are_not_uniform():
     params = params_of((WIDTH, WIDTH, WIDTH, WIDTH, 1))
     trace, _ = traced(chain_loss, params, buffers_of(), microbatch(0))
     assert UniformStages.find(trace, stored(params, *PLACED["two_ranks"])) is None
+
+
+class Scaled(nnx.Module):
+    """A block that takes a penalty from the one before, and two scalars."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x, penalty, depth, scale):
+        y = jnp.tanh(self.linear(x))
+        return x + depth * scale * y, penalty + jnp.mean(y**2)
+
+
+class Scalars(nnx.Module):
+    """A model that makes the scalars of its blocks with JAX, between two other layers."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Scaled(rngs) for _ in range(4)])
+        self.last = nnx.LayerNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        x, penalty = self.first(x), jnp.float32(0)
+        for number, block in enumerate(self.blocks):
+            depth = jnp.float32(1 / (number + 1))
+            x, penalty = block(x, penalty, depth, jnp.float32(0.5))
+        return self.last(x), penalty
+
+
+@pytest.mark.parametrize("schedule", ["eager_1f1b", "interleaved_1f1b"])
+def test_a_model_with_jax_scalars_trains_as_on_one_device(schedule):
+    rng = np.random.default_rng(0)
+    batch = {name: np.float32(rng.normal(size=(8, WIDTH))) for name in "xy"}
+
+    def loss_fn(model, batch):
+        y, penalty = model(batch["x"])
+        return jnp.mean((y - batch["y"]) ** 2) + 0.1 * penalty, {"penalty": penalty}
+
+    results = []
+    for strategy, world in (
+        (pipelined(2, 2, schedule), World.emulate(2, "pp=2")),
+        (ddp(), World.emulate(1)),
+    ):
+        step = build_train_step(Scalars, optax.sgd(0.1), loss_fn, strategy, world, batch=batch)
+        state, metrics = step(step.init(), batch)
+        results.append(jax.device_get((metrics, step.weights(state))))
+    (metrics, weights), (wanted, expected) = results
+    for name in ("loss", "penalty"):
+        np.testing.assert_allclose(metrics[name], wanted[name], rtol=1e-5)
+    for path, value in expected.items():
+        np.testing.assert_allclose(weights[path], value, rtol=1e-4, atol=1e-6, err_msg=path)

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import Weighted, World, build_train_step, ddp
+from axon_dist import Weighted, World, build_train_step, ddp, fsdp, pipelined
 from axon_dist.step.microbatches import accumulate
 from axon_dist.step.objective import Sums
 
@@ -80,3 +80,48 @@ def test_a_metric_that_is_a_constant_is_itself_for_a_batch_without_weight():
         _, metrics = step(step.init(), batch)
         numbers = [float(metrics[name]) for name in ("loss", "rate", "mean")]
         assert numbers == [0, 3, 1], (strategy.name, ranks, count)
+
+
+class Two(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axis", "ranks", "options"),
+    [
+        (ddp(), "dp", 1, {"accumulate": 3}),
+        (ddp(), "dp", 2, {"accumulate": 3}),
+        (fsdp(min_elements=4), "fsdp", 2, {"accumulate": 3}),
+        (pipelined(2, 2), "pp", 2, {}),
+        (ddp(), "dp", 2, {"deterministic": "elastic", "logical_shards": 4}),
+    ],
+    ids=["microbatches", "ddp", "fsdp", "pipeline", "elastic"],
+)
+def test_a_metric_that_is_a_sum_of_integers_stays_exact(strategy, axis, ranks, options):
+    """float32 would round the sum, 2^24 + 3; a mean of integers is what one device gives."""
+
+    def loss_fn(model, batch):
+        loss = jnp.mean(model(batch["x"]) ** 2)
+        counts = {"tokens": jnp.sum(batch["n"]), "some": jnp.sum(batch["n"] > 0)}
+        # A function of sums next to the counts: they stay what they are.
+        return loss, counts | {"mean": jnp.mean(batch["n"]), "perplexity": jnp.exp(loss)}
+
+    numbers = np.asarray([2**24 + 1, *[0] * 10, 2], np.int32)
+    batch = {"x": np.ones((12, 4), np.float32), "n": numbers}
+    world = World.emulate(ranks, f"{axis}={ranks}")
+    step = build_train_step(Two(), optax.sgd(0.1), loss_fn, strategy, world, **options)
+    _, metrics = step(step.init(), batch)
+    counts = {name: metrics[name] for name in ("tokens", "some")}
+    assert {name: (x.dtype, int(x)) for name, x in counts.items()} == {
+        "tokens": (jnp.int32, 2**24 + 3),
+        "some": (jnp.int32, 2),
+    }
+    assert float(metrics["mean"]) == pytest.approx((2**24 + 3) / 12)
+    assert float(metrics["perplexity"]) == pytest.approx(np.exp(float(metrics["loss"])))

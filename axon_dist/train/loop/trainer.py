@@ -10,7 +10,7 @@ from typing import NoReturn, TypeAlias
 
 import numpy as np
 
-from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError, did_you_mean
+from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError, did_you_mean, warn
 from axon_dist.core.own_context import in_own_context
 from axon_dist.core.tree import own_bytes
 from axon_dist.core.typing import Batch
@@ -458,14 +458,25 @@ class Trainer:
                 self.on_counts(recorder.counts)
                 self.save(state, number, recorder.score_at(number))
 
-    def _save_before_error(self, state: TrainState, recorder: MetricRecorder) -> None:
+    def _save_before_error(
+        self, failure: Exception, state: TrainState, recorder: MetricRecorder
+    ) -> None:
         """Saves the last state after an error of a validation, if every process has it.
 
         Otherwise the others are still validating, and never write their parts of the state.
         """
-        number = recorder.step
+        if self.save is None:
+            return
+        number, world = recorder.step, self.step.world
         try:
-            agree(self.step.world, f"failed validation after step {number}", {}, _END_SECONDS)
+            if world.num_processes > 1:
+                # Not a note of `progress`, which only process 0 shows.
+                warn(
+                    f"the validation after step {number} failed on process {world.process_index}, "
+                    f"which waits up to {_END_SECONDS:g} s for the others to save the state, and "
+                    f"then raises {type(failure).__name__}: {failure}"
+                )
+            agree(world, f"failed validation after step {number}", {}, _END_SECONDS)
             self._save(number, state, recorder)
         except Exception as error:  # the error of the validation must reach the caller
             self.progress.note(f"the state of step {number} is not saved: {error}")
@@ -477,8 +488,8 @@ class Trainer:
         with recorder.sheet.on(VALIDATE):
             try:
                 means = self._validation_means(state, recorder, stops)
-            except Exception:
-                self._save_before_error(state, recorder)
+            except Exception as error:
+                self._save_before_error(error, state, recorder)
                 raise
         # Compiling inside this context is counted as COMPILE, so subtract it from VALIDATE.
         recorder.sheet.add(VALIDATE, compiled - recorder.sheet[COMPILE])

@@ -5,6 +5,7 @@ import math
 import signal
 import threading
 import types
+import warnings
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from axon_dist.core.weighted import Weighted
 from axon_dist.mesh import World
 from axon_dist.parallel import ddp
 from axon_dist.step import Nonfinite, StepOptions, build_train_step
-from axon_dist.train.loop import JsonlWriter, LoopOptions, SilentProgress, Trainer
+from axon_dist.train.loop import JsonlWriter, LoopOptions, SilentProgress, Trainer, trainer
 
 
 class ListWriter:
@@ -505,6 +506,34 @@ def test_the_error_of_a_validation_is_told_even_if_the_state_cannot_be_saved(wor
             save=lambda state, number, score: broken("no space"),
         )  # fmt: skip
     assert notes.notes == ["the state of step 2 is not saved: no space"]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_the_error_of_a_validation_is_told_before_the_wait_for_other_processes(world, saves):
+    """Without a place to save there is nothing to wait for."""
+    waits = []
+
+    def agree(world, topic, facts, timeout):
+        waits.append((topic, [str(each.message) for each in told]))
+
+    def validation():
+        warnings.simplefilter("always")
+        patch.setattr(World, "num_processes", 2)
+        patch.setattr(trainer, "agree", agree)
+        raise OSError("the disk is gone")
+
+    save = (lambda state, number, score: None) if saves else None
+    with (
+        warnings.catch_warnings(record=True) as told,
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(OSError, match="the disk is gone"),
+    ):
+        fit(FakeStep(world), 2, validation=validation, save=save)
+    assert len(waits) == len(told) == int(saves)
+    for topic, texts in waits:
+        assert topic == "failed validation after step 2"
+        assert "failed on process 0, which waits up to 30 s" in texts[0]
+        assert texts[0].endswith("OSError: the disk is gone")
 
 
 def test_a_validation_that_is_not_finite_has_no_score(world):
