@@ -6,6 +6,7 @@ Each wrapper is a model or optimizer with a `Strategy` of `axon_dist.parallel`, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -93,6 +94,10 @@ class _Wrapper:
             f"{what} needs a module, and got a function that makes one; get the module of a "
             "training state from TrainStep.merge(state)"
         )
+
+
+def _shapes_by_path(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:
+    return sorted((path, jnp.shape(leaf)) for path, leaf in leaves_with_paths(tree))
 
 
 def _params(module: Any) -> PyTree:
@@ -339,10 +344,19 @@ class FullyShardedDataParallel(_Wrapper):
     def _are_rank_stacked(self, grads: PyTree) -> bool:
         """Whether a tree has one row per rank of each of the module's parameters."""
         rows = self.group.world_size
-        stacked = jax.tree.map(lambda x: (rows, *x.shape), self.parameters())
-        wanted, structure = jax.tree.flatten(stacked, is_leaf=lambda x: isinstance(x, tuple))
-        got, of_grads = jax.tree.flatten(grads)
-        return structure == of_grads and wanted == [jnp.shape(x) for x in got] and bool(got)
+        # By path, because gradients may be in an `nnx.State`, and the parameters are in a dict.
+        got = _shapes_by_path(nnx.to_pure_dict(grads) if isinstance(grads, nnx.State) else grads)
+        made = isinstance(self.module, nnx.Module)
+        own = _shapes_by_path(self.parameters()) if made else self._traced_shapes
+        return bool(got) and got == [(path, (rows, *shape)) for path, shape in own]
+
+    @functools.cached_property
+    def _traced_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The shapes of the parameters of a function that makes a module, which is slow to trace.
+
+        Those of a module are not kept, because modules can change.
+        """
+        return _shapes_by_path(self.parameters())
 
     @checked("memory_estimate", optimizer=OPTIMIZER.or_none(), accumulate=COUNT)
     def memory_estimate(

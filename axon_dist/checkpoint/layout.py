@@ -39,6 +39,7 @@ from ..core.tree import is_key, leaves_with_paths
 from ..core.typing import Array, Leaf, PyTree, Shape
 from ..core.typing import Path as LeafPath
 from ..mesh import process_index
+from ..mesh.world import available_devices
 from ..sharding.padding import EvenShards, paddings_in
 
 MARKER = "COMMITTED"
@@ -297,10 +298,11 @@ def described(target: PyTree) -> dict[LeafPath, jax.ShapeDtypeStruct]:
     """The shape, dtype and sharding of every leaf of a target.
 
     Numbers and numpy arrays have no sharding. They are replicated over the mesh of the other
-    leaves; if none is on a mesh, they go to the default device.
+    leaves; if none is on a mesh, they go to the default device of a single process.
 
     Raises:
-        CheckpointError: if a `ShapeDtypeStruct` has no sharding, or a leaf is something else.
+        CheckpointError: if a `ShapeDtypeStruct` has no sharding, or a leaf is something else, or
+            several processes have a number or numpy array and no mesh.
     """
     leaves = named_leaves(target)
     places = (getattr(leaf, "sharding", None) for leaf in leaves.values())
@@ -312,25 +314,48 @@ def described(target: PyTree) -> dict[LeafPath, jax.ShapeDtypeStruct]:
 
 def _described(path: LeafPath, leaf: Leaf, whole: NamedSharding | None) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None)
+    shape = getattr(leaf, "shape", ())
+    dtype = getattr(leaf, "dtype", None)
     if isinstance(leaf, (*_NUMBERS, np.ndarray)):
-        leaf = as_array(path, leaf)
-        sharding = leaf.sharding if whole is None else whole
+        array = as_array(path, _sample(leaf))
+        dtype = array.dtype
+        sharding = array.sharding if whole is None and _is_alone() else whole
     if sharding is None:
         # A shape is no hint that the leaf is small, so it gets no default device.
         raise CheckpointError(
             f"leaf {path} of the target is a {type(leaf).__name__} without a sharding; give "
             "jax.ShapeDtypeStruct(shape, dtype, sharding=...), as target_of makes them"
         )
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-_NUMBERS = (bool, int, float, complex, np.generic)
+def _is_alone() -> bool:
+    """Whether there is one process; the default device of each of several is another one."""
+    return len({device.process_index for device in available_devices()}) == 1
+
+
+_PLAIN = (bool, int, float, complex)
+_NUMBERS = (*_PLAIN, np.generic)
+
+
+def _plain_type(number: complex) -> type[complex]:
+    """The type of a number; for an instance of a subclass, such as an enum, the built-in type."""
+    return next(kind for kind in _PLAIN if isinstance(number, kind))
+
+
+def _sample(leaf: Any) -> Any:
+    """A small leaf of the same dtype, of which only the dtype is used."""
+    if isinstance(leaf, np.ndarray):
+        return np.empty(0, leaf.dtype)
+    # The value of a number may be too large for JAX, while that in the checkpoint is not.
+    return leaf if isinstance(leaf, np.generic) else _plain_type(leaf)()
 
 
 def in_form_of(target: PyTree, arrays: Iterable[Array]) -> PyTree:
     """Puts restored arrays, in the order of the leaves, into the structure of a target.
 
-    Numbers of the target come back as numbers of their types.
+    Numbers of the target come back as numbers of their types; those of a subclass, such as an
+    enum, as numbers of the built-in type, because a subclass may not take every value.
     """
     leaves, structure = jax.tree.flatten(target)
     return structure.unflatten(map(_in_form_of, leaves, arrays))
@@ -339,9 +364,8 @@ def in_form_of(target: PyTree, arrays: Iterable[Array]) -> PyTree:
 def _in_form_of(leaf: Leaf, array: Array) -> Any:
     if not isinstance(leaf, _NUMBERS):
         return array
-    kind: Any = type(leaf)
     number = np.asarray(array)
-    return number[()] if isinstance(leaf, np.generic) else kind(number.item())
+    return number[()] if isinstance(leaf, np.generic) else _plain_type(leaf)(number.item())
 
 
 def target_of(abstract: PyTree, shardings: PyTree) -> PyTree:

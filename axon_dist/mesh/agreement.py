@@ -200,11 +200,13 @@ def check_shared(folder: Path, key: str) -> None:
 
     Args:
         folder: a folder on a disk; process 0 makes it if it is missing.
-        key: the config key that names the folder, for the beginning of messages.
+        key: what the folder is, such as its config key or `"the folder of checkpoints"`, for the
+            beginning of messages; every process must give the same.
 
     Raises:
         ConfigError: on every process; the message names the processes that do not see what process
             0 writes there.
+        LaunchError: if a process does not call it in time.
 
     Example:
         >>> check_shared(Path("/tmp"), "run_dir")
@@ -212,7 +214,7 @@ def check_shared(folder: Path, key: str) -> None:
     count = jax.process_count()
     if count == 1:
         return
-    topic = f"the folder of {key}"
+    topic = f"view of {key}"
     with _new_file(folder) as name:
         # Not by a collective: Gloo waits no longer than a process may look for the file.
         first = _exchange(count, topic, json.dumps([name, str(folder.absolute())]))[0]

@@ -188,7 +188,11 @@ def preset_name(choice: Any) -> Any:
         >>> preset_name("bf61"), preset_name(None)
         ('bf61', None)
     """
-    spelled = spelled_dtype(choice)
+    try:
+        spelled = spelled_dtype(choice)
+    except (TypeError, ValueError):
+        # The types of NumPy that stand for several dtypes, such as np.floating, have no dtype.
+        return choice
     if not isinstance(spelled, str):
         return choice
     return _OF_DTYPES.get(spelled, "fp8" if spelled.lower() == "fp8" else choice)

@@ -1,7 +1,9 @@
+import enum
 import functools
 import json
 import os
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from axon_dist.checkpoint import (
     save_checkpoint,
     target_of,
 )
+from axon_dist.checkpoint.layout import described
 from axon_dist.core.errors import CheckpointError, ConfigError, UnsupportedError
 from axon_dist.models import MLP
 from axon_dist.ops.precision import GradScaler
@@ -408,3 +411,29 @@ def test_a_state_with_numbers_is_its_own_target(type, make_world, tmp_path):
         load_checkpoint(tmp_path / "c", {**others, "epoch": 0.0, "w": jnp.ones(3)})
     with pytest.raises(CheckpointError, match=r"epoch of the target is a str without a sharding"):
         load_checkpoint(tmp_path / "c", {**others, "epoch": "0", "w": jnp.ones(3)})
+
+
+class Phase(enum.IntEnum):
+    WARM = 1
+
+
+@BOTH
+def test_of_a_number_in_a_target_only_the_type_counts(type, tmp_path):
+    save_checkpoint(tmp_path / "c", {"seed": 5, "phase": 7}, type=type)
+    restored = load_checkpoint(tmp_path / "c", {"seed": 2**40, "phase": Phase.WARM})
+    # No member of the enum has the value 7.
+    assert restored == {"seed": 5, "phase": 7}
+    assert {x.__class__ for x in restored.values()} == {int}
+
+
+@pytest.mark.parametrize("leaf", [3, np.float32(1), np.zeros(2, np.float32)])
+def test_several_processes_place_no_leaf_of_a_target_by_themselves(leaf, make_world, monkeypatch):
+    devices = [types.SimpleNamespace(process_index=process) for process in range(2)]
+    monkeypatch.setattr("axon_dist.checkpoint.layout.available_devices", lambda: devices)
+    kind = leaf.__class__.__name__
+    with pytest.raises(CheckpointError, match=rf"leaf n of the target is a {kind} without a shard"):
+        described({"n": leaf, "w": jnp.zeros(3)})
+    whole = NamedSharding(make_world("dp=2").mesh, PartitionSpec())
+    w = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=whole)
+    found = described({"n": leaf, "w": w})["n"]
+    assert (found.sharding, found.shape) == (whole, np.shape(leaf))

@@ -1,10 +1,12 @@
 import json
 
+import jax
 import pytest
 
 from axon_dist.core.errors import LaunchError
 from axon_dist.launch import Timeouts
 from axon_dist.launch.rendezvous import Peer
+from axon_dist.mesh import agreement
 from axon_dist.mesh.agreement import StepWatch, find_culprit
 
 ME = [Peer(process=p, num_processes=3, host="h", pid=p, versions={}) for p in range(3)]
@@ -91,3 +93,16 @@ def test_quick_steps_leave_time_to_save():
     for step in range(10):
         watch(step)
     assert watch.limit == 300.0
+
+
+def test_a_process_that_does_not_look_at_the_folder_is_named(tmp_path, monkeypatch):
+    store = Shelf()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(agreement, "SharedStore", lambda: store)
+    waits = agreement._exchange
+    exchange = lambda count, topic, value: waits(count, topic, value, timeout=0.1)
+    monkeypatch.setattr(agreement, "_exchange", exchange)
+    text = r"processes 1 of 2 did not report their view of the folder of checkpoints within 0.1 s"
+    with pytest.raises(LaunchError, match=text):
+        agreement.check_shared(tmp_path, "the folder of checkpoints")
+    assert list(tmp_path.iterdir()) == []

@@ -208,3 +208,10 @@ def test_a_format_without_a_preset_is_not_taken_for_a_misspelling(other):
 def test_an_array_is_no_precision():
     with pytest.raises(ConfigError, match=r"precision: got Array"):
         MixedPrecision.of(jnp.ones(()))
+
+
+@pytest.mark.parametrize("several", [np.generic, np.floating, np.integer])
+def test_a_type_of_several_dtypes_is_no_precision(several):
+    assert preset_name(several) is several
+    with pytest.raises(ConfigError, match=r"^precision: got <class 'numpy"):
+        MixedPrecision.of(several)

@@ -216,3 +216,35 @@ def test_one_rank_saves_nothing(make_world):
     assert model.memory_estimate().memory_savings == 0.0
     kernel = model.reshard_parameters(model.parameters())["kernel"]
     assert kernel.addressable_shards[0].data.shape == (100, 50)
+
+
+def test_rank_stacked_gradients_in_a_state_are_clipped_by_the_norm_of_each_rank(make_world):
+    """`nnx.grad` returns an `nnx.State`, whose tree is not that of a dict."""
+    world = make_world("dp=4")
+    layer = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
+    model = FSDP(layer, world.group("dp"))
+    one = nnx.grad(lambda layer: jnp.sum(layer(jnp.ones((1, 2))) ** 2))(layer)
+    assert isinstance(one, nnx.State)
+    # Every rank has other gradients, which are not averaged here.
+    stacked = jax.tree.map(lambda x: jnp.stack([x * rank for rank in range(1, 5)]), one)
+    clipped, norms = model.clip_grad_norm(stacked, 1e-3)
+    np.testing.assert_allclose(norms, optax.tree.norm(one) * jnp.arange(1.0, 5.0), rtol=1e-5)
+    assert jax.tree.structure(clipped) == jax.tree.structure(one)
+    own = jax.vmap(optax.tree.norm)(clipped)
+    np.testing.assert_allclose(own, [1e-3] * 4, rtol=1e-4)
+    assert model.clip_grad_norm(model.sync_gradients(stacked), 1.0)[1].shape == (4,)
+    assert model.clip_grad_norm(one, 1.0)[1].shape == ()
+
+
+def test_a_function_model_is_traced_once_for_clipping(make_world):
+    calls = []
+
+    def make():
+        calls.append(1)
+        return nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+
+    model = FSDP(make, make_world("dp=4").group("dp"))
+    model.clip_grad_norm({"kernel": jnp.ones((4, 2, 1))}, 1.0)
+    traced = len(calls)
+    assert model.clip_grad_norm({"kernel": jnp.ones((4, 2, 1))}, 1.0)[1].shape == (4,)
+    assert len(calls) == traced
