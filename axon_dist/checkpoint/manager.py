@@ -15,7 +15,6 @@ from ..core.checks import COUNT, NUMBER, SIZE, ArgumentKind
 from ..core.errors import (
     CheckpointError,
     DamagedCheckpointError,
-    LaunchError,
     StoreError,
     UnsupportedError,
     reworded,
@@ -226,9 +225,9 @@ class CheckpointManager:
         path = self.folder / step_name(step)
         NUMBER.or_none().check("CheckpointManager.save", "score", score)
         self.wait()
+        if not self._saved:
+            check_seen(self.folder, self.type, "the folder of checkpoints")
         try:
-            if not self._saved:
-                check_seen(self.folder, self.type, "the folder of checkpoints")
             serial = on_main(self._prepare)
             self._saved[int(step)] = serial
             self._pending = PendingSave(
@@ -240,7 +239,7 @@ class CheckpointManager:
                 serial=serial,
                 then=self._remove_outdated,
             )
-        except (CheckpointError, LaunchError, StoreError, UnsupportedError) as error:
+        except (CheckpointError, StoreError, UnsupportedError) as error:
             self._fail(error)
             return
         if not self.background:
@@ -410,7 +409,7 @@ class CheckpointManager:
                 reason = getattr(error, "strerror", error)
                 self.tell(f"could not remove the old checkpoint {str(path)!r}: {reason}")
 
-    def _fail(self, error: CheckpointError | LaunchError | StoreError | UnsupportedError) -> None:
+    def _fail(self, error: CheckpointError | StoreError | UnsupportedError) -> None:
         self.failure = str(error)
         self.tell(str(error))
 

@@ -24,7 +24,7 @@ from axon_dist.checkpoint import (
     read_manifest,
 )
 from axon_dist.checkpoint import stores as store
-from axon_dist.core.errors import CheckpointError, ConfigError, LaunchError, UnsupportedError
+from axon_dist.core.errors import CheckpointError, ConfigError, UnsupportedError
 
 KINDS = pytest.mark.parametrize("type", list(StateDictType))
 SIZE = 20_000
@@ -395,28 +395,3 @@ def test_a_moved_folder_of_checkpoints_still_loads(tmp_path):
     shutil.move(tmp_path / "a", tmp_path / "b")
     restored = load_checkpoint(tmp_path / "b" / "step_00000001", state(0))
     np.testing.assert_array_equal(restored["w"], state(1)["w"])
-
-
-def test_a_process_that_is_late_at_the_check_of_the_folder_is_a_failed_save(tmp_path, monkeypatch):
-    def late(folder, type, name):
-        raise LaunchError("processes 1 of 2 did not report their view of the folder within 300 s")
-
-    told = []
-    manager = CheckpointManager(tmp_path, background=False, tell=told.append)
-    with monkeypatch.context() as patch:
-        patch.setattr("axon_dist.checkpoint.manager.check_seen", late)
-        manager.save(1, state(1))
-    assert told == [manager.failure]
-    assert "processes 1 of 2 did not report" in manager.failure
-    manager.save(2, state(2))
-    assert manager.failure is None
-    assert names(tmp_path) == step_names(2)
-
-
-def test_a_folder_that_is_not_shared_ends_the_first_save(tmp_path, monkeypatch):
-    def unseen(folder, type, name):
-        raise ConfigError("not one folder", code="folder-not-shared")
-
-    monkeypatch.setattr("axon_dist.checkpoint.manager.check_seen", unseen)
-    with pytest.raises(ConfigError, match="not one folder"):
-        CheckpointManager(tmp_path).save(1, state(1))
