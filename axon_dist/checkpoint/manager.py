@@ -221,6 +221,8 @@ class CheckpointManager:
         Raises:
             ConfigError: if the step is negative or not an integer, or at the first save if another
                 process does not see the folder; other failures are reported.
+            LaunchError: if a process does not come to the first save within 300 s; the others would
+                wait for it without end.
         """
         path = self.folder / step_name(step)
         NUMBER.or_none().check("CheckpointManager.save", "score", score)
