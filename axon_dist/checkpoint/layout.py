@@ -316,7 +316,8 @@ def _described(path: LeafPath, leaf: Leaf, whole: NamedSharding | None) -> jax.S
     sharding = getattr(leaf, "sharding", None)
     shape = getattr(leaf, "shape", ())
     dtype = getattr(leaf, "dtype", None)
-    if isinstance(leaf, (*_NUMBERS, np.ndarray)):
+    is_host = isinstance(leaf, (*_NUMBERS, np.ndarray))
+    if is_host:
         array = as_array(path, _sample(leaf))
         dtype = array.dtype
         sharding = array.sharding if whole is None and _is_alone() else whole
@@ -325,8 +326,12 @@ def _described(path: LeafPath, leaf: Leaf, whole: NamedSharding | None) -> jax.S
         raise CheckpointError(
             f"leaf {path} of the target is a {type(leaf).__name__} without a sharding; give "
             "jax.ShapeDtypeStruct(shape, dtype, sharding=...), as target_of makes them"
+            f"{_OR_A_MESH if is_host else ''}"
         )
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+_OR_A_MESH = ", or let another leaf of the target be on the mesh of all processes"
 
 
 def _is_alone() -> bool:

@@ -100,7 +100,14 @@ def rows_of_parts(
         local_rows(num_parts, part, num_parts)
     # A part may hold several replicas, or a replica several parts: both are whole pieces.
     pieces = math.lcm(num_replicas, num_parts) // num_replicas
-    local_rows(size, 0, pieces)
+    if size < 1 or size % pieces:
+        near = max(size // pieces, 1) * pieces * cuts
+        of_microbatches = f" in each of {cuts} microbatches" if cuts > 1 else ""
+        raise DivisibilityError(
+            f"a global batch of {global_batch} rows does not divide into the {pieces} parts that "
+            f"the processes load{of_microbatches}; choose a multiple of {pieces * cuts}, such as "
+            f"{near}"
+        )
     rows = np.arange(global_batch).reshape(num_replicas, num_microbatches, pieces, -1)
     each = num_replicas * pieces // num_parts
     own = [part * each + at for part in parts for at in range(each)]

@@ -35,14 +35,14 @@ from .mesh_spec import SLOW_AXES, AxesLike, MeshSpec, by_links
 
 
 def batch_shares(mesh: Mesh, axes: Sequence[str]) -> dict[int, int]:
-    """Numbers the parts of a batch that processes load, in order of their first row.
+    """Numbers the shares of a batch that processes load, in order of their first row.
 
     Args:
         mesh: devices of one or several processes.
         axes: the mesh axes that split the rows.
 
     Returns:
-        The part of each process; processes with the same rows have the same part.
+        The share of each process; processes with the same rows have the same share.
 
     Raises:
         MeshError: if the rows of two processes overlap only in part.
@@ -388,7 +388,7 @@ class World:
         return batch_ranks(self.mesh, axes).get(self.process_index, ())
 
     def num_batch_shares(self, axes: Sequence[str]) -> int:
-        """The number of parts into which processes split a batch; see `share_of_batch`."""
+        """The number of shares into which processes split a batch; see `share_of_batch`."""
         return len(set(batch_shares(self.mesh, axes).values()))
 
     def memory_kinds(self) -> frozenset[str]:

@@ -189,6 +189,7 @@ class BatchLayout:
         logical_shards: a number that B must also be a multiple of.
         replica_axis: the axis between replicas that train independently; None if there are none.
         own_ranks: the ranks along `axes` that this process owns; None for all.
+        is_evaluated: whether it cuts batches of an evaluation, in which models draw nothing.
     """
 
     mesh: Mesh
@@ -199,6 +200,7 @@ class BatchLayout:
     logical_shards: int = 1
     replica_axis: str | None = None
     own_ranks: tuple[int, ...] | None = None
+    is_evaluated: bool = False
 
     @classmethod
     def of(cls, spec: StepSpec) -> BatchLayout:
@@ -381,7 +383,8 @@ class BatchLayout:
             loaded = 1 if _are_global(batch, num_processes) else num_processes
             multiple = math.lcm(self.divisor, loaded) // loaded
             if samples_of(batch):
-                batch = self.padding.fill(batch, multiple, shared, loaded)
+                moved = 1 if self.is_evaluated else loaded
+                batch = self.padding.fill(batch, multiple, shared, moved)
         self.check(batch, num_processes)
         return batch, shared
 

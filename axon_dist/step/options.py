@@ -195,7 +195,7 @@ def unwrapped_model(model: Any, strategy: Strategy | HasStrategy) -> Any:
     """
     if not is_wrapper(model) or model.strategy != as_strategy(strategy):
         return model
-    return getattr(model, "module", model)
+    return model.module
 
 
 def _weights(model: Any) -> dict[Any, Any]:

@@ -745,7 +745,9 @@ class TrainStep:
         """Returns how a batch is cut, which in an evaluation is into no microbatches."""
         if not evaluated:
             return self.batch_layout
-        return dataclasses.replace(self.batch_layout, num_microbatches=1, logical_shards=1)
+        return dataclasses.replace(
+            self.batch_layout, num_microbatches=1, logical_shards=1, is_evaluated=True
+        )
 
     @in_context_of_step
     def place(self, batch: Batch) -> Placed:
@@ -818,7 +820,9 @@ class TrainStep:
             return self.programs.evaluate(state, layout.place_whole(batch))
         sums = []
         for piece in pieces(samples, ranks):
-            rows = layout.rows_of(piece.samples, self.world)
+            # Indexing with all rows of one process would copy them.
+            is_alone = layout.num_processes == 1
+            rows = slice(None) if is_alone else layout.rows_of(piece.samples, self.world)
             counted = self.programs.evaluate(state, layout.place(piece.of(batch, rows)))
             sums.append(piece.without_copies(counted))
         return added(sums)

@@ -176,9 +176,11 @@ def _of_output(error: BaseException) -> BaseException:
         # The error does not name its file, so test whether another line fails, too.
         sys.stdout.write("\n")
         sys.stdout.flush()
-    except OSError:
+    except OSError as again:
         # The flush at exit would fail again.
         _silence(sys.stdout)
+        if again.errno not in _FULL:
+            return error
         return ConfigError(
             f"the standard output cannot be written: {error.strerror}; make room on its disk, or "
             "send it elsewhere",

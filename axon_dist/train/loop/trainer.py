@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -468,14 +469,17 @@ class Trainer:
         if self.save is None:
             return
         number, world = recorder.step, self.step.world
-        try:
-            if world.num_processes > 1:
-                # Not a note of `progress`, which only process 0 shows.
+        if world.num_processes > 1:
+            # Not a note of `progress`, which only process 0 shows. Where warnings are errors, the
+            # state is still saved, and the error of the validation raised.
+            with contextlib.suppress(Warning):
                 warn(
                     f"the validation after step {number} failed on process {world.process_index}, "
                     f"which waits up to {_END_SECONDS:g} s for the others to save the state, and "
-                    f"then raises {type(failure).__name__}: {failure}"
+                    f"then raises {type(failure).__name__}: {failure}",
+                    code="validation-failed",
                 )
+        try:
             agree(world, f"failed validation after step {number}", {}, _END_SECONDS)
             self._save(number, state, recorder)
         except Exception as error:  # the error of the validation must reach the caller
