@@ -702,7 +702,7 @@ _ANSWER = "answer"
 
 
 class Question(NamedTuple):
-    """What a model gets to answer, and what it would write.
+    """The prompt of an answer, and the parts of the answer that a template writes.
 
     Args:
         prompt: the text before the answer; none of it is learned in training.
