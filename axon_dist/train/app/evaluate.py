@@ -360,7 +360,8 @@ def prompt_of_chat(tokenizer: Tokenizer, prompt: str, answer: str) -> np.ndarray
 def end_of_answer(tokenizer: Tokenizer, ending: str) -> int | None:
     """Returns the id of the token that ends an answer; None if there is none.
 
-    It is the first special token of the ending, such as `<|end|>` of `<|end|>\\n<|endoftext|>`.
+    It is the special token that the ending begins with, such as `<|end|>` of
+    `<|end|>\\n<|endoftext|>`.
 
     Args:
         tokenizer: the tokenizer of the run.
@@ -372,7 +373,7 @@ def end_of_answer(tokenizer: Tokenizer, ending: str) -> int | None:
         decoded = tokenizer.special[token] if is_special else tokenizer.decode(np.array([token]))
         text = decoded.strip()
         # An unknown token is special too, but its text is not that of the ending.
-        if text == ending or (is_special and text and text in ending):
+        if text == ending or (is_special and text and ending.startswith(text)):
             return token
     # In chats, the post-processor of a tokenizer adds nothing, so only `added` can end an answer.
     return tokenizer.added[0] if tokenizer.added else None
