@@ -18,8 +18,8 @@ def simulate(case, optimizer, outer, every, replicas, num_steps, accumulate=1, f
             keys to whether a parameter is in it; None is all of them after H steps.
 
     Returns:
-        The trace: means of what the replicas report, their parameters as rows, and with the
-        buffers those on which they last agreed.
+        The trace: means over samples of what the replicas report, and of their norms; their
+        parameters as rows, and with the buffers those on which they last agreed.
     """
     graphdef, params, buffers = nnx.split(case.make(), nnx.Param, ...)
     params, buffers = nnx.to_pure_dict(params), nnx.to_pure_dict(buffers)
@@ -31,15 +31,15 @@ def simulate(case, optimizer, outer, every, replicas, num_steps, accumulate=1, f
     common, outer_states = params, [outer.init(params) for _ in fragments]
     trace = []
     for number in range(num_steps):
-        reported = []
+        reported, weights = [], []
         for r in range(replicas):
             pieces = _share(case.batch(number), r, replicas, accumulate)
             if draws:
                 # A replica draws for all of its samples at once, however many microbatches it has.
                 pieces = [jax.tree.map(lambda *x: np.concatenate(x), *pieces)]
-            own[r], metrics = _step(gradient, update, own[r], pieces)
-            reported.append(metrics)
-        trace.append({n: float(np.mean([m[n] for m in reported])) for n in reported[0]})
+            own[r], metrics, weight = _step(gradient, update, own[r], pieces)
+            reported.append(metrics), weights.append(weight)
+        trace.append({n: _mean(n, [m[n] for m in reported], weights) for n in reported[0]})
         for index, (at, within) in enumerate(fragments):
             if (number + 1) % every != at:
                 continue
@@ -97,4 +97,12 @@ def _step(gradient, update, state, pieces):
     params, opt_state = update(grads, opt_state, params)
     metrics = {name: weighted_mean([e[name] for e in extras], weights) for name in extras[0]}
     metrics |= {"loss": sum(totals) / sum(weights), "grad_norm": norm_of(grads)}
-    return (params, opt_state, buffers), metrics | {"param_norm": norm_of(params)}
+    metrics |= {"param_norm": norm_of(params)}
+    return (params, opt_state, buffers), metrics, sum(weights)
+
+
+def _mean(name, reported, weights):
+    """The mean of a metric over replicas: by samples, except for norms, which have no samples."""
+    if name in ("grad_norm", "param_norm"):
+        return float(np.mean(reported))
+    return float(weighted_mean(reported, weights))
