@@ -434,11 +434,11 @@ class _Mpi:
             devices = local_devices(env, index, here)
             names = dataclasses.replace(names, local_rank=index, local_device_ids=devices)
         names = dataclasses.replace(names, coordinator_address=None, source=self.source)
-        has_asked = "MASTER_ADDR" in env
-        if "OMPI_MCA_orte_hnp_uri" in env and (not has_asked or "JAX_COORDINATOR_ADDRESS" in env):
+        has_address = "MASTER_ADDR" in env
+        if "OMPI_MCA_orte_hnp_uri" in env and (not has_address or "JAX_COORDINATOR_ADDRESS" in env):
             # JAX knows where mpirun of Open MPI 4 runs, and reads its own variable first.
             return names
-        if not has_asked and here != count:
+        if not has_address and here != count:
             raise LaunchError(
                 f"{self.name} started {count} processes, but {self.silence} tell them where rank 0 "
                 f"runs; {self.option}, or set {CLUSTER}=mpi4py if mpi4py is installed, or "

@@ -187,8 +187,13 @@ class RunDirectory:
             ConfigError: when another kind of file is at such a path, for example a pipe.
         """
         files = (
-            *(self.config, self.metrics, self.summary, self.program),
-            *(self.plot, self.memory, self.trackers),
+            self.config,
+            self.metrics,
+            self.summary,
+            self.program,
+            self.plot,
+            self.memory,
+            self.trackers,
         )
         for path in files:
             if (kind := kind_at(path)) not in (None, "a file"):
@@ -315,7 +320,11 @@ _WRITTEN_INTO = (
 
 
 RECORDS = (
-    *("config.yaml", "metrics.jsonl", "summary.json", "program.json", "waterfall.json"),
+    "config.yaml",
+    "metrics.jsonl",
+    "summary.json",
+    "program.json",
+    "waterfall.json",
     "trackers.json",
 )
 """The files that are read from a run; for a run in a bucket they are copied to this machine."""
