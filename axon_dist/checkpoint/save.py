@@ -302,9 +302,10 @@ def load_checkpoint(
         target: a tree like the state, of `ShapeDtypeStruct`s with shardings, or of arrays and
             numbers, whose values are ignored; or a `TrainStep`, for its state. Numbers come back
             as numbers of their types, with the 32 bits that JAX keeps of them. Numpy arrays have no
-            sharding, and come back replicated over the mesh of the other leaves, or on the default
-            device if there is no mesh. If leaves are padded, give the whole `TrainState` or the
-            step: a part of it, such as `params`, does not know which leaves are padded.
+            sharding, and come back replicated over the mesh of the other leaves. Without a mesh
+            they come back on the default device, or are refused in a run of several processes. If
+            leaves are padded, give the whole `TrainState` or the step: a part of it, such as
+            `params`, does not know which leaves are padded.
         parts: the fields of the state to restore; others are not read. With one name, such as
             `"params"`, the target is that field, such as `target.params`. With several, the
             target is a dict of them.
