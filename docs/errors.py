@@ -1,4 +1,7 @@
-"""The table of error codes, read from the source: `python docs/errors.py --markdown`."""
+"""The table of error codes, read from the source: `python docs/errors.py --markdown`.
+
+It is always Markdown; `docs/hooks.py` reads the option, and then shows the table as such.
+"""
 
 import ast
 import pathlib

@@ -38,8 +38,9 @@ class MixedPrecision:
     """The dtypes of a training step; float32 by default.
 
     Parameters are stored in `param`, and the optimizer updates them in it. The model computes with
-    copies in `compute`, and gradients are reduced in `reduce`. Statistics of norms, softmax and the
-    loss are always float32.
+    copies in `compute`, and gradients are reduced in `reduce`. The loss function gets outputs in
+    `output`. Flax's norms compute their statistics in float32, and the attention of this library
+    its softmax.
 
     Args:
         param: dtype of parameters and optimizer state.
@@ -281,8 +282,8 @@ class LinenCasting:
     """Runs a bridged Linen module, and sets the compute dtype on the modules inside it.
 
     These modules exist only while the bridge runs. Each gets the dtype when its first method is
-    called; that is `setup` for modules that pass their dtype on to others. A module whose dtype is
-    None still promotes its arguments, unless it has a `param_dtype`, as Flax layers do.
+    called; that is `setup` for modules that pass their dtype on to others. A module with dtype None
+    is left alone, except one with a `param_dtype` field, as Flax layers have.
 
     Args:
         policy: param, compute, reduce and output dtype.
@@ -415,6 +416,9 @@ class GradScaler:
     If a gradient is not finite on any device, all devices skip the step, and the scale is
     multiplied by `backoff_factor`. After `growth_interval` finite steps in a row it is multiplied
     by `growth_factor`, unless the product overflows float32. The state stays on the devices.
+
+    The count `skipped` of the state is the number of overflows. The `skipped_steps` of a `Trainer`
+    are other steps: those whose loss is not finite or a spike.
 
     Args:
         init_scale: the initial scale.
@@ -558,7 +562,7 @@ def clip_by_global_norm(
         The clipped gradients with their dtypes and shardings, and the norm before clipping.
 
     Raises:
-        ConfigError: when `max_norm` is below 0 or not a number.
+        ConfigError: when `max_norm` is below 0 or NaN.
         DTypeError: when integers or booleans are to be clipped.
 
     Example:

@@ -73,7 +73,7 @@ class DynamicCode:
 
     @property
     def _parts(self) -> list[tuple[int, float, float]]:
-        """For each decade the number of its values, its largest value, and the width of a part."""
+        """For each decade the number of its values, its upper end, and the width of a part."""
         counts = [2 ** (decade + (not self.signed)) for decade in range(_DECADES)]
         return [(n, 10.0 ** (d + 1 - _DECADES), 0.9 / n) for d, n in enumerate(counts)]
 

@@ -61,8 +61,8 @@ class NewtonSchulz:
         preconditioning: how singular values are first brought below 1: by the Frobenius or the
             spectral norm, or by scales in the first iteration (AOL, Schatten-4).
         eps: added to the norm.
-        rows: the dims of the array that are contracted with a vector.
-        columns: the dims of the result; all other dims are batch dims.
+        rows: the input dims of the matrix, `reduction_axis` in optax.
+        columns: its output dims, `output_axis` in optax; all other dims are batch dims.
 
     Example:
         >>> x = jnp.diag(jnp.array([4.0, 1.0]))
@@ -192,7 +192,7 @@ def muon(
             `hidden_matrices`. None takes every leaf of two dims, including embeddings and heads, as
             optax does.
         consistent_rms: scales updates by `sqrt(max(m, n))` times this (arXiv:2502.16982, 0.2 there)
-            instead of `sqrt(max(1, n / m))`.
+            instead of `sqrt(max(1, n / m))`, for m inputs and n outputs of a matrix.
         adam_weight_decay_mask: which of the other parameters decay; optax has no such argument.
 
     Returns:
@@ -251,8 +251,9 @@ def hidden_matrices(model: nnx.Module | Callable[[], nnx.Module]) -> Callable[[P
     """Finds the matrices inside a model's blocks, for `muon_weight_dimension_numbers`.
 
     Muon is meant for these: the kernels of `nnx.Linear`, `nnx.LinearGeneral` and other layers with
-    two dims, in modules that the model keeps in lists or stacks by `nnx.vmap`. Embeddings, heads
-    and norms stay with AdamW.
+    two dims, in modules that the model keeps in lists or stacks by `nnx.vmap`. Embeddings, norms,
+    and heads outside of lists and stacks stay with AdamW. A head in a list, as in `nnx.Sequential`,
+    counts as hidden.
 
     Args:
         model: the model, or a function of no arguments that makes it.

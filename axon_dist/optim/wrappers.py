@@ -93,8 +93,9 @@ class Spikes:
     """Skips steps whose loss or gradient norm is an outlier.
 
     Args:
-        deviations: a step is skipped if its loss, or the norm of its gradient before clipping,
-            exceeds the mean of the last steps by more than this many standard deviations.
+        deviations: a step is skipped if its loss, or the norm of its gradient, exceeds the mean of
+            the last steps by more than this many standard deviations. The norm is taken before the
+            `clip_norm` of `watched`, but after that of `build_train_step`.
         window: mean and deviation are running averages over about this many steps; the first
             `window` steps are never skipped.
     """

@@ -77,8 +77,9 @@ class Executor:
     nothing if the cell does not contain it. Activations and gradients are sent after the actions,
     by `ppermute`s that every rank executes, outside the conditionals. A `ppermute` inside a
     conditional would hang, because ranks in the other branch would never join it. Values are kept
-    in slots, as many as there are values of a kind that are live at the same time: M per chunk for
-    GPipe and looped BFS, independent of M for 1F1B and its relatives.
+    in slots, as many as there are values of a kind that are live at the same time. With GPipe and
+    looped BFS that is one per microbatch and chunk. With 1F1B and its relatives it does not depend
+    on the number of microbatches.
 
     A backward pass either recomputes its stage from the stage's input, or reads the residuals of
     the forward pass. If it recomputes, the last stage's forward runs only within its backward,

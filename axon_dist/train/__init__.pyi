@@ -1,3 +1,9 @@
+from ..core.errors import require as require
+from ..core.tree import bytes_per_device as bytes_per_device
+from ..core.words import byte_size as byte_size
+from ..core.words import clock_time as clock_time
+from ..core.words import duration as duration
+from ..core.words import si as si
 from ..step import BatchLayout as BatchLayout
 from ..step import Claims as Claims
 from ..step import Nonfinite as Nonfinite
@@ -25,16 +31,10 @@ from .loop import TensorBoardWriter as TensorBoardWriter
 from .loop import Trainer as Trainer
 from .loop import TrainResult as TrainResult
 from .loop import WandbWriter as WandbWriter
-from .loop import byte_size as byte_size
-from .loop import bytes_per_device as bytes_per_device
-from .loop import clock_time as clock_time
-from .loop import duration as duration
 from .loop import has_module as has_module
 from .loop import make_progress as make_progress
 from .loop import model_flops_utilization as model_flops_utilization
 from .loop import plot_losses as plot_losses
 from .loop import profile as profile
-from .loop import require as require
-from .loop import si as si
 from .loop import stop_on_signals as stop_on_signals
 from .loop import time_step as time_step

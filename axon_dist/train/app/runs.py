@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
+from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean, require
 from axon_dist.data import Loader, standard_library_files
 from axon_dist.data.buckets import Buckets
 from axon_dist.inspect import coupling
@@ -22,7 +22,7 @@ from axon_dist.launch.environment import parse_count
 from axon_dist.mesh import World, agree, build_mesh
 from axon_dist.mesh.chips import machine_of
 from axon_dist.step import TrainState, TrainStep
-from axon_dist.train.loop import LoopOptions, MetricWriter, Progress, Trainer, require
+from axon_dist.train.loop import LoopOptions, MetricWriter, Progress, Trainer
 from axon_dist.weights import find_tensors, load_weights
 from axon_dist.weights.load import check_weights
 
@@ -249,7 +249,7 @@ class Run:
         """Returns a function for the learning rate, which is logged with the metrics.
 
         Returns:
-            A function from the number of steps taken, and of those that changed the state, to
+            A function from the number of steps taken, and of those that changed the parameters, to
             numbers by name.
         """
         rates = self.config.optimizer.rates(self.config.train.steps)

@@ -31,12 +31,12 @@ from axon_dist.step import TrainState
 from axon_dist.train.loop import (
     FINISHED,
     JsonlWriter,
-    LastingWriter,
     MetricWriter,
     MlflowWriter,
     Progress,
     PrometheusWriter,
     TensorBoardWriter,
+    TolerantWriter,
     TrackioWriter,
     Trainer,
     TrainResult,
@@ -360,7 +360,7 @@ def _writers(
         if isinstance(writer, (WandbWriter, TrackioWriter, MlflowWriter)):
             keep = functools.partial(directory.write_tracker_run, key, writer.run_id)
             _record(directory.trackers, tell, keep)
-        yield LastingWriter(writer, type(logger).__name__, tell)
+        yield TolerantWriter(writer, type(logger).__name__, tell)
 
 
 def _tracker_key(logger: Logger) -> str:

@@ -56,7 +56,7 @@ from axon_dist.train.config import (
 from .values import check_output, fitted, notice, write_output
 
 
-class LastingConsole(Console):
+class TolerantConsole(Console):
     """A console that becomes quiet when its reader has closed the pipe, as in `| head`.
 
     Rich's console would exit the program, and so end a long training run.
@@ -116,7 +116,7 @@ def train_config(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         with _ignoring_trace_requests():
             config = _config(arguments)
-            done = train(config, LastingConsole(), arguments.resume, began=arguments.began)
+            done = train(config, TolerantConsole(), arguments.resume, began=arguments.began)
         return INTERRUPTED if done.result.is_interrupted else 0
     config = _config(arguments)
     if arguments.resume is not None:
@@ -128,7 +128,7 @@ def train_config(arguments: argparse.Namespace) -> int:
     lines = dry_run(config).lines()
     if process_index() == 0:
         soft_wrap = not sys.stdout.isatty()
-        console = LastingConsole(soft_wrap=soft_wrap, highlight=False, markup=False)
+        console = TolerantConsole(soft_wrap=soft_wrap, highlight=False, markup=False)
         console.print("\n".join(lines))
     return 0
 

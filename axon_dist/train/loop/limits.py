@@ -44,11 +44,11 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iterator[StopRequest]:
-    """Turns the first SIGINT (Ctrl-C), SIGTERM or SIGHUP into a request; a second acts as usual.
+    """Turns the first SIGINT (Ctrl-C), SIGTERM or SIGHUP into a request; later ones act as usual.
 
-    A second SIGHUP is ignored, even after the context: when a terminal closes, both the kernel and
-    the shell send the signal, and a last save may still be running. A process that ignores SIGHUP,
-    as under `nohup`, continues to ignore it.
+    After the first signal, any SIGHUP is ignored, even after the context: when a terminal closes,
+    both the kernel and the shell send it, and a last save may still be running. A process that
+    ignores SIGHUP, as under `nohup`, continues to ignore it.
 
     During a step, the buffers of the old state are donated, so an exception in the middle of a step
     would leave no state to save. Therefore the signal only sets a flag, which the loop reads
@@ -75,9 +75,9 @@ def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iter
 
     def restore() -> None:
         # After a signal, keep ignoring SIGHUP: a save may still be running after the loop.
-        is_second = request.reason in INTERRUPTIONS - {_ANOTHER}
+        had_signal = request.reason in INTERRUPTIONS - {_ANOTHER}
         for number, handler in before.items():
-            if number != signal.SIGHUP or not is_second:
+            if number != signal.SIGHUP or not had_signal:
                 signal.signal(number, handler)
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -171,7 +171,7 @@ class Stops:
         """Whether to stop now; every process must call this before every step.
 
         Args:
-            latest: the latest record; empty before the first record.
+            latest: the latest record; empty before the first record of training.
         """
         if self.should_stop is not None and latest and self.should_stop(latest):
             self.request.ask("should_stop")
@@ -193,8 +193,8 @@ class LoopOptions:
             the trainer's `validation`.
         save_every: steps between saves; 0 saves only at the end. A value above 0 needs the
             trainer's `save`.
-        copy_every: steps between copies; 0 for no copies. A value above 0 needs the trainer's
-            `copy`.
+        copy_every: steps between copies; 0 copies only when a run ends early. A value above 0
+            needs the trainer's `copy`.
         items_per_step: items in a global batch; None does not report throughput.
         item: the kind of items; utilization needs tokens.
         peak_flops: peak FLOP/s of one device, to compute utilization; None does not report it.
@@ -239,7 +239,8 @@ class LoopOptions:
         if self.peak_flops is not None and (self.items_per_step is None or self.item != "tokens"):
             raise ConfigError(
                 f"peak_flops={self.peak_flops} needs items_per_step in tokens to measure "
-                f"utilization, but got {self.items_per_step} {self.item}; set it",
+                f"utilization, but got items_per_step={self.items_per_step}, item={self.item!r}; "
+                "set items_per_step and item='tokens', or leave peak_flops out",
                 code="peak-flops-without-items",
             )
         if self.profile_at == self.profile_steps == 1:

@@ -20,8 +20,8 @@ from axon_dist.core.words import plural
 
 from ...step.state import FLAG, OVERFLOW, SPIKE, NonfiniteLoss, TrainState, is_lost
 from .limits import INTERRUPTIONS, LoopOptions
-from .metrics import MetricWriter
 from .progress import Progress, Status
+from .writers import MetricWriter
 
 INITIALIZE, COMPILE, DATA, DEVICES = "initialize", "compile", "data", "devices"
 VALIDATE, SAVE, STEP, LOST, OTHER = "validation", "save", "step", "lost", "other"
@@ -234,8 +234,8 @@ class _Window:
 
         Args:
             saved: numbers of which some are those of `saved`; others are ignored.
-            most: the number of steps up to the state since the last record was due. Sums of more
-                steps are dropped: they are those of a run with another `log_every`.
+            most: the number of steps between the last multiple of `log_every` and the state. Sums
+                of more steps are dropped: they are those of a run with another `log_every`.
         """
         self.clear()
         if 0 < saved.get(WINDOW_STEPS, 0) <= most:
@@ -271,12 +271,12 @@ class MetricRecorder:
         device_bytes: bytes of the train state per device, for the status.
         utilization: maps items per second to the share of the hardware's peak, if that is known.
         skips: whether nonfinite steps are counted and omitted. If not, the first of them is stored
-            as `lost`, and later ones are ignored.
+            as `nonfinite`, and later ones are ignored.
         tell: called with the number of steps taken, as a heartbeat for the watchdog.
         history: records written before the first step of this run, each with its `step` and
             metrics; the curves begin with them.
-        facts: maps the number of steps taken, and the number of steps that changed the state, to
-            further numbers of a record, such as the learning rate.
+        facts: maps the number of steps taken, and the number of steps that changed the parameters,
+            to further numbers of a record, such as the learning rate.
         data_facts: maps the number of batches of this call, up to those of the record, to further
             numbers of a record, such as the samples seen.
         sheet: sums the time of the run by kind.
@@ -316,7 +316,7 @@ class MetricRecorder:
         self.step_seconds = array.array("d")
         # Train, data and device seconds, and the number of steps, at the last record.
         self._reported = (0.0, 0.0, 0.0, 0)
-        self.lost: NonfiniteLoss | None = None
+        self.nonfinite: NonfiniteLoss | None = None
         self._skipped: list[str] = []
         self.first_step = self.dispatched = self.step = first_step
         self.rollbacks = 0
@@ -400,10 +400,10 @@ class MetricRecorder:
     def add(self, metrics: Mapping[str, Array]) -> None:
         """Adds the metrics of the next step, which may still be running."""
         self.dispatched += 1
-        self.sign()
+        self.heartbeat()
         self._pending.append((self.dispatched, metrics))
 
-    def sign(self) -> None:
+    def heartbeat(self) -> None:
         """Sends a heartbeat to the watchdog."""
         self._tell(self.dispatched)
 
@@ -423,7 +423,8 @@ class MetricRecorder:
         """Records the metrics of a validation after the last step."""
         self._curves.add(VALIDATION, self.step, metrics)
         means = {f"{VALIDATION}/{name}": value for name, value in metrics.items()}
-        self.latest = self.latest | means
+        # `should_stop` is called once `latest` is not empty, and expects training metrics in it.
+        self.latest = self.latest | means if self.latest else {}
         self.validation = means
         self.has_validated = True
         self._write(means)
@@ -462,7 +463,7 @@ class MetricRecorder:
 
     @property
     def misses_validation(self) -> bool:
-        """Whether the validation of the last step is due and was begun without a result."""
+        """Whether the validation of the last step is due and has no result."""
         return self._curves.misses_validation(self.options, self.step)
 
     def go_back(self, step: int, counts: Mapping[str, float] = MappingProxyType({})) -> None:
@@ -479,7 +480,7 @@ class MetricRecorder:
         # The batches of the undone steps stay used, also those of steps that were still running.
         self._before_batches += step - self.dispatched
         self.first_step = self.dispatched = self.step = step
-        self.lost = None
+        self.nonfinite = None
         self.rollbacks += 1
         self._curves.drop_after(step)
         self._restore(step, counts)
@@ -493,8 +494,8 @@ class MetricRecorder:
     def close_window(self) -> None:
         """Writes the mean over the steps since the last record that was due, if there are any.
 
-        The next record that is due covers the steps of one that was not, such as that of a signal.
-        So it is the same as without the signal.
+        A record written early, as after a signal, leaves its steps in the window. So the next
+        regular record is the same as without it.
         """
         is_due = self.step % self.options.log_every == 0
         counts = {f"{TRAIN}/{name}": float(self._count(name)) for name in sorted(self._counted)}
@@ -519,9 +520,9 @@ class MetricRecorder:
 
     def _take(self, step: int, values: dict[str, float]) -> None:
         lost = is_lost(values)
-        if self.lost is None and lost and not self.skips:
-            self.lost = NonfiniteLoss(step, values["loss"])
-        if self.lost is not None:
+        if self.nonfinite is None and lost and not self.skips:
+            self.nonfinite = NonfiniteLoss(step, values["loss"])
+        if self.nonfinite is not None:
             return
         if self._mark is not None:
             now = time.perf_counter()

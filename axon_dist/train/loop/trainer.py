@@ -22,7 +22,6 @@ from ...step import Nonfinite, TrainState, TrainStep
 from ...step import state as step_state
 from .limits import BATCHES, KINDS, STATE, LoopOptions, StopConsensus, Stops, stop_on_signals
 from .meters import LAG, MetricSums, StepProfile, delayed, percentiles, utilization_of
-from .metrics import MetricWriter
 from .progress import Progress, SilentProgress
 from .record import (
     COMPILE,
@@ -37,6 +36,7 @@ from .record import (
     TrainResult,
     is_multiple,
 )
+from .writers import MetricWriter
 
 ValidationSet: TypeAlias = Callable[[], Iterable[Batch]]
 """Makes the batches of one validation."""
@@ -77,27 +77,29 @@ class Trainer:
             step accepts. Metrics are means over all samples, `sum(totals) / sum(weights)`. Or
             several such functions by name: the metrics of `""` are called `validation/loss`, those
             of a set `code` are called `validation/code/loss`. None for no validation.
-        writers: receive the metrics.
+        writers: receive the metrics. They stay open: close them after `fit`.
         progress: displays the progress of the run.
-        should_stop: called with the latest record of metrics before every step; the run ends on all
-            processes once it returns true on one; with several processes, two steps later. See
-            below for the keys.
+        should_stop: called before every step with the latest record of metrics, once there is one.
+            The run ends on all processes once it returns true on one; with several processes, two
+            steps later. See below for the keys.
         save: `save(state, number, score)` is called between two steps. It gets the state, the
             number of steps taken, and the state's score by the `best_metric` of the options
             (smaller is better), or None if the state was not validated or the score is not finite.
             It must no longer use the arrays when it returns. It also gets the last state, unless
             the run ends with an error in a step. After a nonfinite step, it is called with the
-            state before it, if that state still exists. Unless the run has gone back, the
-            state includes all batches that `batches` has returned by then.
+            state before it, if that state still exists. The state includes all batches that
+            `batches` has returned by then, unless the run has gone back or stops at a nonfinite
+            step; see `give_back`.
         copy: `copy(state, number)` copies a state to where it can be restored faster than from
-            `save`; it must no longer use the arrays when it returns.
+            `save`; it must no longer use the arrays when it returns. It is called every
+            `copy_every` steps, and with the last state of a run that ends early.
         give_back: called before the last save of a run that stops at a nonfinite step, with the
             number of batches that were loaded after the state that is saved.
         go_back: returns the newest good state that was saved, or None if there is none; required
             if the step's `nonfinite` is `"rollback"`.
         earlier_counts: called after `go_back`; returns the numbers that `on_counts` got before that
-            state was saved. None, and a number that is not among them, take those of the records
-            up to that state, which may be older.
+            state was saved. Numbers that it does not return, or all if None, come from the last
+            record up to that state, which may be older.
         is_saved: `is_saved(number)` returns whether the state after that many steps is saved; asked
             before the last save of a run that stops at a nonfinite step. None assumes that the
             state that `fit` gets is saved, and that `save` never fails.
@@ -105,14 +107,15 @@ class Trainer:
             the curves of the result begin with them. Those of process 0 determine when a run
             without improvement ends, and whether the state misses its validation, so the other
             processes need none.
-        counts: the last numbers that `on_counts` got before the state was saved that the run
-            resumes from; empty takes those of the history, whose last record may be older.
+        counts: the numbers that `on_counts` got last before the save of the state that the run
+            resumes from. Numbers that are missing come from the last record of the history, which
+            may be older.
         on_counts: called before `save` and `copy` with numbers to save with the state in place of
             the earlier ones: those of the steps so far without an update, `skipped_steps` and
             `overflowed_steps`, and the sums of the metrics since the last record, of which the next
             record is the mean, `window_steps` and `window_sum/loss`, ....
-        facts: maps the number of steps taken, and the number of steps that changed the state, to
-            further numbers of a record, such as the learning rate; runs on the host.
+        facts: maps the number of steps taken, and the number of steps that changed the parameters,
+            to further numbers of a record, such as the learning rate; runs on the host.
         data_facts: maps the number of batches that this call has taken steps with, including the
             steps that a rollback undid, to further numbers of a record, such as the samples seen;
             runs on the host.
@@ -120,9 +123,9 @@ class Trainer:
         profile_dir: the folder for traces. The options select traced steps, and SIGUSR1 traces the
             next `profile_steps` steps of the process that gets it.
 
-    `should_stop` gets the newest record of the writers, once there is one: means over the last
-    `log_every` steps, together with the newest validation, which writers get as a record of its
-    own.
+    `should_stop` gets the newest training record: means over the last `log_every` steps. The newest
+    validation of this call is added to it; writers get a validation as a record of its own. It is
+    not called before the first training record.
 
         train/loss, train/...             each metric of the step, such as `train/grad_norm`
         train/skipped_steps               number so far; if nonfinite steps or spikes are skipped
@@ -370,7 +373,7 @@ class Trainer:
             if any(is_multiple(recorder.dispatched, cadence) for cadence in cadences):
                 # Check that the state is finite before it is validated, saved or returned.
                 recorder.settle()
-            if recorder.lost is not None:
+            if recorder.nonfinite is not None:
                 earlier = self._go_back(recorder)
                 if earlier is None:
                     return state, NONFINITE
@@ -391,7 +394,7 @@ class Trainer:
             if batch is _END:
                 self._end_together(recorder.dispatched)
                 return state, "out of data"
-            recorder.sign()
+            recorder.heartbeat()
             with profile.around(recorder.dispatched + 1, recorder.settle):
                 state, metrics = self.step(state, batch, metrics.get(step_state.FLAG))
                 recorder.add(metrics)
@@ -406,12 +409,12 @@ class Trainer:
         state = self.go_back()
         if state is None:
             return None
-        # `recorder.go_back` clears `lost`.
-        lost = recorder.lost
+        # `recorder.go_back` clears it.
+        nonfinite = recorder.nonfinite
         number = int(state.step)
         recorder.go_back(number, {} if self.earlier_counts is None else self.earlier_counts())
         self.progress.note(
-            f"{lost}: went back to step {number}, continuing with the next batches "
+            f"{nonfinite}: went back to step {number}, continuing with the next batches "
             f"(rollback {recorder.rollbacks} of {limit})"
         )
         return state
@@ -534,7 +537,7 @@ class Trainer:
         sums = MetricSums()
         source = make()
         BATCHES.check("a Trainer", "validation()", source)
-        batches = (recorder.sign() or batch for batch in source)
+        batches = (recorder.heartbeat() or batch for batch in source)
         averages = self.step.options.ema is not None
         batch_sums = (self.step.evaluate_sums(state, batch, ema=averages) for batch in batches)
         with ExitStack() as compiling:
@@ -544,7 +547,7 @@ class Trainer:
             first = [*itertools.islice(batch_sums, 1)]
         for metrics in delayed(itertools.chain(first, batch_sums), LAG):
             sums.add(metrics)
-            recorder.sign()
+            recorder.heartbeat()
             if stops.meanwhile():
                 self.progress.note(
                     f"{stops.reason}: aborted the validation after step {recorder.step}"
@@ -563,8 +566,8 @@ class Trainer:
         """Validates and saves the last state; returns the reason why the run ended."""
         recorder.stop_clock()
         recorder.close_window()
-        if recorder.lost is not None:
-            self._stop_before(recorder.lost, state, recorder)
+        if recorder.nonfinite is not None:
+            self._stop_before(recorder.nonfinite, state, recorder)
         if reason != FINISHED:
             if not is_multiple(recorder.step, self.options.copy_every):
                 self._copy(recorder.step, state, recorder)
@@ -578,7 +581,7 @@ class Trainer:
         return reason
 
     def _stop_before(
-        self, lost: step_state.NonfiniteLoss, state: TrainState, recorder: MetricRecorder
+        self, nonfinite: step_state.NonfiniteLoss, state: TrainState, recorder: MetricRecorder
     ) -> NoReturn:
         """Ends a run after a nonfinite step; saves the last finite state, if it still exists."""
         remark = ""
@@ -589,7 +592,7 @@ class Trainer:
             if not self._has_saved(recorder):
                 self._save(recorder.step, state, recorder)
         rollbacks = f" after {recorder.rollbacks} rollbacks" if recorder.rollbacks else ""
-        raise NonfiniteError(f"{lost}{rollbacks}{remark}. {_ADVICE}")
+        raise NonfiniteError(f"{nonfinite}{rollbacks}{remark}. {_ADVICE}")
 
     def _has_saved(self, recorder: MetricRecorder) -> bool:
         """Whether the last finite state is saved, or is that of a new run."""

@@ -8,7 +8,7 @@ import pytest
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import open_regular, replacing
 from axon_dist.train.loop import JsonlWriter
-from axon_dist.train.loop.metrics import LastingWriter
+from axon_dist.train.loop.writers import TolerantWriter
 from benchmarks.disk_errors import measure_errors
 from benchmarks.links import NAMES, WAYS, problem_of
 
@@ -82,7 +82,7 @@ def test_a_tracker_that_fails_ends_no_run():
             raise RuntimeError("no network")
 
     told = []
-    writer = LastingWriter(Broken(), "Wandb", told.append)
+    writer = TolerantWriter(Broken(), "Wandb", told.append)
     writer.write(1, {})
     writer.write(2, {})
     writer.close()

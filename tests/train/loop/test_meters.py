@@ -10,14 +10,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist import build_train_step, ddp
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.tree import leaves_with_paths
+from axon_dist.core.tree import bytes_per_device, leaves_with_paths
 from axon_dist.mesh import abstract_world
 from axon_dist.mesh.chips import hardware
 from axon_dist.models import ExpertConfig, Transformer, TransformerConfig, next_token_loss
 from axon_dist.train.app import plan_config
 from axon_dist.train.app.steps import build_step
 from axon_dist.train.config import RunConfig
-from axon_dist.train.loop import bytes_per_device, model_flops_utilization, profile, time_step
+from axon_dist.train.loop import model_flops_utilization, profile, time_step
 from axon_dist.train.loop.meters import percentiles, utilization_of
 
 

@@ -383,7 +383,11 @@ def test_throughput_and_utilization(world):
         ({"num_steps": 1, "log_every": 0}, r"log_every=0, .* at least 1"),
         ({"num_steps": 1, "eval_every": -1}, r"eval_every=-1, .* at least 0"),
         ({"num_steps": 1, "save_every": -1}, r"save_every=-1, .* at least 0"),
-        ({"num_steps": 1, "peak_flops": 1.0}, r"peak_flops=1.0 needs items_per_step in tokens"),
+        ({"num_steps": 1, "peak_flops": 1.0}, r"got items_per_step=None, .* set items_per_step"),
+        (
+            {"num_steps": 1, "peak_flops": 1.0, "items_per_step": 256, "item": "images"},
+            r"got items_per_step=256, item='images'; .* item='tokens', or leave peak_flops out",
+        ),
     ],
 )
 def test_impossible_options(options, message):
@@ -426,6 +430,27 @@ def test_should_stop_reads_validations_too(world):
     has_seen = lambda record: record.get("validation/loss", 0) >= 400
     result = fit(FakeStep(world), 9, eval_every=2, validation=lambda: [0], should_stop=has_seen)
     assert (result.reason, result.num_steps) == ("should_stop", 4)
+
+
+def test_should_stop_waits_for_metrics_of_training(world):
+    records = []
+    fit(
+        FakeStep(world), 9, log_every=4, eval_every=2, validation=lambda: [0],
+        should_stop=lambda record: records.append(dict(record)),
+    )  # fmt: skip
+    assert [record["train/loss"] for record in records[:2]] == [2.5, 2.5]
+    assert [record["validation/loss"] for record in records[:4]] == [400, 400, 600, 600]
+
+
+def test_should_stop_waits_for_metrics_of_training_after_a_validation_was_made_up(world):
+    records = []
+    fit(
+        FakeStep(world, losses=[1.0, 3.0, 5.0]), 5, log_every=2, eval_every=2,
+        validation=lambda: [0], state=FakeState(jnp.int32(2), {"w": jnp.ones(3)}),
+        history=[{"step": 2, "train/loss": 1.0}],
+        should_stop=lambda record: records.append(record["train/loss"]),
+    )  # fmt: skip
+    assert records == [2.0]
 
 
 class Curved(FakeStep):

@@ -33,7 +33,7 @@ class MetricWriter(Protocol):
         ...
 
     def close(self) -> None:
-        """Flushes everything that was written."""
+        """Flushes everything that was written; called after the last `write`, by its owner."""
         ...
 
 
@@ -142,7 +142,7 @@ _MOST_WAITING = 2**24
 """The maximum bytes of lines that wait to be written."""
 
 
-class LastingWriter:
+class TolerantWriter:
     """A writer whose errors are reported once and do not end the run.
 
     Args:
@@ -192,7 +192,8 @@ class TensorBoardWriter:
     def __init__(self, directory: str | Path, first_step: int = 0):
         tensorboard = require("tensorboardX", "loggers", "the logger 'tensorboard'")
         has_events = any(Path(directory).glob("events*"))
-        # The events of a run in a bucket are not in this folder.
+        # A run in a bucket writes its events there, so this folder may be empty though the run has
+        # abandoned events.
         purge_step = first_step + 1 if has_events or first_step else None
         self._open = functools.partial(tensorboard.SummaryWriter, str(directory))
         self._writer = self._open(purge_step=purge_step)

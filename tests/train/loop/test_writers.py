@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, require
 from axon_dist.train.loop import (
     JsonlWriter,
     MlflowWriter,
@@ -15,7 +15,6 @@ from axon_dist.train.loop import (
     TrackioWriter,
     WandbWriter,
     has_module,
-    require,
 )
 
 
