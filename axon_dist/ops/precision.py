@@ -401,7 +401,8 @@ class ScalerState:
     Args:
         scale: float32 scalar, the factor of the loss.
         good_steps: int32 scalar, finite steps since the scale last changed.
-        skipped: int32 scalar, steps skipped so far.
+        skipped: int32 scalar, overflows so far; a `Trainer` reports them as `overflowed_steps`, and
+            its `skipped_steps` are other steps.
     """
 
     scale: Array
@@ -416,9 +417,6 @@ class GradScaler:
     If a gradient is not finite on any device, all devices skip the step, and the scale is
     multiplied by `backoff_factor`. After `growth_interval` finite steps in a row it is multiplied
     by `growth_factor`, unless the product overflows float32. The state stays on the devices.
-
-    The count `skipped` of the state is the number of overflows. The `skipped_steps` of a `Trainer`
-    are other steps: those whose loss is not finite or a spike.
 
     Args:
         init_scale: the initial scale.
