@@ -8,7 +8,7 @@ def lines():
     for name, row in STRATEGIES.items():
         others = ", ".join(f"`{other}`" for other in row.other_names)
         link = f"[`{name}`](strategies/{row.page}.md)"
-        yield f"| {row.does_not_fit} | {link} | `{row.example}` | {others} |"
+        yield f"| {row.obstacle} | {link} | `{row.example}` | {others} |"
 
 
 def pages():

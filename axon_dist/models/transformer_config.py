@@ -375,8 +375,10 @@ def num_params(config: TransformerConfig) -> int:
 
     With width D, layers L, heads H and kv heads N of size K, feed-forward F and vocabulary V:
     `V D (1 or 2) + L (2 D H K + 2 D N K + 3 D F + 2 D) + D`, where a tied table counts once. A
-    plain feed-forward has `2 D F`; biases, LayerNorms and learned positions are added. With E
-    experts and S shared experts of hidden size F, `3 D F (E + S) + D E` replaces `3 D F`.
+    plain feed-forward has `2 D F`; biases, LayerNorms and learned positions are added. A layer has
+    `2 D` more with `norms="both"`, `2 K` more with `qk_norm="head"`, and `(H + N) K` more with
+    `"all"`. With E experts and S shared experts of hidden size F, `3 D F (E + S) + D E` replaces
+    `3 D F`.
 
     Args:
         config: a valid config.

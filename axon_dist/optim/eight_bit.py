@@ -143,10 +143,11 @@ class Quantized(NamedTuple):
 def block_dim(shape: Shape) -> int:
     """Returns the dim along which an array is cut into blocks.
 
-    It is the last one, unless that is the largest; then it is the one before. FSDP and ZeRO split
-    the largest dim and blocks run along another one, so no shard boundary cuts a block. If that
-    other dim is so short that blocks would be small and scales many, blocks run along the largest
-    dim after all.
+    It is the last one, unless that is the largest; then it is the one before. FSDP and ZeRO usually
+    split the largest dim and blocks run along another one, so that no shard boundary cuts a block.
+    If that other dim is so short that blocks would be small and scales many, blocks run along the
+    largest dim after all. Devices that share a block compute its scale together, with the numbers
+    of one device.
 
     Example:
         >>> block_dim((1024, 256)), block_dim((256, 1024)), block_dim((3, 1024))

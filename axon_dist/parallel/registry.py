@@ -4,7 +4,7 @@ To add a strategy, write a function that returns a `Strategy`, in a file of this
 of `STRATEGIES` here. Its `make` is that function under `over_data_axes`, or one that takes
 `(model, world, **options)`. The keys of a config and their help, the candidates of `axon plan` and
 the index of the docs follow from the row. Also add a row to the table in `tests/contracts` that
-compares its kind with one device, for data parallelism `test_strategies.py`.
+compares its kind with one device. Data parallelism has its rows in `test_strategies.py`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class StrategyRow:
         make: `make(model, world, **options)`. The rest of its signature is what a config may set:
             names, types and defaults. Its docstring is the help text: the first sentence describes
             the strategy, `Args` its options.
-        does_not_fit: the obstacle that it removes, for the table of `docs/choosing.md`.
+        obstacle: what it overcomes, for the table of `docs/choosing.md`: slow links, or what does
+            not fit into memory.
         page: its page in `docs/strategies`.
         example: a mesh that it runs on.
         other_names: its names in Python, in meshes and in other libraries.
@@ -92,7 +93,7 @@ class StrategyRow:
     """
 
     make: MakeStrategy
-    does_not_fit: str
+    obstacle: str
     page: str
     example: str
     other_names: tuple[str, ...] = ()
@@ -460,7 +461,7 @@ STRATEGIES = StrategyTable(
     {
         "ddp": StrategyRow(
             make=over_data_axes(ddp),
-            does_not_fit="nothing",
+            obstacle="nothing",
             page="ddp",
             example="dp=8",
             other_names=("dp", "data_parallel", "distributed_data_parallel"),
@@ -468,7 +469,7 @@ STRATEGIES = StrategyTable(
         ),
         "zero1": StrategyRow(
             make=over_data_axes(zero, array_axes, stage=ZeROStage.STAGE1),
-            does_not_fit="optimizer state",
+            obstacle="optimizer state",
             page="zero",
             example="dp=8",
             plan=DataPlan(sizes=_along("dp"), stage=ZeROStage.STAGE1, complexity=2),
@@ -477,7 +478,7 @@ STRATEGIES = StrategyTable(
         # microbatches that reducing the gradients of each one takes long.
         "zero2": StrategyRow(
             make=over_data_axes(zero, array_axes, stage=ZeROStage.STAGE2),
-            does_not_fit="optimizer state and gradients",
+            obstacle="optimizer state and gradients",
             page="zero",
             example="dp=8",
             other_names=("shard_grad_op",),
@@ -485,7 +486,7 @@ STRATEGIES = StrategyTable(
         ),
         "fsdp": StrategyRow(
             make=over_data_axes(fsdp, array_axes, sharding_strategy=ShardingStrategy.FULL_SHARD),
-            does_not_fit="parameters",
+            obstacle="parameters",
             page="fsdp",
             example="fsdp=8",
             other_names=("full_shard", "fsdp2", "fully_sharded_data_parallel", "zero3"),
@@ -493,7 +494,7 @@ STRATEGIES = StrategyTable(
         ),
         "hybrid": StrategyRow(
             make=over_data_axes(fsdp, sharding_strategy=ShardingStrategy.HYBRID_SHARD),
-            does_not_fit="parameters, and links between nodes are slow",
+            obstacle="parameters, and links between nodes are slow",
             page="fsdp",
             example="dp=2,fsdp=4",
             other_names=("hybrid_shard", "hsdp"),
@@ -501,13 +502,13 @@ STRATEGIES = StrategyTable(
         ),
         "no_shard": StrategyRow(
             make=over_data_axes(fsdp, sharding_strategy=ShardingStrategy.NO_SHARD),
-            does_not_fit="nothing: data parallelism with the options of FSDP",
+            obstacle="nothing: data parallelism with the options of FSDP",
             page="ddp",
             example="dp=8",
         ),
         "tensor": StrategyRow(
             make=_tensor,
-            does_not_fit="a block's activations or a matrix product",
+            obstacle="a block's activations or a matrix product",
             page="tensor",
             example="tp=8",
             other_names=("tp", "tensor_parallel", *_SEQUENCE),
@@ -516,7 +517,7 @@ STRATEGIES = StrategyTable(
         ),
         "context": StrategyRow(
             make=_context,
-            does_not_fit="long sequences",
+            obstacle="long sequences",
             page="context",
             example="cp=8",
             other_names=("cp", "context_parallel"),
@@ -524,7 +525,7 @@ STRATEGIES = StrategyTable(
         ),
         "expert": StrategyRow(
             make=_expert,
-            does_not_fit="the experts of a mixture",
+            obstacle="the experts of a mixture",
             page="expert",
             example="ep=8",
             other_names=("ep", "expert_parallel", "experts", "moe"),
@@ -532,7 +533,7 @@ STRATEGIES = StrategyTable(
         ),
         "pipeline": StrategyRow(
             make=_pipeline,
-            does_not_fit="the memory of a node, over slow links",
+            obstacle="the memory of a node, over slow links",
             page="pipeline",
             example="pp=4,dp=2",
             other_names=("pp", "pipelined", "pipeline_parallel"),
@@ -541,7 +542,7 @@ STRATEGIES = StrategyTable(
         ),
         "diloco": StrategyRow(
             make=_diloco,
-            does_not_fit="what crosses the links between nodes on every step",
+            obstacle="what crosses the links between nodes on every step",
             page="slow",
             example="nodes=2,dp=4",
             needed={"every": DEFAULT_SYNC_EVERY},
@@ -549,7 +550,7 @@ STRATEGIES = StrategyTable(
         ),
         "local_sgd": StrategyRow(
             make=_local_sgd,
-            does_not_fit="what crosses the links between nodes on every step",
+            obstacle="what crosses the links between nodes on every step",
             page="slow",
             example="nodes=2,dp=4",
             needed={"every": DEFAULT_SYNC_EVERY},

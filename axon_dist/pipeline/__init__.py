@@ -21,7 +21,7 @@ from .layout import nest as nest
 from .loss_trace import LossTrace as LossTrace
 from .loss_trace import buffers_over_time as buffers_over_time
 from .loss_trace import check_order as check_order
-from .loss_trace import mean_weight as mean_weight
+from .loss_trace import mean_microbatch_weight as mean_microbatch_weight
 from .loss_trace import trace_loss as trace_loss
 from .loss_trace import with_merged_batch_dims as with_merged_batch_dims
 from .optimizer import UnstackedOptimizer as UnstackedOptimizer

@@ -183,9 +183,11 @@ class Executor:
         if self.saves_residuals or self.schedule.splits_backward:
             shapes = jax.eval_shape(lambda: (example, jnp.int32(0), zeros(self.wire)))
             for bound in self.bound:
-                at = StageOperands(bound.weights, bound.rest, *shapes, frozen=bound.frozen)
+                operands = StageOperands(bound.weights, bound.rest, *shapes, frozen=bound.frozen)
                 self.backwards.append(
-                    DividedBackward.of(bound.program, at, self.wire.floats, self.saves_residuals)
+                    DividedBackward.of(
+                        bound.program, operands, self.wire.floats, self.saves_residuals
+                    )
                 )
         output = jax.tree.leaves(self.wire)
         residuals = [
@@ -333,17 +335,18 @@ class Executor:
             data = self._data(entry, mutable_buffers)
             first_data = data._replace(looked_up=get(state.lookups, entry["lookups"]))
             first = partial(program.first, self.all_rest, first_data)
-            x = program.at(0, stage, first, lambda: get(inputs, entry["inputs"]))
-            at = StageOperands(bound.weights, bound.rest, data, stage, x, bound.frozen)
+            x = program.at_stage(0, stage, first, lambda: get(inputs, entry["inputs"]))
+            operands = StageOperands(bound.weights, bound.rest, data, stage, x, bound.frozen)
             if not self.saves_residuals:
                 if self.fuse_last_forward and last == 0:
                     return x, x, stash, mutable_buffers
-                # One of the two runs counts as recomputation. It is this one, as the last stage may
-                # have only the one in its backward pass.
+                # The stage runs forward here, and again in its backward pass. `inspect.waterfall`
+                # counts one of the two as recomputed. It is this one, because the last stage may
+                # run forward only in its backward pass.
                 with jax.named_scope(RUN_TWICE):
-                    y = at.run(program)
+                    y = operands.run(program)
                 return x, y.sent, stash, self._updated_buffers(program, entry, y, mutable_buffers)
-            y, residuals = self.backwards[i].forward(at)
+            y, residuals = self.backwards[i].forward(operands)
             values = self.stash.pack([*jax.tree.leaves(y.sent), *residuals])
             mutable_buffers = self._updated_buffers(program, entry, y, mutable_buffers)
             return x, y.sent, put(stash, entry["stash"], values), mutable_buffers
@@ -387,14 +390,14 @@ class Executor:
     def _backward(self, entry: LaneEntry, state: State) -> tuple[State, Wire]:
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple:
             state, sums, scatters, mutable_buffers = operand
-            at = self._operands(bound, entry, state, mutable_buffers)
+            operands = self._operands(bound, entry, state, mutable_buffers)
             if self.saves_residuals:
                 y, residuals = self._stashed(i, entry, state)
                 seed, sums = self._seed(bound, entry, y, state, sums)
-                inputs, intermediates = self.backwards[i].input_gradient(at, residuals, seed)
-                weights, rest = self.backwards[i].weight_gradient(at, intermediates)
+                inputs, intermediates = self.backwards[i].input_gradient(operands, residuals, seed)
+                weights, rest = self.backwards[i].weight_gradient(operands, intermediates)
             else:
-                y, pull = pull_back(bound.program, at)
+                y, pull = pull_back(bound.program, operands)
                 seed, sums = self._seed(bound, entry, y, state, sums)
                 weights, rest, inputs = pull(seed)
                 mutable_buffers = self._updated_buffers(
@@ -417,16 +420,16 @@ class Executor:
     def _input_gradient(self, entry: LaneEntry, state: State) -> tuple[State, Wire]:
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple:
             state, held, sums, scatters, mutable_buffers = operand
-            at = self._operands(bound, entry, state, mutable_buffers)
+            operands = self._operands(bound, entry, state, mutable_buffers)
             if self.saves_residuals:
                 y, residuals = self._stashed(i, entry, state)
             else:
-                y, residuals = self.backwards[i].forward(at)
+                y, residuals = self.backwards[i].forward(operands)
                 mutable_buffers = self._updated_buffers(
                     bound.program, entry, y, mutable_buffers, in_backward=True
                 )
             seed, sums = self._seed(bound, entry, y, state, sums)
-            result, intermediates = self.backwards[i].input_gradient(at, residuals, seed)
+            result, intermediates = self.backwards[i].input_gradient(operands, residuals, seed)
             held = put(held, entry["held"], self.held.pack(intermediates))
             back = self._backward_of_first_layers(bound, entry, result, state, (sums, scatters))
             return result, held, *back, mutable_buffers
@@ -443,8 +446,8 @@ class Executor:
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple[Totals]:
             state, sums = operand
             intermediates = self.held.unpack(i, get(state.held, entry["held"]))
-            at = self._operands(bound, entry, state, state.mutable_buffers)
-            grads = self.backwards[i].weight_gradient(at, intermediates)
+            operands = self._operands(bound, entry, state, state.mutable_buffers)
+            grads = self.backwards[i].weight_gradient(operands, intermediates)
             return (sums.add_rows(bound.program.rows, grads[0]).add_rest(grads[1]),)
 
         operand = (state._replace(sums=None), state.sums)
@@ -513,7 +516,7 @@ class Executor:
         def received() -> tuple[list[Array], Totals]:
             return get(state.gradients, entry["gradients"]), sums
 
-        return bound.program.at(last, entry["stage"], from_loss, received)
+        return bound.program.at_stage(last, entry["stage"], from_loss, received)
 
     def _loss(
         self,
@@ -567,4 +570,4 @@ class Executor:
             of_rest, of_rows = start.back(data.looked_up, gradient)
             return sums.add_rest(of_rest), put(scatters, entry["scatters"], of_rows)
 
-        return bound.program.at(0, entry["stage"], of_first, lambda: into)
+        return bound.program.at_stage(0, entry["stage"], of_first, lambda: into)

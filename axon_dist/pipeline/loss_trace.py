@@ -314,7 +314,7 @@ def _forward_through_units(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=equations, outvars=[origin(atom) for atom in jaxpr.outvars])
 
 
-def mean_weight(
+def mean_microbatch_weight(
     trace: LossTrace,
     data: Callable[[Array], MicrobatchData],
     num_microbatches: int,

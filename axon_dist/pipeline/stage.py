@@ -112,7 +112,7 @@ class StageProgram:
     last_uses: tuple[int, ...]
     buffer_stages: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
-    def at(self, which: int, stage: Array, then: Callable, otherwise: Callable) -> Any:
+    def at_stage(self, which: int, stage: Array, then: Callable, otherwise: Callable) -> Any:
         """Runs `then` at one stage and `otherwise` at others, with `lax.cond` if both occur."""
         if which not in self.stages:
             return otherwise()
@@ -219,18 +219,20 @@ class Gradients(NamedTuple):
 
 
 def pull_back(
-    program: StageProgram, at: StageOperands
+    program: StageProgram, operands: StageOperands
 ) -> tuple[Wire, Callable[[list[Array]], Gradients]]:
     """Runs a stage and returns its output and its VJP function."""
 
     def run(
         weights: Weights, rest: Rest, floats: list[Array]
     ) -> tuple[list[Array], tuple[list[Array], Sequence[Array]]]:
-        wire = Wire(floats, at.wire.others)
-        made = at._replace(weights=weights, rest=rest, wire=wire).run(program)
+        wire = Wire(floats, operands.wire.others)
+        made = operands._replace(weights=weights, rest=rest, wire=wire).run(program)
         return made.floats, (made.others, made.new_buffers)
 
-    floats, pull, others = jax.vjp(run, at.weights, at.rest, at.wire.floats, has_aux=True)
+    floats, pull, others = jax.vjp(
+        run, operands.weights, operands.rest, operands.wire.floats, has_aux=True
+    )
     return Wire(floats, *others), lambda cotangents: Gradients(*pull(cotangents))
 
 
@@ -271,46 +273,53 @@ class DividedBackward:
     def of(
         cls,
         program: StageProgram,
-        at: StageOperands,
+        operands: StageOperands,
         cotangents: list[Array],
-        saves_input: bool = False,
+        saves_residuals: bool = False,
     ) -> DividedBackward:
         """Divides the forward and backward passes of a stage.
 
         Args:
             program: the program of the stage, differentiated with respect to its weights and input.
-            at: the operands, arrays or shapes.
+            operands: those of the stage, arrays or shapes.
             cotangents: the gradients of the floats of its output, arrays or shapes.
-            saves_input: whether the input is one of the residuals. Otherwise each part receives
-                it as an operand, and the forward part runs right before the input gradient.
+            saves_residuals: whether residuals, the input among them, are saved from the forward to
+                the backward pass. Otherwise each part receives the input as an operand, and the
+                forward part runs right before the input gradient.
 
         Returns:
             The three parts.
         """
-        if not saves_input:
+        if not saves_residuals:
             # A checkpointed block would run twice in one branch, where XLA would merge both runs.
             program = dataclasses.replace(program, middle=_without_checkpoints(program.middle))
 
-        def both_passes(at: StageOperands, cotangents: list[Array]) -> tuple[Wire, list, PyTree]:
-            y, pull = pull_back(program, at)
+        def both_passes(
+            operands: StageOperands, cotangents: list[Array]
+        ) -> tuple[Wire, list, PyTree]:
+            y, pull = pull_back(program, operands)
             grads = pull(cotangents)
             return y, grads.inputs, (grads.weights, grads.rest)
 
-        closed, shapes = jax.make_jaxpr(both_passes, return_shape=True)(at, cotangents)
+        closed, shapes = jax.make_jaxpr(both_passes, return_shape=True)(operands, cotangents)
         # Calls are inlined, because a `jit` or `checkpoint` would otherwise be one equation, which
         # could not be divided between parts.
-        flat = opened(closed, jax.tree.leaves((at, cotangents)))
+        flat = opened(closed, jax.tree.leaves((operands, cotangents)))
         jaxpr = flat.jaxpr
         ends = [0, *accumulate(len(jax.tree.leaves(shape)) for shape in shapes)]
         outputs = [jaxpr.outvars[start:end] for start, end in pairwise(ends)]
-        inputs = jaxpr.invars[: len(jax.tree.leaves(at))]
+        inputs = jaxpr.invars[: len(jax.tree.leaves(operands))]
         seeds = jaxpr.invars[len(inputs) :]
         # Drop the last operands, the frozen weights: they do not depend on the microbatch.
-        inputs = inputs[: len(inputs) - len(jax.tree.leaves(at.frozen))]
-        wire = inputs[len(inputs) - len(jax.tree.leaves(at.wire)) :] if saves_input else []
+        inputs = inputs[: len(inputs) - len(jax.tree.leaves(operands.frozen))]
+        wire = (
+            inputs[len(inputs) - len(jax.tree.leaves(operands.wire)) :] if saves_residuals else []
+        )
         # Only values that depend on the microbatch are saved from part to part. Values of weights
         # alone are cheaper to recompute than to save for every microbatch in flight.
-        varying = depends_on(jaxpr, inputs[len(jax.tree.leaves((at.weights, at.rest))) :] + seeds)
+        varying = depends_on(
+            jaxpr, inputs[len(jax.tree.leaves((operands.weights, operands.rest))) :] + seeds
+        )
         made = {*wire}
         parts: list[Piece] = []
         for number, part in enumerate(outputs):
@@ -344,28 +353,34 @@ class DividedBackward:
         """Returns the shapes of some variables, such as `residuals` or `intermediates`."""
         return [struct_of(v) for v in of]
 
-    def forward(self, at: StageOperands) -> tuple[Wire, list[Array]]:
+    def forward(self, operands: StageOperands) -> tuple[Wire, list[Array]]:
         """Runs the stage and returns its output and the residuals."""
-        results = self.forward_part.run(self._known(at))
+        results = self.forward_part.run(self._known(operands))
         count = len(results) - len(self.residuals)
         return jax.tree.unflatten(self.trees[0], results[:count]), results[count:]
 
     def input_gradient(
-        self, at: StageOperands, residuals: list[Array], cotangents: list[Array]
+        self, operands: StageOperands, residuals: list[Array], cotangents: list[Array]
     ) -> tuple[list[Array], list[Array]]:
         """Returns the gradient of the input and the intermediates for the weight gradient."""
-        known = self._known(at, cotangents) | dict(zip(self.residuals, residuals, strict=True))
+        known = self._known(operands, cotangents) | dict(
+            zip(self.residuals, residuals, strict=True)
+        )
         results = self.input_part.run(known)
         count = len(results) - len(self.intermediates)
         return results[:count], results[count:]
 
-    def weight_gradient(self, at: StageOperands, values: list[Array]) -> tuple[PyTree, PyTree]:
+    def weight_gradient(
+        self, operands: StageOperands, values: list[Array]
+    ) -> tuple[PyTree, PyTree]:
         """Returns the gradients of the weights and of `rest`."""
-        known = self._known(at) | dict(zip(self.intermediates, values, strict=True))
+        known = self._known(operands) | dict(zip(self.intermediates, values, strict=True))
         return jax.tree.unflatten(self.trees[1], self.weight_part.run(known))
 
-    def _known(self, at: StageOperands, cotangents: list[Array] | None = None) -> dict[Var, Array]:
-        values = jax.tree.leaves((at, cotangents or []))
+    def _known(
+        self, operands: StageOperands, cotangents: list[Array] | None = None
+    ) -> dict[Var, Array]:
+        values = jax.tree.leaves((operands, cotangents or []))
         return self.consts | dict(zip(self.inputs, values, strict=False))
 
 

@@ -27,6 +27,8 @@ Number: TypeAlias = bool | int | float
 class Kind(enum.Enum):
     """How the value of the whole batch follows from the values of its parts.
 
+    It describes any array of the program; `Dependence` describes the outputs of a loss function.
+
     CONSTANT does not depend on the values of the samples, but may depend on their number. Along a
     dim that counts samples, all its entries are equal.
     ROWS has a dim that counts samples: the parts' values, concatenated along it, are the whole's.
@@ -104,7 +106,7 @@ class Value:
             position in the batch. `(True,)`: the whole value does. Empty: no column does.
         repeats: for ROWS, whether all samples have the same rows, as has a constant that is
             repeated for each of them. Its sum over the samples is again a constant.
-        divisor: for RATIO, the `value_id` of the divisor.
+        divisor: for RATIO, the `value_number` of the divisor.
         loop_length: if the value is the index of a loop over the samples, the number of samples in
             a part.
         slot: for CARRY, its position among the loop's carries.
@@ -130,7 +132,7 @@ class Value:
     made: bool = False
     why: str = ""
     line: str = ""
-    value_id: int = dataclasses.field(default=0, compare=False)
+    value_number: int = dataclasses.field(default=0, compare=False)
 
     @property
     def is_constant(self) -> bool:
@@ -158,7 +160,7 @@ class Value:
         known = self.known
         return known[0] if known is not None and known[0] == known[1] else None
 
-    def at(self, dim: int | None, outer: int = 1) -> Value:
+    def in_dim(self, dim: int | None, outer: int = 1) -> Value:
         """Returns the same rows in another dim."""
         return dataclasses.replace(self, dim=dim, outer=outer)
 
@@ -188,10 +190,10 @@ def coupled(why: str, line: str) -> Value:
     return Value(Kind.COUPLED, why=why, line=line)
 
 
-def with_line(value: Value, at: str) -> Value:
+def with_line(value: Value, line: str) -> Value:
     """Adds the user's line to a value that has a reason and no line yet."""
     if value.kind in (Kind.MIXED, Kind.RATIO, Kind.COUPLED) and not value.line:
-        return dataclasses.replace(value, line=at)
+        return dataclasses.replace(value, line=line)
     return value
 
 
@@ -284,7 +286,7 @@ def over(left: Value, right: Value) -> Value:
     if right.is_rows and (left.is_rows or left.is_constant):
         return aligned([left, right], scale)
     if right.kind is Kind.TOTAL and left.kind in (Kind.TOTAL, Kind.CONSTANT):
-        return Value(Kind.RATIO, scale, divisor=right.value_id, why=Why.QUOTIENT)
+        return Value(Kind.RATIO, scale, divisor=right.value_number, why=Why.QUOTIENT)
     raise Coupling(_product(left, right))
 
 
@@ -340,11 +342,15 @@ def nonlinear(name: str, values: list[Value]) -> Value:
 class Dependence(enum.Enum):
     """How an output of a loss function relates to the samples.
 
-    MEAN is a mean over samples, or the same for all batches.
+    `Kind` describes any array of the program. This is the verdict on an output, from the kinds and
+    the scales of its total and its divisor. So an array of kind CONSTANT that depends on the number
+    of samples does not make an output CONSTANT.
+
+    MEAN is a mean over samples; a loss that is the same for all parts counts as one.
     SUM is a sum over them.
     WEIGHTED is a sum divided by a sum: a loss by its weight, a metric by its own or the loss's.
     SCALED is a mean or sum over the samples times another factor that depends on their number.
-    CONSTANT, for a buffer or a metric, is the same for all parts of a batch.
+    CONSTANT is a metric or a buffer that is the same for all parts of a batch.
     MIXED adds terms that grow differently with the number of samples.
     COUPLED cannot be computed from the values of the parts.
     """
@@ -500,7 +506,7 @@ def _loss(loss: Value, weight: Value, num_shards: float) -> OutputDependence:
 
 
 def _metric(value: Value, divisor: Value, weight: Value, num_shards: float) -> OutputDependence:
-    if value.kind is Kind.RATIO and not value.is_scaled and value.divisor == weight.value_id:
+    if value.kind is Kind.RATIO and not value.is_scaled and value.divisor == weight.value_number:
         return OutputDependence(Dependence.WEIGHTED)
     if value.is_constant and divisor.is_constant and not (value.is_scaled or divisor.is_scaled):
         return OutputDependence(Dependence.CONSTANT)

@@ -46,7 +46,7 @@ def _take(op: Operation, values: list[Value]) -> Value:
     if is_loop_index(indices, op.inputs[_TABLE][0][table.dim]) and table.outer == 1:
         numbers = op.params["dimension_numbers"]
         is_row = numbers.start_index_map == (table.dim,) == numbers.collapsed_slice_dims
-        return table.at(None) if is_row else _stray()
+        return table.in_dim(None) if is_row else _stray()
     return _take_rows(op, chosen(table, indices), indices)
 
 
@@ -97,7 +97,7 @@ def _take_rows(op: Operation, table: Value, indices: Value) -> Value:
         others = [flag for number, flag in enumerate(flags) if number != column]
         is_own = _is_of_all(op, table, indices)
         if flags and flags[column] and not any(others) and is_own:
-            return table.at(op.moved(indices.at(indices.dim or 0), _INDICES).dim, 1)
+            return table.in_dim(op.moved(indices.in_dim(indices.dim or 0), _INDICES).dim, 1)
     elif dim not in numbers.start_index_map:
         is_fixed = indices.is_constant and not grown(op.inputs[_INDICES])
         if is_fixed and op.factors.role(_TABLE, dim or 0) is Role.PASSES:
@@ -136,7 +136,7 @@ def _scatter(op: Operation, values: list[Value]) -> Value:
     table = chosen(table, indices)
     if updates.is_rows:
         is_own = _factor(op, updates, _UPDATES) == factor
-        return either(table, updates.at(table.dim, updates.outer)) if is_own else _stray()
+        return either(table, updates.in_dim(table.dim, updates.outer)) if is_own else _stray()
     return either(table, updates)
 
 
@@ -209,7 +209,7 @@ def _own_row(op: Operation, values: list[Value]) -> Value | None:
     rest = [*places[:dim], *places[dim + 1 :]]
     is_one = op.params["slice_sizes"][dim] == 1 == op.others["slice_sizes"][dim]
     is_own = is_one and is_loop_index(places[dim], op.inputs[0][0][dim])
-    return table.at(None) if is_own and all_constant(rest) else None
+    return table.in_dim(None) if is_own and all_constant(rest) else None
 
 
 def _moving(op: Operation, values: list[Value]) -> Value:
@@ -274,7 +274,7 @@ def _sliced(
     blocks = [size // value.outer for size in sizes]
     at = [(a / n, b / n) for (a, b, _), n in zip(spans, blocks, strict=True)]
     if at[0] == at[1] and all(x.is_integer() for x in at[0]) and spans[0][2] == 1:
-        return value.at(dim, int(at[0][1] - at[0][0]))
+        return value.in_dim(dim, int(at[0][1] - at[0][0]))
     start, _, stride = spans[0]
     even = [shape[dim] * stride == size for shape, size in zip(new, sizes, strict=True)]
     if value.outer == 1 and all(even) and start < stride and spans[1][::2] == (start, stride):

@@ -119,18 +119,18 @@ class Walk:
     def __init__(self, ratio: float, is_single: bool = False):
         self._ratio = ratio
         self._is_single = is_single
-        self._numbers: dict[Hashable, int] = {}
+        self._value_numbers: dict[Hashable, int] = {}
         self._in_backward = False
 
     def program(
-        self, programs: tuple[ClosedJaxpr, ClosedJaxpr], values: Sequence[Value], line: str
+        self, programs: tuple[ClosedJaxpr, ClosedJaxpr], values: Sequence[Value], call_line: str
     ) -> list[Value]:
         """Derives the values of the outputs of a pair of programs.
 
         Args:
             programs: the programs of a part and of the whole batch.
             values: the values of their inputs.
-            line: the user's line that calls them; "" to use the lines of their equations.
+            call_line: the user's line that calls them; "" to use the lines of their equations.
 
         Returns:
             The values of their outputs.
@@ -144,25 +144,29 @@ class Walk:
         elif have_one_form(part, whole, "eqns"):
             pairs = zip(part.eqns, whole.eqns, strict=True)
         if pairs is None or not is_same:
-            return differing(part, whole, line)
+            return differing(part, whole, call_line)
         known = PairValues(self._constant)
         consts = map(self._constant, programs[0].consts, programs[1].consts)
         for one, two, value in zip(part.constvars, whole.constvars, consts, strict=True):
             known.write(one, two, value)
         for one, two, value in zip(part.invars, whole.invars, values, strict=True):
-            known.write(one, two, value if value.value_id else self._named(value, object()))
+            known.write(
+                one, two, value if value.value_number else self._with_number(value, object())
+            )
         for one, two in pairs:
             if one is None or two is None:
                 if not relay(known, (one, two), self._ratio):
-                    return differing(part, whole, line)
+                    return differing(part, whole, call_line)
                 continue
             if not have_one_form(one, two, "invars", "outvars"):
-                return differing(part, whole, line)
+                return differing(part, whole, call_line)
             operands = [known.read(*atoms) for atoms in zip(one.invars, two.invars, strict=True)]
-            results = self._equation((one, two), operands, line)
+            results = self._equation((one, two), operands, call_line)
             for var, whole_var, value in zip(one.outvars, two.outvars, results, strict=True):
                 known.write(
-                    var, whole_var, value if value.value_id else self._named(value, object())
+                    var,
+                    whole_var,
+                    value if value.value_number else self._with_number(value, object()),
                 )
         return [known.read(*atoms) for atoms in zip(part.outvars, whole.outvars, strict=True)]
 
@@ -172,40 +176,42 @@ class Walk:
             # A key that the loss closes over is, as one that it makes, the same on all ranks.
             value = dataclasses.replace(CONSTANT, made=True)
             is_equal = first is second or are_equal_keys(first, second)
-            return self._named(value if is_equal else coupled(Why.DIFFERS, ""), object())
+            return self._with_number(value if is_equal else coupled(Why.DIFFERS, ""), object())
         if first is second and np.ndim(first):
-            return self._named(CONSTANT, ("constant", id(first)))
+            return self._with_number(CONSTANT, ("constant", id(first)))
         a = np.asarray(first)
         b = np.asarray(second)
         key = ("constants", a.dtype.str, a.tobytes(), b.tobytes())
-        return self._named(constant(a, b, self._ratio), key)
+        return self._with_number(constant(a, b, self._ratio), key)
 
-    def _named(self, value: Value, key: Hashable) -> Value:
+    def _with_number(self, value: Value, key: Hashable) -> Value:
         """Gives a value its value number; equal keys get equal numbers."""
-        number = self._numbers.setdefault(key, len(self._numbers) + 1)
-        return dataclasses.replace(value, value_id=number)
+        number = self._value_numbers.setdefault(key, len(self._value_numbers) + 1)
+        return dataclasses.replace(value, value_number=number)
 
-    def _equation(self, pair: Pair, operands: list[Value], line: str) -> list[Value]:
+    def _equation(self, pair: Pair, operands: list[Value], call_line: str) -> list[Value]:
         one, two = pair
         name = one.primitive.name
         count = len(one.outvars)
-        at = line or source_line(one)
+        line = call_line or source_line(one)
         if name != two.primitive.name:
-            return [coupled(Why.DIFFERS, at)] * count
+            return [coupled(Why.DIFFERS, line)] * count
         op = operation(pair)
         if (special := _SPECIAL.get(name)) is not None:
-            results = [self._named(value, object()) for value in special(self, pair, operands, at)]
-            return self._checked(op.outputs, results, at)
+            results = [
+                self._with_number(value, object()) for value in special(self, pair, operands, line)
+            ]
+            return self._checked(op.outputs, results, line)
         part, whole = (called(one), called(two)) if name in CALLS else (None, None)
         if part is not None and whole is not None:
-            results = self._call(op, (part, whole), operands, line, one)
+            results = self._call(op, (part, whole), operands, call_line, one)
             has_vjp = name.startswith("custom_") and not self._in_backward
-            return self._backward(pair, operands, results, at) if has_vjp else results
+            return self._backward(pair, operands, results, line) if has_vjp else results
         is_opaque = name not in SAMPLE_RULES and not all_constant(operands)
-        results = self._expanded(pair, operands, at) if is_opaque else None
-        return self._primitive(op, operands, at) if results is None else results
+        results = self._expanded(pair, operands, line) if is_opaque else None
+        return self._primitive(op, operands, line) if results is None else results
 
-    def _expanded(self, pair: Pair, operands: list[Value], at: str) -> list[Value] | None:
+    def _expanded(self, pair: Pair, operands: list[Value], line: str) -> list[Value] | None:
         """Returns the results of an operation that is a program to JAX; None for others."""
         try:
             part, whole = map(expanded, pair)
@@ -214,23 +220,23 @@ class Walk:
             return None
         if part is None or whole is None:
             return None
-        results = self.program((part[0], whole[0]), [operands[n] for n in part[1]], at)
+        results = self.program((part[0], whole[0]), [operands[n] for n in part[1]], line)
         has_gradient = any(is_float(v.aval) for v in pair[0].outvars)
         if self._in_backward or not has_gradient:
             return results
-        return self._backward(pair, operands, results, at)
+        return self._backward(pair, operands, results, line)
 
-    def _primitive(self, op: Operation, operands: list[Value], at: str) -> list[Value]:
+    def _primitive(self, op: Operation, operands: list[Value], line: str) -> list[Value]:
         name = op.name
         count = len(op.outputs)
         known = [value.known for value in operands if value.known is not None]
         if len(known) == len(operands) and (number := folded(op, known)) is not None:
             key = (name, str(op.params), *known)
-            return [self._named(grown_scalar(*number, self._ratio), key)]
+            return [self._with_number(grown_scalar(*number, self._ratio), key)]
         decided = name == "select_n" and operands[0].chosen is not None
         spoiled = [v for v in operands if v.kind is Kind.COUPLED]
         if spoiled and not decided:
-            return [with_line(min(spoiled, key=lambda v: Why.SIZES in v.why), at)] * count
+            return [with_line(min(spoiled, key=lambda v: Why.SIZES in v.why), line)] * count
         rule = SAMPLE_RULES.get(name, unknown)
         try:
             result = self._loose(op, operands) if self._is_single else None
@@ -238,21 +244,21 @@ class Walk:
             if result is None and is_known and not are_equal(op):
                 result = coupled(f"takes `{name}` {RESIZED}", "")
             if result is not None:
-                return self._numbered(op, operands, [with_line(result, at)] * count)
+                return self._numbered(op, operands, [with_line(result, line)] * count)
             result = rule(op, operands)
         except (AttributeError, LookupError, TypeError, ValueError):
             # A rule may fail because versions of JAX differ in the parameters of operations.
-            return [coupled(unread(name), at)] * count
+            return [coupled(unread(name), line)] * count
         except Mixing as problem:
-            return [Value(Kind.MIXED, why=str(problem), line=at)] * count
+            return [Value(Kind.MIXED, why=str(problem), line=line)] * count
         except Coupling as problem:
             mixed = next((v for v in operands if v.kind is Kind.MIXED), None)
-            return [coupled(str(problem), mixed.line if mixed else at)] * count
+            return [coupled(str(problem), mixed.line if mixed else line)] * count
         results = result if isinstance(result, list) else [result] * count
-        results = [with_line(value, at) for value in results]
-        return self._checked(op.outputs, self._numbered(op, operands, results), at)
+        results = [with_line(value, line) for value in results]
+        return self._checked(op.outputs, self._numbered(op, operands, results), line)
 
-    def _checked(self, outputs: Sequence[Shapes], values: list[Value], at: str) -> list[Value]:
+    def _checked(self, outputs: Sequence[Shapes], values: list[Value], line: str) -> list[Value]:
         """Makes a value COUPLED if other dims than the one that counts samples grow with the batch.
 
         Constants have no such dim, and any of their dims may grow.
@@ -260,7 +266,7 @@ class Walk:
         results = []
         for value, shapes in zip(values, outputs, strict=True):
             if value.kind is not Kind.COUPLED and len(shapes[0]) != len(shapes[1]):
-                value = coupled(Why.DIFFERS, at)
+                value = coupled(Why.DIFFERS, line)
             if value.kind in (Kind.CONSTANT, Kind.COUPLED):
                 results.append(value)
                 continue
@@ -269,7 +275,7 @@ class Walk:
             fits = dims == counts and all(
                 shapes[1][dim] == shapes[0][dim] * self._ratio for dim in dims
             )
-            results.append(value if fits else coupled(Why.DIMS, at))
+            results.append(value if fits else coupled(Why.DIMS, line))
         return results
 
     def _loose(self, op: Operation, operands: list[Value]) -> Value | None:
@@ -290,18 +296,18 @@ class Walk:
     def _numbered(self, op: Operation, operands: list[Value], results: list[Value]) -> list[Value]:
         """Gives results their value numbers: equal computations get equal numbers."""
         if _keeps_number(op) and results[0].kind is operands[0].kind:
-            return [dataclasses.replace(results[0], value_id=operands[0].value_id)]
+            return [dataclasses.replace(results[0], value_number=operands[0].value_number)]
         params = str([sorted(params.items(), key=str) for params in (op.params, op.others)])
         # Arrays of other shapes with the same elements in the same order have equal numbers.
-        key = (op.name, params, op.inputs, *(value.value_id for value in operands))
-        return [self._named(value, (*key, i)) for i, value in enumerate(results)]
+        key = (op.name, params, op.inputs, *(value.value_number for value in operands))
+        return [self._with_number(value, (*key, i)) for i, value in enumerate(results)]
 
     def _call(
         self,
         op: Operation,
         programs: tuple[ClosedJaxpr, ClosedJaxpr],
         operands: list[Value],
-        line: str,
+        call_line: str,
         equation: JaxprEqn,
     ) -> list[Value]:
         name = str(op.params.get("name", ""))
@@ -312,17 +318,17 @@ class Walk:
             results = promised(op.outputs, operands)
             return self._checked(op.outputs, results, source_line(equation))
         # JAX traces its own functions once, so lines within them name their first caller.
-        at = line or (source_line(equation) if is_of_jax(name) else "")
+        line = call_line or (source_line(equation) if is_of_jax(name) else "")
         inputs = operands[len(operands) - len(programs[0].jaxpr.invars) :]
-        return self.program(programs, inputs, at)[: len(op.outputs)]
+        return self.program(programs, inputs, line)[: len(op.outputs)]
 
     def _backward(
-        self, pair: Pair, operands: list[Value], results: list[Value], at: str
+        self, pair: Pair, operands: list[Value], results: list[Value], line: str
     ) -> list[Value]:
         """Checks that the backward pass of a custom derivative does not mix samples either."""
         values = [*operands, *results]
         if any(v.kind is Kind.CARRY for v in values):
-            return [coupled(Why.LOOPED, at)] * len(results)
+            return [coupled(Why.LOOPED, line)] * len(results)
         if any(v.kind not in (Kind.CONSTANT, Kind.ROWS, Kind.TOTAL) for v in values):
             return results
         floats = [i for i, v in enumerate(pair[0].invars) if is_float(v.aval)]
@@ -332,14 +338,14 @@ class Walk:
         def returned(v: Value) -> Value:
             scale = _ANY / v.scale / (self._ratio if v.is_rows else 1.0)
             v = CONSTANT if v.kind is Kind.TOTAL else v
-            return dataclasses.replace(v, scale=scale, known=None, value_id=0)
+            return dataclasses.replace(v, scale=scale, known=None, value_number=0)
 
         seeds = zip(results, pair[0].outvars, strict=True)
         seeds = [returned(v) for v, out in seeds if is_float(out.aval)]
         programs = pullback(pair[0], floats), pullback(pair[1], floats)
         # A backward pass is not differentiated again, so custom derivatives in it are not checked.
         self._in_backward = True
-        cotangents = self.program(programs, [*operands, *seeds], at)
+        cotangents = self.program(programs, [*operands, *seeds], line)
         self._in_backward = False
         varies = any(not v.is_constant for v in results)
         for index, value in zip(floats, cotangents, strict=True):
@@ -351,44 +357,44 @@ class Walk:
                 bent = "mixes the samples, or is not linear in its cotangent"
                 why = bent if Why.SIZES in value.why else value.why or bent
                 why = f"has a custom backward pass that {why}"
-                return [coupled(why, value.line or at)] * len(results)
+                return [coupled(why, value.line or line)] * len(results)
         return results
 
-    def scan(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
+    def scan(self, pair: Pair, operands: list[Value], line: str) -> list[Value]:
         """The rule for `scan`; the scan is over the samples if its length grows with them."""
         loop, other = (inners(equation)[0] for equation in pair)
         if pair[0].params["reverse"] != pair[1].params["reverse"] or loop.form != other.form:
-            return [coupled(Why.DIFFERS, at)] * len(pair[0].outvars)
+            return [coupled(Why.DIFFERS, line)] * len(pair[0].outvars)
         consts, carry, stacked = loop.split_operands(operands)
         bodies = loop.program, other.program
         if loop.times != other.times:
             # In reverse, iteration k has the k-th sample from the end.
             is_numbered = not pair[0].params["reverse"]
-            return self._scan_samples((loop, other), operands, at, is_numbered)
+            return self._scan_samples((loop, other), operands, line, is_numbered)
         has_rows = any(v.kind is Kind.CARRY for v in stacked)
         if has_rows and any(v.kind is Kind.CARRY for v in (*consts, *carry)):
             # The loop could then move rows of a running sum to the places of other rows.
-            return [coupled(Why.LOOPED, at)] * len(pair[0].outvars)
-        each = [v if v.dim is None else v.at(v.dim - 1, v.outer) for v in stacked]
-        each = [coupled(Why.LOOPED, at) if v.positions else v for v in each]
+            return [coupled(Why.LOOPED, line)] * len(pair[0].outvars)
+        each = [v if v.dim is None else v.in_dim(v.dim - 1, v.outer) for v in stacked]
+        each = [coupled(Why.LOOPED, line) if v.positions else v for v in each]
 
         def run(carry):
             return self._body(bodies, [*consts, *carry, *each])
 
-        carry, outputs = _settled(loop, run, carry, at)
+        carry, outputs = _settled(loop, run, carry, line)
         for number, value in enumerate(outputs):
             if value.dim is not None:
-                outputs[number] = value.at(value.dim + 1, value.outer)
+                outputs[number] = value.in_dim(value.dim + 1, value.outer)
             elif value.kind is Kind.CARRY and not has_rows:
-                outputs[number] = coupled(Why.LOOPED, at)
+                outputs[number] = coupled(Why.LOOPED, line)
         return [*carry, *outputs]
 
     def _body(self, bodies: tuple[ClosedJaxpr, ClosedJaxpr], values: list[Value]) -> list[Value]:
-        fresh = [dataclasses.replace(value, value_id=0) for value in values]
+        fresh = [dataclasses.replace(value, value_number=0) for value in values]
         return self.program(bodies, fresh, "")
 
     def _scan_samples(
-        self, loops: tuple[Inner, Inner], operands: list[Value], at: str, is_numbered: bool
+        self, loops: tuple[Inner, Inner], operands: list[Value], line: str, is_numbered: bool
     ) -> list[Value]:
         """The rule for a scan over the samples.
 
@@ -399,10 +405,10 @@ class Walk:
         """
         consts, carry, stacked = loops[0].split_operands(operands)
         bodies = loops[0].program, loops[1].program
-        bad = coupled(Why.LOOPED, at)
+        bad = coupled(Why.LOOPED, line)
         if not all(value.is_constant or (value.dim, value.outer) == (0, 1) for value in stacked):
             return [bad] * len(bodies[0].jaxpr.outvars)
-        slices = [v.at(None) if v.is_rows else Value(Kind.ROWS, v.scale) for v in stacked]
+        slices = [v.in_dim(None) if v.is_rows else Value(Kind.ROWS, v.scale) for v in stacked]
         inputs = (body.jaxpr.invars[len(consts) + len(carry) :] for body in bodies)
         # A slice that grows with the samples depends on their number, such as a row of (B, B).
         slices = [
@@ -433,53 +439,55 @@ class Walk:
             elif role is CarryRole.COUNTER:
                 results.append(grown_scalar(lengths[0], lengths[1], self._ratio))
             elif last == starts[slot] and first.kind in (Kind.CONSTANT, Kind.TOTAL):
-                results.append(_combined(plus, first, added, at))
+                results.append(_combined(plus, first, added, line))
             else:
                 results.append(last if last.kind is Kind.COUPLED else bad)
         for value in outputs[len(carry) :]:
-            rows = value.at(0) if value.is_rows and value.dim is None else value
+            rows = value.in_dim(0) if value.is_rows and value.dim is None else value
             is_known = rows.kind in (Kind.ROWS, Kind.CONSTANT, Kind.COUPLED)
             results.append(rows if is_known else bad)
         return results
 
-    def loop(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
+    def loop(self, pair: Pair, operands: list[Value], line: str) -> list[Value]:
         """The rule for `while`: the number of iterations must not depend on the samples."""
         (test, body), (other_test, other_body) = map(inners, pair)
         shared, carry, _ = body.split_operands(operands)
         bodies = body.program, other_body.program
-        carry, _ = _settled(body, lambda carry: self._body(bodies, [*shared, *carry]), carry, at)
+        carry, _ = _settled(body, lambda carry: self._body(bodies, [*shared, *carry]), carry, line)
         consts, _, _ = test.split_operands(operands)
         (runs,) = self._body((test.program, other_test.program), [*consts, *carry])
         if runs.is_constant and not runs.is_scaled:
             return carry
-        return [coupled(runs.why or Why.OFTEN, runs.line or at)] * len(carry)
+        return [coupled(runs.why or Why.OFTEN, runs.line or line)] * len(carry)
 
-    def branch(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
+    def branch(self, pair: Pair, operands: list[Value], line: str) -> list[Value]:
         """The rule for `cond` and `switch`: the choice must not depend on several samples."""
         which, *inputs = operands
         is_own = which.is_constant or (which.is_rows and which.dim is None)
         if not is_own or which.is_scaled:
             why = "is computed in a `cond` whose predicate depends on several samples"
-            return [coupled(which.why or why, which.line or at)] * len(pair[0].outvars)
+            return [coupled(which.why or why, which.line or line)] * len(pair[0].outvars)
         branches = zip(*map(inners, pair), strict=True)
         by_branch = [self._body((one.program, two.program), inputs) for one, two in branches]
         results = by_branch[0]
         for others in by_branch[1:]:
             pairs = zip(results, others, strict=True)
-            results = [_combined(either, a, b, at) for a, b in pairs]
+            results = [_combined(either, a, b, line) for a, b in pairs]
         if which.is_rows:
             carried = [value.kind is Kind.CARRY for value in results]
             pairs = zip(results, carried, strict=True)
-            results = [v if acc else _combined(either, Value(Kind.ROWS), v, at) for v, acc in pairs]
+            results = [
+                v if acc else _combined(either, Value(Kind.ROWS), v, line) for v, acc in pairs
+            ]
         return results
 
-    def psum(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
+    def psum(self, pair: Pair, operands: list[Value], line: str) -> list[Value]:
         """The rule for `psum`: a sum over all ranks is the same on each of them."""
         is_over_all = pair[0].params["axes"] == (RANKS,)
         return [
             Value(Kind.CONSTANT, value.scale)
             if is_over_all and value.kind in (Kind.CONSTANT, Kind.TOTAL)
-            else coupled(value.why or "is summed over ranks", value.line or at)
+            else coupled(value.why or "is summed over ranks", value.line or line)
             for value in operands
         ]
 
@@ -504,7 +512,7 @@ def _keeps_number(op: Operation) -> bool:
     return op.name in _COPIES
 
 
-def _combined(join: Callable[[Value, Value], Value], left: Value, right: Value, at: str) -> Value:
+def _combined(join: Callable[[Value, Value], Value], left: Value, right: Value, line: str) -> Value:
     """Joins two values: of two branches, or from before and after an iteration."""
     for value in (left, right):
         if value.kind is Kind.COUPLED:
@@ -514,9 +522,9 @@ def _combined(join: Callable[[Value, Value], Value], left: Value, right: Value, 
     try:
         joined = join(left, right)
     except Mixing as problem:
-        return Value(Kind.MIXED, why=str(problem), line=at)
+        return Value(Kind.MIXED, why=str(problem), line=line)
     except Coupling as problem:
-        return coupled(str(problem), at)
+        return coupled(str(problem), line)
     return dataclasses.replace(joined, known=None) if joined.known is not None else joined
 
 
@@ -525,7 +533,7 @@ class CarryRole(enum.Enum):
 
     UNCHANGED = "passes it on"
     COUNTER = "counts its iterations in it, from 0"
-    SUM = "adds to it, or anything else; only a sum has a rule"
+    SUM = "does anything else; accepted if it adds a term per sample, else COUPLED"
 
 
 def _role_of_carry(
@@ -552,15 +560,15 @@ def _first_carry(role: CarryRole, slot: int, first: Value, length: int) -> Value
 
 
 def _settled(
-    loop: Inner, run: Callable[[list[Value]], list[Value]], carry: list[Value], at: str
+    loop: Inner, run: Callable[[list[Value]], list[Value]], carry: list[Value], line: str
 ) -> tuple[list[Value], list[Value]]:
     """Returns the fixed point of a loop's carry, and the loop's other results."""
-    fixed = loop.settled(carry, run, lambda one, other: _combined(either, one, other, at))
+    fixed = loop.settled(carry, run, lambda one, other: _combined(either, one, other, line))
     if fixed is not None:
         return fixed
-    bad = [coupled("depends on the samples in another way in each iteration of a loop", at)] * len(
-        carry
-    )
+    bad = [
+        coupled("depends on the samples in another way in each iteration of a loop", line)
+    ] * len(carry)
     return bad, loop.outputs(run(bad))[1]
 
 
@@ -571,6 +579,6 @@ _SPECIAL: MappingProxyType[str, Callable[..., list[Value]]] = MappingProxyType(
         "cond": Walk.branch,
         "psum": Walk.psum,
         "psum_invariant": Walk.psum,
-        "axis_index": lambda walk, pair, operands, at: [coupled("calls `axis_index`", at)],
+        "axis_index": lambda walk, pair, operands, line: [coupled("calls `axis_index`", line)],
     }
 )

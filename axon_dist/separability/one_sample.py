@@ -65,9 +65,9 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
         source = part.invars[0]
         result = part.outvars[0]
         sizes = {math.prod(shape_of(atom)) for atom in (source, result)}
-        if isinstance(source, Literal) or source not in known.ids:
+        if isinstance(source, Literal) or source not in known.numbers:
             return False
-        known.ids[result] = known.ids[source]
+        known.numbers[result] = known.numbers[source]
         if part.primitive.name == "reshape" and part.params["dimensions"]:
             return False
         return len(part.invars) == 1 == len(sizes)
@@ -85,7 +85,7 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
     op = Operation(whole.primitive.name, params, params, inputs, outputs, ("f", "f"))
     output = value if value.kind is Kind.COUPLED else relayed(op, value, ratio)
     if output is not None:
-        known.write(source, made, dataclasses.replace(output, value_id=value.value_id))
+        known.write(source, made, dataclasses.replace(output, value_number=value.value_number))
     return output is not None
 
 

@@ -83,7 +83,7 @@ class Operation:
         dim = self.factors.result_dim(operand, value.dim)
         if dim is None:
             raise Coupling(Why.STRAY)
-        return value.at(dim, value.outer)
+        return value.in_dim(dim, value.outer)
 
 
 Rule: TypeAlias = Callable[[Operation, list[Value]], "Value | list[Value]"]
@@ -148,14 +148,14 @@ class PairValues:
 
     constant: Callable[[Constant, Constant], Value]
     values: dict[Atom, Value] = dataclasses.field(default_factory=dict)
-    ids: dict[Atom, int] = dataclasses.field(default_factory=dict)
+    numbers: dict[Atom, int] = dataclasses.field(default_factory=dict)
     mates: dict[Atom, Atom] = dataclasses.field(default_factory=dict)
 
     def write(self, part: Atom, whole: Atom, value: Value) -> None:
         """Sets the value of a variable of the whole, and the corresponding variable of the part."""
         self.values[whole] = value
         self.mates[whole] = part
-        self.ids[part] = value.value_id
+        self.numbers[part] = value.value_number
 
     def read(self, part: Atom, whole: Atom) -> Value:
         """Returns the value of two atoms; COUPLED if they do not correspond."""
@@ -164,7 +164,7 @@ class PairValues:
                 return self.constant(part.val, whole.val)
             return coupled(Why.DIFFERS, "")
         value = self.values[whole]
-        return value if self.ids.get(part) == value.value_id else coupled(Why.DIFFERS, "")
+        return value if self.numbers.get(part) == value.value_number else coupled(Why.DIFFERS, "")
 
 
 def have_one_form(one: JaxprEqn | Jaxpr, other: JaxprEqn | Jaxpr, *names: str) -> bool:

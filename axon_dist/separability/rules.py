@@ -126,7 +126,7 @@ def _reshape(op: Operation, values: list[Value]) -> Value:
     outer = blocks // math.prod(new[: dims[0]])
     if new[dims[0]] % outer:
         raise Coupling(Why.RESHAPED)
-    return only_numbers(value).at(dims[0], outer)
+    return only_numbers(value).in_dim(dims[0], outer)
 
 
 def _tile(op: Operation, values: list[Value]) -> Value:
@@ -256,7 +256,7 @@ def _dot(op: Operation, values: list[Value]) -> Value:
         for number, v in enumerate((left, right))
     ]
     pairs = zip((left, right), factors, strict=True)
-    sides = [v if factor is None else v.at(0, v.outer) for v, factor in pairs]
+    sides = [v if factor is None else v.in_dim(0, v.outer) for v, factor in pairs]
     if None not in factors:
         if factors[0] != factors[1] or left.outer != right.outer:
             raise Coupling("multiplies every sample with every other")
@@ -269,7 +269,7 @@ def _dot(op: Operation, values: list[Value]) -> Value:
         return result
     if op.factors.roles[factor] is Role.SUMMED:
         return _summed(result, _times_more(op))
-    return op.moved(result.at(counting.dim, result.outer), number)
+    return op.moved(result.in_dim(counting.dim, result.outer), number)
 
 
 def _conv(op: Operation, values: list[Value]) -> Value:
@@ -281,7 +281,7 @@ def _conv(op: Operation, values: list[Value]) -> Value:
         return result
     if not kernel.is_constant or op.factors.role(0, image.dim) is not Role.PASSES:
         raise Coupling("goes through a convolution along the samples")
-    return op.moved(result.at(image.dim, image.outer))
+    return op.moved(result.in_dim(image.dim, image.outer))
 
 
 def _concatenate(op: Operation, values: list[Value]) -> Value:
@@ -292,7 +292,7 @@ def _concatenate(op: Operation, values: list[Value]) -> Value:
         sizes = {tuple(shape[dim] for shape in shapes) for shapes in op.inputs}
         if not first.is_rows or len(sizes) > 1:
             raise Coupling(Why.JOINED)
-        return first.at(dim, first.outer * len(values))
+        return first.in_dim(dim, first.outer * len(values))
     if not any(value.positions for value in parts):
         return functools.reduce(either, parts)
     # Columns of indices: remember which of them are the sample's position.

@@ -15,8 +15,8 @@ A weight is gathered by one of:
 - `RankProgram` in `local_view.py`, which gathers all weights once per step, where ranks compute
   gradients and reduce them once per step, where the strategy says `gathers_once`, or in elastic
   steps.
-- `global_gradients` in `global_view.py`, which gathers all weights before the first unit, where the
-  strategy says `gathers_once`.
+- `global_gradients` in `global_view.py`, which gathers all trained weights before the first unit,
+  where the strategy says `gathers_once`. Frozen weights keep their own `GlobalGather`.
 - `pipeline_gradients` in `pipeline_view.py`, whose `shard_map` takes weights that are whole on the
   ranks of a stage, so that the compiler gathers them once per step.
 - `Int8Gather`, for frozen weights that are stored as int8, around one of the first two.

@@ -85,7 +85,8 @@ def global_forward(
     Args:
         plan: the plan of the step.
         first: a change to the merged model that is made before those of the plan.
-        gathers_once: whether the parameters are whole already, and only gradients are reduced.
+        gathers_once: whether trained weights are whole already, and only their gradients are
+            reduced.
         read_in_loop: the weights that a loop reads in every iteration.
 
     Returns:
@@ -115,7 +116,8 @@ def global_gather(
     Args:
         spec: the resolved arguments of the step.
         path: of the parameter.
-        gathers_once: whether trained weights are whole already, and only gradients are reduced.
+        gathers_once: whether trained weights are whole already, and only their gradients are
+            reduced.
         read_in_loop: the weights that a loop reads in every iteration.
     """
     strategy = spec.strategy

@@ -183,19 +183,19 @@ class StateLayout:
         self.spec = spec
         self.source = source
         model_spec = spec.model_spec
-        stored = plan.state_plan
+        state_plan = plan.state_plan
         mesh = spec.mesh
         self.replicated = self.reported = NamedSharding(mesh, PartitionSpec())
         self.outer_steps: tuple[Callable[[TrainState], TrainState], ...] = ()
-        store = stored.storage.store
-        of_replica = stored.storage.strategy
+        store = state_plan.storage.store
+        of_replica = state_plan.storage.strategy
         state = jax.eval_shape(
             lambda w, b: self.state_from(store(w), b), model_spec.weights, model_spec.buffers
         )
         # The shardings of one replica's parameters, trained and frozen.
         self._stored_shardings: tuple[Any, Any] = (
-            shardings(of_replica.params, stored.params, mesh),
-            shardings(of_replica.params, stored.frozen, mesh),
+            shardings(of_replica.params, state_plan.params, mesh),
+            shardings(of_replica.params, state_plan.frozen, mesh),
         )
         buffers = _buffer_specs(spec)
         self._split_buffers = model_spec.others & {

@@ -232,7 +232,7 @@ class RankProgram:
             accumulate, num_microbatches=count, part_buffers=self.part_buffers
         )
         num_shards = count * self.spec.num_ranks
-        mean_weight = functools.partial(all_mean, axes=self.axes)
+        mean_over_ranks = functools.partial(all_mean, axes=self.axes)
         if not gathers_by_units(self.spec):
             # Cast before the gather, to send half the bytes in half precision. The gradient then
             # has the compute dtype.
@@ -247,7 +247,7 @@ class RankProgram:
             )
             forward = with_frozen(self._with_scans(self._plain(None)), whole_frozen)
             sums_of = gradient_sums(
-                forward, scale, mean_weight if shares_statistics else None, num_shards
+                forward, scale, mean_over_ranks if shares_statistics else None, num_shards
             )
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
@@ -265,7 +265,7 @@ class RankProgram:
             # weight before it begins.
             gather = functools.partial(local_gather, self.spec)
             forward = with_frozen(self._with_scans(self._plain(gather)), frozen)
-            sums_of = gradient_sums(forward, scale, mean_weight, num_shards)
+            sums_of = gradient_sums(forward, scale, mean_over_ranks, num_shards)
             sums, changed = accumulated(sums_of, params, first, batch)
         if self.part_buffers is not None:
             changed = self.part_buffers.over_ranks(changed, local)

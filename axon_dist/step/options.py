@@ -301,9 +301,10 @@ class StepOptions(_Fields):
             checkpoint. None applies every update, as plain JAX does.
         deterministic: True compiles for the same bits in every run, which may be slower on GPUs;
             see `deterministic_options`. With `"elastic"`, results are also bitwise equal for any
-            number of ranks. CPUs only; data parallelism, ZeRO and FSDP only. All sums follow one
-            balanced binary tree over `logical_shards`. A rank evaluates its shards one after
-            another, whatever `accumulate` is, so `accumulate` changes no result.
+            power of two of ranks, up to `logical_shards`. CPUs only; data parallelism, ZeRO and
+            FSDP only. All sums follow one balanced binary tree over `logical_shards`. A rank
+            evaluates its shards one after another, whatever `accumulate` is, so `accumulate`
+            changes no result.
         logical_shards: V, the number of equal parts of successive samples into which a batch is cut
             under `deterministic="elastic"`; a power of two, and a multiple of the number of ranks
             times `accumulate`, in every run that should have the same bits.
@@ -319,10 +320,10 @@ class StepOptions(_Fields):
             that runs.
         separable: whether the loss of a batch can be computed from the losses of its parts: the
             microbatches, and the samples of each rank. With None, the step proves it. With True or
-            False a loss that couples the samples of microbatches is not refused: their losses are
-            averaged, and sums over samples are added. A metric that follows from sums over the
-            samples, such as the perplexity `exp(mean)`, is that of the whole batch in any case. In
-            a microbatch, with True each rank computes the loss of its own samples, and these are
+            False a loss that couples samples is not refused: it is the mean over the parts. One
+            that is proven to be a sum is summed all the same. A metric that follows from sums over
+            the samples, such as the perplexity `exp(mean)`, is that of the whole batch in any case.
+            In a microbatch, with True each rank computes the loss of its own samples, and these are
             averaged; with False all ranks compute the loss of the microbatch together.
 
             - None (default): the step reads it off the traced loss. A mean, a sum, a `Weighted` or

@@ -33,7 +33,7 @@ from ..pipeline import (
     check_order,
     flatten,
     lookups_in,
-    mean_weight,
+    mean_microbatch_weight,
     nest,
     partition_by_tokens,
     with_merged_batch_dims,
@@ -328,7 +328,7 @@ class PipelineRegion:
         )
         first = jax.tree.leaves(first_buffers)
         data = _data_of_microbatches(batch, first, over_time, part_buffers)
-        weight = mean_weight(trace, data, count, spec.strategy.batch_axes)
+        weight = mean_microbatch_weight(trace, data, count, spec.strategy.batch_axes)
         sums = Executor(
             schedule=self.pipeline.schedule,
             programs=programs,

@@ -308,7 +308,8 @@ class Separator:
         Raises:
             UnsupportedError: when the loss or a metric of the whole batch does not follow.
         """
-        # What the user declares is about the loss, so sums say nothing about a loss that mixes.
+        # With `separable` declared, only metrics are computed from sums. So finding sums does not
+        # prove the loss, and it must still be checked for MIXED.
         is_proven = from_sums is not None and self._declared is None
         if not self._declared and not is_proven and not dependence.is_separable:
             self._check_follows(dependence, samples, total, ranks)
@@ -323,8 +324,9 @@ class Separator:
     ) -> frozenset[Path]:
         """Returns the buffers to which each rank adds a sum over its own samples, and nothing else.
 
-        The sum over the batch is then that of what the ranks add. There are none in steps that may
-        also run in global view.
+        An example is a count of the tokens seen. The step adds up what the ranks added, so these
+        buffers do not prevent that ranks compute the loss. `_problems_of_sums` says which buffers
+        are such sums. There are none in steps that may also run in global view.
 
         Raises:
             UnsupportedError: for a buffer that `separable=True` would let differ between the ranks.
@@ -465,7 +467,20 @@ class Separator:
         ranks: int,
         dependence: LossDependence,
     ) -> Separation | None:
-        """Returns how to compute the outputs of these names from sums, or None."""
+        """Returns how to compute the outputs of these names from sums, or None.
+
+        `FunctionOfSums` is the loss with the sums in place of these outputs. It is traced like the
+        loss, to find out how the sums and all other outputs follow from parts. If they all do,
+        `Finalize` computes the outputs from the sums of the whole batch. If the loss is among the
+        outputs, each part must also be able to differentiate a linear combination of its sums.
+
+        Args:
+            names: outputs that do not follow from parts: metrics, or `LOSS`.
+            batch: leaves of shape [B, ...], arrays or shapes.
+            sizes: the number of samples of a part and of the whole.
+            ranks: the number of ranks that each compute parts.
+            dependence: how the outputs of the loss itself use the samples.
+        """
         if not names:
             return None
         loss_fn: Any = FunctionOfSums(rescale_parts(self._loss_fn, dependence), frozenset(names))
@@ -675,9 +690,12 @@ class Separator:
     ) -> dict[Path, str]:
         """Says of each buffer that depends on the samples why it is more than a running sum.
 
-        Parts may change a running sum in turn: it adds a sum over their samples to its old value,
-        which nothing else reads. Read before the end of the step, it would show the changes of
-        other microbatches.
+        The loss adds a sum over its samples to a running sum, whose old value nothing else reads.
+        So microbatches may change it in turn, and ranks may each add their own part. If something
+        else read it, that would see the changes of earlier microbatches.
+
+        The program shows which values read a buffer. Whether the buffer only adds a sum is decided
+        by a second analysis, in which the old values of these buffers are 0.
 
         Returns:
             The reason by path; "" for a running sum. Floating-point buffers that the samples do not

@@ -95,10 +95,11 @@ class StepSpec:
 
     @property
     def is_local(self) -> bool:
-        """Whether the options ask for gradients per rank, in `shard_map`; False for pipelines.
+        """Whether the reduction or `deterministic="elastic"` asks for gradients per rank.
 
-        `local_view.py` computes them then. A loss that couples samples runs in global view all the
-        same, unless an option needs ranks.
+        `local_view.py` then computes them in `shard_map`. A loss that couples samples runs in
+        global view all the same, or is refused where an option needs ranks (`wants_ranks`). False
+        for pipelines, whose view has ranks of its own.
         """
         strategy = self.strategy
         # Without batch axes there is nothing to sum per rank. Parameters that are never gathered,

@@ -159,6 +159,7 @@ def build_train_step(
         >>> int(state.step)
         1
     """
+    # `build_step` of `axon_dist.train` does the same for a config: it passes no `batch` here.
     if isinstance(remat, str) and remat == AUTO:
 
         def build(remat: Remat | None) -> TrainStep:

@@ -65,7 +65,7 @@ class Row:
         return f"{self.strategy}-{self.mesh}-{self.model}-k{self.accumulate}-{self.optimizer}{more}"
 
 
-STRATEGIES: dict[str, Callable] = {
+MAKERS: dict[str, Callable] = {
     "ddp": lambda model, world: DDP(model, world.group("dp")),
     "ddp_buckets": lambda model, world: ddp(bucket_capacity=100),
     "ddp_overlapped": lambda model, world: DDP(model, world.group("dp"), sync="overlapped"),
@@ -140,7 +140,7 @@ FULL = [
 ]
 FULL += [
     Row(strategy, _mesh(strategy, size), model, k, optimizer)
-    for strategy in STRATEGIES
+    for strategy in MAKERS
     for model in (BLOCKS if "remat" in strategy else CASES)
     for size, k in TURNS
     for optimizer in (("sgd", "adam") if model == "mlp" else ("sgd",))
@@ -161,9 +161,7 @@ def expected(model: str, accumulate: int, optimizer: str, clip_norm: float | Non
     return train(MODELS[model], OPTIMIZERS[optimizer](), NUM_STEPS, accumulate, clip_norm)
 
 
-def check(
-    row: Row, strategies: dict[str, Callable] = STRATEGIES, has_gradients: bool = True
-) -> None:
+def check(row: Row, strategies: dict[str, Callable] = MAKERS, has_gradients: bool = True) -> None:
     """Runs one row and compares everything with one device."""
     case = MODELS[row.model]
     want = expected(row.model, row.accumulate, row.optimizer, row.clip_norm)
@@ -246,7 +244,7 @@ def check_odd(row: Row) -> None:
         model,
         OPTIMIZERS[row.optimizer](),
         case.loss_fn,
-        STRATEGIES[row.strategy](model, world),
+        MAKERS[row.strategy](model, world),
         world,
         accumulate=row.accumulate,
         clip_norm=row.clip_norm,

@@ -200,3 +200,23 @@ def test_what_has_no_moments_of_8_bits_is_refused():
     assert error.value.code == "eight-bit-parameter"
     with pytest.raises(ConfigError, match="min_size"):
         adamw_8bit(1e-3, min_size=-1)
+
+
+def test_devices_that_share_a_block_have_the_numbers_of_devices_that_do_not():
+    """1001 does not divide by 8, so FSDP splits the other dim, along which blocks run."""
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 1001)).astype(np.float32)}
+    loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) - 1) ** 2)
+    make = lambda: nnx.Linear(1001, 256, use_bias=False, rngs=nnx.Rngs(0))
+    kernels = {}
+    for strategy, mesh in ((fsdp(), "fsdp=8"), (ddp(), "dp=8")):
+        step = build_train_step(make, optimizer(), loss_fn, strategy, World.emulate(8, mesh))
+        state = step.init()
+        kernels[mesh] = state.params["kernel"].sharding.spec, []
+        for _ in range(3):
+            state, _ = step(state, batch)
+            kernels[mesh][1].append(jax.device_get(step.weights(state)["kernel"]))
+    (split, mine), (_, theirs) = kernels.values()
+    assert split == PartitionSpec(None, "fsdp")
+    difference = np.abs(np.array(mine) - np.array(theirs))
+    assert difference.max() < 1e-3
+    assert (difference > 2e-6).mean() < 1e-3

@@ -682,7 +682,7 @@ def test_other_sums_are_no_divisors_of_one_another(one, other):
         return jax.make_jaxpr(lambda w: (one(w), other(w), one(w.astype(jnp.float32))))(shape)
 
     first, second, again = follow_samples(trace, (4, 8), num_batch=1)
-    assert first.value_id == again.value_id != second.value_id
+    assert first.value_number == again.value_number != second.value_number
 
 
 def test_a_loop_that_a_part_never_enters_is_coupled():

@@ -292,12 +292,14 @@ _WITHOUT_EFFECT = (
     *("name", "run_dir", "loggers", "checkpoint", "data.num_ahead", "data.num_workers"),
     *("train.log_every", "train.eval_every", "train.eval_batches", "train.profile", "validation"),
     *("train.peak_flops", "train.norms_by_layer", "train.best"),
+    *("unroll", "scan_layers", "axis_names", "compiler_options"),
     # The name of `train.norms_by_layer` in the checkpoints of 0.2 and before.
     "train.layer_norms",
 )
-"""Keys and sections of a config that change no number of a step.
+"""Keys and sections of a config that do not change the numbers of a step, as their help says.
 
-`train.best` may still change how many steps a run takes.
+Some change how a program is compiled, and so may change the rounding. `train.best` may still change
+how many steps a run takes.
 """
 
 

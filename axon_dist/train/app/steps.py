@@ -120,6 +120,7 @@ def build_step(
     """
     if config.weights is not None and config.weights.format != NATIVE_NAME:
         format_of(config.weights.format)
+    # Not left to `build_train_step`, which could choose only with a `batch`; see below.
     if config.remat == AUTO:
 
         def build(remat: ActivationCheckpointing | None) -> TrainStep:
@@ -165,6 +166,8 @@ def build_step(
         **what_is_trained(config),
         ema=config.train.ema,
         compiler_options={**config.compiler_options, **(compiler_options or {})},
+        # Only a pipeline is built from a batch. Otherwise `_check_batch` comes first, whose error
+        # names the key of the config, and then `separation` checks the loss as `batch` would.
         batch=_example(config, strategy, world),
     )
     _check_batch(config, step)

@@ -271,11 +271,11 @@ class RunConfig:
         loss_scale: loss scaling, which avoids underflow of gradients in half precision; None scales
             only under `fp16`.
         deterministic: give the same bits in every run of this config on devices of one kind; CPUs
-            and TPUs always do, GPUs become slower. `elastic` also gives the same bits on any number
-            of CPU devices, under ddp, zero and fsdp.
+            and TPUs always do, GPUs become slower. `elastic` also gives the same bits on
+            every power of two of CPU devices up to `logical_shards`, under ddp, zero and fsdp.
         logical_shards: the number of parts into which a batch is cut for `deterministic: elastic`:
-            a power of two, and a multiple of the number of devices of every run that must have the
-            same bits.
+            a power of two, and a multiple of the number of devices times `train.accumulate`, in
+            every run that must have the same bits.
         compiler_options: XLA options by name, which add to and override those of the chip; null
             removes an option of the chip. They change only time and memory, not the numbers.
         train: length, batch size and cadence of the run.

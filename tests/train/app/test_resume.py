@@ -20,7 +20,7 @@ from axon_dist.data import Loader
 from axon_dist.step import TrainStep
 from axon_dist.train.app import RunDirectory, train
 from axon_dist.train.app.lock import locked
-from axon_dist.train.app.resume import SavedStates
+from axon_dist.train.app.resume import SavedStates, changes_since
 from axon_dist.train.config import RunConfig, load_config
 
 
@@ -414,6 +414,22 @@ def test_a_resumed_run_with_another_batch_counts_the_samples_of_both(config):
     data = read_manifest(done.directory.checkpoints / "step_00000003").meta["data"]
     assert data["samples_seen"] == 2 * 8 + 4
     assert last["seen/epoch"] == data["samples_seen"] / data["num_samples"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("unroll", 7),
+        ("scan_layers", True),
+        ("axis_names", {"heads": "dp"}),
+        ("compiler_options", {"xla_cpu_enable_fast_math": False}),
+        ("train__log_every", 7),
+    ],
+)
+def test_a_key_that_does_not_change_the_numbers_is_not_listed(config, key, value):
+    before, after = config("run"), config("run", **{key: value})
+    assert before != after
+    assert changes_since(before.to_dict(), after, types.SimpleNamespace(step=2)) == []
 
 
 @pytest.mark.full

@@ -43,7 +43,7 @@ def bucketed(tmp_path, monkeypatch):
     function = importlib.import_module("bucketed_strategy").bucketed
     row = StrategyRow(
         make=over_data_axes(function),
-        does_not_fit="a whole gradient on the wire",
+        obstacle="a whole gradient on the wire",
         page="ddp",
         example="dp=8",
         other_names=("buckets",),
