@@ -184,11 +184,8 @@ class Executor:
             shapes = jax.eval_shape(lambda: (example, jnp.int32(0), zeros(self.wire)))
             for bound in self.bound:
                 operands = StageOperands(bound.weights, bound.rest, *shapes, frozen=bound.frozen)
-                self.backwards.append(
-                    DividedBackward.of(
-                        bound.program, operands, self.wire.floats, self.saves_residuals
-                    )
-                )
+                arguments = bound.program, operands, self.wire.floats
+                self.backwards.append(DividedBackward.of(*arguments, self.saves_residuals))
         output = jax.tree.leaves(self.wire)
         residuals = [
             [*output, *b.shapes(b.residuals)] for b in self.backwards if self.saves_residuals

@@ -32,14 +32,14 @@ def products(piece):
     return sum(equation.primitive.name == "dot_general" for equation in piece.equations)
 
 
-@pytest.mark.parametrize("saves_input", [False, True])
-def test_equals_the_whole_backward_pass(saves_input):
+@pytest.mark.parametrize("saves_residuals", [False, True])
+def test_equals_the_whole_backward_pass(saves_residuals):
     at, seed = operands()
-    parts = DividedBackward.of(PROGRAM, at, seed, saves_input)
+    parts = DividedBackward.of(PROGRAM, at, seed, saves_residuals)
     want_y, pull = pull_back(PROGRAM, at)
     want = pull(seed)
     y, kept = parts.forward(at)
-    later = at._replace(wire=Wire([jnp.zeros((4, 8))], [])) if saves_input else at
+    later = at._replace(wire=Wire([jnp.zeros((4, 8))], [])) if saves_residuals else at
     inputs, held = parts.input_gradient(later, kept, seed)
     weights, _ = parts.weight_gradient(later, held)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -56,7 +56,7 @@ def test_every_part_has_a_product_per_layer(layers):
 
 def test_weights_are_not_handed_over():
     at, seed = operands()
-    parts = DividedBackward.of(PROGRAM, at, seed, saves_input=True)
+    parts = DividedBackward.of(PROGRAM, at, seed, saves_residuals=True)
     shapes = {shape.shape for shape in parts.shapes([*parts.residuals, *parts.intermediates])}
     assert shapes <= {(4, 8), (4, 16)}
 
