@@ -2,4 +2,4 @@
 
 from .core.lazy import moved
 
-__getattr__ = moved(__name__, "axon_dist.train.loop")
+__getattr__ = moved(__name__, "axon_dist.train.loop", "axon_dist.train")

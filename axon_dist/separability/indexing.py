@@ -171,11 +171,11 @@ def _scatter_total(op: Operation, table: Value, indices: Value, updates: Value) 
     _check_index(updates)
     ok = op.name in ("scatter-add", "scatter_add")
     pairs = (indices, _INDICES), (updates, _UPDATES)
-    at = {_factor(op, value, operand) for value, operand in pairs if value.is_rows}
+    factors = {_factor(op, value, operand) for value, operand in pairs if value.is_rows}
     known = {indices.kind, updates.kind} <= {Kind.CONSTANT, Kind.ROWS}
     # Along a window, rows go to places that follow from their position in the batch.
-    is_summed = len(at) == 1 and all(
-        factor is not None and op.factors.roles[factor] is Role.SUMMED for factor in at
+    is_summed = len(factors) == 1 and all(
+        factor is not None and op.factors.roles[factor] is Role.SUMMED for factor in factors
     )
     if ok and known and is_summed:
         operand, value = next((o, v) for v, o in pairs if v.is_rows)
@@ -272,9 +272,9 @@ def _sliced(
         return value
     not_numbered(value)
     blocks = [size // value.outer for size in sizes]
-    at = [(a / n, b / n) for (a, b, _), n in zip(spans, blocks, strict=True)]
-    if at[0] == at[1] and all(x.is_integer() for x in at[0]) and spans[0][2] == 1:
-        return value.in_dim(dim, int(at[0][1] - at[0][0]))
+    bounds = [(a / n, b / n) for (a, b, _), n in zip(spans, blocks, strict=True)]
+    if bounds[0] == bounds[1] and all(x.is_integer() for x in bounds[0]) and spans[0][2] == 1:
+        return value.in_dim(dim, int(bounds[0][1] - bounds[0][0]))
     start, _, stride = spans[0]
     even = [shape[dim] * stride == size for shape, size in zip(new, sizes, strict=True)]
     if value.outer == 1 and all(even) and start < stride and spans[1][::2] == (start, stride):

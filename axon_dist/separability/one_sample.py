@@ -215,16 +215,16 @@ def _rows_in_windows(op: Operation, values: list[Value]) -> Value | None:
     places = other.start_indices_batching_dims
     if table.dim not in dims or (table.outer, indices.outer) != (1, 1) or table.positions:
         return None
-    at = places[dims.index(table.dim)]
+    place = places[dims.index(table.dim)]
     moved = op.moved(chosen(table, indices))
-    # The other batching dims, as numbered in the part: its indices lack the dim `at`.
-    others = [(d, p - (p > at)) for d, p in zip(dims, places, strict=True) if d != table.dim]
+    # The other batching dims, as numbered in the part: its indices lack the dim `place`.
+    others = [(d, p - (p > place)) for d, p in zip(dims, places, strict=True) if d != table.dim]
     hidden = (*other.collapsed_slice_dims, *dims)
     windows = [d for d in range(len(op.inputs[0][1])) if d not in hidden]
     out = moved.dim or 0
     offsets = sorted((*other.offset_dims, out))
     is_same = (
-        at == indices.dim
+        place == indices.dim
         and [*zip(one.operand_batching_dims, one.start_indices_batching_dims, strict=True)]
         == others
         and (one.collapsed_slice_dims, one.start_index_map)
@@ -233,6 +233,6 @@ def _rows_in_windows(op: Operation, values: list[Value]) -> Value | None:
         and sorted((*windows, table.dim)).index(table.dim) == offsets.index(out)
         and op.params["slice_sizes"] == op.others["slice_sizes"]
         and op.params["mode"] == op.others["mode"]
-        and op.inputs[1][0] == (*op.inputs[1][1][:at], *op.inputs[1][1][at + 1 :])
+        and op.inputs[1][0] == (*op.inputs[1][1][:place], *op.inputs[1][1][place + 1 :])
     )
     return moved if is_same else None

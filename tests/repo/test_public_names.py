@@ -20,6 +20,7 @@ MOVED = [
     ("axon_dist.cli.main", "main", "axon_dist.train.cli.main"),
     ("axon_dist.config", "load_config", "axon_dist.train.config"),
     ("axon_dist.loop", "Trainer", "axon_dist.train.loop"),
+    ("axon_dist.loop", "byte_size", "axon_dist.train"),
     ("axon_dist.parallel", "LocalGather", "axon_dist.step.gather"),
     *(
         ("axon_dist.parallel", name, "axon_dist.wrappers")

@@ -432,6 +432,14 @@ def test_should_stop_reads_validations_too(world):
     assert (result.reason, result.num_steps) == ("should_stop", 4)
 
 
+def test_a_run_that_ends_early_copies_its_last_state(world):
+    copies = []
+    copy = lambda state, number: copies.append(number)
+    for batches in (range(3), itertools.count()):
+        fit(FakeStep(world), 5, batches=batches, copy=copy)
+    assert copies == [3]
+
+
 def test_should_stop_waits_for_metrics_of_training(world):
     records = []
     fit(
