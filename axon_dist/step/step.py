@@ -122,8 +122,9 @@ def build_train_step(
             have shape [B, ...]; a leaf that all samples share is wrapped in `Shared`.
         trainable: which variables are trained: a type of Variable such as `nnx.LoRAParam`, a
             regular expression of paths such as `"head"`, a predicate `(keys, variable)` or another
-            filter of nnx, or a tuple of these. The step then equals `nnx.Optimizer(model,
-            optimizer, wrt=trainable)` with the gradient of `nnx.DiffState(0, trainable)`. Every
+            filter of nnx, or a tuple of these. With a filter of nnx the step equals
+            `nnx.Optimizer(model, optimizer, wrt=trainable)` with the gradient of
+            `nnx.DiffState(0, trainable)`; to nnx a string is a tag and no path. Every
             other `nnx.Param` is frozen: it is sharded like a parameter, but has no gradient and no
             moments, and does not count in norms.
         frozen_dtype: the dtype that frozen parameters are kept in, such as `"bfloat16"`; None

@@ -250,6 +250,14 @@ OPTIMIZERS = {
     "rate of None": (optax.sgd(lambda count: None), "cannot work on the parameters"),
     "line search": (optax.lbfgs(), "calls the loss itself.*value_fn.* such as optax.adamw"),
     "hessian": (optax.contrib.sophia(0.1), "calls the loss itself.*obj_fn.* such as optax.adamw"),
+    "own gradients": (
+        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
+        "calls the loss itself.*grad_fn.*opaque_mode=False",
+    ),
+    "two copies": (
+        optax.lookahead(optax.sgd(0.1), 2, 0.5),
+        "keeps two copies of the parameters.*optimizer that optax.lookahead wraps",
+    ),
     "mask of others": (optax.masked(optax.sgd(0.1), lambda p: {"no": True}), "cannot work on"),
     "two functions": ((len, len), "optimizer is a tuple"),
 }  # fmt: skip
