@@ -17,5 +17,5 @@ def pages():
 
 
 if __name__ == "__main__":
-    print("| what does not fit | take | a mesh for it | other names |\n|---|---|---|---|")
+    print("| obstacle | take | a mesh for it | other names |\n|---|---|---|---|")
     print("\n".join(lines()))

@@ -321,8 +321,8 @@ def handling_signals() -> Iterator[ReceivedSignals]:
     finally:
         for number, handler in before.items():
             # A closing terminal sends SIGHUP twice; the second must not prevent the exit code.
-            had_signal = number == signal.SIGHUP and received
-            signal.signal(number, signal.SIG_IGN if had_signal else handler)
+            stays_ignored = number == signal.SIGHUP and received
+            signal.signal(number, signal.SIG_IGN if stays_ignored else handler)
 
 
 @contextlib.contextmanager

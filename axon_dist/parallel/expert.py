@@ -79,7 +79,8 @@ def expert_parallel(
     by the sharding of the experts.
 
     Args:
-        form: how tokens are sent; `"auto"` chooses the ring where k f >= c.
+        form: how tokens are sent; `"auto"` chooses the ring where k f >= c, and always
+            without a capacity.
         capacity: the factor f. Of the N tokens of a rank (ring: of the axis) each expert takes at
             most the first f N k / E. **It changes the numbers where an expert gets more**: the
             excess tokens skip that expert, and the metric `dropped` is their share. None drops no

@@ -84,9 +84,9 @@ class OverMesh:
         if self.most_features is not None and query.shape[-1] > self.most_features:
             if module.form != "auto":
                 raise UnsupportedError(
-                    f"attention='cudnn' with heads of {query.shape[-1]}: these GPUs are older than "
-                    f"Hopper, whose heads may be {self.most_features} at most; use "
-                    "attention='auto' or 'einsum'"
+                    f"attention='cudnn': got heads of {query.shape[-1]} features; on GPUs before "
+                    f"Hopper they may have at most {self.most_features}; use attention='auto' or "
+                    "'einsum'"
                 )
             module = nnx.clone(module)
             module.form = "einsum"

@@ -359,7 +359,7 @@ def _expert(
         form: how tokens are sent: `ring` gathers those of all ranks and sums the results back,
             `all_to_all` sends each expert its slots, `auto` takes the one that moves fewer bytes.
         capacity: the most tokens an expert takes, as a multiple of an even share. **Tokens above it
-            are left out**, and the metric `dropped` counts them; null leaves none out.
+            are left out**, and the metric `dropped` is their share; null leaves none out.
     """
     return expert_parallel(form, capacity, experts=suggest_plan(model).experts)
 

@@ -429,14 +429,15 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
     `fsdp(axes=("fsdp", "cp"))` splits samples over `fsdp`, and arrays over both.
 
     Args:
-        *strategies: in any order; the order of the axes comes from the mesh.
+        *strategies: in any order. The batch is split over their axes in this order, so another
+            order gives ranks other samples, and the same results.
 
     Returns:
         The combined strategy.
 
     Raises:
         StrategyConflictError: when two parts split the batch over the same axis, or disagree on
-            the reduction.
+            the reduction, the precision or another field that the parts must share.
 
     Example:
         >>> data = Strategy("dp", batch_axes=("dp",), reduction=Reduction())

@@ -44,7 +44,10 @@ class PipelinePlan:
 
 
 DEFAULT_SYNC_EVERY = 100
-"""The default number of steps between two outer steps; DiLoCo has 500 (arXiv:2311.08105)."""
+"""The number of steps between two outer steps that plans try and errors suggest.
+
+DiLoCo has 500 (arXiv:2311.08105).
+"""
 
 
 @dataclasses.dataclass(frozen=True)

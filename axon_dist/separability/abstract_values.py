@@ -116,7 +116,7 @@ class Value:
             ranks.
         why: for MIXED and COUPLED, the reason.
         line: the user's line that is the reason.
-        value_id: its value number, equal for equal computations.
+        value_number: its value number, equal for equal computations.
     """
 
     kind: Kind = Kind.CONSTANT

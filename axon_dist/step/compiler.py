@@ -40,7 +40,7 @@ def deterministic_options(world: World, deterministic: bool | str = True) -> dic
 
     Args:
         world: the devices, and the mesh they form.
-        deterministic: True, or `"elastic"` for the same bits on any power of two of devices.
+        deterministic: True, or `"elastic"` for the same bits on 1, 2, 4, ... devices.
 
     Returns:
         Names and values for `jax.jit(..., compiler_options=...)`; empty if nothing has to be set.

@@ -1,9 +1,9 @@
-"""`deterministic="elastic"`: gradients bitwise equal for any power of two of ranks.
+"""`deterministic="elastic"`: gradients bitwise equal for 1, 2, 4, ... ranks.
 
 A batch is V consecutive logical shards of B/V samples. The same program computes the sums of each
 shard, whichever rank runs it. These sums are the leaves of a balanced binary tree. Each of R ranks
 has V/R consecutive shards, which form a subtree, and adds that subtree up in a loop. The ranks then
-add up the rest of the tree. For any power of two of ranks, up to V,
+add up the rest of the tree. For any number of ranks that is a power of two, up to V,
 
     total = ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7)),    V = 8
 

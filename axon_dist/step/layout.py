@@ -143,7 +143,7 @@ def _buffer_specs(spec: StepSpec) -> PyTree:
     if not model_spec.others or not spec.reduction.sync_buffers:
         return buffers
     # Buffers that are not statistics are sharded as parameters would be, but only by the part of
-    # the policy that splits any leaf: rules about paths are for parameters.
+    # the policy that ignores the path of a leaf: rules about paths are for parameters.
     policy = spec.strategy.params.flexible_part
     return map_with_path(
         lambda path, x, own: policy(path, x.shape, spec.mesh) if path in model_spec.others else own,

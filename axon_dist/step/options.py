@@ -320,8 +320,8 @@ class StepOptions(_Fields):
             that runs.
         separable: whether the loss of a batch can be computed from the losses of its parts: the
             microbatches, and the samples of each rank. With None, the step proves it. With True or
-            False a loss that couples samples is not refused: it is the mean over the parts. One
-            that is proven to be a sum is summed all the same. A metric that follows from sums over
+            False a loss that couples samples is not refused: it is the mean over the parts. A loss
+            that is proven to be a sum is summed. A metric that follows from sums over
             the samples, such as the perplexity `exp(mean)`, is that of the whole batch in any case.
             In a microbatch, with True each rank computes the loss of its own samples, and these are
             averaged; with False all ranks compute the loss of the microbatch together.

@@ -309,7 +309,7 @@ class Separator:
             UnsupportedError: when the loss or a metric of the whole batch does not follow.
         """
         # With `separable` declared, only metrics are computed from sums. So finding sums does not
-        # prove the loss, and it must still be checked for MIXED.
+        # prove the loss: with False it must still be checked for MIXED; True skips this check.
         is_proven = from_sums is not None and self._declared is None
         if not self._declared and not is_proven and not dependence.is_separable:
             self._check_follows(dependence, samples, total, ranks)
@@ -690,9 +690,9 @@ class Separator:
     ) -> dict[Path, str]:
         """Says of each buffer that depends on the samples why it is more than a running sum.
 
-        The loss adds a sum over its samples to a running sum, whose old value nothing else reads.
-        So microbatches may change it in turn, and ranks may each add their own part. If something
-        else read it, that would see the changes of earlier microbatches.
+        A running sum is a buffer to which the loss only adds a sum over its samples, and whose old
+        value nothing else reads. So microbatches may change it in turn, and ranks may each add
+        their own part. Another reader would see the changes of earlier microbatches.
 
         The program shows which values read a buffer. Whether the buffer only adds a sum is decided
         by a second analysis, in which the old values of these buffers are 0.

@@ -101,7 +101,8 @@ def build_train_step(
 
     Args:
         model: an NNX module, or a zero-argument function that makes one. The arrays of a function's
-            model are initialized sharded. A wrapper that is the strategy too stands for its module.
+            model are initialized sharded. If it is the wrapper that is also given as the strategy,
+            the module in the wrapper is trained.
         optimizer: any optax transformation; one that reads the loss gets it as `value`.
         loss_fn: `loss_fn(model, batch)`, returning a scalar mean or `Weighted`, alone or with a
             dict of scalar metrics. A loss with a required parameter `step` (one without a default),
@@ -160,7 +161,8 @@ def build_train_step(
         >>> int(state.step)
         1
     """
-    # `build_step` of `axon_dist.train` does the same for a config: it passes no `batch` here.
+    # `build_step` of `axon_dist.train.app.steps` resolves `auto` itself for a config, because it
+    # passes a `batch` only for pipelines.
     if isinstance(remat, str) and remat == AUTO:
 
         def build(remat: Remat | None) -> TrainStep:

@@ -69,7 +69,7 @@ def _watched_metrics(opt_state: PyTree, metrics: Metrics) -> dict[str, Array]:
 
 
 def _are_finite(grads: PyTree, measured: Metrics, options: StepOptions) -> Array:
-    """Whether the update that follows from gradients is one of finite gradients.
+    """Whether the gradients, and their norm if it clips, are finite.
 
     Args:
         grads: before clipping.

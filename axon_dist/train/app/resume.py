@@ -292,11 +292,11 @@ _WITHOUT_EFFECT = (
     *("name", "run_dir", "loggers", "checkpoint", "data.num_ahead", "data.num_workers"),
     *("train.log_every", "train.eval_every", "train.eval_batches", "train.profile", "validation"),
     *("train.peak_flops", "train.norms_by_layer", "train.best"),
-    *("unroll", "scan_layers", "axis_names", "compiler_options"),
+    *("unroll", "scan_layers", "axis_names"),
     # The name of `train.norms_by_layer` in the checkpoints of 0.2 and before.
     "train.layer_norms",
 )
-"""Keys and sections of a config that do not change the numbers of a step, as their help says.
+"""Keys and sections of a config that do not change the numbers of a step.
 
 Some change how a program is compiled, and so may change the rounding. `train.best` may still change
 how many steps a run takes.

@@ -277,7 +277,7 @@ class RunConfig:
             a power of two, and a multiple of the number of devices times `train.accumulate`, in
             every run that must have the same bits.
         compiler_options: XLA options by name, which add to and override those of the chip; null
-            removes an option of the chip. They change only time and memory, not the numbers.
+            removes an option of the chip. Most change only time and memory; some change the bits.
         train: length, batch size and cadence of the run.
         checkpoint: when the state is saved, and which checkpoints are kept.
         loggers: where metrics are logged in addition to `metrics.jsonl`.
@@ -388,7 +388,7 @@ class RunConfig:
             )
         self._check_validation()
         profile = self.train.profile
-        # 0 waits for a signal, which traces what is left of the run.
+        # With 0 a signal starts the trace, and the end of the run may cut it short.
         last = 0 if profile is None or not profile.at else profile.at + profile.steps - 1
         if profile is not None and last > self.train.steps:
             raise ConfigError(

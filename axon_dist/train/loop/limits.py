@@ -171,7 +171,8 @@ class Stops:
         """Whether to stop now; every process must call this before every step.
 
         Args:
-            latest: the latest record; empty before the first record of training.
+            latest: the latest record; empty before the first record of training, and after a
+                rollback until the next one.
         """
         if self.should_stop is not None and latest and self.should_stop(latest):
             self.request.ask("should_stop")
@@ -193,8 +194,8 @@ class LoopOptions:
             the trainer's `validation`.
         save_every: steps between saves; 0 saves only at the end. A value above 0 needs the
             trainer's `save`.
-        copy_every: steps between copies; 0 copies only when a run ends early. A value above 0
-            needs the trainer's `copy`.
+        copy_every: steps between copies; 0 copies only when a run ends early, but not after a
+            nonfinite step. A value above 0 needs the trainer's `copy`.
         items_per_step: items in a global batch; None does not report throughput.
         item: the kind of items; utilization needs tokens.
         peak_flops: peak FLOP/s of one device, to compute utilization; None does not report it.

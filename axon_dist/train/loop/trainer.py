@@ -92,7 +92,8 @@ class Trainer:
             step; see `give_back`.
         copy: `copy(state, number)` copies a state to where it can be restored faster than from
             `save`; it must no longer use the arrays when it returns. It is called every
-            `copy_every` steps, and with the last state of a run that ends early.
+            `copy_every` steps, and with the last state of a run that ends early, but not after a
+            nonfinite step.
         give_back: called before the last save of a run that stops at a nonfinite step, with the
             number of batches that were loaded after the state that is saved.
         go_back: returns the newest good state that was saved, or None if there is none; required
@@ -124,7 +125,7 @@ class Trainer:
             next `profile_steps` steps of the process that gets it.
 
     `should_stop` gets the newest training record: means over the last `log_every` steps. The newest
-    validation of this call is added to it; writers get a validation as a record of its own. It is
+    validation is added to it; writers get a validation as a record of its own. It is
     not called before the first training record.
 
         train/loss, train/...             each metric of the step, such as `train/grad_norm`

@@ -422,7 +422,6 @@ def test_a_resumed_run_with_another_batch_counts_the_samples_of_both(config):
         ("unroll", 7),
         ("scan_layers", True),
         ("axis_names", {"heads": "dp"}),
-        ("compiler_options", {"xla_cpu_enable_fast_math": False}),
         ("train__log_every", 7),
     ],
 )
