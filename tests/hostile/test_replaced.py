@@ -103,6 +103,28 @@ def test_a_chunked_loss_is_that_of_the_logits(kind):
     np.testing.assert_allclose(loss.mean, nnx.jit(whole)(model, BATCH), rtol=1e-5)
 
 
+class Stacked(nnx.Sequential):
+    """A table of one's own: a lookup and a product, without the attributes of `nnx.Embed`."""
+
+    def __init__(self, rngs):
+        super().__init__(nnx.Embed(64, 8, rngs=rngs), nnx.Linear(8, 16, rngs=rngs))
+
+    def attend(self, x):
+        return x @ (self.layers[0].embedding[...] @ self.layers[1].kernel[...]).T
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_heads_and_tables_of_another_class_need_not_have_the_attributes_of_ours(tied):
+    rngs = nnx.Rngs(0)
+    model = Transformer(config(logits="chunked", tied_head=tied), rngs=rngs)
+    model.token_embedding = Stacked(rngs)
+    if not tied:
+        model.lm_head = nnx.Sequential(nnx.Linear(16, 64, use_bias=False, rngs=rngs))
+    loss = nnx.jit(next_token_loss)(model, BATCH)
+    np.testing.assert_allclose(loss.mean, nnx.jit(whole)(model, BATCH), rtol=1e-5)
+    assert model.start_cache(jnp.zeros(2, jnp.int32), 4).past[0].keys.dtype == jnp.float32
+
+
 class OwnBeforeHead(nnx.Module):
     def __init__(self, factor=1.0):
         rngs, self.factor = nnx.Rngs(0), factor
