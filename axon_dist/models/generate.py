@@ -14,10 +14,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..core.by_position import is_by_position
 from ..core.checks import COUNT, MODULE, REAL, SEED, WHOLE, ArgumentKind, checked
 from ..core.errors import ConfigError, UnsupportedError, warn
 from ..core.own_context import in_own_context
-from ..core.same_function import has_methods_from, is_from
+from ..core.same_function import is_from
 from ..core.typing import Array, PyTree
 
 
@@ -123,6 +124,9 @@ def draw(key: Array, logits: Array, sampling: Sampling) -> Array:
 
 _TOLERANCE = 1e-4
 
+_COMPARED = 8
+"""The most new tokens for which `decode` is compared with a call."""
+
 
 @runtime_checkable
 class Decoder(Protocol):
@@ -197,8 +201,8 @@ def generate(
 
     A model without `start_cache` and `decode` is run over its whole sequence for each token. It
     must map tokens `[B, T]` to logits `[B, T, V]` and be causal, which is checked first. A model
-    that inherits `decode`, but overrides its call or layers so that they compute other logits, is
-    run in the same way, with a warning.
+    that inherits `decode`, but has a call or layers that compute other logits, such as a
+    convolution over positions, is run in the same way, with a warning.
 
     Args:
         model: a `Transformer`, any `Decoder`, or any causal model of tokens.
@@ -232,7 +236,9 @@ def generate(
     sampling.validate()
     tokens, padding = _aligned(prompts)
     _check_fits(model, tokens, num_tokens, end)
-    has_cache = isinstance(model, Decoder) and _decodes_as_called(model, tokens, padding)
+    has_cache = isinstance(model, Decoder) and _decodes_as_called(
+        model, tokens, padding, num_tokens
+    )
     if not has_cache:
         _check_causal(model, tokens, padding, num_tokens)
     graphdef, leaves = nnx.split(model)
@@ -390,37 +396,24 @@ def _check_fits(model: nnx.Module, tokens: np.ndarray, num_tokens: int, end: int
             )
 
 
-def _decodes_as_called(model: nnx.Module, tokens: np.ndarray, padding: np.ndarray) -> bool:
-    """Whether `decode` computes the same logits as a call, for the prompts and one more token.
+def _decodes_as_called(
+    model: nnx.Module, tokens: np.ndarray, padding: np.ndarray, num_tokens: int
+) -> bool:
+    """Whether `decode` computes the same logits as a call, for the prompts and some more tokens.
 
-    This is tested only if `decode` is from this library and the model has user-defined methods. A
-    user-defined `decode` is trusted.
+    This is tested only if `decode` is from this library and the model has user-defined methods, or
+    layers that may read several positions. A user-defined `decode` is trusted.
 
     Raises:
         UnsupportedError: when the call does not map tokens to logits of the same shape.
     """
     kind: Any = type(model)
-    kinds = {type(module) for _, module in nnx.iter_modules(model)}
-    ours = "axon_dist.", "flax."
-    if not is_from(kind.decode, *ours) or all(has_methods_from(x, *ours) for x in kinds):
+    modules = [module for _, module in nnx.iter_modules(model)]
+    unknown = sorted({type(module).__name__ for module in modules if not is_by_position(module)})
+    if not unknown or not is_from(kind.decode, "axon_dist.", "flax."):
         return True
-    graphdef, leaves = nnx.split(model)
-    size = tokens.shape[1] + 1
-
-    @jax.jit
-    def run(leaves: PyTree, tokens: Array, padding: Array) -> tuple[PyTree, PyTree]:
-        decoders = [_decoder(graphdef, leaves, has_cache) for has_cache in (True, False)]
-        caches = [decoder.start_cache(padding, size) for decoder in decoders]
-        logits = []
-        for inputs in (tokens, tokens[:, -1:]):
-            pairs = zip(decoders, caches, strict=True)
-            results = [decoder.decode(inputs, cache) for decoder, cache in pairs]
-            logits.append([x for x, _ in results])
-            caches = [cache for _, cache in results]
-        return tuple(map(jnp.stack, zip(*logits, strict=True)))
-
     try:
-        decoded, called = (np.asarray(x, np.float32) for x in run(leaves, tokens, padding))
+        decoded, called = _both_logits(model, tokens, padding, min(num_tokens, _COMPARED))
     except (TypeError, ValueError, AttributeError) as error:
         raise UnsupportedError(
             f"{kind.__name__} inherits decode, which must give the logits of a call, but the two "
@@ -431,13 +424,43 @@ def _decodes_as_called(model: nnx.Module, tokens: np.ndarray, padding: np.ndarra
     difference = float(np.abs(decoded - called).max())
     if difference <= _tolerance(model) * max(float(np.abs(called).max()), 1.0):
         return True
-    own = sorted(x.__name__ for x in kinds if not has_methods_from(x, *ours))
     warn(
         f"{kind.__name__} inherits decode, whose logits differ by {difference:.2g} from those of "
-        f"a call, because {', '.join(own)} computes other logits; so each new token needs a call "
-        "of the model on the whole sequence. Override decode with a matching one for more speed"
+        f"a call, because {', '.join(unknown)} computes other logits; so each new token needs a "
+        "call of the model on the whole sequence. Override decode with a matching one for more "
+        "speed"
     )
     return False
+
+
+def _both_logits(
+    model: nnx.Module, tokens: np.ndarray, padding: np.ndarray, num_more: int
+) -> list[np.ndarray]:
+    """Returns the logits of `decode` and those of calls, `[N + 1, B, V]`.
+
+    They are those after the prompts, and after each of N more tokens.
+    """
+    graphdef, leaves = nnx.split(model)
+    size = tokens.shape[1] + num_more
+
+    def logits(leaves: PyTree, tokens: Array, padding: Array, has_cache: bool) -> Array:
+        def step(cache: PyTree, tokens: Array) -> tuple[PyTree, Array]:
+            logits, cache = _decoder(graphdef, leaves, has_cache).decode(tokens[:, None], cache)
+            return cache, logits
+
+        decoder = _decoder(graphdef, leaves, has_cache)
+        first, cache = decoder.decode(tokens, decoder.start_cache(padding, size))
+        # Each token is another one: among equal tokens it does not show which of them a layer read.
+        more = tokens[:, -1] + 1 + jnp.arange(num_more)[:, None]
+        _, others = jax.lax.scan(step, cache, more % first.shape[-1])
+        return jnp.concatenate([first[None], others])
+
+    @jax.jit
+    def run(leaves: PyTree, tokens: Array, padding: Array) -> Array:
+        both = [logits(leaves, tokens, padding, has_cache) for has_cache in (True, False)]
+        return jnp.stack(both)
+
+    return [*np.asarray(run(leaves, tokens, padding), np.float32)]
 
 
 def _tolerance(model: nnx.Module) -> float:

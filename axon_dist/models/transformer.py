@@ -194,7 +194,7 @@ class Transformer(nnx.Module):
         """
         if not self.config.chunks_logits:
             return None
-        layer = self.token_embedding if self.config.tied_head else self.lm_head
+        layer: Any = self.token_embedding if self.config.tied_head else self.lm_head
         kernel = _plain_kernel(layer)
         if kernel is None:
             return None
@@ -239,7 +239,7 @@ class Transformer(nnx.Module):
         """
         config = self.config
         shape = (padding.shape[0], length, config.kv_heads, config.key_size)
-        dtype = config.dtype or self.token_embedding.embedding.dtype
+        dtype = config.dtype or _table_dtype(self.token_embedding)
 
         def empty(*lead):
             return Past(*(jnp.zeros((*lead, *shape), dtype) for _ in range(2)))
@@ -380,8 +380,20 @@ def decode_layers(stacked: Block, x: Array, past: Past, place: Place) -> tuple[A
     return jax.lax.scan(decode_one, x, (leaves, past))
 
 
-def _plain_kernel(layer: nnx.Linear | nnx.Embed) -> Array | None:
+def _table_dtype(table: nnx.Module) -> Any:
+    """Returns the dtype of the parameters of a token embedding, which may be a user's own layer."""
+    if isinstance(table, nnx.Embed):
+        return table.embedding.dtype
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(nnx.state(table, nnx.Param))]
+    floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    return jnp.result_type(*floats or [jnp.float32])
+
+
+def _plain_kernel(layer: nnx.Module) -> Array | None:
     """Returns the kernel `[D, V]` of a head that is a plain product; else None."""
+    # A head of another class, such as `nnx.Sequential`, need not have a kernel or a bias.
+    if not isinstance(layer, (nnx.Linear, nnx.Embed)):
+        return None
     if isinstance(layer, nnx.Embed):
         weight = layer.embedding
         method = type(layer).attend

@@ -256,12 +256,11 @@ def _read(
         return np.asarray(compiled(*arrays, *more))
 
     with jax.ensure_compile_time_eval(), jax.default_matmul_precision("highest"):
-        is_low = any(str(value.aval.dtype) in _LOW for value in _values(closed.jaxpr))
         numbers = sorted(set(_numbers(closed)))
-        found = _Trial(run, length, sizes, numbers, 6e-2 if is_low else 5e-4).kind()
+        found = _Trial(run, length, sizes, numbers, 6e-2 if _is_low(closed) else 5e-4).kind()
         if isinstance(found, Unread):
             return found
-        return _compared(found, run, length, sizes, has_segments, is_low)
+        return _compared(found, run, length, sizes, has_segments, closed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,40 +362,149 @@ def _cap(score: float, cap: float | None) -> float:
     return score if cap is None else cap * math.tanh(score / cap)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sample:
+    """Inputs of attention, on which a function is compared with the known one.
+
+    Args:
+        query: `[1, T, H, K]`.
+        key: `[1, T, N, K]`.
+        value: `[1, T, N, K]`.
+        size: the size of the values.
+        tolerance: by how much results for values of size 1 may differ.
+        may_overflow: whether results that are not finite say nothing. A softmax may be written
+            without subtracting the largest score, and then overflows for large ones.
+    """
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    size: float
+    tolerance: float
+    may_overflow: bool = False
+
+
+def _samples(
+    kind: AttentionKind,
+    length: int,
+    sizes: tuple[int, int, int],
+    closed: ClosedJaxpr,
+    rng: np.random.Generator,
+) -> Iterator[_Sample]:
+    """Yields inputs that show a difference in masks, in scores and in the use of large numbers."""
+    heads, key_heads, size = sizes
+    shapes = [(1, length, n, size) for n in (heads, key_heads, key_heads)]
+    is_low = _is_low(closed)
+    close = 3e-2 if is_low else _CLOSE
+    unit = 1 / (abs(kind.scale) * math.sqrt(size))
+
+    def normal() -> list[np.ndarray]:
+        return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+    # Scores of about 0, 1 and 4. At 0 all weights are equal, so any difference in masks shows.
+    for score in (0.0, 1.0, 4.0):
+        query, key, value = normal()
+        # One key more or fewer changes a mean of n values by about 1 / n.
+        exact = close if is_low or score else min(_CLOSE, 0.05 / length)
+        yield _Sample(query * np.float32(score * unit), key, value, 1, exact)
+    bounds = sorted({x for x in _bounds(closed.jaxpr) if 4 < x < 1e6})
+    # Half precision ends at 65504.
+    most = 1e4 if is_low else math.inf
+    for large in dict.fromkeys((64.0, *(4 * x for x in bounds))):
+        if large > most / 4:
+            continue
+        factor = np.float32(large)
+        query, key, value = normal()
+        yield _Sample(query * np.float32(unit) * factor, key / factor, value, 1, close, True)
+        query, key, value = normal()
+        yield _Sample(query * np.float32(unit) / factor, key * factor, value * factor, large, close)
+    for score in _large_scores(kind, closed, bounds, is_low):
+        product = 2.0 ** round(math.log2(score / abs(kind.scale)))
+        if 4 * product > most:
+            continue
+        # Products are +-1, 2 or 4 times one number, so rounding leaves equal scores equal and
+        # unequal ones far apart: weights are nearly exact, however large the scores are.
+        query, key = (np.zeros(shape, np.float32) for shape in shapes[:2])
+        signs = rng.choice([-1, 1], (*query.shape[:3], 1))
+        query[..., :1] = product * signs
+        key[..., :1] = rng.choice([1, 2, 4, -1, -2, -4], (*key.shape[:3], 1))
+        yield _Sample(query, key, normal()[2], 1, close, True)
+
+
+def _large_scores(
+    kind: AttentionKind, closed: ClosedJaxpr, bounds: Sequence[float], is_low: bool
+) -> list[float]:
+    """Returns large scores to try; up to eight times as much may lie between two of them.
+
+    A finite number that masks scores, such as -1e4, is not one if scores are as large, but differs
+    from a mask in a model only there. So numbers from 500 on are taken for masks, unless the
+    program compares scores with them, and scores stay below them.
+    """
+    masks = [x for x in _numbers(closed) if x >= 500 and x not in bounds]
+    most = min(masks, default=math.inf) / 9
+    if is_low and kind.softcap is not None:
+        # Capped scores that are nearly equal differ in half precision by chance.
+        most = min(most, kind.softcap / 4)
+    return [x for x in dict.fromkeys((16.0, 64.0, 256.0, *bounds)) if x <= most]
+
+
 def _compared(
     kind: AttentionKind,
     run: Callable[..., np.ndarray],
     length: int,
     sizes: tuple[int, int, int],
     has_segments: bool,
-    is_low: bool,
+    closed: ClosedJaxpr,
 ) -> AttentionKind | Unread:
-    """Returns `kind` if the function agrees with it on random inputs, else `Unread`."""
-    heads, key_heads, size = sizes
+    """Returns `kind` if the function agrees with it on many inputs, else `Unread`."""
     rng = np.random.default_rng(0)
-    shapes = [(1, length, n, size) for n in (heads, key_heads, key_heads)]
     reference = jax.jit(kind)
-    # Scores of about 0, 1 and 4. At 0 all weights are equal, so any difference in masks shows.
-    for score in (0.0, 1.0, 4.0):
-        query, key, value = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
-        query *= np.float32(score / (abs(kind.scale) * math.sqrt(size)))
+    for sample in _samples(kind, length, sizes, closed, rng):
         segments = np.sort(rng.integers(0, 3, (1, length))).astype(np.int32)
         if not has_segments:
             segments *= 0
-        got = run(query, key, value, segments=segments)
-        want = np.asarray(reference(query, key, value, segments if has_segments else None))
-        # One key more or fewer changes a mean of n values by about 1 / n.
-        exact = min(_CLOSE, 0.05 / length) if score == 0 else _CLOSE
-        close = 3e-2 if is_low else exact
-        differences = np.abs(got - want)
-        worst = float(np.nanmax(differences)) if np.isfinite(got).all() else math.inf
-        if not worst <= close:
-            at = np.unravel_index(int(np.nanargmax(differences)), got.shape)
+        arrays = sample.query, sample.key, sample.value
+        got = run(*arrays, segments=segments)
+        want = np.asarray(reference(*arrays, segments if has_segments else None))
+        unknown = -1.0 if sample.may_overflow else math.inf
+        differences = np.where(np.isfinite(got), np.abs(got - want), unknown)
+        worst = float(differences.max())
+        if not worst <= sample.tolerance * sample.size:
+            at = np.unravel_index(int(np.argmax(differences)), got.shape)
             return Unread(
                 f"seems to be attention {kind}, but differs from it by {worst:.2g} on random "
-                f"inputs, at position {at[1]} of head {at[2]}"
+                f"inputs with scores up to {_largest(kind, sample):.3g}, at position {at[1]} of "
+                f"head {at[2]}"
             )
     return kind
+
+
+def _largest(kind: AttentionKind, sample: _Sample) -> float:
+    """Returns about the largest score of a sample."""
+    norms = [np.linalg.norm(x, axis=-1).max() for x in (sample.query, sample.key)]
+    return float(abs(kind.scale) * norms[0] * norms[1])
+
+
+def _is_low(closed: ClosedJaxpr) -> bool:
+    return any(str(value.aval.dtype) in _LOW for value in _values(closed.jaxpr))
+
+
+_BOUNDING = {"max", "min", "clamp", "gt", "ge", "lt", "le"}
+
+
+def _bounds(jaxpr: Any) -> Iterator[float]:
+    """Yields the sizes of the finite float literals that values are limited by or compared with."""
+    for equation in jaxpr.eqns:
+        # `jnp.clip` passes its bounds to an inner program.
+        programs = [equation, *(e for x in inner_programs(equation) for e in x.eqns)]
+        if any(one.primitive.name in _BOUNDING for one in programs):
+            for operand in equation.invars:
+                if isinstance(operand, Literal) and np.size(operand.val) == 1:
+                    number = abs(float(np.asarray(operand.val).reshape(())))
+                    if math.isfinite(number):
+                        yield number
+        for inner in inner_programs(equation):
+            yield from _bounds(inner)
 
 
 def _values(jaxpr: Any) -> Iterator[Any]:

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from ..core.by_position import is_by_position
 from ..core.checks import checked
 from ..core.errors import DivisibilityError, NamedChoice, UnsupportedError
 from ..core.modules import WRAPPERS, Layers, wrap_calls
-from ..core.same_function import has_methods_from, is_from
+from ..core.same_function import is_from
 from ..core.typing import Array, Function
 from ..nn import (
     AttentionKind,
@@ -432,42 +433,6 @@ class AttentionFunction:
             return self.function(query, key, value, **options)
 
         return self.attention(attend, self, query, key, value)
-
-
-_CONTAINERS = (nnx.List, nnx.Dict)
-_BY_POSITION = (
-    nnx.Linear,
-    nnx.LinearGeneral,
-    nnx.Einsum,
-    nnx.Embed,
-    nnx.LayerNorm,
-    nnx.RMSNorm,
-    nnx.Dropout,
-    nnx.LoRA,
-    nnx.LoRALinear,
-)
-"""Flax layers that compute every position independently."""
-
-_OURS = (
-    "axon_dist.models.experts.",
-    "axon_dist.models.layers.",
-    "axon_dist.models.transformer.",
-    "axon_dist.nn.",
-)
-
-
-def is_by_position(module: nnx.Module) -> bool:
-    """Whether a layer is known to compute every position independently, attention aside.
-
-    The layers of this library's decoder do, and some of Flax. A subclass of these counts only if
-    it overrides no method.
-    """
-    kind = type(module)
-    if isinstance(module, _CONTAINERS):
-        return True
-    if isinstance(module, _BY_POSITION) and is_from(kind.__call__, "flax."):
-        return getattr(module, "reduction_axes", -1) in (-1, (-1,))
-    return has_methods_from(kind, *_OURS, "axon_dist.core.", "flax.")
 
 
 def is_own(method: Function) -> bool:

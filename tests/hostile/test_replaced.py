@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 from axon_dist import World, build_train_step
+from axon_dist.core.by_position import is_by_position
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.core.same_function import compare as compare_functions
 from axon_dist.core.same_function import is_from
@@ -22,6 +23,7 @@ from axon_dist.models.experts import ExpertConfig, Experts
 from axon_dist.models.generate import generate
 from axon_dist.models.layers import SelfAttention
 from axon_dist.models.loss import cross_entropy, next_token_loss
+from axon_dist.nn import lora
 from axon_dist.parallel import (
     compose,
     context_parallel,
@@ -101,6 +103,28 @@ def test_a_chunked_loss_is_that_of_the_logits(kind):
     np.testing.assert_allclose(loss.mean, nnx.jit(whole)(model, BATCH), rtol=1e-5)
 
 
+class Stacked(nnx.Sequential):
+    """A table of one's own: a lookup and a product, without the attributes of `nnx.Embed`."""
+
+    def __init__(self, rngs):
+        super().__init__(nnx.Embed(64, 8, rngs=rngs), nnx.Linear(8, 16, rngs=rngs))
+
+    def attend(self, x):
+        return x @ (self.layers[0].embedding[...] @ self.layers[1].kernel[...]).T
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_heads_and_tables_of_another_class_need_not_have_the_attributes_of_ours(tied):
+    rngs = nnx.Rngs(0)
+    model = Transformer(config(logits="chunked", tied_head=tied), rngs=rngs)
+    model.token_embedding = Stacked(rngs)
+    if not tied:
+        model.lm_head = nnx.Sequential(nnx.Linear(16, 64, use_bias=False, rngs=rngs))
+    loss = nnx.jit(next_token_loss)(model, BATCH)
+    np.testing.assert_allclose(loss.mean, nnx.jit(whole)(model, BATCH), rtol=1e-5)
+    assert model.start_cache(jnp.zeros(2, jnp.int32), 4).past[0].keys.dtype == jnp.float32
+
+
 class OwnBeforeHead(nnx.Module):
     def __init__(self, factor=1.0):
         rngs, self.factor = nnx.Rngs(0), factor
@@ -146,16 +170,86 @@ def shifted(config, rngs):
     return model
 
 
+def by_index(x, positions=None, window=None):
+    """Scales heads by the index in the row, whatever `positions` says."""
+    return x * (1 + jnp.cos(jnp.arange(x.shape[1], dtype=x.dtype)))[None, :, None, None]
+
+
+def with_rotary():
+    model = Transformer(config(), rngs=nnx.Rngs(0))
+    for block in model.blocks:
+        block.attention.rotary = by_index
+    return model
+
+
+def with_mlp(make):
+    model = Transformer(config(), rngs=nnx.Rngs(0))
+    model.blocks[0].mlp = make(nnx.Rngs(5))
+    return model
+
+
+def conv(rngs):
+    return nnx.Conv(16, 16, (3,), padding="CAUSAL", rngs=rngs)
+
+
+MIXING = {
+    "convolution": lambda: with_mlp(conv),
+    "function": lambda: with_mlp(
+        lambda rngs: nnx.Sequential(nnx.Linear(16, 16, rngs=rngs), lambda x: jnp.cumsum(x, 1))
+    ),
+    "rotary": with_rotary,
+}
 ORDERED = {
     "index": lambda: Positioned(config(), rngs=nnx.Rngs(0)),
     "shift": lambda: shifted(config(), nnx.Rngs(0)),
+    **MIXING,
+    "einsum": lambda: with_mlp(lambda rngs: nnx.Einsum("btd,ts->bsd", (16, 16), rngs=rngs)),
 }
 
 
-@pytest.mark.sample("shift")
+@pytest.mark.sample("convolution")
 @pytest.mark.parametrize("kind", ORDERED)
 def test_a_ring_leaves_the_order_to_models_that_read_it(kind):
     compare(ORDERED[kind], context_parallel("ring"), "cp=2")
+
+
+def layer_of(kind, *args, **options):
+    return kind(*args, rngs=nnx.Rngs(0), **options)
+
+
+BY_POSITION = {
+    "Linear": lambda: layer_of(nnx.Linear, 2, 2, kernel_init=lambda _, shape, d: jnp.ones(shape)),
+    "own product": lambda: layer_of(nnx.Linear, 2, 2, dot_general=times_two),
+    "Embed": lambda: layer_of(nnx.Embed, 2, 2, dtype=jnp.bfloat16),
+    "Dropout": lambda: layer_of(nnx.Dropout, 0.1),
+    "LayerNorm": lambda: layer_of(nnx.LayerNorm, 2),
+    "norm of positions": lambda: layer_of(nnx.LayerNorm, 2, reduction_axes=(-2, -1)),
+    "GroupNorm": lambda: layer_of(nnx.GroupNorm, 2, num_groups=1),
+    "LoRALinear": lambda: layer_of(nnx.LoRALinear, 2, 2, lora_rank=1),
+    "split features": lambda: layer_of(nnx.LinearGeneral, 2, (2, 2)),
+    "joined dims": lambda: layer_of(nnx.LinearGeneral, (2, 2), 2, axis=(-2, -1)),
+    "Einsum": lambda: layer_of(nnx.Einsum, "btd,dhk->bthk", (2, 2, 2)),
+    "moved einsum": lambda: layer_of(nnx.Einsum, "btd,df->tbf", (2, 2)),
+    "own einsum": lambda: layer_of(nnx.Einsum, "btd,df->btf", (2, 2), einsum_op=times_two),
+    "activations": lambda: nnx.List([nnx.gelu, jnp.tanh]),
+    "functions": lambda: nnx.List([jax.jit(lambda x: jnp.cumsum(x, 1))]),
+}
+NOT_BY_POSITION = {
+    *("own product", "norm of positions", "GroupNorm", "joined dims"),
+    *("moved einsum", "own einsum", "functions"),
+}
+
+
+@pytest.mark.parametrize("kind", BY_POSITION)
+def test_layers_of_flax_are_known_by_their_class_and_options(kind):
+    assert is_by_position(BY_POSITION[kind]()) == (kind not in NOT_BY_POSITION)
+
+
+@pytest.mark.parametrize("form", ["plain", "lora", "stacked"])
+def test_every_layer_of_a_decoder_of_this_library_is_known(form):
+    model = Transformer(config(scan_layers=form == "stacked"), rngs=nnx.Rngs(0))
+    model = lora(model, 2, rngs=nnx.Rngs(0)) if form == "lora" else model
+    assert all(is_by_position(module) for _, module in nnx.iter_modules(model))
 
 
 class Doubled(SelfAttention):
@@ -478,18 +572,39 @@ GENERATED = {
     "call": lambda: Negated(config(), rngs=nnx.Rngs(0)),
     "attend": lambda: attending(Windowed, "einsum"),
     "same": lambda: attending(Renamed, "einsum"),
+    "flax": lambda: with_mlp(lambda rngs: nnx.Linear(16, 16, rngs=rngs)),
+    **MIXING,
 }
+
+
+def sharp(model):
+    """With larger logits, so that a difference in the layers changes the likeliest tokens."""
+    kernel = model.token_embedding.embedding if model.config.tied_head else model.lm_head.kernel
+    kernel[...] *= 20
+    return model
 
 
 @pytest.mark.sample("attend")
 @pytest.mark.parametrize("kind", GENERATED)
 def test_generating_gives_the_tokens_of_the_models_call(kind, recwarn):
-    model = GENERATED[kind]()
+    model = sharp(GENERATED[kind]())
     prompts = [[1, 2, 3], [4]]
     got = generate(model, prompts, 4, temperature=0).rows
     assert got == generated(model, prompts, 4)
     warned = [str(each.message) for each in recwarn]
-    assert any("inherits decode" in text for text in warned) == (kind != "same")
+    assert any("inherits decode" in text for text in warned) == (kind not in ("same", "flax"))
+
+
+def test_new_tokens_are_decoded_as_called_also_where_the_first_of_them_does_not_show_it(recwarn):
+    """Behind one token, a shift by two reads nothing yet when the first new token is decoded."""
+
+    class Earlier(nnx.Conv):
+        def __call__(self, x):
+            return jnp.pad(x, ((0, 0), (2, 0), (0, 0)))[:, : x.shape[1]]
+
+    model = sharp(with_mlp(lambda rngs: Earlier(16, 16, (3,), rngs=rngs)))
+    assert generate(model, [[4]], 6, temperature=0).rows == generated(model, [[4]], 6)
+    assert any("because Earlier computes" in str(each.message) for each in recwarn)
 
 
 def test_a_comparison_says_why_it_could_not_run():

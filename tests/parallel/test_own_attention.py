@@ -121,6 +121,59 @@ def test_other_attention_is_refused(mode, function, says):
         )
 
 
+def limited(scores=None, query=None, key=None, value=None, mask=-1e9, dtype=jnp.float32):
+    """Causal attention whose scores or inputs pass through functions."""
+    same = lambda x: x
+
+    def attend(q, k, v):
+        q, k, v = ((f or same)(x).astype(dtype) for f, x in ((query, q), (key, k), (value, v)))
+        found = (scores or same)(jnp.einsum("bthd,bshd->bhts", q, k) * 0.5)
+        weights = jax.nn.softmax(jnp.where(CAUSAL, found.astype(jnp.float32), mask), -1)
+        return jnp.einsum("bhts,bshd->bthd", weights.astype(dtype), v)
+
+    return attend
+
+
+def unguarded(query, key, value):
+    """A softmax that does not subtract the largest score."""
+    weights = jnp.exp(jnp.einsum("bthd,bshd->bhts", query, key) * 0.5) * CAUSAL
+    return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), value)
+
+
+LIMITED = {
+    "scores": limited(scores=lambda x: jnp.clip(x, -30, 30)),
+    "scores above": limited(scores=lambda x: jnp.minimum(x, 100.0)),
+    "scores by comparison": limited(scores=lambda x: jnp.where(x > 3000, 3000.0, x)),
+    "scores in half precision": limited(scores=lambda x: jnp.clip(x, -30, 30), dtype=jnp.bfloat16),
+    "queries": limited(query=lambda x: jnp.clip(x, -50, 50)),
+    "keys": limited(key=lambda x: jnp.clip(x, -20, 20)),
+    "values": limited(value=lambda x: jnp.clip(x, -200, 200)),
+}
+UNLIMITED = {
+    "plain": limited(),
+    "half precision": limited(dtype=jnp.bfloat16),
+    "mask of 1000": limited(mask=-1e3),
+    "unguarded": unguarded,
+}
+
+
+def kind_found(function):
+    heads = jax.ShapeDtypeStruct((1, LENGTH, 2, 4), jnp.float32)
+    return kind_of(function, heads, heads, heads)
+
+
+@pytest.mark.parametrize("kind", LIMITED)
+def test_attention_that_limits_large_numbers_is_not_softmax_attention(kind):
+    found = kind_found(LIMITED[kind])
+    assert isinstance(found, Unread)
+    assert "differs from it by" in found.why
+
+
+@pytest.mark.parametrize("kind", UNLIMITED)
+def test_large_scores_do_not_hide_softmax_attention(kind):
+    assert str(kind_found(UNLIMITED[kind])) == "causal, of scale 0.5"
+
+
 def test_a_window_longer_than_the_trial_is_found_in_the_program():
     def attend(query, key, value):
         distance = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])
