@@ -199,6 +199,7 @@ class SavedStates:
             # The copy is lost when a step is undone, unlike the checkpoint that it followed.
             newest = on_main(checkpoints.newest_step)
             self.start = checkpoints.folder / step_name(newest) if newest >= 0 else None
+            checkpoints.begin_at(copy.step, {} if self.start is None else _meta_of(self.start))
             return form.from_canonical(copy.state)
         if resume == AUTO:
             restored = checkpoints.restore_newest(form.target)
@@ -217,6 +218,7 @@ class SavedStates:
         self.counts.update(_counts_in(restored.manifest.meta))
         self.start = restored.path
         state = form.from_canonical(restored.state)
+        checkpoints.begin_at(int(state.step), restored.manifest.meta)
         tell(f"resuming after step {int(state.step)} from {str(restored.path)!r}")
         for line in changes_since(restored.manifest.meta.get("config"), self.run.config, state):
             tell(f"config: {line}")
@@ -238,6 +240,17 @@ def _counts_in(meta: Mapping[str, Any]) -> dict[str, float]:
     counts = meta.get("counts")
     counts = counts if isinstance(counts, dict) else {}
     return {name: x for name, x in counts.items() if is_whole(x) or isinstance(x, float)}
+
+
+def _meta_of(checkpoint: Place) -> dict[str, Any]:
+    """Returns what a checkpoint says of its run; nothing if it cannot be read."""
+
+    def read() -> dict[str, Any]:
+        with contextlib.suppress(CheckpointError, StoreError):
+            return dict(read_manifest(checkpoint).meta)
+        return {}
+
+    return on_main(read)
 
 
 def _step_in(checkpoint: Place) -> object:

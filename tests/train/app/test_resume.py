@@ -21,6 +21,7 @@ from axon_dist.step import TrainStep
 from axon_dist.train.app import RunDirectory, train
 from axon_dist.train.app.lock import locked
 from axon_dist.train.app.resume import SavedStates
+from axon_dist.train.app.run_model import find_checkpoint
 from axon_dist.train.config import RunConfig, load_config
 
 
@@ -292,6 +293,20 @@ def test_every_kind_of_saving(config, kind, background):
     best = done.summary["best_validation_loss"]
     scores = [read_manifest(path).score for path in done.directory.checkpoints.iterdir()]
     assert best in scores
+
+
+def test_the_best_is_of_the_branch_that_the_run_went_on_with(config):
+    """The run goes back to step 2 and becomes worse; its first save is of a later step than all."""
+    changes = {"train__eval_every": 2, "checkpoint__keep": 9, "train__steps": 6}
+    done = train(config("run", checkpoint__every=2, **changes))
+    folder = done.directory.checkpoints
+    worse = {"optimizer__learning_rate": 100.0, "train__steps": 8, "checkpoint__every": 8}
+    again = config("run", **{**changes, **worse, "checkpoint__best": 1, "checkpoint__keep": 1})
+    resumed = train(again, resume=str(folder / "step_00000002"))
+    curve = dict(resumed.result.validation_curve)
+    assert curve[8] > curve[2]
+    assert find_checkpoint(done.directory.path, again, "best").name == "step_00000002"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000002", "step_00000008"]
 
 
 def test_best_needs_validations(config):
