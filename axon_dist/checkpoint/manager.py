@@ -164,6 +164,7 @@ class CheckpointManager:
         tell: called with a message when a save, restore or cleanup fails.
         has_scored: whether the score of a checkpoint with this `meta` is comparable with the
             others; a score that is not counts as none.
+        load: restores a state like a target from the path of a checkpoint.
 
     Attributes:
         failure: the message of the last save that failed; None after one that succeeded.
@@ -191,6 +192,7 @@ class CheckpointManager:
         background: bool = True,
         tell: Callable[[str], None] = lambda text: None,
         has_scored: Callable[[Mapping[str, Any]], bool] = lambda meta: True,
+        load: Callable[[Place, PyTree], PyTree] = load_checkpoint,
     ):
         self.folder: Place = as_place(folder, "the folder of checkpoints")
         _RETENTION.check("CheckpointManager", "retention", retention)
@@ -200,6 +202,7 @@ class CheckpointManager:
         self.background: bool = background
         self.tell: Callable[[str], None] = tell
         self.has_scored: Callable[[Mapping[str, Any]], bool] = has_scored
+        self.load: Callable[[Place, PyTree], PyTree] = load
         self.failure: str | None = None
         self._pending: PendingSave | None = None
         # The serial number of each step that was saved, successfully or not.
@@ -407,7 +410,7 @@ class CheckpointManager:
         """
         for path in paths:
             try:
-                state = load_checkpoint(path, target)
+                state = self.load(path, target)
             except DamagedCheckpointError as error:
                 self.tell(f"{error}: going back to the previous one")
                 continue

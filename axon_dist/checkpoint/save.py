@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax
 
@@ -25,7 +25,7 @@ from ..core.errors import (
 )
 from ..core.files import Address, Place, as_place, make_folder, snapshot
 from ..core.own_context import in_own_context
-from ..core.typing import Array, PyTree
+from ..core.typing import Array, PyTree, Shape
 from ..core.typing import Path as LeafPath
 from ..core.words import byte_size, first_few
 from ..mesh import check_shared
@@ -343,6 +343,56 @@ def load_checkpoint(
             target = {name: _part_of(target, name) for name in parts}
     else:
         shapes = paddings_in(target)
+    return _load(path, target, shapes, parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refit:
+    """How the leaves of a state may differ from those of a checkpoint.
+
+    Args:
+        names: paths in the checkpoint, by path in the state, of leaves that moved.
+        absent: the paths of the leaves of the state that the checkpoint does not have.
+        dropped: the paths of the leaves of the checkpoint that are not read.
+        advice: what to do if they differ otherwise.
+    """
+
+    names: Mapping[LeafPath, LeafPath] = dataclasses.field(default_factory=dict)
+    absent: frozenset[LeafPath] = frozenset()
+    dropped: frozenset[LeafPath] = frozenset()
+    advice: str = "restore it into the model, optimizer and precision that it was saved from"
+
+
+FindRefit: TypeAlias = Callable[[Manifest, Collection[LeafPath]], Refit]
+"""(the manifest of a checkpoint, the paths of the leaves of a state) -> how they may differ."""
+
+
+@in_own_context
+def load_refitted(path: str | Place, target: PyTree, find: FindRefit) -> PyTree:
+    """Restores a state that may differ from that in the checkpoint, as `load_checkpoint` else.
+
+    Args:
+        path: the folder of the checkpoint.
+        target: a tree like the state, of `ShapeDtypeStruct`s with shardings.
+        find: says how the state may differ.
+
+    Returns:
+        The state, with the leaves of the target itself where the checkpoint has none.
+
+    Raises:
+        CheckpointError: if they differ otherwise.
+    """
+    return _load(path, target, paddings_in(target), None, find)
+
+
+def _load(
+    path: str | Place,
+    target: PyTree,
+    shapes: Mapping[LeafPath, Shape],
+    parts: Collection[str] | None,
+    find: FindRefit = lambda manifest, wanted: Refit(),
+) -> PyTree:
+    """Restores the leaves of a target, of which those in `shapes` are padded."""
     folder = as_place(path, "the checkpoint", CheckpointError)
     targets = described(target)
     evenly: dict[LeafPath, EvenShards] = {}
@@ -352,14 +402,17 @@ def load_checkpoint(
         targets[leaf_path] = jax.ShapeDtypeStruct(shape, padded.dtype, sharding=even.target)
     on_main(lambda: check_files(folder, read_manifest(folder)))
     manifest = read_manifest(folder)
-    names = saved_names(manifest.leaves, targets)
+    refit = find(manifest, targets)
+    targets = {path: leaf for path, leaf in targets.items() if path not in refit.absent}
+    names = {**saved_names(manifest.leaves, targets), **refit.names}
     saved = {names[path]: leaf for path, leaf in targets.items()}
-    _check_leaves(folder, manifest, saved, parts)
+    _check_leaves(folder, manifest, saved, parts, refit)
     stored = _read(folder, manifest, saved)
     _check_values(folder, manifest, stored)
     restored = {path: from_stored(stored[names[path]], leaf) for path, leaf in targets.items()}
-    restored |= {path: even.stored(restored[path]) for path, even in evenly.items()}
-    return in_form_of(target, restored.values())
+    restored |= {path: x.stored(restored[path]) for path, x in evenly.items() if path in restored}
+    leaves = named_leaves(target)
+    return in_form_of(target, [restored.get(path, leaf) for path, leaf in leaves.items()])
 
 
 def _part_of(state: PyTree, name: str) -> PyTree:
@@ -383,18 +436,21 @@ def _check_leaves(
     manifest: Manifest,
     targets: dict[LeafPath, jax.ShapeDtypeStruct],
     parts: Collection[str] | None,
+    refit: Refit,
 ) -> None:
     wanted = {path: spec_of(target) for path, target in targets.items()}
 
     def is_selected(path):
+        if path in refit.dropped and path not in wanted:
+            return False
         return parts is None or path.split("/")[0] in parts or path in wanted
 
     saved = {path: spec for path, spec in manifest.leaves.items() if is_selected(path)}
     unlike = differences(saved, wanted)
     if unlike:
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} does not fit: {first_few(unlike, between='; ')}; restore "
-            "it into the model, optimizer and precision that it was saved from"
+            f"checkpoint {str(folder)!r} does not fit: {first_few(unlike, between='; ')}; "
+            f"{refit.advice}"
         )
 
 
