@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from ..core.checks import TEXTS
 from ..core.errors import (
@@ -25,6 +26,7 @@ from ..core.errors import (
 )
 from ..core.files import Address, Place, as_place, make_folder, snapshot
 from ..core.own_context import in_own_context
+from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, PyTree, Shape
 from ..core.typing import Path as LeafPath
 from ..core.words import byte_size, first_few
@@ -32,6 +34,7 @@ from ..mesh import check_shared
 from ..sharding.padding import EvenShards, paddings_in
 from . import bucket
 from .layout import (
+    LeafSpec,
     Manifest,
     StateDictType,
     as_array,
@@ -308,7 +311,10 @@ def load_checkpoint(
             `params`, does not know which leaves are padded.
         parts: the fields of the state to restore; others are not read. With one name, such as
             `"params"`, the target is that field, such as `target.params`. With several, the
-            target is a dict of them.
+            target is a dict of them. For a `TrainStep`, `"params"` are found also where the
+            checkpoint has them elsewhere: those that replicas shared (DiLoCo) for a step without
+            replicas, rounded to its dtypes; one copy for each replica; and those that only one of
+            the two trains.
 
     Returns:
         The state, with the structure of the target.
@@ -340,7 +346,10 @@ def load_checkpoint(
         target = target_of(target.abstract_state, target.state_shardings)
         shapes = paddings_in(target)
         if parts is not None:
-            target = {name: _part_of(target, name) for name in parts}
+            fields = {name: _part_of(target, name) for name in parts}
+            if "params" in fields:
+                return _load_with_params(path, target, fields, shapes, parts)
+            target = fields
     else:
         shapes = paddings_in(target)
     return _load(path, target, shapes, parts)
@@ -412,7 +421,74 @@ def _load(
     restored = {path: from_stored(stored[names[path]], leaf) for path, leaf in targets.items()}
     restored |= {path: x.stored(restored[path]) for path, x in evenly.items() if path in restored}
     leaves = named_leaves(target)
-    return in_form_of(target, [restored.get(path, leaf) for path, leaf in leaves.items()])
+    values: list[Any] = [restored.get(path, leaf) for path, leaf in leaves.items()]
+    return in_form_of(target, values)
+
+
+def _load_with_params(
+    path: str | Place,
+    state: Any,
+    fields: dict[str, PyTree],
+    shapes: Mapping[LeafPath, Shape],
+    parts: Collection[str],
+) -> PyTree:
+    """Restores fields of a state, among them the parameters, wherever the checkpoint has them.
+
+    Args:
+        path: the folder of the checkpoint.
+        state: the whole state, of shapes with shardings.
+        fields: the fields to restore.
+        shapes: the shapes in the model of the padded leaves of the state.
+        parts: the names of the fields.
+    """
+    saved = read_manifest(as_place(path, "the checkpoint", CheckpointError)).leaves
+    params = fields["params"]
+    outer = getattr(state, "outer", None)
+    has_outer = any(name.startswith("outer/") for name in saved)
+    source = "params/"
+    wanted = params
+    if has_outer and outer is None:
+        source = "outer/"
+        wanted = map_with_path(lambda name, x: _as_saved(x, saved.get(f"outer/{name}")), params)
+    elif outer is not None and not has_outer:
+        # The outer parameters have the shapes without the dim that counts replicas.
+        wanted = jax.tree.map(lambda o, p: _with_dtype(o, p.dtype), outer, params)
+        own = {name: x for name, x in shapes.items() if not name.startswith("params/")}
+        shared = {name: x for name, x in shapes.items() if name.startswith("outer/")}
+        shapes = own | {f"params/{k.removeprefix('outer/')}": x for k, x in shared.items()}
+    frozen = {name for name, _ in leaves_with_paths(getattr(state, "frozen", {}))}
+
+    def find(manifest: Manifest, paths: Collection[LeafPath]) -> Refit:
+        names: dict[LeafPath, LeafPath] = {}
+        sources = {"params": (source, "frozen/"), "frozen": ("frozen/", source)}
+        for full in paths:
+            field, _, name = full.partition("/")
+            if field in sources:
+                own, other = (start + name for start in sources[field])
+                names[full] = other if own not in saved and other in saved else own
+        others = [name for name in manifest.leaves if name.startswith("params/")]
+        unread = [x for x in others if source == "outer/" or x.removeprefix("params/") in frozen]
+        return Refit(names, dropped=frozenset(unread))
+
+    loaded = _load(path, {**fields, "params": wanted}, shapes, parts, find)
+
+    def in_form_of_step(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x, p: jnp.broadcast_to(x.astype(p.dtype), p.shape), tree, params)
+
+    if wanted is not params:
+        places = jax.tree.map(lambda p: p.sharding, params)
+        loaded["params"] = jax.jit(in_form_of_step, out_shardings=places)(loaded["params"])
+    return loaded
+
+
+def _as_saved(leaf: jax.ShapeDtypeStruct, spec: LeafSpec | None) -> jax.ShapeDtypeStruct:
+    """A leaf with the dtype that it has in the checkpoint, if it is there and a float as here."""
+    dtype = jnp.dtype(leaf.dtype if spec is None else spec.dtype)
+    return _with_dtype(leaf, dtype if jnp.promote_types(dtype, leaf.dtype) == dtype else leaf.dtype)
+
+
+def _with_dtype(leaf: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
 
 def _part_of(state: PyTree, name: str) -> PyTree:
