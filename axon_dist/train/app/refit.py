@@ -85,8 +85,9 @@ def refit_of(saved: Collection[Path], wanted: Collection[Path]) -> tuple[Refit, 
         absent |= set(own)
         dropped |= set(theirs)
         if own or starts != _WATCHED or any("/averages/" in path for path in theirs):
-            begins = f"begins {how}" if what.split()[1] != "averages" else f"begin {how}"
-            ends = "in the checkpoint is not read"
+            are = starts == _WATCHED
+            begins = f"begin{'' if are else 's'} {how}"
+            ends = f"in the checkpoint {'are' if are else 'is'} not read"
             lines.append(f"{key}: {what} {begins if own else ends}")
     names = {path: name for path, name in names.items() if path not in absent}
     return Refit(names, frozenset(absent), frozenset(dropped)), lines
