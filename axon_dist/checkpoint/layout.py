@@ -169,8 +169,11 @@ def saved_names(saved: Collection[LeafPath], wanted: Collection[LeafPath]) -> di
     for old in saved:
         field, slash, rest = old.partition("/")
         new = f"{_RENAMED_FIELDS.get(field, field)}{slash}{rest}"
-        if old not in names and new in names and new not in saved:
-            names[new] = old
+        # A watched optimizer that clips had the clip before itself in its chain.
+        chained = old.replace("/inner/1/", "/inner/0/", 1)
+        for now in (new, chained):
+            if old not in names and now in names and now not in saved:
+                names[now] = old
     return names
 
 

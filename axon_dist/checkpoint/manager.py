@@ -9,9 +9,10 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from ..core.checks import COUNT, NUMBER, SIZE, ArgumentKind
+from ..core.checks import COUNT, NUMBER, SIZE, ArgumentKind, is_whole
 from ..core.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -49,11 +50,38 @@ class Entry:
         step: how many steps its state had taken.
         serial: how many were written before it. After a run went back, steps are out of order.
         score: lower is better; None without one that is comparable with the others.
+        undoes: pairs of a step that its run went back to and a serial number. Entries of a smaller
+            serial number and a later step are of steps that the run gave up.
     """
 
     step: int
     serial: int
     score: float | None = None
+    undoes: tuple[tuple[int, int], ...] = ()
+
+
+def ranked(entries: Sequence[Entry]) -> list[Entry]:
+    """The scored checkpoints of steps that were not undone, best first; ties go to the newer.
+
+    Example:
+        >>> entries = [Entry(2, 0, 0.5), Entry(6, 1, 0.1), Entry(4, 2, 0.9)]
+        >>> [entry.step for entry in ranked(entries)]
+        [2, 4]
+    """
+    counts = [entry for entry in entries if not _undoing(entry, entries)]
+    scored = [x for x in counts if x.score is not None and not math.isnan(x.score)]
+    return sorted(scored, key=lambda entry: (entry.score, -entry.serial))
+
+
+def _undoing(entry: Entry, entries: Sequence[Entry]) -> list[Entry]:
+    """The checkpoints that show that the steps up to this one were undone."""
+    # A run that has gone back repeats steps, or says to which step it went back.
+    return [
+        other
+        for other in entries
+        if (other.step <= entry.step and other.serial > entry.serial)
+        or any(entry.step > step and entry.serial < serial for step, serial in other.undoes)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +90,7 @@ class Retention:
 
     Args:
         last: the number of newest checkpoints to keep, at least 1.
-        best: the number of lowest-scored checkpoints to keep.
+        best: the number of lowest-scored checkpoints to keep, of steps that were not undone.
         every: also keep checkpoints whose step is a multiple of this; 0 disables.
 
     Raises:
@@ -89,11 +117,12 @@ class Retention:
     def outdated(self, entries: Sequence[Entry]) -> list[Entry]:
         """The checkpoints to delete, oldest first."""
         by_age = sorted(entries, key=lambda entry: entry.serial)
-        scored = [x for x in by_age if x.score is not None and not math.isnan(x.score)]
-        by_score = sorted(scored, key=lambda entry: (entry.score, -entry.serial))
-        retained = {*by_age[-self.last :], *by_score[: self.best]}
+        retained = {*by_age[-self.last :], *ranked(entries)[: self.best]}
         if self.every:
             retained |= {entry for entry in by_age if entry.step % self.every == 0}
+        # Without what undoes it, an undone checkpoint that stays would look like a good one later.
+        undoing = [_undoing(entry, by_age)[-1:] for entry in retained]
+        retained |= {entry for newest in undoing for entry in newest}
         return [entry for entry in by_age if entry not in retained]
 
 
@@ -135,6 +164,7 @@ class CheckpointManager:
         tell: called with a message when a save, restore or cleanup fails.
         has_scored: whether the score of a checkpoint with this `meta` is comparable with the
             others; a score that is not counts as none.
+        load: restores a state like a target from the path of a checkpoint.
 
     Attributes:
         failure: the message of the last save that failed; None after one that succeeded.
@@ -162,6 +192,7 @@ class CheckpointManager:
         background: bool = True,
         tell: Callable[[str], None] = lambda text: None,
         has_scored: Callable[[Mapping[str, Any]], bool] = lambda meta: True,
+        load: Callable[[Place, PyTree], PyTree] = load_checkpoint,
     ):
         self.folder: Place = as_place(folder, "the folder of checkpoints")
         _RETENTION.check("CheckpointManager", "retention", retention)
@@ -171,10 +202,13 @@ class CheckpointManager:
         self.background: bool = background
         self.tell: Callable[[str], None] = tell
         self.has_scored: Callable[[Mapping[str, Any]], bool] = has_scored
+        self.load: Callable[[Place, PyTree], PyTree] = load
         self.failure: str | None = None
         self._pending: PendingSave | None = None
         # The serial number of each step that was saved, successfully or not.
         self._saved: dict[int, int] = {}
+        self._back: int | None = None
+        self._undoes: list[tuple[int, int]] = []
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -236,7 +270,7 @@ class CheckpointManager:
                 path,
                 state,
                 self.type,
-                {} if meta is None else meta,
+                {**(meta or {}), **({_UNDOES: self._undoes} if self._undoes else {})},
                 score=score,
                 serial=serial,
                 then=self._remove_outdated,
@@ -246,6 +280,18 @@ class CheckpointManager:
             return
         if not self.background:
             self.wait()
+
+    def begin_at(self, step: int, meta: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Tells that the next steps follow this one; later ones in the folder are undone.
+
+        Their checkpoints stay as long as `Retention` keeps them, but none of them is the best.
+
+        Args:
+            step: the step of the state from which the run continues.
+            meta: the `meta` of its checkpoint.
+        """
+        self._back = step
+        self._undoes = [pair for pair in _undoes_in(meta) if pair[0] < step]
 
     def wait(self) -> None:
         """Waits until nothing is being written."""
@@ -265,7 +311,8 @@ class CheckpointManager:
             with contextlib.suppress(CheckpointError):
                 manifest = read_manifest(path)
                 score = manifest.score if self.has_scored(manifest.meta) else None
-                entries.append(Entry(step_of(path.name) or 0, manifest.serial, score))
+                step, undoes = step_of(path.name) or 0, _undoes_in(manifest.meta)
+                entries.append(Entry(step, manifest.serial, score, undoes))
         return sorted(entries, key=lambda entry: entry.serial)
 
     def newest_step(self) -> int:
@@ -311,7 +358,7 @@ class CheckpointManager:
         """Restores the newest good checkpoint that this manager saved, or else that of the start.
 
         The folder may have others, of steps that were given up when a run went on from an older
-        checkpoint.
+        checkpoint. The next steps follow the one restored; see `begin_at`.
 
         Args:
             target: see `load_checkpoint`.
@@ -329,12 +376,15 @@ class CheckpointManager:
         paths: list[Place] = [self.folder / name for name in names]
         if start is not None and has_start:
             paths.append(start)
-        return self._first_good(
+        restored = self._first_good(
             paths,
             target,
             f"{', '.join(map(str, paths))}: damaged, and this run may go back to no other "
             "checkpoint; resume from an older one by its path",
         )
+        if restored is not None and restored.step is not None:
+            self.begin_at(restored.step, restored.manifest.meta)
+        return restored
 
     def own_steps(self) -> list[int]:
         """The steps of the finished checkpoints that this manager saved, oldest first."""
@@ -360,7 +410,7 @@ class CheckpointManager:
         """
         for path in paths:
             try:
-                state = load_checkpoint(path, target)
+                state = self.load(path, target)
             except DamagedCheckpointError as error:
                 self.tell(f"{error}: going back to the previous one")
                 continue
@@ -381,7 +431,12 @@ class CheckpointManager:
                     sync_path(self.folder)
                     if foreign_in(leftover, may_be_partial=True) is None:
                         shutil.rmtree(leftover)
-        return 1 + max((entry.serial for entry in self.entries()), default=-1)
+        entries = self.entries()
+        serial = 1 + max((entry.serial for entry in entries), default=-1)
+        back, self._back = self._back, None
+        if back is not None and any(entry.step > back for entry in entries):
+            self._undoes.append((back, serial))
+        return serial
 
     def _tidy_bucket(self, folder: Address) -> None:
         """Removes leftovers of killed saves in a bucket, also inside finished checkpoints."""
@@ -440,6 +495,21 @@ class CheckpointManager:
 
         # Serials can be equal if a manifest could not be read while the next one was saved.
         return sorted(self._paths(), key=lambda x: (age(x), step_of(x.name) or 0), reverse=True)
+
+
+_UNDOES = "undoes"
+"""The key, in the `meta` of a checkpoint, of `Entry.undoes`."""
+
+
+def _undoes_in(meta: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """The `Entry.undoes` in the `meta` of a checkpoint; anything else there is of the user."""
+    pairs = meta.get(_UNDOES)
+    pairs = pairs if isinstance(pairs, (list, tuple)) else ()
+    return tuple(
+        (pair[0], pair[1])
+        for pair in pairs
+        if isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(is_whole, pair))
+    )
 
 
 def _name_without(path: Path) -> str:

@@ -11,9 +11,10 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from ..core.checks import TEXTS
 from ..core.errors import (
@@ -25,13 +26,15 @@ from ..core.errors import (
 )
 from ..core.files import Address, Place, as_place, make_folder, snapshot
 from ..core.own_context import in_own_context
-from ..core.typing import Array, PyTree
+from ..core.tree import leaves_with_paths, map_with_path
+from ..core.typing import Array, PyTree, Shape
 from ..core.typing import Path as LeafPath
 from ..core.words import byte_size, first_few
 from ..mesh import check_shared
 from ..sharding.padding import EvenShards, paddings_in
 from . import bucket
 from .layout import (
+    LeafSpec,
     Manifest,
     StateDictType,
     as_array,
@@ -308,7 +311,10 @@ def load_checkpoint(
             `params`, does not know which leaves are padded.
         parts: the fields of the state to restore; others are not read. With one name, such as
             `"params"`, the target is that field, such as `target.params`. With several, the
-            target is a dict of them.
+            target is a dict of them. For a `TrainStep`, `"params"` are found also where the
+            checkpoint has them elsewhere: those that replicas shared (DiLoCo) for a step without
+            replicas, rounded to its dtypes; one copy for each replica; and those that only one of
+            the two trains.
 
     Returns:
         The state, with the structure of the target.
@@ -340,9 +346,62 @@ def load_checkpoint(
         target = target_of(target.abstract_state, target.state_shardings)
         shapes = paddings_in(target)
         if parts is not None:
-            target = {name: _part_of(target, name) for name in parts}
+            fields = {name: _part_of(target, name) for name in parts}
+            if "params" in fields:
+                return _load_with_params(path, target, fields, shapes, parts)
+            target = fields
     else:
         shapes = paddings_in(target)
+    return _load(path, target, shapes, parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refit:
+    """How the leaves of a state may differ from those of a checkpoint.
+
+    Args:
+        names: paths in the checkpoint, by path in the state, of leaves that moved.
+        absent: the paths of the leaves of the state that the checkpoint does not have.
+        dropped: the paths of the leaves of the checkpoint that are not read.
+        advice: what to do if they differ otherwise.
+    """
+
+    names: Mapping[LeafPath, LeafPath] = dataclasses.field(default_factory=dict)
+    absent: frozenset[LeafPath] = frozenset()
+    dropped: frozenset[LeafPath] = frozenset()
+    advice: str = "restore it into the model, optimizer and precision that it was saved from"
+
+
+FindRefit: TypeAlias = Callable[[Manifest, Collection[LeafPath]], Refit]
+"""(the manifest of a checkpoint, the paths of the leaves of a state) -> how they may differ."""
+
+
+@in_own_context
+def load_refitted(path: str | Place, target: PyTree, find: FindRefit) -> PyTree:
+    """Restores a state that may differ from that in the checkpoint, as `load_checkpoint` else.
+
+    Args:
+        path: the folder of the checkpoint.
+        target: a tree like the state, of `ShapeDtypeStruct`s with shardings.
+        find: says how the state may differ.
+
+    Returns:
+        The state, with the leaves of the target itself where the checkpoint has none.
+
+    Raises:
+        CheckpointError: if they differ otherwise.
+    """
+    return _load(path, target, paddings_in(target), None, find)
+
+
+def _load(
+    path: str | Place,
+    target: PyTree,
+    shapes: Mapping[LeafPath, Shape],
+    parts: Collection[str] | None,
+    find: FindRefit = lambda manifest, wanted: Refit(),
+) -> PyTree:
+    """Restores the leaves of a target, of which those in `shapes` are padded."""
     folder = as_place(path, "the checkpoint", CheckpointError)
     targets = described(target)
     evenly: dict[LeafPath, EvenShards] = {}
@@ -352,14 +411,84 @@ def load_checkpoint(
         targets[leaf_path] = jax.ShapeDtypeStruct(shape, padded.dtype, sharding=even.target)
     on_main(lambda: check_files(folder, read_manifest(folder)))
     manifest = read_manifest(folder)
-    names = saved_names(manifest.leaves, targets)
+    refit = find(manifest, targets)
+    targets = {path: leaf for path, leaf in targets.items() if path not in refit.absent}
+    names = {**saved_names(manifest.leaves, targets), **refit.names}
     saved = {names[path]: leaf for path, leaf in targets.items()}
-    _check_leaves(folder, manifest, saved, parts)
+    _check_leaves(folder, manifest, saved, parts, refit)
     stored = _read(folder, manifest, saved)
     _check_values(folder, manifest, stored)
     restored = {path: from_stored(stored[names[path]], leaf) for path, leaf in targets.items()}
-    restored |= {path: even.stored(restored[path]) for path, even in evenly.items()}
-    return in_form_of(target, restored.values())
+    restored |= {path: x.stored(restored[path]) for path, x in evenly.items() if path in restored}
+    leaves = named_leaves(target)
+    values: list[Any] = [restored.get(path, leaf) for path, leaf in leaves.items()]
+    return in_form_of(target, values)
+
+
+def _load_with_params(
+    path: str | Place,
+    state: Any,
+    fields: dict[str, PyTree],
+    shapes: Mapping[LeafPath, Shape],
+    parts: Collection[str],
+) -> PyTree:
+    """Restores fields of a state, among them the parameters, wherever the checkpoint has them.
+
+    Args:
+        path: the folder of the checkpoint.
+        state: the whole state, of shapes with shardings.
+        fields: the fields to restore.
+        shapes: the shapes in the model of the padded leaves of the state.
+        parts: the names of the fields.
+    """
+    saved = read_manifest(as_place(path, "the checkpoint", CheckpointError)).leaves
+    params = fields["params"]
+    outer = getattr(state, "outer", None)
+    has_outer = any(name.startswith("outer/") for name in saved)
+    source = "params/"
+    wanted = params
+    if has_outer and outer is None:
+        source = "outer/"
+        wanted = map_with_path(lambda name, x: _as_saved(x, saved.get(f"outer/{name}")), params)
+    elif outer is not None and not has_outer:
+        # The outer parameters have the shapes without the dim that counts replicas.
+        wanted = jax.tree.map(lambda o, p: _with_dtype(o, p.dtype), outer, params)
+        own = {name: x for name, x in shapes.items() if not name.startswith("params/")}
+        shared = {name: x for name, x in shapes.items() if name.startswith("outer/")}
+        shapes = own | {f"params/{k.removeprefix('outer/')}": x for k, x in shared.items()}
+    frozen = {name for name, _ in leaves_with_paths(getattr(state, "frozen", {}))}
+
+    def find(manifest: Manifest, paths: Collection[LeafPath]) -> Refit:
+        names: dict[LeafPath, LeafPath] = {}
+        sources = {"params": (source, "frozen/"), "frozen": ("frozen/", source)}
+        for full in paths:
+            field, _, name = full.partition("/")
+            if field in sources:
+                own, other = (start + name for start in sources[field])
+                names[full] = other if own not in saved and other in saved else own
+        others = [name for name in manifest.leaves if name.startswith("params/")]
+        unread = [x for x in others if source == "outer/" or x.removeprefix("params/") in frozen]
+        return Refit(names, dropped=frozenset(unread))
+
+    loaded = _load(path, {**fields, "params": wanted}, shapes, parts, find)
+
+    def in_form_of_step(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x, p: jnp.broadcast_to(x.astype(p.dtype), p.shape), tree, params)
+
+    if wanted is not params:
+        places = jax.tree.map(lambda p: p.sharding, params)
+        loaded["params"] = jax.jit(in_form_of_step, out_shardings=places)(loaded["params"])
+    return loaded
+
+
+def _as_saved(leaf: jax.ShapeDtypeStruct, spec: LeafSpec | None) -> jax.ShapeDtypeStruct:
+    """A leaf with the dtype that it has in the checkpoint, if it is there and a float as here."""
+    dtype = jnp.dtype(leaf.dtype if spec is None else spec.dtype)
+    return _with_dtype(leaf, dtype if jnp.promote_types(dtype, leaf.dtype) == dtype else leaf.dtype)
+
+
+def _with_dtype(leaf: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
 
 def _part_of(state: PyTree, name: str) -> PyTree:
@@ -383,18 +512,21 @@ def _check_leaves(
     manifest: Manifest,
     targets: dict[LeafPath, jax.ShapeDtypeStruct],
     parts: Collection[str] | None,
+    refit: Refit,
 ) -> None:
     wanted = {path: spec_of(target) for path, target in targets.items()}
 
     def is_selected(path):
+        if path in refit.dropped and path not in wanted:
+            return False
         return parts is None or path.split("/")[0] in parts or path in wanted
 
     saved = {path: spec for path, spec in manifest.leaves.items() if is_selected(path)}
     unlike = differences(saved, wanted)
     if unlike:
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} does not fit: {first_few(unlike, between='; ')}; restore "
-            "it into the model, optimizer and precision that it was saved from"
+            f"checkpoint {str(folder)!r} does not fit: {first_few(unlike, between='; ')}; "
+            f"{refit.advice}"
         )
 
 

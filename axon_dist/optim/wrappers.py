@@ -147,13 +147,15 @@ def watched(
     Args:
         optimizer: the optimizer that updates the parameters.
         clip_norm: clips gradients to this norm after their norms are measured; None does not clip.
-            `build_train_step` instead clips before the optimizer sees the gradient.
+            Prefer that of `build_train_step`. It clips before the optimizer sees the gradient and
+            passes on the norm from before, and a norm that overflows makes its step nonfinite.
         spikes: which steps are skipped; None skips none.
         norms_by_layer: whether to report `grad_norm/L`, `param_norm/L` and `update_norm/L` of every
             layer L: a block such as `blocks/0`, or else the first part of the path.
 
     Returns:
-        The wrapped optimizer. With `spikes`, its `update` needs the loss as `value`.
+        The wrapped optimizer. With `spikes`, its `update` needs the loss as `value`, and takes as
+        `norm` that of the gradient before it was clipped; without it, it measures the norm.
 
     Raises:
         ConfigError: if `spikes` or `clip_norm` is out of range.
@@ -171,15 +173,14 @@ def watched(
             f"clip_norm is {clip_norm}; it must be positive, or None not to clip",
             code="clip-norm-range",
         )
-    clip = [] if clip_norm is None else [_clip(clip_norm)]
-    clipped = optax.with_extra_args_support(optax.chain(*clip, optimizer))
+    # The state of a chain of one has the paths that checkpoints of earlier versions have.
+    inner_optimizer = optax.with_extra_args_support(optax.chain(optimizer))
 
     def norms(**trees: PyTree) -> dict[str, Array]:
         metrics: dict[str, Array] = {}
         if norms_by_layer:
             for name, tree in trees.items():
-                for layer, norm in _norms_by_layer(tree).items():
-                    metrics[f"{name}_norm/{layer}"] = norm
+                metrics |= {f"{name}_norm/{x}": norm for x, norm in layer_norms(tree).items()}
         if spikes is not None:
             metrics[SPIKE] = jnp.zeros(())
         return metrics
@@ -188,16 +189,26 @@ def watched(
         start = Average(jnp.zeros(()), jnp.zeros(()))
         averages = {} if spikes is None else {"loss": start, "norm": start}
         zeros = jax.tree.map(jnp.zeros_like, norms(grad=params, param=params, update=params))
-        return Watched(clipped.init(params), jnp.zeros((), jnp.int32), averages, zeros)
+        return Watched(inner_optimizer.init(params), jnp.zeros((), jnp.int32), averages, zeros)
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, *, value: Any = None, **extra: Any
+        updates: PyTree,
+        state: Any,
+        params: PyTree = None,
+        *,
+        value: Any = None,
+        norm: Any = None,
+        **extra: Any,
     ) -> tuple[PyTree, Watched]:
-        changes, inner = clipped.update(updates, state.inner, params, value=value, **extra)
+        # Clipping has no state, so whether it is asked for does not change the paths of the state.
+        clipped = updates if clip_norm is None else _clipped(updates, clip_norm)
+        changes, inner = inner_optimizer.update(clipped, state.inner, params, value=value, **extra)
         metrics = norms(grad=updates, param=params, update=changes)
         averages = state.averages
         if spikes is not None:
-            observed = {"loss": value, "norm": optax.tree.norm(jax.tree.map(wide, updates))}
+            if norm is None:
+                norm = optax.tree.norm(jax.tree.map(wide, updates))
+            observed = {"loss": value, "norm": norm}
             skips, averages = _detect_spikes(spikes, state, observed)
             changes = jax.tree.map(lambda u: jnp.where(skips, jnp.zeros_like(u), u), changes)
             inner = jax.tree.map(lambda n, o: jnp.where(skips, o, n), inner, state.inner)
@@ -207,16 +218,19 @@ def watched(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _clip(max_norm: float) -> optax.GradientTransformation:
+def takes_norm(state: PyTree) -> bool:
+    """Whether an optimizer with this state takes the norm of the gradient as `norm`.
+
+    Only an outermost `watched` is known to take it: what is around another one may not pass it on.
+    """
+    return isinstance(state, Watched) and bool(state.averages)
+
+
+def _clipped(updates: PyTree, max_norm: float) -> PyTree:
     """Clips by the global norm, which is summed in float32 or wider."""
     clip = optax.clip_by_global_norm(max_norm)
-
-    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
-        del params
-        clipped, state = clip.update(jax.tree.map(wide, updates), state)
-        return jax.tree.map(lambda c, u: c.astype(u.dtype), clipped, updates), state
-
-    return optax.GradientTransformation(clip.init, update)
+    clipped, _ = clip.update(jax.tree.map(wide, updates), clip.init(updates))
+    return jax.tree.map(lambda c, u: c.astype(u.dtype), clipped, updates)
 
 
 def _detect_spikes(
@@ -255,7 +269,13 @@ def layer_of(path: str) -> str:
     return "/".join(keys[: first + 1])
 
 
-def _norms_by_layer(tree: PyTree) -> dict[str, Array]:
+def layer_norms(tree: PyTree) -> dict[str, Array]:
+    """Returns the norm of every layer of a nested dict, summed in float32 or wider.
+
+    Example:
+        >>> {k: float(v) for k, v in layer_norms({"head": {"kernel": jnp.full(4, 2.0)}}).items()}
+        {'head': 4.0}
+    """
     squares: dict[str, Array] = {}
     for path, leaf in leaves_with_paths(tree):
         leaf = wide(leaf)

@@ -106,6 +106,7 @@ class StagedOptimizer:
         storage: the stored form of the parameters.
         mesh: the mesh of all devices.
         axis: the axis of the pipeline.
+        told: the names of the scalars that an update is told.
 
     Raises:
         UnsupportedError: naming the leaf and the operation that would need blocks of several stages
@@ -118,8 +119,10 @@ class StagedOptimizer:
         storage: StageStorage,
         mesh: Mesh,
         axis: str,
+        told: Sequence[str] = ("value",),
     ):
         self._optimizer = optimizer
+        self._told = tuple(told)
         self._storage = storage
         self._mesh = mesh
         self._axis = axis
@@ -134,8 +137,9 @@ class StagedOptimizer:
             "grads": params,
             "opt_state": self.state_form,
             "params": params,
-            "value": TreeStorage(storage, jax.ShapeDtypeStruct((), jnp.float32)),
         }
+        scalar = TreeStorage(storage, jax.ShapeDtypeStruct((), jnp.float32))
+        arguments |= dict.fromkeys(self._told, scalar)
         self._update = self._staged(self._updates, arguments, ("updates", "opt_state"))
 
     def init(self, params: PyTree) -> PyTree:
@@ -143,7 +147,7 @@ class StagedOptimizer:
         return self._init(params)[0]
 
     def update(
-        self, grads: PyTree, state: PyTree, params: PyTree, *, value: Array
+        self, grads: PyTree, state: PyTree, params: PyTree, **told: Array
     ) -> tuple[PyTree, PyTree]:
         """Returns the updates and the next state, all in stored form.
 
@@ -151,9 +155,10 @@ class StagedOptimizer:
             grads: gradients, like the stored parameters.
             state: the state from `init` or the previous update.
             params: parameters in stored form.
-            value: the loss, a scalar, for optimizers that use it.
+            told: the scalars for optimizers that use them, such as `value`, the loss.
         """
-        updates, state = self._update(grads, state, params, value.astype(jnp.float32))
+        scalars = [told[name].astype(jnp.float32) for name in self._told]
+        updates, state = self._update(grads, state, params, *scalars)
         return updates, state
 
     def state_to_model(self, stored: PyTree) -> PyTree:
@@ -167,8 +172,9 @@ class StagedOptimizer:
             state = self._unstacked.unstack(state)
         return self.state_form.from_model(state)
 
-    def _updates(self, grads: PyTree, state: PyTree, params: PyTree, value: Array) -> Any:
-        return self._optimizer.update(grads, state, params, value=value)
+    def _updates(self, grads: PyTree, state: PyTree, params: PyTree, *scalars: Array) -> Any:
+        told = dict(zip(self._told, scalars, strict=True))
+        return self._optimizer.update(grads, state, params, **told)
 
     def _staged(
         self, function: Function, arguments: dict[str, TreeStorage], results: Sequence[str]

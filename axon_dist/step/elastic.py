@@ -32,6 +32,7 @@ from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, PyTree
 from ..ir.randomness import changed_results
+from ..optim.wrappers import layer_norms
 from ..sharding import axes_of, optimizer_shardings
 from ..sharding.padding import cut_like, for_region
 from .gather import even_rows
@@ -173,9 +174,24 @@ def whole_norm(spec: StepSpec, tree: PyTree) -> Array:
     return _isolated(spec, optax.tree.norm, (PartitionSpec(),), PartitionSpec())(tree)
 
 
+def whole_layer_norms(spec: StepSpec, tree: PyTree) -> dict[str, Array]:
+    """Returns the norm of each layer of a tree, added up in the same order on every rank.
+
+    Args:
+        spec: the step.
+        tree: arrays in global view, split or whole.
+    """
+    return _isolated(spec, layer_norms, (PartitionSpec(),), PartitionSpec())(tree)
+
+
 def elastic_update(
-    plan: StepPlan, grads: PyTree, state: PyTree, params: PyTree, loss: Array
-) -> tuple[PyTree, PyTree]:
+    plan: StepPlan,
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree,
+    told: dict[str, Array],
+    keeps_updates: bool,
+) -> tuple[PyTree, PyTree, PyTree]:
     """Runs the optimizer's update: each rank updates the shards whose moments it has.
 
     Args:
@@ -183,10 +199,12 @@ def elastic_update(
         grads: mean gradients, sharded like their moments.
         state: of the optimizer.
         params: as stored.
-        loss: a scalar.
+        told: the scalars that `Update.told` names.
+        keeps_updates: whether to return the updates too.
 
     Returns:
-        The next parameters, sharded like their moments, and the next optimizer state.
+        The next parameters, sharded like their moments; the next optimizer state; and the updates,
+        or None if they are not kept.
     """
     spec = plan.spec
     mesh = spec.mesh
@@ -197,9 +215,12 @@ def elastic_update(
     )
     grad_specs, moments = jax.tree.map(lambda sharding: sharding.spec, shardings)
 
-    update = functools.partial(updated, plan.state_plan.update.traced.optimizer.update)
+    optimizer = plan.state_plan.update.traced.optimizer
     isolated = _isolated(
-        spec, update, (grad_specs, moments, grad_specs, PartitionSpec()), (grad_specs, moments)
+        spec,
+        functools.partial(updated, optimizer.update, keeps_updates),
+        (grad_specs, moments, grad_specs, PartitionSpec()),
+        (grad_specs, moments, grad_specs if keeps_updates else None),
     )
     # The update is elementwise (a rule checks it): zeros that pad a shard affect no other element.
     arguments = [
@@ -207,8 +228,9 @@ def elastic_update(
         for_region(state, moments, mesh),
         for_region(params, grad_specs, mesh),
     ]
-    new_params, new_state = isolated(*arguments, loss)
-    return cut_like(new_params, params), cut_like(new_state, state)
+    new_params, new_state, updates = isolated(*arguments, told)
+    updates = cut_like(updates, params) if keeps_updates else None
+    return cut_like(new_params, params), cut_like(new_state, state), updates
 
 
 def _isolated(

@@ -35,6 +35,7 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, PyTree, Shape
 from ..ir.rows import MATRIXWISE, RowCall, hidden_in, input_shapes, run_with_calls
 from ..ir.walk import called, equations, interpret
+from ..optim.wrappers import takes_norm
 from ..sharding import Policy, axes_of, optimizer_shardings, shardings, spec_axes
 from ..sharding.padding import cut_like, for_region, padded, unpad
 from .model_spec import ModelSpec
@@ -48,8 +49,10 @@ class Update:
         optimizer: the transformation.
         params: the shapes of the parameters.
         state: the shapes of its first state.
-        program: the jaxpr of (gradients, state, parameters, loss).
+        program: the jaxpr of (gradients, state, parameters, and what it is told).
         results: the shapes of the updates, and of the next state.
+        told: the names of the scalars that it is told: `value`, the loss, and for a watched
+            optimizer that looks for spikes `norm`, that of the gradient before it was clipped.
     """
 
     optimizer: optax.GradientTransformationExtraArgs
@@ -57,6 +60,7 @@ class Update:
     state: PyTree
     program: ClosedJaxpr
     results: PyTree
+    told: tuple[str, ...] = ("value",)
 
     @classmethod
     def of(
@@ -74,16 +78,18 @@ class Update:
                 the result is not valid.
         """
         state = jax.eval_shape(optimizer.init, params)
+        told = ("value", "norm") if takes_norm(state) else ("value",)
 
-        def update(grads: PyTree, state: PyTree, params: PyTree, loss: Array) -> PyTree:
-            changes = optimizer.update(grads, state, params, value=loss)
+        def update(grads: PyTree, state: PyTree, params: PyTree, *scalars: Array) -> PyTree:
+            named: dict[str, Any] = dict(zip(told, scalars, strict=True))
+            changes = optimizer.update(grads, state, params, **named)
             if check is not None:
                 check(changes, params, state)
             return changes
 
-        loss = jax.ShapeDtypeStruct((), jnp.float32)
+        scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * len(told)
         trace = jax.make_jaxpr(update, return_shape=True)
-        return cls(optimizer, params, state, *trace(params, state, params, loss))
+        return cls(optimizer, params, state, *trace(params, state, params, *scalars), told)
 
 
 def trace_update(optimizer: optax.GradientTransformationExtraArgs, model_spec: ModelSpec) -> Update:
@@ -169,14 +175,19 @@ def _check_changes(changes: object, params: PyTree, state: PyTree) -> None:
 
 def updated(
     update: Callable[..., tuple[PyTree, PyTree]],
+    keeps_updates: bool,
     grads: PyTree,
     state: PyTree,
     params: PyTree,
-    loss: Array,
-) -> tuple[PyTree, PyTree]:
-    """Applies an optimizer's update; returns the next parameters and the next state."""
-    updates, state = update(grads, state, params, value=loss)
-    return optax.apply_updates(params, updates), state
+    told: dict[str, Array],
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Applies an optimizer's update.
+
+    Returns:
+        The next parameters, the next state, and if they are to be kept the updates, else None.
+    """
+    updates, state = update(grads, state, params, **told)
+    return optax.apply_updates(params, updates), state, updates if keeps_updates else None
 
 
 def _on_nnx_state(
@@ -307,7 +318,7 @@ class DistributedUpdate:
         )
         params = shardings(self.param_policy, self.traced.params, self.mesh)
         places = jax.tree.leaves((grad_shardings, moments, params))
-        return (*(place.spec for place in places), PartitionSpec())
+        return (*(place.spec for place in places), *[PartitionSpec()] * len(self.traced.told))
 
     @property
     def hidden(self) -> str | None:
@@ -329,7 +340,7 @@ class DistributedUpdate:
         return tuple(plans)
 
     def __call__(
-        self, grads: PyTree, state: PyTree, params: PyTree, *, value: Array
+        self, grads: PyTree, state: PyTree, params: PyTree, **told: Array
     ) -> tuple[PyTree, PyTree]:
         """Computes the updates.
 
@@ -337,14 +348,15 @@ class DistributedUpdate:
             grads: the gradients of the stored parameters, sharded like their moments.
             state: the state of the optimizer.
             params: the stored parameters.
-            value: the loss.
+            told: the scalars that `Update.told` names.
 
         Returns:
             The updates, and the next state.
         """
         if not self.needs_matrices or self.mesh.size == 1:
-            return self.traced.optimizer.update(grads, state, params, value=value)
-        leaves = jax.tree.leaves((grads, state, params, value.astype(jnp.float32)))
+            return self.traced.optimizer.update(grads, state, params, **told)
+        scalars = [told[name].astype(jnp.float32) for name in self.traced.told]
+        leaves = jax.tree.leaves((grads, state, params, scalars))
         results = run_with_calls(self.traced.program, leaves, self._run)
         return jax.tree.unflatten(jax.tree.structure(self.traced.results), results)
 

@@ -253,7 +253,10 @@ def check_kind(name: str, value: object, kind: type, example: str) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be None or {example}")
 
 
-METRICS = ("loss", "grad_norm", "param_norm")
+NORMS_BY_LAYER = "norms_by_layer"
+"""The metrics `grad_norm/L`, `param_norm/L` and `update_norm/L` of every layer L."""
+
+METRICS = ("loss", "grad_norm", "param_norm", NORMS_BY_LAYER)
 """The metrics that a step can report."""
 
 ELASTIC = "elastic"
@@ -291,8 +294,10 @@ class StepOptions(_Fields):
             optimizer runs; a pipeline has its own number.
         clip_norm: the largest global norm of the gradient. None: no clipping.
         metrics: which norms a step reports in addition to `loss` and the metrics of the loss
-            function: `"grad_norm"`, which `clip_norm` reports in any case, and `"param_norm"`.
-            `"loss"` may be listed too.
+            function: `"grad_norm"`, which `clip_norm` and `watched(spikes=...)` report in any
+            case; `"param_norm"`; and `"norms_by_layer"`, which reports `grad_norm/L` before
+            clipping, `param_norm/L` before the update, and `update_norm/L` of every layer L: a
+            block such as `blocks/0`, or else the first part of a path. `"loss"` may be listed too.
         scaler: the loss scale; float16 compute has one by default. A step then reports the metrics
             `loss_scale` and `gradient_overflow`.
         nonfinite: with `"stop"`, `"skip"` or `"rollback"`, a step whose loss or gradient is not

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
 from ..core.tree import combine, shape_key
-from ..core.typing import LossFn, OptionValue, Path, PyTree
+from ..core.typing import Array, LossFn, OptionValue, Path, PyTree
 from ..core.words import AUTO
 from ..ir.loop_rule import GATHERED_BLOCKS, LoopChoice, LoopCost, LoopRule
 from ..mesh import relative_of
+from ..optim.wrappers import layer_norms
 from ..pipeline import UnstackedOptimizer
 from ..pipeline.optimizer import StagedOptimizer
 from ..sharding import Replicate, shardings
@@ -24,6 +26,7 @@ from .compiler import compiler_options
 from .model_changes import ModelChanges
 from .model_spec import ModelSpec
 from .optimizer import DistributedUpdate, Update, trace_update
+from .options import NORMS_BY_LAYER
 from .separation import Separator
 from .sharing import shared_value
 from .spec import StepSpec
@@ -40,6 +43,7 @@ class StatePlan:
         frozen: the shapes of the stored frozen parameters.
         grad_shardings: the shardings of the reduced gradients, which are those of their moments.
         update: the optimizer, which distributes its work on whole matrices over devices.
+        layer_norms: returns the norm of every layer of stored parameters, or of a tree like them.
     """
 
     storage: ParamStorage
@@ -47,6 +51,7 @@ class StatePlan:
     frozen: PyTree
     grad_shardings: PyTree
     update: DistributedUpdate
+    layer_norms: Callable[[PyTree], dict[str, Array]] = layer_norms
 
     def on(self, spec: StepSpec) -> StatePlan:
         """Returns the same parameters and optimizer for a step derived from this one.
@@ -172,7 +177,28 @@ def plan_state(spec: StepSpec) -> StatePlan:
         spec.mesh,
     )
     grad_shardings = shardings(policies.opt_state, params, spec.mesh)
-    return StatePlan(storage, params, frozen, grad_shardings, distributed)
+    is_staged = storage.rows is not None and NORMS_BY_LAYER in spec.options.metrics
+    measure = _staged_layer_norms(spec, storage) if is_staged else layer_norms
+    return StatePlan(storage, params, frozen, grad_shardings, distributed, measure)
+
+
+def _staged_layer_norms(
+    spec: StepSpec, storage: ParamStorage
+) -> Callable[[PyTree], dict[str, Array]]:
+    """Returns the function that measures layers on the ranks of a pipeline that store them."""
+    # The norms are the state of an optimizer, because only optimizers run stage by stage.
+    measuring = optax.GradientTransformation(
+        lambda params: layer_norms(params),
+        lambda updates, state, params=None: (updates, layer_norms(updates)),
+    )
+    staged, _, _ = optimizer_for(measuring, spec.model_spec, storage, spec.mesh)
+
+    def measure(tree: PyTree) -> dict[str, Array]:
+        shapes = jax.eval_shape(staged.init, tree)
+        first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return staged.update(tree, first, tree, value=jnp.zeros(()))[1]
+
+    return measure
 
 
 def optimizer_for(
@@ -207,7 +233,7 @@ def optimizer_for(
         return fitting, storage, update
     if storage.stacks.depths:
         fitting = UnstackedOptimizer(fitting, storage.stacks, model_spec.params)
-    staged = StagedOptimizer(fitting, storage.rows.trained, mesh, pipeline.axis)
+    staged = StagedOptimizer(fitting, storage.rows.trained, mesh, pipeline.axis, update.told)
     # Which leaves of the optimizer's state are rows.
     policy: Any = storage.strategy.opt_state
     policy = dataclasses.replace(policy, state_rows=staged.state_form.row_paths)

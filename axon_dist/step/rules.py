@@ -355,7 +355,8 @@ def _mixing_update(plan: StepPlan) -> Found:
     )
     what = (
         "use one such as optax.sgd, optax.adam or optax.adamw; for clipping by the global norm use "
-        "clip_norm=... of build_train_step"
+        "clip_norm=... of build_train_step, and for the norms of layers its "
+        'metrics=("norms_by_layer",), as optim.watched would measure each rank\'s part alone'
     )
     return {"why": why, "what": what}
 

@@ -19,12 +19,12 @@ from ..ir.walk import needed_for
 from ..ops.precision import GradScaler, NormOf, all_finite, clip_by_global_norm, keep_if
 from ..optim.wrappers import Watched
 from .batch import Placed
-from .elastic import elastic_gradients, elastic_update, whole_norm
+from .elastic import elastic_gradients, elastic_update, whole_layer_norms, whole_norm
 from .global_view import global_gradients
 from .local_view import local_gradients
 from .model_spec import MEAN_WEIGHT, SHARED, split_inputs
 from .objective import GradientArguments, GradientResult, evaluate, wide_number
-from .options import FLAG, LOSS_SCALE, OVERFLOW, StepOptions
+from .options import FLAG, LOSS_SCALE, NORMS_BY_LAYER, OVERFLOW, StepOptions
 from .pipeline_view import pipeline_gradients
 from .plan import StepPlan
 from .spec import StepSpec
@@ -35,7 +35,10 @@ AUXILIARY = "auxiliary"
 
 
 def clip(
-    grads: PyTree, options: StepOptions, norm_of: NormOf = optax.tree.norm
+    grads: PyTree,
+    options: StepOptions,
+    norm_of: NormOf = optax.tree.norm,
+    needs_norm: bool = False,
 ) -> tuple[PyTree, dict[str, Array]]:
     """Clips gradients to the largest norm allowed, if there is a limit.
 
@@ -43,29 +46,48 @@ def clip(
         grads: reduced, in global view, in the dtypes of the parameters.
         options: `clip_norm`, and whether `grad_norm` is among the metrics.
         norm_of: computes the norm.
+        needs_norm: whether the optimizer takes the norm, so that it is computed in any case.
 
     Returns:
         The gradients, and `grad_norm` before clipping if it was computed.
     """
     limit = options.clip_norm
-    if limit is None and "grad_norm" not in options.metrics:
+    if limit is None and "grad_norm" not in options.metrics and not needs_norm:
         return grads, {}
     clipped, norm = clip_by_global_norm(grads, limit, norm_of)
     return clipped, {"grad_norm": norm}
 
 
-def _watched_metrics(opt_state: PyTree, metrics: Metrics) -> dict[str, Array]:
+def _watched_metrics(opt_state: PyTree) -> dict[str, Array]:
     """Returns the metrics that watched optimizers keep in their state."""
     found: dict[str, Array] = {}
     for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Watched)):
         found |= node.metrics if isinstance(node, Watched) else {}
-    if taken := sorted(found.keys() & metrics.keys()):
+    return found
+
+
+def _norms_by_layer(plan: StepPlan, **trees: PyTree) -> dict[str, Array]:
+    """Returns the norms of every layer of trees, such as `grad_norm/L` of `grad`, if asked for."""
+    if NORMS_BY_LAYER not in plan.spec.options.metrics:
+        return {}
+    norms_of = plan.state_plan.layer_norms
+    if plan.spec.options.is_elastic:
+        norms_of = functools.partial(whole_layer_norms, plan.spec)
+    return {
+        f"{name}_norm/{layer}": norm
+        for name, tree in trees.items()
+        for layer, norm in norms_of(tree).items()
+    }
+
+
+def _check_names(observed: Metrics, metrics: Metrics) -> None:
+    """Raises if the loss function returned a metric with the name of one of the optimizer."""
+    if taken := sorted(observed.keys() & metrics.keys()):
         raise ConfigError(
             f"loss_fn returned metrics named {', '.join(taken)}, which the watched optimizer "
             "reports; give them other names, or leave them out",
             code="metric-of-the-optimizer",
         )
-    return found
 
 
 def _are_finite(grads: PyTree, measured: Metrics, options: StepOptions) -> Array:
@@ -297,18 +319,24 @@ def one_step(
     result = unscaled_gradients(plan, state, placed)
     grads, metrics = result.grads, result.metrics
     norm_of = functools.partial(whole_norm, plan.spec) if options.is_elastic else optax.tree.norm
-    clipped, measured = clip(grads, options, norm_of)
+    needs_norm = "norm" in plan.state_plan.update.traced.told
+    clipped, measured = clip(grads, options, norm_of, needs_norm)
+    told = {"value": metrics["loss"]} | ({"norm": measured["grad_norm"]} if needs_norm else {})
     with jax.named_scope("optimizer"):
         if options.is_elastic:
-            params, opt_state = elastic_update(
-                plan, clipped, state.opt_state, state.params, metrics["loss"]
+            keeps_updates = NORMS_BY_LAYER in options.metrics
+            params, opt_state, updates = elastic_update(
+                plan, clipped, state.opt_state, state.params, told, keeps_updates
             )
         else:
             updates, opt_state = plan.state_plan.update(
-                clipped, state.opt_state, state.params, value=metrics["loss"]
+                clipped, state.opt_state, state.params, **told
             )
             params = optax.apply_updates(state.params, updates)
-    measured |= _watched_metrics(opt_state, metrics)
+    observed = _watched_metrics(opt_state)
+    observed |= _norms_by_layer(plan, grad=grads, param=state.params, update=updates)
+    _check_names(observed, metrics)
+    measured |= observed
     new = dataclasses.replace(
         state,
         step=state.step + 1,

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_dist.checkpoint import Entry, Retention
+from axon_dist.checkpoint.manager import ranked
 from axon_dist.core.errors import ConfigError
 
 scores = st.one_of(st.none(), st.just(math.nan), st.floats(-1, 1))
@@ -27,9 +28,12 @@ def test_retained_checkpoints(entries, retention):
     assert set(entries[-retention.last :]) <= set(stays)
     if retention.every:
         assert all(entry in stays for entry in entries if entry.step % retention.every == 0)
-    scored = sorted(e.score for e in entries if e.score is not None and not math.isnan(e.score))
+    earliest = {e.serial: min(x.step for x in entries[e.serial :]) for e in entries}
+    # A later entry of an earlier step means that the run went back and gave up this one.
+    counts = [e for e in entries if e.step == earliest[e.serial]]
+    scored = sorted(e.score for e in counts if e.score is not None and not math.isnan(e.score))
     best = scored[: retention.best]
-    assert sorted(e.score for e in stays if e.score in best)[: len(best)] == best
+    assert sorted(e.score for e in stays if e in counts and e.score in best)[: len(best)] == best
     most = retention.last + retention.best
     assert retention.every or len(stays) <= most
     assert not retention.outdated(stays)
@@ -43,6 +47,18 @@ def test_the_newest_is_the_one_written_last_not_the_one_of_the_highest_step():
 def test_ties_go_to_the_newer():
     entries = [Entry(step, step, 0.5) for step in (1, 2, 3, 4)]
     assert [e.step for e in Retention(last=1, best=2).outdated(entries)] == [1, 2]
+
+
+def test_the_best_is_of_no_step_that_was_undone():
+    scores = {2: 0.5, 4: 0.2, 6: 0.1}
+    entries = [Entry(step, serial, score) for serial, (step, score) in enumerate(scores.items())]
+    assert [e.step for e in ranked(entries)] == [6, 4, 2]
+    again = [entries[0], entries[2], Entry(4, 3, 0.9)]
+    assert [e.step for e in ranked(again)] == [2, 4]
+    assert [e.step for e in Retention(last=1, best=1).outdated(again)] == [6]
+    # The first checkpoint of a run that went back to step 2 may be of a later step than all.
+    beyond = [*entries, Entry(8, 3, 0.9, undoes=((2, 3),)), Entry(10, 4, 0.3)]
+    assert [e.step for e in ranked(beyond)] == [10, 2, 8]
 
 
 @pytest.mark.parametrize("wrong", [{"last": 0}, {"best": -1}, {"every": -5}])

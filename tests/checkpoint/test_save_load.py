@@ -61,6 +61,14 @@ def test_a_checkpoint_from_before_a_field_was_renamed_loads(type, tmp_path):
     assert kept["meeting"]["missing"].tolist() == [0.0, 1.0, 2.0]
 
 
+def test_a_state_of_a_watched_optimizer_whose_clip_was_in_its_chain_loads(tmp_path):
+    old = {"opt_state": {"inner": {"1": {"mu": jnp.arange(3.0)}}, "steps": jnp.ones(())}}
+    new = {"opt_state": {"inner": {"0": {"mu": jnp.zeros(3)}}, "steps": jnp.zeros(())}}
+    save_checkpoint(tmp_path / "old", old)
+    restored = load_checkpoint(tmp_path / "old", new)["opt_state"]
+    assert restored["inner"]["0"]["mu"].tolist() == [0.0, 1.0, 2.0]
+
+
 def test_the_manifest_does_not_depend_on_the_mesh_but_names_it(values, place, make_world, tmp_path):
     manifests = []
     for axes in ("dp=8", "dp=2,tp=2"):

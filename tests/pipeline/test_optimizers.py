@@ -14,7 +14,7 @@ from axon_dist import build_train_step, compose, zero
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.core.tree import is_key, leaves_with_paths
 from axon_dist.inspect import collectives
-from axon_dist.optim import adamw_8bit
+from axon_dist.optim import Spikes, adamw_8bit, watched
 from axon_dist.parallel import ddp, pipelined
 from axon_dist.sharding import optimizer_shardings, shardings
 from axon_dist.step.model_spec import split_model
@@ -322,6 +322,31 @@ def test_a_step_equals_one_device(make_world):
         params, opt_state = alone(params, opt_state)
         stored, _ = step(stored, batch())
     assert_equal(jax.jit(step.storage.to_model)(stored.params), params)
+
+
+@pytest.mark.parametrize("model", ["rows", "vectors", "stack"])
+def test_norms_of_layers_and_of_the_whole_gradient_are_measured_before_it_is_clipped(
+    model, make_world
+):
+    def measured(strategy, mesh):
+        optimizer = watched(optax.adam(0.1), spikes=Spikes(window=2))
+        step = build_train_step(
+            make(model), optimizer, loss_fn, strategy, make_world(mesh),
+            clip_norm=0.01, metrics=("norms_by_layer",),
+        )  # fmt: skip
+        state = step.init()
+        for _ in range(2):
+            state, metrics = step(state, batch())
+        averages = state.opt_state.averages["norm"]._asdict()
+        return {name: float(x) for name, x in (metrics | averages).items()}
+
+    found, expected = measured(pipelined(2, 2), "pp=2"), measured(ddp(), "dp=1")
+    assert found == pytest.approx(expected, rel=1e-4)
+    layers = [name for name in found if name.startswith("grad_norm/")]
+    assert len(layers) == (3 if model == "stack" else 2 + len(MODELS[model]))
+    whole = sum(found[name] ** 2 for name in layers) ** 0.5
+    assert found["grad_norm"] == pytest.approx(whole, rel=1e-4)
+    assert found["grad_norm"] > 0.01 < found["mean"]
 
 
 @pytest.mark.full

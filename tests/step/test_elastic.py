@@ -15,6 +15,7 @@ from axon_dist.checkpoint import load_checkpoint, save_checkpoint
 from axon_dist.core.errors import AxonDistError, ConfigError, DivisibilityError, UnsupportedError
 from axon_dist.core.tree import is_key
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
+from axon_dist.optim import Spikes, watched
 from axon_dist.parallel import compose, ddp, fsdp, local_sgd, pipelined, tensor_parallel, zero
 from axon_dist.step import deterministic_options
 
@@ -107,6 +108,19 @@ def alone(optimizer):
 def test_bits_are_those_of_one_rank(optimizer, mesh):
     step = build(mesh, LAYOUTS[mesh][0], OPTIMIZERS[optimizer]())
     assert bits_of(step, map(batch_of, range(3)))[:2] == alone(optimizer)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
+def test_norms_by_layer_and_spikes_have_the_bits_of_one_rank_and_change_none(mesh):
+    names = {"metrics": ("loss", "grad_norm", "param_norm", "norms_by_layer")}
+    optimizer = watched(optax.adamw(0.01), spikes=Spikes(window=2))
+    batches = [batch_of(number) for number in range(3)]
+    found = bits_of(build(mesh, LAYOUTS[mesh][0], optimizer, **names), batches)[:2]
+    assert found == bits_of(build("dp=1", ddp(), optimizer, **names), batches)[:2]
+    unwatched, state = alone("adamw")
+    assert [{name: row[name] for name in unwatched[0]} for row in found[0]] == unwatched
+    assert {path: x for path, x in found[1].items() if path in state}.items() <= state.items()
+    assert {"grad_norm/up", "param_norm/up", "update_norm/up", "spike"} <= found[0][0].keys()
 
 
 @pytest.mark.full

@@ -347,6 +347,23 @@ def test_layer_scan_back_ends(steps):
     assert sorted(saves.states) == [1]
 
 
+@pytest.mark.parametrize(
+    ("lost", "options", "advice"),
+    [
+        (2, {}, r"no checkpoint to go back to; that state is saved now\. Resume the run, as --res"),
+        (1, {}, "no checkpoint to go back to. Lower .*; nonfinite='skip' needs no checkpoint"),
+        (4, {"save_every": 2, "max_rollbacks": 1}, r"max_rollbacks=1 allows no more\. Lower .*; r"),
+    ],
+)
+def test_the_advice_after_a_rollback_that_was_not_possible_is_not_a_rollback(
+    steps, lost, options, advice
+):
+    saves = Saves(dict.fromkeys(range(lost, 100), np.nan))
+    with pytest.raises(NonfiniteError, match=advice) as error:
+        fit(steps["rollback"], saves, **options)[0].fit()
+    assert "goes back to a checkpoint" not in str(error.value)
+
+
 def test_layer_scan_back_needs_somewhere_to_go(steps):
     trainer = Trainer(
         step=steps["rollback"], batches=[batch_of(0)], options=LoopOptions(num_steps=1)

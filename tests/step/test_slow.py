@@ -396,3 +396,49 @@ def test_a_replica_trains_on_consecutive_samples_for_any_number_of_microbatches(
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     for path, x in step.weights(state).items():
         np.testing.assert_allclose(x, params[path][...], rtol=1e-5, atol=1e-7, err_msg=path)
+
+
+def test_parameters_of_replicas_load_into_a_step_without_and_the_other_way_round(tmp_path):
+    replicas, alone = step_of(), step_of_one()
+    state = trained(replicas, replicas.init(), range(2))
+    save_checkpoint(tmp_path / "replicas", state)
+    params = load_checkpoint(tmp_path / "replicas", alone, parts="params")
+    fresh = alone.init_from(params)
+    assert_equal_bits(alone.weights(fresh), replicas.weights(state))
+    both = load_checkpoint(tmp_path / "replicas", alone, parts=("params", "step"))
+    assert int(both["step"]) == 2
+
+    save_checkpoint(tmp_path / "alone", trained(alone, fresh, range(1)))
+    params = load_checkpoint(tmp_path / "alone", replicas, parts="params")
+    assert params["layers"][0]["kernel"].shape == (2, 16, 16)
+    want = load_checkpoint(tmp_path / "alone", alone)
+    fresh = replicas.init_from(params)
+    assert_equal_bits(replicas.weights(fresh), alone.weights(want))
+    trained(replicas, fresh, range(1))
+
+
+def test_parameters_of_a_model_load_where_other_parts_of_it_are_frozen(tmp_path):
+    whole, part = step_of_one(), step_of_one(trainable="layers/2")
+    save_checkpoint(tmp_path / "whole", trained(whole, whole.init(), range(1)))
+    params = load_checkpoint(tmp_path / "whole", part, parts="params")
+    trained_part = load_checkpoint(tmp_path / "whole", whole, parts="params")["layers"][2]
+    assert bits(jax.tree.leaves(params)) == bits(jax.tree.leaves(trained_part))
+    both = load_checkpoint(tmp_path / "whole", part, parts=("params", "frozen"))
+    assert len(jax.tree.leaves(both)) == 6
+
+    save_checkpoint(tmp_path / "part", part.init())
+    params = load_checkpoint(tmp_path / "part", whole, parts="params")
+    assert bits(params) == bits(whole.init().params)
+
+
+def step_of_one(**options):
+    world = World.emulate(2, "fsdp=2")
+    model = Net()
+    return build_train_step(
+        model, optax.adam(1e-2), loss_fn, fsdp(min_elements=32), world, **options
+    )
+
+
+def assert_equal_bits(found, expected):
+    assert found.keys() == expected.keys()
+    assert bits(found) == bits(expected)

@@ -43,7 +43,7 @@ from ...core.own_context import in_own_context
 from ..config import CONFIG, RunConfig, abstract_batch, with_own_precision
 from ..loop.meters import useful_flops_per_token
 from .examine import examine
-from .steps import ModelOfZeros, build_step, clips_itself, names_on, optimizer_of
+from .steps import ModelOfZeros, build_step, names_on, optimizer_of
 
 MOST = 10
 """The number of kinds of plans to trace, simplest first."""
@@ -394,7 +394,6 @@ def _build(search: _Search, candidate: Candidate) -> tuple[RunConfig, TrainStep]
         search.optimizer,
         checks_loss=False,
         factory=search.factory,
-        clips=clips_itself(config),
     )
     return config, step
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -24,7 +25,6 @@ from axon_dist.checkpoint import (
     HostCopy,
     Restored,
     is_checkpoint,
-    load_checkpoint,
     on_main,
     read_manifest,
     step_name,
@@ -58,6 +58,7 @@ from axon_dist.step import PortableForm, TrainState
 
 from ..config import RunConfig
 from .directory import AUTO, RunDirectory, changed_keys, flat
+from .refit import load_state
 from .runs import Run
 
 MOST_BYTES = 4 * 2**30
@@ -199,6 +200,7 @@ class SavedStates:
             # The copy is lost when a step is undone, unlike the checkpoint that it followed.
             newest = on_main(checkpoints.newest_step)
             self.start = checkpoints.folder / step_name(newest) if newest >= 0 else None
+            checkpoints.begin_at(copy.step, {} if self.start is None else _meta_of(self.start))
             return form.from_canonical(copy.state)
         if resume == AUTO:
             restored = checkpoints.restore_newest(form.target)
@@ -206,7 +208,8 @@ class SavedStates:
                 tell(f"no checkpoint in {str(checkpoints.folder)!r}: beginning at step 0")
                 return None
         else:
-            restored = _restore_path(as_place(resume, "--resume"), form.target, tell)
+            path = as_place(resume, "--resume")
+            restored = _restore_path(path, form.target, tell, checkpoints.load)
         if "data" not in restored.manifest.meta:
             raise CheckpointError(
                 f"checkpoint {str(restored.path)!r} has no position in the data; name a "
@@ -217,6 +220,7 @@ class SavedStates:
         self.counts.update(_counts_in(restored.manifest.meta))
         self.start = restored.path
         state = form.from_canonical(restored.state)
+        checkpoints.begin_at(int(state.step), restored.manifest.meta)
         tell(f"resuming after step {int(state.step)} from {str(restored.path)!r}")
         for line in changes_since(restored.manifest.meta.get("config"), self.run.config, state):
             tell(f"config: {line}")
@@ -238,6 +242,17 @@ def _counts_in(meta: Mapping[str, Any]) -> dict[str, float]:
     counts = meta.get("counts")
     counts = counts if isinstance(counts, dict) else {}
     return {name: x for name, x in counts.items() if is_whole(x) or isinstance(x, float)}
+
+
+def _meta_of(checkpoint: Place) -> dict[str, Any]:
+    """Returns what a checkpoint says of its run; nothing if it cannot be read."""
+
+    def read() -> dict[str, Any]:
+        with contextlib.suppress(CheckpointError, StoreError):
+            return dict(read_manifest(checkpoint).meta)
+        return {}
+
+    return on_main(read)
 
 
 def _step_in(checkpoint: Place) -> object:
@@ -279,6 +294,12 @@ def open_states(
         tell=tell,
         # A run may be resumed with another metric, whose scores are not comparable.
         has_scored=run.config.train.best.has_scored,
+        load=functools.partial(
+            load_state,
+            scaler=run.step.options.scaler,
+            changed=lambda manifest: changed_lines(manifest.meta.get("config"), run.config),
+            tell=tell,
+        ),
     )
     copies = HostCopies(Path(env[MEMORY]), tell) if options.memory_every else None
     form = PortableForm(run.step)
@@ -303,6 +324,15 @@ how many steps a run takes.
 """
 
 
+def changed_lines(saved: object, config: RunConfig) -> list[str]:
+    """Lists the keys that affect the trained numbers and have changed; see `changes_since`."""
+    if not isinstance(saved, dict):
+        return []
+    lines = changed_keys(flat(saved), flat(config.to_dict()))
+    without_effect = tuple(key + end for key in _WITHOUT_EFFECT for end in (":", "."))
+    return [line for line in lines if not line.startswith(without_effect)]
+
+
 def changes_since(saved: object, config: RunConfig, state: TrainState) -> list[str]:
     """Lists how a resumed run differs from the run that saved its checkpoint.
 
@@ -315,12 +345,8 @@ def changes_since(saved: object, config: RunConfig, state: TrainState) -> list[s
         A line for each changed key that affects the trained numbers, and a line for the learning
         rate if that of the next step changes.
     """
-    if not isinstance(saved, dict):
-        return []
-    lines = changed_keys(flat(saved), flat(config.to_dict()))
-    without_effect = tuple(key + end for key in _WITHOUT_EFFECT for end in (":", "."))
-    lines = [line for line in lines if not line.startswith(without_effect)]
-    if not lines:
+    lines = changed_lines(saved, config)
+    if not lines or not isinstance(saved, dict):
         return []
     # The saved config may be from an older version or name code that is not here.
     with contextlib.suppress(AxonDistError):
@@ -374,12 +400,17 @@ def _shown(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in mesh.items()) or "of one device"
 
 
-def _restore_path(path: Place, target: PyTree, tell: Callable[[str], None]) -> Restored:
+def _restore_path(
+    path: Place,
+    target: PyTree,
+    tell: Callable[[str], None],
+    load: Callable[[Place, PyTree], PyTree],
+) -> Restored:
     path = _step_at(path)
     if step_of(path.name) is not None or is_checkpoint(path):
-        return Restored(path, load_checkpoint(path, target), read_manifest(path))
+        return Restored(path, load(path, target), read_manifest(path))
     folder = _folder_of(path)
-    restored = CheckpointManager(folder, tell=tell).restore_newest(target)
+    restored = CheckpointManager(folder, tell=tell, load=load).restore_newest(target)
     if restored is None:
         raise _none_in(folder)
     return restored

@@ -24,6 +24,7 @@ from axon_dist.checkpoint import (
     read_manifest,
     step_name,
 )
+from axon_dist.checkpoint.manager import ranked
 from axon_dist.core.errors import AxonDistError, CheckpointError, ConfigError
 from axon_dist.core.files import Place, as_path, as_place, kind_at
 from axon_dist.core.plain_yaml import read_yaml
@@ -173,7 +174,7 @@ def find_checkpoint(
         return folder / step_name(entries[-1].step)
     if step == BEST:
         best = config.train.best
-        scored = [(entry.score, entry.step) for entry in entries if entry.score is not None]
+        scored = ranked(entries)
         if not scored:
             raise CheckpointError(
                 f"no checkpoint in {str(folder)!r} has a score by train.best "
@@ -181,7 +182,7 @@ def find_checkpoint(
                 "leave the step out for the newest, or name one",
                 code="no-best",
             )
-        return folder / step_name(min(scored)[1])
+        return folder / step_name(scored[0].step)
     steps = [entry.step for entry in entries]
     if step not in steps:
         raise CheckpointError(

@@ -91,7 +91,6 @@ def build_step(
     trains: bool = True,
     checks_loss: bool = True,
     factory: Callable[[], nnx.Module] | None = None,
-    clips: bool = False,
 ) -> TrainStep:
     """Builds the step of a run, without compiling it.
 
@@ -99,7 +98,7 @@ def build_step(
         config: a checked run, as YAML describes it.
         world: the devices and their mesh.
         optimizer: replaces the config's optimizer.
-        metrics: the metrics that the step reports.
+        metrics: the metrics that the step reports, in addition to those that the config asks for.
         loss_fn: replaces the loss of the config's task.
         compiler_options: compiler options that override those of the config.
         change_outer_loop: changes the strategy's `OuterLoop`, for example removes it.
@@ -108,7 +107,6 @@ def build_step(
         checks_loss: whether to determine here how the loss of the batch follows from its parts.
             Otherwise the first trace of the step determines it, and raises the same errors.
         factory: makes the model; None makes that of the config, with its initial weights.
-        clips: whether `optimizer` clips to `train.clip_norm` itself; otherwise the step does.
 
     Raises:
         ConfigError: when an option of the strategy does not exist, or the batch does not divide
@@ -135,7 +133,6 @@ def build_step(
                 trains=trains,
                 checks_loss=checks_loss,
                 factory=factory,
-                clips=clips,
             )
 
         return recomputing_least(build, abstract_batch(config)) if trains else build(None)
@@ -144,7 +141,7 @@ def build_step(
     outer_loop = change_outer_loop(strategy.outer_loop) if trains else None
     strategy = dataclasses.replace(strategy, outer_loop=outer_loop)
     is_own = optimizer is None
-    clips = clips_itself(config) if is_own else clips
+    by_layer = ("norms_by_layer",) if trains and config.train.norms_by_layer else ()
     step = build_train_step(
         factory,
         optimizer_of(config, factory) if optimizer is None else optimizer,
@@ -152,8 +149,8 @@ def build_step(
         strategy,
         world,
         accumulate=config.train.accumulate,
-        clip_norm=None if clips else config.train.clip_norm,
-        metrics=metrics,
+        clip_norm=config.train.clip_norm,
+        metrics=(*metrics, *by_layer),
         precision=config.precision,
         remat=config.remat,
         unroll=config.unroll,
@@ -238,18 +235,10 @@ def warn_of_no_decay(config: RunConfig) -> None:
     )
 
 
-def clips_itself(config: RunConfig) -> bool:
-    """Whether the optimizer of a config clips gradients itself, so that the step must not.
-
-    It measures norms and spikes before it clips, so it does both.
-    """
-    return config.train.spikes is not None or config.train.norms_by_layer
-
-
 def optimizer_of(
     config: RunConfig, factory: Callable[[], nnx.Module]
 ) -> optax.GradientTransformation:
-    """Returns the optimizer of a config; `clips_itself` says whether it clips gradients.
+    """Returns the optimizer of a config, which skips spikes but leaves clipping to the step.
 
     Args:
         config: a checked run.
@@ -257,14 +246,7 @@ def optimizer_of(
     """
     train = config.train
     optimizer = config.optimizer.build(train.steps, factory)
-    if not clips_itself(config):
-        return optimizer
-    return watched(
-        optimizer,
-        clip_norm=train.clip_norm,
-        spikes=train.spikes,
-        norms_by_layer=train.norms_by_layer,
-    )
+    return optimizer if train.spikes is None else watched(optimizer, spikes=train.spikes)
 
 
 def _example(config: RunConfig, strategy: Strategy, world: World) -> Batch | None:

@@ -47,10 +47,8 @@ _END = object()
 """Sentinel for the end of the batches, which no data can contain."""
 NONFINITE = "nonfinite"
 """The reason of a run that ends with an error."""
-_ADVICE = (
-    "Lower the learning rate, clip the gradients or look at the data; nonfinite='skip' skips such "
-    "batches, 'rollback' goes back to a checkpoint"
-)
+_CAUSES = "Lower the learning rate, clip the gradients or look at the data"
+_ADVICE = f"{_CAUSES}; nonfinite='skip' skips such batches, 'rollback' goes back to a checkpoint"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -593,7 +591,28 @@ class Trainer:
             if not self._has_saved(recorder):
                 self._save(recorder.step, state, recorder)
         rollbacks = f" after {recorder.rollbacks} rollbacks" if recorder.rollbacks else ""
-        raise NonfiniteError(f"{nonfinite}{rollbacks}{remark}. {_ADVICE}")
+        raise NonfiniteError(f"{nonfinite}{rollbacks}{remark}. {self._advice(recorder)}")
+
+    def _advice(self, recorder: MetricRecorder) -> str:
+        """Says what to do after a nonfinite step from which the run could not continue."""
+        limit = self.options.max_rollbacks
+        if self._policy is not Nonfinite.ROLLBACK:
+            return _ADVICE
+        if recorder.rollbacks == limit:
+            return (
+                f"max_rollbacks={limit} allows no more. {_CAUSES}; raise max_rollbacks, or let "
+                "nonfinite='skip' skip such batches"
+            )
+        if recorder.step == 0 or self.save is None:
+            return (
+                "nonfinite='rollback' found no checkpoint to go back to. "
+                f"{_CAUSES}; nonfinite='skip' needs no checkpoint"
+            )
+        return (
+            "nonfinite='rollback' found no checkpoint to go back to; that state is saved now. "
+            "Resume the run, as --resume auto does: it goes back to that state and continues with "
+            "the next batches. Save more often to go back without a restart"
+        )
 
     def _has_saved(self, recorder: MetricRecorder) -> bool:
         """Whether the last finite state is saved, or is that of a new run."""

@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from axon_dist.checkpoint import read_manifest
+from axon_dist.checkpoint import load_checkpoint, read_manifest
 from axon_dist.checkpoint.layout import MANIFEST, MARKER, marker_of
 from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.data import Loader
 from axon_dist.step import TrainStep
 from axon_dist.train.app import RunDirectory, train
 from axon_dist.train.app.lock import locked
-from axon_dist.train.app.resume import SavedStates, changes_since
+from axon_dist.train.app.refit import refit_of
+from axon_dist.train.app.resume import SavedStates, changes_since, open_states
+from axon_dist.train.app.run_model import find_checkpoint
+from axon_dist.train.app.runs import build_run
 from axon_dist.train.config import RunConfig, load_config
 
 
@@ -292,6 +295,99 @@ def test_every_kind_of_saving(config, kind, background):
     best = done.summary["best_validation_loss"]
     scores = [read_manifest(path).score for path in done.directory.checkpoints.iterdir()]
     assert best in scores
+
+
+def test_the_best_is_of_the_branch_that_the_run_went_on_with(config):
+    """The run goes back to step 2 and becomes worse; its first save is of a later step than all."""
+    changes = {"train__eval_every": 2, "checkpoint__keep": 9, "train__steps": 6}
+    done = train(config("run", checkpoint__every=2, **changes))
+    folder = done.directory.checkpoints
+    worse = {"optimizer__learning_rate": 100.0, "train__steps": 8, "checkpoint__every": 8}
+    again = config("run", **{**changes, **worse, "checkpoint__best": 1, "checkpoint__keep": 1})
+    resumed = train(again, resume=str(folder / "step_00000002"))
+    curve = dict(resumed.result.validation_curve)
+    assert curve[8] > curve[2]
+    assert find_checkpoint(done.directory.path, again, "best").name == "step_00000002"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000002", "step_00000008"]
+
+
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory):
+    """The folder of a run by its options, which stopped after step 3 of 6."""
+    made = {}
+
+    def folder(config, **options):
+        key = json.dumps(options, sort_keys=True)
+        if key not in made:
+            at = tmp_path_factory.mktemp("three")
+            made[key] = train(config("made", run_dir=str(at / "run"), **options))
+            keep_only(made[key], 3)
+        return made[key].directory.checkpoints / "step_00000003"
+
+    return folder
+
+
+SPIKES = {"train__spikes": {"window": 2}}
+FP16 = {"precision": "fp16"}
+BEGUN = {
+    "norms begin": ({}, {"train__norms_by_layer": True}, None),
+    "norms end": ({"train__norms_by_layer": True}, {}, None),
+    "spikes begin": ({}, SPIKES, "train.spikes: the averages of losses and norms begin at 0"),
+    "spikes end": (SPIKES, {}, "train.spikes: the averages of losses and norms in the checkpoint"),
+    "spikes go on without a clip": (SPIKES, SPIKES | {"train__clip_norm": None}, None),
+    "ema begins": ({}, {"train__ema": 0.5}, "train.ema: the moving average begins with the param"),
+    "ema ends": ({"train__ema": 0.5}, {}, "train.ema: the moving average in the checkpoint is not"),
+    "scale begins": ({}, FP16, "precision: the loss scale begins at its first value"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.sample("norms end", "spikes begin", "ema begins")
+@pytest.mark.parametrize("name", BEGUN)
+def test_a_run_goes_on_when_what_watches_it_begins_or_ends(name, config, three_steps):
+    """Parameters and moments are those of the checkpoint; what begins, begins there."""
+    before, after, line = BEGUN[name]
+    path = three_steps(config, **before)
+    run = build_run(config("on", **after))
+    told, directory = [], mock.Mock(checkpoints=path.parent, place=path.parent, address=None)
+    saved = open_states(run, directory, {}, told.append)
+    state = saved.find_start(str(path), told.append)
+    original = build_run(config("made", **before)).step
+    expected = load_checkpoint(path, original)
+    assert bits(state.params) == bits(expected.params)
+    moments = lambda s: bits(s.opt_state.inner if "inner" in dir(s.opt_state) else s.opt_state)
+    assert moments(state) == moments(expected)
+    assert line is None or any(text.startswith(line) for text in told), told
+    if name == "ema begins":
+        assert bits(state.ema) == bits(state.params)
+    if name == "scale begins":
+        assert float(state.scaler.scale) == float(run.step.init().scaler.scale)
+    if name == "spikes begin":
+        assert int(state.opt_state.steps) == 0
+    state, metrics = run.step(state, next(run.loader))
+    assert np.isfinite(metrics["loss"])
+
+
+def test_a_checkpoint_that_does_not_fit_names_the_changed_keys(config, three_steps):
+    path = three_steps(config)
+    other = config("on", optimizer={"name": "sgd", "learning_rate": 0.1, "momentum": 0.9})
+    with pytest.raises(CheckpointError, match=r"does not fit: .* saved: optimizer.name: .* Set"):
+        train(other, resume=str(path))
+
+
+def test_old_states_in_which_the_optimizer_clipped_are_read():
+    """Until 0.3 norms by layer were in the state, and a clip in the chain that was watched."""
+    rest = ["opt_state/steps", "opt_state/metrics/grad_norm/head", "params/w"]
+    for number in (0, 1):
+        saved = [f"opt_state/inner/{number}/0/mu/w", *rest]
+        refit, lines = refit_of(saved, ["opt_state/0/mu/w", "params/w"])
+        assert (refit.names["opt_state/0/mu/w"], lines) == (saved[0], [])
+        assert refit.dropped == set(rest[:2])
+        watched = ["opt_state/inner/0/0/mu/w", "opt_state/averages/loss/mean", *rest]
+        refit, lines = refit_of(saved, watched)
+        assert refit.names["opt_state/inner/0/0/mu/w"] == saved[0]
+        # Averages that begin have seen no steps.
+        assert "opt_state/steps" in refit.absent
 
 
 def test_best_needs_validations(config):
