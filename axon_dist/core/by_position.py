@@ -46,7 +46,7 @@ _HOOKS = ("dot_general", "promote_dtype", "einsum_op")
 """Attributes of these layers that hold a function which a call runs."""
 
 _ELEMENTWISE = (
-    *(nnx.celu, nnx.elu, nnx.gelu, nnx.hard_sigmoid, nnx.hard_silu, nnx.hard_tanh),
+    *(nnx.celu, nnx.elu, nnx.gelu, nnx.hard_sigmoid, nnx.hard_silu, nnx.hard_tanh, nnx.identity),
     *(nnx.leaky_relu, nnx.log_sigmoid, nnx.relu, nnx.selu, nnx.sigmoid, nnx.silu),
     *(nnx.soft_sign, nnx.softplus, nnx.tanh, jax.nn.mish, jax.nn.relu6, jax.nn.squareplus),
     *(jnp.tanh, jnp.sin, jnp.cos, jnp.exp, jnp.abs, jnp.square),
@@ -112,7 +112,7 @@ def _keeps_positions(layer: Any) -> bool:
         case nnx.LinearGeneral():
             return tuple(layer.axis) == (-1,) and not layer.batch_axis
         case nnx.LayerNorm() | nnx.RMSNorm():
-            return layer.reduction_axes in (-1, (-1,))
+            return all(x in (-1, (-1,)) for x in (layer.reduction_axes, layer.feature_axes))
     return True
 
 

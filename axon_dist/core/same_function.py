@@ -9,6 +9,7 @@ small operations, however large the model is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -41,8 +42,9 @@ _REPEATED = 2**16 + 1
 def is_from(function: Any, *packages: str) -> bool:
     """Whether a function is defined in one of the given packages.
 
-    Wrappers of this library are looked through. A user's decorator is not, even if it copies the
-    name of the wrapped function.
+    Wrappers of this library and of the packages are looked through: what they wrap must be from the
+    packages too, as with `nnx.jit` of a user's function. A user's decorator is not, even if it
+    copies the name of the wrapped function.
 
     Args:
         function: a function or a method.
@@ -58,7 +60,7 @@ def is_from(function: Any, *packages: str) -> bool:
         return (code or {}).get("__name__") or type(one).__module__
 
     while (inner := getattr(function, "__wrapped__", None)) is not None:
-        if not f"{module_of(function)}.".startswith(_OURS):
+        if not f"{module_of(function)}.".startswith((_OURS, *packages)):
             break
         function = inner
     return f"{module_of(function)}.".startswith(packages)
@@ -66,6 +68,8 @@ def is_from(function: Any, *packages: str) -> bool:
 
 def has_methods_from(kind: type, *packages: str) -> bool:
     """Whether all methods of a class, and of the modules among its bases, are from some packages.
+
+    Methods are whatever a call may run: also properties, class methods and wrapped functions.
 
     Args:
         kind: a class of modules.
@@ -76,10 +80,22 @@ def has_methods_from(kind: type, *packages: str) -> bool:
         method
         for base in bases
         if base is not nnx.Module
-        for method in vars(base).values()
-        if inspect.isfunction(method)
+        for value in vars(base).values()
+        for method in _functions_of(value)
     )
     return all(is_from(method, *packages) for method in methods)
+
+
+def _functions_of(value: Any) -> list[Any]:
+    """Returns the functions that an attribute of a class runs; none for plain data and classes."""
+    match value:
+        case property():
+            return [one for one in (value.fget, value.fset, value.fdel) if one is not None]
+        case staticmethod() | classmethod():
+            return [value.__func__]
+        case functools.partialmethod() | functools.cached_property():
+            return [value.func]
+    return [value] if callable(value) and not inspect.isclass(value) else []
 
 
 @dataclasses.dataclass(frozen=True)

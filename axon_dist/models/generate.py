@@ -426,9 +426,9 @@ def _decodes_as_called(
         return True
     warn(
         f"{kind.__name__} inherits decode, whose logits differ by {difference:.2g} from those of "
-        f"a call, because {', '.join(unknown)} computes other logits; so each new token needs a "
-        "call of the model on the whole sequence. Override decode with a matching one for more "
-        "speed"
+        f"a call; the model has layers that may read several positions: {', '.join(unknown)}. So "
+        "each new token needs a call of the model on the whole sequence. Override decode with a "
+        "matching one for more speed"
     )
     return False
 

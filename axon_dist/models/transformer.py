@@ -382,11 +382,12 @@ def decode_layers(stacked: Block, x: Array, past: Past, place: Place) -> tuple[A
 
 def _table_dtype(table: nnx.Module) -> Any:
     """Returns the dtype of the parameters of a token embedding, which may be a user's own layer."""
-    if isinstance(table, nnx.Embed):
-        return table.embedding.dtype
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(nnx.state(table, nnx.Param))]
-    floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
-    return jnp.result_type(*floats or [jnp.float32])
+    embedding = getattr(table, "embedding", None)
+    leaves = [embedding] if embedding is not None else jax.tree.leaves(nnx.state(table, nnx.Param))
+    dtypes = [leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    # Kernels in 8 bits are scaled to a wider type before they are used.
+    wide = [dtype for dtype in dtypes if dtype.itemsize > 1]
+    return jnp.result_type(*wide or [jnp.float32])
 
 
 def _plain_kernel(layer: nnx.Module) -> Array | None:

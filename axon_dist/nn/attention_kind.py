@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -407,7 +407,7 @@ def _samples(
         # One key more or fewer changes a mean of n values by about 1 / n.
         exact = close if is_low or score else min(_CLOSE, 0.05 / length)
         yield _Sample(query * np.float32(score * unit), key, value, 1, exact)
-    bounds = sorted({x for x in _bounds(closed.jaxpr) if 4 < x < 1e6})
+    bounds = sorted({x for x in map(abs, _bounds(closed)) if 4 < x < 1e6})
     # Half precision ends at 65504.
     most = 1e4 if is_low else math.inf
     for large in dict.fromkeys((64.0, *(4 * x for x in bounds))):
@@ -438,14 +438,17 @@ def _large_scores(
 
     A finite number that masks scores, such as -1e4, is not one if scores are as large, but differs
     from a mask in a model only there. So numbers from 500 on are taken for masks, unless the
-    program compares scores with them, and scores stay below them.
+    program limits scores by them or compares scores with them, and scores stay below them. A mask
+    may also be the least value of the largest score of a row.
     """
-    masks = [x for x in _numbers(closed) if x >= 500 and x not in bounds]
+    floors = {-x for x in _bounds(closed, {"max"}) if x < 0} & {*_set_numbers(closed.jaxpr)}
+    limits = {*bounds} - floors
+    masks = [x for x in _numbers(closed, is_float=True) if x >= 500 and x not in limits]
     most = min(masks, default=math.inf) / 9
     if is_low and kind.softcap is not None:
         # Capped scores that are nearly equal differ in half precision by chance.
         most = min(most, kind.softcap / 4)
-    return [x for x in dict.fromkeys((16.0, 64.0, 256.0, *bounds)) if x <= most]
+    return [*dict.fromkeys(min(x, most) for x in (16.0, 64.0, 256.0, *bounds))]
 
 
 def _compared(
@@ -474,7 +477,7 @@ def _compared(
             return Unread(
                 f"seems to be attention {kind}, but differs from it by {worst:.2g} on random "
                 f"inputs with scores up to {_largest(kind, sample):.3g}, at position {at[1]} of "
-                f"head {at[2]}"
+                f"head {at[2]}{_weak_mask(closed)}"
             )
     return kind
 
@@ -489,22 +492,58 @@ def _is_low(closed: ClosedJaxpr) -> bool:
     return any(str(value.aval.dtype) in _LOW for value in _values(closed.jaxpr))
 
 
-_BOUNDING = {"max", "min", "clamp", "gt", "ge", "lt", "le"}
+def _weak_mask(closed: ClosedJaxpr) -> str:
+    """Names a number that may mask scores of ordinary size only, or returns an empty text."""
+    weak = [x for x in _set_numbers(closed.jaxpr) if 20 <= x < 500]
+    return f"; if -{weak[0]:g} masks scores, mask them with -inf or -1e9" if weak else ""
 
 
-def _bounds(jaxpr: Any) -> Iterator[float]:
-    """Yields the sizes of the finite float literals that values are limited by or compared with."""
+_BOUNDING = frozenset({"max", "min", "clamp", "gt", "ge", "lt", "le"})
+
+
+def _bounds(closed: ClosedJaxpr, names: Collection[str] = _BOUNDING) -> Iterator[float]:
+    """Yields the finite numbers that floats are limited by or compared with."""
+    scalars = {
+        variable: value
+        for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        if np.size(value) == 1
+    }
+    for operand in _bounding_operands(closed.jaxpr, names):
+        value = operand.val if isinstance(operand, Literal) else scalars.get(operand)
+        if value is not None and np.size(value) == 1:
+            number = float(np.asarray(value).reshape(()))
+            if math.isfinite(number):
+                yield number
+
+
+def _bounding_operands(jaxpr: Any, names: Collection[str]) -> Iterator[Any]:
     for equation in jaxpr.eqns:
-        # `jnp.clip` passes its bounds to an inner program.
-        programs = [equation, *(e for x in inner_programs(equation) for e in x.eqns)]
-        if any(one.primitive.name in _BOUNDING for one in programs):
-            for operand in equation.invars:
-                if isinstance(operand, Literal) and np.size(operand.val) == 1:
-                    number = abs(float(np.asarray(operand.val).reshape(())))
-                    if math.isfinite(number):
-                        yield number
+        if _bounds_values(equation, names) and _has_floats(equation):
+            yield from equation.invars
         for inner in inner_programs(equation):
-            yield from _bounds(inner)
+            yield from _bounding_operands(inner, names)
+
+
+def _bounds_values(equation: Any, names: Collection[str] = _BOUNDING) -> bool:
+    """Whether an equation is one of these, or calls a program of them, as `jnp.clip` does."""
+    equations = [equation, *(e for x in inner_programs(equation) for e in x.eqns)]
+    return any(one.primitive.name in names for one in equations)
+
+
+def _set_numbers(jaxpr: Any) -> Iterator[float]:
+    """Yields the sizes of the negative literals beside floats that limit no value."""
+    for equation in jaxpr.eqns:
+        if not _bounds_values(equation) and _has_floats(equation):
+            scalars = (x.val for x in equation.invars if isinstance(x, Literal))
+            numbers = (float(np.asarray(x).reshape(())) for x in scalars if np.size(x) == 1)
+            yield from (-x for x in numbers if x < 0 and math.isfinite(x))
+        for inner in inner_programs(equation):
+            yield from _set_numbers(inner)
+
+
+def _has_floats(equation: Any) -> bool:
+    """Whether an equation reads floats; its integers may then be numbers that become floats."""
+    return any(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in equation.invars)
 
 
 def _values(jaxpr: Any) -> Iterator[Any]:
@@ -514,23 +553,28 @@ def _values(jaxpr: Any) -> Iterator[Any]:
             yield from _values(inner)
 
 
-def _numbers(closed: ClosedJaxpr) -> Iterator[float]:
-    """Yields the numbers in a jaxpr: literals, and constants of one element."""
-    yield from _literals(closed.jaxpr)
+def _numbers(closed: ClosedJaxpr, is_float: bool = False) -> Iterator[float]:
+    """Yields the numbers in a jaxpr: literals, and constants of one element.
+
+    With `is_float`, only those that are floats or are read with floats.
+    """
+    yield from _literals(closed.jaxpr, is_float)
     for value in closed.consts:
-        if np.size(value) == 1 and np.asarray(value).dtype.kind in "iuf":
+        kinds = "f" if is_float else "iuf"
+        if np.size(value) == 1 and np.asarray(value).dtype.kind in kinds:
             yield abs(float(np.asarray(value).reshape(())))
 
 
-def _literals(jaxpr: Any) -> Iterator[float]:
+def _literals(jaxpr: Any, is_float: bool) -> Iterator[float]:
     for equation in jaxpr.eqns:
         for operand in equation.invars:
             if isinstance(operand, Literal) and np.size(operand.val) == 1:
                 number = abs(float(np.asarray(operand.val).reshape(())))
-                if math.isfinite(number) and 1e-6 < number < 1e6:
+                is_wanted = not is_float or _has_floats(equation)
+                if is_wanted and math.isfinite(number) and 1e-6 < number < 1e6:
                     yield number
         for inner in inner_programs(equation):
-            yield from _literals(inner)
+            yield from _literals(inner, is_float)
 
 
 def _unseen(whole: ClosedJaxpr, tried: int, length: int) -> float:

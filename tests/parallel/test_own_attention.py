@@ -140,9 +140,19 @@ def unguarded(query, key, value):
     return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), value)
 
 
+def guarded(query, key, value):
+    """A softmax whose largest score of a row is at least the number of masked scores."""
+    scores = jnp.where(CAUSAL, jnp.einsum("bthd,bshd->bhts", query, key) * 0.5, -1e4)
+    weights = jnp.exp(scores - jnp.maximum(scores.max(-1, keepdims=True), -1e4))
+    return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), value)
+
+
+LIMIT = jnp.float32(3000)
 LIMITED = {
     "scores": limited(scores=lambda x: jnp.clip(x, -30, 30)),
     "scores above": limited(scores=lambda x: jnp.minimum(x, 100.0)),
+    "scores next to a mask": limited(scores=lambda x: jnp.clip(x, -200, 200), mask=-1e3),
+    "scores by a constant": limited(scores=lambda x: jnp.clip(x, -LIMIT, LIMIT)),
     "scores by comparison": limited(scores=lambda x: jnp.where(x > 3000, 3000.0, x)),
     "scores in half precision": limited(scores=lambda x: jnp.clip(x, -30, 30), dtype=jnp.bfloat16),
     "queries": limited(query=lambda x: jnp.clip(x, -50, 50)),
@@ -151,6 +161,7 @@ LIMITED = {
 }
 UNLIMITED = {
     "plain": limited(),
+    "guarded": guarded,
     "half precision": limited(dtype=jnp.bfloat16),
     "mask of 1000": limited(mask=-1e3),
     "unguarded": unguarded,
@@ -167,6 +178,12 @@ def test_attention_that_limits_large_numbers_is_not_softmax_attention(kind):
     found = kind_found(LIMITED[kind])
     assert isinstance(found, Unread)
     assert "differs from it by" in found.why
+
+
+def test_a_mask_of_a_small_number_is_named():
+    found = kind_found(limited(mask=-100.0))
+    assert isinstance(found, Unread)
+    assert "if -100 masks scores, mask them with -inf or -1e9" in found.why
 
 
 @pytest.mark.parametrize("kind", UNLIMITED)
