@@ -13,17 +13,18 @@ from axon_dist.train.config import RunConfig
 
 def test_a_config_and_a_run(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
-    tiny |= {"mesh": "dp=2", "devices": {"emulate": 8}, "parallel": "ddp"}
+    tiny |= {"mesh": "dp=2", "devices": {"emulate": 4}, "parallel": "ddp"}
+    tiny["model"]["gated"] = False
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text(json.dumps(tiny))
     out = tmp_path / "waterfall.json"
-    assert main(["profile", str(folder), "mesh=dp=8", "--steps", "2", "--json", str(out)]) == 0
+    assert main(["profile", str(folder), "mesh=dp=4", "--steps", "2", "--json", str(out)]) == 0
     text = capsys.readouterr().out
     assert "matrix products below the peak" in text
-    assert "shared by 8 devices" in text
+    assert "shared by 4 devices" in text
     found = Waterfall.from_dict(json.loads(out.read_text()))
-    assert (found.num_steps, found.num_devices) == (2, 8)
+    assert (found.num_steps, found.num_devices) == (2, 4)
     total = found.useful_seconds + sum(loss.seconds for loss in found.losses)
     assert abs(total / found.step_seconds - 1) < 0.01
     lost = {loss.kind: loss for loss in found.losses}
