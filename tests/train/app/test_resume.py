@@ -22,6 +22,7 @@ from axon_dist.train.app import RunDirectory, train
 from axon_dist.train.app.lock import locked
 from axon_dist.train.app.resume import SavedStates, changes_since
 from axon_dist.train.config import RunConfig, load_config
+from tests.line import OWN
 from tests.words import WORDS
 
 
@@ -170,7 +171,7 @@ def test_a_validation_that_a_signal_aborts_is_made_up_for(config, monkeypatch, a
     """With the last validation, the run ends without a step that could follow."""
     make = Loader.validation_batches
     options = {"train__steps": 6, "train__eval_every": 2, "checkpoint": {"every": 2, "keep": 9}}
-    options |= {"train__best": {"patience": 3, "min_delta": 100.0}, "model": WORDS}
+    options |= {"train__best": {"patience": 3, "min_delta": 100.0}, **OWN}
     whole = train(config("whole", **options))
     calls = []
 
@@ -198,7 +199,7 @@ def test_a_validation_that_a_signal_aborts_is_made_up_for(config, monkeypatch, a
 
 def test_a_run_that_stopped_early_has_nothing_left_unless_it_may_wait_longer(config):
     options = {"train__steps": 20, "train__eval_every": 1, "checkpoint": {"every": 1, "keep": 9}}
-    options["model"] = WORDS
+    options |= OWN
     patient = lambda count: {"train__best": {"patience": count, "min_delta": 100.0}}
     first = train(config("run", **options, **patient(2)))
     assert (first.result.reason, first.result.num_steps) == ("early stopping", 3)
@@ -477,7 +478,7 @@ def test_a_resumed_run_continues_the_run_of_its_tracker(config, monkeypatch):
     init = lambda id=None, **kwargs: Run(id or next(ids))
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     part = lambda folder, steps, project: config(
-        folder, model=WORDS, optimizer__schedule={"name": "constant"},
+        folder, **OWN, optimizer__schedule={"name": "constant"},
         train__steps=steps, train__eval_every=0, checkpoint={"every": 2},
         loggers=[{"name": "wandb", "project": project}],
     )  # fmt: skip
