@@ -487,11 +487,11 @@ def test_a_mixture_has_its_shares_in_every_stretch(mixture):
 )
 def test_a_mixture_says_the_shares_that_it_draws(mixture, weights, counts):
     mixed = Mixture(mixture._parts[: len(weights)], weights)
-    length = 10 * sum(counts)
+    length = 2 * sum(counts)
     order = mixed.order(0)
     which = [np.searchsorted(mixed._starts, order[g], "right") - 1 for g in range(length)]
-    assert np.bincount(which).tolist() == [10 * count for count in counts]
-    assert np.bincount(mixed.spread(length)[:, 0]).tolist() == [10 * count for count in counts]
+    assert np.bincount(which).tolist() == [2 * count for count in counts]
+    assert np.bincount(mixed.spread(length)[:, 0]).tolist() == [2 * count for count in counts]
     said = re.findall(r"(\S+)% of \(", mixed.description)
     assert said == [f"{100 * count / sum(counts):.3g}" for count in counts]
     paddings = [part.padding for part in mixed._parts]

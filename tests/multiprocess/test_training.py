@@ -1,6 +1,7 @@
 """Several processes train to the losses of one."""
 
 import json
+import os
 import sys
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 from axon_dist.launch import LaunchPlan, launch
 from axon_dist.train.app import train
 from axon_dist.train.config import load_config
+
+from .conftest import Processes
 
 pytestmark = pytest.mark.multiprocess
 
@@ -33,6 +36,12 @@ STRATEGIES = {
     "ddp": ["mesh=dp=4", "parallel=ddp"],
     "fsdp": ["mesh=fsdp=4", "parallel=full_shard"],
     "dropout": ["mesh=fsdp=4", "parallel=full_shard", "train.accumulate=2", "model.dropout=0.3"],
+    "words": [
+        "mesh=fsdp=4",
+        "parallel=full_shard",
+        "train.accumulate=2",
+        "model={factory: tests.words:Words, dropout: 0.3}",
+    ],
     "hybrid": ["mesh=dp=2,fsdp=2", "parallel=hybrid_shard"],
     "other order": ["mesh=dp=2,fsdp=2", "parallel=[fsdp, ddp]", "model.dropout=0.3"],
     "accumulated": ["mesh=dp=4", "parallel=ddp", "train.accumulate=2"],
@@ -71,6 +80,7 @@ def of_many(path, overrides, count, monkeypatch):
     folder, logs = path.parent / "many", path.parent / "logs"
     monkeypatch.delenv("NPROC", raising=False)
     monkeypatch.setenv("XLA_FLAGS", FLAGS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     memory = path.parent / "memory"
     memory.mkdir()
     monkeypatch.setenv("AXON_MEMORY", str(memory))
@@ -85,12 +95,9 @@ def of_many(path, overrides, count, monkeypatch):
     return losses_in(folder), (logs / "rank-0.log").read_text()
 
 
+MARKS = {("words", 2): [], ("dropout", 2): pytest.mark.full}
 CASES = [
-    pytest.param(
-        name,
-        count,
-        marks=[] if (name, count) == ("dropout", 2) else pytest.mark.slow,
-    )
+    pytest.param(name, count, marks=MARKS.get((name, count), pytest.mark.slow))
     for name in STRATEGIES
     for count in (2, 4)
 ]
@@ -112,7 +119,7 @@ from flax import nnx
 from axon_dist import World, build_train_step, ddp
 from axon_dist.train.loop import LoopOptions, Trainer
 
-world = World.init("dp=-1")
+world = World.emulate(4, "dp=-1")
 loss = lambda model, batch: jnp.mean((model(batch["x"]) - 1.0) ** 2)
 model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
 step = build_train_step(model, optax.sgd(0.0), loss, ddp(), world)
@@ -138,12 +145,9 @@ for patience in (0, 1):
 """
 
 
-def test_processes_of_which_one_knows_earlier_validations_act_together(start):
+def test_processes_of_which_one_knows_earlier_validations_act_together(texts_of_two):
     """They stop early together, and make up for an aborted validation together."""
-    processes = start(2, "-c", TOGETHER)
-    assert processes.wait([0, 1], 240) == [0, 0], processes.text(0)
-    for rank in (0, 1):
-        said = processes.text(rank)
+    for said in texts_of_two:
         assert "patient early stopping after 4" in said
         assert "finished after 4 validated [2, 4]" in said
         assert "early stopping after 2 validated [2]" in said
@@ -154,10 +158,14 @@ import jax, jax.numpy as jnp, numpy as np, optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from axon_dist import Shared, Weighted, World, build_train_step, ddp, tensor_parallel
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, LaunchError
 from axon_dist.core.weighted import FilledBatch
 
-world = World.init("dp=-1")
+World.emulate(4)
+one_of_each = [device for device in jax.devices() if device.id == min(
+    other.id for other in jax.devices() if other.process_index == device.process_index
+)]
+world = World.init("dp=-1", devices=one_of_each)
 me = world.process_index
 model = nnx.Linear(4, 4, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
 own = NamedSharding(world.mesh, PartitionSpec("dp"))
@@ -201,11 +209,15 @@ def loss(model, batch):
     each = model(batch["x"]) * batch["scale"] * jax.random.uniform(batch["key"], minval=1.0)
     return jnp.mean(each)
 
-world = World.init("tp=-1")
+world = World.init("tp=-1", devices=one_of_each)
 mine = lambda x: jax.device_put(x, jax.local_devices()[0])
 rows = np.ones((2, 4), np.float32)
 step = build_train_step(model, optax.sgd(0.0), loss, tensor_parallel({"kernel": "column"}), world)
 key = jax.random.key(0)
+try:
+    step(step.init(), {"x": rows + me, "scale": Shared(np.float32(3)), "key": Shared(key)})
+except LaunchError as error:
+    print(error.code, str(error), flush=True)
 for name, put in (("numpy", lambda x: x), ("jax", jnp.asarray), ("mine", mine)):
     shared = {"scale": Shared(put(np.float32(3))), "key": Shared(put(key))}
     batch = {"x": put(rows), **shared}
@@ -216,13 +228,10 @@ for name, put in (("numpy", lambda x: x), ("jax", jnp.asarray), ("mine", mine)):
 """
 
 
-def test_jax_arrays_of_one_process_are_its_rows_and_spread_ones_those_of_all(start):
-    processes = start(2, "-c", ARRAYS)
-    assert processes.wait([0, 1], 240) == [0, 0], processes.text(0)
+def test_jax_arrays_of_one_process_are_its_rows_and_spread_ones_those_of_all(texts_of_two):
     sums = [4 * 1.5 + 16 * row + 400 * process for process in (0, 1) for row in range(3)]
     mean = sum(one**2 for one in sums) / 6
-    for rank in (0, 1):
-        text = processes.text(rank)
+    for text in texts_of_two:
         for name in ("numpy", "some", "jax", "spread"):
             for count in (1, 2):
                 assert f"own rows {name} {count} 93220.0 93220.0" in text
@@ -232,6 +241,8 @@ def test_jax_arrays_of_one_process_are_its_rows_and_spread_ones_those_of_all(sta
         assert ["pad-mixed-leaves"] in said
         for name in ("numpy", "jax", "mine"):
             assert f"all rows {name} 12.0 12.0" in text, text
+        assert "rows-of-processes-differ the processes disagree about 'batch': " in text
+        assert "process 1 has rows of x" in text
 
 
 ROWS = """
@@ -287,6 +298,9 @@ def record(name, mesh, strategy, **options):
 two = "dp=2,fsdp=2"
 swapped = compose(fsdp(min_elements=1), ddp())
 step, _ = record("swapped", two, swapped, accumulate=2)
+"""
+
+OTHER_ROWS = """
 cut = {"accumulate": 2, "separable": False}
 placed, state = record("by place", two, swapped, rate=0, loss=by_place, **cut)
 rows = placed.own_rows(16, evaluated=True)
@@ -328,18 +342,45 @@ print(json.dumps(losses), flush=True)
 """
 
 
-def test_rows_of_any_ranks_train_as_on_one_process(start, capsys):
-    processes = start(2, "-c", ROWS)
-    # Here with all devices, while the others start.
-    exec(ROWS, {"__name__": "rows"})
-    expected = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert processes.wait([0, 1], 240) == [0, 0], processes.text(0)
-    for rank in (0, 1):
-        said = processes.text(rank)
-        losses = json.loads([line for line in said.splitlines() if line.startswith("{")][-1])
+@pytest.fixture(scope="module")
+def texts_of_two(tmp_path_factory):
+    """What each of two processes prints that run the short programs of this file one by one."""
+    program = "\n".join((ROWS, "print(json.dumps(losses), flush=True)", ARRAYS, TOGETHER))
+    folder = tmp_path_factory.mktemp("two")
+    processes = Processes(folder, [sys.executable, "-c", program], 2)
+    try:
+        assert processes.wait([0, 1], 240) == [0, 0], processes.text(0)
+    finally:
+        processes.end()
+    return [processes.text(rank) for rank in (0, 1)]
+
+
+def losses_of(said):
+    return json.loads([line for line in said.splitlines() if line.startswith("{")][-1])
+
+
+def assert_losses_are_those_of_one_process(texts, program, capsys):
+    exec(program, {"__name__": "rows"})
+    expected = losses_of(capsys.readouterr().out)
+    for said in texts:
+        losses = losses_of(said)
         assert losses.keys() == expected.keys()
         for name, values in expected.items():
             assert losses[name] == pytest.approx(values, rel=1e-5), name
+
+
+def test_rows_that_are_not_consecutive_train_as_on_one_process(texts_of_two, capsys):
+    program = ROWS + "\nprint(json.dumps(losses))"
+    assert_losses_are_those_of_one_process(texts_of_two, program, capsys)
+
+
+@pytest.mark.full
+def test_rows_of_any_ranks_train_as_on_one_process(start, capsys):
+    processes = start(2, "-c", ROWS + OTHER_ROWS)
+    assert processes.wait([0, 1], 240) == [0, 0], processes.text(0)
+    texts = [processes.text(rank) for rank in (0, 1)]
+    assert_losses_are_those_of_one_process(texts, ROWS + OTHER_ROWS, capsys)
+    for said in texts:
         assert "rows-of-processes-differ the processes disagree about 'batch': " in said
         assert "process 1 has rows of x[0:4, 0:4]=" in said
         assert "warned 0 []" in said

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,12 @@ import optax
 import pytest
 import tokenizers
 
+from axon_dist.checkpoint import save_checkpoint
 from axon_dist.core.errors import ConfigError
 from axon_dist.data import TextLoader, TextSource, load_text
 from axon_dist.data.chat import Rendered, ask, find_template
 from axon_dist.data.tokenizer import load_tokenizer
-from axon_dist.train.app import Completion, evaluate, generate_text, load_model, train
+from axon_dist.train.app import Completion, RunDirectory, evaluate, generate_text, load_model, train
 from axon_dist.train.app.evaluate import (
     _chats,
     end_of_answer,
@@ -25,7 +27,7 @@ from axon_dist.train.app.evaluate import (
     world_of,
 )
 from axon_dist.train.app.run_model import _token_ids, tokenizer_of
-from axon_dist.train.app.runs import measured_on
+from axon_dist.train.app.runs import build_run, measured_on
 from axon_dist.train.app.steps import build_step
 from axon_dist.train.cli import runs
 from axon_dist.train.cli.main import main
@@ -36,8 +38,8 @@ LENGTH = 16
 MADE_UP = "data={{kind: synthetic_images, image_size: 16}}"
 
 
-def trained(folder, **changes):
-    """A run on a small text."""
+def small(folder, **changes):
+    """The config of a run on a small text."""
     for name, count in (("train", 40), ("validation", 37)):
         (folder / f"{name}.txt").write_text(f"{name}: the quick brown fox jumps. " * count)
     config = {
@@ -58,7 +60,12 @@ def trained(folder, **changes):
     }  # fmt: skip
     for section, keys in changes.items():
         config[section] = {**config.get(section, {}), **keys} if isinstance(keys, dict) else keys
-    return train(RunConfig.from_dict(config)).directory.path
+    return RunConfig.from_dict(config)
+
+
+def trained(folder, **changes):
+    """A run on a small text."""
+    return train(small(folder, **changes)).directory.path
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +79,16 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain_run(tmp_path_factory):
-    """A run of one step on one device, for error cases."""
-    changes = {
-        "model": {"num_layers": 1, "gated": False},
-        "optimizer": {"name": "sgd"},
-        "train": {"steps": 1, "eval_every": 0},
-    }
-    return trained(tmp_path_factory.mktemp("plain"), **changes)
+    """A run on one device with a checkpoint of its first state, for error cases."""
+    changes = {"model": {"num_layers": 1, "gated": False}, "optimizer": {"name": "sgd"}}
+    config = small(tmp_path_factory.mktemp("plain"), **changes)
+    directory = RunDirectory(Path(config.run_dir))
+    directory.path.mkdir()
+    directory.write_config(config)
+    meta = {"step": 1, "config": config.to_dict()}
+    state = build_run(config).step.init()
+    save_checkpoint(directory.checkpoints / "step_00000001", state, meta=meta)
+    return directory.path
 
 
 def greedy(run, prompt, num_tokens):

@@ -25,6 +25,8 @@ from axon_dist.train.app.resume import SavedStates, changes_since, open_states
 from axon_dist.train.app.run_model import find_checkpoint
 from axon_dist.train.app.runs import build_run
 from axon_dist.train.config import RunConfig, load_config
+from tests.line import OWN
+from tests.words import WORDS
 
 
 @pytest.fixture
@@ -83,8 +85,8 @@ def tokens_seen(monkeypatch):
 @pytest.mark.parametrize("stop", [2, pytest.param(5, marks=pytest.mark.full)])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tokens_seen, stop):
     console = Console(file=io.StringIO(), width=200)
-    saved = {"every": stop, "keep": 9}
-    whole = train(config("whole", checkpoint=saved), console, resume="auto")
+    options = {"model": WORDS, "checkpoint": {"every": stop, "keep": 9}}
+    whole = train(config("whole", **options), console, resume="auto")
     assert "no checkpoint in" in console.file.getvalue()
     assert "beginning at step 0" in console.file.getvalue()
     expected = list(tokens_seen)
@@ -93,7 +95,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tokens_seen,
     manifests = [read_manifest(last)]
     keep_only(whole, stop)
 
-    resumed = train(config("whole", checkpoint=saved), resume="auto")
+    resumed = train(config("whole", **options), resume="auto")
     assert bits(resumed.result.state) == bits(whole.result.state)
     assert tokens_seen == expected[stop:] != []
     assert rows(resumed) == of_whole
@@ -172,7 +174,7 @@ def test_a_validation_that_a_signal_aborts_is_made_up_for(config, monkeypatch, a
     """With the last validation, the run ends without a step that could follow."""
     make = Loader.validation_batches
     options = {"train__steps": 6, "train__eval_every": 2, "checkpoint": {"every": 2, "keep": 9}}
-    options["train__best"] = {"patience": 3, "min_delta": 100.0}
+    options |= {"train__best": {"patience": 3, "min_delta": 100.0}, **OWN}
     whole = train(config("whole", **options))
     calls = []
 
@@ -200,6 +202,7 @@ def test_a_validation_that_a_signal_aborts_is_made_up_for(config, monkeypatch, a
 
 def test_a_run_that_stopped_early_has_nothing_left_unless_it_may_wait_longer(config):
     options = {"train__steps": 20, "train__eval_every": 1, "checkpoint": {"every": 1, "keep": 9}}
+    options |= OWN
     patient = lambda count: {"train__best": {"patience": count, "min_delta": 100.0}}
     first = train(config("run", **options, **patient(2)))
     assert (first.result.reason, first.result.num_steps) == ("early stopping", 3)
@@ -570,7 +573,8 @@ def test_a_resumed_run_continues_the_run_of_its_tracker(config, monkeypatch):
     init = lambda id=None, **kwargs: Run(id or next(ids))
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     part = lambda folder, steps, project: config(
-        folder, train__steps=steps, train__eval_every=0, checkpoint={"every": 2},
+        folder, **OWN, optimizer__schedule={"name": "constant"},
+        train__steps=steps, train__eval_every=0, checkpoint={"every": 2},
         loggers=[{"name": "wandb", "project": project}],
     )  # fmt: skip
     done = train(part("run", 2, "p"))

@@ -412,29 +412,31 @@ def test_a_dry_run_says_nothing_of_a_plot_without_matplotlib(tiny, monkeypatch):
     assert not any("loss.png" in file for file in files_of(RunConfig.from_dict(tiny), {}))
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "words"),
-    [
-        ({}, "weight decay 0.1 on 8 of 12 parameters, not on norms, biases and embeddings (optim"),
-        ({"decay": "all"}, None),
-        (
-            {"groups": [{"paths": ["mlp"], "weight_decay": 0.5}]},
-            "weight decay 0.1 on 5 and 0.5 on 4 of 12 parameters",
-        ),
-        (
-            {"decay": "all", "groups": [{"paths": ["norm"], "weight_decay": 0}]},
-            "weight decay 0.1 on 9 of 12 parameters, with the decay of their group where it has",
-        ),
-        ({"weight_decay": 0, "groups": [{"paths": ["mlp"], "weight_decay": 0.5}]},
-         "weight decay 0.5 on 4 of 12 parameters, with the decay of their group where it has one"),
-    ],
-)  # fmt: skip
-def test_the_weight_decay_of_groups_is_told(tiny, optimizer, words):
-    tiny["optimizer"] |= optimizer
-    lines = opening_lines(build_run(RunConfig.from_dict(tiny)))
-    found = [line for line in lines if line.startswith("weight decay")]
-    assert len(found) == (words is not None), found
-    assert all(words in line for line in found), found
+DECAYS = [
+    ({}, "weight decay 0.1 on 8 of 12 parameters, not on norms, biases and embeddings (optim"),
+    ({"decay": "all"}, None),
+    (
+        {"groups": [{"paths": ["mlp"], "weight_decay": 0.5}]},
+        "weight decay 0.1 on 5 and 0.5 on 4 of 12 parameters",
+    ),
+    (
+        {"decay": "all", "groups": [{"paths": ["norm"], "weight_decay": 0}]},
+        "weight decay 0.1 on 9 of 12 parameters, with the decay of their group where it has",
+    ),
+    ({"weight_decay": 0, "groups": [{"paths": ["mlp"], "weight_decay": 0.5}]},
+     "weight decay 0.5 on 4 of 12 parameters, with the decay of their group where it has one"),
+]  # fmt: skip
+"""Keys of an optimizer, and how the opening lines begin to tell of its weight decay, if at all."""
+
+
+def test_the_weight_decay_of_groups_is_told(tiny):
+    run = build_run(RunConfig.from_dict(tiny))
+    for keys, words in DECAYS:
+        config = RunConfig.from_dict(tiny | {"optimizer": tiny["optimizer"] | keys})
+        lines = opening_lines(dataclasses.replace(run, config=config))
+        found = [line for line in lines if line.startswith("weight decay")]
+        assert len(found) == (words is not None), found
+        assert all(words in line for line in found), found
 
 
 def jsonl_of(folder, name, count):

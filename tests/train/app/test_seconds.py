@@ -14,12 +14,13 @@ from axon_dist.train.app import train
 from axon_dist.train.app.run_records import read_recorded
 from axon_dist.train.app.summary import summary_table
 from axon_dist.train.config import RunConfig
+from tests.line import OWN
 
 
 def test_the_seconds_of_a_run_are_those_of_the_clock(tiny):
     began = time.perf_counter() - 100
     console = Console(file=io.StringIO(), width=200)
-    done = train(RunConfig.from_dict(tiny), console, began=began)
+    done = train(RunConfig.from_dict(tiny | OWN), console, began=began)
     elapsed = time.perf_counter() - began
     seconds = done.summary["seconds"]
     assert sum(seconds.values()) == pytest.approx(elapsed, abs=0.5)
