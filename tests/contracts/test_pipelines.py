@@ -529,7 +529,7 @@ def test_statistics_outside_blocks_are_told_of():
 
 def test_too_few_blocks_raise():
     with pytest.raises(UnsupportedError, match=r"4 stages.* 2 blocks.*from_modules"):
-        build(MODELS["untied"].make(), next_token_loss, pipelined(4, 4), "pp=4")
+        build(MODELS["untied"].make, next_token_loss, pipelined(4, 4), "pp=4")
 
 
 def test_a_model_without_blocks_raises():

@@ -219,6 +219,7 @@ def learnt(size):
     return grads, numbers
 
 
+@pytest.mark.sample("kept", "split", "alone", "backwards in another order")
 @pytest.mark.parametrize("name", LEARNING)
 def test_stages_keep_what_a_microbatch_has_left_for_the_next(name):
     """Each stage has a number that its output depends on, and that moves with what comes in."""
