@@ -12,6 +12,7 @@ from flax import nnx
 from axon_dist import World, build_train_step, compose, ddp, fsdp
 from axon_dist.core.errors import UnsupportedError
 from axon_dist.parallel import pipelined
+from tests.drawn import drawn
 from tests.one_device import trained
 
 BATCHES = [
@@ -55,10 +56,11 @@ def loss_fn(model, batch):
 @functools.cache
 def one_device(make, optimizer):
     """The whole batch in plain JAX: losses, and weights at the end."""
-    model = make()
+    model = drawn(make)
     return trained(model, optimizer, loss_fn, BATCHES), model
 
 
+SGD = optax.sgd(0.1)
 ROWS = {
     "gpipe": ("pp=2", lambda: pipelined(2, 4, "gpipe"), {}),
     "1f1b dp": ("pp=2,dp=2", lambda: compose(pipelined(2, 2), ddp()), {}),
@@ -76,14 +78,14 @@ def four_blocks():
 
 @pytest.mark.sample("sgd-zero bubble")
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(1e-2)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", [SGD, optax.adam(1e-2)], ids=["sgd", "adam"])
 def test_dropout_draws_what_one_device_draws(row, optimizer):
     mesh, strategy, options = ROWS[row]
     make = four_blocks if row == "interleaved" else Net
     losses, model = one_device(make, optimizer)
     world = World.emulate(int(np.prod([int(part[-1]) for part in mesh.split(",")])), mesh)
     step = build_train_step(
-        make(), optimizer, loss_fn, strategy(), world, batch=BATCHES[0], **options
+        drawn(make), optimizer, loss_fn, strategy(), world, batch=BATCHES[0], **options
     )
     state = step.init()
     for batch, want in zip(BATCHES, losses, strict=True):
@@ -132,11 +134,11 @@ KEYED = {
 @pytest.mark.parametrize("row", KEYED)
 def test_keys_that_the_model_replaces_advance_as_on_one_device(row):
     mesh, strategy, options = KEYED[row]
-    losses, model = one_device(Keyed, optax.sgd(0.1))
+    losses, model = one_device(Keyed, SGD)
     assert len(set(losses)) == len(losses)
     world = World.emulate(int(np.prod([int(part[-1]) for part in mesh.split(",")])), mesh)
     step = build_train_step(
-        Keyed, optax.sgd(0.1), loss_fn, strategy(), world, batch=BATCHES[0], **options
+        drawn(Keyed), SGD, loss_fn, strategy(), world, batch=BATCHES[0], **options
     )
     state = step.init()
     for batch, want in zip(BATCHES, losses, strict=True):
@@ -214,9 +216,9 @@ class Gamma(nnx.Module):
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"bucket_capacity": 64}], ids=str)
 def test_gamma_noise_is_that_of_one_device(options):
     accumulate = options.pop("accumulate", 1)
-    losses, _ = one_device(Gamma, optax.sgd(0.1))
+    losses, _ = one_device(Gamma, SGD)
     step = build_train_step(
-        Gamma(), optax.sgd(0.1), loss_fn, ddp(**options), World.emulate(3 - accumulate),
+        drawn(Gamma), SGD, loss_fn, ddp(**options), World.emulate(3 - accumulate),
         accumulate=accumulate, batch=BATCHES[0],
     )  # fmt: skip
     state = step.init()

@@ -23,6 +23,7 @@ from axon_dist.parallel import (
 )
 from axon_dist.schedule import SCHEDULES, Schedule
 from axon_dist.step import PortableForm
+from tests.drawn import drawn
 
 from .mixtures import EXPERTS, OPTIMIZERS, SIZES
 from .models import (
@@ -78,10 +79,14 @@ class Same(nnx.Module):
 
 def without_attention(**changes) -> nnx.Module:
     """A decoder whose blocks are nothing but mixtures of experts: half of the program."""
-    model = transformer(**changes)
-    for block in model.blocks:
-        block.attention = Same()
-    return model
+
+    def make():
+        model = transformer(**changes)
+        for block in model.blocks:
+            block.attention = Same()
+        return model
+
+    return drawn(make)
 
 
 def mixture(batch=token_batch, experts=(), of=transformer, **changes) -> Case:

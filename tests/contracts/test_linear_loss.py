@@ -21,6 +21,7 @@ from axon_dist.models import (
 )
 from axon_dist.nn import linear_scores
 from axon_dist.parallel import context_parallel, fsdp, pipelined, tensor_parallel
+from tests.drawn import drawn
 
 from .models import SAMPLES, Case, token_batch, transformer
 from .reference import METRICS, assert_close, assert_metrics, train
@@ -93,7 +94,7 @@ def decoder(logits: str) -> Case:
 
 
 def own(loss_fn) -> Case:
-    return Case(lambda: OwnModel(nnx.Rngs(0)), loss_fn, weighted_batch)
+    return Case(lambda: drawn(lambda: OwnModel(nnx.Rngs(0))), loss_fn, weighted_batch)
 
 
 MODELS = {

@@ -14,6 +14,7 @@ from axon_dist import Reduction, Weighted, World, build_train_step, compose, ddp
 from axon_dist.core.errors import UnsupportedError
 from axon_dist.inspect import separation
 from axon_dist.parallel import fsdp, pipelined
+from tests.drawn import drawn
 
 from .models import Case, ragged_batch
 from .reference import assert_close, train
@@ -99,7 +100,8 @@ class Loss:
     @property
     def case(self) -> Case:
         """For the reference."""
-        return Case(lambda: self.model(nnx.Rngs(0, dropout=1)), self.loss_fn, batch)
+        make = lambda: self.model(nnx.Rngs(0, dropout=1))
+        return Case(lambda: drawn(make), self.loss_fn, batch)
 
 
 LOSSES = {

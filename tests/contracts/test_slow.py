@@ -20,6 +20,7 @@ from axon_dist.parallel import (
     suggest_plan,
     tensor_parallel,
 )
+from tests.drawn import drawn
 
 from . import models
 from .models import Case
@@ -116,6 +117,7 @@ def test_equals_replicas_one_after_the_other_full(row):
 def test_a_metric_that_is_a_function_of_sums_with_batch_norm_and_microbatches():
     """Both replicas have the same samples, and so the same loss: the metric is that of each."""
     case, every, world = CASES["batchnorm"], 2, world_of("nodes=2,dp=2")
+    case = dataclasses.replace(case, make=lambda make=case.make: drawn(make))
     twice = lambda number: jax.tree.map(lambda x: np.tile(x, (2, 1)), case.batch(number))
 
     def loss_fn(model, batch):

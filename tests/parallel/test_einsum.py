@@ -11,6 +11,7 @@ from flax import nnx
 from axon_dist import World, build_train_step, compose, ddp
 from axon_dist.parallel import suggest_plan, tensor_parallel
 from axon_dist.parallel.tensor_plan import Plan, Rule
+from tests.drawn import drawn
 from tests.one_device import trained
 
 WIDTH = 16
@@ -150,9 +151,9 @@ BATCH = {name: DRAW(size=(4, 7, WIDTH)).astype(np.float32) for name in "xy"}
 
 def check(make, plan, mesh="dp=2,tp=2"):
     """Compares two losses and the updated parameters with those of one device."""
-    optimizer, model = optax.sgd(0.3), make()
+    optimizer, model = optax.sgd(0.3), drawn(make)
     strategy = compose(ddp(), tensor_parallel(plan))
-    step = build_train_step(make(), optimizer, loss_fn, strategy, World.emulate(4, mesh))
+    step = build_train_step(drawn(make), optimizer, loss_fn, strategy, World.emulate(4, mesh))
     state = step.init()
     for loss in trained(model, optimizer, loss_fn, [BATCH] * 2):
         state, metrics = step(state, BATCH)
@@ -166,14 +167,14 @@ def check(make, plan, mesh="dp=2,tp=2"):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_kernel_of_any_layout_equals_one_device(name):
     make = MODELS[name]
-    plan = suggest_plan(make(), BATCH["x"])
+    plan = suggest_plan(make, BATCH["x"])
     assert {rule.mode.value for rule in plan.rules} == {"column", "row"}
     check(make, plan)
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("rows", "dp=4,tp=1"), ("heads first", "dp=1,tp=4")])
 def test_a_fused_kernel_of_any_layout_equals_one_device_on_other_meshes(name, mesh):
-    check(MODELS[name], suggest_plan(MODELS[name](), BATCH["x"]), mesh)
+    check(MODELS[name], suggest_plan(MODELS[name], BATCH["x"]), mesh)
 
 
 def test_a_plan_that_splits_a_summed_dim_as_a_column_equals_one_device():

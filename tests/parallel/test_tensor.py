@@ -29,6 +29,7 @@ from axon_dist.parallel import (
     suggest_plan,
     tensor_parallel,
 )
+from tests.drawn import drawn
 
 from .foreign import GPT, Decoder
 
@@ -76,7 +77,8 @@ def test_models_by_others_equal_one_device(model, mesh):
 
 def test_every_split_leaf_is_one_share(make_world):
     world = make_world("tp=8")
-    step = build(make(), tensor_parallel("transformer"), world)
+    model = drawn(lambda: make(num_layers=1))
+    step = build(model, tensor_parallel("transformer"), world)
     state = step.init()
     grads, _ = step.gradients(state, {"tokens": TOKENS})
     for tree in (state.params, grads, state.opt_state):
@@ -138,12 +140,13 @@ def test_the_registry_reads_the_plan_off_the_model(make_world):
 
 
 def test_heads_that_do_not_divide_raise_before_compilation(make_world):
-    plan = suggest_plan(lambda: make(num_heads=4, num_layers=1))
+    four_heads = lambda: make(num_heads=4, num_layers=1)
+    plan = suggest_plan(four_heads)
     with pytest.raises(
         DivisibilityError,
         match=r"attention/\w+/kernel .*: 4 heads of 8 features .* over tp=8; .*\[1, 2, 4\]",
     ):
-        build(make(num_heads=4, num_layers=1), tensor_parallel(plan), make_world("tp=8"))
+        build(four_heads, tensor_parallel(plan), make_world("tp=8"))
 
 
 def test_two_strategies_on_one_dim_name_both(make_world):
@@ -167,7 +170,7 @@ def test_errors_name_what_there_is(make_world):
     with pytest.raises(ConfigError, match=r"'up': unknown mode 'colum'. Did you mean 'column'"):
         Plan.of({"up": "colum"})
     with pytest.raises(MeshError, match=r"over axis 'tp', which mesh dp=8 lacks"):
-        build(make(), tensor_parallel("transformer"), World.emulate(8, "dp=8"))
+        build(make, tensor_parallel("transformer"), World.emulate(8, "dp=8"))
     sums = Strategy("remat", remat=ActivationCheckpointing(policy="sums"))
     with pytest.raises(
         ConfigError, match=r"'sums' keeps .* 'ddp \+ remat' has none.*tensor_parallel"

@@ -179,12 +179,8 @@ LEARNING = {
 }
 
 
-@pytest.mark.parametrize("name", LEARNING)
-def test_stages_keep_what_a_microbatch_has_left_for_the_next(name):
-    """Each stage has a number that its output depends on, and that moves with what comes in."""
-    table, keeps = LEARNING[name]
-    size = table.num_stages
-    kernels, batch = array(4, size, WIDTH, WIDTH), array(3, COUNT, SAMPLES, WIDTH)
+def remembering(size):
+    """One chunk of stages, each with a number that its output depends on and that moves."""
 
     def remembers(weights, rest, data, stage, wire):
         (x,), own = wire.floats, jnp.stack(data.buffers)[stage]
@@ -194,32 +190,52 @@ def test_stages_keep_what_a_microbatch_has_left_for_the_next(name):
     enter = lambda rest, data: Wire([data.batch[0]], [])
     leave = lambda rest, data, wire: StageLoss(jnp.sum(wire.floats[0] ** 2), jnp.float32(1), [])
     learns = {stage: stage for stage in range(size)}
-    program = StageProgram(
+    return StageProgram(
         tuple(range(size)), 0, range(1), enter, remembers, leave, (), (), (), learns
     )
+
+
+LEARNT_BATCH = array(3, COUNT, SAMPLES, WIDTH)
+
+
+@functools.cache
+def learnt(size):
+    """The gradients of all microbatches one after another, and the numbers at the end."""
+    program = remembering(size)
 
     def total(kernels, numbers, x):
         wire, left = Wire([x], []), []
         for stage in range(size):
-            wire = remembers([[kernels[stage]]], {}, MicrobatchData(numbers, []), stage, wire)
+            data = MicrobatchData(numbers, [])
+            wire = program.middle([[kernels[stage]]], {}, data, stage, wire)
             left.append(wire.new_buffers[stage])
-        return leave({}, None, wire).total, left
+        return program.last({}, None, wire).total, left
 
     gradient = jax.jit(jax.grad(total, has_aux=True))
     numbers, grads = [jnp.asarray(np.float32(stage)) for stage in range(size)], 0
-    for x in batch:
-        grad, numbers = gradient(kernels, numbers, x)
+    for x in LEARNT_BATCH:
+        grad, numbers = gradient(array(4, size, WIDTH, WIDTH), numbers, x)
         grads = grads + np.asarray(grad)
+    return grads, numbers
+
+
+@pytest.mark.sample("kept", "split", "alone", "backwards in another order")
+@pytest.mark.parametrize("name", LEARNING)
+def test_stages_keep_what_a_microbatch_has_left_for_the_next(name):
+    """Each stage has a number that its output depends on, and that moves with what comes in."""
+    table, keeps = LEARNING[name]
+    size = table.num_stages
+    kernels, (grads, numbers) = array(4, size, WIDTH, WIDTH), learnt(size)
 
     def on_a_rank(rows):
         sums = Executor(
             schedule=table,
-            programs=[program],
+            programs=[remembering(size)],
             axis="pp",
             weights=[[rows[0]]],
             rest=[],
             data=lambda index: MicrobatchData(
-                [jnp.float32(s) for s in range(size)], [jnp.stack(batch)[index]]
+                [jnp.float32(s) for s in range(size)], [jnp.asarray(LEARNT_BATCH)[index]]
             ),
             saves_residuals=keeps,
             mutable_buffers={stage: jnp.float32(stage) for stage in range(size)},

@@ -20,6 +20,7 @@ from axon_dist.sharding import optimizer_shardings, shardings
 from axon_dist.step.model_spec import split_model
 from axon_dist.step.plan import optimizer_for
 from axon_dist.step.storage import storage_of
+from tests.drawn import drawn
 
 WIDTH, NUM_STEPS = 40, 3
 """Kernels of 1600 elements: more than a pipeline hands around."""
@@ -305,7 +306,9 @@ def test_the_state_of_blocks_lies_on_their_stages_ranks(make_world):
 def test_a_step_equals_one_device(make_world):
     rates = split(optax.sgd(0.01), optax.sgd(0.1), "[1]")
     optimizer = optax.chain(CLIP, optax.adaptive_grad_clip(0.01), rates)
-    model = Net(MODELS["rows"])
+    model = drawn(lambda: Net((WIDTH, WIDTH)))
+    for number, block in enumerate(model.blocks):
+        block.up.kernel[...] *= 1 + 3 * number
     graph, state = nnx.split(model, nnx.Param)
     params = nnx.to_pure_dict(state)
     opt_state = jax.jit(optimizer.init)(params)

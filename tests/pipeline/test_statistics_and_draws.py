@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, ddp, pipelined
+from tests.drawn import drawn
 
 X = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 BATCH = {"x": X, "y": np.sin(X)}
@@ -34,7 +35,7 @@ class Net(nnx.Module):
 
 
 def make():
-    model = Net(nnx.Rngs(0, dropout=1))
+    model = drawn(lambda: Net(nnx.Rngs(0, dropout=1)))
     model.train()
     return model
 
@@ -43,7 +44,8 @@ def trained(strategy, world, **options):
     def loss_fn(model, batch):
         return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
-    step = build_train_step(make, optax.sgd(0.1), loss_fn, strategy, world, batch=BATCH, **options)
+    sgd = optax.sgd(0.1)
+    step = build_train_step(make(), sgd, loss_fn, strategy, world, batch=BATCH, **options)
     state = step.init()
     for _ in range(2):
         state, metrics = step(state, BATCH)

@@ -9,6 +9,7 @@ from flax import nnx
 
 from axon_dist import World, build_train_step, ddp, pipelined
 from axon_dist.pipeline import UniformStages
+from tests.drawn import drawn
 
 from .chains import (
     BLOCKS,
@@ -179,8 +180,8 @@ class Scalars(nnx.Module):
         return self.last(x), penalty
 
 
-@pytest.mark.parametrize("schedule", ["eager_1f1b", "interleaved_1f1b"])
-def test_a_model_with_jax_scalars_trains_as_on_one_device(schedule):
+def trained_scalars(strategy, world):
+    """Metrics and weights of one step."""
     rng = np.random.default_rng(0)
     batch = {name: np.float32(rng.normal(size=(8, WIDTH))) for name in "xy"}
 
@@ -188,15 +189,24 @@ def test_a_model_with_jax_scalars_trains_as_on_one_device(schedule):
         y, penalty = model(batch["x"])
         return jnp.mean((y - batch["y"]) ** 2) + 0.1 * penalty, {"penalty": penalty}
 
-    results = []
-    for strategy, world in (
-        (pipelined(2, 2, schedule), World.emulate(2, "pp=2")),
-        (ddp(), World.emulate(1)),
-    ):
-        step = build_train_step(Scalars, optax.sgd(0.1), loss_fn, strategy, world, batch=batch)
-        state, metrics = step(step.init(), batch)
-        results.append(jax.device_get((metrics, step.weights(state))))
-    (metrics, weights), (wanted, expected) = results
+    model = drawn(Scalars)
+    step = build_train_step(model, optax.sgd(0.1), loss_fn, strategy, world, batch=batch)
+    state, metrics = step(step.init(), batch)
+    return jax.device_get((metrics, step.weights(state)))
+
+
+@pytest.fixture(scope="module")
+def scalars_alone():
+    """The same on one device."""
+    return trained_scalars(ddp(), World.emulate(1))
+
+
+@pytest.mark.sample("interleaved_1f1b")
+@pytest.mark.parametrize("schedule", ["eager_1f1b", "interleaved_1f1b"])
+def test_a_model_with_jax_scalars_trains_as_on_one_device(schedule, scalars_alone):
+    world = World.emulate(2, "pp=2")
+    metrics, weights = trained_scalars(pipelined(2, 2, schedule), world)
+    wanted, expected = scalars_alone
     for name in ("loss", "penalty"):
         np.testing.assert_allclose(metrics[name], wanted[name], rtol=1e-5)
     for path, value in expected.items():

@@ -10,6 +10,7 @@ from flax import nnx
 from axon_dist import Weighted, World, build_train_step, ddp, fsdp, pipelined
 from axon_dist.step.microbatches import accumulate
 from axon_dist.step.objective import Sums
+from tests.drawn import drawn
 
 
 def gradient(params, buffers, batch):
@@ -58,28 +59,23 @@ def test_accumulated_gradients_are_constrained_and_metrics_left_alone():
     np.testing.assert_array_equal(bent.metrics["m"], plain.metrics["m"])
 
 
-def test_a_metric_that_is_a_constant_is_itself_for_a_batch_without_weight():
+@pytest.mark.sample("whole-2-2", "buckets-2-1")
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("strategy", [ddp(), ddp(bucket_capacity=100)], ids=["whole", "buckets"])
+def test_a_metric_that_is_a_constant_is_itself_for_a_batch_without_weight(strategy, ranks, count):
     def loss_fn(model, batch):
         squares = jnp.mean(model(batch["x"]) ** 2, -1)
         total = Weighted(jnp.sum(squares * batch["weight"]), jnp.sum(batch["weight"]))
         return total, {"rate": 3.0, "mean": jnp.mean(batch["x"])}
 
     batch = {"x": np.ones((8, 4), np.float32), "weight": np.zeros(8, np.float32)}
-    for strategy, ranks, count in (
-        (ddp(), 1, 1),
-        (ddp(), 1, 2),
-        (ddp(), 2, 1),
-        (ddp(), 2, 2),
-        (ddp(bucket_capacity=100), 2, 1),
-        (ddp(bucket_capacity=100), 2, 2),
-    ):
-        step = build_train_step(
-            nnx.Linear(4, 4, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn, strategy,
-            World.emulate(ranks), accumulate=count,
-        )  # fmt: skip
-        _, metrics = step(step.init(), batch)
-        numbers = [float(metrics[name]) for name in ("loss", "rate", "mean")]
-        assert numbers == [0, 3, 1], (strategy.name, ranks, count)
+    step = build_train_step(
+        nnx.Linear(4, 4, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn, strategy,
+        World.emulate(ranks), accumulate=count,
+    )  # fmt: skip
+    _, metrics = step(step.init(), batch)
+    assert [float(metrics[name]) for name in ("loss", "rate", "mean")] == [0, 3, 1]
 
 
 class Two(nnx.Module):
@@ -93,6 +89,7 @@ class Two(nnx.Module):
         return x
 
 
+@pytest.mark.sample("ddp", "pipeline", "elastic")
 @pytest.mark.parametrize(
     ("strategy", "axis", "ranks", "options"),
     [
@@ -116,7 +113,7 @@ def test_a_metric_that_is_a_sum_of_integers_stays_exact(strategy, axis, ranks, o
     numbers = np.asarray([2**24 + 1, *[0] * 10, 2], np.int32)
     batch = {"x": np.ones((12, 4), np.float32), "n": numbers}
     world = World.emulate(ranks, f"{axis}={ranks}")
-    step = build_train_step(Two(), optax.sgd(0.1), loss_fn, strategy, world, **options)
+    step = build_train_step(drawn(Two), optax.sgd(0.1), loss_fn, strategy, world, **options)
     _, metrics = step(step.init(), batch)
     counts = {name: metrics[name] for name in ("tokens", "some")}
     assert {name: (x.dtype, int(x)) for name, x in counts.items()} == {

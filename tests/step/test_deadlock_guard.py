@@ -10,7 +10,7 @@ from axon_dist import World, build_train_step, compose, pipelined
 from axon_dist.core.errors import UnsupportedError
 from axon_dist.parallel import tensor_parallel
 from axon_dist.step import model_changes
-from axon_dist.step.guards import check_branches
+from axon_dist.step.guards import DeadlockGuard, check_branches
 from tests.drawn import drawn
 
 TEXT = """\
@@ -116,12 +116,19 @@ def test_shifts_along_a_split_dim_gather_and_equal_one_device():
         assert jnp.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_a_pipeline_that_would_hang_raises(monkeypatch):
+@pytest.mark.sample("step")
+@pytest.mark.parametrize("name", ["step", "gradients"])
+def test_a_pipeline_that_would_hang_raises(monkeypatch, name):
     """Without the spelling of slices the compiler permutes in a branch."""
     monkeypatch.setattr(model_changes, "SHIFTS", ())
     step, _ = shifted_step()
     state, batch = step.init(), {"x": jax.numpy.ones((4, 8, 8))}
+    run = {"step": step, "gradients": step.gradients}[name]
     with pytest.raises(UnsupportedError, match="wait for them forever"):
-        step(state, batch)
-    with pytest.raises(UnsupportedError, match="wait for them forever"):
-        step.gradients(state, batch)
+        run(state, batch)
+
+
+def test_every_program_of_a_pipeline_with_split_dims_is_guarded():
+    step, _ = shifted_step()
+    guarded = (step.programs.step, step.programs.gradients, step.programs.evaluate)
+    assert all(isinstance(program, DeadlockGuard) for program in guarded)

@@ -233,7 +233,8 @@ def test_twelve_layers_share_their_programs(recorded):
 
 def test_no_leaf_is_whole_on_a_device(recorded):
     """Each of eight devices needs the memory of its eighth."""
-    step = step_of(transformer(), World.emulate(8, "fsdp=8"), fsdp(min_elements=1))
+    make = transformer(num_layers=1)
+    step = step_of(make, World.emulate(8, "fsdp=8"), fsdp(min_elements=1))
     step.init()
     for program in recorded[0].programs:
         (place,) = program.out_shardings

@@ -21,6 +21,7 @@ from axon_dist.checkpoint import export_safetensors, open_tensors, read_manifest
 from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.inspect import collectives, memory
 from axon_dist.planner import read_step
+from tests.drawn import drawn
 
 WIDTH = 32
 X = np.random.default_rng(0).normal(size=(120, WIDTH)).astype(np.float32)
@@ -41,16 +42,28 @@ def mean_square(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
+def make():
+    return Net(nnx.Rngs(0))
+
+
 @functools.cache
-def step_of(ranks: int, make=lambda: Net(nnx.Rngs(0)), **options):
+def step_of(ranks: int, model=None, **options):
     world = World.emulate(ranks, f"fsdp={ranks}")
     reduction = options.pop("reduction", Reduction())
     strategy = fsdp(min_elements=options.pop("min_elements", 8), reduction=reduction)
-    return build_train_step(make, optax.adamw(1e-2), mean_square, strategy, world, **options)
+    model = drawn(make) if model is None else model
+    return build_train_step(model, optax.adamw(1e-2), mean_square, strategy, world, **options)
+
+
+@functools.cache
+def stepped():
+    """A step on five devices, and its state after a batch."""
+    step = step_of(5)
+    return step, step(step.init(), BATCH)[0]
 
 
 def test_what_a_state_and_its_readers_show():
-    step = step_of(5, ema=0.9)
+    step = step_of(5, make, ema=0.9)
     state, _ = step(step.init(), BATCH)
     kernel = state.params["layers"][0]["kernel"]
     assert kernel.shape == (35, WIDTH)
@@ -73,10 +86,10 @@ def test_what_a_state_and_its_readers_show():
     # Weights of a model that exists, and those of a state, start another run.
     again = step.init({path: jnp.array(x) for path, x in weights.items()})
     np.testing.assert_array_equal(again.params["layers"][0]["kernel"], kernel)
-    given = step_of(5, Net(nnx.Rngs(0))).init()
+    given = step_of(5).init()
     np.testing.assert_array_equal(
         np.asarray(given.params["layers"][1]["kernel"])[:WIDTH],
-        Net(nnx.Rngs(0)).layers[1].kernel.get_value(),
+        drawn(make).layers[1].kernel.get_value(),
     )
 
 
@@ -91,8 +104,7 @@ def assert_same_rows(x, y):
 @pytest.mark.sample("sharded")
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_a_checkpoint_of_five_devices_is_read_on_any_number(tmp_path, kind):
-    five = step_of(5)
-    state, _ = five(five.init(), BATCH)
+    five, state = stepped()
     save_checkpoint(tmp_path / "c", state, type=kind)
     manifest = read_manifest(tmp_path / "c")
     assert manifest.leaves["params/layers/0/kernel"].shape == (WIDTH, WIDTH)
@@ -119,8 +131,7 @@ def test_a_checkpoint_of_five_devices_is_read_on_any_number(tmp_path, kind):
 
 
 def test_exported_tensors_have_the_shapes_of_the_model(tmp_path):
-    step = step_of(5)
-    state, _ = step(step.init(), BATCH)
+    step, state = stepped()
     export_safetensors(tmp_path / "state.safetensors", state)
     save_checkpoint(tmp_path / "c", state)
     tensors = open_tensors(tmp_path / "state.safetensors")
@@ -178,8 +189,8 @@ def test_bytes_are_those_of_padded_arrays(ranks):
 
 def test_a_clipped_norm_is_that_of_the_model():
     """Rows of zeros change no norm; what is clipped to is the same on five devices and on one."""
-    plain, clipped = step_of(5), step_of(5, clip_norm=1e-3, metrics=("loss", "grad_norm"))
-    grads = plain.storage.to_model(plain.gradients(plain.init(), BATCH)[0])
+    clipped = step_of(5, clip_norm=1e-3, metrics=("loss", "grad_norm"))
+    grads = nnx.jit(nnx.grad(mean_square))(drawn(make), BATCH)
     want = np.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for g in jax.tree.leaves(grads)))
     _, metrics = clipped(clipped.init(), BATCH)
     assert float(metrics["grad_norm"]) == pytest.approx(want, rel=1e-6)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from axon_dist import Weighted, World, build_train_step, compose, ddp, pipelined
 from axon_dist.core.errors import UnsupportedError
+from tests.drawn import drawn
 
 
 class Net(nnx.Module):
@@ -162,7 +163,7 @@ REFUSED = {
 )
 def test_the_loss_equals_one_device_or_is_refused(name, how, count):
     loss_fn, (strategy, axes, accumulate) = LOSSES[name], STRATEGIES[how]
-    batch, model = batch_of(count), Net(nnx.Rngs(0))
+    batch, model = batch_of(count), drawn(lambda: Net(nnx.Rngs(0)))
 
     def mean(model):
         found = loss_fn(model, batch)

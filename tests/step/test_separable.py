@@ -28,6 +28,7 @@ from axon_dist.parallel import mark_experts_per_sample
 from axon_dist.separability.abstract_values import Dependence
 from axon_dist.step.model_spec import split_model
 from axon_dist.step.sample_traces import Traces
+from tests.drawn import drawn
 
 from ..contracts.models import CASES, token_batch, transformer
 from ..contracts.reference import assert_close, train
@@ -217,7 +218,7 @@ def test_what_separable_declares_of_the_loss_leaves_metrics_that_follow_from_sum
 
     step = split_in(count, loss_fn, strategy=strategy, separable=separable)
     _, metrics = step(step.init(), batch)
-    loss, want = loss_fn(case.make(), batch)
+    loss, want = nnx.jit(loss_fn)(case.make(), batch)
     for name in ("exp", "mean"):
         assert float(metrics[name]) == pytest.approx(float(want[name]), rel=1e-5), name
     # The mean over the parts, as declared: less than that of the whole.
@@ -275,8 +276,8 @@ def test_numbers_of_python_in_a_program_are_read():
 
 def test_a_marked_function_draws_nothing():
     case, key = CASES["mlp"], jax.random.key(0)
-    drawn = per_sample(lambda e: e * jax.random.gamma(key, 2.0, e.shape))
-    noisy = lambda m, b: jnp.mean(drawn(jnp.sum((m(b["x"]) - b["y"]) ** 2, -1)))
+    scaled = per_sample(lambda e: e * jax.random.gamma(key, 2.0, e.shape))
+    noisy = lambda m, b: jnp.mean(scaled(jnp.sum((m(b["x"]) - b["y"]) ** 2, -1)))
     with pytest.raises(
         UnsupportedError, match=r"draws random numbers \(`random_.*draw them before"
     ):
@@ -315,7 +316,7 @@ def test_unequal_weights_with_statistics_of_all_ranks(strategy):
     error = lambda m, b: jnp.sum((m(b["x"]) - b["y"]) ** 2, -1)
     heavy = lambda b: jax.nn.relu(b["x"][:, 0]) ** 2 + 0.01
     loss_fn = lambda m, b: Weighted(jnp.sum(error(m, b) * heavy(b)), jnp.sum(heavy(b)))
-    case = dataclasses.replace(case, loss_fn=loss_fn)
+    case = dataclasses.replace(case, make=lambda make=case.make: drawn(make), loss_fn=loss_fn)
     step = build_train_step(
         case.make(), optax.sgd(0.1), loss_fn, strategy, World.emulate(4, "dp=4"), accumulate=2
     )
@@ -469,7 +470,7 @@ def metered(model, batch):
 
 METERED = dataclasses.replace(
     CASES["mlp"],
-    make=Meters,
+    make=lambda: drawn(Meters),
     loss_fn=metered,
     batch=lambda number: {
         "x": np.random.default_rng(number).normal(size=(16, 4)).astype(np.float32),
@@ -485,7 +486,7 @@ def test_sums_and_means_that_a_model_keeps_are_those_of_one_device(strategy, acc
     """A mean that decays once per step must not be taken for a sum, to which each part adds."""
     axis = {ddp: "dp", fsdp: "fsdp"}[strategy]
     step = build_train_step(
-        Meters, optax.sgd(0.1), metered, strategy(), World.emulate(4, f"{axis}=4"),
+        METERED.make(), optax.sgd(0.1), metered, strategy(), World.emulate(4, f"{axis}=4"),
         accumulate=accumulate,
     )  # fmt: skip
     state = step.init()
@@ -507,8 +508,8 @@ def test_ranks_that_compute_alone_add_up_the_sums_that_a_model_keeps():
     case = dataclasses.replace(METERED, loss_fn=summed)
     for separable in (None, True):
         step = build_train_step(
-            Meters, optax.sgd(0.1), summed, ddp(bucket_capacity=100), World.emulate(4, "dp=4"),
-            accumulate=2, separable=separable,
+            METERED.make(), optax.sgd(0.1), summed, ddp(bucket_capacity=100),
+            World.emulate(4, "dp=4"), accumulate=2, separable=separable,
         )  # fmt: skip
         assert str(separation(step, case.batch(0))) == "per rank"
         state = step.init()
@@ -724,7 +725,8 @@ def test_microbatches_train_as_one_device_or_are_refused(name):
         return
     state, metrics = trained()
     graph, params = nnx.split(make())
-    loss, grads = jax.value_and_grad(lambda p: loss_fn(nnx.merge(graph, p), batch))(params)
+    alone = jax.jit(jax.value_and_grad(lambda p: loss_fn(nnx.merge(graph, p), batch)))
+    loss, grads = alone(params)
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-4)
     for key in ("kernel", "bias"):
         want = np.asarray(params[key][...] - grads[key][...])
