@@ -17,6 +17,7 @@ from axon_dist.mesh import MeshSpec
 from axon_dist.optim import DynamicCode, adamw_8bit, dequantize, quantize
 from axon_dist.sharding import ByRule, LargestDim, Merge, optimizer_decisions
 from axon_dist.sharding.policy import axes_of
+from tests.drawn import drawn
 
 CODES = {"signed": DynamicCode(True), "unsigned": DynamicCode(False)}
 
@@ -94,6 +95,10 @@ X = np.random.default_rng(0).normal(size=(24, SIZE)).astype(np.float32)
 BATCH = {"x": X, "y": np.sin(3 * X)}
 
 
+def net():
+    return drawn(lambda: Net(nnx.Rngs(0)))
+
+
 def mean_square(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
@@ -106,7 +111,7 @@ def optimizer():
 def one_device_programs(make):
     """The first parameters, and compiled functions that start and update an optimizer."""
     optimizer = make()
-    graph, state = nnx.split(Net(nnx.Rngs(0)), nnx.Param)
+    graph, state = nnx.split(net(), nnx.Param)
 
     @jax.jit
     def step(params, opt_state):
@@ -154,7 +159,7 @@ def test_a_step_on_devices_is_that_on_one(name, tmp_path):
     ranks, mesh, make = WAYS[name]
     batch = {k: np.concatenate([x] * 5)[: 24 if ranks != 5 else 120] for k, x in BATCH.items()}
     world = World.emulate(ranks, mesh)
-    step = build_train_step(lambda: Net(nnx.Rngs(0)), optimizer(), mean_square, make(), world)
+    step = build_train_step(net(), optimizer(), mean_square, make(), world)
     state = step.init()
     for number in range(3):
         if number == 2:
