@@ -60,7 +60,8 @@ def compare(attend, causal, arrays):
     np.testing.assert_allclose(mine, out, atol=1e-5)
 
 
-@pytest.mark.sample("2-2-True", "1-4-False")
+# Every run compares a causal ring of two in float64, below.
+@pytest.mark.sample("1-4-False")
 @pytest.mark.parametrize(
     ("size", "kv_heads", "causal"),
     [
@@ -103,8 +104,8 @@ def difference(attend, kv_heads):
     return max(np.abs(np.asarray(x) - y).max() for x, y in zip(got, want, strict=True))
 
 
-@pytest.mark.sample("1")
-@pytest.mark.parametrize("kv_heads", [4, 1])  # sends queries around, or keys
+@pytest.mark.sample("2")
+@pytest.mark.parametrize("kv_heads", [4, 2])  # sends queries around, or keys
 def test_float64_is_as_precise_around_a_ring(make_world, kv_heads):
     mesh = make_world("cp=2").mesh
     attend = split(functools.partial(ring_attention, axis="cp", causal=True), mesh)
@@ -119,7 +120,7 @@ def test_float64_is_as_precise_in_packed_rows_and_with_scores_in_memory(monkeypa
         pieces = lambda *x: packed_attention(*x, one_document, True)
         assert num_pieces(16) == 2
         for attend in (pieces, lambda *x: einsum_attention(*x, causal=True)):
-            assert difference(attend, kv_heads=1) < 1e-13
+            assert difference(attend, kv_heads=2) < 1e-13
 
 
 @pytest.mark.full
