@@ -17,7 +17,6 @@ from axon_dist.mesh import MeshSpec
 from axon_dist.optim import DynamicCode, adamw_8bit, dequantize, quantize
 from axon_dist.sharding import ByRule, LargestDim, Merge, optimizer_decisions
 from axon_dist.sharding.policy import axes_of
-from tests.drawn import drawn
 
 CODES = {"signed": DynamicCode(True), "unsigned": DynamicCode(False)}
 
@@ -95,8 +94,9 @@ X = np.random.default_rng(0).normal(size=(24, SIZE)).astype(np.float32)
 BATCH = {"x": X, "y": np.sin(3 * X)}
 
 
+@functools.cache
 def net():
-    return drawn(lambda: Net(nnx.Rngs(0)))
+    return Net(nnx.Rngs(0))
 
 
 def mean_square(model, batch):
