@@ -1,8 +1,6 @@
-"""The meaning of each collective, written in plain jax.numpy on the stack of all ranks' values."""
+"""Groups of each kind, and collectives inside shard_map with their gradients."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 GROUPS = {
@@ -10,15 +8,6 @@ GROUPS = {
     "both axes": lambda world: world.group("dp", "tp"),
     "list of ranks": lambda world: world.new_group([5, 0, 2]),
 }
-
-
-def dense(function, x, group):
-    """Applies a function of all rows of a group, [n, ...] -> [n, ...], to each parallel group."""
-    ranks = np.array(group.partition())
-    parts = jax.vmap(function)(x[ranks])
-    shape = (group.world_size, *parts.shape[2:])
-    result = x.astype(parts.dtype) if x.shape == shape else jnp.zeros(shape, parts.dtype)
-    return result.at[ranks].set(parts)
 
 
 def in_shard_map(function, mesh, check_vma, *, replicated=False):

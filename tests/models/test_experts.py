@@ -89,16 +89,17 @@ def test_a_published_balance_weighs_as_much_here(layers, k):
                "vocab_size": 16, "num_attention_heads": 2, "num_local_experts": 4,
                "num_experts_per_tok": k, "output_router_logits": True}  # fmt: skip
     family = FORMATS["hf-mixtral"]
+    model, x = Experts(family.from_hub(entries), rngs=nnx.Rngs(0)), inputs()
+    called(model, x)
+    # All layers get the same inputs and so route alike.
+    logits = np.asarray(x, np.float64).reshape(-1, 8) @ np.asarray(model.router[...])
+    published = published_balance(np.concatenate([logits] * layers), k)
+    balance = Findings(*np.asarray(model.report[...])).balance
     for given, weight in (({"router_aux_loss_coef": 0.02}, 0.02), ({}, 0.001)):
         found = family.from_hub(entries | given)
         assert family.to_hub(found)["router_aux_loss_coef"] == pytest.approx(weight)
-        model, x = Experts(found, rngs=nnx.Rngs(0)), inputs()
-        called(model, x)
-        # All layers get the same inputs and so route alike.
-        logits = np.asarray(x, np.float64).reshape(-1, 8) @ np.asarray(model.router[...])
-        want = weight * published_balance(np.concatenate([logits] * layers), k)
-        got = layers * found.experts.balance * Findings(*model.report[...]).balance
-        np.testing.assert_allclose(got, want, rtol=1e-5)
+        got = layers * found.experts.balance * balance
+        np.testing.assert_allclose(got, weight * published, rtol=1e-5)
 
 
 @pytest.mark.full
@@ -231,12 +232,12 @@ def test_fitting_slots_are_as_rows_in_order(tokens, experts, per_token, form, mo
 def test_rows_that_are_multiplied(spread, here, most):
     """Products are counted as they run: in the forward pass, and twice in the backward pass."""
     num, count, per_token = 2048, 16, 2
-    number = jnp.arange(num)[:, None]
+    number = np.arange(num, dtype=np.int32)[:, None]
     chosen = {
-        "evenly": (number + jnp.array([0, 8])) % count,
-        "at random": jax.lax.top_k(inputs(1, (num, count)), per_token)[1],
-        "to one": jnp.concatenate([number * 0, 1 + number % (count - 1)], axis=1),
-    }[spread]
+        "evenly": (number + np.array([0, 8])) % count,
+        "at random": np.argsort(-inputs(1, (num, count)))[:, :per_token],
+        "to one": np.concatenate([number * 0, 1 + number % (count - 1)], axis=1),
+    }[spread].astype(np.int32)
     rows = []
 
     @jax.custom_vjp
@@ -246,14 +247,14 @@ def test_rows_that_are_multiplied(spread, here, most):
 
     counted.defvjp(lambda x: (counted(x), None), lambda _, ct: (counted(ct),))
     feed = lambda product, rows, kernels: counted(product(rows, kernels))
-    gates, kernels = jnp.ones((num, per_token)), inputs(2, (here, 4, 4))
+    gates, kernels = np.ones((num, per_token), np.float32), inputs(2, (here, 4, 4))
 
     def total(tokens, kernels):
         return in_fitting_slots(feed, tokens, Choice(chosen, gates), kernels, count).sum()
 
     jax.block_until_ready(jax.jit(jax.grad(total, (0, 1)))(inputs(3, (num, 4)), kernels))
     jax.effects_barrier()
-    theirs = int(jnp.sum(chosen < here))
+    theirs = int(np.sum(chosen < here))
     assert 3 * theirs <= sum(rows) <= most * 3 * theirs
 
 

@@ -31,6 +31,7 @@ from axon_dist.parallel import (
     tensor_parallel,
 )
 from axon_dist.step import build_train_step
+from tests.drawn import drawn
 from tests.one_device import trained
 
 TOKENS = np.random.default_rng(0).integers(0, 48, (8, 17))
@@ -64,13 +65,10 @@ def made(fields, **more):
     config = dataclasses.replace(BASE, **fields, **more)
 
     def make():
-        model = Transformer(config, rngs=nnx.Rngs(0))
-        state = nnx.state(model, nnx.Param)
-        steps = iter(np.linspace(1, 2, 1000, dtype=np.float32))
-        # Initialize in numpy, because JAX would compile a program for each shape.
-        wave = lambda x: np.sin(next(steps) * np.arange(x.size, dtype=x.dtype)).reshape(x.shape)
-        moved = lambda x: jnp.asarray(np.asarray(x) + np.float32(0.3) * wave(x))
-        nnx.update(model, jax.tree.map(moved, state))
+        model = drawn(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+        # Norms around one and larger kernels, so that attention prefers some positions to others.
+        larger = lambda path, x: jax.device_put(1.5 * np.asarray(x) + (path[-1] == "scale"))
+        nnx.update(model, nnx.map_state(larger, nnx.state(model, nnx.Param)))
         return model
 
     return config, make
@@ -255,8 +253,11 @@ def test_every_strategy_is_one_device(row, mesh, scan_layers, make_world):
 
 
 def test_windows_are_data_where_they_are_shorter_than_the_sequence():
-    kept = lambda **fields: nnx.state(Transformer(dataclasses.replace(BASE, **fields),
-                                                  rngs=nnx.Rngs(0)), LayerWindow)  # fmt: skip
+    def kept(**fields):
+        config = dataclasses.replace(BASE, **fields)
+        # In one program, because the initial weights are not asked for.
+        return nnx.jit(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0)), LayerWindow))()
+
     assert [int(x) for x in jax.tree.leaves(kept(windows=(4, 0)))] == [4, 0, 4, 0]
     assert jax.tree.leaves(kept(windows=(4, 0), scan_layers=True))[0].tolist() == [4, 0, 4, 0]
     assert not jax.tree.leaves(kept(windows=(32, 0)))

@@ -60,7 +60,8 @@ def compare(attend, causal, arrays):
     np.testing.assert_allclose(mine, out, atol=1e-5)
 
 
-@pytest.mark.sample("2-2-True", "1-4-False")
+# Every run compares a causal ring of four in float64, below.
+@pytest.mark.sample("1-4-False")
 @pytest.mark.parametrize(
     ("size", "kv_heads", "causal"),
     [
@@ -80,40 +81,46 @@ def test_ring_equals_whole_attention(make_world, size, kv_heads, causal):
     compare(attend, causal, (heads(16, 4), heads(16, kv_heads), heads(16, kv_heads)))
 
 
-def differences(attend, plain, arrays):
-    """The largest difference of outputs and of each gradient; all must be float64."""
-
-    def results(f):
-        loss = lambda *x: jnp.sum(jnp.sin(f(*x)))
-        return jax.jit(lambda *x: (f(*x), *jax.grad(loss, (0, 1, 2))(*x)))(*arrays)
-
-    pairs = list(zip(results(attend), results(plain), strict=True))
-    assert all(x.dtype == jnp.float64 for x, _ in pairs)
-    return [float(jnp.abs(x - y).max()) for x, y in pairs]
+def outputs_and_gradients(attend, arrays):
+    """Those of causal attention, in one program; all must be float64."""
+    loss = lambda *x: jnp.sum(jnp.sin(attend(*x)))
+    results = jax.jit(lambda *x: (attend(*x), *jax.grad(loss, (0, 1, 2))(*x)))(*arrays)
+    assert all(x.dtype == jnp.float64 for x in results)
+    return results
 
 
-@pytest.mark.sample("1")
-@pytest.mark.parametrize("kv_heads", [4, 1])  # sends queries around, or keys
+@functools.cache
+def float64_arrays_and_results(kv_heads):
+    """Arrays in float64, and what attention over whole sequences makes of them."""
+    arrays = [RNG.normal(size=(2, 16, heads, 4)) for heads in (4, kv_heads, kv_heads)]
+    plain = functools.partial(whole, causal=True)
+    return arrays, outputs_and_gradients(plain, arrays)
+
+
+def difference(attend, kv_heads):
+    """The largest difference of outputs and gradients from those over whole sequences."""
+    arrays, want = float64_arrays_and_results(kv_heads)
+    got = outputs_and_gradients(attend, arrays)
+    return max(np.abs(np.asarray(x) - y).max() for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.sample("2")
+@pytest.mark.parametrize("kv_heads", [4, 2])  # sends queries around, or keys
 def test_float64_is_as_precise_around_a_ring(make_world, kv_heads):
     mesh = make_world("cp=4").mesh
     attend = split(functools.partial(ring_attention, axis="cp", causal=True), mesh)
     with jax.enable_x64(True):
-        shapes = ((2, 16, n, 4) for n in (4, kv_heads, kv_heads))
-        arrays = [jnp.asarray(RNG.normal(size=shape)) for shape in shapes]
-        plain = functools.partial(whole, causal=True)
-        assert max(differences(attend, plain, arrays)) < 1e-13
+        assert difference(attend, kv_heads) < 1e-13
 
 
 def test_float64_is_as_precise_in_packed_rows_and_with_scores_in_memory(monkeypatch):
     monkeypatch.setattr("axon_dist.ops.packed.PIECE", 8)
     with jax.enable_x64(True):
-        arrays = [jnp.asarray(RNG.normal(size=(2, 16, n, 4))) for n in (4, 2, 2)]
-        plain = functools.partial(whole, causal=True)
         one_document = jnp.zeros((2, 16), jnp.int32)
         pieces = lambda *x: packed_attention(*x, one_document, True)
         assert num_pieces(16) == 2
         for attend in (pieces, lambda *x: einsum_attention(*x, causal=True)):
-            assert max(differences(attend, plain, arrays)) < 1e-13
+            assert difference(attend, kv_heads=2) < 1e-13
 
 
 @pytest.mark.full

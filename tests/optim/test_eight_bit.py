@@ -94,6 +94,11 @@ X = np.random.default_rng(0).normal(size=(24, SIZE)).astype(np.float32)
 BATCH = {"x": X, "y": np.sin(3 * X)}
 
 
+@functools.cache
+def net():
+    return Net(nnx.Rngs(0))
+
+
 def mean_square(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
@@ -106,7 +111,7 @@ def optimizer():
 def one_device_programs(make):
     """The first parameters, and compiled functions that start and update an optimizer."""
     optimizer = make()
-    graph, state = nnx.split(Net(nnx.Rngs(0)), nnx.Param)
+    graph, state = nnx.split(net(), nnx.Param)
 
     @jax.jit
     def step(params, opt_state):
@@ -154,7 +159,7 @@ def test_a_step_on_devices_is_that_on_one(name, tmp_path):
     ranks, mesh, make = WAYS[name]
     batch = {k: np.concatenate([x] * 5)[: 24 if ranks != 5 else 120] for k, x in BATCH.items()}
     world = World.emulate(ranks, mesh)
-    step = build_train_step(lambda: Net(nnx.Rngs(0)), optimizer(), mean_square, make(), world)
+    step = build_train_step(net(), optimizer(), mean_square, make(), world)
     state = step.init()
     for number in range(3):
         if number == 2:

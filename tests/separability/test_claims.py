@@ -225,6 +225,21 @@ CLAIMS = {
 }  # fmt: skip
 
 
+# Of a single sample the same rules speak, so every run tries a total, rows, a constant, and values
+# that depend on several samples.
+OF_ONE_SAMPLE = (
+    "a total looked up in a loop over the samples",
+    "a constant looked up in a loop over the samples",
+    "the sums of the positions of each class",
+    "the counts of two batches",
+    "a loop over ones",
+    "features twice",
+    "the batch as often as it has samples",
+    "places of samples among themselves",
+)
+
+
+@pytest.mark.sample(*(f"{name}-(2, 8)" for name in CLAIMS), *(f"{n}-(1, 4)" for n in OF_ONE_SAMPLE))
 @pytest.mark.parametrize("sizes", [(2, 8), (1, 4)], ids=str)
 @pytest.mark.parametrize("name", CLAIMS)
 def test_the_numbers_of_parts_give_those_of_the_whole(name, sizes):
