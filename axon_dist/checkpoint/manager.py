@@ -208,8 +208,8 @@ class Restored:
 class CheckpointManager:
     """Manages the checkpoints of a run in one folder; every process makes a manager.
 
-    A failed save does not end the run: it is reported, and existing checkpoints stay. After loading a
-    checkpoint by its path, call `begin_at`; `restore_newest` and `restore_own` call it.
+    A failed save does not end the run: it is reported, and existing checkpoints stay. After loading
+    a checkpoint by its path, call `begin_at`; `restore_newest` and `restore_own` call it.
 
     Args:
         folder: created when needed; may be at `gs://` or `s3://`.
