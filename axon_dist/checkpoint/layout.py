@@ -166,15 +166,39 @@ def saved_names(saved: Collection[LeafPath], wanted: Collection[LeafPath]) -> di
         {'step': 'step', 'outer_state/missing': 'meeting/missing'}
     """
     names = {path: path for path in wanted}
+    watched = _clipped_in_chain(saved)
     for old in saved:
-        field, slash, rest = old.partition("/")
-        new = f"{_RENAMED_FIELDS.get(field, field)}{slash}{rest}"
-        # A watched optimizer that clips had the clip before itself in its chain.
-        chained = old.replace("/inner/1/", "/inner/0/", 1)
-        for now in (new, chained):
+        for now in (renamed(old), _without_clip(old, watched)):
             if old not in names and now in names and now not in saved:
                 names[now] = old
     return names
+
+
+def renamed(path: LeafPath) -> LeafPath:
+    """The path of a leaf of an older checkpoint, with the name that its field has now.
+
+    Example:
+        >>> renamed("meeting/missing/w"), renamed("params/meeting")
+        ('outer_state/missing/w', 'params/meeting')
+    """
+    field, slash, rest = path.partition("/")
+    return f"{_RENAMED_FIELDS.get(field, field)}{slash}{rest}"
+
+
+def _clipped_in_chain(saved: Collection[LeafPath]) -> list[str]:
+    """The paths of the states of watched optimizers that had a clip before them in their chain."""
+    steps = [path for path in saved if path.startswith("opt_state/") and path.endswith("/steps")]
+    starts = [path.removesuffix("steps") for path in steps]
+    # A clip has no state, so its place in the chain, 0, has no leaves.
+    empty = [x for x in starts if not any(path.startswith(f"{x}inner/0/") for path in saved)]
+    return [x for x in empty if any(path.startswith(f"{x}inner/1/") for path in saved)]
+
+
+def _without_clip(path: LeafPath, watched: Iterable[str]) -> LeafPath:
+    for start in watched:
+        if path.startswith(f"{start}inner/1/"):
+            return f"{start}inner/0/{path.removeprefix(f'{start}inner/1/')}"
+    return path
 
 
 def differences(

@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ..core.checks import COUNT, NUMBER, SIZE, ArgumentKind, is_whole
@@ -50,38 +49,95 @@ class Entry:
         step: how many steps its state had taken.
         serial: how many were written before it. After a run went back, steps are out of order.
         score: lower is better; None without one that is comparable with the others.
-        undoes: pairs of a step that its run went back to and a serial number. Entries of a smaller
-            serial number and a later step are of steps that the run gave up.
+        lineage: the first and the last serial number of each series of checkpoints whose steps it
+            continues, itself included. None if it does not tell them; see `ranked`.
     """
 
     step: int
     serial: int
     score: float | None = None
-    undoes: tuple[tuple[int, int], ...] = ()
+    lineage: tuple[tuple[int, int], ...] | None = None
 
 
 def ranked(entries: Sequence[Entry]) -> list[Entry]:
-    """The scored checkpoints of steps that were not undone, best first; ties go to the newer.
+    """The scored checkpoints whose steps the newest one continues, best first.
+
+    Ties go to the newer. A checkpoint that does not tell its lineage continues the one before it;
+    but a run that repeats a step has gone back to before that step.
 
     Example:
         >>> entries = [Entry(2, 0, 0.5), Entry(6, 1, 0.1), Entry(4, 2, 0.9)]
         >>> [entry.step for entry in ranked(entries)]
         [2, 4]
     """
-    counts = [entry for entry in entries if not _undoing(entry, entries)]
+    counts = _continued(entries)
     scored = [x for x in counts if x.score is not None and not math.isnan(x.score)]
     return sorted(scored, key=lambda entry: (entry.score, -entry.serial))
 
 
-def _undoing(entry: Entry, entries: Sequence[Entry]) -> list[Entry]:
-    """The checkpoints that show that the steps up to this one were undone."""
-    # A run that has gone back repeats steps, or says to which step it went back.
-    return [
-        other
-        for other in entries
-        if (other.step <= entry.step and other.serial > entry.serial)
-        or any(entry.step > step and entry.serial < serial for step, serial in other.undoes)
-    ]
+def _continued(entries: Sequence[Entry]) -> list[Entry]:
+    """The checkpoints whose steps the newest one continues, itself included, oldest first."""
+    by_age = sorted(entries, key=lambda entry: entry.serial)
+    line: list[Entry] = []
+    for place, entry in enumerate(by_age):
+        if entry.lineage is None:
+            line = [other for other in line if other.step < entry.step]
+        else:
+            line = [other for other in by_age[:place] if _has(entry.lineage, other.serial)]
+        line.append(entry)
+    return line
+
+
+def _has(lineage: Sequence[Sequence[int]], serial: int) -> bool:
+    return any(first <= serial <= last for first, last in lineage)
+
+
+def lineage_of(continued: Sequence[Entry], entries: Sequence[Entry]) -> list[tuple[int, int]]:
+    """The first and the last serial number of each series of some of the entries of a folder.
+
+    Serial numbers without an entry belong to the series around them, so a run that never went back
+    has one series from 0, whatever was deleted.
+
+    Example:
+        >>> entries = [Entry(6, 3), Entry(8, 4), Entry(9, 6), Entry(7, 7)]
+        >>> lineage_of([entries[0], entries[1], entries[3]], entries)
+        [(0, 4), (7, 7)]
+    """
+    series: list[tuple[int, int]] = []
+    is_open = True
+    for entry in sorted(entries, key=lambda entry: entry.serial):
+        if entry not in continued:
+            # What comes first may still follow checkpoints that were deleted, but not this one.
+            is_open = False
+            continue
+        first = entry.serial
+        if is_open:
+            first = series.pop()[0] if series else 0
+        series.append((first, entry.serial))
+        is_open = True
+    return series
+
+
+def next_lineage(
+    lineage: Sequence[tuple[int, int]] | None, entries: Sequence[Entry], saved: Entry
+) -> list[tuple[int, int]]:
+    """The lineage of a checkpoint that is being saved.
+
+    Args:
+        lineage: that of the state that its steps follow; None for the newest checkpoint.
+        entries: the checkpoints of the folder.
+        saved: the checkpoint.
+
+    Example:
+        >>> next_lineage([(0, 0)], [Entry(2, 0), Entry(4, 1), Entry(6, 2)], Entry(8, 3))
+        [(0, 0), (3, 3)]
+    """
+    continued = _continued(entries)
+    if lineage is not None:
+        continued = [entry for entry in entries if _has(lineage, entry.serial)]
+    # A run that repeats a step has gone back, even if nothing told so.
+    continued = [entry for entry in continued if entry.step < saved.step]
+    return lineage_of([*continued, saved], [*entries, saved])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +146,8 @@ class Retention:
 
     Args:
         last: the number of newest checkpoints to keep, at least 1.
-        best: the number of lowest-scored checkpoints to keep, of steps that were not undone.
+        best: the number of lowest-scored checkpoints to keep, of those whose steps the newest one
+            continues.
         every: also keep checkpoints whose step is a multiple of this; 0 disables.
 
     Raises:
@@ -120,9 +177,6 @@ class Retention:
         retained = {*by_age[-self.last :], *ranked(entries)[: self.best]}
         if self.every:
             retained |= {entry for entry in by_age if entry.step % self.every == 0}
-        # Without what undoes it, an undone checkpoint that stays would look like a good one later.
-        undoing = [_undoing(entry, by_age)[-1:] for entry in retained]
-        retained |= {entry for newest in undoing for entry in newest}
         return [entry for entry in by_age if entry not in retained]
 
 
@@ -154,7 +208,8 @@ class Restored:
 class CheckpointManager:
     """Manages the checkpoints of a run in one folder; every process makes a manager.
 
-    A failed save does not end the run: it is reported, and existing checkpoints stay.
+    A failed save does not end the run: it is reported, and existing checkpoints stay. After loading
+    a checkpoint by its path, call `begin_at`; `restore_newest` and `restore_own` call it.
 
     Args:
         folder: created when needed; may be at `gs://` or `s3://`.
@@ -168,6 +223,8 @@ class CheckpointManager:
 
     Attributes:
         failure: the message of the last save that failed; None after one that succeeded.
+        lineage: the `Entry.lineage` of the state that the next steps follow; None before the first
+            save or `begin_at`. They then follow the newest checkpoint.
 
     Raises:
         ConfigError: for an unknown type, or one that the folder does not support.
@@ -207,8 +264,7 @@ class CheckpointManager:
         self._pending: PendingSave | None = None
         # The serial number of each step that was saved, successfully or not.
         self._saved: dict[int, int] = {}
-        self._back: int | None = None
-        self._undoes: list[tuple[int, int]] = []
+        self.lineage: list[tuple[int, int]] | None = None
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -264,13 +320,14 @@ class CheckpointManager:
         if not self._saved:
             check_seen(self.folder, self.type, "the folder of checkpoints")
         try:
-            serial = on_main(self._prepare)
+            serial, lineage = on_main(lambda: self._prepare(int(step)))
             self._saved[int(step)] = serial
+            self.lineage = [(first, last) for first, last in lineage]
             self._pending = PendingSave(
                 path,
                 state,
                 self.type,
-                {**(meta or {}), **({_UNDOES: self._undoes} if self._undoes else {})},
+                self._with_lineage(meta or {}, serial),
                 score=score,
                 serial=serial,
                 then=self._remove_outdated,
@@ -281,17 +338,46 @@ class CheckpointManager:
         if not self.background:
             self.wait()
 
-    def begin_at(self, step: int, meta: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Tells that the next steps follow this one; later ones in the folder are undone.
+    def begin_at(self, checkpoint: Place | None) -> None:
+        """Tells that the next steps follow this checkpoint; every process calls this.
 
-        Their checkpoints stay as long as `Retention` keeps them, but none of them is the best.
+        Checkpoints of the folder that it does not follow are of steps that were given up. They stay
+        as long as `Retention` keeps them, but none of them is the best.
 
         Args:
-            step: the step of the state from which the run continues.
-            meta: the `meta` of its checkpoint.
+            checkpoint: the path of the checkpoint, here or elsewhere; None for a new state.
         """
-        self._back = step
-        self._undoes = [pair for pair in _undoes_in(meta) if pair[0] < step]
+
+        def find() -> list[tuple[int, int]]:
+            if checkpoint is None or not self._is_here(checkpoint):
+                return []
+            entries = self.entries()
+            step = step_of(checkpoint.name)
+            serial = max((entry.serial for entry in entries if entry.step == step), default=-1)
+            before = [entry for entry in entries if entry.serial <= serial]
+            return lineage_of(_continued(before), before)
+
+        self.lineage = [(first, last) for first, last in on_main(find)]
+
+    def _is_here(self, checkpoint: Place) -> bool:
+        return (self.folder / checkpoint.name).resolve() == checkpoint.resolve()
+
+    def _with_lineage(self, meta: Mapping[str, Any], serial: int) -> Mapping[str, Any]:
+        # Without it the same is read, so most manifests have none.
+        if not self.lineage or self.lineage == [(0, serial)]:
+            return meta
+        return {**meta, _LINEAGE: self.lineage}
+
+    def newest_continued(self) -> int | None:
+        """The step of the newest finished checkpoint that the next steps follow, or None."""
+        return max(((x.serial, x.step) for x in self._continued()), default=(0, None))[1]
+
+    def _continued(self) -> list[Entry]:
+        entries = self.entries()
+        lineage = self.lineage
+        if lineage is None:
+            return _continued(entries)
+        return [entry for entry in entries if _has(lineage, entry.serial)]
 
     def wait(self) -> None:
         """Waits until nothing is being written."""
@@ -311,8 +397,8 @@ class CheckpointManager:
             with contextlib.suppress(CheckpointError):
                 manifest = read_manifest(path)
                 score = manifest.score if self.has_scored(manifest.meta) else None
-                step, undoes = step_of(path.name) or 0, _undoes_in(manifest.meta)
-                entries.append(Entry(step, manifest.serial, score, undoes))
+                step, lineage = step_of(path.name) or 0, lineage_in(manifest.meta)
+                entries.append(Entry(step, manifest.serial, score, lineage))
         return sorted(entries, key=lambda entry: entry.serial)
 
     def newest_step(self) -> int:
@@ -334,6 +420,8 @@ class CheckpointManager:
     def restore_newest(self, target: PyTree) -> Restored | None:
         """Restores the newest good checkpoint, and reports every newer one that is damaged.
 
+        The next steps follow the one restored; see `begin_at`.
+
         Args:
             target: see `load_checkpoint`.
 
@@ -346,12 +434,15 @@ class CheckpointManager:
         """
         names = on_main(lambda: [path.name for path in self._newest_first()])
         paths = [self.folder / name for name in names]
-        return self._first_good(
+        restored = self._first_good(
             paths,
             target,
             f"all {len(paths)} checkpoints in {str(self.folder)!r} are damaged; remove the folder "
             "to start from scratch",
         )
+        if restored is not None:
+            self.begin_at(restored.path)
+        return restored
 
     @in_own_context
     def restore_own(self, target: PyTree, start: Place | None = None) -> Restored | None:
@@ -382,8 +473,8 @@ class CheckpointManager:
             f"{', '.join(map(str, paths))}: damaged, and this run may go back to no other "
             "checkpoint; resume from an older one by its path",
         )
-        if restored is not None and restored.step is not None:
-            self.begin_at(restored.step, restored.manifest.meta)
+        if restored is not None:
+            self.begin_at(restored.path)
         return restored
 
     def own_steps(self) -> list[int]:
@@ -419,8 +510,12 @@ class CheckpointManager:
             raise CheckpointError(all_damaged)
         return None
 
-    def _prepare(self) -> int:
-        """Removes unfinished checkpoints of killed runs; returns the next serial number."""
+    def _prepare(self, step: int) -> tuple[int, list[tuple[int, int]]]:
+        """Removes unfinished checkpoints of killed runs.
+
+        Returns:
+            The serial number of the next checkpoint, and its lineage.
+        """
         if isinstance(self.folder, Address):
             self._tidy_bucket(self.folder)
         else:
@@ -433,10 +528,7 @@ class CheckpointManager:
                         shutil.rmtree(leftover)
         entries = self.entries()
         serial = 1 + max((entry.serial for entry in entries), default=-1)
-        back, self._back = self._back, None
-        if back is not None and any(entry.step > back for entry in entries):
-            self._undoes.append((back, serial))
-        return serial
+        return serial, next_lineage(self.lineage, entries, Entry(step, serial))
 
     def _tidy_bucket(self, folder: Address) -> None:
         """Removes leftovers of killed saves in a bucket, also inside finished checkpoints."""
@@ -497,19 +589,19 @@ class CheckpointManager:
         return sorted(self._paths(), key=lambda x: (age(x), step_of(x.name) or 0), reverse=True)
 
 
-_UNDOES = "undoes"
-"""The key, in the `meta` of a checkpoint, of `Entry.undoes`."""
+_LINEAGE = "lineage"
+"""The key, in the `meta` of a checkpoint, of `Entry.lineage`."""
 
 
-def _undoes_in(meta: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    """The `Entry.undoes` in the `meta` of a checkpoint; anything else there is of the user."""
-    pairs = meta.get(_UNDOES)
-    pairs = pairs if isinstance(pairs, (list, tuple)) else ()
-    return tuple(
-        (pair[0], pair[1])
-        for pair in pairs
-        if isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(is_whole, pair))
-    )
+def lineage_in(meta: Mapping[str, Any]) -> tuple[tuple[int, int], ...] | None:
+    """The `Entry.lineage` in the `meta` of a state; anything else there is of the user."""
+    pairs = meta.get(_LINEAGE)
+    if not isinstance(pairs, (list, tuple)):
+        return None
+    for pair in pairs:
+        if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(is_whole, pair))):
+            return None
+    return tuple((first, last) for first, last in pairs)
 
 
 def _name_without(path: Path) -> str:

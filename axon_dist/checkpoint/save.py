@@ -378,7 +378,9 @@ FindRefit: TypeAlias = Callable[[Manifest, Collection[LeafPath]], Refit]
 
 @in_own_context
 def load_refitted(path: str | Place, target: PyTree, find: FindRefit) -> PyTree:
-    """Restores a state that may differ from that in the checkpoint, as `load_checkpoint` else.
+    """Restores a state with parts that the checkpoint does not have, or without parts that it has.
+
+    Otherwise as `load_checkpoint`: the rest must be as it was saved, and every file is verified.
 
     Args:
         path: the folder of the checkpoint.

@@ -94,8 +94,10 @@ class Spikes:
 
     Args:
         deviations: a step is skipped if its loss, or the norm of its gradient, exceeds the mean of
-            the last steps by more than this many standard deviations. The norm is taken before the
-            `clip_norm` of `watched`, but after that of `build_train_step`.
+            the last steps by more than this many standard deviations. The norm is taken before any
+            `clip_norm` if `watched` is the outermost optimizer. Inside another one, such as
+            `optax.chain` or `optax.partition`, it is taken after the `clip_norm` of
+            `build_train_step`, and before its own.
         window: mean and deviation are running averages over about this many steps; the first
             `window` steps are never skipped.
     """
@@ -151,7 +153,9 @@ def watched(
             passes on the norm from before, and a norm that overflows makes its step nonfinite.
         spikes: which steps are skipped; None skips none.
         norms_by_layer: whether to report `grad_norm/L`, `param_norm/L` and `update_norm/L` of every
-            layer L: a block such as `blocks/0`, or else the first part of the path.
+            layer L: a block such as `blocks/0`, or else the first part of the path. The update of a
+            spike is measured as it would have been; `metrics` of `build_train_step` measure it as
+            it is, 0.
 
     Returns:
         The wrapped optimizer. With `spikes`, its `update` needs the loss as `value`, and takes as

@@ -182,16 +182,19 @@ def plan_state(spec: StepSpec) -> StatePlan:
     return StatePlan(storage, params, frozen, grad_shardings, distributed, measure)
 
 
+_MEASURING = optax.GradientTransformation(
+    lambda params: layer_norms(params),
+    lambda updates, state, params=None: (updates, layer_norms(updates)),
+)
+"""Measures the layers of its updates. One object, so that the candidates of a search share it."""
+
+
 def _staged_layer_norms(
     spec: StepSpec, storage: ParamStorage
 ) -> Callable[[PyTree], dict[str, Array]]:
     """Returns the function that measures layers on the ranks of a pipeline that store them."""
     # The norms are the state of an optimizer, because only optimizers run stage by stage.
-    measuring = optax.GradientTransformation(
-        lambda params: layer_norms(params),
-        lambda updates, state, params=None: (updates, layer_norms(updates)),
-    )
-    staged, _, _ = optimizer_for(measuring, spec.model_spec, storage, spec.mesh)
+    staged, _, _ = optimizer_for(_MEASURING, spec.model_spec, storage, spec.mesh)
 
     def measure(tree: PyTree) -> dict[str, Array]:
         shapes = jax.eval_shape(staged.init, tree)
@@ -225,7 +228,8 @@ def optimizer_for(
     """
     extended = optax.with_extra_args_support(optimizer)
     shapes = shape_key((model_spec.weights, model_spec.frozen))
-    key = "update", extended, model_spec.graphdef, shapes
+    # Not the extended one, which optax may make anew in each call.
+    key = "update", optimizer, model_spec.graphdef, shapes
     update = shared_value(key, functools.partial(trace_update, extended, model_spec))
     fitting = update.optimizer
     pipeline = storage.strategy.pipeline

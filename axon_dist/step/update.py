@@ -81,11 +81,16 @@ def _norms_by_layer(plan: StepPlan, **trees: PyTree) -> dict[str, Array]:
 
 
 def _check_names(observed: Metrics, metrics: Metrics) -> None:
-    """Raises if the loss function returned a metric with the name of one of the optimizer."""
+    """Raises if the loss function returned a metric with the name of one that the step reports.
+
+    Args:
+        observed: what watched optimizers and the norms by layer report.
+        metrics: what the loss function returned.
+    """
     if taken := sorted(observed.keys() & metrics.keys()):
         raise ConfigError(
-            f"loss_fn returned metrics named {', '.join(taken)}, which the watched optimizer "
-            "reports; give them other names, or leave them out",
+            f"loss_fn returned metrics named {', '.join(taken)}, which the step reports "
+            "itself; give them other names, or leave them out",
             code="metric-of-the-optimizer",
         )
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from axon_dist.checkpoint.layout import (
     LeafSpec,
     differences,
+    saved_names,
     staging_of,
     step_name,
     step_of,
@@ -43,3 +44,15 @@ def test_every_leaf_that_differs_is_named_once(saved, wanted):
 def test_a_list_counts_what_it_leaves_out():
     assert first_few(["a"]) == "a"
     assert first_few(list("abcd"), between="; ") == "a; b; c; and 1 more"
+
+
+def test_a_chain_that_nothing_watched_is_not_renamed():
+    """Only a watched optimizer had a clip, which has no leaves, before it in its chain."""
+    wanted = ["opt_state/inner/0/mu", "params/inner/0/w"]
+    watched = ["opt_state/inner/1/mu", "opt_state/steps", "params/inner/1/w"]
+    assert saved_names(watched, wanted) == {
+        "opt_state/inner/0/mu": "opt_state/inner/1/mu",
+        "params/inner/0/w": "params/inner/0/w",
+    }
+    for saved in (["opt_state/inner/1/mu"], [*watched, "opt_state/inner/0/count"]):
+        assert saved_names(saved, wanted) == {path: path for path in wanted}

@@ -24,6 +24,7 @@ from axon_dist.checkpoint import (
     read_manifest,
 )
 from axon_dist.checkpoint import stores as store
+from axon_dist.checkpoint.manager import ranked
 from axon_dist.core.errors import CheckpointError, ConfigError, UnsupportedError
 
 KINDS = pytest.mark.parametrize("type", list(StateDictType))
@@ -161,6 +162,50 @@ def test_own_checkpoints_and_that_of_the_start_are_told_from_others(tmp_path):
         damage(manager.folder / "step_00000004")
         assert manager.restore_own(state(0), manager.folder / "step_00000002").step == 3
         assert len(told) == 1
+
+
+def save_scored(folder, start, keep=9, **scores):
+    """Saves steps with scores, after those of a checkpoint; keeps the best."""
+    with CheckpointManager(folder, Retention(last=keep, best=1)) as manager:
+        if start is not None:
+            manager.restore_own(state(0), start)
+        for step, score in scores.items():
+            manager.save(int(step[1:]), state(0), score=score)
+
+
+def test_a_run_that_went_on_elsewhere_tells_nothing_of_the_folder_of_a_fork(tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    save_scored(there, None, s2=0.5, s4=0.2, s6=0.1)
+    save_scored(there, there / "step_00000002", s8=0.9)
+    save_scored(here, there / "step_00000008", keep=1, s10=0.1, s12=0.9)
+    assert names(here) == step_names(10, 12)
+    assert [entry.step for entry in ranked(CheckpointManager(here).entries())] == [10, 12]
+
+
+def test_going_back_to_a_checkpoint_that_was_given_up_keeps_what_it_followed(tmp_path):
+    save_scored(tmp_path, None, s2=0.5, s4=0.2, s6=0.1)
+    save_scored(tmp_path, tmp_path / "step_00000002", s8=0.05)
+    save_scored(tmp_path, tmp_path / "step_00000006", s10=0.3)
+    assert [entry.step for entry in ranked(CheckpointManager(tmp_path).entries())] == [6, 4, 10, 2]
+    save_scored(tmp_path, tmp_path / "step_00000010", keep=1, s12=0.4)
+    assert names(tmp_path) == step_names(6, 12)
+
+
+def test_a_damaged_checkpoint_that_was_passed_over_is_not_the_best(tmp_path):
+    save_scored(tmp_path, None, s2=0.5, s4=0.2, s6=0.1)
+    damage(tmp_path / "step_00000006")
+    with CheckpointManager(tmp_path, Retention(last=1, best=1)) as manager:
+        assert manager.restore_newest(state(0)).step == 4
+        manager.save(8, state(0), score=0.9)
+    assert names(tmp_path) == step_names(4, 8)
+
+
+def test_a_run_that_never_goes_back_writes_no_lineage(tmp_path):
+    for step in range(1, 6):
+        with CheckpointManager(tmp_path, Retention(last=2)) as manager:
+            manager.restore_newest(state(0))
+            manager.save(step, state(0), meta={"mine": step})
+    assert read_manifest(tmp_path / "step_00000005").meta == {"mine": 5}
 
 
 def test_a_run_whose_own_checkpoints_are_damaged_is_not_told_to_remove_others(tmp_path):

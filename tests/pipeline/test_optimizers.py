@@ -17,8 +17,10 @@ from axon_dist.inspect import collectives
 from axon_dist.optim import Spikes, adamw_8bit, watched
 from axon_dist.parallel import ddp, pipelined
 from axon_dist.sharding import optimizer_shardings, shardings
+from axon_dist.step import plan
 from axon_dist.step.model_spec import split_model
 from axon_dist.step.plan import optimizer_for
+from axon_dist.step.sharing import sharing_steps
 from axon_dist.step.storage import storage_of
 from tests.drawn import drawn
 
@@ -325,6 +327,20 @@ def test_a_step_equals_one_device(make_world):
         params, opt_state = alone(params, opt_state)
         stored, _ = step(stored, batch())
     assert_equal(jax.jit(step.storage.to_model)(stored.params), params)
+
+
+def test_a_search_traces_an_optimizer_and_the_norms_of_layers_once(make_world, monkeypatch):
+    traced, trace = [], plan.trace_update
+    monkeypatch.setattr(plan, "trace_update", lambda *given: traced.append(1) or trace(*given))
+    optimizer = optax.with_extra_args_support(optax.scale(-0.1))
+    factory = lambda: make("rows")
+    with sharing_steps():
+        for mesh in ("pp=2", "pp=2,dp=2"):
+            build_train_step(
+                factory, optimizer, loss_fn, pipelined(2, 2), make_world(mesh),
+                metrics=("norms_by_layer",),
+            )  # fmt: skip
+    assert len(traced) == 2
 
 
 @pytest.mark.parametrize("model", ["rows", "vectors", "stack"])

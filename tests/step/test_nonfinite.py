@@ -1,6 +1,8 @@
 """A batch that poisons the loss: skipped, held or rolled back, the same as on one device."""
 
+import dataclasses
 import itertools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -362,6 +364,21 @@ def test_the_advice_after_a_rollback_that_was_not_possible_is_not_a_rollback(
     with pytest.raises(NonfiniteError, match=advice) as error:
         fit(steps["rollback"], saves, **options)[0].fit()
     assert "goes back to a checkpoint" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("answers", "advice"),
+    [
+        ([True], r"go back to; that state is saved\. Resume the run"),
+        ([False, True], r"go back to; that state is saved now\. Resume the run"),
+        ([False, False], r"go back to; that state could not be saved\. Lower .*; make room for"),
+    ],
+)
+def test_the_advice_says_whether_the_last_state_is_saved(steps, answers, advice):
+    trainer, _, _ = fit(steps["rollback"], Saves({2: np.nan}))
+    asked = mock.Mock(side_effect=answers)
+    with pytest.raises(NonfiniteError, match=advice):
+        dataclasses.replace(trainer, is_saved=asked).fit()
 
 
 def test_layer_scan_back_needs_somewhere_to_go(steps):

@@ -234,6 +234,16 @@ def test_a_metric_may_not_have_the_name_of_one_that_the_optimizer_reports():
     optimizer = watched(optax.sgd(0.1), spikes=Spikes())
     make = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     step = build_train_step(make, optimizer, loss_fn, ddp(), World.emulate(1))
-    with pytest.raises(ConfigError, match="metrics named spike, which the watched") as error:
+    with pytest.raises(ConfigError, match="metrics named spike, which the step reports") as error:
         step(step.init(), {"x": np.ones((4, 4), np.float32)})
     assert error.value.code == "metric-of-the-optimizer"
+
+
+def test_a_metric_may_not_have_the_name_of_a_norm_of_a_layer():
+    named = {"grad_norm/kernel": jnp.float32(7)}
+    loss_fn = lambda model, batch: (jnp.mean(model(batch["x"]) ** 2), named)
+    make = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    options = {"metrics": ("norms_by_layer",)}
+    step = build_train_step(make, optax.sgd(0.1), loss_fn, ddp(), World.emulate(1), **options)
+    with pytest.raises(ConfigError, match=r"named grad_norm/kernel, which the step reports itself"):
+        step(step.init(), {"x": np.ones((4, 4), np.float32)})

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axon_dist.checkpoint.layout import Manifest, saved_names
+from axon_dist.checkpoint.layout import Manifest, renamed, saved_names
 from axon_dist.checkpoint.save import Refit, load_refitted
 from axon_dist.core.files import Place
 from axon_dist.core.tree import leaves_with_paths, map_with_path
@@ -24,7 +24,8 @@ from axon_dist.step import TrainState
 from axon_dist.step.state import wide_copy
 
 _OPT_STATE = "opt_state/"
-_WATCHED = ("opt_state/steps", "opt_state/averages/", "opt_state/metrics/")
+_METRICS = "opt_state/metrics/"
+_WATCHED = ("opt_state/steps", "opt_state/averages/", _METRICS)
 """What a watched optimizer adds to the state, besides `inner`."""
 
 _PARTS = {
@@ -38,7 +39,7 @@ _PARTS = {
 
 def _inner(paths: Collection[Path]) -> str:
     """Returns the prefix of the state of the optimizer that the config names."""
-    if not any(path.startswith("opt_state/metrics/") for path in paths):
+    if not any(path.startswith(_METRICS) for path in paths):
         return _OPT_STATE
     # Until 0.3 a clip came before it in the chain that is watched.
     chained = (f"{_OPT_STATE}inner/{number}/" for number in (1, 0))
@@ -72,25 +73,39 @@ def refit_of(saved: Collection[Path], wanted: Collection[Path]) -> tuple[Refit, 
     lines = []
     for key, (what, starts, how) in _PARTS.items():
         own = [path for path in wanted if path.startswith(starts)]
-        theirs = [path for path in saved if path.startswith(starts)]
+        theirs = [path for path in saved if renamed(path).startswith(starts)]
         if starts == _WATCHED:
             own = own if now != _OPT_STATE else []
             theirs = theirs if before != _OPT_STATE else []
-        if {names[path] for path in own} == set(theirs):
-            continue
-        if own and theirs and starts != _WATCHED:
-            # It neither begins nor ends, so it is of another model.
-            continue
-        # Averages that are not all there have seen no steps.
-        absent |= set(own)
-        dropped |= set(theirs)
-        if own or starts != _WATCHED or any("/averages/" in path for path in theirs):
-            are = starts == _WATCHED
-            begins = f"begin{'' if are else 's'} {how}"
-            ends = f"in the checkpoint {'are' if are else 'is'} not read"
-            lines.append(f"{key}: {what} {begins if own else ends}")
+            begun, ended = _watched_parts(names, own, theirs)
+            begins, ends = (any("/averages/" in path for path in some) for some in (begun, ended))
+        else:
+            # What neither begins nor ends, but differs, is of another model.
+            begun, ended = set(own if not theirs else ()), set(theirs if not own else ())
+            begins, ends = bool(begun), bool(ended)
+        absent |= begun
+        dropped |= ended
+        is_plural = starts == _WATCHED
+        if begins:
+            lines.append(f"{key}: {what} begin{'' if is_plural else 's'} {how}")
+        elif ends:
+            are = "are" if is_plural else "is"
+            lines.append(f"{key}: {what} in the checkpoint {are} not read")
     names = {path: name for path, name in names.items() if path not in absent}
     return Refit(names, frozenset(absent), frozenset(dropped)), lines
+
+
+def _watched_parts(
+    names: Mapping[Path, Path], own: Collection[Path], theirs: Collection[Path]
+) -> tuple[set[Path], set[Path]]:
+    """Returns the leaves of a watched optimizer that begin, and those that end."""
+    has = set(theirs)
+    kept = {path for path in own if names[path] in has}
+    # The metrics are those of the last step only. Averages that are not all there have seen no
+    # steps.
+    if any(path not in kept and not path.startswith(_METRICS) for path in own):
+        kept = set()
+    return set(own) - kept, has - {names[path] for path in kept}
 
 
 def load_state(

@@ -31,6 +31,7 @@ from axon_dist.checkpoint import (
     step_of,
 )
 from axon_dist.checkpoint.layout import installed_versions, mesh_shape
+from axon_dist.checkpoint.manager import lineage_in
 from axon_dist.checkpoint.save import check_seen
 from axon_dist.core.checks import is_whole
 from axon_dist.core.compat import keep_executables
@@ -129,6 +130,8 @@ class SavedStates:
         """
         assert self.copies is not None
         meta = {"data": self.run.loader.state(), "counts": dict(self.counts)}
+        meta["lineage"] = self.checkpoints.lineage
+        meta["start"] = None if self.start is None else str(self.start)
         self.copies.save(number, self.form.to_canonical(state), meta)
 
     def go_back(self) -> TrainState | None:
@@ -197,10 +200,7 @@ class SavedStates:
             self.run.loader.restore(copy.meta["data"])
             self.counts.update(_counts_in(copy.meta))
             tell(f"resuming after step {copy.step} from the copies in memory")
-            # The copy is lost when a step is undone, unlike the checkpoint that it followed.
-            newest = on_main(checkpoints.newest_step)
-            self.start = checkpoints.folder / step_name(newest) if newest >= 0 else None
-            checkpoints.begin_at(copy.step, {} if self.start is None else _meta_of(self.start))
+            self._follow(copy)
             return form.from_canonical(copy.state)
         if resume == AUTO:
             restored = checkpoints.restore_newest(form.target)
@@ -220,7 +220,7 @@ class SavedStates:
         self.counts.update(_counts_in(restored.manifest.meta))
         self.start = restored.path
         state = form.from_canonical(restored.state)
-        checkpoints.begin_at(int(state.step), restored.manifest.meta)
+        checkpoints.begin_at(restored.path)
         tell(f"resuming after step {int(state.step)} from {str(restored.path)!r}")
         for line in changes_since(restored.manifest.meta.get("config"), self.run.config, state):
             tell(f"config: {line}")
@@ -228,13 +228,28 @@ class SavedStates:
             tell(f"changed since it was saved: {line}")
         return state
 
+    def _follow(self, copy: HostCopy) -> None:
+        """Finds the checkpoint that a copy followed; the copy is lost when a step is undone."""
+        lineage = lineage_in(copy.meta)
+        self.checkpoints.lineage = None if lineage is None else list(lineage)
+        newest = on_main(self.checkpoints.newest_continued)
+        start = copy.meta.get("start")
+        if newest is not None:
+            self.start = self.checkpoints.folder / step_name(newest)
+        else:
+            self.start = as_place(start, "the start of the run") if start else None
+
     def _newest_copy(self, tell: Callable[[str], None]) -> HostCopy | None:
-        """Returns the newest undamaged copy, or None."""
+        """Returns the newest copy that is not damaged and fits, or None."""
         try:
             return None if self.copies is None else self.copies.newest(self.form.target)
         except DamagedCheckpointError as error:
             tell(str(error))
-            return None
+        except CheckpointError as error:
+            # A changed config may give the state more or fewer parts. Only checkpoints are fitted,
+            # and one that belongs to another model is refused there.
+            tell(f"{error}, or let this run begin at a checkpoint, as it does now")
+        return None
 
 
 def _counts_in(meta: Mapping[str, Any]) -> dict[str, float]:
@@ -242,17 +257,6 @@ def _counts_in(meta: Mapping[str, Any]) -> dict[str, float]:
     counts = meta.get("counts")
     counts = counts if isinstance(counts, dict) else {}
     return {name: x for name, x in counts.items() if is_whole(x) or isinstance(x, float)}
-
-
-def _meta_of(checkpoint: Place) -> dict[str, Any]:
-    """Returns what a checkpoint says of its run; nothing if it cannot be read."""
-
-    def read() -> dict[str, Any]:
-        with contextlib.suppress(CheckpointError, StoreError):
-            return dict(read_manifest(checkpoint).meta)
-        return {}
-
-    return on_main(read)
 
 
 def _step_in(checkpoint: Place) -> object:

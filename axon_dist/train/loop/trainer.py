@@ -583,18 +583,27 @@ class Trainer:
         self, nonfinite: step_state.NonfiniteLoss, state: TrainState, recorder: MetricRecorder
     ) -> NoReturn:
         """Ends a run after a nonfinite step; saves the last finite state, if it still exists."""
-        remark = ""
+        remark, outcome = "", ""
         if self._policy is not None:
             remark = f"; the state is that of step {recorder.step}"
             if self.give_back is not None:
                 self.give_back(recorder.dispatched - recorder.step)
+            outcome = "is saved"
             if not self._has_saved(recorder):
                 self._save(recorder.step, state, recorder)
+                # A save that fails is told, and does not raise.
+                has_failed = self.is_saved is not None and not self.is_saved(recorder.step)
+                outcome = "could not be saved" if has_failed else "is saved now"
         rollbacks = f" after {recorder.rollbacks} rollbacks" if recorder.rollbacks else ""
-        raise NonfiniteError(f"{nonfinite}{rollbacks}{remark}. {self._advice(recorder)}")
+        raise NonfiniteError(f"{nonfinite}{rollbacks}{remark}. {self._advice(recorder, outcome)}")
 
-    def _advice(self, recorder: MetricRecorder) -> str:
-        """Says what to do after a nonfinite step from which the run could not continue."""
+    def _advice(self, recorder: MetricRecorder, outcome: str) -> str:
+        """Says what to do after a nonfinite step from which the run could not continue.
+
+        Args:
+            recorder: the recorder of the run.
+            outcome: what became of the last finite state.
+        """
         limit = self.options.max_rollbacks
         if self._policy is not Nonfinite.ROLLBACK:
             return _ADVICE
@@ -608,10 +617,12 @@ class Trainer:
                 "nonfinite='rollback' found no checkpoint to go back to. "
                 f"{_CAUSES}; nonfinite='skip' needs no checkpoint"
             )
+        found = f"nonfinite='rollback' found no checkpoint to go back to; that state {outcome}"
+        if outcome == "could not be saved":
+            return f"{found}. {_CAUSES}; make room for checkpoints, or name another folder"
         return (
-            "nonfinite='rollback' found no checkpoint to go back to; that state is saved now. "
-            "Resume the run, as --resume auto does: it goes back to that state and continues with "
-            "the next batches. Save more often to go back without a restart"
+            f"{found}. Resume the run, as --resume auto does: it goes back to that state and "
+            "continues with the next batches. Save more often to go back without a restart"
         )
 
     def _has_saved(self, recorder: MetricRecorder) -> bool:

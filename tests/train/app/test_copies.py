@@ -3,12 +3,15 @@
 import functools
 from unittest import mock
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axon_dist.checkpoint import CheckpointManager, HostCopies, Retention
+from axon_dist.checkpoint.manager import ranked
 from axon_dist.core.errors import ConfigError
 from axon_dist.train.app import runs, train
-from axon_dist.train.app.resume import check_copies
+from axon_dist.train.app.resume import SavedStates, check_copies
 from axon_dist.train.app.runs import build_run, compiling_ahead, world_of_first
 from axon_dist.train.config import RunConfig
 
@@ -73,6 +76,69 @@ def test_a_checkpoint_that_is_newer_than_the_copies_is_taken(config, tmp_path, m
     # The last state is saved but not copied: step 3 is on disk, step 2 in memory.
     assert [path.name[:13] for path in memory.glob("*.copy")] == ["step_00000002"]
     assert train(config("run"), resume="auto").result.first_step == 3
+
+
+def saved_states(folder, memory, target, told=None):
+    """The saved states of a run whose state is an array, in its only form."""
+    form = mock.Mock(target=target, from_canonical=lambda x: x, to_canonical=lambda x: x)
+    run = mock.Mock()
+    run.loader.state.return_value = {}
+    checkpoints = CheckpointManager(folder, Retention(last=9), background=False)
+    tell = print if told is None else told.append
+    return SavedStates(run, form, checkpoints, HostCopies(memory, tell), mock.Mock(address=None))
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A folder of checkpoints of the steps 2, 4 and 6, of which 6 is damaged, and one of copies."""
+    memory, folder = tmp_path / "memory", tmp_path / "checkpoints"
+    memory.mkdir()
+    with CheckpointManager(folder, Retention(last=9)) as manager:
+        for step, score in {2: 0.5, 4: 0.2, 6: 0.1}.items():
+            manager.save(step, {"w": jnp.full(2, step)}, score=score, meta={"data": {}})
+    for path in (folder / "step_00000006" / "arrays").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"damaged")
+    return folder, memory
+
+
+def test_a_copy_tells_which_checkpoints_were_given_up(folders):
+    """The run goes back from the damaged checkpoint, is copied and killed before the next save."""
+    folder, memory = folders
+    target = {"w": jnp.zeros(2, int)}
+    first = saved_states(folder, memory, target)
+    first.start = folder / "step_00000006"
+    assert first.checkpoints.restore_newest(target).step == 4
+    first.copy({"w": jnp.full(2, 7)}, 7)
+    again = saved_states(folder, memory, target)
+    assert again.find_start("auto", print)["w"].tolist() == [7, 7]
+    assert again.start == folder / "step_00000004"
+    again.checkpoints.save(8, {"w": jnp.full(2, 8)}, score=0.9)
+    assert [entry.step for entry in ranked(again.checkpoints.entries())] == [4, 2, 8]
+
+
+def test_a_copy_of_a_run_that_began_elsewhere_tells_where(folders, tmp_path):
+    folder, memory = folders
+    target = {"w": jnp.zeros(2, int)}
+    first = saved_states(tmp_path / "fork", memory, target)
+    first.start = folder / "step_00000004"
+    first.checkpoints.begin_at(first.start)
+    first.copy({"w": jnp.full(2, 7)}, 7)
+    again = saved_states(tmp_path / "fork", memory, target)
+    assert again.find_start("auto", print) is not None
+    assert again.start == folder / "step_00000004"
+
+
+def test_a_copy_that_does_not_fit_leaves_the_run_to_its_checkpoint(folders):
+    folder, memory = folders
+    first = saved_states(folder, memory, {"w": jnp.zeros(2, int)})
+    first.copy({"w": jnp.zeros(2, int), "averages": jnp.zeros(3)}, 7)
+    told = []
+    again = saved_states(folder, memory, {"w": jnp.zeros(2, int)}, told)
+    again.form.from_canonical = lambda x: mock.Mock(step=4, **x)
+    with mock.patch("axon_dist.train.app.resume.changes_around", return_value=[]):
+        assert again.find_start("auto", told.append).w.tolist() == [4, 4]
+    assert any("copy of step 7" in text and "checkpoint" in text for text in told), told
 
 
 def test_copies_that_nobody_keeps_are_refused(config, tmp_path):

@@ -393,6 +393,44 @@ def test_old_states_in_which_the_optimizer_clipped_are_read():
         assert "opt_state/steps" in refit.absent
 
 
+def test_averages_go_on_where_an_old_checkpoint_also_has_norms_by_layer():
+    """Until 0.3 the norms of the last step were in the state, and now only the step has them."""
+    averages = [f"opt_state/averages/{x}/mean" for x in ("loss", "norm")]
+    own = ["opt_state/steps", *averages, "opt_state/metrics/spike_skipped", "params/w"]
+    norms = ["opt_state/metrics/grad_norm/head", "opt_state/metrics/param_norm/head"]
+    refit, lines = refit_of(
+        ["opt_state/inner/1/0/mu/w", *own, *norms], ["opt_state/inner/0/0/mu/w", *own]
+    )
+    assert (lines, refit.absent, refit.dropped) == ([], frozenset(), set(norms))
+    assert refit.names["opt_state/inner/0/0/mu/w"] == "opt_state/inner/1/0/mu/w"
+    # Norms of the last step may begin, and the averages go on.
+    refit, lines = refit_of(own, [*own, *norms])
+    assert (lines, refit.absent, refit.dropped) == ([], set(norms), frozenset())
+    # Only norms are watched now: the averages end.
+    rest = ["opt_state/steps", *norms, "params/w"]
+    refit, lines = refit_of([*own, *norms], rest)
+    assert lines == [
+        "train.spikes: the averages of losses and norms in the checkpoint are not read"
+    ]
+    assert refit.dropped == {*averages, own[3]}
+    assert refit_of(["params/w"], rest)[1] == []
+
+
+def test_feedback_of_compression_under_its_old_name_goes_on_ends_or_begins():
+    feedback = ["meeting/missing/w", "meeting/missing/v"]
+    now = [f"outer_{x.replace('meeting', 'state')}" for x in feedback]
+    rest = ["params/w", "outer/w"]
+    refit, lines = refit_of([*rest, *feedback], [*rest, *now])
+    assert (lines, refit.absent, refit.dropped) == ([], frozenset(), frozenset())
+    assert [refit.names[path] for path in now] == feedback
+    refit, lines = refit_of([*rest, *feedback], rest)
+    assert lines == ["parallel: the feedback of compression in the checkpoint is not read"]
+    assert refit.dropped == set(feedback)
+    refit, lines = refit_of(rest, [*rest, *now])
+    assert lines == ["parallel: the feedback of compression begins at 0"]
+    assert refit.absent == set(now)
+
+
 def test_best_needs_validations(config):
     with pytest.raises(ConfigError, match=r"checkpoint.best: got 1, .* multiple of train.eval_ev"):
         config("run", checkpoint__best=1, checkpoint__every=2)
