@@ -13,7 +13,7 @@ from axon_dist import World, build_train_step, ddp, local_sgd
 from axon_dist.core.errors import ConfigError
 from axon_dist.mesh.chips import hardware
 from axon_dist.ops.precision import MixedPrecision
-from axon_dist.train.app import plan_config, verify
+from axon_dist.train.app import config_plans, plan_config, verify
 from axon_dist.train.app.evaluate import world_of
 from axon_dist.train.app.steps import build_step, build_world
 from axon_dist.train.app.verify import (
@@ -104,7 +104,7 @@ SMALL = {
     "devices": {"emulate": 2},
     "mesh": "dp=2",
     "data": {"max_bytes": 20000, "sequence_length": 16},
-    "model": {"num_layers": 1},
+    "model": {"num_layers": 1, "width": 16, "num_heads": 2, "ffn_width": 16},
     "train": {"global_batch": 4, "steps": 10},
 }
 
@@ -155,7 +155,9 @@ def test_the_loss_of_replicas_is_a_sum_if_the_loss_is_one():
     assert all(row.relative < 1e-5 for row in found)
 
 
-def test_a_strategys_precision_is_that_of_the_config():
+def test_a_strategys_precision_is_that_of_the_config(monkeypatch):
+    monkeypatch.setattr(config_plans, "MOST", 4)
+    monkeypatch.setattr(config_plans, "FEW", 0)
     half = MixedPrecision.bf16()
     strategies = {"fsdp": {"mixed_precision": "bf16"}}
     config = RunConfig.from_dict({**SMALL, "mesh": "fsdp=2", "parallel": strategies})
