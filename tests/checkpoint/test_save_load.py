@@ -101,19 +101,19 @@ def batch():
 
 
 def test_a_train_state_goes_from_one_strategy_to_others(make_world, bits, tmp_path):
-    step = step_on(make_world("fsdp=4"), fsdp())
+    step = step_on(make_world("fsdp=8"), fsdp())
     state, _ = step(step.init(), batch())
     save_checkpoint(tmp_path / "c", state)
     was = bits(state)
     expected = bits(step(state, batch())[0].params)
-    others = [("fsdp=4", fsdp()), ("dp=2", zero(1)), ("dp=1", ddp())]
+    others = [("fsdp=8", fsdp()), ("dp=2", zero(1)), ("dp=1", ddp())]
     for axes, strategy in others:
         other = step_on(make_world(axes), strategy)
         target = target_of(other.abstract_state, other.state_shardings)
         restored = load_checkpoint(tmp_path / "c", target)
         assert bits(restored) == was
         following, _ = other(restored, batch())
-        if axes == "fsdp=4":
+        if axes == "fsdp=8":
             assert bits(following.params) == expected
 
 
