@@ -13,7 +13,7 @@ from benchmarks.disk_errors import measure_errors
 from benchmarks.links import NAMES, WAYS, problem_of
 
 
-@pytest.mark.parametrize("every", [192, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [96, pytest.param(8, marks=pytest.mark.full)])
 def test_every_operation_may_fail(tmp_path, every):
     for row, count, good in measure_errors(tmp_path, every):
         assert (row, good) == (row, count)
