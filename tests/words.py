@@ -7,12 +7,12 @@ WORDS = {"factory": "tests.words:Words", "dropout": 0.1}
 
 
 class Words(nnx.Module):
-    """The logits of the next byte, by the present one alone."""
+    """The logits of the next byte, by the present one alone, whatever document it is in."""
 
     def __init__(self, dropout: float, *, rngs: nnx.Rngs):
         self.table = nnx.Embed(256, 16, rngs=rngs)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
         self.head = nnx.Linear(16, 256, rngs=rngs)
 
-    def __call__(self, tokens):
+    def __call__(self, tokens, segments=None):
         return self.head(self.dropout(self.table(tokens)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -137,6 +138,7 @@ def _sections(
         yield from _inside(option.hint, f"{path}.{name}".lstrip("."))
 
 
+@functools.cache
 def _keys(thing: Callable[..., object], path: str) -> tuple[Key, ...]:
     """Returns the keys that a dataclass or a function takes."""
     meanings = meanings_of(thing)

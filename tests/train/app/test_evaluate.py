@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,11 @@ import optax
 import pytest
 import tokenizers
 
-from axon_dist.checkpoint import save_checkpoint
 from axon_dist.core.errors import ConfigError
 from axon_dist.data import TextLoader, TextSource, load_text
 from axon_dist.data.chat import Rendered, ask, find_template
 from axon_dist.data.tokenizer import load_tokenizer
-from axon_dist.train.app import Completion, RunDirectory, evaluate, generate_text, load_model, train
+from axon_dist.train.app import Completion, evaluate, generate_text, load_model, train
 from axon_dist.train.app.evaluate import (
     _chats,
     end_of_answer,
@@ -27,12 +25,13 @@ from axon_dist.train.app.evaluate import (
     world_of,
 )
 from axon_dist.train.app.run_model import _token_ids, tokenizer_of
-from axon_dist.train.app.runs import build_run, measured_on
+from axon_dist.train.app.runs import measured_on
 from axon_dist.train.app.steps import build_step
 from axon_dist.train.cli import runs
 from axon_dist.train.cli.main import main
 from axon_dist.train.config import RunConfig
 from tests.data.chat_templates import ANSWER, ASK, TEMPLATES, THINKING, TOKENS
+from tests.first_state import begun
 
 LENGTH = 16
 MADE_UP = "data={{kind: synthetic_images, image_size: 16}}"
@@ -82,13 +81,7 @@ def plain_run(tmp_path_factory):
     """A run on one device with a checkpoint of its first state, for error cases."""
     changes = {"model": {"num_layers": 1, "gated": False}, "optimizer": {"name": "sgd"}}
     config = small(tmp_path_factory.mktemp("plain"), **changes)
-    directory = RunDirectory(Path(config.run_dir))
-    directory.path.mkdir()
-    directory.write_config(config)
-    meta = {"step": 1, "config": config.to_dict()}
-    state = build_run(config).step.init()
-    save_checkpoint(directory.checkpoints / "step_00000001", state, meta=meta)
-    return directory.path
+    return begun(config)
 
 
 def greedy(run, prompt, num_tokens):

@@ -15,8 +15,8 @@ def devices(world, count=4):
 
 
 @pytest.mark.uncached
-def test_products_and_convolutions_are_right(world):
-    names = ["dot", "conv", "conv_depthwise"]
+def test_convolutions_are_right(world):
+    names = ["conv", "conv_depthwise"]  # "dot" is in the test of compiler mistakes
     found = check_numerics(devices(world), names)
     assert {finding.sentinel for finding in found} == set(names)
     assert [finding for finding in found if not finding.is_right] == []

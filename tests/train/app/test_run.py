@@ -84,7 +84,7 @@ def test_a_run_leaves_everything_in_its_folder(tiny, tmp_path):
     assert any(name.startswith("opt_state/") for name in manifest.leaves)
 
     text = console.file.getvalue()
-    for words in ("ddp on mesh dp=8 of 8 emulated", "6 steps of 8 x 16 tokens", "step 6/6",
+    for words in ("ddp on mesh dp=2 of 2 emulated", "6 steps of 8 x 16 tokens", "step 6/6",
                   "finished after 6 steps", "nats/byte", f"run directory: {directory.path}",
                   f"loss curves: {directory.plot}"):  # fmt: skip
         assert words in text
@@ -348,14 +348,14 @@ def test_an_axis_that_nothing_is_split_over_is_told(tiny):
 
 def test_a_dry_run_says_all_and_writes_nothing(tiny, tmp_path, capsys):
     path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(tiny))
+    path.write_text(yaml.safe_dump(tiny | {"mesh": "dp=2", "devices": {"emulate": 2}}))
     before = sorted(tmp_path.rglob("*"))
     assert main(["train", str(path), "--dry-run"]) == 0
     out = capsys.readouterr().out
     for words in (
         "train.global_batch = 8", "further keys with the default value",
-        "ddp on mesh dp=8 of 8 emulated", "768 tokens in total",
-        "each of 8 batch ranks (dp) takes 1 of 8 samples a step",
+        "ddp on mesh dp=2 of 2 emulated", "768 tokens in total",
+        "each of 2 batch ranks (dp) takes 4 of 8 samples a step",
         "memory per device, read from the compiled step:", "optimizer state",
         f"{tmp_path / 'run' / 'program.json'}", "every 100 steps and at the end",
     ):  # fmt: skip

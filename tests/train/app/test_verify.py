@@ -1,6 +1,7 @@
 """The verdict of `verify` on two runs that differ."""
 
 import functools
+import json
 import math
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from axon_dist import World, build_train_step, ddp, local_sgd
 from axon_dist.core.errors import ConfigError
 from axon_dist.mesh.chips import hardware
 from axon_dist.ops.precision import MixedPrecision
-from axon_dist.train.app import plan_config, verify
+from axon_dist.train.app import config_plans, plan_config, verify
 from axon_dist.train.app.evaluate import world_of
 from axon_dist.train.app.steps import build_step, build_world
 from axon_dist.train.app.verify import (
@@ -30,6 +31,7 @@ from axon_dist.train.app.verify import (
     train_replicas,
 )
 from axon_dist.train.config import RunConfig
+from tests.words import WORDS
 
 
 def verification(*params: Difference, tolerance: float = 1e-5) -> Verification:
@@ -104,7 +106,7 @@ SMALL = {
     "devices": {"emulate": 2},
     "mesh": "dp=2",
     "data": {"max_bytes": 20000, "sequence_length": 16},
-    "model": {"num_layers": 1},
+    "model": {"num_layers": 1, "width": 16, "num_heads": 2, "ffn_width": 16},
     "train": {"global_batch": 4, "steps": 10},
 }
 
@@ -133,10 +135,15 @@ def test_options_of_another_section_change_both_runs(change):
     assert verify(RunConfig.from_dict({**SMALL, **change}), steps=2).passed
 
 
-def test_replicas_with_other_numbers_of_learned_tokens_are_compared_by_their_tokens():
-    data = {"kind": "jsonl", "files": ["a"], "prompt": "q", "response": "r", "sequence_length": 11}
+def test_replicas_with_other_numbers_of_learned_tokens_are_compared_by_their_tokens(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [{"q": "a", "r": "b" * (1 + number % 8)} for number in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"kind": "jsonl", "files": [str(path)], "prompt": "q", "response": "r", "packed": False}
+    data["sequence_length"] = 11
     train = {**SMALL["train"], "nonfinite": "skip"}
     parts = {"mesh": "nodes=2", "parallel": {"local_sgd": {"every": 2}}, "data": data}
+    parts["model"] = {**WORDS, "dropout": 0.0}
     found = verify(RunConfig.from_dict({**SMALL, "train": train, **parts}), steps=2)
     assert found.passed, found.worst
 
@@ -155,7 +162,9 @@ def test_the_loss_of_replicas_is_a_sum_if_the_loss_is_one():
     assert all(row.relative < 1e-5 for row in found)
 
 
-def test_a_strategys_precision_is_that_of_the_config():
+def test_a_strategys_precision_is_that_of_the_config(monkeypatch):
+    monkeypatch.setattr(config_plans, "MOST", 2)
+    monkeypatch.setattr(config_plans, "FEW", 0)
     half = MixedPrecision.bf16()
     strategies = {"fsdp": {"mixed_precision": "bf16"}}
     config = RunConfig.from_dict({**SMALL, "mesh": "fsdp=2", "parallel": strategies})

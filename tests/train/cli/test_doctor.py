@@ -37,6 +37,7 @@ def test_the_network_of_emulated_devices(capsys, chip, monkeypatch):
     # A collective of eight devices on a few cores mostly waits, and waiting takes CPU time.
     monkeypatch.setattr("axon_dist.train.app.network._WARM_UP", 0)
     monkeypatch.setattr("axon_dist.train.app.network._ROUNDS", 1)
+    monkeypatch.setattr("axon_dist.train.app.network.ACCELERATOR_BYTES", 2**16)
     assert main(["doctor", "--network", "dp=4,tp=2"]) == 0
     text = capsys.readouterr().out
     rows = text.partition("Network (")[2]

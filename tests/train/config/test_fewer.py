@@ -14,7 +14,8 @@ from axon_dist.inspect import coupling
 from axon_dist.mesh import World
 from axon_dist.parallel import ddp
 from axon_dist.train import build_train_step
-from axon_dist.train.app.runs import build_run, for_fewer, microbatches_for_fewer
+from axon_dist.train.app.runs import for_fewer, microbatches_for_fewer
+from axon_dist.train.app.steps import build_step, build_world
 from axon_dist.train.config import RunConfig
 
 CONFIG = {
@@ -49,11 +50,12 @@ def test_the_batch_is_kept_and_no_device_holds_more(rows, accumulate, planned, r
 )
 def test_microbatches_follow_the_batch_axes_that_shrink(changes, accumulate):
     config = RunConfig.from_dict(CONFIG | {"mesh": {"dp": -1}} | changes)
-    run = build_run(config)
+    world = build_world(config)
+    step = build_step(config, world, optax.identity(), trains=False)
     real = dataclasses.replace(config, devices=dataclasses.replace(config.devices, emulate=None))
-    smaller = for_fewer(real, run.world, run.step, planned=8, present=4)
+    smaller = for_fewer(real, world, step, planned=8, present=4)
     assert smaller.train == dataclasses.replace(config.train, accumulate=accumulate)
-    assert for_fewer(real, run.world, run.step, planned=4, present=4) == real
+    assert for_fewer(real, world, step, planned=4, present=4) == real
 
 
 class Normed(nnx.Module):

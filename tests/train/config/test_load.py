@@ -97,13 +97,29 @@ def test_values_are_those_of_yaml_1_2(tmp_path):
     assert sections_of(to_yaml(want), "the text") == want
 
 
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=8)
+def values(text):
+    """Numbers, words and texts of such characters, in lists and sections in each other."""
+    return st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(text, max_size=8)
         | st.floats(allow_nan=False),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        lambda inner: st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(text), inner, max_size=3),
         max_leaves=12,
-    )
-)  # fmt: skip
+    )  # fmt: skip
+
+
+def is_read_back(value):
+    return sections_of(to_yaml({"value": value}), "the text") == {"value": value}
+
+
+@given(values("ant01e.+-_ :#,?!&*%@|>~=<'\"`\\/{}[]\n\r\t\0\x85\u2028\ufeffé日😀"))
 def test_written_values_are_read_back(value):
-    assert sections_of(to_yaml({"value": value}), "the text") == {"value": value}
+    """With the characters that YAML gives a meaning, and some of those that it does not print."""
+    assert is_read_back(value)
+
+
+# Hypothesis takes seconds to list all characters.
+@pytest.mark.full
+@given(values(st.characters()))
+def test_written_values_of_all_characters_are_read_back(value):
+    assert is_read_back(value)

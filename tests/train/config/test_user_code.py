@@ -14,6 +14,7 @@ from axon_dist.parallel.tensor_plan import Plan
 from axon_dist.train.app import config_plans, evaluate, plan_config, train, verify
 from axon_dist.train.config import RunConfig, build_strategy, load_config
 from axon_dist.train.config.read import write
+from tests.first_state import begun
 from tests.one_device import trained
 
 MODULE = """
@@ -90,8 +91,8 @@ def folder(tmp_path, monkeypatch):
 def plain(**changes):
     return {
         "run_dir": "run",
-        "devices": {"emulate": 8},
-        "mesh": "dp=2,tp=4",
+        "devices": {"emulate": 4},
+        "mesh": "dp=2,tp=2",
         "parallel": {"ddp": {}, "tensor": {"plan": {"up$": "column", "down$": "row"}}},
         "model": {"factory": "own_things:Net", "width": 8},
         "data": {"factory": "own_things:numbers"},
@@ -111,7 +112,6 @@ def test_a_run_of_own_things_is_that_of_one_device_and_goes_on(folder):
         load_config(done.directory.config, ["run_dir=again"]),
         resume="run/checkpoints/step_00000002",
     )
-    assert verify(config, steps=2).passed
 
     from flax import nnx
     from own_things import Net, squares
@@ -131,6 +131,12 @@ def test_a_run_of_own_things_is_that_of_one_device_and_goes_on(folder):
     assert json.loads(done.directory.summary.read_text())["unit"] == ""
 
 
+# The default run verifies a model of one's own on text, below.
+@pytest.mark.full
+def test_own_things_are_verified(folder):
+    assert verify(RunConfig.from_dict(plain()), steps=2).passed
+
+
 def test_plans_of_a_model_that_names_axes_are_on_every_mesh(folder, monkeypatch):
     monkeypatch.setattr(config_plans, "MOST", 4)
     monkeypatch.setattr(config_plans, "FEW", 0)
@@ -141,7 +147,7 @@ def test_plans_of_a_model_that_names_axes_are_on_every_mesh(folder, monkeypatch)
 
 
 def test_a_run_of_a_model_that_names_axes_is_evaluated_on_any_mesh(folder):
-    run = train(RunConfig.from_dict(plain(**NAMED))).directory.path
+    run = begun(RunConfig.from_dict(plain(**NAMED)))
     own = evaluate(run, trust=True).metrics["loss"]
     for mesh, parallel in (("fsdp=2", "fsdp"), ("dp=1,tp=2", "ddp")):
         other = (f"mesh={mesh}", f"parallel={parallel}")
@@ -161,7 +167,8 @@ def test_a_loss_by_its_factory_and_a_lone_path(folder):
 
 
 def test_an_own_language_model_reads_text(folder, tiny):
-    config = RunConfig.from_dict(tiny | {"model": {"factory": "own_things:Language"}})
+    small = {"model": {"factory": "own_things:Language"}, "mesh": "dp=2", "devices": {"emulate": 2}}
+    config = RunConfig.from_dict(tiny | small)
     assert (config.kind.task.item, config.loss) == ("tokens", None)
     assert verify(config, steps=1).passed
 

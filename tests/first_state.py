@@ -1,0 +1,18 @@
+"""Folders of runs that took no step, for tests of what reads a run."""
+
+from pathlib import Path
+
+from axon_dist.checkpoint import save_checkpoint
+from axon_dist.train.app import RunDirectory
+from axon_dist.train.app.runs import build_run
+
+
+def begun(config):
+    """The folder of a run with its config and a checkpoint of its first state, as step 1."""
+    directory = RunDirectory(Path(config.run_dir))
+    directory.path.mkdir()
+    directory.write_config(config)
+    meta = {"step": 1, "config": config.to_dict()}
+    state = build_run(config).step.init()
+    save_checkpoint(directory.checkpoints / "step_00000001", state, meta=meta)
+    return directory.path
