@@ -324,7 +324,6 @@ def test_a_rank_keeps_what_it_alone_calls(model, schedule, num_own, num_shared):
 @pytest.mark.sample(
     "reversed-'inner/0', a block of stage 0, after blocks of stage 1.*batch=\\\\.\\\\.\\\\.",
     "penalty-'blocks/\\\\d', a block of stage 0.*batch=\\\\.\\\\.\\\\.",
-    "refined-'blocks/0', a block of stage 0.*batch=\\\\.\\\\.\\\\.",
 )
 @pytest.mark.parametrize(
     ("model", "message"),

@@ -1,6 +1,7 @@
 """Attention to a block of keys: every kernel equals the tiled products, and results merge."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ def random(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
+@functools.partial(jax.jit, static_argnames=("length", "heads", "kv_heads", "size", "segmented"))
 def arrays(length=128, heads=2, kv_heads=1, size=8, segmented=False):
     """Returns queries whose result covers further keys too, and a block of keys."""
     segments = jnp.arange(length)[None] // 48 if segmented else None

@@ -48,6 +48,7 @@ def test_each_rank_computes_its_columns(make_world):
     np.testing.assert_array_equal(jax.jit(layer)(x), [[6, 8, 10, 12]])
 
 
+@pytest.mark.sample("4")
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_weights_do_not_depend_on_the_number_of_ranks(make_world, size):
     group = make_world(f"tp={size}").group("tp")

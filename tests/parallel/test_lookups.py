@@ -53,8 +53,8 @@ def bridged(kind):
 
 
 MODELS = {
-    "nnx": Net,
-    "nnx shifted": lambda: Net(Shifted),
+    "nnx": lambda: drawn(Net),
+    "nnx shifted": lambda: drawn(lambda: Net(Shifted)),
     "linen": lambda: bridged(nn.Embed),
     "linen shifted": lambda: bridged(LinenShifted),
 }
@@ -143,9 +143,10 @@ class Conditioned(nnx.Module):
         return self.out(jnp.tanh(self.table(ids) + self.kinds(ids[:, 0] % 4)[:, None]))
 
 
+@pytest.mark.sample("dp=2,tp=2")
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 def test_positions_are_split_only_where_there_are_some(mesh):
-    model, optimizer, batch = Conditioned(), optax.sgd(0.5), {"ids": TOKENS}
+    model, optimizer, batch = drawn(Conditioned), optax.sgd(0.5), {"ids": TOKENS}
     strategy = tensor_parallel({"table$": "vocab", "kinds$": "vocab"}, sequence=True)
     strategy = compose(ddp(), strategy) if "dp" in mesh else strategy
     world = World.emulate(4 if "dp" in mesh else 2, mesh)

@@ -153,11 +153,12 @@ def test_a_bias_is_split_with_its_kernel():
             UnsupportedError,
             "the embedding 'token_embedding/embedding' over 'pp', and it is also read by 'reduce",
         ),
-        (
+        pytest.param(
             functools.partial(small, tied_head=True),
             guided,
             UnsupportedError,
             "its kernel 'token_embedding/embedding' is also read by 'jit'",
+            marks=pytest.mark.full,
         ),
         (
             functools.partial(small, vocab_size=51),

@@ -346,7 +346,7 @@ def loss_fn(model, batch):
 
 STRATEGIES = {
     "ddp": (ddp, "dp=4"),
-    "fsdp": (fsdp, "fsdp=4"),
+    "fsdp": (fsdp, "fsdp=2"),
     "zero1": (lambda: zero(1), "dp=4"),
     "zero2": (lambda: zero(2), "dp=4"),
     "tensor": (

@@ -63,7 +63,8 @@ def gathered(name, accumulate=1):
     return ledger(name, accumulate).total_wire_bytes("all-gather")
 
 
-@pytest.mark.sample("zero1", "zero3 per step")
+# What `zero3 per step` reduces for many microbatches is asserted below.
+@pytest.mark.sample("zero1")
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2 per step", "zero3 per step"])
 def test_accumulation_multiplies_no_gradient_traffic(name):
     """Reduced once, however many microbatches: (N-1)/N of the gradient in a reduce-scatter."""

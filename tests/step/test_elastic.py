@@ -110,6 +110,8 @@ def test_bits_are_those_of_one_rank(optimizer, mesh):
     assert bits_of(step, map(batch_of, range(3)))[:2] == alone(optimizer)
 
 
+# The norms of whole and of split gradients are those of the same shards.
+@pytest.mark.sample("fsdp=2")
 @pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
 def test_norms_by_layer_and_spikes_have_the_bits_of_one_rank_and_change_none(mesh):
     names = {"metrics": ("loss", "grad_norm", "param_norm", "norms_by_layer")}

@@ -197,6 +197,7 @@ def test_the_bits_of_other_states(mesh, strategy, make, options):
     check_bits(step_of(make, World.emulate(8, mesh), strategy, **options))
 
 
+@pytest.mark.sample("dp=2,fsdp=4-strategy1-f32[256,256]")
 @pytest.mark.parametrize(
     ("mesh", "strategy", "share"),
     [

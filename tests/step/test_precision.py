@@ -284,6 +284,7 @@ def two_draws(model, batch):
     return jnp.mean(one**2), {"alike": alike, "calls": calls[...]}
 
 
+@pytest.mark.sample("bf16")
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_what_a_call_changes_in_its_arguments_stays(precision):
     step = build(Drawing, loss=two_draws, ranks=2, precision=precision)

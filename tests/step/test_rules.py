@@ -412,6 +412,15 @@ def test_names_are_those_of_the_rules():
         assert len(names) == len(set(names))
 
 
+# A rule of each table; the examples of all are refused above.
+@pytest.mark.sample(
+    "the axes of the batch exist",
+    "a pipeline reduces once",
+    "replicas are not cut into stages",
+    "there are blocks to unroll",
+    "stages recompute their blocks",
+    "every fragment has parameters",
+)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_nothing_else_says_what_a_rule_says(name, monkeypatch):
     for table in TABLES:

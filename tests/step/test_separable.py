@@ -1,6 +1,7 @@
 """Separation of the losses of this project's models, and of foreign ones."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -142,11 +143,11 @@ def test_nothing_is_looked_at_where_nothing_is_cut():
         calls.append(len(batch["x"]))
         return case.loss_fn(model, batch)
 
-    step = build_train_step(case.make(), optax.sgd(0.1), loss_fn, ddp(), World.emulate(4, "dp=4"))
+    step = build_train_step(mlp(), optax.sgd(0.1), loss_fn, ddp(), World.emulate(4, "dp=4"))
     assert str(separation(step, case.batch(0))) == "global view"
     assert calls == []
     cut = build_train_step(
-        case.make(), optax.sgd(0.1), loss_fn, ddp(), World.emulate(4, "dp=4"), accumulate=2
+        mlp(), optax.sgd(0.1), loss_fn, ddp(), World.emulate(4, "dp=4"), accumulate=2
     )
     first = separation(cut, case.batch(0))
     assert separation(cut, case.batch(1)) is first
@@ -157,36 +158,41 @@ def test_a_promise_is_true_or_false():
     case = CASES["mlp"]
     with pytest.raises(ConfigError, match="got separable='yes', a str; give True or False, or"):
         build_train_step(
-            case.make(), optax.sgd(0.1), case.loss_fn, ddp(), World.emulate(2, "dp=2"),
-            separable="yes",
+            mlp(), optax.sgd(0.1), case.loss_fn, ddp(), World.emulate(2, "dp=2"), separable="yes",
         )  # fmt: skip
 
 
+@functools.cache
+def mlp():
+    """The model of the case, drawn once for the steps and references of several tests."""
+    return drawn(CASES["mlp"].make)
+
+
 def split_in(num_microbatches, loss_fn, axes="dp=2", strategy=None, **options):
-    case, strategy = CASES["mlp"], strategy or ddp()
+    strategy = strategy or ddp()
     return build_train_step(
-        case.make(), optax.sgd(0.1), loss_fn, strategy, World.emulate(2, axes),
+        mlp(), optax.sgd(0.1), loss_fn, strategy, World.emulate(2, axes),
         accumulate=num_microbatches, **options,
     )  # fmt: skip
 
 
-@pytest.mark.sample("buckets-its root", "ddp-the size")
+@pytest.mark.sample("buckets-its root-1", "ddp-the size-4")
+@pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize(
     ("weight", "divided"),
     [(lambda x: 16.0, 16), (lambda x: float(len(x)), 32), (lambda x: len(x) ** 0.5, 32**0.5)],
     ids=["a number", "the size", "its root"],
 )  # fmt: skip
 @pytest.mark.parametrize("strategy", [ddp(), ddp(bucket_capacity=64)], ids=["ddp", "buckets"])
-def test_the_weight_of_a_batch_is_that_of_its_parts(weight, divided, strategy):
+def test_the_weight_of_a_batch_is_that_of_its_parts(weight, divided, strategy, count):
     """Also one that is not a sum over the samples."""
     case = CASES["mlp"]
     error = lambda m, b: jnp.sum((m(b["x"]) - b["y"]) ** 2)
     loss_fn = lambda m, b: Weighted(error(m, b), weight(b["x"]))
-    want = float(error(case.make(), case.batch(0))) / divided
-    for count in (1, 4):
-        step = split_in(count, loss_fn, strategy=strategy)
-        _, metrics = step(step.init(), case.batch(0))
-        assert float(metrics["loss"]) == pytest.approx(want, rel=1e-5)
+    want = float(nnx.jit(error)(mlp(), case.batch(0))) / divided
+    step = split_in(count, loss_fn, strategy=strategy)
+    _, metrics = step(step.init(), case.batch(0))
+    assert float(metrics["loss"]) == pytest.approx(want, rel=1e-5)
 
 
 def test_separable_false_averages_the_metrics_of_microbatches():
@@ -198,6 +204,8 @@ def test_separable_false_averages_the_metrics_of_microbatches():
     assert "averaged over microbatches" in str(said)
 
 
+# What is declared of parts is read of ranks in buckets as of microbatches.
+@pytest.mark.sample("False", "buckets")
 @pytest.mark.parametrize(
     ("strategy", "count", "separable"),
     [(ddp(), 2, False), (ddp(), 2, True), (ddp(bucket_capacity=64), 1, True)],
@@ -218,7 +226,7 @@ def test_what_separable_declares_of_the_loss_leaves_metrics_that_follow_from_sum
 
     step = split_in(count, loss_fn, strategy=strategy, separable=separable)
     _, metrics = step(step.init(), batch)
-    loss, want = nnx.jit(loss_fn)(case.make(), batch)
+    loss, want = nnx.jit(loss_fn)(mlp(), batch)
     for name in ("exp", "mean"):
         assert float(metrics[name]) == pytest.approx(float(want[name]), rel=1e-5), name
     # The mean over the parts, as declared: less than that of the whole.
@@ -259,7 +267,8 @@ def test_a_loss_of_microbatches_alone_is_their_mean_with_a_warning():
         _, metrics = step(step.init(), batch)
     assert [one.message.code for one in seen] == ["loss-of-one-size"]
     halves = [{name: x[part] for name, x in batch.items()} for part in (slice(16), slice(16, 32))]
-    mean = sum(float(fixed(case.make(), half)) for half in halves) / 2
+    alone = nnx.jit(fixed)
+    mean = sum(float(alone(mlp(), half)) for half in halves) / 2
     assert float(metrics["loss"]) == pytest.approx(mean, rel=1e-5)
 
 
@@ -318,7 +327,7 @@ def test_unequal_weights_with_statistics_of_all_ranks(strategy):
     loss_fn = lambda m, b: Weighted(jnp.sum(error(m, b) * heavy(b)), jnp.sum(heavy(b)))
     case = dataclasses.replace(case, make=lambda make=case.make: drawn(make), loss_fn=loss_fn)
     step = build_train_step(
-        case.make(), optax.sgd(0.1), loss_fn, strategy, World.emulate(4, "dp=4"), accumulate=2
+        case.make(), optax.sgd(0.1), loss_fn, strategy, World.emulate(2, "dp=2"), accumulate=2
     )
     assert str(separation(step, case.batch(0))) == "per rank"
     want = train(case, optax.sgd(0.1), 2, accumulate=2)
@@ -486,7 +495,7 @@ def test_sums_and_means_that_a_model_keeps_are_those_of_one_device(strategy, acc
     """A mean that decays once per step must not be taken for a sum, to which each part adds."""
     axis = {ddp: "dp", fsdp: "fsdp"}[strategy]
     step = build_train_step(
-        METERED.make(), optax.sgd(0.1), metered, strategy(), World.emulate(4, f"{axis}=4"),
+        METERED.make(), optax.sgd(0.1), metered, strategy(), World.emulate(2, f"{axis}=2"),
         accumulate=accumulate,
     )  # fmt: skip
     state = step.init()
@@ -710,12 +719,12 @@ def test_microbatches_train_as_one_device_or_are_refused(name):
     random = np.random.default_rng(0)
     labels = np.sort(random.integers(0, NUM_CLASSES, (16, 2)), 0).astype(np.int32)
     batch = {"x": random.normal(size=(16, 6)).astype(np.float32), "y": labels}
-    make = lambda: nnx.Linear(6, NUM_CLASSES, rngs=nnx.Rngs(0))
+    model = drawn(lambda: nnx.Linear(6, NUM_CLASSES, rngs=nnx.Rngs(0)))
 
     def trained():
-        world = World.emulate(4, "dp=4")
+        world = World.emulate(2, "dp=2")
         step = build_train_step(
-            make(), optax.sgd(1.0), loss_fn, ddp(), world, accumulate=2, batch=batch
+            model, optax.sgd(1.0), loss_fn, ddp(), world, accumulate=2, batch=batch
         )
         return step(step.init(), batch)
 
@@ -724,7 +733,7 @@ def test_microbatches_train_as_one_device_or_are_refused(name):
             trained()
         return
     state, metrics = trained()
-    graph, params = nnx.split(make())
+    graph, params = nnx.split(model)
     alone = jax.jit(jax.value_and_grad(lambda p: loss_fn(nnx.merge(graph, p), batch)))
     loss, grads = alone(params)
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-4)

@@ -61,8 +61,8 @@ def make():
     model = lora(Net(nnx.Rngs(0)), RANK, "blocks", rngs=nnx.Rngs(1))
     for number, (_, variable) in enumerate(nnx.iter_graph(model)):
         if isinstance(variable, nnx.LoRAParam):
-            wave = jnp.sin((1 + number) * jnp.arange(variable.size, dtype=jnp.float32))
-            variable[...] = 0.3 * wave.reshape(variable.shape)
+            wave = 0.3 * np.sin((1 + number) * np.arange(variable.size, dtype=np.float32))
+            variable[...] = jnp.asarray(wave.reshape(variable.shape), jnp.float32)
     return model
 
 
