@@ -258,7 +258,9 @@ def test_runs_that_cannot_be_resumed_raise(config, tmp_path):
         train(config("run"), resume=str(tmp_path / "none"))
     whole = train(config("whole", train__steps=2))
     path = str(whole.directory.path)
-    with pytest.raises(CheckpointError, match=r"params/.* is float32\[.* model.ffn_width: 16 -> 32; "):
+    with pytest.raises(
+        CheckpointError, match=r"params/.* is float32\[.* model.ffn_width: 16 -> 32; "
+    ):
         train(config("a", model__ffn_width=32), resume=path)
     with pytest.raises(CheckpointError, match=r"opt_state/.* is in the checkpoint and not here"):
         train(config("b", optimizer={"name": "sgd"}), resume=path)
