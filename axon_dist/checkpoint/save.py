@@ -484,7 +484,7 @@ def _load_with_params(
 
 
 def _as_saved(leaf: jax.ShapeDtypeStruct, spec: LeafSpec | None) -> jax.ShapeDtypeStruct:
-    """A leaf with the dtype that it has in the checkpoint, if it is there and a float as here."""
+    """A leaf with the dtype that it has in the checkpoint, if that is at least as wide as here."""
     dtype = jnp.dtype(leaf.dtype if spec is None else spec.dtype)
     return _with_dtype(leaf, dtype if jnp.promote_types(dtype, leaf.dtype) == dtype else leaf.dtype)
 

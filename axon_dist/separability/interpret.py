@@ -533,7 +533,7 @@ class CarryRole(enum.Enum):
 
     UNCHANGED = "passes it on"
     COUNTER = "counts its iterations in it, from 0"
-    SUM = "does anything else; accepted if it adds a term per sample, else COUPLED"
+    OTHER = "does anything else; accepted if it adds a term per sample, else COUPLED"
 
 
 def _role_of_carry(
@@ -547,7 +547,7 @@ def _role_of_carry(
         return CarryRole.UNCHANGED
     if may_count and all(counts(body.jaxpr, operand, slot) for body in bodies):
         return CarryRole.COUNTER
-    return CarryRole.SUM
+    return CarryRole.OTHER
 
 
 def _first_carry(role: CarryRole, slot: int, first: Value, length: int) -> Value:

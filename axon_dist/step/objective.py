@@ -23,7 +23,7 @@ from ..core.typing import Array, Batch, Function, LossFn, Metrics, Path, PyTree
 from ..core.weighted import Count, Weighted, WithTerm
 from ..ir.units import is_inside
 from .model_spec import MEAN_WEIGHT, SHARED, STEP, ModelSpec, split_inputs
-from .options import FLAG, LOSS_SCALE, METRICS, OVERFLOW
+from .options import FLAG, LOSS_SCALE, METRICS, NORMS_BY_LAYER, OVERFLOW
 
 
 @jax.tree_util.register_dataclass
@@ -43,8 +43,8 @@ class Outcome:
     buffers: PyTree
 
 
-RESERVED = frozenset({*METRICS, LOSS_SCALE, OVERFLOW, FLAG})
-"""Names of metrics that a step reports itself."""
+RESERVED = frozenset({*METRICS, LOSS_SCALE, OVERFLOW, FLAG}) - {NORMS_BY_LAYER}
+"""Names of metrics that a step reports itself; those of layers are checked with the model."""
 
 ModelChange: TypeAlias = Callable[[nnx.Module], None]
 """Changes a merged model in place, for example to average statistics over mesh axes."""

@@ -183,7 +183,7 @@ def plan_state(spec: StepSpec) -> StatePlan:
 
 
 _MEASURING = optax.GradientTransformation(
-    lambda params: layer_norms(params),
+    lambda params: layer_norms(params),  # Its argument has the name that optax asks for.
     lambda updates, state, params=None: (updates, layer_norms(updates)),
 )
 """Measures the layers of its updates. One object, so that the candidates of a search share it."""

@@ -31,7 +31,7 @@ _WATCHED = ("opt_state/steps", "opt_state/averages/", _METRICS)
 _PARTS = {
     "train.spikes": ("the averages of losses and norms", _WATCHED, "at 0"),
     "train.ema": ("the moving average", ("ema/",), "with the parameters of this step"),
-    "precision": ("the loss scale", ("scaler/",), "at its first value"),
+    "precision or loss_scale": ("the loss scale", ("scaler/",), "at its first value"),
     "parallel": ("the feedback of compression", ("outer_state/missing/",), "at 0"),
 }
 """By config key: what may begin at any step, the paths of its leaves, and how it begins."""

@@ -177,8 +177,8 @@ def find_checkpoint(
         scored = ranked(entries)
         if not scored:
             raise CheckpointError(
-                f"no checkpoint in {str(folder)!r} has a score by train.best "
-                f"({best.metric}, {best.mode}), so none is the best; "
+                f"no checkpoint in {str(folder)!r} that the newest one continues has a score by "
+                f"train.best ({best.metric}, {best.mode}), so none is the best; "
                 "leave the step out for the newest, or name one",
                 code="no-best",
             )
