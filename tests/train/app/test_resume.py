@@ -82,10 +82,16 @@ def tokens_seen(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("stop", [2, pytest.param(5, marks=pytest.mark.full)])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tokens_seen, stop):
+@pytest.mark.parametrize(
+    ("stop", "model"),
+    [
+        pytest.param(2, {"model": WORDS}, id="2"),
+        pytest.param(5, {}, marks=pytest.mark.full, id="5"),  # the transformer of `config`
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tokens_seen, stop, model):
     console = Console(file=io.StringIO(), width=200)
-    options = {"model": WORDS, "checkpoint": {"every": stop, "keep": 9}}
+    options = {**model, "checkpoint": {"every": stop, "keep": 9}}
     whole = train(config("whole", **options), console, resume="auto")
     assert "no checkpoint in" in console.file.getvalue()
     assert "beginning at step 0" in console.file.getvalue()
