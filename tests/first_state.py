@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from axon_dist.checkpoint import save_checkpoint
+from axon_dist.checkpoint.layout import step_name
+from axon_dist.step.portable import PortableForm
 from axon_dist.train.app import RunDirectory
 from axon_dist.train.app.runs import build_run
 
@@ -13,6 +15,7 @@ def begun(config):
     directory.path.mkdir()
     directory.write_config(config)
     meta = {"step": 1, "config": config.to_dict()}
-    state = build_run(config).step.init()
-    save_checkpoint(directory.checkpoints / "step_00000001", state, meta=meta)
+    step = build_run(config).step
+    state = PortableForm(step).to_canonical(step.init())
+    save_checkpoint(directory.checkpoints / step_name(1), state, meta=meta)
     return directory.path

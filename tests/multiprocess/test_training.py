@@ -298,13 +298,25 @@ def record(name, mesh, strategy, **options):
 two = "dp=2,fsdp=2"
 swapped = compose(fsdp(min_elements=1), ddp())
 step, _ = record("swapped", two, swapped, accumulate=2)
-"""
 
-OTHER_ROWS = """
 cut = {"accumulate": 2, "separable": False}
 placed, state = record("by place", two, swapped, rate=0, loss=by_place, **cut)
 rows = placed.own_rows(16, evaluated=True)
 losses["evaluated"] = [float(placed.evaluate(state, {"x": x[rows], "y": y[rows]})["loss"])]
+
+for rate in (0, 0.5):
+    filled = built("dp=4", ddp(), rate=rate, loss=weighted, pad="w")
+    rows = filled.own_rows(6)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", AxonDistWarning)
+        for _ in range(2):
+            metrics = filled(filled.init(), {"x": x[rows], "y": y[rows]})[1]
+    if not rate:
+        losses["padded"] = [float(metrics["loss"])]
+    print("warned", rate, [one.message.code for one in seen], flush=True)
+"""
+
+OTHER_ROWS = """
 record("devices", "dp=4", ddp(), order=(0, 2, 1, 3), accumulate=2)
 inner = compose(diloco("fsdp", every=2), ddp())
 record("replicas", two, inner, accumulate=2)
@@ -328,18 +340,16 @@ if world.num_processes > 1:
     except LaunchError as error:
         print(error.code, str(error), flush=True)
 
-for rate in (0, 0.5):
-    step = built("dp=4", ddp(), rate=rate, loss=weighted, pad="w")
-    rows = step.own_rows(6)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always", AxonDistWarning)
-        for _ in range(2):
-            metrics = step(step.init(), {"x": x[rows], "y": y[rows]})[1]
-    if not rate:
-        losses["padded"] = [float(metrics["loss"])]
-    print("warned", rate, [one.message.code for one in seen], flush=True)
 print(json.dumps(losses), flush=True)
 """
+
+
+def texts_of(processes):
+    """What each of two processes printed; if one fails, the message shows both."""
+    codes = processes.wait([0, 1], 240)
+    texts = [processes.text(rank) for rank in (0, 1)]
+    assert codes == [0, 0], "\n".join(texts)
+    return texts
 
 
 @pytest.fixture(scope="module")
@@ -349,10 +359,9 @@ def texts_of_two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     processes = Processes(folder, [sys.executable, "-c", program], 2)
     try:
-        assert processes.wait([0, 1], 240) == [0, 0], processes.text(0)
+        return texts_of(processes)
     finally:
         processes.end()
-    return [processes.text(rank) for rank in (0, 1)]
 
 
 def losses_of(said):
@@ -372,16 +381,16 @@ def assert_losses_are_those_of_one_process(texts, program, capsys):
 def test_rows_that_are_not_consecutive_train_as_on_one_process(texts_of_two, capsys):
     program = ROWS + "\nprint(json.dumps(losses))"
     assert_losses_are_those_of_one_process(texts_of_two, program, capsys)
+    for said in texts_of_two:
+        assert "warned 0 []" in said
+        assert "warned 0.5 ['pad-moves-samples']" in said
 
 
 @pytest.mark.full
 def test_rows_of_any_ranks_train_as_on_one_process(start, capsys):
     processes = start(2, "-c", ROWS + OTHER_ROWS)
-    assert processes.wait([0, 1], 240) == [0, 0], processes.text(0)
-    texts = [processes.text(rank) for rank in (0, 1)]
+    texts = texts_of(processes)
     assert_losses_are_those_of_one_process(texts, ROWS + OTHER_ROWS, capsys)
     for said in texts:
         assert "rows-of-processes-differ the processes disagree about 'batch': " in said
         assert "process 1 has rows of x[0:4, 0:4]=" in said
-        assert "warned 0 []" in said
-        assert "warned 0.5 ['pad-moves-samples']" in said

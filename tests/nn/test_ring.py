@@ -61,7 +61,7 @@ def compare(attend, causal, arrays):
 
 
 # Every run compares a causal ring of four in float64, below.
-@pytest.mark.sample("1-4-False")
+@pytest.mark.sample("4-1-False")
 @pytest.mark.parametrize(
     ("size", "kv_heads", "causal"),
     [

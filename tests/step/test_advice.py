@@ -249,7 +249,7 @@ def test_an_integer_that_ranks_cannot_keep_as_their_own_is_refused():
     assert kept_by(adds, own, "dp=2", make, separable=True)[0] == 2 * np.sum(Y > 0)
 
 
-def test_advice_to_change_a_buffer_in_turn_works():
+def test_advice_to_change_a_buffer_in_turn_is_not_refused():
     doubles = lambda kept, y: 2 * kept + jnp.max(y)
     for strategy, declared in ((ddp(), False), (ddp(broadcast_buffers=False), True)):
         with pytest.raises(UnsupportedError, match=rf"in turn.*\(separable={declared}\)"):

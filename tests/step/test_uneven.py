@@ -96,7 +96,7 @@ def test_a_loss_of_the_number_or_the_order_of_samples_is_that_of_one_device(loss
 @pytest.mark.sample("masked")
 @pytest.mark.parametrize("loss_fn", [mean, masked, plainly_masked, compared])
 def test_one_batch_of_any_size_is_that_of_one_device(loss_fn):
-    for ranks, counts in ((1, (7,)), (6, (5, 13)), (8, (13, 16))):
+    for ranks, counts in ((1, (7,)), (6, (1, 13)), (8, (13, 16))):
         step = build_train_step(
             lambda: _training(Model()), optax.sgd(0.1), loss_fn, ddp(), World.emulate(ranks)
         )

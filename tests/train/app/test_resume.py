@@ -82,10 +82,16 @@ def tokens_seen(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("stop", [2, pytest.param(5, marks=pytest.mark.full)])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tokens_seen, stop):
+@pytest.mark.parametrize(
+    ("stop", "model"),
+    [
+        pytest.param(2, {"model": WORDS}, id="2"),
+        pytest.param(5, {}, marks=pytest.mark.full, id="5"),  # the transformer of `config`
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tokens_seen, stop, model):
     console = Console(file=io.StringIO(), width=200)
-    options = {"model": WORDS, "checkpoint": {"every": stop, "keep": 9}}
+    options = {**model, "checkpoint": {"every": stop, "keep": 9}}
     whole = train(config("whole", **options), console, resume="auto")
     assert "no checkpoint in" in console.file.getvalue()
     assert "beginning at step 0" in console.file.getvalue()
@@ -347,7 +353,6 @@ BEGUN = {
 
 
 @pytest.mark.full
-@pytest.mark.sample("norms end", "spikes begin", "ema begins")
 @pytest.mark.parametrize("name", BEGUN)
 def test_a_run_goes_on_when_what_watches_it_begins_or_ends(name, config, three_steps):
     """Parameters and moments are those of the checkpoint; what begins, begins there."""
@@ -431,6 +436,36 @@ def test_feedback_of_compression_under_its_old_name_goes_on_ends_or_begins():
     refit, lines = refit_of(rest, [*rest, *now])
     assert lines == ["parallel: the feedback of compression begins at 0"]
     assert refit.absent == set(now)
+
+
+@pytest.mark.parametrize(
+    ("part", "begins", "ends"),
+    [
+        (
+            ["ema/w", "ema/v"],
+            "train.ema: the moving average begins with the parameters of this step",
+            "train.ema: the moving average in the checkpoint is not read",
+        ),
+        (
+            ["scaler/scale", "scaler/good_steps"],
+            "precision: the loss scale begins at its first value",
+            "precision: the loss scale in the checkpoint is not read",
+        ),
+    ],
+    ids=["ema", "scaler"],
+)
+def test_a_moving_average_or_a_loss_scale_goes_on_ends_or_begins(part, begins, ends):
+    rest = ["opt_state/0/mu/w", "params/w", "params/v"]
+    refit, lines = refit_of([*rest, *part], [*rest, *part])
+    assert (lines, refit.absent, refit.dropped) == ([], frozenset(), frozenset())
+    refit, lines = refit_of(rest, [*rest, *part])
+    assert (lines, refit.absent, refit.dropped) == ([begins], set(part), frozenset())
+    assert refit.names == {path: path for path in rest}
+    refit, lines = refit_of([*rest, *part], rest)
+    assert (lines, refit.absent, refit.dropped) == ([ends], frozenset(), set(part))
+    # What differs but neither begins nor ends is of another model, and is refused on reading.
+    refit, lines = refit_of([*rest, *part], [*rest, part[0]])
+    assert (lines, refit.absent, refit.dropped) == ([], frozenset(), frozenset())
 
 
 def test_best_needs_validations(config):

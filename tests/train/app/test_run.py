@@ -84,7 +84,7 @@ def test_a_run_leaves_everything_in_its_folder(tiny, tmp_path):
     assert any(name.startswith("opt_state/") for name in manifest.leaves)
 
     text = console.file.getvalue()
-    for words in ("ddp on mesh dp=2 of 2 emulated", "6 steps of 8 x 16 tokens", "step 6/6",
+    for words in ("ddp on mesh dp=8 of 8 emulated", "6 steps of 8 x 16 tokens", "step 6/6",
                   "finished after 6 steps", "nats/byte", f"run directory: {directory.path}",
                   f"loss curves: {directory.plot}"):  # fmt: skip
         assert words in text

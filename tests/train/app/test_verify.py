@@ -163,8 +163,7 @@ def test_the_loss_of_replicas_is_a_sum_if_the_loss_is_one():
 
 
 def test_a_strategys_precision_is_that_of_the_config(monkeypatch):
-    monkeypatch.setattr(config_plans, "MOST", 2)
-    monkeypatch.setattr(config_plans, "FEW", 0)
+    monkeypatch.setattr(config_plans, "MOST", 4)  # enough that a plan with fsdp is among them
     half = MixedPrecision.bf16()
     strategies = {"fsdp": {"mixed_precision": "bf16"}}
     config = RunConfig.from_dict({**SMALL, "mesh": "fsdp=2", "parallel": strategies})
@@ -177,6 +176,7 @@ def test_a_strategys_precision_is_that_of_the_config(monkeypatch):
     plans = plan_config(config, hardware("h100"), 2)
     assert plans.work.policy == half
     assert {plan.config.precision for plan in (*plans.plans, *plans.others)} == {"bf16"}
+    assert any("fsdp" in plan.config.parallel for plan in plans.plans)
     assert all("mixed_precision" not in str(plan.config.parallel) for plan in plans.plans)
 
 
