@@ -230,12 +230,18 @@ class SavedStates:
 
     def _follow(self, copy: HostCopy) -> None:
         """Finds the checkpoint that a copy followed; the copy is lost when a step is undone."""
-        lineage = lineage_in(copy.meta)
-        self.checkpoints.lineage = None if lineage is None else list(lineage)
-        newest = on_main(self.checkpoints.newest_continued)
+        checkpoints = self.checkpoints
+        if copy.step == on_main(checkpoints.newest_step):
+            # A run that is told to stop copies its last state, then saves it. The copy cannot tell
+            # of that checkpoint, which has the same state.
+            checkpoints.begin_at(checkpoints.folder / step_name(copy.step))
+        else:
+            lineage = lineage_in(copy.meta)
+            checkpoints.lineage = None if lineage is None else list(lineage)
+        newest = on_main(checkpoints.newest_continued)
         start = copy.meta.get("start")
         if newest is not None:
-            self.start = self.checkpoints.folder / step_name(newest)
+            self.start = checkpoints.folder / step_name(newest)
         else:
             self.start = as_place(start, "the start of the run") if start else None
 

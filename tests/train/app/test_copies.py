@@ -117,6 +117,23 @@ def test_a_copy_tells_which_checkpoints_were_given_up(folders):
     assert [entry.step for entry in ranked(again.checkpoints.entries())] == [4, 2, 8]
 
 
+def test_a_state_that_is_saved_after_its_copy_is_followed_from_the_copy(tmp_path):
+    """A run that is told to stop between two checkpoints copies its last state, then saves it."""
+    target, memory = {"w": jnp.zeros(2, int)}, tmp_path / "memory"
+    memory.mkdir()
+    first = saved_states(tmp_path / "run", memory, target)
+    for step, score in {1: 0.5, 5: 0.3}.items():
+        first.checkpoints.save(step, {"w": jnp.full(2, step)}, score=score)
+    first.copy({"w": jnp.full(2, 7)}, 7)
+    first.checkpoints.save(7, {"w": jnp.full(2, 7)}, meta={"step": 7}, score=0.1)
+    again = saved_states(tmp_path / "run", memory, target)
+    assert again.find_start("auto", print)["w"].tolist() == [7, 7]
+    assert again.start == tmp_path / "run" / "step_00000007"
+    assert again.is_saved(7)
+    again.checkpoints.save(10, {"w": jnp.full(2, 10)}, score=0.9)
+    assert [entry.step for entry in ranked(again.checkpoints.entries())] == [7, 5, 1, 10]
+
+
 def test_a_copy_of_a_run_that_began_elsewhere_tells_where(folders, tmp_path):
     folder, memory = folders
     target = {"w": jnp.zeros(2, int)}
