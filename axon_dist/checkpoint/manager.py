@@ -306,7 +306,7 @@ class CheckpointManager:
         Args:
             step: how many steps the state has taken.
             state: a pytree of arrays.
-            meta: user data that JSON can represent.
+            meta: user data that JSON can represent. The key `"axon_dist.lineage"` is reserved.
             score: for `Retention.best`, lower is better.
 
         Raises:
@@ -376,10 +376,12 @@ class CheckpointManager:
         return (self.folder / checkpoint.name).resolve() == checkpoint.resolve()
 
     def _with_lineage(self, meta: Mapping[str, Any], serial: int) -> Mapping[str, Any]:
+        # A user may save the `meta` of another checkpoint again, with its lineage.
+        own = {key: value for key, value in meta.items() if key != LINEAGE}
         # Without it the same is read, so most manifests have none.
         if not self.lineage or self.lineage == [(0, serial)]:
-            return meta
-        return {**meta, _LINEAGE: self.lineage}
+            return own
+        return {**own, LINEAGE: self.lineage}
 
     def newest_continued(self) -> int | None:
         """The step of the newest finished checkpoint that the next steps follow, or None."""
@@ -604,13 +606,16 @@ class CheckpointManager:
         return sorted(self._paths(), key=lambda x: (age(x), step_of(x.name) or 0), reverse=True)
 
 
-_LINEAGE = "lineage"
-"""The key, in the `meta` of a checkpoint, of `Entry.lineage`."""
+LINEAGE = "axon_dist.lineage"
+"""The key, in the `meta` of a state, of `Entry.lineage`; other keys are of the user.
+
+It is not a field of `Manifest`, because older versions refuse a manifest with one more.
+"""
 
 
 def lineage_in(meta: Mapping[str, Any]) -> tuple[tuple[int, int], ...] | None:
-    """The `Entry.lineage` in the `meta` of a state; anything else there is of the user."""
-    pairs = meta.get(_LINEAGE)
+    """The `Entry.lineage` in the `meta` of a state; None if it tells none."""
+    pairs = meta.get(LINEAGE)
     if not isinstance(pairs, (list, tuple)):
         return None
     for pair in pairs:

@@ -235,6 +235,29 @@ def test_a_run_that_never_goes_back_writes_no_lineage(tmp_path):
     assert read_manifest(tmp_path / "step_00000005").meta == {"mine": 5}
 
 
+@pytest.mark.parametrize("mine", ["gpt-a", [[0, 0]]])
+def test_the_lineage_in_the_meta_of_a_user_stays_theirs(mine, tmp_path):
+    with CheckpointManager(tmp_path, Retention(last=9), background=False) as manager:
+        for step in (2, 4, 6):
+            manager.save(step, state(0), score=step, meta={"lineage": mine})
+        assert [entry.step for entry in ranked(manager.entries())] == [2, 4, 6]
+        manager.begin_at(tmp_path / "step_00000002")
+        manager.save(8, state(0), score=8, meta={"lineage": mine})
+        assert read_manifest(tmp_path / "step_00000008").meta["lineage"] == mine
+        assert [entry.step for entry in ranked(manager.entries())] == [2, 8]
+
+
+def test_the_meta_of_a_checkpoint_can_be_saved_again_in_another_folder(tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    save_scored(there, None, s2=0.5, s4=0.2)
+    save_scored(there, there / "step_00000002", s8=0.9)
+    meta = read_manifest(there / "step_00000008").meta
+    with CheckpointManager(here, Retention(last=9), background=False) as manager:
+        for step in (2, 4, 6):
+            manager.save(step, state(0), score=step, meta=meta)
+        assert [entry.step for entry in ranked(manager.entries())] == [2, 4, 6]
+
+
 def test_a_run_whose_own_checkpoints_are_damaged_is_not_told_to_remove_others(tmp_path):
     with CheckpointManager(tmp_path, Retention(last=9)) as manager:
         manager.save(1, state(1))

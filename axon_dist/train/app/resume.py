@@ -31,7 +31,7 @@ from axon_dist.checkpoint import (
     step_of,
 )
 from axon_dist.checkpoint.layout import installed_versions, mesh_shape
-from axon_dist.checkpoint.manager import lineage_in
+from axon_dist.checkpoint.manager import LINEAGE, lineage_in
 from axon_dist.checkpoint.save import check_seen
 from axon_dist.core.checks import is_whole
 from axon_dist.core.compat import keep_executables
@@ -130,7 +130,7 @@ class SavedStates:
         """
         assert self.copies is not None
         meta = {"data": self.run.loader.state(), "counts": dict(self.counts)}
-        meta["lineage"] = self.checkpoints.lineage
+        meta[LINEAGE] = self.checkpoints.lineage
         meta["start"] = None if self.start is None else str(self.start)
         self.copies.save(number, self.form.to_canonical(state), meta)
 
