@@ -181,7 +181,8 @@ class SavedStates:
 
         Raises:
             CheckpointError: when there is no good checkpoint at the path, the checkpoint belongs to
-                another model, or all checkpoints of the run are damaged.
+                another model, all checkpoints of the run are damaged, or there is none and the copy
+                in memory does not fit.
             ConfigError: when the checkpoint belongs to other data, or a new run would mix its
                 checkpoints with those of another run.
         """
@@ -195,7 +196,7 @@ class SavedStates:
                     code="holds-checkpoints",
                 )
             return None
-        copy = self._newest_copy(tell)
+        copy = self._newest_copy(resume, tell)
         if copy is not None and copy.step >= on_main(checkpoints.newest_step):
             self.run.loader.restore(copy.meta["data"])
             self.counts.update(_counts_in(copy.meta))
@@ -245,13 +246,19 @@ class SavedStates:
         else:
             self.start = as_place(start, "the start of the run") if start else None
 
-    def _newest_copy(self, tell: Callable[[str], None]) -> HostCopy | None:
-        """Returns the newest copy that is not damaged and fits, or None."""
+    def _newest_copy(self, resume: str | None, tell: Callable[[str], None]) -> HostCopy | None:
+        """Returns the newest copy that is not damaged and fits, or None.
+
+        Raises `CheckpointError` if it does not fit and the run has no checkpoint.
+        """
         try:
             return None if self.copies is None else self.copies.newest(self.form.target)
         except DamagedCheckpointError as error:
             tell(str(error))
         except CheckpointError as error:
+            # Without a checkpoint the run would begin at step 0, and replace the copy.
+            if resume == AUTO and on_main(self.checkpoints.newest_step) < 0:
+                raise
             # A changed config may give the state more or fewer parts. Only checkpoints are fitted,
             # and one that belongs to another model is refused there.
             tell(f"{error}, or let this run begin at a checkpoint, as it does now")

@@ -9,7 +9,7 @@ import pytest
 
 from axon_dist.checkpoint import CheckpointManager, HostCopies, Retention
 from axon_dist.checkpoint.manager import ranked
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.train.app import runs, train
 from axon_dist.train.app.resume import SavedStates, check_copies
 from axon_dist.train.app.runs import build_run, compiling_ahead, world_of_first
@@ -156,6 +156,18 @@ def test_a_copy_that_does_not_fit_leaves_the_run_to_its_checkpoint(folders):
     with mock.patch("axon_dist.train.app.resume.changes_around", return_value=[]):
         assert again.find_start("auto", told.append).w.tolist() == [4, 4]
     assert any("copy of step 7" in text and "checkpoint" in text for text in told), told
+
+
+def test_a_copy_that_does_not_fit_is_not_given_up_for_a_new_state(tmp_path):
+    target, memory = {"w": jnp.zeros(2, int)}, tmp_path / "memory"
+    memory.mkdir()
+    first = saved_states(tmp_path / "run", memory, target)
+    first.copy({"w": jnp.zeros(2, int)}, 50)
+    wider = {**target, "averages": jnp.zeros(3)}
+    with pytest.raises(CheckpointError, match="copy of step 50"):
+        saved_states(tmp_path / "run", memory, wider).find_start("auto", print)
+    again = saved_states(tmp_path / "run", memory, target)
+    assert again.find_start("auto", print) is not None
 
 
 def test_copies_that_nobody_keeps_are_refused(config, tmp_path):
