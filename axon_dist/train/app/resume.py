@@ -211,6 +211,7 @@ class SavedStates:
         else:
             path = as_place(resume, "--resume")
             restored = _restore_path(path, form.target, tell, checkpoints.load)
+            checkpoints.begin_at(restored.path)
         if "data" not in restored.manifest.meta:
             raise CheckpointError(
                 f"checkpoint {str(restored.path)!r} has no position in the data; name a "
@@ -221,7 +222,6 @@ class SavedStates:
         self.counts.update(_counts_in(restored.manifest.meta))
         self.start = restored.path
         state = form.from_canonical(restored.state)
-        checkpoints.begin_at(restored.path)
         tell(f"resuming after step {int(state.step)} from {str(restored.path)!r}")
         for line in changes_since(restored.manifest.meta.get("config"), self.run.config, state):
             tell(f"config: {line}")

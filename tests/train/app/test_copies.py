@@ -170,6 +170,20 @@ def test_a_copy_that_does_not_fit_is_not_given_up_for_a_new_state(tmp_path):
     assert again.find_start("auto", print) is not None
 
 
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_a_resumed_run_finds_once_what_its_checkpoint_continues(folders, tmp_path, resume):
+    folder, memory = folders
+    states = saved_states(folder, memory, {"w": jnp.zeros(2, int)})
+    states.form.from_canonical = lambda x: mock.Mock(step=4, **x)
+    path = "auto" if resume == "auto" else str(folder / "step_00000004")
+    finds = mock.Mock(wraps=states.checkpoints._lineage_at)
+    states.checkpoints._lineage_at = finds
+    with mock.patch("axon_dist.train.app.resume.changes_around", return_value=[]):
+        states.find_start(path, print)
+    finds.assert_called_once_with(folder / "step_00000004")
+    assert states.checkpoints.lineage == [(0, 1)]
+
+
 def test_copies_that_nobody_keeps_are_refused(config, tmp_path):
     asked = config("run")
     with pytest.raises(
