@@ -376,6 +376,9 @@ class CheckpointManager:
         return (self.folder / checkpoint.name).resolve() == checkpoint.resolve()
 
     def _with_lineage(self, meta: Mapping[str, Any], serial: int) -> Mapping[str, Any]:
+        if not isinstance(meta, Mapping):
+            # The save refuses it, on all processes together.
+            return meta
         # A user may save the `meta` of another checkpoint again, with its lineage.
         own = {key: value for key, value in meta.items() if key != LINEAGE}
         # Without it the same is read, so most manifests have none.

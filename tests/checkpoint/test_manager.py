@@ -258,6 +258,16 @@ def test_the_meta_of_a_checkpoint_can_be_saved_again_in_another_folder(tmp_path)
         assert [entry.step for entry in ranked(manager.entries())] == [2, 4, 6]
 
 
+def test_meta_that_is_no_mapping_is_told_also_after_going_back(tmp_path):
+    save_scored(tmp_path, None, s2=0.5, s4=0.2)
+    manager = CheckpointManager(tmp_path)
+    for begin in (None, tmp_path / "step_00000002"):
+        if begin is not None:
+            manager.begin_at(begin)
+        manager.save(6, state(0), meta=["mine"])
+        assert "meta is of type list" in manager.failure
+
+
 def test_a_run_whose_own_checkpoints_are_damaged_is_not_told_to_remove_others(tmp_path):
     with CheckpointManager(tmp_path, Retention(last=9)) as manager:
         manager.save(1, state(1))
