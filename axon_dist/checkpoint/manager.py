@@ -180,6 +180,7 @@ class Retention:
         return [entry for entry in by_age if entry not in retained]
 
 
+_BEGIN = "CheckpointManager.begin_at"
 _RETENTION = ArgumentKind(
     "a Retention, such as Retention(last=3)", lambda x: isinstance(x, Retention)
 ).or_none()
@@ -305,7 +306,7 @@ class CheckpointManager:
         Args:
             step: how many steps the state has taken.
             state: a pytree of arrays.
-            meta: user data that JSON can represent.
+            meta: user data that JSON can represent. The key `"axon_dist.lineage"` is reserved.
             score: for `Retention.best`, lower is better.
 
         Raises:
@@ -338,7 +339,7 @@ class CheckpointManager:
         if not self.background:
             self.wait()
 
-    def begin_at(self, checkpoint: Place | None) -> None:
+    def begin_at(self, checkpoint: str | Place | None) -> None:
         """Tells that the next steps follow this checkpoint; every process calls this.
 
         Checkpoints of the folder that it does not follow are of steps that were given up. They stay
@@ -346,27 +347,44 @@ class CheckpointManager:
 
         Args:
             checkpoint: the path of the checkpoint, here or elsewhere; None for a new state.
+
+        Raises:
+            CheckpointError: if the path is in the folder, which has no readable checkpoint there.
+            ConfigError: if it is not a path.
         """
+        # Every process reads the path: an argument that is none must not fail on process 0 alone.
+        place = None if checkpoint is None else as_place(checkpoint, _BEGIN)
+        self.lineage = [(first, last) for first, last in on_main(lambda: self._lineage_at(place))]
 
-        def find() -> list[tuple[int, int]]:
-            if checkpoint is None or not self._is_here(checkpoint):
-                return []
-            entries = self.entries()
-            step = step_of(checkpoint.name)
-            serial = max((entry.serial for entry in entries if entry.step == step), default=-1)
-            before = [entry for entry in entries if entry.serial <= serial]
-            return lineage_of(_continued(before), before)
-
-        self.lineage = [(first, last) for first, last in on_main(find)]
+    def _lineage_at(self, checkpoint: Place | None) -> list[tuple[int, int]]:
+        if checkpoint is None or not self._is_here(checkpoint):
+            return []
+        entries = self.entries()
+        step = step_of(checkpoint.name)
+        serial = max((entry.serial for entry in entries if entry.step == step), default=None)
+        if serial is None:
+            steps = ", ".join(str(entry.step) for entry in entries) or "none"
+            raise CheckpointError(
+                f"{_BEGIN}: there is no readable checkpoint {checkpoint.name!r} in "
+                f"{str(self.folder)!r}, which has checkpoints of the steps {steps}; give the "
+                "path of one of these or of one elsewhere, or None for a new state"
+            )
+        before = [entry for entry in entries if entry.serial <= serial]
+        return lineage_of(_continued(before), before)
 
     def _is_here(self, checkpoint: Place) -> bool:
         return (self.folder / checkpoint.name).resolve() == checkpoint.resolve()
 
     def _with_lineage(self, meta: Mapping[str, Any], serial: int) -> Mapping[str, Any]:
+        if not isinstance(meta, Mapping):
+            # The save refuses it, on all processes together.
+            return meta
+        # A user may save the `meta` of another checkpoint again, with its lineage.
+        own = {key: value for key, value in meta.items() if key != LINEAGE}
         # Without it the same is read, so most manifests have none.
         if not self.lineage or self.lineage == [(0, serial)]:
-            return meta
-        return {**meta, _LINEAGE: self.lineage}
+            return own
+        return {**own, LINEAGE: self.lineage}
 
     def newest_continued(self) -> int | None:
         """The step of the newest finished checkpoint that the next steps follow, or None."""
@@ -445,7 +463,7 @@ class CheckpointManager:
         return restored
 
     @in_own_context
-    def restore_own(self, target: PyTree, start: Place | None = None) -> Restored | None:
+    def restore_own(self, target: PyTree, start: str | Place | None = None) -> Restored | None:
         """Restores the newest good checkpoint that this manager saved, or else that of the start.
 
         The folder may have others, of steps that were given up when a run went on from an older
@@ -460,13 +478,15 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: if all of them are damaged, or one belongs to another model.
+            ConfigError: if the start is not a path.
         """
+        place = None if start is None else as_place(start, "CheckpointManager.restore_own")
         names, has_start = on_main(
-            lambda: [self._own_names(), start is not None and is_checkpoint(start)]
+            lambda: [self._own_names(), place is not None and is_checkpoint(place)]
         )
         paths: list[Place] = [self.folder / name for name in names]
-        if start is not None and has_start:
-            paths.append(start)
+        if place is not None and has_start:
+            paths.append(place)
         restored = self._first_good(
             paths,
             target,
@@ -589,13 +609,16 @@ class CheckpointManager:
         return sorted(self._paths(), key=lambda x: (age(x), step_of(x.name) or 0), reverse=True)
 
 
-_LINEAGE = "lineage"
-"""The key, in the `meta` of a checkpoint, of `Entry.lineage`."""
+LINEAGE = "axon_dist.lineage"
+"""The key, in the `meta` of a state, of `Entry.lineage`; other keys are of the user.
+
+It is not a field of `Manifest`, because older versions refuse a manifest with one more.
+"""
 
 
 def lineage_in(meta: Mapping[str, Any]) -> tuple[tuple[int, int], ...] | None:
-    """The `Entry.lineage` in the `meta` of a state; anything else there is of the user."""
-    pairs = meta.get(_LINEAGE)
+    """The `Entry.lineage` in the `meta` of a state; None if it tells none."""
+    pairs = meta.get(LINEAGE)
     if not isinstance(pairs, (list, tuple)):
         return None
     for pair in pairs:

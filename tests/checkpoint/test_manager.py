@@ -200,12 +200,72 @@ def test_a_damaged_checkpoint_that_was_passed_over_is_not_the_best(tmp_path):
     assert names(tmp_path) == step_names(4, 8)
 
 
+@pytest.mark.parametrize("as_given", [str, lambda path: path])
+def test_a_run_begins_at_a_checkpoint_that_is_named_by_text_or_by_a_path(as_given, tmp_path):
+    save_scored(tmp_path, None, s2=0.5, s4=0.2, s6=0.1)
+    start = as_given(tmp_path / "step_00000002")
+    with CheckpointManager(tmp_path, Retention(last=9)) as manager:
+        manager.begin_at(start)
+        assert manager.newest_continued() == 2
+        manager.save(8, state(0), score=0.9)
+        manager.wait()
+        assert [entry.step for entry in ranked(manager.entries())] == [2, 8]
+    assert CheckpointManager(tmp_path).restore_own(state(0), start).step == 2
+
+
+def test_a_run_cannot_begin_at_a_checkpoint_that_is_not_there(tmp_path):
+    save_scored(tmp_path, None, s2=0.5, s4=0.2)
+    manager = CheckpointManager(tmp_path)
+    for name in ("step_00000003", "other"):
+        with pytest.raises(
+            CheckpointError, match=f"{name}' in .* of the steps 2, 4; give the path"
+        ):
+            manager.begin_at(tmp_path / name)
+    assert (manager.lineage, manager.newest_continued()) == (None, 4)
+    for call in (manager.begin_at, lambda start: manager.restore_own(state(0), start)):
+        with pytest.raises(ConfigError, match="got 3"):
+            call(3)
+
+
 def test_a_run_that_never_goes_back_writes_no_lineage(tmp_path):
     for step in range(1, 6):
         with CheckpointManager(tmp_path, Retention(last=2)) as manager:
             manager.restore_newest(state(0))
             manager.save(step, state(0), meta={"mine": step})
     assert read_manifest(tmp_path / "step_00000005").meta == {"mine": 5}
+
+
+@pytest.mark.parametrize("mine", ["gpt-a", [[0, 0]]])
+def test_the_lineage_in_the_meta_of_a_user_stays_theirs(mine, tmp_path):
+    with CheckpointManager(tmp_path, Retention(last=9), background=False) as manager:
+        for step in (2, 4, 6):
+            manager.save(step, state(0), score=step, meta={"lineage": mine})
+        assert [entry.step for entry in ranked(manager.entries())] == [2, 4, 6]
+        manager.begin_at(tmp_path / "step_00000002")
+        manager.save(8, state(0), score=8, meta={"lineage": mine})
+        assert read_manifest(tmp_path / "step_00000008").meta["lineage"] == mine
+        assert [entry.step for entry in ranked(manager.entries())] == [2, 8]
+
+
+def test_the_meta_of_a_checkpoint_can_be_saved_again_in_another_folder(tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    save_scored(there, None, s2=0.5, s4=0.2)
+    save_scored(there, there / "step_00000002", s8=0.9)
+    meta = read_manifest(there / "step_00000008").meta
+    with CheckpointManager(here, Retention(last=9), background=False) as manager:
+        for step in (2, 4, 6):
+            manager.save(step, state(0), score=step, meta=meta)
+        assert [entry.step for entry in ranked(manager.entries())] == [2, 4, 6]
+
+
+def test_meta_that_is_no_mapping_is_told_also_after_going_back(tmp_path):
+    save_scored(tmp_path, None, s2=0.5, s4=0.2)
+    manager = CheckpointManager(tmp_path)
+    for begin in (None, tmp_path / "step_00000002"):
+        if begin is not None:
+            manager.begin_at(begin)
+        manager.save(6, state(0), meta=["mine"])
+        assert "meta is of type list" in manager.failure
 
 
 def test_a_run_whose_own_checkpoints_are_damaged_is_not_told_to_remove_others(tmp_path):

@@ -31,7 +31,7 @@ from axon_dist.checkpoint import (
     step_of,
 )
 from axon_dist.checkpoint.layout import installed_versions, mesh_shape
-from axon_dist.checkpoint.manager import lineage_in
+from axon_dist.checkpoint.manager import LINEAGE, lineage_in
 from axon_dist.checkpoint.save import check_seen
 from axon_dist.core.checks import is_whole
 from axon_dist.core.compat import keep_executables
@@ -130,7 +130,7 @@ class SavedStates:
         """
         assert self.copies is not None
         meta = {"data": self.run.loader.state(), "counts": dict(self.counts)}
-        meta["lineage"] = self.checkpoints.lineage
+        meta[LINEAGE] = self.checkpoints.lineage
         meta["start"] = None if self.start is None else str(self.start)
         self.copies.save(number, self.form.to_canonical(state), meta)
 
@@ -181,7 +181,8 @@ class SavedStates:
 
         Raises:
             CheckpointError: when there is no good checkpoint at the path, the checkpoint belongs to
-                another model, or all checkpoints of the run are damaged.
+                another model, all checkpoints of the run are damaged, or there is none and the copy
+                in memory does not fit.
             ConfigError: when the checkpoint belongs to other data, or a new run would mix its
                 checkpoints with those of another run.
         """
@@ -195,7 +196,7 @@ class SavedStates:
                     code="holds-checkpoints",
                 )
             return None
-        copy = self._newest_copy(tell)
+        copy = self._newest_copy(resume, tell)
         if copy is not None and copy.step >= on_main(checkpoints.newest_step):
             self.run.loader.restore(copy.meta["data"])
             self.counts.update(_counts_in(copy.meta))
@@ -210,6 +211,7 @@ class SavedStates:
         else:
             path = as_place(resume, "--resume")
             restored = _restore_path(path, form.target, tell, checkpoints.load)
+            checkpoints.begin_at(restored.path)
         if "data" not in restored.manifest.meta:
             raise CheckpointError(
                 f"checkpoint {str(restored.path)!r} has no position in the data; name a "
@@ -220,7 +222,6 @@ class SavedStates:
         self.counts.update(_counts_in(restored.manifest.meta))
         self.start = restored.path
         state = form.from_canonical(restored.state)
-        checkpoints.begin_at(restored.path)
         tell(f"resuming after step {int(state.step)} from {str(restored.path)!r}")
         for line in changes_since(restored.manifest.meta.get("config"), self.run.config, state):
             tell(f"config: {line}")
@@ -230,22 +231,34 @@ class SavedStates:
 
     def _follow(self, copy: HostCopy) -> None:
         """Finds the checkpoint that a copy followed; the copy is lost when a step is undone."""
-        lineage = lineage_in(copy.meta)
-        self.checkpoints.lineage = None if lineage is None else list(lineage)
-        newest = on_main(self.checkpoints.newest_continued)
+        checkpoints = self.checkpoints
+        if copy.step == on_main(checkpoints.newest_step):
+            # A run that is told to stop copies its last state, then saves it. The copy cannot tell
+            # of that checkpoint, which has the same state.
+            checkpoints.begin_at(checkpoints.folder / step_name(copy.step))
+        else:
+            lineage = lineage_in(copy.meta)
+            checkpoints.lineage = None if lineage is None else list(lineage)
+        newest = on_main(checkpoints.newest_continued)
         start = copy.meta.get("start")
         if newest is not None:
-            self.start = self.checkpoints.folder / step_name(newest)
+            self.start = checkpoints.folder / step_name(newest)
         else:
             self.start = as_place(start, "the start of the run") if start else None
 
-    def _newest_copy(self, tell: Callable[[str], None]) -> HostCopy | None:
-        """Returns the newest copy that is not damaged and fits, or None."""
+    def _newest_copy(self, resume: str | None, tell: Callable[[str], None]) -> HostCopy | None:
+        """Returns the newest copy that is not damaged and fits, or None.
+
+        Raises `CheckpointError` if it does not fit and the run has no checkpoint.
+        """
         try:
             return None if self.copies is None else self.copies.newest(self.form.target)
         except DamagedCheckpointError as error:
             tell(str(error))
         except CheckpointError as error:
+            # Without a checkpoint the run would begin at step 0, and replace the copy.
+            if resume == AUTO and on_main(self.checkpoints.newest_step) < 0:
+                raise
             # A changed config may give the state more or fewer parts. Only checkpoints are fitted,
             # and one that belongs to another model is refused there.
             tell(f"{error}, or let this run begin at a checkpoint, as it does now")

@@ -9,7 +9,7 @@ import pytest
 
 from axon_dist.checkpoint import CheckpointManager, HostCopies, Retention
 from axon_dist.checkpoint.manager import ranked
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.train.app import runs, train
 from axon_dist.train.app.resume import SavedStates, check_copies
 from axon_dist.train.app.runs import build_run, compiling_ahead, world_of_first
@@ -117,6 +117,23 @@ def test_a_copy_tells_which_checkpoints_were_given_up(folders):
     assert [entry.step for entry in ranked(again.checkpoints.entries())] == [4, 2, 8]
 
 
+def test_a_state_that_is_saved_after_its_copy_is_followed_from_the_copy(tmp_path):
+    """A run that is told to stop between two checkpoints copies its last state, then saves it."""
+    target, memory = {"w": jnp.zeros(2, int)}, tmp_path / "memory"
+    memory.mkdir()
+    first = saved_states(tmp_path / "run", memory, target)
+    for step, score in {1: 0.5, 5: 0.3}.items():
+        first.checkpoints.save(step, {"w": jnp.full(2, step)}, score=score)
+    first.copy({"w": jnp.full(2, 7)}, 7)
+    first.checkpoints.save(7, {"w": jnp.full(2, 7)}, meta={"step": 7}, score=0.1)
+    again = saved_states(tmp_path / "run", memory, target)
+    assert again.find_start("auto", print)["w"].tolist() == [7, 7]
+    assert again.start == tmp_path / "run" / "step_00000007"
+    assert again.is_saved(7)
+    again.checkpoints.save(10, {"w": jnp.full(2, 10)}, score=0.9)
+    assert [entry.step for entry in ranked(again.checkpoints.entries())] == [7, 5, 1, 10]
+
+
 def test_a_copy_of_a_run_that_began_elsewhere_tells_where(folders, tmp_path):
     folder, memory = folders
     target = {"w": jnp.zeros(2, int)}
@@ -139,6 +156,32 @@ def test_a_copy_that_does_not_fit_leaves_the_run_to_its_checkpoint(folders):
     with mock.patch("axon_dist.train.app.resume.changes_around", return_value=[]):
         assert again.find_start("auto", told.append).w.tolist() == [4, 4]
     assert any("copy of step 7" in text and "checkpoint" in text for text in told), told
+
+
+def test_a_copy_that_does_not_fit_is_not_given_up_for_a_new_state(tmp_path):
+    target, memory = {"w": jnp.zeros(2, int)}, tmp_path / "memory"
+    memory.mkdir()
+    first = saved_states(tmp_path / "run", memory, target)
+    first.copy({"w": jnp.zeros(2, int)}, 50)
+    wider = {**target, "averages": jnp.zeros(3)}
+    with pytest.raises(CheckpointError, match="copy of step 50"):
+        saved_states(tmp_path / "run", memory, wider).find_start("auto", print)
+    again = saved_states(tmp_path / "run", memory, target)
+    assert again.find_start("auto", print) is not None
+
+
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_a_resumed_run_finds_once_what_its_checkpoint_continues(folders, tmp_path, resume):
+    folder, memory = folders
+    states = saved_states(folder, memory, {"w": jnp.zeros(2, int)})
+    states.form.from_canonical = lambda x: mock.Mock(step=4, **x)
+    path = "auto" if resume == "auto" else str(folder / "step_00000004")
+    finds = mock.Mock(wraps=states.checkpoints._lineage_at)
+    states.checkpoints._lineage_at = finds
+    with mock.patch("axon_dist.train.app.resume.changes_around", return_value=[]):
+        states.find_start(path, print)
+    finds.assert_called_once_with(folder / "step_00000004")
+    assert states.checkpoints.lineage == [(0, 1)]
 
 
 def test_copies_that_nobody_keeps_are_refused(config, tmp_path):
