@@ -308,6 +308,7 @@ def test_every_kind_of_saving(config, kind, background):
     assert best in scores
 
 
+@pytest.mark.full
 def test_the_best_is_of_the_branch_that_the_run_went_on_with(config):
     """The run goes back to step 2 and becomes worse; its first save is of a later step than all."""
     changes = {"train__eval_every": 2, "checkpoint__keep": 9, "train__steps": 6}
@@ -348,7 +349,7 @@ BEGUN = {
     "spikes go on without a clip": (SPIKES, SPIKES | {"train__clip_norm": None}, None),
     "ema begins": ({}, {"train__ema": 0.5}, "train.ema: the moving average begins with the param"),
     "ema ends": ({"train__ema": 0.5}, {}, "train.ema: the moving average in the checkpoint is not"),
-    "scale begins": ({}, FP16, "precision: the loss scale begins at its first value"),
+    "scale begins": ({}, FP16, "precision or loss_scale: the loss scale begins at its first value"),
 }
 
 
@@ -448,8 +449,8 @@ def test_feedback_of_compression_under_its_old_name_goes_on_ends_or_begins():
         ),
         (
             ["scaler/scale", "scaler/good_steps"],
-            "precision: the loss scale begins at its first value",
-            "precision: the loss scale in the checkpoint is not read",
+            "precision or loss_scale: the loss scale begins at its first value",
+            "precision or loss_scale: the loss scale in the checkpoint is not read",
         ),
     ],
     ids=["ema", "scaler"],
