@@ -59,10 +59,27 @@ def test_accumulated_gradients_are_constrained_and_metrics_left_alone():
     np.testing.assert_array_equal(bent.metrics["m"], plain.metrics["m"])
 
 
+WHOLE, BUCKETS = ddp(), ddp(bucket_capacity=100)
+ONE_PART = "in buckets, one rank multiplies the metrics of one microbatch by its weight of 0"
+
+
 @pytest.mark.sample("whole-2-2", "buckets-2-1")
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("strategy", [ddp(), ddp(bucket_capacity=100)], ids=["whole", "buckets"])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "count"),
+    [
+        pytest.param(WHOLE, 1, 1, id="whole-1-1"),
+        pytest.param(WHOLE, 1, 2, id="whole-1-2"),
+        pytest.param(WHOLE, 2, 1, id="whole-2-1"),
+        pytest.param(WHOLE, 2, 2, id="whole-2-2"),
+        pytest.param(
+            BUCKETS, 1, 1, id="buckets-1-1",
+            marks=pytest.mark.xfail(raises=AssertionError, strict=True, reason=ONE_PART),
+        ),
+        pytest.param(BUCKETS, 1, 2, id="buckets-1-2"),
+        pytest.param(BUCKETS, 2, 1, id="buckets-2-1"),
+        pytest.param(BUCKETS, 2, 2, id="buckets-2-2"),
+    ],
+)  # fmt: skip
 def test_a_metric_that_is_a_constant_is_itself_for_a_batch_without_weight(strategy, ranks, count):
     def loss_fn(model, batch):
         squares = jnp.mean(model(batch["x"]) ** 2, -1)

@@ -267,8 +267,13 @@ def test_every_field_is_used_by_a_run(tiny, pictures, tmp_path, monkeypatch):
 
     tensorboard = types.SimpleNamespace(SummaryWriter=mock.MagicMock())
     monkeypatch.setitem(sys.modules, "tensorboardX", tensorboard)
-    for name in ("wandb", "trackio", "mlflow", "prometheus_client"):
-        monkeypatch.setitem(sys.modules, name, mock.MagicMock())
+    trackers = {name: mock.MagicMock() for name in ("wandb", "trackio", "mlflow")}
+    # A run keeps the name of its tracker's run in a file.
+    trackers["wandb"].init.return_value.id = "1"
+    trackers["trackio"].init.return_value.name = "1"
+    trackers["mlflow"].MlflowClient.return_value.create_run.return_value.info.run_id = "1"
+    for name, module in {**trackers, "prometheus_client": mock.MagicMock()}.items():
+        monkeypatch.setitem(sys.modules, name, module)
     for cls in schema:
         monkeypatch.setattr(cls, "__getattribute__", record)
     tiny["model"] |= {"logits": "chunked"}
