@@ -50,7 +50,7 @@ class Entry:
         serial: how many were written before it. After a run went back, steps are out of order.
         score: lower is better; None without one that is comparable with the others.
         lineage: the first and the last serial number of each series of checkpoints whose steps it
-            continues, itself included. None if it does not tell them; see `ranked`.
+            continues, itself included. None where the manifest has none; see `ranked`.
     """
 
     step: int
@@ -62,8 +62,8 @@ class Entry:
 def ranked(entries: Sequence[Entry]) -> list[Entry]:
     """The scored checkpoints whose steps the newest one continues, best first.
 
-    Ties go to the newer. A checkpoint that does not tell its lineage continues the one before it;
-    but a run that repeats a step has gone back to before that step.
+    Ties go to the newer. A checkpoint without a lineage continues those before it that have fewer
+    steps: a run that repeats a step has gone back.
 
     Example:
         >>> entries = [Entry(2, 0, 0.5), Entry(6, 1, 0.1), Entry(4, 2, 0.9)]
@@ -107,7 +107,7 @@ def lineage_of(continued: Sequence[Entry], entries: Sequence[Entry]) -> list[tup
     is_open = True
     for entry in sorted(entries, key=lambda entry: entry.serial):
         if entry not in continued:
-            # What comes first may still follow checkpoints that were deleted, but not this one.
+            # It ends the series. A serial number without an entry does not.
             is_open = False
             continue
         first = entry.serial

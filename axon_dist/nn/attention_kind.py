@@ -422,8 +422,8 @@ def _samples(
         product = 2.0 ** round(math.log2(score / abs(kind.scale)))
         if 4 * product > most:
             continue
-        # Products are +-1, 2 or 4 times one number, so rounding leaves equal scores equal and
-        # unequal ones far apart: weights are nearly exact, however large the scores are.
+        # Products are +-1, 2 or 4 times one number. Rounding keeps equal scores equal, and unequal
+        # scores differ by much. So weights are nearly exact, however large the scores are.
         query, key = (np.zeros(shape, np.float32) for shape in shapes[:2])
         signs = rng.choice([-1, 1], (*query.shape[:3], 1))
         query[..., :1] = product * signs
@@ -531,7 +531,7 @@ def _bounds_values(equation: Any, names: Collection[str] = _BOUNDING) -> bool:
 
 
 def _set_numbers(jaxpr: Any) -> Iterator[float]:
-    """Yields the sizes of the negative literals beside floats that limit no value."""
+    """Yields the sizes of negative literals in equations of floats that limit no value."""
     for equation in jaxpr.eqns:
         if not _bounds_values(equation) and _has_floats(equation):
             scalars = (x.val for x in equation.invars if isinstance(x, Literal))

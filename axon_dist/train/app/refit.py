@@ -41,7 +41,7 @@ def _inner(paths: Collection[Path]) -> str:
     """Returns the prefix of the state of the optimizer that the config names."""
     if not any(path.startswith(_METRICS) for path in paths):
         return _OPT_STATE
-    # Until 0.3 a clip came before it in the chain that is watched.
+    # In 0.2 and before, a clip came before it in the chain that is watched.
     chained = (f"{_OPT_STATE}inner/{number}/" for number in (1, 0))
     starts = (p for p in chained if any(x.startswith(p) for x in paths))
     return next(starts, f"{_OPT_STATE}inner/")
