@@ -56,7 +56,7 @@ class MicrobatchData(NamedTuple):
 
 
 class StageLoss(NamedTuple):
-    """The outputs of the loss function: a total, its weight, and the weighted metrics."""
+    """The outputs of the loss function: a total, its weight, and the metrics to add up."""
 
     total: Array
     weight: Array

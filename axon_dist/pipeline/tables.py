@@ -367,7 +367,7 @@ def masked(counts: Array, tree: PyTree) -> PyTree:
 
 def add(totals: PyTree, values: PyTree) -> Any:
     """Adds values to totals, in the dtype of the totals."""
-    return jax.tree.map(lambda t, v: t + v.astype(t.dtype), totals, values)
+    return jax.tree.map(lambda t, v: t + jnp.asarray(v, t.dtype), totals, values)
 
 
 class Packing:

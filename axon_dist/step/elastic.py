@@ -83,7 +83,7 @@ class ElasticProgram(RankProgram):
         whole_frozen = self._unsharded(frozen, self.frozen_specs, spec.model_spec.stored_frozen)
         forward = forward_of(spec.model_spec, spec.loss_fn, changes.change_with(None))
         forward = with_frozen(changes.with_layer_scan(forward), whole_frozen)
-        sums_of = gradient_sums(forward, scale, num_shards=shards)
+        sums_of = gradient_sums(forward, shards, scale)
         count = shards // spec.mesh.size
         sums, buffers = self._subtree_sums(sums_of, gathered, buffers, batch, count)
 

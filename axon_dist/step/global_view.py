@@ -61,7 +61,7 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
         grads = jax.lax.with_sharding_constraint(means.grads, grad_shardings)
         return means._replace(grads=grads)
     sums, buffers = accumulate(
-        gradient_sums(forward, scale=scale, num_shards=count),
+        gradient_sums(forward, count, scale),
         params,
         buffers,
         batch,
@@ -69,7 +69,7 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
         constrain=lambda grads: jax.lax.with_sharding_constraint(grads, grad_shardings),
         part_buffers=part_buffers_of(spec, plan.separator, batch),
     )
-    result = sums.result(buffers)
+    result = sums.result(buffers, count)
     grads = jax.lax.with_sharding_constraint(result.grads, grad_shardings)
     return result._replace(grads=grads)
 

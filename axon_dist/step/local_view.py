@@ -170,7 +170,7 @@ def local_gradients(
     frozen = for_region(arguments.frozen, program.frozen_specs, spec.mesh)
     grads, (loss, metrics), buffers = mapped(params, frozen, *arguments[2:])
     grads = cut_like(grads, spec.model_spec.params)
-    return Sums(grads, loss, metrics).result(buffers)
+    return Sums(grads, loss, metrics).result(buffers, spec.num_microbatches * spec.num_ranks)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -247,7 +247,7 @@ class RankProgram:
             )
             forward = with_frozen(self._with_scans(self._plain(None)), whole_frozen)
             sums_of = gradient_sums(
-                forward, scale, mean_over_ranks if shares_statistics else None, num_shards
+                forward, num_shards, scale, mean_over_ranks if shares_statistics else None
             )
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
@@ -265,12 +265,14 @@ class RankProgram:
             # weight before it begins.
             gather = functools.partial(local_gather, self.spec)
             forward = with_frozen(self._with_scans(self._plain(gather)), frozen)
-            sums_of = gradient_sums(forward, scale, mean_over_ranks, num_shards)
+            sums_of = gradient_sums(forward, num_shards, scale, mean_over_ranks)
             sums, changed = accumulated(sums_of, params, first, batch)
         if self.part_buffers is not None:
             changed = self.part_buffers.over_ranks(changed, local)
         # Sum totals and weights. A mean of means would overweight ranks with few real samples.
-        scalars = all_sum((sums.loss, sums.metrics), self.axes)
+        scalars = (sums.loss, sums.metrics)
+        if num_shards > 1:
+            scalars = all_sum(scalars, self.axes)
         return sums.grads, scalars, stack_buffers(changed, reduction, 1)
 
     def _unreduced_sums(
@@ -357,7 +359,8 @@ class RankProgram:
             # The sums of the earlier microbatches are already weighted, so differentiate the total
             # here and not the mean.
             run = self._with_scans(forward) if units else forward
-            totals = gradient_sums(run, common=lambda _: 1)
+            num_shards = self.spec.num_microbatches * self.spec.num_ranks
+            totals = gradient_sums(run, num_shards, common=lambda _: 1)
             added, buffers = totals(slots, buffers, batch)
             both = jax.tree.map(jnp.add, (sums.loss, sums.metrics), (added.loss, added.metrics))
             return Sums(added.grads, *both), buffers

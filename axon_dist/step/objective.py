@@ -358,6 +358,17 @@ def weighted_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
     return {name: weigh(value) for name, value in outcome.metrics.items()}
 
 
+def shard_metrics(outcome: Outcome, num_shards: int) -> dict[str, Array | Weighted]:
+    """Returns the metrics of one of `num_shards` parts of a batch, ready to be added up.
+
+    Those of a single part are returned as they are, as `gradient_means` does: weighted, a metric
+    would be 0 in a batch without weight, and an integer would become a float.
+    """
+    if num_shards > 1:
+        return weighted_metrics(outcome)
+    return jax.tree.map(jnp.asarray, outcome.metrics)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
@@ -367,7 +378,7 @@ class Sums:
         grads: sum of weight x gradient of the mean loss, a tree like the parameters.
         loss: sum of the losses, and sum of the weights.
         metrics: sum of weight x metric; `Weighted` if the metric has its own weight; an integer if
-            it is a count, which has none.
+            it is a count, which has none. Of a batch in one part, the metrics themselves.
     """
 
     grads: PyTree
@@ -377,14 +388,23 @@ class Sums:
     def __add__(self, other: Sums) -> Sums:
         return jax.tree.map(jnp.add, self, other)
 
-    def result(self, buffers: PyTree) -> GradientResult:
-        """Divides by the weight; adds the buffers after the batch."""
-        grads, metrics = self.means()
+    def result(self, buffers: PyTree, num_shards: int) -> GradientResult:
+        """Divides by the weight; adds the buffers after the batch.
+
+        Args:
+            buffers: after the batch.
+            num_shards: the number of parts that were added up, as `gradient_sums` takes it.
+        """
+        grads, metrics = self.means(num_shards)
         weighted = {name: x for name, x in self.metrics.items() if isinstance(x, Weighted)}
         return GradientResult(grads, metrics, buffers, metrics | {"loss": self.loss} | weighted)
 
-    def means(self) -> tuple[PyTree, dict[str, Array]]:
-        """Divides by the weight; returns the gradient of the mean loss, and the metrics."""
+    def means(self, num_shards: int) -> tuple[PyTree, dict[str, Array]]:
+        """Divides by the weight; returns the gradient of the mean loss, and the metrics.
+
+        Args:
+            num_shards: the number of parts that were added up.
+        """
         weight = self.loss.weight
         grads = jax.tree.map(lambda g: _divided(g, weight), self.grads)
 
@@ -392,7 +412,7 @@ class Sums:
             if isinstance(x, Weighted):
                 return mean_loss(x)
             is_count = jnp.issubdtype(x.dtype, jnp.integer)
-            return x if is_count else mean_loss(Weighted(x, weight))
+            return x if is_count or num_shards == 1 else mean_loss(Weighted(x, weight))
 
         metrics = {name: mean(x) for name, x in self.metrics.items()}
         return grads, {"loss": mean_loss(self.loss), **metrics}
@@ -419,9 +439,9 @@ def with_frozen(forward: Forward, frozen: PyTree) -> Forward:
 
 def gradient_sums(
     forward: Forward,
+    num_shards: int,
     scale: Array | None = None,
     common: Callable[[Array], Array | int] | None = None,
-    num_shards: int = 1,
 ) -> Callable[[PyTree, PyTree, Batch], tuple[Sums, PyTree]]:
     """Makes the function that differentiates the loss and returns weighted sums.
 
@@ -430,14 +450,14 @@ def gradient_sums(
 
     Args:
         forward: the forward pass.
-        scale: the loss scale, against vanishing gradients.
-        common: returns the weight that all ranks divide by. Required if gradients are reduced
-            inside the backward pass, where each rank's own weight can no longer be applied
-            afterwards. If it returns 1, the total is differentiated instead of the mean.
         num_shards: how many shards of about this size a batch is cut into: ranks times
             microbatches. In the mean over a shard, a sample weighs `num_shards` times as much as in
             the batch. The loss scale is therefore divided by it; half precision would otherwise
             overflow in a shard where it does not for the whole batch.
+        scale: the loss scale, against vanishing gradients.
+        common: returns the weight that all ranks divide by. Required if gradients are reduced
+            inside the backward pass, where each rank's own weight can no longer be applied
+            afterwards. If it returns 1, the total is differentiated instead of the mean.
 
     Returns:
         A function of (params, buffers, batch) giving the sums and the new buffers.
@@ -463,7 +483,7 @@ def gradient_sums(
 
         grads = jax.tree.map(weighted, grads)
         loss = wide_pair(outcome.loss)
-        return Sums(grads, loss, weighted_metrics(outcome)), outcome.buffers
+        return Sums(grads, loss, shard_metrics(outcome, num_shards)), outcome.buffers
 
     return sums
 

@@ -110,7 +110,7 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
     total, weight, metrics = loss
     grad_factor = grad_factor if scale is None else grad_factor * num_shards
     sums = Sums(jax.tree.map(lambda g: g * grad_factor, reduced), Weighted(total, weight), metrics)
-    return sums.result(buffers)
+    return sums.result(buffers, num_shards)
 
 
 def _parts_draw(plan: StepPlan, batch: Batch) -> bool:
@@ -382,7 +382,9 @@ class PipelineRegion:
             rewritten, strategy=strategy, mesh=spec.mesh, memory_bytes=spec.memory_bytes
         )
         stacks = self.plan.state_plan.storage.stacks
-        return traced(run, rewrite if in_region else None, stacks, params, buffers, one)
+        rewrite = rewrite if in_region else None
+        num_shards = spec.num_microbatches * spec.num_ranks
+        return traced(run, rewrite, stacks, params, buffers, one, num_shards)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """Cuts a traced loss into stages: one program for all if its blocks are a uniform chain."""

@@ -45,7 +45,7 @@ from ..pipeline import (
 from ..sharding import InPlaceOf, Policy
 from ..sharding.padding import unpad
 from .model_spec import ModelSpec
-from .objective import Outcome, evaluate, weighted_metrics, wide_pair
+from .objective import Outcome, evaluate, shard_metrics, wide_pair
 
 CONTAINERS: tuple[type[Any], ...] = (nnx.List, nnx.Dict)
 """Modules that only contain others and are never called."""
@@ -347,6 +347,7 @@ def traced(
     params: PyTree,
     buffers: PyTree,
     batch: Batch,
+    num_shards: int = 1,
 ) -> LossTrace:
     """Traces the loss of a batch, for a model whose stacked blocks are split into layers.
 
@@ -357,6 +358,7 @@ def traced(
         params: shapes, with stacks split into blocks.
         buffers: arrays or shapes, in the model's form or with stacks split into blocks.
         batch: arrays or shapes.
+        num_shards: the number of parts whose sums are added up, of which this batch is one.
 
     Returns:
         The program.
@@ -365,7 +367,7 @@ def traced(
     def forward(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
         outcome = run(params, buffers, batch)
         loss = wide_pair(outcome.loss)
-        return loss.total, loss.weight, _flat(weighted_metrics(outcome)), outcome.buffers
+        return loss.total, loss.weight, _flat(shard_metrics(outcome, num_shards)), outcome.buffers
 
     program = forward if rewritten is None else rewritten(forward)
     if stacks.depths:

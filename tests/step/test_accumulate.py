@@ -60,39 +60,45 @@ def test_accumulated_gradients_are_constrained_and_metrics_left_alone():
 
 
 WHOLE, BUCKETS = ddp(), ddp(bucket_capacity=100)
-ONE_PART = "in buckets, one rank multiplies the metrics of one microbatch by its weight of 0"
+ONE_SHARD = {"deterministic": "elastic", "logical_shards": 1}
 
 
-@pytest.mark.sample("whole-2-2", "buckets-2-1")
+@pytest.mark.sample("whole-2-2", "buckets-1-1", "buckets-2-1", "pipeline-1-1")
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "count"),
+    ("strategy", "ranks", "count", "options"),
     [
-        pytest.param(WHOLE, 1, 1, id="whole-1-1"),
-        pytest.param(WHOLE, 1, 2, id="whole-1-2"),
-        pytest.param(WHOLE, 2, 1, id="whole-2-1"),
-        pytest.param(WHOLE, 2, 2, id="whole-2-2"),
-        pytest.param(
-            BUCKETS, 1, 1, id="buckets-1-1",
-            marks=pytest.mark.xfail(raises=AssertionError, strict=True, reason=ONE_PART),
-        ),
-        pytest.param(BUCKETS, 1, 2, id="buckets-1-2"),
-        pytest.param(BUCKETS, 2, 1, id="buckets-2-1"),
-        pytest.param(BUCKETS, 2, 2, id="buckets-2-2"),
+        pytest.param(WHOLE, 1, 1, {}, id="whole-1-1"),
+        pytest.param(WHOLE, 1, 2, {}, id="whole-1-2"),
+        pytest.param(WHOLE, 2, 1, {}, id="whole-2-1"),
+        pytest.param(WHOLE, 2, 2, {}, id="whole-2-2"),
+        pytest.param(BUCKETS, 1, 1, {}, id="buckets-1-1"),
+        pytest.param(BUCKETS, 1, 2, {}, id="buckets-1-2"),
+        pytest.param(BUCKETS, 2, 1, {}, id="buckets-2-1"),
+        pytest.param(BUCKETS, 2, 2, {}, id="buckets-2-2"),
+        pytest.param(pipelined(2, 1), 1, 1, {}, id="pipeline-1-1"),
+        pytest.param(ddp(), 1, 1, ONE_SHARD, id="elastic-1-1"),
     ],
 )  # fmt: skip
-def test_a_metric_that_is_a_constant_is_itself_for_a_batch_without_weight(strategy, ranks, count):
+def test_a_metric_without_weight_is_itself_for_a_batch_without_weight(
+    strategy, ranks, count, options
+):
     def loss_fn(model, batch):
         squares = jnp.mean(model(batch["x"]) ** 2, -1)
         total = Weighted(jnp.sum(squares * batch["weight"]), jnp.sum(batch["weight"]))
-        return total, {"rate": 3.0, "mean": jnp.mean(batch["x"])}
+        return total, {"rate": 3.0, "mean": jnp.mean(batch["x"]), "samples": jnp.sum(batch["n"])}
 
-    batch = {"x": np.ones((8, 4), np.float32), "weight": np.zeros(8, np.float32)}
-    step = build_train_step(
-        nnx.Linear(4, 4, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn, strategy,
-        World.emulate(ranks), accumulate=count,
-    )  # fmt: skip
+    ones = np.ones(8, np.int32)
+    batch = {"x": np.ones((8, 4), np.float32), "weight": np.zeros(8, np.float32), "n": ones}
+    is_pipeline = strategy.pipeline is not None
+    world = World.emulate(2, "pp=2") if is_pipeline else World.emulate(ranks)
+    if not is_pipeline:
+        options = {"accumulate": count, **options}
+    step = build_train_step(Two(), optax.sgd(0.1), loss_fn, strategy, world, **options)
     _, metrics = step(step.init(), batch)
-    assert [float(metrics[name]) for name in ("loss", "rate", "mean")] == [0, 3, 1]
+    assert {name: metrics[name].item() for name in ("loss", "rate", "mean", "samples")} == {
+        "loss": 0, "rate": 3, "mean": 1, "samples": 8,
+    }  # fmt: skip
+    assert metrics["samples"].dtype == np.int32
 
 
 class Two(nnx.Module):

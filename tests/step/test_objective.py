@@ -86,8 +86,11 @@ def test_a_weight_too_large_for_the_type_of_the_total_divides_it_and_its_gradien
 
         forward = forward_of(PARTS, loss_fn)
         grads, metrics = gradient_means(forward, half, BUFFERS, batch)[:2]
-        parts, _ = gradient_sums(forward)(half, BUFFERS, batch)
-        for loss, found in ((metrics["loss"], grads), (parts.means()[1]["loss"], parts.means()[0])):
+        parts, _ = gradient_sums(forward, 2)(half, BUFFERS, batch)
+        for loss, found in (
+            (metrics["loss"], grads),
+            (parts.means(2)[1]["loss"], parts.means(2)[0]),
+        ):
             np.testing.assert_allclose(float(loss), float(want[0]), rtol=0.02)
             np.testing.assert_allclose(found["kernel"], want[1]["kernel"], rtol=0.02)
 
@@ -150,18 +153,18 @@ def test_means_are_the_plain_gradient(loss_fn, scale):
 @pytest.mark.parametrize("count", [2, 3, 6])
 @pytest.mark.parametrize("loss_fn", [plain, weighted])
 def test_sums_of_microbatches_are_the_mean_of_the_batch(loss_fn, count):
-    sums_of = gradient_sums(forward_of(PARTS, loss_fn))
+    sums_of = gradient_sums(forward_of(PARTS, loss_fn), count)
     pieces = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), BATCH)
     sums, _ = jax.jit(lambda b: accumulate(sums_of, PARAMS, BUFFERS, b, count))(pieces)
     loss, expected = dense(loss_fn)
-    grads, metrics = sums.means()
+    grads, metrics = sums.means(count)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_metrics_are_means_weighed_as_the_loss():
-    sums_of = gradient_sums(forward_of(PARTS, weighted))
+    sums_of = gradient_sums(forward_of(PARTS, weighted), 2)
     pieces = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), BATCH)
     sums, _ = accumulate(sums_of, PARAMS, BUFFERS, pieces, 2)
     halves = [
@@ -170,7 +173,7 @@ def test_metrics_are_means_weighed_as_the_loss():
     ]
     weights = np.array([3.0, 1.0])
     expected = np.dot(weights, [float(m["largest"]) for _, m in halves]) / weights.sum()
-    np.testing.assert_allclose(sums.means()[1]["largest"], expected, rtol=1e-6)
+    np.testing.assert_allclose(sums.means(2)[1]["largest"], expected, rtol=1e-6)
 
 
 def test_a_mean_over_nothing_does_not_spoil_the_others():
@@ -181,23 +184,23 @@ def test_a_mean_over_nothing_does_not_spoil_the_others():
 
     pieces = jax.tree.map(lambda x: x.reshape(3, 2, *x.shape[1:]), BATCH)
     pieces["weight"] = jnp.array([[1.0, 2.0], [0.0, 0.0], [0.0, 3.0]])
-    sums, _ = accumulate(gradient_sums(forward_of(PARTS, undefined)), PARAMS, BUFFERS, pieces, 3)
-    metrics = sums.means()[1]
+    sums, _ = accumulate(gradient_sums(forward_of(PARTS, undefined), 3), PARAMS, BUFFERS, pieces, 3)
+    metrics = sums.means(3)[1]
     assert np.isfinite(metrics["mean"])
     np.testing.assert_allclose(metrics["mean"], metrics["loss"], rtol=1e-6)
 
 
 def test_sums_are_float32_whatever_the_model_computes_in():
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-    sums, _ = gradient_sums(forward_of(PARTS, weighted))(half, BUFFERS, BATCH)
+    sums, _ = gradient_sums(forward_of(PARTS, weighted), 2)(half, BUFFERS, BATCH)
     assert {x.dtype for x in jax.tree.leaves(sums)} == {jnp.dtype("float32")}
 
 
 def test_gradients_of_a_common_weight_add_up():
     """Where ranks add gradients within the backward pass, all divide by one weight."""
     common = lambda weight: 0 * weight + 2.0
-    own, _ = gradient_sums(forward_of(PARTS, weighted))(PARAMS, BUFFERS, BATCH)
-    shared, _ = gradient_sums(forward_of(PARTS, weighted), common=common)(PARAMS, BUFFERS, BATCH)
+    own, _ = gradient_sums(forward_of(PARTS, weighted), 2)(PARAMS, BUFFERS, BATCH)
+    shared, _ = gradient_sums(forward_of(PARTS, weighted), 2, common=common)(PARAMS, BUFFERS, BATCH)
     for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(shared), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
@@ -206,7 +209,7 @@ def test_no_weight_at_all_gives_zero_gradients_not_nan():
     sums = Sums(
         {"w": jnp.zeros(2)}, Weighted(jnp.float32(0), jnp.float32(0)), {"m": jnp.float32(0)}
     )
-    grads, metrics = sums.means()
+    grads, metrics = sums.means(2)
     np.testing.assert_array_equal(grads["w"], [0, 0])
     assert float(metrics["loss"]) == float(metrics["m"]) == 0.0
 
