@@ -216,8 +216,11 @@ def _reads(
     """Starts the reads of a leaf; returns their futures by slice."""
     store = folder.spec if isinstance(folder, Address) else {"driver": "file"}
     root = folder.key if isinstance(folder, Address) else folder
-    spec = {"driver": "zarr", "kvstore": {**store, "path": f"{root}/{inside}/{path}/"}}
-    spec["fill_missing_data_reads"] = False
+    spec = {
+        "driver": "zarr",
+        "kvstore": {**store, "path": f"{root}/{inside}/{path}/"},
+        "fill_missing_data_reads": False,
+    }
     leaf = ts.array(np.zeros(target.shape, target.dtype))
     if target.size:
         leaf = _done(folder, path, ts.open(spec, open=True, read=True))

@@ -74,9 +74,10 @@ class CopyHeader:
         if "turn" in fields:
             # The name in files of 0.2 and before, which a run that was updated may find in memory.
             fields["copy_number"] = fields.pop("turn")
-        parsed = {"leaves": leaf_specs(fields["leaves"]), "writers": tuple(fields["writers"])}
-        parsed["unpadded"] = {p: tuple(shape) for p, shape in fields.get("unpadded", {}).items()}
-        return cls(**{**fields, **parsed})
+        fields["leaves"] = leaf_specs(fields["leaves"])
+        fields["writers"] = tuple(fields["writers"])
+        fields["unpadded"] = {p: tuple(shape) for p, shape in fields.get("unpadded", {}).items()}
+        return cls(**fields)
 
 
 def slices_of(index: Sequence[slice], shape: Sequence[int]) -> Slices:

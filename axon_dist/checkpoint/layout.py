@@ -554,10 +554,10 @@ class Manifest:
                     f"{_FORMAT}; install axon_dist {data['versions'].get('axon_dist')} or newer"
                 )
             _check_parts(data)
-            kind = {str(kind): kind for kind in StateDictType}[data["type"]]
-            files = {name: FileRecord(**record) for name, record in data["files"].items()}
-            parsed = {"type": kind, "leaves": leaf_specs(data["leaves"]), "files": files}
-            return cls(**{**data, **parsed})
+            data["type"] = {str(kind): kind for kind in StateDictType}[data["type"]]
+            data["files"] = {name: FileRecord(**record) for name, record in data["files"].items()}
+            data["leaves"] = leaf_specs(data["leaves"])
+            return cls(**data)
 
 
 def _check_parts(data: Mapping[str, Any]) -> None:

@@ -143,6 +143,7 @@ def keep_only(is_kept: Callable[[str], bool]) -> None:
     """Makes JAX's cache store and load only programs for which `is_kept(optimized_hlo)`."""
     put = compilation_cache.put_executable_and_time
 
+    # JAX passes these by position.
     def put_some(key: str, name: str, executable: Any, *others: Any) -> None:
         if all(is_kept(module.to_string()) for module in executable.hlo_modules()):
             put(key, name, executable, *others)
@@ -150,7 +151,7 @@ def keep_only(is_kept: Callable[[str], bool]) -> None:
     def rule() -> str:
         return f"axon_dist: {is_kept.__name__}"
 
-    compilation_cache.put_executable_and_time = put_some
+    compilation_cache.put_executable_and_time = put_some  # pyrefly: ignore[bad-assignment]
     # The hook is part of every cache key, so programs stored without this rule are not found.
     cache_key.custom_hook = rule
 
@@ -479,19 +480,18 @@ def _read_constraints() -> None:
     constraint = pjit.sharding_constraint_p
     bind = constraint.bind
 
-    def create_placeholder(mesh: Any, sharding: Any, name: str, api_name: str) -> Any:
+    def create_placeholder(mesh: Any, x: Any, name: str, api_name: str) -> Any:
         reader = current_reader()
-        if reader is None or not isinstance(sharding, (PartitionSpec, NamedSharding)):
-            return create(mesh, sharding, name, api_name)
+        if reader is None or not isinstance(x, (PartitionSpec, NamedSharding)):
+            return create(mesh, x, name, api_name)
         if api_name == "with_sharding_constraint":
-            return reader.placeholder(sharding)
+            return reader.placeholder(x)
         if core.trace_state_clean() and not mesh.empty:
             # The caller has set a mesh inside this context, as JAX's `process_allgather` does. No
             # model asks for this sharding.
-            return create(mesh, sharding, name, api_name)
+            return create(mesh, x, name, api_name)
         # A sharding of an inner `jit` in the model; inside a trace it is only a hint.
-        is_spec = isinstance(sharding, PartitionSpec)
-        return create(mesh, None if is_spec else sharding, name, api_name)
+        return create(mesh, None if isinstance(x, PartitionSpec) else x, name, api_name)
 
     def bind_read(x: Array, **params: Any) -> Array:
         reader = current_reader()

@@ -395,7 +395,8 @@ class Rendered:
                 variants.append((f"messages of the role {role!r:.40}", variant))
         for field in ("tools", "documents"):
             if getattr(chat, field) and not self._names(field):
-                variants.append((field, dataclasses.replace(chat, **{field: None})))
+                none: dict[str, Any] = {field: None}
+                variants.append((field, dataclasses.replace(chat, **none)))
         for name in chat.options:
             if not self._names(name):
                 options = {k: x for k, x in chat.options.items() if k != name}

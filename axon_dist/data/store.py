@@ -31,7 +31,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
@@ -47,7 +47,6 @@ from ..core.files import (
     remove_abandoned,
     replacing,
 )
-from ..core.typing import JsonDict
 from .files import TextFile
 
 Document = tuple[np.ndarray, np.ndarray | None]
@@ -397,9 +396,9 @@ class Folder:
                         f"{file.path} changed while it was read; start again when it is complete",
                         code="file-changed-while-read",
                     )
-                row = [stamp, now, digest.hexdigest(), spans]
+                row = (stamp, now, digest.hexdigest(), spans)
                 known[str(file.path)] = row
-            indexed.append(Indexed(file.path, row[2], [tuple(span) for span in row[3]]))
+            indexed.append(Indexed(file.path, row[2], [(a, b, c, d) for a, b, c, d in row[3]]))
         if changed:
             text = json.dumps(known)
             with _written(index_path) as file:
@@ -568,7 +567,11 @@ def _stamp(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def _read_index(path: Path) -> JsonDict:
+_Row: TypeAlias = tuple[list[int], int, str, Sequence[Sequence[int]]]
+"""A file in an index: its stamp, when it was read, its digest and its parts."""
+
+
+def _read_index(path: Path) -> dict[str, _Row]:
     try:
         contents = read_bytes(path, "the index", most=_MOST_INDEX, links=False)
         text, _, own = contents.rstrip(b"\n").rpartition(b"\n")
@@ -576,7 +579,7 @@ def _read_index(path: Path) -> JsonDict:
             return {}
         known = json_section(text) or {}
         rows = {
-            str(name): [[*map(int, a)], int(b), str(c), d] for name, (a, b, c, d) in known.items()
+            str(name): ([*map(int, a)], int(b), str(c), d) for name, (a, b, c, d) in known.items()
         }
         is_whole = all(
             len(row[0]) == 4

@@ -183,7 +183,9 @@ _SENTENCEPIECE = ".model"
 def _load_sentencepiece(path: str, end_token: str | None) -> Tokenizer:
     content, model = _read_sentencepiece(path)
     vocab_size = model.get_piece_size()
-    controls = {model.id_to_piece(i): i for i in range(vocab_size) if model.is_control(i)}
+    controls: dict[str, int] = {
+        model.id_to_piece(i): i for i in range(vocab_size) if model.is_control(i)
+    }
     names = sorted(controls, key=len, reverse=True)
     symbol = re.compile("|".join(["(?!)", *map(re.escape, names)]))
     added = () if end_token is None else (_end_piece(path, model, end_token, names),)

@@ -212,7 +212,9 @@ class Instruction:
     @property
     def called(self) -> dict[str, tuple[str, ...]]:
         """The computations it names, by role: `calls`, `to_apply`, `body`, `condition`, …"""
-        roles = {role: (name,) for role, name in _CALLED.findall(self.attributes)}
+        roles: dict[str, tuple[str, ...]] = {
+            role: (name,) for role, name in _CALLED.findall(self.attributes)
+        }
         for role, names in _CALLED_LIST.findall(self.attributes):
             roles[role] = tuple(_NAME.findall(names))
         return roles

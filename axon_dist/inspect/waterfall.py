@@ -196,7 +196,9 @@ class Waterfall:
                 f"this is not a waterfall ({type(error).__name__}: {error}); write one with "
                 "axon profile"
             ) from error
-        return Waterfall(**{**fields, "losses": losses, "notes": tuple(fields["notes"])})
+        fields["losses"] = losses
+        fields["notes"] = tuple(fields["notes"])
+        return Waterfall(**fields)
 
     def rows(self) -> list[tuple[str, float, float, str, str]]:
         """Returns a row for each kind that took time: label, percent, seconds, lines, advice."""

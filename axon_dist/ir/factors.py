@@ -203,7 +203,8 @@ def factors_of(
     rule = rule or FACTORS.get(name)
     if rule is None or (rule is _along and len(_DIM & params.keys()) != 1):
         return None
-    operands, results = ([[()] * len(shape) for shape in side] for side in (inputs, outputs))
+    operands: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in inputs]
+    results: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in outputs]
     factors = Factors(name, params, inputs, outputs, [], operands, results)
     rule(factors)
     for number, shape in enumerate(outputs):

@@ -397,7 +397,7 @@ def share_of(num_devices: int, spec: LaunchSpec, stated: int | None = None) -> i
             f"a multiple of {count}, or start another number of processes"
         )
     share = num_devices // count
-    if count > 1 and stated not in (None, share):
+    if count > 1 and stated is not None and stated != share:
         raise LaunchError(
             f"{num_devices} emulated devices over {count} processes are {share} for each, but "
             f"{_VARIABLE}={stated}; remove --devices-per-process, or emulate {count * stated}"

@@ -46,9 +46,13 @@ class _Group(type):
     """Raises helpful errors for attributes that groups have in other libraries."""
 
     def __getattr__(cls, name: str) -> NoReturn:
-        public = [known for known in dir(cls) if not known.startswith("_")]
-        hint = _ELSEWHERE.get(name) or did_you_mean(name, public).strip()
-        raise NoAttributeError(f"a ProcessGroup has no {name!r}; {hint}")
+        _raise_no_attribute(cls, name)
+
+
+def _raise_no_attribute(cls: type, name: str) -> NoReturn:
+    public = [known for known in dir(cls) if not known.startswith("_")]
+    hint = _ELSEWHERE.get(name) or did_you_mean(name, public).strip()
+    raise NoAttributeError(f"a ProcessGroup has no {name!r}; {hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +89,7 @@ class ProcessGroup(metaclass=_Group):
         self.validate()
 
     def __getattr__(self, name: str) -> NoReturn:
-        _Group.__getattr__(type(self), name)
+        _raise_no_attribute(type(self), name)
 
     def validate(self) -> None:
         """Raises `GroupError` unless the axes exist and the ranks are distinct and in range."""

@@ -203,7 +203,7 @@ class ConvNorm(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        common = {**numerics(config), "rngs": rngs}
+        common = numerics(config)
         self.conv: nnx.Conv = nnx.Conv(
             num_inputs,
             num_outputs,
@@ -213,9 +213,14 @@ class ConvNorm(nnx.Module):
             use_bias=False,
             kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
             **common,
+            rngs=rngs,
         )
         self.norm: nnx.BatchNorm = nnx.BatchNorm(
-            num_outputs, momentum=config.norm_momentum, epsilon=config.norm_eps, **common
+            num_outputs,
+            momentum=config.norm_momentum,
+            epsilon=config.norm_eps,
+            **common,
+            rngs=rngs,
         )
 
     def __call__(self, x: Array) -> Array:

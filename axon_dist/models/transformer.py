@@ -450,8 +450,13 @@ def _norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
             return rms_norm(config, config.width)
         case "layer":
             # The fast variance, E[x^2] - E[x]^2, loses digits if features are far from zero.
-            plain = {**numerics(config), "epsilon": config.norm_eps, "use_fast_variance": False}
-            return nnx.LayerNorm(config.width, **plain, rngs=rngs)
+            return nnx.LayerNorm(
+                config.width,
+                epsilon=config.norm_eps,
+                use_fast_variance=False,
+                **numerics(config),
+                rngs=rngs,
+            )
     raise ConfigError(
         f"norm={config.norm!r} is in NORMS, but has no layer in transformer.py",
         code="norm-without-layer",

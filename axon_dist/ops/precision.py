@@ -31,6 +31,7 @@ DTypeField: TypeAlias = Any
 """A dtype or its name as an argument of a policy; always a dtype as an attribute."""
 
 Result = TypeVar("Result")
+Choice = TypeVar("Choice", bound="MixedPrecision | str | bool | None")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,9 +200,7 @@ def preset_name(choice: Any) -> Any:
     return _OF_DTYPES.get(spelled, "fp8" if spelled.lower() == "fp8" else choice)
 
 
-def without_gathers(
-    choice: MixedPrecision | str | bool | None,
-) -> MixedPrecision | str | bool | None:
+def without_gathers(choice: Choice) -> Choice | MixedPrecision:
     """Returns a policy with the same results for a step that gathers no weights, as on one device.
 
     Example:

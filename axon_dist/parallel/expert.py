@@ -139,7 +139,7 @@ class ByExperts(Policy):
 
     experts: tuple[tuple[str, int], ...]
     axis: str
-    label: str = "expert"
+    label: str = "expert"  # pyrefly: ignore[bad-override]
 
     def __post_init__(self) -> None:
         for pattern, dim in self.experts:

@@ -309,7 +309,8 @@ class Spread:
         def add(x):
             return None if x is None else jax.lax.reduce_sum(x, (0,))
 
-        return result._replace(grads=(result.grads[0], *map(add, result.grads[1:])))
+        of_hidden, of_kernel, of_bias = result.grads
+        return result._replace(grads=(of_hidden, add(of_kernel), add(of_bias)))
 
 
 COLUMNS, ROWS = "into_columns", "into_rows"

@@ -51,7 +51,7 @@ def _rule(
         if not facts:
             return None
         strategy = placed.strategy
-        names = {"strategy": strategy, "mesh": placed.world.spec}
+        names: dict[str, object] = {"strategy": strategy, "mesh": placed.world.spec}
         if strategy.outer_loop is not None:
             names["replica_axis"] = strategy.outer_loop.axis
         return {**names, **more}

@@ -296,10 +296,10 @@ class LayerLayout:
         if not is_cut or not isinstance(module, nnx.Module) or not can_cut(module, dims):
             return run(module)
 
-        dim = dims.kernel if dims.output is None else dims.output
+        whole, dim = module, dims.kernel if dims.output is None else dims.output
 
         def run_blocks(run: Callable[[nnx.Module], Array]) -> Array:
-            blocks = [run(layer) for layer in cut_outputs(module, num_fused, dims)]
+            blocks = [run(layer) for layer in cut_outputs(whole, num_fused, dims)]
             if not self.rule.stacked:
                 return jnp.concatenate(blocks, dim)
             lead, size, rest = (

@@ -132,7 +132,7 @@ class Plan:
         if isinstance(plan, str):
             if plan not in PRESETS:
                 raise ConfigError(f"no plan is called {plan!r}.{did_you_mean(plan, PRESETS)}")
-            plan = PRESETS[plan]
+            return cls.of(PRESETS[plan])
         if not isinstance(plan, Mapping):
             raise ConfigError(
                 f"got a {type(plan).__name__} for a plan; give a dict from pattern to mode, "
@@ -180,7 +180,7 @@ class ByPlan(Policy):
 
     plan: Plan
     axis: str
-    label: str = "tensor"
+    label: str = "tensor"  # pyrefly: ignore[bad-override]
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()

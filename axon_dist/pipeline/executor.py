@@ -258,7 +258,7 @@ class Executor:
     def _tick(self, state: State, tables: tuple[list[LaneEntry], list[Any]]) -> tuple[State, None]:
         lanes, arrivals = tables
         embedding = self.embedding
-        act = {
+        act: dict[Phase, Callable[[LaneEntry, State], tuple[State, Any]]] = {
             Phase.E: lambda entry, state: (embedding.look_up(entry, state, self.all_rest), None),
             Phase.F: self._forward,
             Phase.V: self._vocabulary,

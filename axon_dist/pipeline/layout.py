@@ -361,7 +361,7 @@ class Staged(Policy):
     rows: frozenset[Path]
     min_elements: int = 1024
     state_rows: frozenset[Path] = frozenset()
-    label: str = "pipeline"
+    label: str = "pipeline"  # pyrefly: ignore[bad-override]
     spreads: bool = True
 
     @property

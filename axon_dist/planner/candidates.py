@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -386,7 +386,7 @@ def candidate_for(strategy: str, num_ranks: int, **rest: Any) -> Candidate:
         ('dp=4', 'fsdp=4')
     """
     row = STRATEGIES.of_data().get(resolve_name(strategy)[0])
-    sizes = {} if row is None else next(row.sizes(num_ranks, 1), {})
+    sizes: Mapping[str, Any] = {} if row is None else next(row.sizes(num_ranks, 1), {})
     return Candidate(strategy=strategy, **(sizes or {"dp": num_ranks}), **rest)
 
 
@@ -461,7 +461,7 @@ def _splits(work: Workload, split: dict[str, int], hardware: Hardware) -> bool:
 
 
 def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterator[Candidate]:
-    model = {**split, "sequence": split["tp"] > 1}
+    model: dict[str, Any] = {**split, "sequence": split["tp"] > 1}
     if ranks == 1:
         yield Candidate(strategy="ddp", **model)
         return
@@ -471,7 +471,8 @@ def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterat
         for sizes in row.sizes(ranks, hardware.node_size):
             # Replicas of a model that is split within each are left to strategies on one axis.
             if len(sizes) == 1 or max(split.values()) == 1:
-                yield Candidate(strategy=name, **sizes, **model)
+                dp, fsdp = sizes.get("dp", 1), sizes.get("fsdp", 1)
+                yield Candidate(strategy=name, dp=dp, fsdp=fsdp, **model)
 
 
 def more_microbatches(candidate: Candidate, work: Workload, least: int) -> Candidate | None:

@@ -275,7 +275,8 @@ def unchecked() -> Iterator[None]:
     make = jax.shard_map
 
     def without(*arguments: Any, **options: Any) -> Any:
-        return make(*arguments, **{**options, "check_vma": False})
+        options["check_vma"] = False
+        return make(*arguments, **options)
 
     with mock.patch.object(jax, "shard_map", without):
         _CHECKS.append(False)

@@ -45,6 +45,7 @@ class Policy(abc.ABC):
     same `PartitionSpec` on every process, and needs no device.
     """
 
+    # Frozen, like the fields over it; pyrefly takes it for writable and refuses these.
     label = ""
     flexible = False
     """Whether the policy chooses among the dims that other policies leave free."""
@@ -157,7 +158,7 @@ class LargestDim(Policy):
 
     axes: tuple[str, ...]
     min_elements: int = 1024
-    label: str = "largest_dim"
+    label: str = "largest_dim"  # pyrefly: ignore[bad-override]
     pads: bool = True
     flexible = True
 
@@ -226,7 +227,7 @@ class ByRule(Policy):
     """
 
     rules: tuple[tuple[str, PartitionSpec], ...]
-    label: str = "by_rule"
+    label: str = "by_rule"  # pyrefly: ignore[bad-override]
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
@@ -398,7 +399,7 @@ class Wrapped(Policy):
         return self.policy.name
 
     @property
-    def flexible(self) -> bool:
+    def flexible(self) -> bool:  # pyrefly: ignore[bad-override]
         """Whether the policy is flexible."""
         return self.policy.flexible
 

@@ -314,9 +314,6 @@ def pieces(samples: int, ranks: int) -> list[EvalPiece]:
 class _EvaluationSums(PartLoss):
     """A loss function that returns the sums of an evaluation as metrics."""
 
-    def __init__(self, loss_fn):
-        self.loss_fn = loss_fn
-
     def outcome(
         self, forward: Forward, params: PyTree, buffers: PyTree, batch: Batch
     ) -> tuple[Outcome, object]:

@@ -81,8 +81,8 @@ class FunctionOfSums(PartLoss):
             ones.update(
                 n for n, x in numbers.items() if isinstance(x, Weighted) and is_one(x.weight)
             )
-            plain = {n for n, x in numbers.items() if not isinstance(x, Weighted)}
-            pairs = {n: Weighted(numbers[n], 1.0) for n in plain & self.names}
+            plain = {n: x for n, x in numbers.items() if not isinstance(x, Weighted)}
+            pairs = {n: Weighted(x, 1.0) for n, x in plain.items() if n in self.names}
             return numbers | pairs, outcome.buffers
 
         leaves = jax.tree.leaves((params, buffers, batch))

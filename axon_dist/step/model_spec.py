@@ -387,14 +387,16 @@ def _values(new: Function, closed: Any, shapes: PyTree) -> Function:
     consts = closed.consts
     is_small = sum(getattr(x, "nbytes", _MOST_KEPT + 1) for x in consts) <= _MOST_KEPT
 
+    def traced() -> PyTree:
+        return jax.tree.unflatten(layout, eval_jaxpr(closed, ()))
+
+    # Do not keep large constants alive in the closure.
+    make = traced if is_small else new
+
     def values() -> tuple[PyTree, PyTree]:
-        trees = jax.tree.unflatten(layout, eval_jaxpr(closed, ())) if is_small else new()
-        params, buffers, frozen = trees
+        params, buffers, frozen = make()
         return combine(params, frozen), buffers
 
-    if not is_small:
-        # Do not keep large constants alive in the closure.
-        closed = None
     return values
 
 
@@ -493,7 +495,8 @@ def _split(
     others = frozenset(
         "/".join(map(str, keys)) for keys, kind in kinds if not isinstance(kind, FORWARD_STATE)
     )
-    return (graphdef, others), tuple(map(nnx.to_pure_dict, states))
+    params, buffers, frozen = map(nnx.to_pure_dict, states)
+    return (graphdef, others), (params, buffers, frozen)
 
 
 def _check_makes_model(model: Any) -> None:

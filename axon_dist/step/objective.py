@@ -54,6 +54,7 @@ Forward: TypeAlias = Callable[[PyTree, PyTree, Batch], Outcome]
 """(params, buffers, batch) -> the result of the loss function."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class PartLoss(abc.ABC):
     """A loss function that returns other outputs for a part of a batch than the user's loss."""
 

@@ -164,7 +164,12 @@ class Lease:
         self._lost = ""
         self._mutex = threading.Lock()
         token = uuid.uuid4().hex
-        self._holder = {**_this_process(), "machine": _machine(), "token": token, "renewed": 0}
+        self._holder: dict[str, Any] = {
+            **_this_process(),
+            "machine": _machine(),
+            "token": token,
+            "renewed": 0,
+        }
         before = self._take(tell)
         # Write again, conditional on the old version, which was just replaced. A store that checks
         # conditions rejects this write.

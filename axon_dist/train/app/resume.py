@@ -129,9 +129,12 @@ class SavedStates:
         The state's arrays may be donated when this returns.
         """
         assert self.copies is not None
-        meta = {"data": self.run.loader.state(), "counts": dict(self.counts)}
-        meta[LINEAGE] = self.checkpoints.lineage
-        meta["start"] = None if self.start is None else str(self.start)
+        meta = {
+            "data": self.run.loader.state(),
+            "counts": dict(self.counts),
+            LINEAGE: self.checkpoints.lineage,
+            "start": None if self.start is None else str(self.start),
+        }
         self.copies.save(number, self.form.to_canonical(state), meta)
 
     def go_back(self) -> TrainState | None:

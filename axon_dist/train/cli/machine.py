@@ -336,8 +336,9 @@ def _write_job(
             )
     scheduler = SCHEDULERS[name]
     config = load_config(path, ("devices.emulate=null", *overrides))
-    fields = {key: value for key, value in options.items() if key not in ("out", "submit")}
-    job = Job(config=path, overrides=overrides, **{"name": config.name, **fields})
+    given = {key: value for key, value in options.items() if key not in ("out", "submit")}
+    fields: dict[str, Any] = {"name": config.name, **given}
+    job = Job(config=path, overrides=overrides, **fields)
     # Raise for a mesh that does not fit the devices now, not after the job has waited in a queue.
     config.mesh.resolve(job.nodes * job.gpus)
     file = options.get("out", Path(job.name + scheduler.suffix))

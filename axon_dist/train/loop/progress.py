@@ -56,6 +56,7 @@ class Progress(Protocol):
 
     def __exit__(self, *exception: object) -> None:
         """Ends the display; the last status stays visible."""
+        return
 
     def phase(self, text: str) -> AbstractContextManager[None]:
         """Shows a longer operation, such as compiling, while the context lasts."""
@@ -63,9 +64,11 @@ class Progress(Protocol):
 
     def update(self, status: Status) -> None:
         """Updates the status; called once per step, so it must be cheap."""
+        return
 
     def note(self, text: str) -> None:
         """Shows a message that stays visible."""
+        return
 
 
 class SilentProgress(Progress):
