@@ -2,9 +2,11 @@
 
 To add a strategy, write a function that returns a `Strategy`, in a file of this folder, and a row
 of `STRATEGIES` here. Its `make` is that function under `over_data_axes`, or one that takes
-`(model, world, **options)`. The keys of a config and their help, the candidates of `axon plan` and
-the index of the docs follow from the row. Also add a row to the table in `tests/contracts` that
-compares its kind with one device. Data parallelism has its rows in `test_strategies.py`.
+`(model, world, **options)`. The keys of a config and their help and the index of the docs follow
+from the row. With a `DataPlan`, so do the candidates of `axon plan`. A `ModelPlan` over a new axis
+also needs a field of `planner.Candidate`. Each axis within a node has one strategy: the planner
+tries the first `ModelPlan` over it. Also add a row to the table in `tests/contracts` that compares
+its kind with one device. Data parallelism has its rows in `test_strategies.py`.
 """
 
 from __future__ import annotations
@@ -231,13 +233,13 @@ def over_data_axes(
 
     Args:
         make: makes a strategy; its keyword argument `axes` is a tuple of mesh axes, or None for
-            its default axis: `dp` for `ddp` and `zero`, `fsdp` for `fsdp`.
+            its default axes: `dp` for `ddp` and `zero`, `fsdp` for `fsdp`, both for hybrid sharding.
         axes: (world) -> the mesh axes to use.
         **fixed: options of `make` with the same value in every config.
 
     Returns:
         (model, world, **options) -> the strategy. With `shares=True`, which a config cannot set,
-        the strategy uses only its default axis: in `[ddp, fsdp]`, for example, `ddp` uses
+        the strategy uses only its default axes: in `[ddp, fsdp]`, for example, `ddp` uses
         `dp` and leaves `fsdp` to the other strategy.
     """
 

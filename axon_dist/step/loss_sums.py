@@ -178,7 +178,7 @@ class Finalize:
 
 
 SUMMED = (Dependence.MEAN, Dependence.SUM, Dependence.SCALED, Dependence.CONSTANT)
-"""How metrics depend on the samples whose mean over equal parts needs no weight of the loss."""
+"""The dependences of metrics that are averaged over equal parts without the loss's weight."""
 
 
 def rescale_parts(loss_fn: LossFn, dependence: LossDependence) -> LossFn:

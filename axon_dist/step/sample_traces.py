@@ -157,7 +157,7 @@ class Traces:
             batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
             sizes: the numbers of samples of a part and of the whole; the latter is a multiple of
                 the former.
-            zeros: the indices of the program inputs that are 0.
+            zeros: the indices of the program inputs that are taken as 0.
 
         Returns:
             How the loss, the metrics and the buffers depend on the samples.

@@ -306,7 +306,8 @@ class StepPrograms:
         evaluate: (state, placed batch) -> the sums of an evaluation.
         gradients: (state, placed batch) -> reduced gradients, metrics.
         evaluated: the plan of evaluations, which treats all replicas as one data-parallel group.
-        outer_steps: state -> state, one for each fragment of replicas that train independently.
+        outer_steps: state -> state, one for each fragment of the parameters, where replicas train
+            independently; else empty.
     """
 
     state_layout: StateLayout
@@ -772,8 +773,8 @@ class TrainStep:
             batch: as for a step.
 
         Returns:
-            A tree like the parameters, sharded and padded like their moments, as within a step; and
-            the metrics.
+            A tree like the parameters, sharded, and padded as stored, like their moments; and the
+            metrics.
         """
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.batch_layout.place(batch)

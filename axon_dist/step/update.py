@@ -171,8 +171,8 @@ def undo_nonfinite(
             then on.
 
     Returns:
-        The resulting state, and a boolean scalar: whether the step counts as nonfinite. A skipped
-        step counts as a step; a step under a policy that keeps the state does not.
+        The resulting state, and a boolean scalar: whether the step counts as nonfinite. `skip`
+        counts a nonfinite step as a step; `stop` and `rollback` do not.
     """
     nonfinite = ~finite
     if options.scaler is not None:
