@@ -13,6 +13,9 @@ from .arguments import checked
 from .checks import ARRAY, FUNCTION
 from .typing import Array, Function
 
+AUXILIARY = "auxiliary"
+"""The method that returns a model's auxiliary loss after a call, and its metrics."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -77,6 +77,8 @@ class GlobalGather:
 
     mesh: Mesh
     stored: PartitionSpec
+    # `jax.tree.map` over two `nnx.State` requires equal metadata, which has the gathers. A loss may
+    # map trained weights and their frozen twins onto each other, whose gathers differ in `grad`.
     grad: PartitionSpec | None = dataclasses.field(compare=False)
     full: PartitionSpec
     ndim: int

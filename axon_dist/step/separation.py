@@ -523,8 +523,8 @@ class Separator:
         """Whether a sum depends on a trained parameter."""
         paths = [path for path, _ in leaves_with_paths(self.model_spec.weights)]
         output = traced.total_of(sum_name(number))
-        moving = traced.moving(output, len(paths))
-        return any(paths[at] not in self.model_spec.frozen_paths for at in moving)
+        with_gradient = traced.inputs_with_gradient(output, len(paths))
+        return any(paths[at] not in self.model_spec.frozen_paths for at in with_gradient)
 
     def program(self, batch: Batch, samples: int) -> ClosedJaxpr:
         """Returns the program of the loss, traced once for a number of samples.

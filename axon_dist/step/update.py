@@ -15,6 +15,7 @@ from ..core.compat import eval_jaxpr
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.tree import shapes_of, wide
 from ..core.typing import Array, Metrics, PyTree
+from ..core.weighted import AUXILIARY
 from ..ir.walk import needed_for
 from ..ops.precision import GradScaler, NormOf, all_finite, clip_by_global_norm, keep_if
 from ..optim.wrappers import Watched
@@ -29,9 +30,6 @@ from .pipeline_view import pipeline_gradients
 from .plan import StepPlan
 from .spec import StepSpec
 from .state import TrainState
-
-AUXILIARY = "auxiliary"
-"""The method of a model that returns what it adds to the loss."""
 
 
 def clip(
