@@ -155,7 +155,8 @@ def with_own_precision(config: RunConfig) -> RunConfig:
     """Returns the config with the `mixed_precision` of its strategies as its `precision`.
 
     Both mean the same to the step, but only `precision` is read without the strategies, and stays
-    if other strategies replace them. If they differ, the config is unchanged, and no step is built.
+    if other strategies replace them. If they differ, the config is returned unchanged; building its
+    step then raises.
 
     Example:
         >>> half = {"fsdp": {"mixed_precision": "bf16"}}
