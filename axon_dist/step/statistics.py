@@ -97,6 +97,7 @@ def warn_of_statistics(model: nnx.Module, num_microbatches: int) -> None:
 
 
 FREEZE = "freeze the statistics with use_running_average=True"
+"""Advice for `nnx.BatchNorm` alone, which has this argument."""
 
 
 def warn_of_statistic(model: nnx.Module, path: Path, num_microbatches: int, place: str) -> None:
