@@ -13,6 +13,9 @@ from .arguments import checked
 from .checks import ARRAY, FUNCTION
 from .typing import Array, Function
 
+AUXILIARY = "auxiliary"
+"""The method that returns a model's auxiliary loss after a call, and its metrics."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Count(Weighted):
     """A metric that is an integer sum over the samples, in one of the parts of a batch.
 
     The parts add `total` up in its own dtype, because float32 holds integers only up to 2^24.
-    `weight` makes it the same number as a `Weighted`.
+    Divided by the sum of the weights, their sum is that over the whole batch, as for a `Weighted`.
     """
 
 

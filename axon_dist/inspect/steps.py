@@ -117,8 +117,8 @@ def separation(step: Step, batch: Batch) -> Any:
         as a sentence.
 
     Raises:
-        UnsupportedError: when the loss couples samples, and the strategy needs every rank to
-            compute it from its own samples or there are several microbatches.
+        UnsupportedError: when the loss couples samples, and an option needs every rank to compute
+            it from its own samples or there are several microbatches.
     """
     return step.state_layout.separation(step.batch_layout.abstract(batch))
 

@@ -135,8 +135,8 @@ def scan_over_layers(
             Set it only if units communicate nothing but weights: the compiler would also prefetch
             gathered activations, and compute everything that leads to them twice.
         unroll: chains of at most this many units stay separate calls: each is compiled separately,
-            and the values it saves for the backward pass are not stacked. None means `UNROLLED`,
-            for units that contain no loop themselves.
+            and the values it saves for the backward pass are not stacked. None unrolls up
+            to `loop_rule.UNROLLED` units, and runs units that contain a loop as a loop.
         rule: which chains run as a loop; replaces `unroll`.
 
     Returns:
@@ -185,8 +185,7 @@ def _link(jaxpr: Jaxpr, last: int, call: int, dependent: set[Var]) -> tuple[str 
     """Returns the operands' roles if `call` continues a chain after `last`; else None."""
     before = jaxpr.eqns[last]
     after = jaxpr.eqns[call]
-    # Equal calls within one trace share one program object, because JAX traces it once. Comparing
-    # two programs would mean comparing all their constants.
+    # `UnitPrograms` gives equal calls of one trace one program, so identity suffices here.
     if before.params["jaxpr"] is not after.params["jaxpr"]:
         return None
     roles: list[str | int] = []

@@ -336,7 +336,7 @@ def sources_of(jaxpr: Jaxpr) -> list[set[int]]:
     return [set(needed_for(jaxpr, [number])[1]) for number in range(len(jaxpr.outvars))]
 
 
-def moves_with(
+def inputs_with_gradient(
     program: ClosedJaxpr, output: int, count: int, axes: Sequence[tuple[str, int]] = ()
 ) -> list[int]:
     """Returns the inputs with respect to which an output has a gradient that is not always zero.
@@ -353,7 +353,7 @@ def moves_with(
     Example:
         >>> import jax.numpy as jnp
         >>> run = lambda x, y, z: jnp.sum(x > 0) + y * jax.lax.stop_gradient(z)
-        >>> moves_with(jax.make_jaxpr(run)(1.0, 2.0, 3.0), 0, 3)
+        >>> inputs_with_gradient(jax.make_jaxpr(run)(1.0, 2.0, 3.0), 0, 3)
         [1]
     """
     if not any(number < count for number in needed_for(program.jaxpr, [output])[1]):

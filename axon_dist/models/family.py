@@ -27,7 +27,7 @@ LAYER = "layer"
 EXPERT = "expert"
 """The regular-expression group of the expert index in a tensor name."""
 
-ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+HUB_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
         "gelu_new": "gelu",
         "gelu_pytorch_tanh": "gelu",
@@ -239,7 +239,7 @@ class Family:
             if data.get(key) not in known:
                 raise self._beyond(f"{key}={data[key]!r}")
         activation = data.get(self.activation) or "silu"
-        if activation not in ACTIVATIONS:
+        if activation not in HUB_ACTIVATIONS:
             raise self._beyond(f"{self.activation}={activation!r}")
         biases = {key: bool(data[key]) for key in self._bias_keys}
         if len({*biases.values()}) > 1:
@@ -257,7 +257,7 @@ class Family:
             fields["attention_scale"] = scalar**-0.5
         return TransformerConfig(
             **fields,
-            activation=ACTIVATIONS[activation],
+            activation=HUB_ACTIVATIONS[activation],
             windows=windows,
             experts=self._experts(data),
         )
@@ -275,7 +275,7 @@ class Family:
         if "num_kv_heads" not in self.sizes:
             fixed |= {"kv_heads": config.num_heads, "key_size": config.width // config.num_heads}
         require(config, self.name, {k: v for k, v in fixed.items() if k not in self.keys})
-        names = {own_name: hub_name for hub_name, own_name in reversed([*ACTIVATIONS.items()])}
+        names = {own_name: hub_name for hub_name, own_name in reversed([*HUB_ACTIVATIONS.items()])}
         entries = {
             "architectures": [self.architecture],
             "model_type": self.model_type,

@@ -15,13 +15,9 @@ from axon_dist.core.errors import ConfigError, UnsupportedError, warn
 from axon_dist.core.same_function import Comparison, compare, is_from
 from axon_dist.core.tree import wide
 from axon_dist.core.typing import Array
-from axon_dist.core.weighted import Weighted, WithTerm
+from axon_dist.core.weighted import AUXILIARY, Weighted, WithTerm
 from axon_dist.ops.ids import wide_ids
 from axon_dist.ops.linear_loss import BEFORE_HEAD, linear_cross_entropy, linear_scores
-
-AUXILIARY = "auxiliary"
-"""The method that returns a model's auxiliary loss after a call, and its metrics."""
-
 
 LossOutput: TypeAlias = Weighted | tuple[Weighted, dict[str, Array]]
 """A loss, with metrics if the model has any."""

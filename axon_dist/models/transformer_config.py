@@ -120,8 +120,8 @@ class TransformerConfig(Presets):
         norm_eps: added to the mean square, or to the variance, inside norms.
         rope_theta: base of the rotary wavelengths.
         param_dtype: dtype the parameters are created in.
-        dtype: dtype of the matrix products; None for that of the parameters. Norms, softmax and
-            logits are float32 in either case.
+        dtype: dtype of the matrix products; None for that of the parameters. Norms and softmax are
+            float32 in either case, and so are logits, unless `logits_dtype` says otherwise.
         attention: how attention is computed, see `axon_dist.models.attention`.
         scan_layers: stack all blocks into one and run it in a `lax.scan`. The function and the
             initial weights are the same, but compile time and memory under remat do not grow with
@@ -146,7 +146,8 @@ class TransformerConfig(Presets):
         attention_scale: the multiplier of products of queries and keys; None for
             `head_dim ** -0.5`.
         attention_softcap: c of `c tanh(score / c)`, which caps scores (Gemma 2); None for no cap.
-            With it, or with windows shorter than `max_length`, no fused kernel runs.
+            With it, with `local_rope_theta`, or with windows shorter than `max_length`, no fused
+            kernel runs.
         logit_softcap: the same for the logits, which are then not made in chunks.
         embedding_scale: the multiplier of embeddings (Gemma: the square root of the width).
         gated: the feed-forward is `down(act(gate(x)) * up(x))`; otherwise `down(act(up(x)))`.
@@ -246,8 +247,19 @@ class TransformerConfig(Presets):
 
     @property
     def has_special_scores(self) -> bool:
-        """Whether scores are capped or windowed, which no fused kernel supports here."""
+        """Whether scores are capped, or layers have windows as data: no fused kernel here can."""
         return self.attention_softcap is not None or self.layer_data is not None
+
+    def _special_scores(self) -> list[tuple[str, str]]:
+        """Returns what makes scores special, and for each setting how to do without it."""
+        cap, theta = self.attention_softcap, self.local_rope_theta
+        windows = f"windows={self.windows} with max_length={self.max_length}"
+        settings = [
+            (cap is not None, f"attention_softcap={cap}", "leave attention_softcap out"),
+            (theta is not None, f"local_rope_theta={theta}", "leave local_rope_theta out"),
+            (self.has_windows, windows, "lower max_length to the windows"),
+        ]
+        return [(what, cure) for is_set, what, cure in settings if is_set]
 
     @property
     def layer_data(self) -> tuple[int, ...] | None:
@@ -336,11 +348,11 @@ class TransformerConfig(Presets):
             if window < 0:
                 raise ConfigError(f"windows={self.windows} must be 0 or more each; 0 sees all.")
         if self.attention not in ("auto", "einsum") and self.has_special_scores:
+            got, cures = zip(*self._special_scores(), strict=True)
             raise ConfigError(
-                f"attention={self.attention!r} supports neither windows nor a softcap, but got "
-                f"windows={self.windows} with max_length={self.max_length} and "
-                f"attention_softcap={self.attention_softcap}: set attention='auto', leave the "
-                "softcap out, or lower max_length to the windows.",
+                f"attention={self.attention!r} supports no softcap, no windows and no "
+                f"local_rope_theta, but got {' and '.join(got)}: set attention='auto', or "
+                f"{' and '.join(cures)}.",
                 code="attention-without-windows",
             )
         if self.logit_softcap is not None and self.logits == "chunked":

@@ -13,7 +13,7 @@ import optax
 
 from ..collectives import Compression, GradSyncStrategy, compression_of
 from ..core.checks import COUNT, OPTIMIZER, SIZE, ArgumentKind, checked, is_whole
-from ..core.errors import ConfigError, NamedChoice, StrategyConflictError, unknown
+from ..core.errors import ConfigError, NamedChoice, unknown
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision
 from ..sharding import LargestDim, Replicate
@@ -37,9 +37,9 @@ def ddp(
 
     Args:
         axes: the mesh axes that split the batch; None for `dp`, or `fsdp` on a mesh without it.
-        sync: SYNCHRONOUS starts after the whole backward pass; OVERLAPPED reduces a bucket when its
-            gradients are ready and the bucket before it is done. Without buckets, SYNCHRONOUS
-            leaves the time to XLA.
+        sync: with buckets, SYNCHRONOUS starts after the whole backward pass, and OVERLAPPED reduces
+            a bucket when its gradients are ready and the bucket before it is done. Without buckets
+            XLA decides when.
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA, except that
             OVERLAPPED then uses 25 million (100 MB in float32).
         reduce_dtype: the dtype in which gradients are sent; None keeps their own.
@@ -62,16 +62,6 @@ def ddp(
         >>> ddp().batch_axes
         ('dp',)
     """
-    sync = GradSyncStrategy(sync)
-    if sync is GradSyncStrategy.NO_SYNC:
-        raise StrategyConflictError(
-            "a training step got GradSyncStrategy.NO_SYNC, with which the replicas would drift "
-            "apart; to synchronize once per K microbatches, build the step with accumulate=K, or "
-            "call DDP.sync_gradients on your own gradients",
-            code="no-sync-in-step",
-        )
-    if bucket_capacity is None and sync is GradSyncStrategy.OVERLAPPED:
-        bucket_capacity = 25_000_000
     reduction = Reduction(per, sync, bucket_capacity, reduce_dtype, broadcast_buffers)
     over, defaults = axes_or(axes, "dp")
     return Strategy("ddp", batch_axes=over, reduction=reduction, default_axes=defaults)

@@ -2,9 +2,11 @@
 
 To add a strategy, write a function that returns a `Strategy`, in a file of this folder, and a row
 of `STRATEGIES` here. Its `make` is that function under `over_data_axes`, or one that takes
-`(model, world, **options)`. The keys of a config and their help, the candidates of `axon plan` and
-the index of the docs follow from the row. Also add a row to the table in `tests/contracts` that
-compares its kind with one device. Data parallelism has its rows in `test_strategies.py`.
+`(model, world, **options)`. The keys of a config and their help and the index of the docs follow
+from the row. With a `DataPlan`, so do the candidates of `axon plan`. A `ModelPlan` over a new axis
+also needs a field of `planner.Candidate`. Each axis within a node has one strategy: the planner
+tries the first `ModelPlan` over it. Also add a row to the table in `tests/contracts` that compares
+its kind with one device. Data parallelism has its rows in `test_strategies.py`.
 """
 
 from __future__ import annotations
@@ -52,13 +54,13 @@ class DataPlan:
             ranks, on nodes of this many devices; nothing where the strategy does not apply.
         stage: the ZeRO stage that stores as much. Inside pipelines, only strategies that split the
             parameters are tried.
-        complexity: its place among the data-parallel strategies, simplest first: of two plans that
-            are equally fast, `axon plan` prefers the simpler one.
+        preference: its place among the data-parallel strategies, the preferred one first: of two
+            plans that are equally fast, `axon plan` takes the one with the smaller number.
     """
 
     sizes: Callable[[int, int], Iterator[Sizes]]
     stage: ZeROStage
-    complexity: int
+    preference: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,7 @@ class StrategyRow:
 
     Args:
         make: `make(model, world, **options)`. The rest of its signature is what a config may set:
-            names, types and defaults. Its docstring is the help text: the first sentence describes
+            names, types and defaults. Its docstring is the help text: the first paragraph describes
             the strategy, `Args` its options.
         obstacle: what it overcomes, for the table of `docs/choosing.md`: slow links, or what does
             not fit into memory.
@@ -231,13 +233,13 @@ def over_data_axes(
 
     Args:
         make: makes a strategy; its keyword argument `axes` is a tuple of mesh axes, or None for
-            its default axis: `dp` for `ddp` and `zero`, `fsdp` for `fsdp`.
+            its default axes: `dp` for `ddp` and `zero`, `fsdp` for `fsdp`, both for `hybrid`.
         axes: (world) -> the mesh axes to use.
         **fixed: options of `make` with the same value in every config.
 
     Returns:
         (model, world, **options) -> the strategy. With `shares=True`, which a config cannot set,
-        the strategy uses only its default axis: in `[ddp, fsdp]`, for example, `ddp` uses
+        the strategy uses only its default axes: in `[ddp, fsdp]`, for example, `ddp` uses
         `dp` and leaves `fsdp` to the other strategy.
     """
 
@@ -465,14 +467,14 @@ STRATEGIES = StrategyTable(
             page="ddp",
             example="dp=8",
             other_names=("dp", "data_parallel", "distributed_data_parallel"),
-            plan=DataPlan(sizes=_along("dp"), stage=ZeROStage.STAGE0, complexity=0),
+            plan=DataPlan(sizes=_along("dp"), stage=ZeROStage.STAGE0, preference=0),
         ),
         "zero1": StrategyRow(
             make=over_data_axes(zero, array_axes, stage=ZeROStage.STAGE1),
             obstacle="optimizer state",
             page="zero",
             example="dp=8",
-            plan=DataPlan(sizes=_along("dp"), stage=ZeROStage.STAGE1, complexity=2),
+            plan=DataPlan(sizes=_along("dp"), stage=ZeROStage.STAGE1, preference=2),
         ),
         # The planner prefers it to ZeRO-1: it stores less, and is slower only if a step has so many
         # microbatches that reducing the gradients of each one takes long.
@@ -482,7 +484,7 @@ STRATEGIES = StrategyTable(
             page="zero",
             example="dp=8",
             other_names=("shard_grad_op",),
-            plan=DataPlan(sizes=_along("dp"), stage=ZeROStage.STAGE2, complexity=1),
+            plan=DataPlan(sizes=_along("dp"), stage=ZeROStage.STAGE2, preference=1),
         ),
         "fsdp": StrategyRow(
             make=over_data_axes(fsdp, array_axes, sharding_strategy=ShardingStrategy.FULL_SHARD),
@@ -490,7 +492,7 @@ STRATEGIES = StrategyTable(
             page="fsdp",
             example="fsdp=8",
             other_names=("full_shard", "fsdp2", "fully_sharded_data_parallel", "zero3"),
-            plan=DataPlan(sizes=_along("fsdp"), stage=ZeROStage.STAGE3, complexity=3),
+            plan=DataPlan(sizes=_along("fsdp"), stage=ZeROStage.STAGE3, preference=3),
         ),
         "hybrid": StrategyRow(
             make=over_data_axes(fsdp, sharding_strategy=ShardingStrategy.HYBRID_SHARD),
@@ -498,7 +500,7 @@ STRATEGIES = StrategyTable(
             page="fsdp",
             example="dp=2,fsdp=4",
             other_names=("hybrid_shard", "hsdp"),
-            plan=DataPlan(sizes=_within_nodes, stage=ZeROStage.STAGE3, complexity=4),
+            plan=DataPlan(sizes=_within_nodes, stage=ZeROStage.STAGE3, preference=4),
         ),
         "no_shard": StrategyRow(
             make=over_data_axes(fsdp, sharding_strategy=ShardingStrategy.NO_SHARD),

@@ -32,6 +32,9 @@ from .strategy_values import (
 DATA_AXES = ("dp", "fsdp")
 """The mesh axes that split samples, if a mesh has them: a data-parallel strategy's defaults."""
 
+OVERLAPPED_CAPACITY = 25_000_000
+"""The elements of a bucket of overlapped reductions, unless a size is given; 100 MB in float32."""
+
 
 @renamed_fields(by_hand="manual")
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +46,11 @@ class Reduction:
             `"microbatch"` reduces each, which sends K times the bytes but holds only shards where
             the moments are split. None: another part of the strategy decides, or else
             `Strategy.reduces_per`.
-        sync: SYNCHRONOUS starts after the whole backward pass; OVERLAPPED reduces a bucket when its
-            gradients are ready and the bucket before it is done. Without buckets, SYNCHRONOUS
-            leaves the time to XLA.
-        bucket_capacity: elements in one reduction; None leaves the grouping to XLA. `ddp` gives
-            overlapped reductions a size.
+        sync: with buckets, SYNCHRONOUS starts after the whole backward pass, and OVERLAPPED reduces
+            a bucket when its gradients are ready and the bucket before it is done. Without buckets
+            XLA decides when.
+        bucket_capacity: elements in one reduction; None leaves the grouping to XLA, except that
+            OVERLAPPED then uses 25 million (100 MB in float32).
         dtype: the dtype in which gradients are sent; None keeps their own.
         sync_buffers: whether statistics such as BatchNorm's are those of the global batch.
         manual: runs per rank with explicit collectives (mesh axes of type Manual in JAX), even
@@ -57,6 +60,7 @@ class Reduction:
     Raises:
         ConfigError: for an unknown `per` or `sync`, a capacity below one, or a dtype that is not
             floating-point.
+        StrategyConflictError: for NO_SYNC, under which the replicas would diverge.
     """
 
     per: str | None = None
@@ -68,6 +72,9 @@ class Reduction:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync", GradSyncStrategy(self.sync))
+        if self.bucket_capacity is None and self.sync is GradSyncStrategy.OVERLAPPED:
+            # What overlaps are the reductions of buckets.
+            object.__setattr__(self, "bucket_capacity", OVERLAPPED_CAPACITY)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", floating_dtype(self.dtype, "reduce"))
         check_fields(self)
@@ -75,6 +82,13 @@ class Reduction:
 
     def validate(self) -> None:
         """Raises `ConfigError` unless every field has a valid value."""
+        if self.sync is GradSyncStrategy.NO_SYNC:
+            raise StrategyConflictError(
+                "a training step got GradSyncStrategy.NO_SYNC, with which the replicas would drift "
+                "apart; to synchronize once per K microbatches, build the step with accumulate=K, "
+                "or call DDP.sync_gradients on your own gradients",
+                code="no-sync-in-step",
+            )
         if self.per not in (None, "step", "microbatch"):
             raise ConfigError(
                 f"reduction per {self.per!r:.80} is unknown."
@@ -88,8 +102,16 @@ class Reduction:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether buckets are asked for, or that reductions overlap with the backward pass."""
-        return self.bucket_capacity is not None or self.sync is GradSyncStrategy.OVERLAPPED
+        """Whether gradients are reduced in buckets."""
+        return self.bucket_capacity is not None
+
+    @property
+    def grouped_by(self) -> str:
+        """The settings that ask for buckets, as in a call; a size that is a default is left out."""
+        overlaps = self.sync is GradSyncStrategy.OVERLAPPED
+        is_default = overlaps and self.bucket_capacity == OVERLAPPED_CAPACITY
+        capacity = "" if is_default else f"bucket_capacity={self.bucket_capacity}"
+        return " with ".join(filter(None, (capacity, f"sync={self.sync.name}" * overlaps)))
 
     def is_local(self, num_microbatches: int, compute: Any = None) -> bool:
         """Whether gradients must be summed per rank before they are reduced.
@@ -262,7 +284,7 @@ class Strategy:
 
     @property
     def keeps_weights_whole(self) -> bool:
-        """Whether no loop of a step gathers weights over the data axes."""
+        """Whether no loop of a step gathers weights over the data axes; False for pipelines."""
         splits = not set(self.reduced_axes).isdisjoint(self.params.split_axes)
         once = self.gathers_once or (self.reduction is not None and self.reduction.per == "step")
         return (once or not splits) and self.pipeline is None
@@ -355,7 +377,7 @@ def axes_or(
 
     Args:
         axes: the axes that were given; None for the default.
-        default: the axis that has the name of this kind of strategy.
+        default: the axis for None: `dp` for `ddp` and `zero`, `fsdp` for `fsdp`.
     """
     return ((default,), (default,)) if axes is None else (axis_names(axes), ())
 

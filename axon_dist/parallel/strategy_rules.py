@@ -160,13 +160,14 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
         "buckets hold whole gradients",
         StrategyConflictError,
         "strategy {strategy.name!r} reduces each gradient to the ranks that own its shards, but "
-        "bucket_capacity={strategy.reduction.bucket_capacity} joins gradients that all ranks "
-        "need whole; leave the capacity out, or use ddp()",
+        "{what} asks for buckets, which join gradients that all ranks need whole; leave {what} "
+        "out, or use ddp()",
         lambda strategy, _: (
             strategy.reduction
-            and strategy.reduction.bucket_capacity
+            and strategy.reduction.is_grouped
             and strategy.opt_state.split_axes
             and strategy.pipeline is None
+            and {"what": strategy.reduction.grouped_by}
         ),
         code="buckets-and-shards",
     ),

@@ -96,7 +96,7 @@ class Executor:
         saves_residuals: whether forward passes save residuals; otherwise backward passes recompute.
         frozen_weights, frozen_rest: the parameters that are not trained.
         mutable_buffers: the initial values of the buffers that stages update, by number. Each
-            microbatch reads the value that the previous one wrote, in the order of the table.
+            microbatch reads the value that the microbatch before it, by number, wrote.
         shared_buffers: the numbers of the mutable buffers whose initial value every microbatch
             reads.
         averaged_buffers: the numbers in `shared_buffers` whose new value is the mean over the

@@ -75,6 +75,7 @@ class Why(enum.StrEnum):
         "weight of 0 gives a loss of 0"
     )
     ADDS = "adds a sum over the samples to a value that does not grow with them"
+    NONLINEAR = "of a total over the samples, which is not linear"
     PRODUCT = "multiplies or divides totals over the samples"
     EACH = "combines a sum over the samples with individual samples"
     NUMBERS = "depends on a sample's position in the batch, which is different in a part of it"
@@ -90,6 +91,10 @@ class Why(enum.StrEnum):
     RUNNING = "runs along the batch dim, by"
     OFTEN = "is computed in a loop whose number of iterations depends on the samples"
     ONE_EACH = "is an array with an entry of its own for every sample"
+
+
+OF_SUMS = (Why.NONLINEAR, Why.PRODUCT, Why.QUOTIENT)
+"""The reasons of functions of sums over the samples, which a step may compute from the sums."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,7 +334,7 @@ def nonlinear(name: str, values: list[Value]) -> Value:
             raise Coupling(Why.LOOPED)
         if value.kind is Kind.TOTAL:
             also = Why.FLOORED if name == "max" else ""
-            raise Coupling(f"takes `{name}` of a total over the samples, which is not linear{also}")
+            raise Coupling(f"takes `{name}` {Why.NONLINEAR}{also}")
         if value.kind in (Kind.RATIO, Kind.MIXED):
             raise Coupling(value.why)
     if any(value.is_scaled and not value.is_zero for value in values):
@@ -442,7 +447,7 @@ class LossDependence:
 
     @property
     def why_coupled(self) -> str:
-        """The first output that its parts do not give, and why; "" if there is none.
+        """The first output that does not follow from its values for the parts, and why, or "".
 
         A buffer counts even if it is the mean over the samples.
         """

@@ -72,7 +72,7 @@ def _factor(op: Operation, value: Value, operand: int) -> int | None:
     return None if value.dim is None else op.factors.factor(operand, value.dim)
 
 
-def _is_equal(op: Operation, table: Value, indices: Value) -> bool | None:
+def _has_own_index(op: Operation, table: Value, indices: Value) -> bool | None:
     """Whether each sample has its own index; None if table and indices do not share a factor."""
     factor = _factor(op, table, _TABLE)
     places = op.factors.dims(factor, op.factors.operands) if factor is not None else []
@@ -85,7 +85,7 @@ def _is_equal(op: Operation, table: Value, indices: Value) -> bool | None:
 def _take_rows(op: Operation, table: Value, indices: Value) -> Value:
     numbers = op.params["dimension_numbers"]
     dim = table.dim
-    is_own = _is_equal(op, table, indices)
+    is_own = _has_own_index(op, table, indices)
     if is_own is not None:
         if is_own:
             return op.moved(table)
@@ -144,7 +144,7 @@ def _written(op: Operation, table: Value, indices: Value) -> int | None:
     """Returns the factor of the updates that counts the samples they are written to, or None."""
     numbers = op.params["dimension_numbers"]
     dim = table.dim or 0
-    is_own = _is_equal(op, table, indices)
+    is_own = _has_own_index(op, table, indices)
     if is_own is not None:
         return _factor(op, table, _TABLE) if is_own else None
     targets = tuple(numbers.scatter_dims_to_operand_dims)

@@ -1,12 +1,12 @@
 """Proves how the outputs of a program depend on the samples of its batch.
 
 This is an abstract interpretation of two traces of the program: for the whole batch, and for one
-of the equal parts that the batch is split into. Both traces must have the same operations on
-the same values; the dims and constants that differ between them are those that depend on the
-number of samples. Dim 0 of the batch counts samples. The rules in `rules.py` derive the abstract
-value (`abstract_values.Value`) of each result from those of the operands. This shows whether each
-output is a mean over the samples, a sum, one row per sample, independent of the samples, or a value
-that cannot be combined from those of the parts.
+of the equal parts that the batch is split into. Both traces must have the same operations with the
+same data flow (up to relays, if a part is one sample); the dims and constants that differ between
+them are those that depend on the number of samples. Dim 0 of the batch counts samples. The rules in
+`rules.py` derive the abstract value (`abstract_values.Value`) of each result from those of the
+operands. This shows whether each output is a mean over the samples, a sum, one row per sample,
+independent of the samples, or a value that cannot be combined from those of the parts.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class PairValues:
     Args:
         constant: (a literal's values in both programs) -> its abstract value.
         values: the value of each variable of the whole; all have a value number.
-        ids: the value number of each variable of the part.
+        numbers: the value number of each variable of the part.
         mates: for each variable of the whole, the variable of the part that corresponds to it.
     """
 
@@ -403,7 +403,7 @@ def constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:
     Args:
         first: the constant in the program of a part.
         second: the constant in the program of the whole.
-        ratio: how many times more samples the whole has.
+        ratio: the samples of the whole, divided by those of a part.
     """
     kind = first.dtype.kind
     if first.shape != second.shape:
@@ -437,7 +437,7 @@ def grown_scalar(first: Number, second: Number, ratio: float, eps: float = 2**-2
     Args:
         first: the scalar for a part.
         second: the scalar for the whole.
-        ratio: how many times more samples the whole has.
+        ratio: the samples of the whole, divided by those of a part.
         eps: the machine epsilon of its dtype.
     """
     known = first, second

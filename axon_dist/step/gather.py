@@ -13,10 +13,11 @@ A weight is gathered by one of:
 - `LocalGather`, where ranks compute gradients in `shard_map`, such as with
   `Reduction(manual=True)`, and reduce them once per microbatch.
 - `RankProgram` in `local_view.py`, which gathers all weights once per step, where ranks compute
-  gradients and reduce them once per step, where the strategy says `gathers_once`, or in elastic
-  steps.
-- `global_gradients` in `global_view.py`, which gathers all trained weights before the first unit,
-  where the strategy says `gathers_once`. Frozen weights keep their own `GlobalGather`.
+  gradients, and reduce them once per step, or the strategy says `gathers_once`, or the step is
+  elastic.
+- In global view, `global_gradients` in `global_view.py`, which gathers all trained weights before
+  the first unit, where the strategy says `gathers_once`. Frozen weights keep their own
+  `GlobalGather`.
 - `pipeline_gradients` in `pipeline_view.py`, whose `shard_map` takes weights that are whole on the
   ranks of a stage, so that the compiler gathers them once per step.
 - `Int8Gather`, for frozen weights that are stored as int8, around one of the first two.
@@ -76,6 +77,8 @@ class GlobalGather:
 
     mesh: Mesh
     stored: PartitionSpec
+    # `jax.tree.map` over two `nnx.State` requires equal metadata, which has the gathers. A loss may
+    # map trained weights and their frozen twins onto each other, whose gathers differ in `grad`.
     grad: PartitionSpec | None = dataclasses.field(compare=False)
     full: PartitionSpec
     ndim: int

@@ -238,7 +238,7 @@ class StateLayout:
         return state_shardings
 
     def unpadded(self, state: TrainState) -> TrainState:
-        """Removes the padding of a stored state, as a step computes with it; call it in `jit`."""
+        """Removes the padding of a state, as a step computes with it; call it in `jit`."""
         if self.padding is None:
             return state
         return model_tree(
@@ -332,7 +332,7 @@ class StateLayout:
         return self.plan.state_plan.storage.weights(params, state.frozen), buffers
 
     @cached_property
-    def values_of_rows(self) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
+    def jitted_values(self) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
         """`values` as one jitted function, for states with rows or padded arrays."""
         if self.padding is None:
             return jax.jit(self.values)

@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Count, Weighted
 from ..ir.pieces import Ending
-from ..ir.walk import dtype_of, moves_with, sources_of
+from ..ir.walk import dtype_of, inputs_with_gradient, sources_of
 from ..separability.abstract_values import Dependence, LossDependence
 from .objective import (
     Forward,
@@ -139,11 +139,13 @@ class Finalize:
 
         return jax.grad(loss)([wide_number(x) for x in sums])
 
-    def differentiated(self, moving: Callable[[int], bool]) -> tuple[tuple[int, float], ...] | None:
+    def differentiated(
+        self, is_trained: Callable[[int], bool]
+    ) -> tuple[tuple[int, float], ...] | None:
         """Finds what a part differentiates in place of the loss, as `FunctionOfSums` needs it.
 
         Args:
-            moving: whether the sum of this index depends on the parameters.
+            is_trained: whether the sum of this index depends on trained parameters.
 
         Returns:
             The one sum that depends on the parameters; or several, if the loss is a linear
@@ -151,7 +153,8 @@ class Finalize:
         """
         ones = [np.ones((), jnp.promote_types(dtype_of(v), jnp.float32)) for v in self.ending.sums]
         by_sum = jax.make_jaxpr(lambda *sums: self.numbers(sums)[LOSS])(*ones)
-        differentiated = [number for number in moves_with(by_sum, 0, len(ones)) if moving(number)]
+        read = inputs_with_gradient(by_sum, 0, len(ones))
+        differentiated = [number for number in read if is_trained(number)]
         if len(differentiated) < 2:
             return tuple((number, 1.0) for number in differentiated)
         slopes = sources_of(jax.make_jaxpr(self.slopes)(ones).jaxpr)
@@ -178,7 +181,7 @@ class Finalize:
 
 
 SUMMED = (Dependence.MEAN, Dependence.SUM, Dependence.SCALED, Dependence.CONSTANT)
-"""How metrics depend on the samples whose mean over equal parts needs no weight of the loss."""
+"""The dependences of metrics that are averaged over equal parts without the loss's weight."""
 
 
 def rescale_parts(loss_fn: LossFn, dependence: LossDependence) -> LossFn:

@@ -357,13 +357,14 @@ class StepOptions(_Fields):
         unroll: the largest number of blocks that are unrolled, where `scan_layers` is `"auto"` and
             the strategy splits or recomputes blocks; longer chains run as one loop. None leaves it
             to `scan_layers`. It does not change the results.
-        scan_layers: whether equal blocks that are called one after another, and that the strategy
-            splits or recomputes, run as one loop, a `lax.scan`, or are unrolled. A loop is compiled
-            once, gathers and recomputes one block at a time, and stacks what each block keeps for
-            its backward pass; unrolled, each block is compiled separately. `"auto"` unrolls up to
-            four blocks, and on GPUs more if the stacks of a loop would cost more time in 10,000
-            steps than compiling the blocks; but recomputed blocks, and more than 16 that gather
-            their weights, run as a loop. On other devices, and under tensor, context and expert
+        scan_layers: whether equal blocks that are called one after another run as one loop, a
+            `lax.scan`, or are unrolled. A loop is compiled once, gathers and recomputes one block
+            at a time, and stacks what each block keeps for its backward pass; unrolled, each block
+            is compiled separately. True loops all equal blocks. `"auto"` and False concern blocks
+            that the strategy splits or recomputes; False unrolls them. `"auto"` unrolls up to four
+            blocks, and on GPUs more if the stacks of a loop would cost more time in 10,000 steps
+            than compiling the blocks; but recomputed blocks, and more than 16 that gather their
+            weights, run as a loop. On other devices, and under tensor, context and expert
             parallelism, more than four run as a loop. `print(step)` says what it chose and why,
             once a batch was traced. Blocks that the model keeps stacked run in the model's own
             loop. It does not change the results.

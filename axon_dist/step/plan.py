@@ -122,9 +122,9 @@ def plan_step(spec: StepSpec, parent: StepPlan | None = None) -> StepPlan:
 
     Raises:
         ConfigError: when the optimizer or the compiler's options are not valid for this step.
-        UnsupportedError: when the model cannot be cut into the stages of a pipeline, or a pipeline
-            cannot run the optimizer.
-        ScheduleError: when there are fewer blocks than stages.
+        UnsupportedError: when the model cannot be cut into the stages of a pipeline, as one with
+            fewer blocks than stages; or when a pipeline cannot run the optimizer.
+        ScheduleError: when the boundaries or costs of stages do not fit the blocks.
     """
     if parent is None:
         given = spec.options.compiler_options

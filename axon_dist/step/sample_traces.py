@@ -21,7 +21,7 @@ from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths, shape_key
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
-from ..ir.walk import moves_with
+from ..ir.walk import inputs_with_gradient
 from ..separability.abstract_values import (
     Dependence,
     LossDependence,
@@ -61,9 +61,9 @@ class Traced:
         """Returns the index of the output that is the total of a metric."""
         return 2 + 2 * self.names.index(name)
 
-    def moving(self, output: int, count: int) -> list[int]:
-        """Returns which of the first `count` inputs an output has a gradient for: `moves_with`."""
-        return moves_with(self.program, output, count, self.axes)
+    def inputs_with_gradient(self, output: int, count: int) -> list[int]:
+        """Returns those of the first `count` inputs that an output has a gradient for."""
+        return inputs_with_gradient(self.program, output, count, self.axes)
 
 
 class Traces:
@@ -157,7 +157,7 @@ class Traces:
             batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
             sizes: the numbers of samples of a part and of the whole; the latter is a multiple of
                 the former.
-            zeros: the indices of the program inputs that are 0.
+            zeros: the indices of the program inputs that are taken as 0.
 
         Returns:
             How the loss, the metrics and the buffers depend on the samples.
@@ -168,8 +168,8 @@ class Traces:
         model_spec = self._model_spec
         full = self.of(batch, sizes[1])
         paths = [path for path, _ in leaves_with_paths(model_spec.weights)]
-        moving = () if full.is_plain else full.moving(1, len(paths))
-        if trained := [paths[at] for at in moving if paths[at] not in model_spec.frozen_paths]:
+        read = () if full.is_plain else full.inputs_with_gradient(1, len(paths))
+        if trained := [paths[at] for at in read if paths[at] not in model_spec.frozen_paths]:
             # The weights of all parts are summed before anything is divided, so the gradient treats
             # them as constants. They may read parameters where no gradient flows.
             raise UnsupportedError(

@@ -33,6 +33,7 @@ from ..ir.randomness import is_added_to
 from ..ir.walk import sources_of
 from ..parallel import SUM_SAMPLES, mark_experts_per_sample
 from ..separability.abstract_values import (
+    OF_SUMS,
     OF_WEIGHT,
     Dependence,
     LossDependence,
@@ -47,7 +48,7 @@ from .objective import ModelChange
 from .sample_traces import ALONE, Traced, Traces
 from .sharing import shared_value
 from .spec import StepSpec
-from .statistics import warn_of_parts
+from .statistics import warn_of_statistic
 
 MakeChange: TypeAlias = Callable[..., ModelChange]
 """(gather of each weight or None, first change) -> the change to a merged model."""
@@ -192,8 +193,9 @@ class Separator:
             How the loss is computed; cached by shape.
 
         Raises:
-            UnsupportedError: when the loss couples the samples, and the strategy computes it on
-                each rank or there are several microbatches; it names the operation and its place.
+            UnsupportedError: when the loss couples the samples, and an option needs every rank to
+                compute it from its own samples or there are several microbatches; it names the
+                operation and its place.
         """
         samples, shapes = self._spec.microbatch(batch)
         key = shape_key(shapes)
@@ -214,14 +216,17 @@ class Separator:
         Args:
             batch: as for `of`, with at least two samples.
         """
-        for path, leaf in self._buffers:
-            if jnp.issubdtype(leaf.dtype, jnp.floating):
-                return f"the statistics {path} are those of a microbatch"
         samples, shapes = self._spec.microbatch(batch)
         sizes = (samples // 2 if samples % 2 == 0 else 1), samples * self._num_microbatches
         if sizes[0] == sizes[1]:
             # A single sample in a single microbatch cannot be cut.
             return ""
+        if any(self._is_float(path) for path, _ in self._buffers):
+            # Ranks share the statistics of BatchNorm, but each microbatch has its own.
+            own = self._with_own_statistics.dependence(shapes, sizes).buffers
+            for path, output in own.items():
+                if self._is_statistic(path, output):
+                    return f"the statistics {path} are those of a microbatch"
         dependence = self._dependence(shapes, sizes, 2)
         if self._from_sums(shapes, sizes, 2, dependence) is not None:
             return ""
@@ -523,8 +528,8 @@ class Separator:
         """Whether a sum depends on a trained parameter."""
         paths = [path for path, _ in leaves_with_paths(self.model_spec.weights)]
         output = traced.total_of(sum_name(number))
-        moving = traced.moving(output, len(paths))
-        return any(paths[at] not in self.model_spec.frozen_paths for at in moving)
+        with_gradient = traced.inputs_with_gradient(output, len(paths))
+        return any(paths[at] not in self.model_spec.frozen_paths for at in with_gradient)
 
     def program(self, batch: Batch, samples: int) -> ClosedJaxpr:
         """Returns the program of the loss, traced once for a number of samples.
@@ -534,7 +539,8 @@ class Separator:
             samples: the number of samples to trace for.
 
         Returns:
-            (params, buffers, batch) -> the results of the loss function, with the weights whole.
+            (params, buffers, batch) -> the results of the loss function. The parameters have their
+            full shapes, and nothing gathers them.
         """
         # Some callers are inside `shard_map`, where the names of mesh axes are bound. This program
         # is traced without them.
@@ -606,7 +612,7 @@ class Separator:
         if means and dependence.loss.why == Why.EACH:
             # Normalisation by batch statistics does this, such as BatchNorm: it deserves a warning,
             # while a loss that compares samples is refused.
-            warn_of_parts(means[0], count, dependence.loss.place)
+            warn_of_statistic(self.model_spec.abstract, means[0], count, dependence.loss.place)
             return
         loss = dependence.loss
         if loss.kind is Dependence.COUPLED:
@@ -619,9 +625,9 @@ class Separator:
             )
         # Functions of sums come last: they would be computed if no other metric prevented it, so
         # another metric is the one to name.
-        ends = ("of a total", "totals over", "divides one sum")
         metrics = sorted(
-            dependence.metrics.items(), key=lambda item: any(e in item[1].why for e in ends)
+            dependence.metrics.items(),
+            key=lambda item: any(why in item[1].why for why in OF_SUMS),
         )
         for name, output in metrics:
             if not output.is_separable:
@@ -777,9 +783,11 @@ class Separator:
         mesh = self._spec.mesh
         ranks = "×".join(f"{axis}={mesh.shape[axis]}" for axis in strategy.batch_axes)
         what = " and ".join(asked)
-        instead = "leave the pipeline out, and the step computes it over the whole batch"
+        left_out, also = "the pipeline", ""
         if strategy.pipeline is None:
-            instead = f"leave {what} out, and the step computes it over the whole batch"
+            # Several microbatches need a loss that follows from its parts, in global view too.
+            left_out, also = what, " and use one microbatch" * (self._num_microbatches > 1)
+        instead = f"leave {left_out} out{also}, and the step computes it over the whole batch"
         start = (
             f"{why}, so that the ranks of {ranks} cannot each compute it from their own samples, "
             f"as {what} requires. "
@@ -824,7 +832,7 @@ def wants_ranks(spec: StepSpec) -> tuple[bool, list[str]]:
     capacity = reduction.bucket_capacity
     overlaps = reduction.sync is GradSyncStrategy.OVERLAPPED
     words = {
-        # `ddp` gives overlapped reductions a size, so the user may have set `sync` alone.
+        # Overlapped reductions have a size by default, so the user may have set `sync` alone.
         f"bucket_capacity={capacity}": capacity is not None and not overlaps,
         f"sync={reduction.sync.name}": overlaps,
         "manual=True": reduction.manual,

@@ -92,16 +92,38 @@ def warn_of_statistics(model: nnx.Module, num_microbatches: int) -> None:
     paths = {id(module): keys for keys, module in nnx.iter_modules(model)}
     norms = [paths[id(m)] for m in _batch_norms(model) if not m.use_running_average]
     if norms:
-        warn_of_parts("/".join(map(str, norms[0])) or type(model).__name__, num_microbatches)
+        path = "/".join(map(str, norms[0])) or type(model).__name__
+        warn(_of_parts(f"BatchNorm at {path!r}", num_microbatches, FREEZE))
 
 
-def warn_of_parts(path: Path, num_microbatches: int, place: str = "") -> None:
-    """Warns that the statistics at a path are of one microbatch, not of the whole batch."""
-    warn(
-        f"BatchNorm at {path!r}{place} computes its statistics from each of "
-        f"{num_microbatches} microbatches, where one device would use the whole batch: losses and "
-        "weights differ from one device's. Use one microbatch, a per-sample normalisation such as "
-        "nnx.LayerNorm, or freeze the statistics with use_running_average=True"
+FREEZE = "freeze the statistics with use_running_average=True"
+"""Advice for `nnx.BatchNorm` alone, which has this argument."""
+
+
+def warn_of_statistic(model: nnx.Module, path: Path, num_microbatches: int, place: str) -> None:
+    """Warns that a statistic is of one microbatch, not of the whole batch.
+
+    Args:
+        model: a model, of arrays or shapes.
+        path: the buffer with the statistic.
+        num_microbatches: how many microbatches a batch is cut into.
+        place: the line that normalises by it, in brackets; or "".
+    """
+    parts = {"/".join(map(str, keys)): part for keys, part in nnx.iter_graph(model)}
+    owner = path.rpartition("/")[0]
+    if isinstance(parts.get(owner), nnx.BatchNorm):
+        warn(_of_parts(f"BatchNorm at {owner!r}{place}", num_microbatches, FREEZE))
+        return
+    # Other modules, such as those of Linen and the user's own, need not have that argument.
+    what = f"the module with the statistic {path!r}{place}"
+    warn(_of_parts(what, num_microbatches, "normalise by the statistics that the last step left"))
+
+
+def _of_parts(what: str, num_microbatches: int, instead: str) -> str:
+    return (
+        f"{what} computes its statistics from each of {num_microbatches} microbatches, where one "
+        "device would use the whole batch: losses and weights differ from one device's. Use one "
+        f"microbatch, a per-sample normalisation such as nnx.LayerNorm, or {instead}"
     )
 
 

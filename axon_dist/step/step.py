@@ -297,7 +297,7 @@ def recomputing_least(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepPrograms:
-    """The jitted functions of a step. They take and return stored states.
+    """The jitted functions of a step. They take and return states that are padded as stored.
 
     Args:
         state_layout: the layout of its states.
@@ -305,8 +305,10 @@ class StepPrograms:
         step: (state, placed batch, nonfinite flag) -> next state, metrics; donates the state.
         evaluate: (state, placed batch) -> the sums of an evaluation.
         gradients: (state, placed batch) -> reduced gradients, metrics.
-        evaluated: the plan of evaluations, which treats all replicas as one data-parallel group.
-        outer_steps: state -> state, one for each fragment of replicas that train independently.
+        evaluation_plan: the plan of evaluations, which treats all replicas as one data-parallel
+            group.
+        outer_steps: state -> state, one for each fragment of the parameters, where replicas train
+            independently; else empty.
     """
 
     state_layout: StateLayout
@@ -314,7 +316,7 @@ class StepPrograms:
     step: Any
     evaluate: Any
     gradients: Any
-    evaluated: StepPlan
+    evaluation_plan: StepPlan
     outer_steps: tuple[Any, ...]
 
     @property
@@ -399,7 +401,7 @@ def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
         ),
         evaluate=jit(evaluate, out_shardings=layout.replicated),
         gradients=jit(gradients, out_shardings=(layout.grad_shardings, layout.reported)),
-        evaluated=together,
+        evaluation_plan=together,
         outer_steps=tuple(
             jit(_on_stored(run, layout), donate_argnums=0, out_shardings=layout.state_shardings)
             for run in layout.outer_steps
@@ -410,7 +412,7 @@ def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
 def _on_stored(
     run: Callable[[TrainState], TrainState], layout: StateLayout
 ) -> Callable[[TrainState], TrainState]:
-    """Turns a function of states without padding into one of stored states."""
+    """Turns a function of states without padding into one of padded states."""
 
     # Profilers show a compiled program under the name of its function.
     @functools.wraps(run)
@@ -772,8 +774,8 @@ class TrainStep:
             batch: as for a step.
 
         Returns:
-            A tree like the parameters, sharded and padded like their moments, as within a step; and
-            the metrics.
+            A tree like the parameters, sharded, and padded as stored, like their moments; and the
+            metrics.
         """
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.batch_layout.place(batch)
@@ -836,7 +838,7 @@ class TrainStep:
         samples, shared = split_shared(batch)
         key = shape_key((shapes_of(samples), shapes_of(shared)))
         if key not in self._sums_of_parts:
-            plan = self.programs.evaluated.with_shared(shared)
+            plan = self.programs.evaluation_plan.with_shared(shared)
             self._sums_of_parts[key] = adds_up(plan, samples)
         return self._sums_of_parts[key]
 
@@ -868,9 +870,9 @@ class TrainStep:
         state = averaged(state) if ema else state
         if self.storage.rows is not None or self.state_layout.padding is not None:
             # Rows are cut out of stacks, which needs device memory. With padding, the jitted
-            # `values_of_rows` moves the state itself.
+            # `jitted_values` moves the state itself.
             state = state if self.state_layout.padding else self.on_device(state)
-            return self.model_spec.merge(*self.state_layout.values_of_rows(state))
+            return self.model_spec.merge(*self.state_layout.jitted_values(state))
         return self.model_spec.merge(*self.state_layout.values(state))
 
     @in_context_of_step

@@ -141,8 +141,9 @@ def storage_of(
         The storage.
 
     Raises:
-        UnsupportedError: when the model has no blocks to cut between, or they differ.
-        ScheduleError: when there are fewer blocks than stages, or the boundaries do not fit.
+        UnsupportedError: when the model has fewer blocks, or calls of blocks in sequence, than the
+            pipeline has stages, or int8 weights.
+        ScheduleError: when the boundaries or costs of stages do not fit the blocks.
     """
     pipeline = strategy.pipeline
     if pipeline is None and not model_spec.int8:

@@ -15,6 +15,7 @@ from ..core.compat import eval_jaxpr
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.tree import shapes_of, wide
 from ..core.typing import Array, Metrics, PyTree
+from ..core.weighted import AUXILIARY
 from ..ir.walk import needed_for
 from ..ops.precision import GradScaler, NormOf, all_finite, clip_by_global_norm, keep_if
 from ..optim.wrappers import Watched
@@ -29,9 +30,6 @@ from .pipeline_view import pipeline_gradients
 from .plan import StepPlan
 from .spec import StepSpec
 from .state import TrainState
-
-AUXILIARY = "auxiliary"
-"""The method of a model that returns what it adds to the loss."""
 
 
 def clip(
@@ -171,8 +169,8 @@ def undo_nonfinite(
             then on.
 
     Returns:
-        The resulting state, and a boolean scalar: whether the step counts as nonfinite. A skipped
-        step counts as a step; a step under a policy that keeps the state does not.
+        The resulting state, and a boolean scalar: whether the step counts as nonfinite. `skip`
+        counts a nonfinite step as a step; `stop` and `rollback` do not.
     """
     nonfinite = ~finite
     if options.scaler is not None:

@@ -275,8 +275,12 @@ def test_a_ring_knows_no_windows(make_world):
     ("fields", "text"),
     [
         ({"windows": (-1,)}, r"windows=\(-1,\) must be 0 or more each; 0 sees all"),
-        ({"windows": (4,), "attention": "cudnn"}, "set attention='auto', leave the softcap"),
+        ({"windows": (4,), "attention": "cudnn"}, "set attention='auto', or lower max_length to"),
         ({"attention_softcap": 1.0, "attention": "flash"}, "attention_softcap=1.0: set"),
+        (
+            {"windows": (4,), "max_length": 4, "local_rope_theta": 1e3, "attention": "flash"},
+            "got local_rope_theta=1000.0: set attention='auto', or leave local_rope_theta out.$",
+        ),
         ({"logit_softcap": 1.0, "logits": "chunked"}, "needs whole logits"),
         ({"local_rope_theta": 10.0}, "no layer has one: set windows, or leave it out"),
         ({"rotary_fraction": 0.4}, "of heads of size 8 must be an even number of features"),
@@ -289,7 +293,7 @@ def test_a_ring_knows_no_windows(make_world):
         ({"rope_scaling": RopeScaling(attention_factor=2.0)}, "is an option of kind 'yarn'"),
         ({"attention_scale": 0.0}, "attention_scale=0.0 must be above 0"),
     ],
-    ids=range(14),
+    ids=range(15),
 )  # fmt: skip
 def test_parts_that_do_not_go_together(fields, text):
     with pytest.raises(ConfigError, match=text):

@@ -42,6 +42,17 @@ def test_reductions_are_normalised_values():
     assert Reduction(dtype="bfloat16") == Reduction(dtype=jnp.bfloat16)
 
 
+def test_overlapped_reductions_have_a_size():
+    assert Reduction(sync="overlapped") == ddp(sync="overlapped").reduction
+    assert Reduction(sync="overlapped").bucket_capacity == 25_000_000
+    assert Reduction(sync="overlapped", bucket_capacity=9).bucket_capacity == 9
+
+
+def test_a_reduction_of_a_step_synchronizes():
+    with pytest.raises(StrategyConflictError, match=r"replicas would drift apart.*accumulate=K"):
+        Reduction(sync="no_sync")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -1,5 +1,7 @@
 """ZeRO as a table, and the bytes on the devices that the table promises."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -53,6 +55,18 @@ def test_buckets_of_split_gradients_are_refused(world):
     strategy = zero(1, reduction=Reduction(bucket_capacity=100))
     with pytest.raises(StrategyConflictError, match=r"'zero1' .*bucket_capacity=100.*use ddp"):
         build_train_step(tower.make(), optax.sgd(0.1), tower.loss_fn, strategy, world)
+
+
+def test_overlapped_reductions_of_split_gradients_are_refused(world):
+    build = functools.partial(build_train_step, tower.make(), optax.sgd(0.1), tower.loss_fn)
+    overlapped = fsdp("dp", reduction=Reduction(sync="overlapped"))
+    with pytest.raises(StrategyConflictError, match=r"leave sync=OVERLAPPED out, or") as raised:
+        build(overlapped, world)
+    assert raised.value.code == "buckets-and-shards"
+    sized = fsdp("dp", reduction=Reduction(sync="overlapped", bucket_capacity=9))
+    with pytest.raises(StrategyConflictError, match=r"leave bucket_capacity=9 with sync=OVERLAPP"):
+        build(sized, world)
+    build(fsdp("dp", reduction=Reduction()), world)
 
 
 def test_the_optimizer_wrapper_is_the_transformation_and_a_strategy(world):

@@ -134,6 +134,29 @@ def test_advised_settings_work(row, options):
     assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_an_option_that_needs_ranks_is_left_out_together_with_the_microbatches():
+    refused = advantages("a")
+
+    def build(strategy, **options):
+        return build_train_step(
+            drawn(linear), optax.sgd(0.1), refused, strategy, WORLD, batch=BATCH, **options
+        )
+
+    overlapped = ddp(sync="overlapped")
+    with pytest.raises(UnsupportedError, match="or leave sync=OVERLAPPED out, and the step comp"):
+        build(overlapped)
+    words = "or leave sync=OVERLAPPED out and use one microbatch, and the step computes it"
+    with pytest.raises(UnsupportedError, match=words):
+        build(overlapped, accumulate=2)
+    # Leaving out the option alone is not enough.
+    with pytest.raises(UnsupportedError, match="2 microbatches of 4 samples"):
+        build(ddp(), accumulate=2)
+    step = build(ddp())
+    _, metrics = step(step.init(), BATCH)
+    expected = nnx.jit(refused)(drawn(linear), BATCH)
+    assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5)
+
+
 class Kept(nnx.Variable):
     """A buffer of the user's."""
 

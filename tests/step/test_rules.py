@@ -167,7 +167,7 @@ EXAMPLES = {
     ),
     "buckets hold whole gradients": (
         lambda: build(zero(1, reduction=Reduction(bucket_capacity=9))),
-        "bucket_capacity=9 joins",
+        "bucket_capacity=9 asks for buckets, which join",
     ),
     "there is host memory to offload to": (
         lambda: build(fsdp(axes="dp", cpu_offload="full"), world=without_host_memory()),

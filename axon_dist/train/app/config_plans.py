@@ -372,15 +372,15 @@ def _axes_of(one: Candidate) -> tuple[str, ...]:
 
 
 def _complexity(one: Candidate) -> int:
-    """Ranks a candidate by the parallelisms it combines; smaller is simpler.
+    """Ranks a candidate by the parallelisms it combines; smaller is simpler, and preferred.
 
-    Each model-parallel axis is one bit above the rank of the data-parallel strategy.
+    Each model-parallel axis is one bit above the preference for the data-parallel strategy.
     """
     axes = dict.fromkeys(("tp", "cp", "pp", "ep", *AXES))
     model = [n for n, a in enumerate(axes) if a not in ("dp", "fsdp") and getattr(one, a) > 1]
     plans = STRATEGIES.of_data()
-    most = max(plan.complexity for plan in plans.values())
-    return (most + 1) * sum(2**bit for bit in model) + plans[one.strategy].complexity
+    most = max(plan.preference for plan in plans.values())
+    return (most + 1) * sum(2**bit for bit in model) + plans[one.strategy].preference
 
 
 def _build(search: _Search, candidate: Candidate) -> tuple[RunConfig, TrainStep]:

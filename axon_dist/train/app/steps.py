@@ -35,8 +35,12 @@ from ..config import Optimizer, RunConfig, abstract_batch, build_strategy, make_
 from ..config.optimizers import Adam, AdamW, Lion
 from ..config.rates import WarmupStableDecay
 
-PATH_KEYS = frozenset({"files", "validation_files", "tokenizer", "dir", "run_dir"})
-"""Config keys whose values are paths."""
+PATH_KEYS = frozenset({"files", "validation_files", "tokenizer", "dir", "run_dir", "file"})
+"""Config keys whose values are paths, which may differ between hosts.
+
+`validation` has paths too, by name. The CSV file of a pipeline's `schedule` is not among them,
+because the name of a schedule, which this key may have instead, must be equal on all hosts.
+"""
 
 
 def build_world(config: RunConfig) -> World:
@@ -63,14 +67,15 @@ def build_world(config: RunConfig) -> World:
 def config_facts(config: RunConfig) -> dict[str, object]:
     """Returns the config values that must agree on all processes, by dotted key.
 
-    The paths under `PATH_KEYS` may differ between hosts; the contents of the files are compared
-    after they are read.
+    The paths under `PATH_KEYS` and `validation` may differ between hosts; the contents of the files
+    are compared after they are read.
 
     Example:
         >>> config_facts(RunConfig())["train.steps"]
         1000
     """
-    flat = flatten_dict(_without_paths(config.to_dict()), sep=".", keep_empty_nodes=True)
+    plain = {**config.to_dict(), "validation": sorted(config.validation)}
+    flat = flatten_dict(_without_paths(plain), sep=".", keep_empty_nodes=True)
     return {key: {} if value is empty_node else value for key, value in flat.items()}
 
 
@@ -309,9 +314,8 @@ def names_on(
 ) -> dict[str, str | tuple[str, ...]]:
     """Maps the names of axes in a model to axes of another mesh than the one that they are for.
 
-    A name that means every data axis of its own mesh is one of the batch, and means every axis that
-    splits the batch on the other mesh. Any other name keeps those of its axes that the other mesh
-    has.
+    A name for all data axes of `own` larger than 1 stands for the batch: on `other` it becomes all
+    axes that split the batch. Every name keeps its other axes, if `other` has them.
 
     Args:
         axis_names: maps each name to axes of `own`.

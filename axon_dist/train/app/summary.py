@@ -247,8 +247,8 @@ def attention_line(config: RunConfig, step: TrainStep) -> str | None:
     if model.has_special_scores:
         return (
             "attention: einsum, which stores the scores of all pairs: fused kernels support "
-            "neither score caps nor windows per layer; if max_length is within the windows, no "
-            "window is needed"
+            "neither score caps nor windows per layer; if max_length is within the windows, and "
+            "there is no local_rope_theta, no window is needed"
         )
     rings = [x for x in step.strategy.layers if getattr(x, "mode", None) is ContextMode.RING]
     # In ring attention each rank has two pieces of the sequence, and a kernel sees one of them.

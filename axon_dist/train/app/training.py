@@ -267,7 +267,10 @@ def _check_not_removed(
 def _record_program(
     run: Run, directory: RunDirectory, progress: Progress, then: Callable[[], None]
 ) -> Callable[[], None]:
-    """Returns the callback after the first step, which writes `program.json` and calls `then`."""
+    """Returns the callback after the first step.
+
+    On process 0 it writes `program.json` and calls `then`; on others it does nothing.
+    """
 
     def keep() -> None:
         if not run.is_main:

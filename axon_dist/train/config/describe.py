@@ -22,7 +22,7 @@ from .read import (
     Option,
     Parsed,
     extra,
-    first_sentence,
+    first_paragraph,
     meanings_of,
     options_of,
     words_of,
@@ -133,7 +133,7 @@ def _sections(
     cls: Any, path: str, variant: str = "", presets: Iterable[str] = ()
 ) -> Iterator[Section]:
     """Yields a dataclass as a section, then those of its fields that are sections."""
-    yield Section(path, variant, first_sentence(cls), _keys(cls, path), tuple(presets))
+    yield Section(path, variant, first_paragraph(cls), _keys(cls, path), tuple(presets))
     for name, option in options_of(cls).items():
         yield from _inside(option.hint, f"{path}.{name}".lstrip("."))
 
@@ -166,7 +166,7 @@ def _inside(hint: object, path: str) -> Iterator[Section]:
         for key, cls in choice.user_code.items():
             location = Key(f"{path}.{key}", PATH, "", "the path of the function.")
             keys = (location, *_keys(cls, path))
-            yield Section(path, f"{key}: {PATH}", first_sentence(cls), keys)
+            yield Section(path, f"{key}: {PATH}", first_paragraph(cls), keys)
     elif typing.get_origin(hint) in (Union, types.UnionType, tuple):
         for option in typing.get_args(hint):
             yield from _inside(option, path)

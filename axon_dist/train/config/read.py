@@ -269,7 +269,7 @@ def _documented(thing: Callable[..., object]) -> dict[str, str]:
     return {name: re.sub(r"\bNone\b", "null", words) for name, words in plain.items()}
 
 
-def first_sentence(thing: Callable[..., object]) -> str:
+def first_paragraph(thing: Callable[..., object]) -> str:
     """Returns the first paragraph of a docstring, on one line."""
     return " ".join(_docstring(thing).split("\n\n")[0].split())
 

@@ -135,7 +135,7 @@ def build_strategy(
     options_by_name = read_strategies(parallel)
     data_parallel = [name for name in options_by_name if STRATEGIES[name].is_data_parallel]
     # A single data-parallel strategy uses all data axes. If there are several, each of them uses
-    # the axis of its name.
+    # its default axes.
     shares = {"shares": True} if len(data_parallel) > 1 else {}
     strategies = [
         as_strategy(
@@ -155,7 +155,8 @@ def with_own_precision(config: RunConfig) -> RunConfig:
     """Returns the config with the `mixed_precision` of its strategies as its `precision`.
 
     Both mean the same to the step, but only `precision` is read without the strategies, and stays
-    if other strategies replace them. If they differ, the config is unchanged, and no step is built.
+    if other strategies replace them. If they differ, the config is returned unchanged; building its
+    step then raises.
 
     Example:
         >>> half = {"fsdp": {"mixed_precision": "bf16"}}
@@ -252,10 +253,10 @@ class RunConfig:
         unroll: where the strategy splits or recomputes blocks, up to this many blocks are unrolled,
             and more blocks run as a loop; None leaves it to `scan_layers`. It does not change the
             numbers.
-        scan_layers: whether equal blocks that the strategy splits or recomputes run as one loop,
-            `true`, or are unrolled, `false`; `auto` decides by the costs on the devices, and a run,
-            `axon plan` and `axon inspect` report the choice. Blocks that `model.scan_layers` stacks
-            are always a loop. It does not change the numbers.
+        scan_layers: `true` runs all equal blocks as one loop. `false` unrolls the blocks that the
+            strategy splits or recomputes; `auto` decides about these by the costs on the devices,
+            and a run, `axon plan` and `axon inspect` report the choice. Blocks that
+            `model.scan_layers` stacks are always a loop. It does not change the numbers.
         axis_names: maps axis names in the code of a user-defined model to axes of `mesh`, such as
             `{data: [dp, fsdp], heads: tp}`, for `with_sharding_constraint`, `reshard` and
             `nnx.with_partitioning`; an empty list means no axis. Axes of the mesh are known by

@@ -53,7 +53,7 @@ def few(monkeypatch):
 
 def test_a_config_on_a_target(capsys, few, monkeypatch):
     row = STRATEGIES["fsdp"]
-    first = dataclasses.replace(row.plan, complexity=-1)
+    first = dataclasses.replace(row.plan, preference=-1)
     monkeypatch.setitem(STRATEGIES.rows, "fsdp", dataclasses.replace(row, plan=first))
     config = str(CONFIGS / "fsdp8.yaml")
     text = " ".join(out_of(capsys, config, *TINY, "--target", "h100:8").split())

@@ -4,12 +4,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from axon_dist import Shared
 from axon_dist.inspect import coupling
 from axon_dist.mesh import World
 from axon_dist.parallel import ddp
@@ -83,3 +85,19 @@ def test_operations_that_couple_samples_are_named(norm, loss, words):
     found = coupling(step, {"x": shape})
     assert words.lower() in found.lower()
     assert bool(found) == bool(words)
+
+
+class Masked(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.mask = nnx.Variable(jnp.ones(4))
+
+    def __call__(self, x):
+        return self.linear(x) * self.mask[...]
+
+
+def test_buffers_that_no_sample_changes_couple_nothing():
+    loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) * batch["table"]) ** 2)
+    step = build_train_step(Masked(nnx.Rngs(0)), optax.sgd(0.1), loss_fn, ddp(), World.emulate(4))
+    batch = {"x": np.ones((24, 4), np.float32), "table": Shared(np.ones(4, np.float32))}
+    assert coupling(step, batch) == ""

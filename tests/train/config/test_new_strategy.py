@@ -47,7 +47,7 @@ def bucketed(tmp_path, monkeypatch):
         page="ddp",
         example="dp=8",
         other_names=("buckets",),
-        plan=DataPlan(sizes=sizes, stage=ZeROStage.STAGE0, complexity=5),
+        plan=DataPlan(sizes=sizes, stage=ZeROStage.STAGE0, preference=5),
     )
     monkeypatch.setitem(STRATEGIES.rows, "bucketed", row)
 

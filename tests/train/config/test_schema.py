@@ -291,6 +291,25 @@ def test_round_trip_of_a_mixture_and_what_processes_must_have_in_common():
     assert config_facts(RunConfig.from_dict(plain)) == config_facts(config)
 
 
+@pytest.mark.parametrize(
+    "differ",
+    [
+        lambda host: {"loggers": [{"name": "prometheus", "file": f"/{host}/metrics.prom"}]},
+        lambda host: {"validation": {"code": [f"/{host}/*.py"]}},
+        lambda host: {"data": {"kind": "text", "files": [f"/{host}/*.txt"]}},
+    ],
+    ids=["logger", "validation", "data"],
+)
+def test_paths_may_differ_between_hosts(differ):
+    facts = [config_facts(RunConfig.from_dict(differ(host))) for host in ("first", "second")]
+    assert facts[0] == facts[1]
+
+
+def test_named_validations_are_the_same_on_all_hosts():
+    facts = [config_facts(RunConfig.from_dict({"validation": {name: ["a"]}})) for name in "ab"]
+    assert facts[0] != facts[1]
+
+
 def test_a_profile_of_a_first_step_is_read_and_warned_of():
     """The folder of an earlier run may have it, and SIGUSR1 still traces."""
     train = {"steps": 9, "profile": {"at": 1, "steps": 1}}
