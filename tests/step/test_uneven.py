@@ -93,18 +93,18 @@ def test_a_loss_of_the_number_or_the_order_of_samples_is_that_of_one_device(loss
         assert found == pytest.approx(on_one_device(loss_fn, rows)["loss"], rel=1e-6), count
 
 
-@pytest.mark.sample("masked")
+@pytest.mark.sample("masked-6-counts1")
+@pytest.mark.parametrize(("ranks", "counts"), [(1, (7,)), (6, (1, 13)), (8, (13, 16))])
 @pytest.mark.parametrize("loss_fn", [mean, masked, plainly_masked, compared])
-def test_one_batch_of_any_size_is_that_of_one_device(loss_fn):
-    for ranks, counts in ((1, (7,)), (6, (1, 13)), (8, (13, 16))):
-        step = build_train_step(
-            lambda: _training(Model()), optax.sgd(0.1), loss_fn, ddp(), World.emulate(ranks)
-        )
-        state = step.init()
-        for count in counts:
-            rows = rows_of(count)
-            found = {name: float(x) for name, x in step.evaluate(state, rows).items()}
-            assert found == pytest.approx(on_one_device(loss_fn, rows), rel=1e-6), (ranks, count)
+def test_one_batch_of_any_size_is_that_of_one_device(loss_fn, ranks, counts):
+    step = build_train_step(
+        lambda: _training(Model()), optax.sgd(0.1), loss_fn, ddp(), World.emulate(ranks)
+    )
+    state = step.init()
+    for count in counts:
+        rows = rows_of(count)
+        found = {name: float(x) for name, x in step.evaluate(state, rows).items()}
+        assert found == pytest.approx(on_one_device(loss_fn, rows), rel=1e-6), count
 
 
 def _at_rest():
