@@ -363,10 +363,14 @@ def few_sizes(monkeypatch):
     monkeypatch.setattr("axon_dist.ops.dropless.LOADS", (2,))
 
 
-@pytest.mark.sample("Mean")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [Scaled, Mean, OwnFeed, RowsFeed], ids=lambda x: x.__name__)
 def test_experts_of_ones_own_train_as_written(kind, few_sizes):
     compare(lambda: Mixture(kind), ddp(), "dp=2")
+
+
+def test_experts_of_ones_own_are_evaluated_as_written(few_sizes):
+    compare_evaluation(lambda: Mixture(Mean), ddp(), "dp=2")
 
 
 @pytest.mark.sample("Scaled")
@@ -400,8 +404,11 @@ class Reporting(Experts):
         self.report.set_value(self.report[...].at[0].set(dropped))
 
 
-def test_hidden_features_of_experts_are_split_only_if_their_results_add_up(few_sizes):
-    compare(lambda: Mixture(HiddenFeed), tensor_parallel("transformer"), "tp=2")
+@pytest.mark.parametrize(
+    "compared", [compare_evaluation, pytest.param(compare, marks=pytest.mark.full)]
+)
+def test_hidden_features_of_experts_are_split_only_if_their_results_add_up(compared, few_sizes):
+    compared(lambda: Mixture(HiddenFeed), tensor_parallel("transformer"), "tp=2")
 
 
 def test_what_experts_return_besides_their_sum_is_not_lost():
