@@ -102,6 +102,14 @@ def saved(tmp_path):
     return tmp_path / "saved"
 
 
+# Each key of a manifest once, each kind of text, and each kind of file where another belongs.
+@pytest.mark.sample(
+    *(f"forged {key}" for key in ("no format", "type", "a leaf", "shape", "serial beyond")),
+    *(f"forged {key}" for key in ("score NaN", "meta", "a checksum", "a file elsewhere")),
+    *(f"manifest {text}" for text in ("empty", "list", "deep", "not UTF-8")),
+    *(f"instead {kind}" for kind in ("file", "pipe", "dangling")),
+    *("marker is a folder", "manifest is a pipe", "manifest is gone", "arrays are gone"),
+)
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_the_one_before_is_taken(saved, damage):
     damage(saved / "step_00000002")

@@ -598,6 +598,13 @@ def config(tmp_path, texts, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+# Those that a parser resolves, that grow, that refer to themselves, and that are no section.
+@pytest.mark.sample(
+    *("tag of a function", "unknown tag", "tag of a date", "no date", "long number"),
+    *("longer number", "65 bits", "deep", "bomb", "itself", "itself merged", "twice"),
+    *("list as key", "null as key", "half a letter", "two documents", "no end", "directive"),
+    *("control", "text", "minutes"),
+)
 @pytest.mark.parametrize("text", YAML.values(), ids=YAML)
 def test_wrong_yaml_is_one_line(capsys, tmp_path, text):
     path = tmp_path / "odd.yaml"
@@ -636,6 +643,14 @@ def odd(tmp_path, name, kind):
     return folder / name
 
 
+# Every command with a path that would be waited for, and one of each kind of reader with the rest.
+@pytest.mark.sample(
+    *(f"train PATH-{kind}" for kind in KINDS),
+    *(f"{words}-pipe" for words in ("eval PATH", "export PATH out.safetensors", "schedule PATH")),
+    *(f"train CONFIG data.{key}-pipe" for key in ("files=[PATH]", "tokenizer=PATH")),
+    *("train CONFIG data.files=[PATH]-zero", "train CONFIG data.tokenizer=PATH-folder"),
+    *("eval PATH-none", "export PATH out.safetensors-loop", "schedule PATH-folder"),
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "words",
@@ -779,6 +794,15 @@ FILES = {
 }
 
 
+@pytest.mark.sample(
+    *(f"tokens-{name}" for name in ("odd.bin", "text.npy", "lies.npy", "objects.npy", "code.npy")),
+    *(f"images-{name}" for name in ("cut.npz", "flipped.npz", "count.npz", "objects.npz")),
+    *(f"jsonl-{name}.jsonl" for name in ("blank", "list", "deep", "digits", "bytes", "half")),
+    *("array_record-text.array_record", "array_record-flipped.array_record"),
+    *("datasets-empty.arrow", "datasets-huge.arrow"),
+    *("image_records-empty.parquet", "image_records-what.bin"),
+    *("parquet-text.parquet", "parquet-cut.parquet"),
+)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [(kind, name) for kind, rows in FILES.items() for name in rows],

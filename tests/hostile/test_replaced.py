@@ -67,6 +67,15 @@ def compare(make, strategy, axes, loss=whole, batch=BATCH, want=whole, **options
         np.testing.assert_allclose(trained[path][...], params, rtol=1e-4, atol=1e-6)
 
 
+def compare_evaluation(make, strategy, axes):
+    """The loss alone, which takes half of the time."""
+    world = World.emulate(math.prod(int(part[-1]) for part in axes.split(",")), axes)
+    model = drawn(make)
+    step = build_train_step(model, optax.sgd(0.1), whole, strategy, world, batch=BATCH)
+    found = step.evaluate(step.init(), BATCH)["loss"]
+    np.testing.assert_allclose(found, nnx.jit(whole)(model, BATCH), rtol=1e-5)
+
+
 class Halved(Transformer):
     def __call__(self, tokens, segments=None):
         return 0.5 * super().__call__(tokens, segments)
@@ -116,11 +125,15 @@ class Stacked(nnx.Sequential):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_heads_and_tables_of_another_class_need_not_have_the_attributes_of_ours(tied):
-    rngs = nnx.Rngs(0)
-    model = Transformer(config(logits="chunked", tied_head=tied), rngs=rngs)
-    model.token_embedding = Stacked(rngs)
-    if not tied:
-        model.lm_head = nnx.Sequential(nnx.Linear(16, 64, use_bias=False, rngs=rngs))
+    def make():
+        rngs = nnx.Rngs(0)
+        model = Transformer(config(logits="chunked", tied_head=tied), rngs=rngs)
+        model.token_embedding = Stacked(rngs)
+        if not tied:
+            model.lm_head = nnx.Sequential(nnx.Linear(16, 64, use_bias=False, rngs=rngs))
+        return model
+
+    model = drawn(make)
     loss = nnx.jit(next_token_loss)(model, BATCH)
     np.testing.assert_allclose(loss.mean, nnx.jit(whole)(model, BATCH), rtol=1e-5)
     assert model.start_cache(jnp.zeros(2, jnp.int32), 4).past[0].keys.dtype == jnp.float32
@@ -208,10 +221,14 @@ ORDERED = {
 }
 
 
-@pytest.mark.sample("convolution")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ORDERED)
 def test_a_ring_leaves_the_order_to_models_that_read_it(kind):
     compare(ORDERED[kind], context_parallel("ring"), "cp=2")
+
+
+def test_a_ring_evaluates_a_model_that_reads_the_order_as_it_is_called():
+    compare_evaluation(MIXING["convolution"], context_parallel("ring"), "cp=2")
 
 
 def layer_of(kind, *args, **options):
@@ -346,10 +363,14 @@ def few_sizes(monkeypatch):
     monkeypatch.setattr("axon_dist.ops.dropless.LOADS", (2,))
 
 
-@pytest.mark.sample("Mean")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [Scaled, Mean, OwnFeed, RowsFeed], ids=lambda x: x.__name__)
 def test_experts_of_ones_own_train_as_written(kind, few_sizes):
     compare(lambda: Mixture(kind), ddp(), "dp=2")
+
+
+def test_experts_of_ones_own_are_evaluated_as_written(few_sizes):
+    compare_evaluation(lambda: Mixture(Mean), ddp(), "dp=2")
 
 
 @pytest.mark.sample("Scaled")
@@ -383,8 +404,11 @@ class Reporting(Experts):
         self.report.set_value(self.report[...].at[0].set(dropped))
 
 
-def test_hidden_features_of_experts_are_split_only_if_their_results_add_up(few_sizes):
-    compare(lambda: Mixture(HiddenFeed), tensor_parallel("transformer"), "tp=2")
+@pytest.mark.parametrize(
+    "compared", [compare_evaluation, pytest.param(compare, marks=pytest.mark.full)]
+)
+def test_hidden_features_of_experts_are_split_only_if_their_results_add_up(compared, few_sizes):
+    compared(lambda: Mixture(HiddenFeed), tensor_parallel("transformer"), "tp=2")
 
 
 def test_what_experts_return_besides_their_sum_is_not_lost():
@@ -466,7 +490,7 @@ KERNELS = {
 WRONG_AS_KERNEL = ("heads-tp", "samples-dp", "heads-pp")
 
 
-@pytest.mark.sample("heads-tp-flash", "heads-dp-flash")
+@pytest.mark.sample("heads-tp-flash")
 @pytest.mark.parametrize("form", ["auto", "flash"])
 @pytest.mark.parametrize("row", KERNELS)
 def test_attention_of_ones_own_runs_as_a_kernel_only_if_nothing_is_mixed(row, form):
@@ -478,6 +502,10 @@ def test_attention_of_ones_own_runs_as_a_kernel_only_if_nothing_is_mixed(row, fo
             run()
     else:
         run()
+
+
+def test_attention_that_mixes_heads_runs_as_a_kernel_of_samples():
+    compare_evaluation(lambda: attending(MixedHeads, "flash"), ddp(), "dp=2")
 
 
 def twice(*arrays, dtype=None, **options):
@@ -608,17 +636,19 @@ GENERATED = {
 }
 
 
-def sharp(model):
+def sharp(make):
     """With larger logits, so that a difference in the layers changes the likeliest tokens."""
+    model = drawn(make)
     kernel = model.token_embedding.embedding if model.config.tied_head else model.lm_head.kernel
     kernel[...] *= 20
     return model
 
 
-@pytest.mark.sample("attend")
+# The default run compares, decodes by calls and warns with the layer of the next test.
+@pytest.mark.full
 @pytest.mark.parametrize("kind", GENERATED)
 def test_generating_gives_the_tokens_of_the_models_call(kind, recwarn):
-    model = sharp(GENERATED[kind]())
+    model = sharp(GENERATED[kind])
     prompts = [[1, 2, 3], [4]]
     got = generate(model, prompts, 4, temperature=0).rows
     assert got == generated(model, prompts, 4)
@@ -633,7 +663,7 @@ def test_new_tokens_are_decoded_as_called_also_where_the_first_of_them_does_not_
         def __call__(self, x):
             return jnp.pad(x, ((0, 0), (2, 0), (0, 0)))[:, : x.shape[1]]
 
-    model = sharp(with_mlp(lambda rngs: Earlier(16, 16, (3,), rngs=rngs)))
+    model = sharp(lambda: with_mlp(lambda rngs: Earlier(16, 16, (3,), rngs=rngs)))
     assert generate(model, [[4]], 6, temperature=0).rows == generated(model, [[4]], 6)
     assert any("read several positions: Earlier." in str(each.message) for each in recwarn)
 

@@ -66,8 +66,6 @@ CASES = [
 @pytest.mark.sample(
     "rows-threefry2x32",
     "inner dim-threefry2x32",
-    "half-threefry2x32",
-    "folded-threefry2x32",
     "keys of samples-threefry2x32",
     "in a scan-threefry2x32",
     "rows-rbg",

@@ -33,6 +33,11 @@ PROGRAMS = {
 }
 
 
+# A single row is like several, but for what is taken of all rows or has another shape.
+@pytest.mark.sample(
+    *(f"3-{name}" for name in PROGRAMS),
+    *(f"1-{name}" for name in ("max of all rows", "reshape across", "transpose across", "squeeze")),
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("length", [1, 3])
 def test_rows_give_what_the_array_gives(name, length):

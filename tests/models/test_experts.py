@@ -83,6 +83,7 @@ def published_balance(logits, k):
     return logits.shape[-1] * np.sum(shares / len(logits) * scores.mean(0))
 
 
+@pytest.mark.sample("3-2")
 @pytest.mark.parametrize(("layers", "k"), [(1, 2), (3, 2), (2, 4)])
 def test_a_published_balance_weighs_as_much_here(layers, k):
     entries = {"num_hidden_layers": layers, "hidden_size": 8, "intermediate_size": 12,

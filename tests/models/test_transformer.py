@@ -6,6 +6,7 @@ from flax import nnx
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
+from tests.drawn import drawn
 
 SMALL = TransformerConfig(
     vocab_size=17, width=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_width=24, max_length=12
@@ -19,6 +20,11 @@ def change(config, **fields):
 
 def make(seed=0, **fields):
     return Transformer(change(SMALL, **fields), rngs=nnx.Rngs(seed))
+
+
+def made(**fields):
+    """A model whose weights take less time to draw."""
+    return drawn(lambda: make(**fields))
 
 
 @nnx.jit
@@ -81,7 +87,7 @@ def spread_out(model):
 @pytest.mark.sample("True")
 @pytest.mark.parametrize("tied_head", [False, True])
 def test_forward_equals_plain_numpy(tied_head):
-    model = spread_out(make(tied_head=tied_head))
+    model = spread_out(made(tied_head=tied_head))
     want = plain_forward(model, TOKENS)
     assert np.abs(want).max() > 1
     np.testing.assert_allclose(
@@ -96,7 +102,7 @@ def test_fresh_model_is_near_uniform():
 
 
 def test_logits_depend_on_no_later_token():
-    model = spread_out(make())
+    model = spread_out(made())
     changed = np.concatenate([TOKENS[:, :6], (TOKENS[:, 6:] + 1) % 17], 1)
     before, after = (np.asarray(whole(model, tokens)) for tokens in (TOKENS, changed))
     np.testing.assert_array_equal(before[:, :6], after[:, :6])
@@ -111,7 +117,7 @@ def test_parts_compose_to_the_whole():
             x = block(x)
         return model.head(x), model(TOKENS)
 
-    np.testing.assert_array_equal(*composed_and_whole(make()))
+    np.testing.assert_array_equal(*composed_and_whole(made()))
 
 
 def loss_and_grads(model):
@@ -144,12 +150,12 @@ def test_scanned_layers_are_the_same_model():
 @pytest.mark.sample("False")
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_dropout_draws_anew_in_training_and_rests_in_evaluation(scan_layers):
-    model = make(dropout=0.5, scan_layers=scan_layers)
+    model = made(dropout=0.5, scan_layers=scan_layers)
     first, second = whole(model, TOKENS), whole(model, TOKENS)
     assert np.abs(np.asarray(first - second)).max() > 1e-3
     model.eval()
     np.testing.assert_array_equal(whole(model, TOKENS), whole(model, TOKENS))
-    rested = whole(make(scan_layers=scan_layers), TOKENS)
+    rested = whole(made(scan_layers=scan_layers), TOKENS)
     np.testing.assert_allclose(whole(model, TOKENS), rested, rtol=1e-6)
 
 
@@ -159,11 +165,11 @@ def test_without_dropout_every_leaf_is_a_parameter(scan_layers):
     assert not jax.tree.leaves(nnx.state(model, nnx.Not(nnx.Param)))
 
 
-def dtypes_of(made):
+def dtypes_of(factory):
     """The dtypes of the embedding, of a block's result and of the logits."""
 
     def results():
-        model = made()
+        model = factory()
         x = model.embed(TOKENS)
         return x, model.blocks[0](x), model(TOKENS)
 
@@ -171,10 +177,10 @@ def dtypes_of(made):
 
 
 def test_computes_in_the_dtype_asked_for_and_returns_float32_logits():
-    model = make(dtype="bfloat16")
+    model = made(dtype="bfloat16")
     assert dtypes_of(lambda: model) == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("float32")}
-    np.testing.assert_allclose(whole(model, TOKENS), whole(make(), TOKENS), atol=0.05)
+    np.testing.assert_allclose(whole(model, TOKENS), whole(made(), TOKENS), atol=0.05)
 
 
 def test_without_a_dtype_it_computes_in_that_of_the_parameters():
@@ -183,7 +189,7 @@ def test_without_a_dtype_it_computes_in_that_of_the_parameters():
 
 def test_a_sequence_beyond_max_length_is_refused():
     with pytest.raises(ConfigError, match=r"13 tokens is longer than max_length=12: .*raise"):
-        make()(jnp.zeros((1, 13), jnp.int32))
+        made()(jnp.zeros((1, 13), jnp.int32))
 
 
 def test_a_bad_config_is_refused_before_any_weight_is_made():

@@ -9,6 +9,8 @@ from axon_dist.core.errors import ConfigError, DTypeError
 from axon_dist.models import PRESETS, Transformer, TransformerConfig, num_params
 
 
+# One preset of each form, and what none has.
+@pytest.mark.sample("tiny", "gpt2", "llama-8b", "own heads", "dropout")
 @pytest.mark.parametrize(
     "config",
     [
@@ -16,6 +18,7 @@ from axon_dist.models import PRESETS, Transformer, TransformerConfig, num_params
         TransformerConfig(num_heads=4, num_kv_heads=1, head_dim=48, tied_head=True),
         TransformerConfig(width=64, num_heads=2, dropout=0.1),
     ],
+    ids=[*PRESETS, "own heads", "dropout"],
 )
 def test_num_params_is_what_the_model_has(config):
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))

@@ -343,6 +343,7 @@ def test_a_search_traces_an_optimizer_and_the_norms_of_layers_once(make_world, m
     assert len(traced) == 2
 
 
+@pytest.mark.sample("rows")
 @pytest.mark.parametrize("model", ["rows", "vectors", "stack"])
 def test_norms_of_layers_and_of_the_whole_gradient_are_measured_before_it_is_clipped(
     model, make_world

@@ -182,7 +182,7 @@ def test_sums_of_experts_are_scattered_inside_a_node_and_added_between():
     """An all-reduce over `dp` and `fsdp` of which a rank keeps its slice alone, as XLA parts it."""
     experts = ExpertConfig(count=4, per_token=2, width=64)
     config = TransformerConfig(64, width=64, num_layers=1, num_heads=2, experts=experts)
-    model = Transformer(config, rngs=nnx.Rngs(0))
+    model = lambda: Transformer(config, rngs=nnx.Rngs(0))
     world = abstract_world("dp=2,fsdp=4", 8, "gpu")
     strategy = fsdp("hybrid_shard", ("dp", "fsdp"), min_elements=1)
     step = build_train_step(model, optax.sgd(1.0), next_token_loss, strategy, world)

@@ -35,7 +35,7 @@ GRID = [(s, m) for s in range(1, 17) for m in range(1, 65)]
 FEW = sorted(
     {
         (s, m)
-        for s in (1, 2, 3, 4, 5, 8)
+        for s in (1, 2, 3, 4, 5)
         for m in (1, s - 1, s, s + 1, 2 * s - 2, 2 * s - 1, 2 * s, 4 * s)
         if 1 <= m <= 64
     }

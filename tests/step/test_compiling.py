@@ -92,7 +92,7 @@ def test_rings_over_positions_have_several_transfers_in_flight(
     row = dataclasses.replace(chip, parallel_options=((NAME, "dce"),))
     monkeypatch.setattr("axon_dist.step.compiler.relative_of", lambda mesh: row)
     config = TransformerConfig(64, width=32, num_layers=1, num_heads=2)
-    model, world = Transformer(config, rngs=nnx.Rngs(0)), World.emulate(8, axes)
+    model, world = lambda: Transformer(config, rngs=nnx.Rngs(0)), World.emulate(8, axes)
     strategy = compose(ddp("dp"), layers)
     step = build_train_step(model, optax.sgd(1.0), next_token_loss, strategy, world)
     assert step.compiler_options == {NAME: "dce" if several else "algsimp"}

@@ -206,10 +206,8 @@ BATCHES = {
 }
 
 
-# Every kind of weight once, and both strategies; weights that only the data knows split and whole.
-@pytest.mark.sample(
-    "ddp-weights known when traced", "zero3-samples", "ddp-weights", "zero3-weights"
-)
+# Every kind of weight once, and both strategies.
+@pytest.mark.sample("ddp-weights known when traced", "zero3-samples", "zero3-weights")
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("strategy", [ddp(), zero(3, min_elements=1)], ids=["ddp", "zero3"])
 def test_validation_over_unequal_batches_is_that_of_all_samples(name, strategy):

@@ -165,8 +165,17 @@ def test_blocks_are_gathered_forward_and_again_backward(world, reduction):
     looped = [row for row in gathered if row.count == 2]
     expected = 2 * 2 * BLOCK_BYTES * 7 / 8
     assert sum(row.total_bytes for row in looped) == pytest.approx(expected, rel=0.02)
-    # Written out it is the same, block by block.
-    written = collectives(compiled(world, 2, reduction=reduction), world.mesh).select("all-gather")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reduction", [None, Reduction(per="microbatch", dtype="float16")])
+def test_blocks_that_are_written_out_are_gathered_as_in_a_loop(world, reduction):
+    gathered, written = (
+        collectives(compiled(world, 2, unroll=unroll, reduction=reduction), world.mesh).select(
+            "all-gather"
+        )
+        for unroll in (1, None)
+    )
     assert all(row.count == 1 for row in written)
     assert sum(row.total_bytes for row in written) == sum(row.total_bytes for row in gathered)
 

@@ -165,6 +165,7 @@ def scaled(request):
     return build(strategy=strategy, precision="fp16", loss=exploding, scaler=scaler)
 
 
+@pytest.mark.sample("zero3")
 def test_the_scale_is_part_of_the_state(scaled):
     state = scaled.init()
     assert float(state.scaler.scale) == 1024.0
@@ -195,6 +196,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(scaled, bad):
             assert all((copy == copies[0]).all() for copy in copies)
 
 
+@pytest.mark.sample("zero3")
 def test_training_goes_on_and_the_scale_grows_again(scaled):
     state = scaled.init()
     state, _ = scaled(state, with_flag(0, 3))
