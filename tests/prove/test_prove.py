@@ -362,7 +362,7 @@ def test_the_step_of_a_strategy_is_proven(name):
     strategy, meshes = STRATEGIES[name]
     batch = {"x": BATCH, "y": TARGETS}
     report = prove_strategy(
-        lambda: Net(nnx.Rngs(0)), optax.adam(1e-2), loss_fn, strategy, batch, meshes
+        lambda: Net(nnx.Rngs(0)), optax.sgd(1e-2, momentum=0.9), loss_fn, strategy, batch, meshes
     )
     assert report.ok, report
 
