@@ -67,8 +67,9 @@ PROVEN = {
 """Programs whose outputs rules prove for every input, and one where they cannot."""
 
 
-# One row each whose outputs rules prove, whose bits are cut into parts, and whose blocks travel.
-@pytest.mark.sample("masked_loss", "dropout_with_folded_keys", "ring_attention_causal")
+# One row each whose outputs rules prove, and whose bits are cut into parts. Parts travel in the
+# labels of the further right programs.
+@pytest.mark.sample("masked_loss", "dropout_with_folded_keys")
 @pytest.mark.parametrize("name", RIGHT)
 def test_nothing_is_found_in_a_right_program(name):
     report = prove(RIGHT[name], meshes=REAL)

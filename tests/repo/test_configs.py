@@ -60,9 +60,14 @@ def small(path, *more):
     return load_config(path, [*SMALL[kind], *layers, *more])
 
 
-# The default run verifies a small model on text in `tests/train/config/test_user_code.py`, reads
-# every config in `tests/train/jobs/test_jobs.py`, and compares every strategy with one device in
-# `tests/contracts`.
+@pytest.mark.parametrize("path", cases([*CONFIGS, *RECIPES]))
+def test_config_is_accepted_as_it_is_and_shrunk(path):
+    assert load_config(path).model is not None
+    assert small(path).name == load_config(path).name
+
+
+# The default run verifies a small model on text in `tests/train/config/test_user_code.py`, and
+# compares every strategy with one device in `tests/contracts`.
 @pytest.mark.full
 @pytest.mark.parametrize("path", cases(p for p in CONFIGS if p.stem != "pp4_interleaved"))
 def test_config_equals_one_device(path):
