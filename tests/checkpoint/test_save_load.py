@@ -100,13 +100,16 @@ def batch():
     return {"x": np.asarray(x), "y": np.ones((16, 4), np.float32)}
 
 
-def test_a_train_state_goes_from_one_strategy_to_others(make_world, bits, tmp_path):
+@pytest.mark.sample("others0")
+@pytest.mark.parametrize(
+    "others", [[("fsdp=8", fsdp()), ("dp=2", zero(1))], [("dp=2", zero(1)), ("dp=1", ddp())]]
+)
+def test_a_train_state_goes_from_one_strategy_to_others(make_world, bits, tmp_path, others):
     step = step_on(make_world("fsdp=8"), fsdp())
     state, _ = step(step.init(), batch())
     save_checkpoint(tmp_path / "c", state)
     was = bits(state)
     expected = bits(step(state, batch())[0].params)
-    others = [("fsdp=8", fsdp()), ("dp=2", zero(1)), ("dp=1", ddp())]
     for axes, strategy in others:
         other = step_on(make_world(axes), strategy)
         target = target_of(other.abstract_state, other.state_shardings)

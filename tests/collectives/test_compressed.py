@@ -1,5 +1,7 @@
 """Compressed means: the bytes sent, the error kept for the next step, and that nothing is lost."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,7 @@ def values(seed=0):
     return [jnp.asarray(draw(n, shape), jnp.float32) for n, shape in enumerate(SHAPES)]
 
 
+@functools.cache
 def mapped(kind):
     mesh = World.emulate(RANKS, f"nodes={RANKS}").mesh
 

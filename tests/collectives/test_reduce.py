@@ -79,9 +79,13 @@ OPS = ["sum", "product", "min", "max", "average"]
 DTYPES = ["bfloat16", "float16", "complex64", "int8", "int32", "bool"]
 
 
-# Every operation on every dtype; for groups by ranks, every operation once and every dtype once.
+# Two operations on every dtype, the others on half of them; for groups by ranks, every operation
+# once and every dtype once.
 @pytest.mark.sample(
-    *(f"None-{dtype}-{op}" for dtype in DTYPES for op in OPS),
+    *(f"None-{dtype}-{op}" for dtype in DTYPES for op in ("sum", "average")),
+    *(f"None-{dtype}-product" for dtype in ("float16", "int8", "bool")),
+    *(f"None-{dtype}-min" for dtype in ("bfloat16", "complex64", "bool")),
+    *(f"None-{dtype}-max" for dtype in ("float16", "complex64", "int32")),
     *("ranks1-bfloat16-average", "ranks1-float16-min", "ranks1-complex64-product"),
     *("ranks1-int8-max", "ranks1-int32-min", "ranks1-bool-sum"),
 )

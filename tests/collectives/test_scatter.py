@@ -74,6 +74,10 @@ def test_dtypes(make_world):
         reduce_scatter_mean(x.astype(jnp.int32), group)
 
 
+# Every collective once; the sum with and without check_vma.
+@pytest.mark.sample(
+    "sum-True", "sum-False", "mean-True", "scatter-False", "gather-True", "grad-True"
+)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
     "collective",

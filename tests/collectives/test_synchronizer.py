@@ -71,6 +71,10 @@ def test_inside_shard_map(group):
     np.testing.assert_array_equal(synced["b"], np.tile(STACKED["b"].mean(0), (4, 1)))
 
 
+# Buckets of one parameter and of several, by both strategies.
+@pytest.mark.sample(
+    "1-overlapped-True", "3-synchronous-True", "3-overlapped-False", "100-synchronous-False"
+)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("strategy", ["synchronous", "overlapped"])
 @pytest.mark.parametrize("capacity", [1, 3, 100])

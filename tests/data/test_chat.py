@@ -1,5 +1,6 @@
 """Chats: text as written by hub templates, learned tokens, and records that raise."""
 
+import functools
 import json
 
 import numpy as np
@@ -10,8 +11,16 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.data import JsonlSource, ParquetSource
-from axon_dist.data.chat import Conversation, Rendered, ask, find_template, parse_conversation
+from axon_dist.data import JsonlSource, ParquetSource, chat_process
+from axon_dist.data.chat import (
+    MOST_LETTERS,
+    Conversation,
+    Rendered,
+    TemplateProcess,
+    ask,
+    find_template,
+    parse_conversation,
+)
 from axon_dist.data.tokenizer import load_tokenizer
 
 from .chat_templates import (
@@ -29,7 +38,8 @@ from .chat_templates import (
     TOOL,
 )
 
-pytest.importorskip("jinja2")
+jinja2 = pytest.importorskip("jinja2")
+pytest.importorskip("jinja2.sandbox")
 
 
 def text_of(pieces):
@@ -440,6 +450,26 @@ def texts_in(x):
     return set().union(*map(texts_in, x)) if isinstance(x, list) else set()
 
 
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Renders templates here; other tests start the process that does it."""
+
+    @functools.cache
+    def started(process):
+        environment = chat_process._environment(jinja2.sandbox)
+        return chat_process.Renderer(environment, *process._setup, MOST_LETTERS)
+
+    def answer(process, renderer, question):
+        try:
+            return renderer.answer(json.loads(json.dumps(question)))
+        except Exception as error:  # a template may raise anything
+            raise ValueError(str(error)) from error
+
+    monkeypatch.setattr(TemplateProcess, "_started", started)
+    monkeypatch.setattr(TemplateProcess, "_answer", answer)
+
+
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("template", [*TEMPLATES, *TEMPLATES_OF_RECORDS, "plain", "llama3"])
 def test_every_text_of_a_record_is_in_the_result_or_the_record_is_refused(template):
     source = {**TEMPLATES, **TEMPLATES_OF_RECORDS}.get(template)

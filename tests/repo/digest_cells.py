@@ -297,10 +297,8 @@ DATA: Mapping[str, Cell] = {
     "hybrid_shard k4": Cell("dp=2,fsdp=4", hybrid, "blocks", 4),
 }
 OTHERS: Mapping[str, Cell] = {
-    "tensor": Cell("tp=4", lambda: tensor_parallel(UP_DOWN), "blocks"),
-    "sequence x ddp k4": Cell(
-        "dp=2,tp=2", lambda: compose(ddp(), tp(sequence=True)), "decoder", 4, quick=True
-    ),
+    "tensor": Cell("tp=4", lambda: tensor_parallel(UP_DOWN), "blocks", quick=True),
+    "sequence x ddp k4": Cell("dp=2,tp=2", lambda: compose(ddp(), tp(sequence=True)), "decoder", 4),
     "sequence rings": Cell("tp=2", lambda: tp(sequence=True, rings=True), "decoder"),
     "full_shard x tensor bf16": Cell(
         "fsdp=2,tp=2",
@@ -325,10 +323,9 @@ OTHERS: Mapping[str, Cell] = {
         "dp=2,cp=2,tp=2",
         lambda: compose(ddp(), context_parallel("ulysses"), tp()),
         "decoder",
-        quick=True,
     ),
     "expert ring x ddp": Cell(
-        "dp=2,ep=2", lambda: compose(ddp(), expert_parallel("ring")), "experts", quick=True
+        "dp=2,ep=2", lambda: compose(ddp(), expert_parallel("ring")), "experts"
     ),
     "expert all_to_all x full_shard": Cell(
         "fsdp=2,ep=2",
@@ -339,7 +336,7 @@ OTHERS: Mapping[str, Cell] = {
     ),
     "expert x tensor": Cell("ep=2,tp=2", lambda: compose(expert_parallel(), tp()), "experts"),
     "diloco x full_shard": Cell(
-        "nodes=2,fsdp=2", lambda: compose(diloco(every=4), shard()), "blocks", quick=True
+        "nodes=2,fsdp=2", lambda: compose(diloco(every=4), shard()), "blocks"
     ),
     "diloco fragments x ddp k4": Cell(
         "nodes=2,dp=2", lambda: compose(diloco(every=4, fragments=2), ddp()), "dropout", 4
@@ -364,7 +361,6 @@ OTHERS: Mapping[str, Cell] = {
         1,
         "adam",
         {"trainable": nnx.LoRAParam, "frozen_dtype": "int8", "ema": 0.9},
-        quick=True,
     ),
     "trainable zero1 k4": Cell(
         "dp=4", lambda: stage(1), "blocks", 4, "adam", {"trainable": ("up", "head")}
@@ -383,9 +379,7 @@ def pipe(*others: Callable[[], Strategy], schedule: str = "1f1b", count: int = 4
 
 PIPELINES: Mapping[str, Cell] = {
     **{
-        f"pipeline {name}": Cell(
-            "pp=2", pipe(schedule=name), "decoder4", quick=name == "zero_bubble_v"
-        )
+        f"pipeline {name}": Cell("pp=2", pipe(schedule=name), "decoder4")
         for name in sorted(SCHEDULES)
     },
     "pipeline x ddp x sequence": Cell(
@@ -408,7 +402,7 @@ PIPELINES: Mapping[str, Cell] = {
     "pipeline x full_shard muon": Cell(
         "pp=2,fsdp=2", pipe(shard, count=2), "blocks", optimizer="muon"
     ),
-    "pipeline weighted layers": Cell("pp=2", pipe(), "weighted"),
+    "pipeline weighted layers": Cell("pp=2", pipe(), "weighted", quick=True),
 }
 TARGETS: Mapping[str, Cell] = {
     "cuda full_shard bf16": Cell(
@@ -417,7 +411,7 @@ TARGETS: Mapping[str, Cell] = {
     "cuda pipeline x ddp": Cell("pp=2,dp=2", pipe(ddp), "blocks", platform="cuda"),
     "cuda full_shard decoder": Cell("fsdp=8", shard, "decoder", platform="cuda"),
     "tpu full_shard bf16": Cell(
-        "fsdp=8", shard, "decoder", 1, "adam", {"precision": "bf16"}, "tpu", quick=True
+        "fsdp=8", shard, "decoder", 1, "adam", {"precision": "bf16"}, "tpu"
     ),
     "tpu pipeline x full_shard": Cell(
         "pp=2,fsdp=2", pipe(shard, schedule="zero_bubble_h1"), "blocks", platform="tpu"

@@ -33,8 +33,8 @@ CONFIGS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "zero2 a100-80:2": ("zero2", "a100-80:2", FLOAT32),
 }
 """By name: a file of configs/, a target, and values in place of the file's."""
-QUICK = ("zero2 a100-80:2",)
-"""The rows of the default run of the tests."""
+SMALLEST = "zero2 a100-80:2"
+"""The row of which the default run of the tests makes the simplest plans."""
 
 
 def line_of(plan: TracedPlan) -> str:

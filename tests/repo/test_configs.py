@@ -46,23 +46,29 @@ EIGHT_DEVICES = {
     "vit_1b_fsdp16": "mesh={fsdp: 8}",
 }
 """The meshes of recipes for more devices, the same axes; the others fit."""
-ALWAYS = ("quickstart",)
-"""The config that every run trains, with one layer; the others are of the whole table."""
 
 
 def cases(paths):
-    marks = lambda path: [] if path.stem in ALWAYS else [pytest.mark.full]
-    return [pytest.param(path, marks=marks(path), id=path.stem) for path in paths]
+    return [pytest.param(path, id=path.stem) for path in paths]
 
 
 def small(path, *more):
     kind = read_yaml(path)["model"]["kind"]
     pipelined = "pipeline" in path.read_text()
-    count = 4 if pipelined else 1 if path.stem in ALWAYS else 2
+    count = 4 if pipelined else 2
     layers = [] if kind == "resnet" else [f"model.num_layers={count}"]
     return load_config(path, [*SMALL[kind], *layers, *more])
 
 
+@pytest.mark.parametrize("path", cases([*CONFIGS, *RECIPES]))
+def test_config_is_accepted_as_it_is_and_shrunk(path):
+    assert load_config(path).model is not None
+    assert small(path).name == load_config(path).name
+
+
+# The default run verifies a small model on text in `tests/train/config/test_user_code.py`, and
+# compares every strategy with one device in `tests/contracts`.
+@pytest.mark.full
 @pytest.mark.parametrize("path", cases(p for p in CONFIGS if p.stem != "pp4_interleaved"))
 def test_config_equals_one_device(path):
     found = verify(small(path), steps=2)
@@ -75,6 +81,7 @@ def test_interleaved_config_equals_one_device():
     assert found.passed, f"{found.worst} is beyond {found.tolerance}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", cases(RECIPES))
 def test_recipe_equals_one_device(path):
     """The strategies and the axes of the recipe on eight devices, in float32."""

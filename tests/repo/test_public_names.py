@@ -65,12 +65,24 @@ def test_a_stub_names_what_a_program_finds(package):
         assert not isinstance(getattr(module, name), types.ModuleType)
 
 
-def test_importing_the_top_imports_no_other_module():
-    program = (
-        "import sys, axon_dist; assert 'jax' not in sys.modules; axon_dist.parallel.ddp; "
-        "from axon_dist import schedule, World; import axon_dist.mesh; "
-        "assert axon_dist.mesh.World is World"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+IMPORTING = """
+import os, sys
+before = dict(os.environ)
+import axon_dist
+assert "jax" not in sys.modules, "importing the top imports JAX"
+axon_dist.parallel.ddp
+from axon_dist import schedule, World
+import axon_dist.mesh
+assert axon_dist.mesh.World is World
+import axon_dist.train.cli.main
+from axon_dist.core.compat import backend_started
+assert not backend_started(), "importing starts a backend"
+assert dict(os.environ) == before, "importing sets a variable"
+"""
+
+
+def test_importing_the_top_imports_no_other_module_and_importing_all_starts_nothing():
+    """Neither a backend is started nor a variable of the environment set."""
+    subprocess.run([sys.executable, "-c", IMPORTING], check=True, timeout=120)
     with pytest.raises(AttributeError, match="'axon_dist' has no attribute 'Wrold'"):
         getattr(axon_dist, "Wro" + "ld")
