@@ -1,6 +1,5 @@
 """Pages of the documentation: their code runs, commands can be typed, links lead somewhere."""
 
-import ast
 import importlib
 import pathlib
 import re
@@ -27,29 +26,15 @@ def blocks(language, text):
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-CODE = {
-    str(page.relative_to(DOCS)): "\n".join(found)
+CODE = [
+    pytest.param("\n".join(found), id=str(page.relative_to(DOCS)))
     for page in PAGES
     if (found := blocks("python", page.read_text()))
-}
-LONG = {
-    "guides/own.md", "guides/finetuning.md", "guides/checkpoints.md", "guides/loop.md",
-    "guides/prove.md", "precision.md", "strategies/pipeline.md", "strategies/slow.md",
-}  # fmt: skip
-"""The pages whose code takes more than a second; the default run tries what they import."""
+]
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.full] * (page in LONG)) for page in CODE]
-)
-def test_code_of_a_page_runs_from_top_to_bottom(page):
-    exec(compile(CODE[page], "page", "exec"), {"__name__": "page"})
-
-
-@pytest.mark.parametrize("page", sorted(LONG))
-def test_what_the_code_of_a_page_imports_is_there(page):
-    code = ast.parse(CODE[page])
-    code.body = [node for node in code.body if isinstance(node, ast.Import | ast.ImportFrom)]
+@pytest.mark.parametrize("code", CODE)
+def test_code_of_a_page_runs_from_top_to_bottom(code):
     exec(compile(code, "page", "exec"), {"__name__": "page"})
 
 
