@@ -47,6 +47,7 @@ def test_head_shares_the_table(make_world):
     assert logits.addressable_shards[0].data.shape == (2, 6)
 
 
+@pytest.mark.sample("8")
 @pytest.mark.parametrize("size", [2, 8])
 def test_cross_entropy_and_gradient_equal_optax(make_world, size):
     group = make_world(f"tp={size}").group("tp")

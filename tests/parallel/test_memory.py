@@ -140,14 +140,19 @@ def test_estimates_are_within_five_percent_of_what_is_measured(world, name, dtyp
     assert measured.total_params == sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_real_model_of_which_small_leaves_stay_whole(world, stage):
-    """GPT-2 with the default threshold: what the policies decide, leaf by leaf, within 5 %."""
+@pytest.fixture(scope="module")
+def gpt2():
+    """The shapes of a real model and of its moments."""
     config = TransformerConfig.preset("gpt2-124m")
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    strategy = zero(stage)
-    moments = jax.eval_shape(optax.adam(1e-3).init, params)
+    return params, jax.eval_shape(optax.adam(1e-3).init, params)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_real_model_of_which_small_leaves_stay_whole(world, stage, gpt2):
+    """GPT-2 with the default threshold: what the policies decide, leaf by leaf, within 5 %."""
+    (params, moments), strategy = gpt2, zero(stage)
     planned = (
         explain(strategy.params, params, world.mesh).bytes_per_device
         + explain(strategy.opt_state, params, world.mesh).bytes_per_device

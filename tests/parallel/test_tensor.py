@@ -198,7 +198,7 @@ def test_rings_are_refused_where_nothing_can_go_round(make_world):
 
 def test_layers_with_one_input_send_it_round_once(make_world):
     """A block has seven products and four rings: before q, k, v; out; before gate, up; down."""
-    world, model = make_world("tp=4"), make(num_layers=1)
+    world, model = make_world("tp=4"), lambda: make(num_layers=1)
     rings = tensor_parallel(suggest_plan(model), sequence=True, rings=True)
     step = build(model, rings, world)
     text = step.lower({"tokens": np.zeros((4, 17), np.int32)}).as_text()
