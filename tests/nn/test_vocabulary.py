@@ -90,6 +90,12 @@ def test_errors_name_sizes(make_world):
         vocab_parallel_cross_entropy(jnp.zeros((2, 10)), jnp.zeros(2, int), group)
 
 
+@pytest.mark.sample(
+    "float32-bfloat16-None",
+    "bfloat16-float32-None",
+    "float32-float32-bfloat16",
+    "bfloat16-bfloat16-float32",
+)
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16])

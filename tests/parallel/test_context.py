@@ -173,4 +173,4 @@ def test_keys_that_do_not_divide_are_refused_as_queries_are():
     loss = lambda model, batch: jnp.mean(model(batch["x"], batch["read"]))
     batch = {"x": np.ones((2, 6, 8), np.float32), "read": np.ones((2, 7, 8), np.float32)}
     with pytest.raises(DivisibilityError, match=r"7 positions of the keys does not .* cp=2"):
-        gradients(Reader(), context_parallel("ulysses"), World.emulate(2, "cp=2"), batch, loss)
+        gradients(drawn(Reader), context_parallel("ulysses"), World.emulate(2, "cp=2"), batch, loss)

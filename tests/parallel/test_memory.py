@@ -21,6 +21,7 @@ from axon_dist.parallel import (
     zero,
 )
 from axon_dist.sharding import explain, explain_optimizer
+from tests.drawn import drawn
 
 from . import tower
 
@@ -102,7 +103,7 @@ UNEVEN = {
 def test_leaves_that_do_not_divide_stay_whole_and_are_counted_so(world, name, stage):
     make, x = UNEVEN[name]
     loss_fn = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
-    step = build_train_step(make(), optax.adam(1e-3), loss_fn, zero(stage), world)
+    step = build_train_step(drawn(make), optax.adam(1e-3), loss_fn, zero(stage), world)
     state = step.init()
     grads, _ = step.gradients(state, {"x": x})
     measured = measure(step.strategy, state.params, grads, state.opt_state)

@@ -442,6 +442,7 @@ def test_a_mask_of_another_model_is_refused(strategy, make_world):
         build_train_step(Net(MODELS["rows"]), optax.adamw(0.1, mask=mask), loss_fn, strategy, world)
 
 
+@pytest.mark.sample("rows")
 @pytest.mark.parametrize("model", ["rows", "vectors"])
 def test_optimizers_that_need_blocks_of_several_stages_are_refused(model, make_world):
     with pytest.raises(UnsupportedError, match=r"of 'grads/blocks/0/down/kernel', and the oper.*'"):
