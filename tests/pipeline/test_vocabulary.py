@@ -141,12 +141,11 @@ def test_a_bias_is_split_with_its_kernel():
             UnsupportedError,
             "its kernel is not a parameter outside the blocks, at most cast or transposed",
         ),
-        pytest.param(
+        (
             functools.partial(small, tied_head=True),
             with_table,
             UnsupportedError,
             "its kernel 'token_embedding/embedding' is also read by 'reduce_sum'",
-            marks=pytest.mark.full,
         ),
         (
             small,
