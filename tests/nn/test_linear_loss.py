@@ -58,6 +58,15 @@ def test_the_gradient_is_linear_in_what_comes_back_and_can_be_differentiated():
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_with_64_bits_the_loss_of_a_float32_model_and_its_gradients_are_float32():
+    with jax.enable_x64(True):
+        given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (HIDDEN, KERNEL, BIAS, WEIGHTS)]
+        run = lambda h, k, b, w: linear_cross_entropy(h, k, LABELS, w, bias=b, num_chunks=2).mean
+        loss, grads = jax.eval_shape(jax.value_and_grad(run, argnums=(0, 1, 2, 3)), *given)
+        assert [x.dtype for x in (loss, *grads)] == ["float32"] * 5
+
+
+@pytest.mark.sample("float64")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_with_64_bits_the_loss_has_the_dtype_of_the_model(dtype):
     """In chunks too, against all logits in the same dtype."""
@@ -135,6 +144,7 @@ def test_bfloat16_logits_are_rounded_and_nothing_else():
     assert float(linear_cross_entropy(HIDDEN, KERNEL, LABELS).total) != float(got.total)
 
 
+@pytest.mark.sample("float16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_gradients_come_in_the_dtype_of_what_they_are_of(dtype):
     hidden, kernel = HIDDEN.astype(dtype), KERNEL.astype(dtype)

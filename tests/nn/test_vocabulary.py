@@ -47,6 +47,7 @@ def test_head_shares_the_table(make_world):
     assert logits.addressable_shards[0].data.shape == (2, 6)
 
 
+@pytest.mark.sample("8")
 @pytest.mark.parametrize("size", [2, 8])
 def test_cross_entropy_and_gradient_equal_optax(make_world, size):
     group = make_world(f"tp={size}").group("tp")
@@ -89,6 +90,12 @@ def test_errors_name_sizes(make_world):
         vocab_parallel_cross_entropy(jnp.zeros((2, 10)), jnp.zeros(2, int), group)
 
 
+@pytest.mark.sample(
+    "float32-bfloat16-None",
+    "bfloat16-float32-None",
+    "float32-float32-bfloat16",
+    "bfloat16-bfloat16-float32",
+)
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16])

@@ -145,17 +145,17 @@ def test_activations_shrink_with_the_ranks():
 
 
 def test_positions_may_be_given_without_segments():
-    model = lambda: drawn(lambda: make(num_layers=1))
+    model = drawn(lambda: make(num_layers=1))
     positions = 2 * jnp.arange(16)[None]
 
     def loss_fn(model, batch):
         return jnp.mean(model.residual(batch["tokens"], None, positions) ** 2)
 
     world = World.emulate(2, "cp=2")
-    step = build_train_step(model(), optax.sgd(0.1), loss_fn, context_parallel(), world)
+    step = build_train_step(model, optax.sgd(0.1), loss_fn, context_parallel(), world)
     batch = {"tokens": np.arange(64, dtype=np.int32).reshape(4, 16) % 32}
     metrics = step.evaluate(step.init(), batch)
-    expected = nnx.jit(loss_fn)(model(), batch)
+    expected = nnx.jit(loss_fn)(model, batch)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
 
 
@@ -173,4 +173,4 @@ def test_keys_that_do_not_divide_are_refused_as_queries_are():
     loss = lambda model, batch: jnp.mean(model(batch["x"], batch["read"]))
     batch = {"x": np.ones((2, 6, 8), np.float32), "read": np.ones((2, 7, 8), np.float32)}
     with pytest.raises(DivisibilityError, match=r"7 positions of the keys does not .* cp=2"):
-        gradients(Reader(), context_parallel("ulysses"), World.emulate(2, "cp=2"), batch, loss)
+        gradients(drawn(Reader), context_parallel("ulysses"), World.emulate(2, "cp=2"), batch, loss)

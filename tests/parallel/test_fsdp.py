@@ -76,7 +76,7 @@ def test_a_wrapper_calls_trains_and_evaluates_its_module(world):
 
 def test_a_function_that_makes_the_module_is_enough_for_shapes(world):
     made = FSDP(tower.make(), world.group("dp"))
-    real = FSDP(tower.make()(), world.group("dp"))
+    real = FSDP(drawn(tower.make()), world.group("dp"))
     assert made.memory_estimate() == real.memory_estimate()
     with pytest.raises(ConfigError, match=r"a forward pass needs a module.*TrainStep\.merge"):
         made(jnp.ones((1, 4), jnp.int32))

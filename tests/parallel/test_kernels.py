@@ -67,7 +67,6 @@ def run(form, kv_heads, inside=(), heads=("tp",)):
     "flash-4-inside2-query2-key2",
     "auto-4-inside3-query3-key3",
     "auto-4-inside4-query4-key4",
-    "einsum-4-inside5-query5-key5",
     "einsum-4-inside6-query6-key6",
 )
 @pytest.mark.parametrize(

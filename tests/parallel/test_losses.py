@@ -31,12 +31,11 @@ def test_equals_the_dense_loss_and_reduces_the_head_once(classes, num_chunks):
     loss = lambda h, k: linear_cross_entropy(h, k, LABELS, num_chunks=num_chunks).total
     split = Rewriting({LossOverMesh.replaces: LossOverMesh(layout)}).of(loss)
     want, grads = jax.jit(jax.value_and_grad(dense, argnums=(0, 1)))(HIDDEN, kernel)
-    run = jax.jit(jax.value_and_grad(split, argnums=(0, 1)))
-    got, found = run(HIDDEN, kernel)
+    compiled = jax.jit(jax.value_and_grad(split, argnums=(0, 1))).lower(HIDDEN, kernel).compile()
+    got, found = compiled(HIDDEN, kernel)
     assert float(got) == pytest.approx(float(want), rel=1e-6)
     for ours, theirs in zip(found, grads, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
-    compiled = run.lower(HIDDEN, kernel).compile()
     ledger = collectives(compiled, mesh)
     kernels = [row for row in ledger.select(axis="fsdp") if row.wire_bytes > kernel.nbytes / 8]
     assert sum(row.count for row in kernels) == 1

@@ -21,6 +21,7 @@ from axon_dist.parallel import (
     zero,
 )
 from axon_dist.sharding import explain, explain_optimizer
+from tests.drawn import drawn
 
 from . import tower
 
@@ -102,7 +103,7 @@ UNEVEN = {
 def test_leaves_that_do_not_divide_stay_whole_and_are_counted_so(world, name, stage):
     make, x = UNEVEN[name]
     loss_fn = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
-    step = build_train_step(make(), optax.adam(1e-3), loss_fn, zero(stage), world)
+    step = build_train_step(drawn(make), optax.adam(1e-3), loss_fn, zero(stage), world)
     state = step.init()
     grads, _ = step.gradients(state, {"x": x})
     measured = measure(step.strategy, state.params, grads, state.opt_state)
@@ -140,14 +141,19 @@ def test_estimates_are_within_five_percent_of_what_is_measured(world, name, dtyp
     assert measured.total_params == sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_real_model_of_which_small_leaves_stay_whole(world, stage):
-    """GPT-2 with the default threshold: what the policies decide, leaf by leaf, within 5 %."""
+@pytest.fixture(scope="module")
+def gpt2():
+    """The shapes of a real model and of its moments."""
     config = TransformerConfig.preset("gpt2-124m")
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    strategy = zero(stage)
-    moments = jax.eval_shape(optax.adam(1e-3).init, params)
+    return params, jax.eval_shape(optax.adam(1e-3).init, params)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_real_model_of_which_small_leaves_stay_whole(world, stage, gpt2):
+    """GPT-2 with the default threshold: what the policies decide, leaf by leaf, within 5 %."""
+    (params, moments), strategy = gpt2, zero(stage)
     planned = (
         explain(strategy.params, params, world.mesh).bytes_per_device
         + explain(strategy.opt_state, params, world.mesh).bytes_per_device

@@ -13,6 +13,7 @@ from axon_dist import World, build_train_step
 from axon_dist.core.errors import UnsupportedError
 from axon_dist.nn import Unread, kind_of
 from axon_dist.parallel import context_parallel
+from tests.drawn import drawn
 
 WIDTH, LENGTH, HEADS, VOCAB = 16, 16, 2, 32
 CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
@@ -81,10 +82,10 @@ FORMS = {
 @pytest.mark.sample("window")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_ring_is_the_attention_that_it_replaces(form):
-    make = lambda: Model(FORMS[form])
-    loss, grads = nnx.jit(nnx.value_and_grad(loss_fn))(make(), BATCH)
+    model = drawn(lambda: Model(FORMS[form]))
+    loss, grads = nnx.jit(nnx.value_and_grad(loss_fn))(model, BATCH)
     step = build_train_step(
-        make,
+        model,
         optax.sgd(0.1),
         loss_fn,
         context_parallel("ring"),
@@ -173,6 +174,7 @@ def kind_found(function):
     return kind_of(function, heads, heads, heads)
 
 
+@pytest.mark.sample(*LIMITED.keys() - {"scores"})
 @pytest.mark.parametrize("kind", LIMITED)
 def test_attention_that_limits_large_numbers_is_not_softmax_attention(kind):
     found = kind_found(LIMITED[kind])
@@ -186,6 +188,7 @@ def test_a_mask_of_a_small_number_is_named():
     assert "if -100 masks scores, mask them with -inf or -1e9" in found.why
 
 
+@pytest.mark.sample("guarded", "half precision", "mask of 1000", "unguarded")
 @pytest.mark.parametrize("kind", UNLIMITED)
 def test_large_scores_do_not_hide_softmax_attention(kind):
     assert str(kind_found(UNLIMITED[kind])) == "causal, of scale 0.5"

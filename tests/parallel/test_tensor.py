@@ -154,8 +154,8 @@ def test_two_strategies_on_one_dim_name_both(make_world):
     rows = tensor_parallel({"up$": "row"})
     columns = dataclasses.replace(tensor_parallel({"up$": "row"}, axis="fsdp"), name="other")
     with pytest.raises(StrategyConflictError, match=r"up/kernel: dim 0 of \(32, 64\) .*'tensor'"):
-        build(make(), compose(rows, columns), world)
-    step = build(make(), compose(fsdp(min_elements=8), rows), world)
+        build(make, compose(rows, columns), world)
+    step = build(make, compose(fsdp(min_elements=8), rows), world)
     up = step.state_shardings.params["blocks"][0]["mlp"]["up"]["kernel"].spec
     assert tuple(up) == ("tp", "fsdp")
 
@@ -175,9 +175,9 @@ def test_errors_name_what_there_is(make_world):
     with pytest.raises(
         ConfigError, match=r"'sums' keeps .* 'ddp \+ remat' has none.*tensor_parallel"
     ):
-        build(make(), compose(ddp(("tp",)), sums), world)
+        build(make, compose(ddp(("tp",)), sums), world)
     short = {"tokens": np.zeros((2, 4), np.int32)}
-    step = build(make(), tensor_parallel("transformer", sequence=True), world)
+    step = build(drawn(make), tensor_parallel("transformer", sequence=True), world)
     with pytest.raises(DivisibilityError, match=r"3 positions .* tp=2; .* multiple of 2"):
         step.gradients(step.init(), short)
 
@@ -187,9 +187,9 @@ def test_rings_are_refused_where_nothing_can_go_round(make_world):
         tensor_parallel("transformer", rings=True)
     rings = tensor_parallel("transformer", sequence=True, rings=True)
     with pytest.raises(StrategyConflictError, match=r"ranks of 'tp', but 'cp' splits them .* cont"):
-        build(make(), compose(rings, context_parallel()), make_world("cp=2,tp=2"))
+        build(make, compose(rings, context_parallel()), make_world("cp=2,tp=2"))
     with pytest.raises(StrategyConflictError, match=r"activations around .* 'tp'.*leave rings out"):
-        build(make(), compose(rings, pipelined(2, 2)), make_world("pp=2,tp=2"))
+        build(make, compose(rings, pipelined(2, 2)), make_world("pp=2,tp=2"))
     mlp, square = MLP((16, 24, 16), rngs=nnx.Rngs(0)), lambda model, x: jnp.mean(model(x) ** 2)
     rings = tensor_parallel(suggest_plan(mlp), sequence=True, rings=True)
     with pytest.raises(UnsupportedError, match=r"of the plan got f.*32\[4,16\]\. Set rings"):
@@ -198,7 +198,7 @@ def test_rings_are_refused_where_nothing_can_go_round(make_world):
 
 def test_layers_with_one_input_send_it_round_once(make_world):
     """A block has seven products and four rings: before q, k, v; out; before gate, up; down."""
-    world, model = make_world("tp=4"), make(num_layers=1)
+    world, model = make_world("tp=4"), lambda: make(num_layers=1)
     rings = tensor_parallel(suggest_plan(model), sequence=True, rings=True)
     step = build(model, rings, world)
     text = step.lower({"tokens": np.zeros((4, 17), np.int32)}).as_text()

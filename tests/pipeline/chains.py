@@ -82,25 +82,29 @@ def stored(params, placement, boundaries):
 
 def run_stages(programs, storage, params, data):
     """Runs the programs of all stages one after another, each with what it says it uses alone."""
-    held = storage.from_model(params)
-    rest = storage.rest_of(held)
     stages = storage.stages
-    pick = lambda uses: {i: rest[i] for i in uses}
-    (owner,) = [p for p in programs if 0 in p.stages]
-    wire = owner.first(pick(owner.first_uses), data)
-    for stage, device in enumerate(stages.placement):
-        (owner,) = [p for p in programs if stage in p.stages]
-        assert owner.chunk == stages.chunk_of(stage)
-        rows = storage.rows_of(held)
-        weights = [[leaf[device] for leaf in rows[row]] for row in owner.rows]
-        wire = owner.middle(weights, pick(owner.middle_uses), data, jnp.int32(stage), wire)
-    return owner.last(pick(owner.last_uses), data, wire)
+
+    def run(params, data):
+        held = storage.from_model(params)
+        rest = storage.rest_of(held)
+        pick = lambda uses: {i: rest[i] for i in uses}
+        (owner,) = [p for p in programs if 0 in p.stages]
+        wire = owner.first(pick(owner.first_uses), data)
+        for stage, device in enumerate(stages.placement):
+            (owner,) = [p for p in programs if stage in p.stages]
+            assert owner.chunk == stages.chunk_of(stage)
+            rows = storage.rows_of(held)
+            weights = [[leaf[device] for leaf in rows[row]] for row in owner.rows]
+            wire = owner.middle(weights, pick(owner.middle_uses), data, jnp.int32(stage), wire)
+        return owner.last(pick(owner.last_uses), data, wire)
+
+    return jax.jit(run)(params, data)
 
 
 def assert_loss(loss, forward, params, buffers, batch):
     """The loss of the stages is that of the function, its metrics in the order of their names."""
-    total, weight, metrics, _ = forward(params, buffers, batch)
+    total, weight, metrics, _ = jax.jit(forward)(params, buffers, batch)
     np.testing.assert_allclose(loss.total, total, rtol=2e-6)
     np.testing.assert_allclose(loss.weight, weight)
     want = [metrics[name] for name in sorted(metrics)]
-    np.testing.assert_allclose(jnp.stack(loss.metrics), jnp.stack(want), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(loss.metrics, want, rtol=1e-5, atol=1e-6)

@@ -142,8 +142,8 @@ def assert_sums(schedule, kernels, sums, scale=1.0):
     np.testing.assert_allclose([np.asarray(x).sum() for x in loss], want_loss, rtol=1e-5)
 
 
-# One chunk a rank; backward in two halves; two chunks a rank, with what forward has kept.
-@pytest.mark.sample("1f1b-False", "split-False", "v-True")
+# Backward in two halves; two chunks a rank, with what forward has kept. One chunk a rank is below.
+@pytest.mark.sample("split-False", "v-True")
 @pytest.mark.parametrize(
     ("name", "keeps"),
     [
@@ -219,7 +219,7 @@ def learnt(size):
     return grads, numbers
 
 
-@pytest.mark.sample("kept", "split", "alone", "backwards in another order")
+@pytest.mark.sample("kept", "split", "backwards in another order")
 @pytest.mark.parametrize("name", LEARNING)
 def test_stages_keep_what_a_microbatch_has_left_for_the_next(name):
     """Each stage has a number that its output depends on, and that moves with what comes in."""

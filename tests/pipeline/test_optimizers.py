@@ -15,6 +15,7 @@ from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.core.tree import is_key, leaves_with_paths
 from axon_dist.inspect import collectives
 from axon_dist.optim import Spikes, adamw_8bit, watched
+from axon_dist.optim.wrappers import layer_norms
 from axon_dist.parallel import ddp, pipelined
 from axon_dist.sharding import optimizer_shardings, shardings
 from axon_dist.step import plan
@@ -75,6 +76,7 @@ def make(model):
 
 MODELS = {"rows": (WIDTH,) * 4, "holes": (WIDTH,) * 3, "vectors": (WIDTH, 24, 48)}
 MODELS["equal stages"] = (WIDTH, 24, WIDTH, 24)
+MODELS["one each"] = (WIDTH, 24)
 CLIP = optax.clip_by_global_norm(0.5)
 
 
@@ -199,6 +201,10 @@ def trained(optimizer, params, from_model=lambda tree: tree):
         grads = from_model(gradients(params, number))
         stored, state = update(grads, state, stored, jnp.float32(number % 2))
     return stored, state
+
+
+def read(metrics):
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def assert_equal(got, want):
@@ -343,25 +349,56 @@ def test_a_search_traces_an_optimizer_and_the_norms_of_layers_once(make_world, m
     assert len(traced) == 2
 
 
-@pytest.mark.sample("rows")
+# Vectors are measured below.
+@pytest.mark.sample("rows", "stack")
 @pytest.mark.parametrize("model", ["rows", "vectors", "stack"])
+def test_layers_of_stages_have_the_norms_of_the_models_layers(model, make_world):
+    shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(make(model), nnx.Param)))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
+    step = build_train_step(
+        lambda: make(model), optax.sgd(0.1), loss_fn, pipelined(2, 2), make_world("pp=2"),
+        metrics=("norms_by_layer",),
+    )  # fmt: skip
+    found = jax.jit(step.plan.state_plan.layer_norms)(step.storage.from_model(params))
+    expected = jax.jit(layer_norms)(params)
+    assert len(expected) == (3 if model == "stack" else 2 + len(MODELS[model]))
+    assert read(found) == pytest.approx(read(expected), rel=1e-5)
+
+
+# The norms of the layers of each form of storage are measured above.
+@pytest.mark.sample("one each")
+@pytest.mark.parametrize("model", ["rows", "vectors", "one each", "stack"])
 def test_norms_of_layers_and_of_the_whole_gradient_are_measured_before_it_is_clipped(
     model, make_world
 ):
-    def measured(strategy, mesh):
-        optimizer = watched(optax.adam(0.1), spikes=Spikes(window=2))
-        step = build_train_step(
-            make(model), optimizer, loss_fn, strategy, make_world(mesh),
-            clip_norm=0.01, metrics=("norms_by_layer",),
-        )  # fmt: skip
-        state = step.init()
-        for _ in range(2):
-            state, metrics = step(state, batch())
-        averages = state.opt_state.averages["norm"]._asdict()
-        return {name: float(x) for name, x in (metrics | averages).items()}
+    optimizer, spikes = optax.adam(0.1), Spikes(window=2)
+    net, names = drawn(lambda: make(model)), ("norms_by_layer",)
+    step = build_train_step(
+        net, watched(optimizer, spikes=spikes), loss_fn, pipelined(2, 2), make_world("pp=2"),
+        clip_norm=0.01, metrics=names,
+    )  # fmt: skip
+    state = step.init()
+    for _ in range(2):
+        state, metrics = step(state, batch())
+    found = read(metrics | state.opt_state.averages["norm"]._asdict())
 
-    found, expected = measured(pipelined(2, 2), "pp=2"), measured(ddp(), "dp=1")
-    assert found == pytest.approx(expected, rel=1e-4)
+    alone = watched(optimizer, clip_norm=0.01, spikes=spikes, norms_by_layer=True)
+    graph, weights = nnx.split(net, nnx.Param)
+    params = nnx.to_pure_dict(weights)
+
+    @jax.jit
+    def train(params, state):
+        of_params = lambda params: loss_fn(nnx.merge(graph, params), batch())
+        loss, grads = jax.value_and_grad(of_params)(params)
+        updates, state = alone.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state, loss
+
+    state = jax.jit(alone.init)(params)
+    for _ in range(2):
+        params, state, loss = train(params, state)
+    expected = read(state.metrics | state.averages["norm"]._asdict() | {"loss": loss})
+    assert found == pytest.approx(expected | {"grad_norm": found["grad_norm"]}, rel=1e-4)
     layers = [name for name in found if name.startswith("grad_norm/")]
     assert len(layers) == (3 if model == "stack" else 2 + len(MODELS[model]))
     whole = sum(found[name] ** 2 for name in layers) ** 0.5
@@ -405,6 +442,7 @@ def test_a_mask_of_another_model_is_refused(strategy, make_world):
         build_train_step(Net(MODELS["rows"]), optax.adamw(0.1, mask=mask), loss_fn, strategy, world)
 
 
+@pytest.mark.sample("rows")
 @pytest.mark.parametrize("model", ["rows", "vectors"])
 def test_optimizers_that_need_blocks_of_several_stages_are_refused(model, make_world):
     with pytest.raises(UnsupportedError, match=r"of 'grads/blocks/0/down/kernel', and the oper.*'"):

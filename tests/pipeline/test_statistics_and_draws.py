@@ -1,5 +1,7 @@
 """A block with statistics and random draws trains in a pipeline as in microbatches."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +36,8 @@ class Net(nnx.Module):
         return x
 
 
-def make():
+@functools.cache
+def model():
     model = drawn(lambda: Net(nnx.Rngs(0, dropout=1)))
     model.train()
     return model
@@ -45,7 +48,7 @@ def trained(strategy, world, **options):
         return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
     sgd = optax.sgd(0.1)
-    step = build_train_step(make(), sgd, loss_fn, strategy, world, batch=BATCH, **options)
+    step = build_train_step(model(), sgd, loss_fn, strategy, world, batch=BATCH, **options)
     state = step.init()
     for _ in range(2):
         state, metrics = step(state, BATCH)
