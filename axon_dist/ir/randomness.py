@@ -30,8 +30,8 @@ class SampleRows:
     """Which dim of a drawn array counts samples, and its global size.
 
     Args:
-        dim: the dim that the ranks split.
-        global_size: its size over all ranks.
+        dim: the dim that the parts of the batch split.
+        global_size: its size in the whole batch.
     """
 
     dim: int

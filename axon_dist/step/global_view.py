@@ -1,4 +1,7 @@
-"""Gradients and evaluation in global view: the compiler partitions the user's program."""
+"""Gradients in global view, where the compiler partitions the user's program.
+
+Evaluations share the forward pass, `global_forward`.
+"""
 
 from __future__ import annotations
 

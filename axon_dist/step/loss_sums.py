@@ -185,7 +185,7 @@ SUMMED = (Dependence.MEAN, Dependence.SUM, Dependence.SCALED, Dependence.CONSTAN
 
 
 def rescale_parts(loss_fn: LossFn, dependence: LossDependence) -> LossFn:
-    """Rescales a loss so that the sums of totals and weights over parts equal those of the batch.
+    """Rescales a loss so that `sum(totals) / sum(weights)` over parts is that of the batch.
 
     Results must not depend on the number of microbatches or ranks. A sum, or a `Weighted` whose
     weight is the same for any batch, then comes out as that of the whole batch. A sum of integers

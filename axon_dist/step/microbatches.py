@@ -70,7 +70,9 @@ class PartBuffers:
         return jnp.asarray(microbatch * self.ranks + rank, jnp.uint32)
 
     def before(self, buffers: PyTree, first: PyTree, microbatch: Any) -> PyTree:
-        """Returns the buffers of a part, with random streams as at the start of the step.
+        """Returns the buffers before a part, some of them as at the start of the step.
+
+        These are the buffers in `once_per_step` and `averaged`.
 
         Args:
             buffers: before this microbatch.

@@ -314,7 +314,8 @@ class PipelineRegion:
         trace = dataclasses.replace(trace, looked_up=looked_up, rest=tuple(unsplit))
         programs = self.programs(trace)
         count = spec.num_microbatches
-        # The buffers that the loss changes, and the stage that changes each.
+        # The buffers that stages keep, each with the stage that updates it. `buffers_over_time`
+        # computes the others that change.
         mutable = {i: stage for one in programs for i, stage in one.buffer_stages.items()}
         unchanged = frozenset[Path]() if part_buffers is None else part_buffers.once_per_step
         averaged, shared = _kinds_of_buffers(mutable, first_buffers, part_buffers)

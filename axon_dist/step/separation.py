@@ -361,7 +361,8 @@ class Separator:
         for path, output in dependence.buffers.items():
             if not output.why or path in added or self._is_own(path):
                 continue
-            # With one of these, the ranks cannot compute a buffer together, whatever is declared.
+            # Each of these options alone keeps the ranks from computing a buffer together, so the
+            # advice names them all.
             what = " and ".join(["separable=True", *(["the pipeline"] if has_pipeline else asked)])
             own = (
                 "; or let each rank keep its own, with sync_buffers=False in the reduction "
@@ -704,8 +705,8 @@ class Separator:
         by a second analysis, in which the old values of these buffers are 0.
 
         Returns:
-            The reason by path; "" for a running sum. Floating-point buffers that the samples do not
-            change, up to rounding, are left out.
+            The reason by path; "" for a running sum. Floating-point buffers whose new value is the
+            same for every part are left out, such as constants and statistics over all parts.
         """
         program = self.program(batch, sizes[1])
         shapes = self._buffers
