@@ -171,7 +171,7 @@ def buffers_over_time(
     buffers: PyTree,
     num_microbatches: int,
     mutable_buffers: Collection[int] = (),
-    shared_buffers: Collection[Path] = (),
+    once_per_step: Collection[Path] = (),
     rest: Mapping[Keys, Array] = MappingProxyType({}),
 ) -> tuple[dict[int, Array], PyTree]:
     """Computes the values of the buffers before each microbatch and after the last.
@@ -186,7 +186,7 @@ def buffers_over_time(
         buffers: their values before the first microbatch.
         num_microbatches: the number of microbatches.
         mutable_buffers: the numbers of the buffers that stages keep; they are returned unchanged.
-        shared_buffers: the paths of the buffers that are updated only once per step, as on one
+        once_per_step: the paths of the buffers that are updated only once per step, as on one
             device. Every microbatch reads their initial value.
         rest: the values of the parameters that are known ahead.
 
@@ -203,8 +203,8 @@ def buffers_over_time(
         return {}, buffers
     paths = [path for path, _ in leaves_with_paths(buffers)]
     advance = _advance(trace, paths, changing, rest)
-    constant = {i for i in changing if paths[i] in shared_buffers}
-    last, over_time = _over_time(advance, leaves, changing, constant, num_microbatches)
+    once = {i for i in changing if paths[i] in once_per_step}
+    last, over_time = _over_time(advance, leaves, changing, once, num_microbatches)
     return over_time, structure.unflatten(last)
 
 
@@ -212,24 +212,24 @@ def _over_time(
     advance: Callable[[list[Array]], list[Array]],
     leaves: list[Array],
     changing: list[int],
-    constant: Collection[int],
+    once_per_step: Collection[int],
     num_microbatches: int,
 ) -> tuple[list[Array], dict[int, Array]]:
     """Returns the leaves after the last microbatch, and the changing ones before each.
 
-    The `constant` leaves keep their initial value in all microbatches, and are updated once.
+    The `once_per_step` leaves keep their initial value in all microbatches, and are updated once.
     """
     updated_once = advance(leaves)
-    moving = [i for i in changing if i not in constant]
+    moving = [i for i in changing if i not in once_per_step]
 
     def body(now: list[Array], _: None) -> tuple[list[Array], list[Array]]:
         then = advance(now)
-        for i in constant:
+        for i in once_per_step:
             then[i] = now[i]
         return then, [now[i] for i in moving]
 
     last, before = jax.lax.scan(body, leaves, length=num_microbatches)
-    for i in constant:
+    for i in once_per_step:
         last[i] = updated_once[i]
     return last, dict(zip(moving, before, strict=True))
 

@@ -317,15 +317,15 @@ class PipelineRegion:
         # The buffers that stages keep, each with the stage that updates it. `buffers_over_time`
         # computes the others that change.
         mutable = {i: stage for one in programs for i, stage in one.buffer_stages.items()}
-        unchanged = frozenset[Path]() if part_buffers is None else part_buffers.once_per_step
-        averaged, shared = _kinds_of_buffers(mutable, first_buffers, part_buffers)
-        in_turn = {i: stage for i, stage in mutable.items() if i not in shared}
+        once_per_step = frozenset[Path]() if part_buffers is None else part_buffers.once_per_step
+        averaged, reads_initial = _kinds_of_buffers(mutable, first_buffers, part_buffers)
+        in_turn = {i: stage for i, stage in mutable.items() if i not in reads_initial}
         if in_turn:
             check_order(trace, first_buffers, self.pipeline.schedule, in_turn)
         rest = [x if x is not None else y for x, y in zip_longest(params[1], frozen[1])]
         ahead = {keys: rest[i] for keys, i in unsplit.items()}
         over_time, changed = buffers_over_time(
-            trace, first_buffers, count, mutable, unchanged, ahead
+            trace, first_buffers, count, mutable, once_per_step, ahead
         )
         first = jax.tree.leaves(first_buffers)
         data = _data_of_microbatches(batch, first, over_time, part_buffers)
@@ -342,7 +342,7 @@ class PipelineRegion:
             frozen_weights=jax.tree.map(lambda leaf: leaf[0], frozen[0]),
             frozen_rest=frozen[1],
             mutable_buffers={i: first[i] for i in mutable},
-            shared_buffers=shared,
+            reads_initial=reads_initial,
             averaged_buffers=averaged,
             partitioned=split_dims,
             lookups=lookups,
