@@ -180,7 +180,7 @@ class Finalize:
         return result._replace(grads=grads, metrics=metrics | numbers, numbers=others | numbers)
 
 
-SUMMED = (Dependence.MEAN, Dependence.SUM, Dependence.SCALED, Dependence.CONSTANT)
+WITHOUT_LOSS_WEIGHT = (Dependence.MEAN, Dependence.SUM, Dependence.SCALED, Dependence.CONSTANT)
 """The dependences of metrics that are averaged over equal parts without the loss's weight."""
 
 
@@ -198,7 +198,7 @@ def rescale_parts(loss_fn: LossFn, dependence: LossDependence) -> LossFn:
     Returns:
         The loss function, unchanged if nothing needs rescaling.
     """
-    factors = {n: m.factor for n, m in dependence.metrics.items() if m.kind in SUMMED}
+    factors = {n: m.factor for n, m in dependence.metrics.items() if m.kind in WITHOUT_LOSS_WEIGHT}
     sums = {n for n, m in dependence.metrics.items() if m.kind is Dependence.SUM}
     if dependence.loss.kind is Dependence.MEAN:
         factors = {name: factor for name, factor in factors.items() if factor != 1}

@@ -48,7 +48,7 @@ from .objective import ModelChange
 from .sample_traces import ALONE, Traced, Traces
 from .sharing import shared_value
 from .spec import StepSpec
-from .statistics import warn_of_statistic
+from .statistics import warn_of_analysed_statistic
 
 MakeChange: TypeAlias = Callable[..., ModelChange]
 """(gather of each weight or None, first change) -> the change to a merged model."""
@@ -613,7 +613,9 @@ class Separator:
         if means and dependence.loss.why == Why.EACH:
             # Normalisation by batch statistics does this, such as BatchNorm: it deserves a warning,
             # while a loss that compares samples is refused.
-            warn_of_statistic(self.model_spec.abstract, means[0], count, dependence.loss.place)
+            warn_of_analysed_statistic(
+                self.model_spec.abstract, means[0], count, dependence.loss.place
+            )
             return
         loss = dependence.loss
         if loss.kind is Dependence.COUPLED:
