@@ -237,7 +237,7 @@ def optimizer_for(
         return fitting, storage, update
     if storage.stacks.depths:
         fitting = UnstackedOptimizer(fitting, storage.stacks, model_spec.params)
-    staged = StagedOptimizer(fitting, storage.rows.trained, mesh, pipeline.axis, update.told)
+    staged = StagedOptimizer(fitting, storage.rows.trained, mesh, pipeline.axis, update.extra_args)
     # Which leaves of the optimizer's state are rows.
     policy: Any = storage.strategy.opt_state
     policy = dataclasses.replace(policy, state_rows=staged.state_form.row_paths)
