@@ -175,7 +175,7 @@ class Walk:
         """Returns the value of a constant, which may depend on the number of samples."""
         if is_key(first) or is_key(second):
             # A key that the loss closes over is, as one that it makes, the same on all ranks.
-            value = dataclasses.replace(CONSTANT, made=True)
+            value = dataclasses.replace(CONSTANT, from_own_key=True)
             is_equal = first is second or are_equal_keys(first, second)
             return self._with_number(value if is_equal else coupled(Why.DIFFERS, ""), object())
         if first is second and np.ndim(first):

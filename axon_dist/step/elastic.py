@@ -140,7 +140,7 @@ class ElasticProgram(RankProgram):
             put = jax.lax.dynamic_update_index_in_dim
             stack = jax.tree.map(lambda s, x: put(s, x, level, 0), stack, new)
             if part_buffers is not None:
-                buffers = part_buffers.without_rank(buffers, first)
+                buffers = part_buffers.without_part(buffers, first)
             return number + 1, stack, buffers
 
         _, stack, buffers = jax.lax.while_loop(

@@ -304,7 +304,7 @@ class PipelineRegion:
         if part_buffers is not None:
             first_buffers = part_buffers.before(buffers, buffers, 0)
         stacks = self.plan.state_plan.storage.stacks
-        first_buffers = stacks.split_buffers(first_buffers) if stacks.depths else first_buffers
+        first_buffers = stacks.split_buffers(first_buffers) if stacks.counts else first_buffers
         trace = self.trace(first_buffers, batch)
         lookups = (
             lookups_in(trace, {i: self.rows.rest[i] for i in split_dims}) if split_dims else []
@@ -349,7 +349,7 @@ class PipelineRegion:
         ).run()
         leaves, structure = jax.tree.flatten(changed)
         after = structure.unflatten(sums.mutable_buffers.get(i, x) for i, x in enumerate(leaves))
-        changed = buffers_together(after) if stacks.depths else after
+        changed = buffers_together(after) if stacks.counts else after
         if part_buffers is not None:
             changed = part_buffers.over_ranks(changed, buffers)
         grad_factor = jnp.ones(()) if weight is None else weight
