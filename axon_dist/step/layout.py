@@ -199,7 +199,7 @@ class StateLayout:
         )
         buffers = _buffer_specs(spec)
         self._split_buffers = model_spec.others & {
-            path for path, spec in leaves_with_paths(buffers) if spec != PartitionSpec()
+            path for path, place in leaves_with_paths(buffers) if place != PartitionSpec()
         }
         strategy = strategy or of_replica
         rows = state.params
