@@ -329,7 +329,10 @@ class PipelineRegion:
         )
         first = jax.tree.leaves(first_buffers)
         data = _data_of_microbatches(batch, first, over_time, part_buffers)
-        weight = mean_microbatch_weight(trace, data, count, spec.strategy.batch_axes)
+        untrained = {keys for keys, i in unsplit.items() if params[1][i] is None}
+        weight = mean_microbatch_weight(
+            trace, data, count, spec.strategy.batch_axes, ahead, untrained
+        )
         sums = Executor(
             schedule=self.pipeline.schedule,
             programs=programs,
