@@ -89,8 +89,8 @@ class WithTerm(Weighted):
 class Count(Weighted):
     """A metric that is an integer sum over the samples, in one of the parts of a batch.
 
-    The parts add `total` up in its own dtype, because float32 holds integers only up to 2^24.
-    Divided by the sum of the weights, their sum is that over the whole batch, as for a `Weighted`.
+    The parts add `total` up in its own dtype, because float32 holds integers only up to 2^24. The
+    weights of all parts add up to 1, so nothing divides the sum of the totals.
     """
 
 

@@ -1,4 +1,4 @@
-"""Draws one rank's rows of the random numbers that a single device would draw.
+"""Draws a part's rows of the random numbers that a single device would draw for the batch.
 
 Inside `shard_map` a key is the same on every rank, so `bernoulli(key, shape=(rows, ...))` would
 give every rank the same mask. Folding the rank into the key would make the masks depend on the
@@ -30,8 +30,8 @@ class SampleRows:
     """Which dim of a drawn array counts samples, and its global size.
 
     Args:
-        dim: the dim that the ranks split.
-        global_size: its size over all ranks.
+        dim: the dim that the parts of the batch split.
+        global_size: its size in the whole batch.
     """
 
     dim: int
@@ -59,7 +59,7 @@ def find_rows(
     """Learns from two traces which drawn shapes grow with the number of samples.
 
     Draws from one key per sample, as with `vmap` over `split(key, samples)`, are correct once the
-    keys are: only the split has to return the rank's rows.
+    keys are: only the split has to return the rows of the part.
 
     Args:
         trace: `trace(num_samples)` gives the jaxpr of the forward pass on that many samples.
@@ -159,13 +159,13 @@ def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleR
     return interpret(jaxpr, consts, made, run, literal=lambda _: False)
 
 
-def with_rank(buffers: PyTree, rows: Mapping[Drawn, SampleRows], rank: Array) -> PyTree:
-    """Replaces every key in the buffers by one that draws the rows of one rank, or of one part.
+def with_part(buffers: PyTree, rows: Mapping[Drawn, SampleRows], part: Array) -> PyTree:
+    """Replaces every key in the buffers by one that draws the rows of one part of the batch.
 
     Args:
         buffers: nested dict with typed keys among its leaves.
         rows: the result of `find_rows`.
-        rank: scalar; the position among all ranks or parts that split the samples.
+        part: its number among the parts, a scalar.
 
     Returns:
         The same buffers with their keys replaced.
@@ -176,8 +176,8 @@ def with_rank(buffers: PyTree, rows: Mapping[Drawn, SampleRows], rank: Array) ->
             return leaf
         impl = _row_impl(jax.random.key_impl(leaf), tuple(sorted(rows.items(), key=str)))
         data = jax.random.key_data(leaf)
-        ranks = jnp.broadcast_to(rank.astype(data.dtype), (*data.shape[:-1], 1))
-        return jax.random.wrap_key_data(jnp.concatenate([data, ranks], -1), impl=impl)
+        number = jnp.broadcast_to(part.astype(data.dtype), (*data.shape[:-1], 1))
+        return jax.random.wrap_key_data(jnp.concatenate([data, number], -1), impl=impl)
 
     return jax.tree.map(replace, buffers)
 
@@ -191,14 +191,14 @@ def at_part(leaf: Array, part: Array) -> Array:
     return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(leaf))
 
 
-def without_rank(
+def without_part(
     buffers: PyTree, original: PyTree, advanced: Collection[Path] = frozenset()
 ) -> PyTree:
-    """Undoes `with_rank`; counts and statistics keep their new values.
+    """Undoes `with_part`; counts and statistics keep their new values.
 
     Args:
         buffers: nested dict, after a part of the step.
-        original: the same buffers before `with_rank`.
+        original: the same buffers before `with_part`.
         advanced: the paths of the keys that the model replaces by others, made from them.
     """
 
@@ -250,7 +250,7 @@ def _drawn(program: ClosedJaxpr) -> Iterator[tuple[Drawn, tuple[Shape, str]]]:
 
 @functools.lru_cache(maxsize=64)
 def _row_impl(base: Any, rows: tuple[tuple[Drawn, SampleRows], ...]) -> Any:
-    """Makes a PRNG like `base` whose keys carry a rank, and whose draws are that rank's rows.
+    """Makes a PRNG like `base` whose keys carry the number of a part, and whose draws are its rows.
 
     Args:
         base: the name of a PRNG, or the implementation of one that has none.
@@ -266,7 +266,7 @@ def _row_impl(base: Any, rows: tuple[tuple[Drawn, SampleRows], ...]) -> Any:
     def full_shape(shape: Shape, sampled: SampleRows) -> Shape:
         return (*shape[: sampled.dim], sampled.global_size, *shape[sampled.dim + 1 :])
 
-    def append_rank(keys: Array, data: Array) -> Array:
+    def append_part(keys: Array, data: Array) -> Array:
         new = jax.random.key_data(keys)
         return jnp.concatenate([new, jnp.broadcast_to(data[words:], (*new.shape[:-1], 1))], -1)
 
@@ -276,14 +276,14 @@ def _row_impl(base: Any, rows: tuple[tuple[Drawn, SampleRows], ...]) -> Any:
     def split(data: Array, shape: Shape) -> Array:
         sampled = table.get(("split", *shape))
         if sampled is None:
-            return append_rank(jax.random.split(key_of(data), shape), data)
+            return append_part(jax.random.split(key_of(data), shape), data)
         keys = jax.random.key_data(jax.random.split(key_of(data), full_shape(shape, sampled)))
         start = data[words].astype(jnp.int32) * shape[sampled.dim]
         part = jax.lax.dynamic_slice_in_dim(keys, start, shape[sampled.dim], sampled.dim)
-        return append_rank(jax.random.wrap_key_data(part, impl=base), data)
+        return append_part(jax.random.wrap_key_data(part, impl=base), data)
 
     def fold_in(data: Array, value: int) -> Array:
-        return append_rank(jax.random.fold_in(key_of(data), value), data)
+        return append_part(jax.random.fold_in(key_of(data), value), data)
 
     def random_bits(data: Array, bit_width: int, shape: Shape) -> Array:
         dtype = jnp.dtype(f"uint{bit_width}")

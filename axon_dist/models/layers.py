@@ -57,7 +57,7 @@ class Place:
 
     Args:
         start: the number of earlier positions, including padding; an int32 scalar.
-        padding: the number of these that are padding, int32 `[B]`.
+        padding: the number of padding positions at the start of each row, int32 `[B]`.
     """
 
     start: Array

@@ -124,8 +124,8 @@ class TransformerConfig(Presets):
             float32 in either case, and so are logits, unless `logits_dtype` says otherwise.
         attention: how attention is computed, see `axon_dist.models.attention`.
         scan_layers: stack all blocks into one and run it in a `lax.scan`. The function and the
-            initial weights are the same, but compile time and memory under remat do not grow with
-            depth; a list of blocks is easier to inspect.
+            initial weights are the same. Compile time does not grow with depth, nor under remat
+            does the memory of a block's intermediate values. A list of blocks is easier to inspect.
         norm: `"rms"` for RMSNorm; `"rms_plus_one"` for RMSNorm that multiplies by 1 + scale, so
             that weight decay pulls towards the identity (Gemma); `"layer"` for LayerNorm with scale
             and bias.

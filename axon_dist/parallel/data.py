@@ -47,7 +47,7 @@ def ddp(
             device and like SyncBatchNorm in torch. The argument of this name in torch's DDP means
             something else: it copies the buffers of rank 0. With False the statistics are those of
             a rank's samples of each microbatch: which samples these are depends on the number of
-            microbatches, and on that of processes if they give rows that no `Loader` has cut.
+            microbatches and, if your own code picks each process's rows, on that of processes.
         per: `"step"` reduces once per step, whatever the number of microbatches; `"microbatch"`
             reduces after each one. None means `"step"`, unless another part of a composed strategy
             keeps gradients split.

@@ -4,9 +4,11 @@ To add a strategy, write a function that returns a `Strategy`, in a file of this
 of `STRATEGIES` here. Its `make` is that function under `over_data_axes`, or one that takes
 `(model, world, **options)`. The keys of a config and their help and the index of the docs follow
 from the row. With a `DataPlan`, so do the candidates of `axon plan`. A `ModelPlan` over a new axis
-also needs a field of `planner.Candidate`. Each axis within a node has one strategy: the planner
-tries the first `ModelPlan` over it. Also add a row to the table in `tests/contracts` that compares
-its kind with one device. Data parallelism has its rows in `test_strategies.py`.
+also needs the name of the axis in `AXIS_ORDER` of `mesh/mesh_spec.py` and in `AXES` of
+`planner/candidates.py`, and a field of `planner.Candidate`. Each axis within a node has one
+strategy: the planner tries the first `ModelPlan` over it. Also add a row to the table in
+`tests/contracts` that compares its kind with one device. Data parallelism has its rows in
+`test_strategies.py`.
 """
 
 from __future__ import annotations

@@ -97,9 +97,9 @@ class Executor:
         frozen_weights, frozen_rest: the parameters that are not trained.
         mutable_buffers: the initial values of the buffers that stages update, by number. Each
             microbatch reads the value that the microbatch before it, by number, wrote.
-        shared_buffers: the numbers of the mutable buffers whose initial value every microbatch
+        reads_initial: the numbers of the mutable buffers whose initial value every microbatch
             reads.
-        averaged_buffers: the numbers in `shared_buffers` whose new value is the mean over the
+        averaged_buffers: the numbers in `reads_initial` whose new value is the mean over the
             microbatches.
         partitioned: the numbers of the parameters in `rest` that are split over the ranks by
             rows of the vocabulary.
@@ -136,7 +136,7 @@ class Executor:
     frozen_weights: list[list[Any]] = dataclasses.field(default_factory=list)
     frozen_rest: list[Any] = dataclasses.field(default_factory=list)
     mutable_buffers: Mapping[int, Array] = dataclasses.field(default_factory=dict)
-    shared_buffers: Collection[int] = ()
+    reads_initial: Collection[int] = ()
     averaged_buffers: Collection[int] = ()
     partitioned: Collection[int] = ()
     lookups: Sequence[Lookup] = ()
@@ -468,8 +468,8 @@ class Executor:
         data = self.data(entry["microbatch"])
         buffers = list(data.buffers)
         for i, history in mutable_buffers.items():
-            is_shared = i in self.shared_buffers
-            buffers[i] = history[0] if is_shared else get(history, entry["microbatch"])
+            reads_initial = i in self.reads_initial
+            buffers[i] = history[0] if reads_initial else get(history, entry["microbatch"])
         return data._replace(buffers=buffers)
 
     def _updated_buffers(

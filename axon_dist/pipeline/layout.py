@@ -199,7 +199,7 @@ class Stacks:
     """The stacked modules of a model, whose leaves have one row per block.
 
     Args:
-        depths: the keys of every stacked module, and its number of blocks.
+        counts: the keys of every stacked module, and its number of blocks.
 
     Example:
         >>> stacks = Stacks(((("blocks",), 2),))
@@ -210,11 +210,11 @@ class Stacks:
         (2, 3)
     """
 
-    depths: tuple[tuple[Keys, int], ...] = ()
+    counts: tuple[tuple[Keys, int], ...] = ()
 
     def of(self, keys: Keys) -> tuple[Keys, int]:
         """Returns the stack that contains the keys and its number of blocks, or () and 0."""
-        within = (item for item in self.depths if keys[: len(item[0])] == item[0])
+        within = (item for item in self.counts if keys[: len(item[0])] == item[0])
         return next(within, ((), 0))
 
     def unstack(self, tree: PyTree, shapes: PyTree = None) -> PyTree:
@@ -225,19 +225,19 @@ class Stacks:
             shapes: a tree of the same structure whose shapes tell which leaves are stacked; `tree`
                 by default. A leaf in a stack without a row per block is repeated for every block.
         """
-        if not self.depths:
+        if not self.counts:
             return tree
         leaves: dict[Keys, PyTree] = {}
         flat_shapes = flatten(tree if shapes is None else shapes)
         for keys, leaf in flatten(tree).items():
-            stack, depth = self.of(keys)
-            if not depth:
+            stack, count = self.of(keys)
+            if not count:
                 leaves[keys] = whole(leaf)
                 continue
-            if _is_stacked(flat_shapes[keys], depth):
-                rows = _rows(leaf, depth)
+            if _is_stacked(flat_shapes[keys], count):
+                rows = _rows(leaf, count)
             else:
-                rows = [whole(leaf)] * depth
+                rows = [whole(leaf)] * count
             rest = keys[len(stack) :]
             for row, value in enumerate(rows):
                 leaves[*stack, row, *rest] = value
@@ -262,8 +262,8 @@ class Stacks:
             grouped.setdefault(self.in_model(keys), []).append(leaf)
 
         def merge(keys: Keys, leaves: list[PyTree]) -> PyTree:
-            _, depth = self.of(keys)
-            is_stacked = depth and (flat_shapes is None or _is_stacked(flat_shapes[keys], depth))
+            _, count = self.of(keys)
+            is_stacked = count and (flat_shapes is None or _is_stacked(flat_shapes[keys], count))
             return stack(leaves) if is_stacked else leaves[0]
 
         return nest({keys: merge(keys, leaves) for keys, leaves in grouped.items()})
@@ -275,33 +275,33 @@ class Stacks:
         """
 
         def split(path: KeyPath, leaf: PyTree) -> PyTree:
-            _, depth = self.of(tuple(getattr(entry, "key", None) for entry in path))
+            _, count = self.of(tuple(getattr(entry, "key", None) for entry in path))
             form = leaf.shape if isinstance(leaf, Stacked) else leaf
             is_float = jnp.issubdtype(form.dtype, jnp.floating)
-            if is_float and _is_stacked(leaf, depth):
-                return StackedBuffer(_rows(leaf, depth))
+            if is_float and _is_stacked(leaf, count):
+                return StackedBuffer(_rows(leaf, count))
             return leaf
 
         return jax.tree_util.tree_map_with_path(split, buffers)
 
     def in_model(self, keys: Keys) -> Keys:
         """Returns the keys of the model's leaf or module that contains the one of a block."""
-        stack, depth = self.of(keys)
-        is_block = depth and len(keys) > len(stack) and isinstance(keys[len(stack)], int)
+        stack, count = self.of(keys)
+        is_block = count and len(keys) > len(stack) and isinstance(keys[len(stack)], int)
         return (*stack, *keys[len(stack) + 1 :]) if is_block else keys
 
 
-def _is_stacked(leaf: PyTree, depth: int) -> bool:
+def _is_stacked(leaf: PyTree, count: int) -> bool:
     shape = (leaf.shape if isinstance(leaf, Stacked) else leaf).shape
-    return depth > 0 and len(shape) > 0 and shape[0] == depth
+    return count > 0 and len(shape) > 0 and shape[0] == count
 
 
-def _rows(leaf: PyTree, depth: int) -> list[PyTree]:
+def _rows(leaf: PyTree, count: int) -> list[PyTree]:
     if isinstance(leaf, Stacked):
         return list(leaf.rows)
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)] * depth
-    return [leaf[row] for row in range(depth)]
+        return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)] * count
+    return [leaf[row] for row in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,15 +322,15 @@ class OfBlocks(Wrapped):
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
         """Decides about one unstacked leaf."""
-        for keys, depth in self.stacks.depths:
+        for keys, count in self.stacks.counts:
             stack = "/".join(map(str, keys))
             if path.startswith(f"{stack}/"):
                 leaf = f"{stack}/{path.removeprefix(f'{stack}/').partition('/')[2]}"
                 stacked_taken = PartitionSpec(None, *taken)
-                decision = self.policy.decide(leaf, (depth, *shape), mesh, stacked_taken)
+                decision = self.policy.decide(leaf, (count, *shape), mesh, stacked_taken)
                 if axes := axes_of(decision.spec, 0):
                     raise StrategyConflictError(
-                        f"{leaf} stacks {depth} blocks in dim 0, which {self.name!r} splits "
+                        f"{leaf} stacks {count} blocks in dim 0, which {self.name!r} splits "
                         f"over {'×'.join(axes)}, and the pipeline over its stages; leave that dim "
                         "to the pipeline"
                     )

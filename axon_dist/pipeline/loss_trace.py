@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import TypeAlias
@@ -22,7 +22,15 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Keys, Path, PyTree
 from ..ir.pieces import Piece, backward_slice
 from ..ir.units import is_unit
-from ..ir.walk import called, depends_on, interpret, made_by, needed_for, struct_of
+from ..ir.walk import (
+    called,
+    depends_on,
+    inputs_with_gradient,
+    interpret,
+    made_by,
+    needed_for,
+    struct_of,
+)
 from ..schedule import Phase, Schedule
 from .layout import flatten
 from .stage import MicrobatchData, Rest
@@ -171,7 +179,7 @@ def buffers_over_time(
     buffers: PyTree,
     num_microbatches: int,
     mutable_buffers: Collection[int] = (),
-    shared_buffers: Collection[Path] = (),
+    once_per_step: Collection[Path] = (),
     rest: Mapping[Keys, Array] = MappingProxyType({}),
 ) -> tuple[dict[int, Array], PyTree]:
     """Computes the values of the buffers before each microbatch and after the last.
@@ -186,7 +194,7 @@ def buffers_over_time(
         buffers: their values before the first microbatch.
         num_microbatches: the number of microbatches.
         mutable_buffers: the numbers of the buffers that stages keep; they are returned unchanged.
-        shared_buffers: the paths of the buffers that are updated only once per step, as on one
+        once_per_step: the paths of the buffers that are updated only once per step, as on one
             device. Every microbatch reads their initial value.
         rest: the values of the parameters that are known ahead.
 
@@ -203,8 +211,8 @@ def buffers_over_time(
         return {}, buffers
     paths = [path for path, _ in leaves_with_paths(buffers)]
     advance = _advance(trace, paths, changing, rest)
-    constant = {i for i in changing if paths[i] in shared_buffers}
-    last, over_time = _over_time(advance, leaves, changing, constant, num_microbatches)
+    once = {i for i in changing if paths[i] in once_per_step}
+    last, over_time = _over_time(advance, leaves, changing, once, num_microbatches)
     return over_time, structure.unflatten(last)
 
 
@@ -212,24 +220,24 @@ def _over_time(
     advance: Callable[[list[Array]], list[Array]],
     leaves: list[Array],
     changing: list[int],
-    constant: Collection[int],
+    once_per_step: Collection[int],
     num_microbatches: int,
 ) -> tuple[list[Array], dict[int, Array]]:
     """Returns the leaves after the last microbatch, and the changing ones before each.
 
-    The `constant` leaves keep their initial value in all microbatches, and are updated once.
+    The `once_per_step` leaves keep their initial value in all microbatches, and are updated once.
     """
     updated_once = advance(leaves)
-    moving = [i for i in changing if i not in constant]
+    moving = [i for i in changing if i not in once_per_step]
 
     def body(now: list[Array], _: None) -> tuple[list[Array], list[Array]]:
         then = advance(now)
-        for i in constant:
+        for i in once_per_step:
             then[i] = now[i]
         return then, [now[i] for i in moving]
 
     last, before = jax.lax.scan(body, leaves, length=num_microbatches)
-    for i in constant:
+    for i in once_per_step:
         last[i] = updated_once[i]
     return last, dict(zip(moving, before, strict=True))
 
@@ -319,6 +327,8 @@ def mean_microbatch_weight(
     data: Callable[[Array], MicrobatchData],
     num_microbatches: int,
     axes: tuple[str, ...],
+    rest: Mapping[Keys, Array] = MappingProxyType({}),
+    frozen: Container[Keys] = (),
 ) -> Array | None:
     """Returns the mean weight of a microbatch, over all microbatches and all ranks of the batch.
 
@@ -332,33 +342,68 @@ def mean_microbatch_weight(
         data: (index of a microbatch) -> its `MicrobatchData`.
         num_microbatches: the number of microbatches.
         axes: the manual axes that split the batch.
+        rest: the values of the parameters that are known ahead.
+        frozen: the keys of those that are not trained.
 
     Returns:
         A scalar in float32 or wider that is not zero, or None if the loss is a plain mean.
 
     Raises:
-        UnsupportedError: if the weight depends on a parameter.
+        UnsupportedError: if the weight depends on a parameter that is not known ahead, or
+            has a gradient for a trained one.
     """
     if isinstance(trace.loss[1], Literal):
         return None
     part, inputs = needed_for(trace.jaxpr, [1])
     needed = [trace.jaxpr.invars[number] for number in inputs]
-    if foreign := [keys for keys, v in trace.params.items() if v in needed]:
-        path = "/".join(map(str, foreign[0]))
-        raise UnsupportedError(
-            f"the weight of the loss depends on the parameter {path!r}; in Weighted(total, weight) "
-            "the weight must depend on the batch alone, such as the number of its tokens",
-            code="weight-of-parameters",
-        )
+    read = [keys for keys, v in trace.params.items() if v in needed]
+    _check_weight(ClosedJaxpr(part, trace.consts), read, rest, frozen)
 
     def weight_of(microbatch: Array) -> Array:
-        known = trace.known(data(microbatch), (), {})
+        known = trace.known(data(microbatch), tuple(rest), dict(enumerate(rest.values())))
         (weight,) = eval_jaxpr(ClosedJaxpr(part, trace.consts), [known[v] for v in needed])
         return weight
 
     weights = jax.lax.map(weight_of, jnp.arange(num_microbatches))
     mean = all_mean(jnp.mean(weights), axes) if axes else jnp.mean(weights)
     return jnp.where(mean == 0, 1.0, mean)
+
+
+def _check_weight(
+    program: ClosedJaxpr,
+    read: Sequence[Keys],
+    rest: Container[Keys],
+    frozen: Container[Keys],
+) -> None:
+    """Raises if the weight of a loss is not known ahead, or has a gradient.
+
+    Args:
+        program: computes the weight; its first inputs are the parameters that it reads.
+        read: the keys of these parameters.
+        rest: the keys of the parameters that are known ahead.
+        frozen: the keys of those that are not trained.
+    """
+    if split := [keys for keys in read if keys not in rest]:
+        path = "/".join(map(str, split[0]))
+        raise UnsupportedError(
+            f"the weight of the loss depends on the parameter {path!r}, which the pipeline splits "
+            "among its ranks; in Weighted(total, weight) let the weight depend on the batch alone, "
+            "such as the number of its tokens, or on parameters outside the blocks that are "
+            "frozen or wrapped in jax.lax.stop_gradient",
+            code="weight-of-parameters",
+        )
+    inputs = program.jaxpr.invars
+    trained = [number for number, keys in enumerate(read) if keys not in frozen]
+    order = [*trained, *(number for number in range(len(inputs)) if number not in trained)]
+    ordered = program.jaxpr.replace(invars=[inputs[number] for number in order])
+    if moving := inputs_with_gradient(ClosedJaxpr(ordered, program.consts), 0, len(trained)):
+        path = "/".join(map(str, read[trained[moving[0]]]))
+        raise UnsupportedError(
+            f"the weight of the loss depends on the parameter {path!r}; in Weighted(total, weight) "
+            "the weight must depend on the batch alone, such as the number of its tokens, or be "
+            "wrapped in jax.lax.stop_gradient",
+            code="weight-of-parameters",
+        )
 
 
 def with_merged_batch_dims(function: Callable[..., PyTree]) -> Callable[..., PyTree]:

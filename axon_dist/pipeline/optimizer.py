@@ -106,7 +106,7 @@ class StagedOptimizer:
         storage: the stored form of the parameters.
         mesh: the mesh of all devices.
         axis: the axis of the pipeline.
-        told: the names of the scalars that an update is told.
+        extra_args: the names of the extra arguments of an update, which are scalars.
 
     Raises:
         UnsupportedError: naming the leaf and the operation that would need blocks of several stages
@@ -119,10 +119,10 @@ class StagedOptimizer:
         storage: StageStorage,
         mesh: Mesh,
         axis: str,
-        told: Sequence[str] = ("value",),
+        extra_args: Sequence[str] = ("value",),
     ):
         self._optimizer = optimizer
-        self._told = tuple(told)
+        self._extra_args = tuple(extra_args)
         self._storage = storage
         self._mesh = mesh
         self._axis = axis
@@ -139,7 +139,7 @@ class StagedOptimizer:
             "params": params,
         }
         scalar = TreeStorage(storage, jax.ShapeDtypeStruct((), jnp.float32))
-        arguments |= dict.fromkeys(self._told, scalar)
+        arguments |= dict.fromkeys(self._extra_args, scalar)
         self._update = self._staged(self._updates, arguments, ("updates", "opt_state"))
 
     def init(self, params: PyTree) -> PyTree:
@@ -147,7 +147,7 @@ class StagedOptimizer:
         return self._init(params)[0]
 
     def update(
-        self, grads: PyTree, state: PyTree, params: PyTree, **told: Array
+        self, grads: PyTree, state: PyTree, params: PyTree, **extra_args: Array
     ) -> tuple[PyTree, PyTree]:
         """Returns the updates and the next state, all in stored form.
 
@@ -155,9 +155,9 @@ class StagedOptimizer:
             grads: gradients, like the stored parameters.
             state: the state from `init` or the previous update.
             params: parameters in stored form.
-            told: the scalars for optimizers that use them, such as `value`, the loss.
+            extra_args: scalars for optimizers that use them, such as `value`, the loss.
         """
-        scalars = [told[name].astype(jnp.float32) for name in self._told]
+        scalars = [extra_args[name].astype(jnp.float32) for name in self._extra_args]
         updates, state = self._update(grads, state, params, *scalars)
         return updates, state
 
@@ -173,8 +173,8 @@ class StagedOptimizer:
         return self.state_form.from_model(state)
 
     def _updates(self, grads: PyTree, state: PyTree, params: PyTree, *scalars: Array) -> Any:
-        told = dict(zip(self._told, scalars, strict=True))
-        return self._optimizer.update(grads, state, params, **told)
+        extra_args = dict(zip(self._extra_args, scalars, strict=True))
+        return self._optimizer.update(grads, state, params, **extra_args)
 
     def _staged(
         self, function: Function, arguments: dict[str, TreeStorage], results: Sequence[str]

@@ -29,7 +29,8 @@ from .tables import Packing, zeros
 
 BATCH = (
     "Pass a batch of arrays or shapes to build_train_step(batch=...): it then reads the calls from "
-    "the loss before it lays out parameters, and stores a block on every rank that calls it"
+    "the loss before it lays out parameters, and stores on all ranks a block that several ranks "
+    "call"
 )
 """The advice in errors about the order of calls."""
 
@@ -211,8 +212,9 @@ class SwitchStages:
     length, the longest that is needed. So the output of an encoder, or the skip connections of a
     U-Net, pass through the stages in between, and their gradients pass back.
 
-    The loss may call a block any number of times within its stage. If calls of one block are in
-    several stages (`Stages.depths`), these must be on one rank, which stores the block.
+    The loss may call a block any number of times within its stage. A block that is stored on one
+    rank may be called in several of its stages (`Stages.depths`). A block that several ranks call
+    is replicated on all ranks (`Stages.shared`).
 
     Args:
         trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.

@@ -164,9 +164,9 @@ def _channels(
 ) -> tuple[Channel, ...]:
     """Groups transfers of the same distance into channels.
 
-    Lanes of different phases share a channel if no rank is active in both in the same tick. In a
-    V-shaped schedule, for example, a rank sends activations and gradients in both directions, but
-    only one of the four in a tick.
+    Lanes of different phases share a channel if no rank is active in both in the same tick. In
+    ZB-V, for example, a rank sends activations and gradients in both directions, but only one of
+    the four in a tick.
     """
 
     def are_exclusive(lane: Lane, other: Lane) -> bool:

@@ -105,7 +105,7 @@ def check_groups(
 
 
 def paired_order(num_devices: int, num_microbatches: int, chunks: int) -> list[list[Cell]]:
-    """Returns Megatron's order of 1F1B; a steady forward and its backward share a cell.
+    """Returns Megatron's order of 1F1B; a steady cell has one forward and one backward.
 
     Device `d` does `2(P-1-d) + (V-1)P` forwards, then pairs of one forward and one backward, then
     the remaining backwards. One chunk gives eager 1F1B.
@@ -355,7 +355,7 @@ def _table(
 def interleaved_zero_bubble(num_devices: int, num_microbatches: int, chunks: int = 2) -> Schedule:
     """Builds interleaved 1F1B whose weight gradients fill the bubble: ZB-H1 with several chunks.
 
-    Device `d` holds the stages `d, d+P, ...`. It runs `(V-1)P + P-d` chunks ahead, half as far as
+    Device `d` holds the stages `d, d+P, ...`. It runs `VP - d` chunks ahead, `P-1-d` fewer than
     interleaved 1F1B, and delays each `W` by `d` chunks. So every device keeps `VP` chunks in total,
     which is 1F1B's memory. The bubble is `((P-1)(F+I) - (min(P, VM)-1)W)/V`. For `M >= P` this is
     `(P-1)(F+I-W)/V`, ZB-H1's bubble divided by the number of chunks.

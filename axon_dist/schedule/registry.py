@@ -45,7 +45,7 @@ class Builder(NamedTuple):
 class PipelineSchedule(NamedChoice):
     """The schedules that have a name, each with its builder.
 
-    To add one, write a function that returns a table and a member here. `EAGER_1F1B` is the
+    To add one, write a function that returns a table, and add a member here. `EAGER_1F1B` is the
     default, because the step runs a table tick by tick, and a tick lasts as long as its slowest
     rank. In a tick of `ONE_F_ONE_B` ranks with a forward wait for those with a backward. In one
     of `EAGER_1F1B` a rank has one of each.
@@ -334,7 +334,7 @@ def min_microbatches(num_stages: int, target: float) -> int:
         The least `M` with `M / (M+S-1) >= target`.
 
     Raises:
-        ScheduleError: a number of stages below 1, or a target that no `M` reaches.
+        ScheduleError: a number of stages below 1, or a target outside (0, 1).
 
     Example:
         >>> min_microbatches(4, 0.9)

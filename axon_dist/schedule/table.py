@@ -110,7 +110,7 @@ def read_rows(text: str) -> tuple[tuple[Cell, ...], ...]:
         `rows[device][tick]`, of equal lengths.
 
     Raises:
-        ScheduleError: no line at all, or a cell that is not made of actions.
+        ScheduleError: no action, or a cell that is not made of actions.
 
     Example:
         >>> read_rows("0F0+0B0,")

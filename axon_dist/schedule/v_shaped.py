@@ -91,13 +91,13 @@ def _block(num_devices: int, hops: Hops) -> list[_Moments]:
 
 
 def _with_waits(
-    num_devices: int, hops: Hops, at_bottom: int, at_top: int, at_turn: int
+    num_devices: int, hops: Hops, before_f1: int, before_i1: int, before_i0: int
 ) -> list[_Moments]:
-    """Returns the block with the given idle ticks at the ends and the turn of the V."""
+    """Returns the block with the given idle ticks before its later tasks, at the ends of the V."""
     last = num_devices - 1
-    f1 = last * hops.down + 1 + at_bottom  # on the last device
-    i1 = f1 + last * hops.up + 1 + at_top  # on the first device
-    i0 = i1 + last * hops.back_down + 1 + at_turn  # on the last device
+    f1 = last * hops.down + 1 + before_f1  # on the last device
+    i1 = f1 + last * hops.up + 1 + before_i1  # on the first device
+    i0 = i1 + last * hops.back_down + 1 + before_i0  # on the last device
     return [
         _Moments(
             d * hops.down,

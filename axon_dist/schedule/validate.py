@@ -247,11 +247,11 @@ def with_vocabulary(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
     In the tick after the last stage's forward of a microbatch, all devices run its `V` together,
     each for its part of the vocabulary. So the head no longer makes the last stage the slowest.
-    Backwards are delayed, usually by one or two ticks; the fastest of four delays is taken. Every
-    stage keeps as many more inputs. In the tick before the first stage's forward, all devices look
-    the microbatch up together, `E`. In the tick after its backward, each adds the gradients of its
-    part of the embedding, `G`. So the table is one tick longer at its start, where everything else
-    waits, and one at its end.
+    Backwards are delayed, usually by two or three ticks; the fastest of four delays is taken. Each
+    device then keeps at most one more stage input per tick of delay. In the tick before the first
+    stage's forward, all devices look the microbatch up together, `E`. In the tick after its
+    backward, each adds the gradients of its part of the embedding, `G`. So the table is one tick
+    longer at its start, where everything else waits, and one at its end.
 
     Args:
         schedule: a valid table. If it has `E`, `V` and `G`, it is returned unchanged. If it has

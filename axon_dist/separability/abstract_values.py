@@ -117,8 +117,8 @@ class Value:
         slot: for CARRY, its position among the loop's carries.
         known: the number that a scalar, or every element of an array, equals in the programs of a
             part and of the whole, if it is a constant there.
-        made: whether it is a random key that the loss creates or closes over, hence equal on all
-            ranks.
+        from_own_key: whether it is a random key that the loss creates or closes over, hence equal
+            on all ranks, or is computed from such a key.
         why: for MIXED and COUPLED, the reason.
         line: the user's line that is the reason.
         value_number: its value number, equal for equal computations.
@@ -134,7 +134,7 @@ class Value:
     loop_length: int = 0
     slot: int = 0
     known: tuple[Number, Number] | None = None
-    made: bool = False
+    from_own_key: bool = False
     why: str = ""
     line: str = ""
     value_number: int = dataclasses.field(default=0, compare=False)
@@ -216,7 +216,8 @@ def plus(left: Value, right: Value) -> Value:
     if kinds == {Kind.CONSTANT}:
         if not has_one_scale:
             raise Mixing(Why.SIZES)
-        return Value(Kind.CONSTANT, left.scale, made=left.made or right.made)
+        from_own_key = left.from_own_key or right.from_own_key
+        return Value(Kind.CONSTANT, left.scale, from_own_key=from_own_key)
     if kinds <= {Kind.ROWS, Kind.CONSTANT}:
         if not has_one_scale:
             raise Coupling(Why.SIZES)
@@ -341,7 +342,7 @@ def nonlinear(name: str, values: list[Value]) -> Value:
         raise Coupling(Why.SIZES)
     if any(value.is_rows for value in values):
         return aligned(values, 1.0)
-    return Value(made=any(value.made for value in values))
+    return Value(from_own_key=any(value.from_own_key for value in values))
 
 
 class Dependence(enum.Enum):

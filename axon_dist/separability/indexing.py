@@ -46,7 +46,9 @@ def _take(op: Operation, values: list[Value]) -> Value:
     if is_loop_index(indices, op.inputs[_TABLE][0][table.dim]) and table.outer == 1:
         numbers = op.params["dimension_numbers"]
         is_row = numbers.start_index_map == (table.dim,) == numbers.collapsed_slice_dims
-        return table.in_dim(None) if is_row else _stray()
+        if not is_row:
+            raise Coupling(Why.STRAY)
+        return table.in_dim(None)
     return _take_rows(op, chosen(table, indices), indices)
 
 
@@ -126,7 +128,7 @@ def _scatter(op: Operation, values: list[Value]) -> Value:
         outers = {value.outer for value in values[_INDICES:] if value.is_rows}
         if len(outers) > 1:
             # An index would meet the update of another sample.
-            return _stray()
+            raise Coupling(Why.STRAY)
         return _scatter_total(op, table, indices, updates)
     factor = _written(op, table, indices)
     if factor is None:
@@ -135,8 +137,9 @@ def _scatter(op: Operation, values: list[Value]) -> Value:
         raise Coupling(Why.SIZES)
     table = chosen(table, indices)
     if updates.is_rows:
-        is_own = _factor(op, updates, _UPDATES) == factor
-        return either(table, updates.in_dim(table.dim, updates.outer)) if is_own else _stray()
+        if _factor(op, updates, _UPDATES) != factor:
+            raise Coupling(Why.STRAY)
+        return either(table, updates.in_dim(table.dim, updates.outer))
     return either(table, updates)
 
 
@@ -159,10 +162,6 @@ def _written(op: Operation, table: Value, indices: Value) -> int | None:
         if is_fixed and op.factors.role(_TABLE, dim) is Role.PASSES:
             return _factor(op, table, _TABLE)
     return None
-
-
-def _stray() -> Value:
-    raise Coupling(Why.STRAY)
 
 
 def _scatter_total(op: Operation, table: Value, indices: Value, updates: Value) -> Value:

@@ -2,11 +2,12 @@
 
 This is an abstract interpretation of two traces of the program: for the whole batch, and for one
 of the equal parts that the batch is split into. Both traces must have the same operations with the
-same data flow (up to relays, if a part is one sample); the dims and constants that differ between
-them are those that depend on the number of samples. Dim 0 of the batch counts samples. The rules in
-`rules.py` derive the abstract value (`abstract_values.Value`) of each result from those of the
-operands. This shows whether each output is a mean over the samples, a sum, one row per sample,
-independent of the samples, or a value that cannot be combined from those of the parts.
+same data flow (up to relays, if a part is one sample, see `one_sample.py`); the dims and constants
+that differ between them are those that depend on the number of samples. Dim 0 of the batch counts
+samples. The rules in `rules.py` derive the abstract value (`abstract_values.Value`) of each result
+from those of the operands. This shows whether each output is a mean over the samples, a sum, one
+row per sample, independent of the samples, or a value that cannot be combined from those of the
+parts.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class Walk:
         """Returns the value of a constant, which may depend on the number of samples."""
         if is_key(first) or is_key(second):
             # A key that the loss closes over is, as one that it makes, the same on all ranks.
-            value = dataclasses.replace(CONSTANT, made=True)
+            value = dataclasses.replace(CONSTANT, from_own_key=True)
             is_equal = first is second or are_equal_keys(first, second)
             return self._with_number(value if is_equal else coupled(Why.DIFFERS, ""), object())
         if first is second and np.ndim(first):
@@ -333,8 +334,9 @@ class Walk:
             return results
         floats = [i for i, v in enumerate(pair[0].invars) if is_float(v.aval)]
 
-        # The cotangent gets an arbitrary scale. Results that are linear in it have the same scale.
-        # That of rows is smaller by the ratio of the sizes: the mean of B rows gives each 1/B.
+        # As in the derivative of a number of scale a (`_ANY`), the cotangent of a value of scale s
+        # has the scale a / s. That of rows is smaller by the ratio of the sizes: the mean of B rows
+        # gives each 1/B. A linear backward pass preserves this.
         def returned(v: Value) -> Value:
             scale = _ANY / v.scale / (self._ratio if v.is_rows else 1.0)
             v = CONSTANT if v.kind is Kind.TOTAL else v
@@ -484,6 +486,8 @@ class Walk:
     def psum(self, pair: Pair, operands: list[Value], line: str) -> list[Value]:
         """The rule for `psum`: a sum over all ranks is the same on each of them."""
         is_over_all = pair[0].params["axes"] == (RANKS,)
+        # The sum of the totals of all ranks is CONSTANT: each rank gets the same number. Both
+        # traces have equally many ranks, so it keeps the scale of one total.
         return [
             Value(Kind.CONSTANT, value.scale)
             if is_over_all and value.kind in (Kind.CONSTANT, Kind.TOTAL)

@@ -352,10 +352,10 @@ def _of_one_key(op: Operation, key: Value, key_ndim: int = 0) -> Value:
     """Returns the value of a draw from one key; the key's own dims come first in the result."""
     dims = [dim for dim in grown(op.outputs[0]) if dim >= key_ndim]
     if not dims:
-        return Value(made=key.made)
+        return Value(from_own_key=key.from_own_key)
     if len(dims) > 1 or grown(op.inputs[0]):
         raise Coupling(PAIRS)
-    if key.made:
+    if key.from_own_key:
         raise Coupling(MADE)
     return Value(Kind.ROWS, dim=dims[0])
 
@@ -385,7 +385,7 @@ MADE = (
 
 
 def _make_key(op: Operation, values: list[Value]) -> Value:
-    return dataclasses.replace(nonlinear(op.name, values), made=True, known=None)
+    return dataclasses.replace(nonlinear(op.name, values), from_own_key=True, known=None)
 
 
 def _attention(op: Operation, values: list[Value]) -> list[Value]:

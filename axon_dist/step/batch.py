@@ -144,7 +144,7 @@ def _draws_per_sample(model_spec: ModelSpec, loss_fn: LossFn, batch: Batch) -> b
     try:
         rows = find_rows(lambda samples: traces.of(batch, samples).program, samples_of(batch), 2)
     except UnsupportedError:
-        # Only draws raise.
+        # `find_rows` raises only for draws that it cannot split.
         return True
     return bool(rows)
 

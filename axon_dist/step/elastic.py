@@ -140,7 +140,7 @@ class ElasticProgram(RankProgram):
             put = jax.lax.dynamic_update_index_in_dim
             stack = jax.tree.map(lambda s, x: put(s, x, level, 0), stack, new)
             if part_buffers is not None:
-                buffers = part_buffers.without_rank(buffers, first)
+                buffers = part_buffers.without_part(buffers, first)
             return number + 1, stack, buffers
 
         _, stack, buffers = jax.lax.while_loop(
@@ -189,7 +189,7 @@ def elastic_update(
     grads: PyTree,
     state: PyTree,
     params: PyTree,
-    told: dict[str, Array],
+    extra_args: dict[str, Array],
     keeps_updates: bool,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Runs the optimizer's update: each rank updates the shards whose moments it has.
@@ -199,7 +199,7 @@ def elastic_update(
         grads: mean gradients, sharded like their moments.
         state: of the optimizer.
         params: as stored.
-        told: the scalars that `Update.told` names.
+        extra_args: the scalars that `Update.extra_args` names.
         keeps_updates: whether to return the updates too.
 
     Returns:
@@ -228,7 +228,7 @@ def elastic_update(
         for_region(state, moments, mesh),
         for_region(params, grad_specs, mesh),
     ]
-    new_params, new_state, updates = isolated(*arguments, told)
+    new_params, new_state, updates = isolated(*arguments, extra_args)
     updates = cut_like(updates, params) if keeps_updates else None
     return cut_like(new_params, params), cut_like(new_state, state), updates
 

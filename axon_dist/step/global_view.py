@@ -1,4 +1,7 @@
-"""Gradients and evaluation in global view: the compiler partitions the user's program."""
+"""Gradients in global view, where the compiler partitions the user's program.
+
+Evaluations share the forward pass, `global_forward`.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ def global_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientRe
 def global_forward(
     plan: StepPlan,
     first: ModelChange,
-    gathers_once: bool = False,
+    is_whole: bool = False,
     read_in_loop: frozenset[Path] = frozenset(),
 ) -> Forward:
     """Returns the forward pass in global view: units gather weights in the compute dtype.
@@ -85,7 +88,7 @@ def global_forward(
     Args:
         plan: the plan of the step.
         first: a change to the merged model that is made before those of the plan.
-        gathers_once: whether trained weights are whole already, and only their gradients are
+        is_whole: whether trained weights are whole already, and only their gradients are
             reduced.
         read_in_loop: the weights that a loop reads in every iteration.
 
@@ -93,9 +96,7 @@ def global_forward(
         A function (params, buffers, batch) -> `Outcome`.
     """
     spec = plan.spec
-    gather = functools.partial(
-        global_gather, spec, gathers_once=gathers_once, read_in_loop=read_in_loop
-    )
+    gather = functools.partial(global_gather, spec, is_whole=is_whole, read_in_loop=read_in_loop)
     change = plan.changes.change_with(gather if spec.strategy.splits else None, first)
     forward = forward_of(spec.model_spec, spec.loss_fn, change)
     return plan.changes.with_layer_scan(
@@ -106,7 +107,7 @@ def global_forward(
 def global_gather(
     spec: StepSpec,
     path: Path,
-    gathers_once: bool = False,
+    is_whole: bool = False,
     read_in_loop: frozenset[Path] = frozenset(),
 ) -> GlobalGather:
     """Returns the gather of a weight in global view.
@@ -116,7 +117,7 @@ def global_gather(
     Args:
         spec: the resolved arguments of the step.
         path: of the parameter.
-        gathers_once: whether trained weights are whole already, and only their gradients are
+        is_whole: whether trained weights are whole already, and only their gradients are
             reduced.
         read_in_loop: the weights that a loop reads in every iteration.
     """
@@ -129,5 +130,5 @@ def global_gather(
     if path in spec.model_spec.frozen_paths:
         return GlobalGather(mesh, sharded, None, full, len(shape), path in read_in_loop)
     owner = strategy.opt_state(path, shape, mesh)
-    stored = full if gathers_once else sharded
+    stored = full if is_whole else sharded
     return GlobalGather(mesh, stored, owner, full, len(shape), path in read_in_loop)

@@ -199,7 +199,7 @@ class StateLayout:
         )
         buffers = _buffer_specs(spec)
         self._split_buffers = model_spec.others & {
-            path for path, spec in leaves_with_paths(buffers) if spec != PartitionSpec()
+            path for path, place in leaves_with_paths(buffers) if place != PartitionSpec()
         }
         strategy = strategy or of_replica
         rows = state.params
@@ -318,7 +318,7 @@ class StateLayout:
         """
         return one_step(self.plan, state, placed, was_nonfinite)
 
-    def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
+    def stored_model(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Returns the stored trained parameters and the buffers of a state's model."""
         return state.params, mean_buffers(state.buffers, self.spec.reduction)
 
@@ -328,7 +328,7 @@ class StateLayout:
 
     def values(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Returns a state's parameters, trained and frozen, and buffers, in the model's form."""
-        params, buffers = self.model_of(state)
+        params, buffers = self.stored_model(state)
         return self.plan.state_plan.storage.weights(params, state.frozen), buffers
 
     @cached_property
@@ -352,7 +352,7 @@ class StateLayout:
 
     def arguments(self, state: TrainState, shared: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the weights and buffers that a forward pass takes, from a state and a batch."""
-        params, buffers = self.model_of(state)
+        params, buffers = self.stored_model(state)
         weights = self.plan.state_plan.storage.forward(params, state.frozen)
         return weights, self.spec.model_spec.with_inputs(buffers, state.step, shared)
 

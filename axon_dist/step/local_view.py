@@ -226,8 +226,10 @@ class RankProgram:
         reduction = self.spec.reduction
         count = self.spec.num_microbatches
         local = rank_buffers(buffers, reduction)
-        part_buffers = self.part_buffers if count == 1 else None
-        first = local if part_buffers is None else part_buffers.before(local, local, 0)
+        first = local
+        if count == 1 and self.part_buffers is not None:
+            # With several microbatches, `accumulate` does this before each.
+            first = self.part_buffers.before(local, local, 0)
         accumulated = functools.partial(
             accumulate, num_microbatches=count, part_buffers=self.part_buffers
         )
@@ -241,7 +243,7 @@ class RankProgram:
                 frozen, self.frozen_specs, self.spec.model_spec.stored_frozen
             )
             # Averaging statistics over ranks also averages the gradients through them over ranks,
-            # so all ranks must divide their loss by the same weight.
+            # so all ranks must divide their loss by the same sum of sample weights.
             shares_statistics = reduction.sync_buffers and has_statistics(
                 self.spec.model_spec.abstract
             )
@@ -261,8 +263,8 @@ class RankProgram:
             if reduction.per == "step" and not self._reduces_in_backward(scale):
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
-            # Units reduce their gradients within the backward pass, so all ranks must use the same
-            # weight before it begins.
+            # Units reduce their gradients within the backward pass, so all ranks must divide their
+            # loss by the same sum of sample weights before it begins.
             gather = functools.partial(local_gather, self.spec)
             forward = with_frozen(self._with_scans(self._plain(gather)), frozen)
             sums_of = gradient_sums(forward, num_shards, scale, mean_over_ranks)

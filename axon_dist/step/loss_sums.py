@@ -180,12 +180,12 @@ class Finalize:
         return result._replace(grads=grads, metrics=metrics | numbers, numbers=others | numbers)
 
 
-SUMMED = (Dependence.MEAN, Dependence.SUM, Dependence.SCALED, Dependence.CONSTANT)
+WITHOUT_LOSS_WEIGHT = (Dependence.MEAN, Dependence.SUM, Dependence.SCALED, Dependence.CONSTANT)
 """The dependences of metrics that are averaged over equal parts without the loss's weight."""
 
 
 def rescale_parts(loss_fn: LossFn, dependence: LossDependence) -> LossFn:
-    """Rescales a loss so that the sums of totals and weights over parts equal those of the batch.
+    """Rescales a loss so that `sum(totals) / sum(weights)` over parts is that of the batch.
 
     Results must not depend on the number of microbatches or ranks. A sum, or a `Weighted` whose
     weight is the same for any batch, then comes out as that of the whole batch. A sum of integers
@@ -198,7 +198,7 @@ def rescale_parts(loss_fn: LossFn, dependence: LossDependence) -> LossFn:
     Returns:
         The loss function, unchanged if nothing needs rescaling.
     """
-    factors = {n: m.factor for n, m in dependence.metrics.items() if m.kind in SUMMED}
+    factors = {n: m.factor for n, m in dependence.metrics.items() if m.kind in WITHOUT_LOSS_WEIGHT}
     sums = {n for n, m in dependence.metrics.items() if m.kind is Dependence.SUM}
     if dependence.loss.kind is Dependence.MEAN:
         factors = {name: factor for name, factor in factors.items() if factor != 1}

@@ -26,8 +26,8 @@ from ..ir.randomness import (
     changed_results,
     find_rows,
     results_of_no_sample,
-    with_rank,
-    without_rank,
+    with_part,
+    without_part,
 )
 from .objective import Sums
 from .separation import Separator
@@ -70,7 +70,9 @@ class PartBuffers:
         return jnp.asarray(microbatch * self.ranks + rank, jnp.uint32)
 
     def before(self, buffers: PyTree, first: PyTree, microbatch: Any) -> PyTree:
-        """Returns the buffers of a part, with random streams as at the start of the step.
+        """Returns the buffers before a part, some of them as at the start of the step.
+
+        These are the buffers in `once_per_step` and `averaged`.
 
         Args:
             buffers: before this microbatch.
@@ -84,7 +86,7 @@ class PartBuffers:
             return then if path in reset else now
 
         streams = map_with_path(one, buffers, first)
-        return with_rank(streams, self.sample_rows, part) if self.sample_rows else streams
+        return with_part(streams, self.sample_rows, part) if self.sample_rows else streams
 
     def after(self, new: PyTree, before: PyTree, first: PyTree, count: int) -> PyTree:
         """Returns the buffers after one of `count` microbatches, from those `before` it."""
@@ -92,7 +94,7 @@ class PartBuffers:
         def one(path: Path, new: Any, now: Any, then: Any) -> Any:
             return now + (new - then) / count if path in self.averaged else new
 
-        return map_with_path(one, self.without_rank(new, first), before, first)
+        return map_with_path(one, self.without_part(new, first), before, first)
 
     def over_ranks(self, new: PyTree, first: PyTree) -> PyTree:
         """Returns the buffers of the whole batch, given those of this rank, inside `shard_map`.
@@ -105,11 +107,11 @@ class PartBuffers:
         def one(path: Path, new: Any, then: Any) -> Any:
             return then + all_sum(new - then, self.axes) if path in self.added else new
 
-        return map_with_path(one, self.without_rank(new, first), first)
+        return map_with_path(one, self.without_part(new, first), first)
 
-    def without_rank(self, new: PyTree, first: PyTree) -> PyTree:
+    def without_part(self, new: PyTree, first: PyTree) -> PyTree:
         """Returns the buffers after a part with keys as the model has them."""
-        return without_rank(new, first, self.advanced)
+        return without_part(new, first, self.advanced)
 
 
 def part_buffers_of(

@@ -205,7 +205,7 @@ def rewritten(
     layout = strategy.layout(mesh)
     for rings in ring_products(strategy, layout) if strategy.layers else ():
         forward = rings.of(forward)
-    # A loss inside a custom_vjp is not replaced: it stays correct, but is slower.
+    # A `linear_cross_entropy` inside a custom_vjp is not replaced: it stays correct, but is slower.
     replace: dict[str, Replace] = {LossOverMesh.replaces: LossOverMesh(layout, memory_bytes)}
     if sum(size > 1 for size in mesh.shape.values()) > 1:
         replace[CONVOLUTION] = ByRank(mesh, strategy.batch_axes)

@@ -221,7 +221,7 @@ _CALLERS = ("axon_dist.parallel.", "axon_dist.pipeline.", "axon_dist.step.", "ax
 
 
 def _origin(error: Exception) -> str:
-    """Says what raised an error within a loss: the start of a note, up to the loss.
+    """Says what raised an error: the start of a note, which ends with `loss_fn(model, batch)`.
 
     The innermost frame outside `_LIBRARIES` and the standard library decides. A method of the
     user's may have been called by this package, with other arrays than the user's code gives it.
@@ -341,7 +341,8 @@ def mean_loss(loss: Weighted) -> Array:
 def weighted_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
     """Returns metrics as weighted sums; a metric without a weight gets that of the loss.
 
-    A `Count` has no weight: its total is the only result of an integer dtype.
+    A `Count` gives its total alone, the only result of an integer dtype: the weights of all parts
+    add up to 1.
     """
     weight = outcome.loss.weight
 

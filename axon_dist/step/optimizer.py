@@ -49,10 +49,11 @@ class Update:
         optimizer: the transformation.
         params: the shapes of the parameters.
         state: the shapes of its first state.
-        program: the jaxpr of (gradients, state, parameters, and what it is told).
+        program: the jaxpr of (gradients, state, parameters, extra arguments).
         results: the shapes of the updates, and of the next state.
-        told: the names of the scalars that it is told: `value`, the loss, and for a watched
-            optimizer that looks for spikes `norm`, that of the gradient before it was clipped.
+        extra_args: the names of its extra arguments, which are scalars: `value`, the loss, and for
+            a watched optimizer that looks for spikes `norm`, that of the gradient before it was
+            clipped.
     """
 
     optimizer: optax.GradientTransformationExtraArgs
@@ -60,7 +61,7 @@ class Update:
     state: PyTree
     program: ClosedJaxpr
     results: PyTree
-    told: tuple[str, ...] = ("value",)
+    extra_args: tuple[str, ...] = ("value",)
 
     @classmethod
     def of(
@@ -78,18 +79,18 @@ class Update:
                 the result is not valid.
         """
         state = jax.eval_shape(optimizer.init, params)
-        told = ("value", "norm") if takes_norm(state) else ("value",)
+        extra_args = ("value", "norm") if takes_norm(state) else ("value",)
 
         def update(grads: PyTree, state: PyTree, params: PyTree, *scalars: Array) -> PyTree:
-            named: dict[str, Any] = dict(zip(told, scalars, strict=True))
+            named: dict[str, Any] = dict(zip(extra_args, scalars, strict=True))
             changes = optimizer.update(grads, state, params, **named)
             if check is not None:
                 check(changes, params, state)
             return changes
 
-        scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * len(told)
+        scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * len(extra_args)
         trace = jax.make_jaxpr(update, return_shape=True)
-        return cls(optimizer, params, state, *trace(params, state, params, *scalars), told)
+        return cls(optimizer, params, state, *trace(params, state, params, *scalars), extra_args)
 
 
 def trace_update(optimizer: optax.GradientTransformationExtraArgs, model_spec: ModelSpec) -> Update:
@@ -179,14 +180,14 @@ def updated(
     grads: PyTree,
     state: PyTree,
     params: PyTree,
-    told: dict[str, Array],
+    extra_args: dict[str, Array],
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Applies an optimizer's update.
 
     Returns:
         The next parameters, the next state, and if they are to be kept the updates, else None.
     """
-    updates, state = update(grads, state, params, **told)
+    updates, state = update(grads, state, params, **extra_args)
     return optax.apply_updates(params, updates), state, updates if keeps_updates else None
 
 
@@ -318,7 +319,7 @@ class DistributedUpdate:
         )
         params = shardings(self.param_policy, self.traced.params, self.mesh)
         places = jax.tree.leaves((grad_shardings, moments, params))
-        return (*(place.spec for place in places), *[PartitionSpec()] * len(self.traced.told))
+        return (*(place.spec for place in places), *[PartitionSpec()] * len(self.traced.extra_args))
 
     @property
     def hidden(self) -> str | None:
@@ -340,7 +341,7 @@ class DistributedUpdate:
         return tuple(plans)
 
     def __call__(
-        self, grads: PyTree, state: PyTree, params: PyTree, **told: Array
+        self, grads: PyTree, state: PyTree, params: PyTree, **extra_args: Array
     ) -> tuple[PyTree, PyTree]:
         """Computes the updates.
 
@@ -348,14 +349,14 @@ class DistributedUpdate:
             grads: the gradients of the stored parameters, sharded like their moments.
             state: the state of the optimizer.
             params: the stored parameters.
-            told: the scalars that `Update.told` names.
+            extra_args: the scalars that `Update.extra_args` names.
 
         Returns:
             The updates, and the next state.
         """
         if not self.needs_matrices or self.mesh.size == 1:
-            return self.traced.optimizer.update(grads, state, params, **told)
-        scalars = [told[name].astype(jnp.float32) for name in self.traced.told]
+            return self.traced.optimizer.update(grads, state, params, **extra_args)
+        scalars = [extra_args[name].astype(jnp.float32) for name in self.traced.extra_args]
         leaves = jax.tree.leaves((grads, state, params, scalars))
         results = run_with_calls(self.traced.program, leaves, self._run)
         return jax.tree.unflatten(jax.tree.structure(self.traced.results), results)

@@ -304,7 +304,7 @@ class PipelineRegion:
         if part_buffers is not None:
             first_buffers = part_buffers.before(buffers, buffers, 0)
         stacks = self.plan.state_plan.storage.stacks
-        first_buffers = stacks.split_buffers(first_buffers) if stacks.depths else first_buffers
+        first_buffers = stacks.split_buffers(first_buffers) if stacks.counts else first_buffers
         trace = self.trace(first_buffers, batch)
         lookups = (
             lookups_in(trace, {i: self.rows.rest[i] for i in split_dims}) if split_dims else []
@@ -314,21 +314,25 @@ class PipelineRegion:
         trace = dataclasses.replace(trace, looked_up=looked_up, rest=tuple(unsplit))
         programs = self.programs(trace)
         count = spec.num_microbatches
-        # The buffers that the loss changes, and the stage that changes each.
+        # The buffers that stages keep, each with the stage that updates it. `buffers_over_time`
+        # computes the others that change.
         mutable = {i: stage for one in programs for i, stage in one.buffer_stages.items()}
-        unchanged = frozenset[Path]() if part_buffers is None else part_buffers.once_per_step
-        averaged, shared = _kinds_of_buffers(mutable, first_buffers, part_buffers)
-        in_turn = {i: stage for i, stage in mutable.items() if i not in shared}
+        once_per_step = frozenset[Path]() if part_buffers is None else part_buffers.once_per_step
+        averaged, reads_initial = _kinds_of_buffers(mutable, first_buffers, part_buffers)
+        in_turn = {i: stage for i, stage in mutable.items() if i not in reads_initial}
         if in_turn:
             check_order(trace, first_buffers, self.pipeline.schedule, in_turn)
         rest = [x if x is not None else y for x, y in zip_longest(params[1], frozen[1])]
         ahead = {keys: rest[i] for keys, i in unsplit.items()}
         over_time, changed = buffers_over_time(
-            trace, first_buffers, count, mutable, unchanged, ahead
+            trace, first_buffers, count, mutable, once_per_step, ahead
         )
         first = jax.tree.leaves(first_buffers)
         data = _data_of_microbatches(batch, first, over_time, part_buffers)
-        weight = mean_microbatch_weight(trace, data, count, spec.strategy.batch_axes)
+        untrained = {keys for keys, i in unsplit.items() if params[1][i] is None}
+        weight = mean_microbatch_weight(
+            trace, data, count, spec.strategy.batch_axes, ahead, untrained
+        )
         sums = Executor(
             schedule=self.pipeline.schedule,
             programs=programs,
@@ -341,14 +345,14 @@ class PipelineRegion:
             frozen_weights=jax.tree.map(lambda leaf: leaf[0], frozen[0]),
             frozen_rest=frozen[1],
             mutable_buffers={i: first[i] for i in mutable},
-            shared_buffers=shared,
+            reads_initial=reads_initial,
             averaged_buffers=averaged,
             partitioned=split_dims,
             lookups=lookups,
         ).run()
         leaves, structure = jax.tree.flatten(changed)
         after = structure.unflatten(sums.mutable_buffers.get(i, x) for i, x in enumerate(leaves))
-        changed = buffers_together(after) if stacks.depths else after
+        changed = buffers_together(after) if stacks.counts else after
         if part_buffers is not None:
             changed = part_buffers.over_ranks(changed, buffers)
         grad_factor = jnp.ones(()) if weight is None else weight

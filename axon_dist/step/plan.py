@@ -235,9 +235,9 @@ def optimizer_for(
     pipeline = storage.strategy.pipeline
     if storage.rows is None or pipeline is None:
         return fitting, storage, update
-    if storage.stacks.depths:
+    if storage.stacks.counts:
         fitting = UnstackedOptimizer(fitting, storage.stacks, model_spec.params)
-    staged = StagedOptimizer(fitting, storage.rows.trained, mesh, pipeline.axis, update.told)
+    staged = StagedOptimizer(fitting, storage.rows.trained, mesh, pipeline.axis, update.extra_args)
     # Which leaves of the optimizer's state are rows.
     policy: Any = storage.strategy.opt_state
     policy = dataclasses.replace(policy, state_rows=staged.state_form.row_paths)
@@ -311,7 +311,7 @@ def _loop_cost(spec: StepSpec) -> tuple[LoopCost | None, str]:
         # Loops were not measured against unrolled blocks that send around rings or to experts.
         return None, f"the cost of a loop under {strategy.name} is not known"
     # Inside `shard_map` the traced shapes are those of one rank already.
-    num_shares = 1 if spec.is_local else spec.num_ranks
+    num_shares = 1 if spec.asks_for_ranks else spec.num_ranks
     cost = LoopCost(chip.memory_bandwidth, chip.block_seconds, "cuda", num_shares)
     if not strategy.keeps_weights_whole and spec.mesh.size > 1:
         most = GATHERED_BLOCKS

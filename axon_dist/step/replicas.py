@@ -22,7 +22,7 @@ from ..sharding import Copies, optimizer_shardings, shardings, specs
 from ..sharding.padding import cut_like, for_region, stored_shape
 from .batch import Placed, batch_spec
 from .layout import StateLayout
-from .loss_sums import SUMMED
+from .loss_sums import WITHOUT_LOSS_WEIGHT
 from .model_spec import Source
 from .objective import GradientResult, mean_loss, wide_number, wide_pair
 from .options import FLAG
@@ -74,7 +74,7 @@ def addends_of(
     def addend(name: str, x: Array | Weighted) -> Weighted:
         output = outputs.get(name, OutputDependence(Dependence.COUPLED))
         if not isinstance(x, Weighted):
-            weighs_one = name == "loss" or output.kind in SUMMED
+            weighs_one = name == "loss" or output.kind in WITHOUT_LOSS_WEIGHT
             own = 1.0 if weighs_one else wide_number(weight)
             x = Weighted(x * own, own)
         pair = wide_pair(Weighted(x.total, x.weight / output.factor))
@@ -442,7 +442,7 @@ class ReplicaLayout(StateLayout):
         new, metrics = self._on_each(of_replica, state, placed, out_specs)
         return dataclasses.replace(new, outer=state.outer, outer_state=state.outer_state), metrics
 
-    def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
+    def stored_model(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Returns the parameters of the last outer step, and the mean of the replicas' buffers."""
         outer = jax.tree.map(lambda o, p: o.astype(p.dtype), state.outer, state.params)
         return outer, buffers_for_evaluation(state.buffers)

@@ -253,7 +253,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "{path} holds batch statistics outside nnx.BatchNorm (a bridged Linen BatchNorm's, for "
         "example), which cannot be averaged over the ranks from outside, as {asked} would need. "
         "Use nnx.BatchNorm, or leave that out",
-        lambda spec: _statistics(spec) if spec.is_local else None,
+        lambda spec: _statistics(spec) if spec.asks_for_ranks else None,
         code="statistics-not-averaged",
     ),
 )
@@ -311,7 +311,7 @@ def _no_fp8_gather(spec: StepSpec, fp8: Fp8Layers) -> str:
         return "the parameters are gathered once a step, all of them in the dtype of the compute"
     if not _gathers_any(spec, [f"{layer}/kernel" for layer in fp8.paths]):
         return "no kernel of a layer in fp8 is split over ranks that have other samples"
-    if spec.is_local:
+    if spec.asks_for_ranks:
         reduction = spec.reduction
         return (
             f"ranks gather explicitly, to reduce gradients per {reduction.per} in {reduction.dtype}"

@@ -70,7 +70,7 @@ class Traces:
     """Traces the programs of a loss, one per number of samples, and keeps them.
 
     BatchNorm is traced with statistics averaged over all parts, and experts with the tokens of all
-    parts counted, as in the views that split the batch.
+    parts counted, as ranks do. Microbatches average no statistics, of which a step warns.
 
     Args:
         model_spec: the model's structure, and the shapes of its parameters and buffers.
@@ -141,9 +141,10 @@ class Traces:
             numbers = scalars([outcome.loss, *(outcome.metrics[name] for name in names)])
             return [*numbers, *jax.tree.leaves(outcome.buffers)]
 
-        # The axis has a name but no mesh. JAX runs an equation only under the mesh that it was
-        # traced under, and the equations of an `Ending` run under the mesh of the step.
         axes = ((RANKS, 2),) if self._over_all else ()
+        # With the axis, tracing is outside of meshes: no mesh has this axis. Without it, tracing
+        # keeps the mesh of the step: JAX runs an equation only under the mesh that it was traced
+        # under, and the step runs the equations of an `Ending`.
         with outside_meshes() if self._over_all else nullcontext():
             program = jax.make_jaxpr(run, axis_env=axes)(*self._model_spec.arguments, batch)
         return Traced(program, **details, axes=axes)

@@ -48,7 +48,7 @@ from .objective import ModelChange
 from .sample_traces import ALONE, Traced, Traces
 from .sharing import shared_value
 from .spec import StepSpec
-from .statistics import warn_of_statistic
+from .statistics import warn_of_analysed_statistic
 
 MakeChange: TypeAlias = Callable[..., ModelChange]
 """(gather of each weight or None, first change) -> the change to a merged model."""
@@ -64,7 +64,7 @@ class Separation:
         is_per_rank: whether each rank computes the loss from its own samples.
         why: why the ranks compute the loss together, in a step that would otherwise run per rank;
             "" in all other steps.
-        averaged: why the loss is an average over microbatches that differs from the loss of the
+        why_averaged: why the loss is an average over microbatches that differs from the loss of the
             whole batch; "" if it does not differ.
         finalize: computes the numbers for which `loss_fn` returns only sums, from the sums of the
             whole batch; None if `loss_fn` returns all numbers.
@@ -77,7 +77,7 @@ class Separation:
     loss_fn: LossFn
     is_per_rank: bool
     why: str = ""
-    averaged: str = ""
+    why_averaged: str = ""
     finalize: Finalize | None = None
     means: frozenset[Path] = frozenset()
     added: frozenset[Path] = frozenset()
@@ -85,8 +85,8 @@ class Separation:
     def __str__(self) -> str:
         view = "per rank" if self.is_per_rank else "global view"
         text = view + (f", because {self.why}" if self.why else "")
-        also = "" if self.averaged == self.why else f" because {self.averaged}"
-        return text + (f"; averaged over microbatches{also}" if self.averaged else "")
+        also = "" if self.why_averaged == self.why else f" because {self.why_averaged}"
+        return text + (f"; averaged over microbatches{also}" if self.why_averaged else "")
 
 
 BEFORE = (
@@ -321,8 +321,8 @@ class Separator:
         if from_sums is None:
             from_sums = Separation(rescale_parts(self._loss_fn, dependence), True)
         is_averaged = self._declared is False and self._num_microbatches > 1
-        averaged = _averaged(dependence, from_sums.finalize) if is_averaged else ""
-        return dataclasses.replace(from_sums, averaged=averaged)
+        why_averaged = _averaged(dependence, from_sums.finalize) if is_averaged else ""
+        return dataclasses.replace(from_sums, why_averaged=why_averaged)
 
     def _added_over_ranks(
         self, batch: Batch, sizes: tuple[int, int], ranks: int, asked: list[str]
@@ -361,7 +361,8 @@ class Separator:
         for path, output in dependence.buffers.items():
             if not output.why or path in added or self._is_own(path):
                 continue
-            # With one of these, the ranks cannot compute a buffer together, whatever is declared.
+            # Each of these options alone keeps the ranks from computing a buffer together, so the
+            # advice names them all.
             what = " and ".join(["separable=True", *(["the pipeline"] if has_pipeline else asked)])
             own = (
                 "; or let each rank keep its own, with sync_buffers=False in the reduction "
@@ -612,7 +613,9 @@ class Separator:
         if means and dependence.loss.why == Why.EACH:
             # Normalisation by batch statistics does this, such as BatchNorm: it deserves a warning,
             # while a loss that compares samples is refused.
-            warn_of_statistic(self.model_spec.abstract, means[0], count, dependence.loss.place)
+            warn_of_analysed_statistic(
+                self.model_spec.abstract, means[0], count, dependence.loss.place
+            )
             return
         loss = dependence.loss
         if loss.kind is Dependence.COUPLED:
@@ -704,8 +707,8 @@ class Separator:
         by a second analysis, in which the old values of these buffers are 0.
 
         Returns:
-            The reason by path; "" for a running sum. Floating-point buffers that the samples do not
-            change, up to rounding, are left out.
+            The reason by path; "" for a running sum. Floating-point buffers whose new value is the
+            same for every part are left out, such as constants and statistics over all parts.
         """
         program = self.program(batch, sizes[1])
         shapes = self._buffers
@@ -822,7 +825,7 @@ def wants_ranks(spec: StepSpec) -> tuple[bool, list[str]]:
     """
     if spec.strategy.pipeline is not None:
         return True, [f"a pipeline with {'×'.join(spec.strategy.batch_axes)}"]
-    if not spec.is_local:
+    if not spec.asks_for_ranks:
         return False, []
     if spec.options.is_elastic:
         return True, ['deterministic="elastic"']

@@ -94,7 +94,7 @@ class StepSpec:
         return self.model_spec.dtype if precision is None else precision.compute
 
     @property
-    def is_local(self) -> bool:
+    def asks_for_ranks(self) -> bool:
         """Whether the reduction or `deterministic="elastic"` asks for gradients per rank.
 
         `local_view.py` then computes them in `shard_map`. A loss that couples samples runs in
@@ -106,8 +106,8 @@ class StepSpec:
         # such as experts, also process samples of other ranks, so their gradients are not per rank.
         if strategy.pipeline is not None or strategy.ungathered_axes or not strategy.batch_axes:
             return False
-        is_local = self.reduction.is_local(self.num_microbatches, self.compute_dtype)
-        return self.options.is_elastic or is_local
+        reduces_per_rank = self.reduction.is_local(self.num_microbatches, self.compute_dtype)
+        return self.options.is_elastic or reduces_per_rank
 
     @property
     def memory_bytes(self) -> int | None:

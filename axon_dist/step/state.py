@@ -24,8 +24,8 @@ from .options import FLAG
 from .options import OVERFLOW as OVERFLOW
 
 WEIGHTS = ArgumentKind(
-    "arrays by path, as step.weight_targets names them, or nothing: first values, and their seed, "
-    "are those of the model",
+    "arrays by path, as step.weight_targets names them, or nothing; the model already has "
+    "its first values and its seed",
     lambda x: isinstance(x, Mapping) and all(hasattr(leaf, "shape") for leaf in x.values()),
 )
 

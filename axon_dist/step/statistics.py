@@ -100,7 +100,9 @@ FREEZE = "freeze the statistics with use_running_average=True"
 """Advice for `nnx.BatchNorm` alone, which has this argument."""
 
 
-def warn_of_statistic(model: nnx.Module, path: Path, num_microbatches: int, place: str) -> None:
+def warn_of_analysed_statistic(
+    model: nnx.Module, path: Path, num_microbatches: int, place: str
+) -> None:
     """Warns that a statistic is of one microbatch, not of the whole batch.
 
     Args:

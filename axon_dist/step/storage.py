@@ -174,7 +174,7 @@ def storage_of(
 
     def staged(policy: Policy) -> Staged:
         return Staged(
-            OfBlocks(policy, stacks) if stacks.depths else policy, pipeline.axis, row_paths
+            OfBlocks(policy, stacks) if stacks.counts else policy, pipeline.axis, row_paths
         )
 
     strategy = dataclasses.replace(
@@ -371,7 +371,7 @@ def traced(
         return loss.total, loss.weight, _flat(shard_metrics(outcome, num_shards)), outcome.buffers
 
     program = forward if rewritten is None else rewritten(forward)
-    if stacks.depths:
+    if stacks.counts:
         # The model loops over its stacked blocks, which hides the block that a call reads.
         layers = by_rows(program)
 

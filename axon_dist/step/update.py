@@ -220,7 +220,8 @@ def mean_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientResu
     elif spec.options.is_elastic:
         view = elastic_gradients
     else:
-        view = local_gradients if separation.is_per_rank and spec.is_local else global_gradients
+        is_local = separation.is_per_rank and spec.asks_for_ranks
+        view = local_gradients if is_local else global_gradients
     if separation.loss_fn is not spec.loss_fn:
         plan = plan.with_loss(separation.loss_fn)
     result = view(plan, arguments)
@@ -322,18 +323,20 @@ def one_step(
     result = unscaled_gradients(plan, state, placed)
     grads, metrics = result.grads, result.metrics
     norm_of = functools.partial(whole_norm, plan.spec) if options.is_elastic else optax.tree.norm
-    needs_norm = "norm" in plan.state_plan.update.traced.told
+    needs_norm = "norm" in plan.state_plan.update.traced.extra_args
     clipped, measured = clip(grads, options, norm_of, needs_norm)
-    told = {"value": metrics["loss"]} | ({"norm": measured["grad_norm"]} if needs_norm else {})
+    extra_args = {"value": metrics["loss"]}
+    if needs_norm:
+        extra_args["norm"] = measured["grad_norm"]
     with jax.named_scope("optimizer"):
         if options.is_elastic:
             keeps_updates = NORMS_BY_LAYER in options.metrics
             params, opt_state, updates = elastic_update(
-                plan, clipped, state.opt_state, state.params, told, keeps_updates
+                plan, clipped, state.opt_state, state.params, extra_args, keeps_updates
             )
         else:
             updates, opt_state = plan.state_plan.update(
-                clipped, state.opt_state, state.params, **told
+                clipped, state.opt_state, state.params, **extra_args
             )
             params = optax.apply_updates(state.params, updates)
     observed = _watched_metrics(opt_state)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from axon_dist.core.errors import UnsupportedError
-from axon_dist.ir.randomness import SampleRows, find_rows, with_rank, without_rank
+from axon_dist.ir.randomness import SampleRows, find_rows, with_part, without_part
 from axon_dist.separability.interpret import follow_samples
 
 RANKS, LOCAL = 4, 3
@@ -76,7 +76,7 @@ def test_rows_of_the_global_draw(name, impl):
     draw = DRAWS[name]
     key = jax.random.key(3, impl=own_prng() if impl == "mine" else impl)
     found = rows_of(draw)
-    mine = jax.jit(lambda rank: draw(with_rank({"key": key}, found, rank)["key"], LOCAL))
+    mine = jax.jit(lambda rank: draw(with_part({"key": key}, found, rank)["key"], LOCAL))
     dim = 1 if name == "inner dim" else 0
     parts = [mine(jnp.int32(rank)) for rank in range(RANKS)]
     whole = jax.jit(lambda key: draw(key, LOCAL * RANKS))(key)
@@ -87,7 +87,7 @@ def test_draws_without_samples_are_the_same_on_every_rank():
     draw = lambda key, n: jax.random.normal(key, (5, 5))
     assert rows_of(draw) == {}
     key = jax.random.key(1)
-    mine = draw(with_rank({"k": key}, {}, jnp.int32(2))["k"], LOCAL)
+    mine = draw(with_part({"k": key}, {}, jnp.int32(2))["k"], LOCAL)
     np.testing.assert_array_equal(mine, draw(key, LOCAL))
 
 
@@ -99,9 +99,9 @@ def test_what_was_found():
 def test_keys_are_put_back_and_counts_kept():
     key = jax.random.key(0)
     buffers = {"key": key, "count": jnp.uint32(3)}
-    ranked = with_rank(buffers, {}, jnp.int32(1))
+    ranked = with_part(buffers, {}, jnp.int32(1))
     assert ranked["key"].dtype != key.dtype
-    back = without_rank({"key": ranked["key"], "count": jnp.uint32(4)}, buffers)
+    back = without_part({"key": ranked["key"], "count": jnp.uint32(4)}, buffers)
     assert back["key"] is key
     assert int(back["count"]) == 4
 
@@ -169,6 +169,6 @@ def test_other_threefry_settings_are_followed():
     draw, key = DRAWS["rows"], jax.random.key(3)
     with jax.threefry_partitionable(False):
         whole = draw(key, LOCAL * RANKS)
-        ranked = with_rank({"key": key}, rows_of(draw), jnp.int32(2))["key"]
+        ranked = with_part({"key": key}, rows_of(draw), jnp.int32(2))["key"]
         mine = draw(ranked, LOCAL)
     np.testing.assert_array_equal(mine, whole[6:9])

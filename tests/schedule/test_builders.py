@@ -26,6 +26,7 @@ from axon_dist.schedule import (
     v_half,
     v_min,
     validate,
+    with_vocabulary,
     zero_bubble_h1,
     zero_bubble_h2,
     zero_bubble_v,
@@ -348,6 +349,16 @@ def test_interleaved_microbatches_come_in_groups():
         interleaved_1f1b(4, 3)
     with pytest.raises(ScheduleError, match=r"chunks=1.*at least 2.*use 1f1b"):
         interleaved_1f1b(4, 8, chunks=1)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_stage_runs_forwards_in_the_order_of_the_microbatches(name):
+    """So a buffer that a stage updates in turn works under every schedule with a name."""
+    for sizes in [(1, 3), (2, 2), (2, 6), (3, 9), (4, 4), (4, 12)]:
+        table = build_schedule(name, *sizes)
+        for schedule in (table, with_vocabulary(table)):
+            stages = range(schedule.num_stages)
+            assert all(schedule.in_order(stage, [Phase.F]) for stage in stages), sizes
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -491,7 +491,9 @@ def _batches(config: RunConfig, loader: Loader) -> Iterator[dict[str, jax.ShapeD
 def compiling_ahead(
     config: RunConfig, world: World, env: Mapping[str, str], tell: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """Compiles the step for one process less into JAX's cache, in case the run loses a process.
+    """Compiles the step for fewer processes into JAX's cache, in case the run loses one.
+
+    Of the remaining processes, as many run it as can continue: usually all of them.
 
     It does not matter which process is lost: the remaining processes are renumbered from 0, so they
     run the program of the first processes. They find it in the cache when they restart.
@@ -501,7 +503,7 @@ def compiling_ahead(
         world: the world of all processes.
         env: the environment, in which an elastic launcher sets `ELASTIC`. Without `ELASTIC`, or
             without a cache that outlives the processes, nothing is compiled.
-        tell: called with a message if fewer processes could not continue the run.
+        tell: called with a message if the loss of one process leaves others that cannot continue.
 
     Yields:
         A function that starts the compilation; call it after the step of the run is compiled. The

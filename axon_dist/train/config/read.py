@@ -113,13 +113,18 @@ Port: TypeAlias = Annotated[int, _from(1, 65535)]
 Devices: TypeAlias = Annotated[int, _from(1, 1024)]
 """Emulated CPU devices, each with its own threads."""
 
+_LEAST, _LARGEST = 1e-37, 3e38
+"""The range of positive numbers that float32 holds to its full precision, in round numbers."""
+
+_AT_MOST = f" and at most {_LARGEST:g}".replace("+", "")
+
 Positive: TypeAlias = Annotated[
-    float, number(", above 0 and at most 3e38, in float32", lambda value: 1e-37 <= value <= 3e38)
+    float, number(f", at least {_LEAST:g}{_AT_MOST}", lambda x: _LEAST <= x <= _LARGEST)
 ]
-"""A rate or a size; float32 would round a smaller value to 0."""
+"""A rate or a size."""
 
 NonNegative: TypeAlias = Annotated[
-    float, number(", at least 0 and at most 3e38", lambda value: 0 <= value <= 3e38)
+    float, number(f", at least 0{_AT_MOST}", lambda x: 0 <= x <= _LARGEST)
 ]
 """A rate; 0 turns it off."""
 

@@ -30,7 +30,7 @@ def test_every_strategy_and_variant_is_there():
     ("path", "type", "default"),
     [
         ("train.steps", "whole number, at least 1", "1000"),
-        ("train.clip_norm", "number, above 0, or null", "1.0"),
+        ("train.clip_norm", "number, at least 1e-37, or null", "1.0"),
         ("train.nonfinite", "stop, skip or rollback", "stop"),
         (
             "optimizer.schedule",
