@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -229,6 +229,21 @@ def bridges_of(model: nnx.Module) -> Iterator[tuple[Keys, nnx.bridge.ToNNX]]:
     for keys, module in nnx.iter_modules(model):
         if isinstance(module, nnx.bridge.ToNNX):
             yield tuple(keys), module
+
+
+def variables_in(modules: Iterable[nnx.Module]) -> frozenset[int]:
+    """Returns the ids of the variables in modules.
+
+    Identity finds a variable that is shared; its path leads through only one of its owners.
+
+    Example:
+        >>> head, body = (nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2))
+        >>> body.kernel = head.kernel
+        >>> variables_in([body]) == variables_in([head])
+        True
+    """
+    nodes = (node for module in modules for _, node in nnx.iter_graph(module))
+    return frozenset(id(node) for node in nodes if isinstance(node, nnx.Variable))
 
 
 def is_node(leaf: object) -> bool:

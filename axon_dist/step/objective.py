@@ -18,10 +18,10 @@ from flax import nnx
 
 from ..core.compat import is_computed
 from ..core.errors import AxonDistError, ConfigError, UnsupportedError
+from ..core.modules import variables_in
 from ..core.tree import combine, is_key, leaves_with_paths, map_with_path, wide
 from ..core.typing import Array, Batch, Function, LossFn, Metrics, Path, PyTree
 from ..core.weighted import Count, Weighted, WithTerm
-from ..ir.units import is_inside
 from .model_spec import MEAN_WEIGHT, SHARED, STEP, ModelSpec, split_inputs
 from .options import FLAG, LOSS_SCALE, METRICS, NORMS_BY_LAYER, OVERFLOW
 
@@ -163,19 +163,21 @@ def _check_parameters(before: Mapping[Path, Array], model: nnx.Module) -> None:
     arXiv:1602.07868).
     """
     norms = (nnx.SpectralNorm, nnx.WeightNorm)
-    normed = [
-        "/".join(map(str, path))
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, norms)
-    ]
+    wrapped = variables_in(m for _, m in nnx.iter_modules(model) if isinstance(m, norms))
+    # The layer that a norm wraps may also be an attribute of the model: its parameters then have
+    # the path of either.
+    normed = {
+        "/".join(map(str, path)) for path, part in nnx.iter_graph(model) if id(part) in wrapped
+    }
     for path, new in leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))):
         is_changed = new is not before.get(path, new) and is_computed(new)
-        if is_changed and not any(is_inside(path, norm) for norm in normed):
+        if is_changed and path not in normed:
             raise UnsupportedError(
                 f"the forward pass changes the parameter {path!r}, but only the "
-                "optimizer may change parameters: the change would be lost. Make it a variable of "
-                "another type, which a step keeps: with class Average(nnx.Variable), write "
-                "layer.kernel = Average(layer.kernel[...])",
+                "optimizer may change parameters: the change would be lost. If it is trained, "
+                "compute a changed copy and leave the parameter as it is. If it is not, make it a "
+                "variable of another type, which a step keeps and does not train: with class "
+                "Average(nnx.Variable), write layer.kernel = Average(layer.kernel[...])",
                 code="parameter-changed-in-forward",
             )
 
