@@ -20,7 +20,15 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 
 from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
-from ..core.modules import around_of, bridges_of, is_node, num_stacked, stacks_of, wrap_calls
+from ..core.modules import (
+    around_of,
+    bridges_of,
+    check_parameters,
+    is_node,
+    num_stacked,
+    stacks_of,
+    wrap_calls,
+)
 from ..core.tree import path_str
 from ..core.typing import Array, Function, Keys, Path, PyTree
 from .linen import (
@@ -304,6 +312,7 @@ class AsUnit:
                 "or store it in an nnx.Variable",
             )
             after = _contents_of(copy)
+            _check_weights(copy, {keys: before.get(keys) for keys in weights}, after)
             attributes.update(_changes(kind, contents, after))
             arrays_set[:] = [at for at, value in attributes.items() if isinstance(value, Tracer)]
             # Unchanged state is not written back: NNX would refuse the write within `jax.grad`.
@@ -311,8 +320,12 @@ class AsUnit:
             new = {keys: leaf for keys, leaf in others if _value(leaf) is not before.get(keys)}
             # Parameters and keys never change, so they need not pass from block to block.
             changed = nnx.state(arg_nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
-            made = [attributes[at] for at in arrays_set]
-            return _numbered(output, arg_nodes), nnx.from_flat_state(new), changed, made
+            return (
+                _numbered(output, arg_nodes),
+                nnx.from_flat_state(new),
+                changed,
+                [attributes[at] for at in arrays_set],
+            )
 
         arrays = [leaf for leaf in leaves if isinstance(leaf, ARRAYS)]
         flat, tree = jax.tree.flatten((params, rest, arrays, nodes_state))
@@ -330,6 +343,19 @@ class AsUnit:
         for (keys, name), value in values.items():
             setattr(modules[keys], name, value)
         return _filled(output, nodes)
+
+
+def _check_weights(module: nnx.Module, before: Mapping[Keys, Any], after: Contents) -> None:
+    """Raises if a call has changed a parameter of its module: a unit does not return these.
+
+    Args:
+        module: the copy that was called.
+        before: the values of its parameters before the call.
+        after: the contents after it.
+    """
+    values = {path_str(keys): value for keys, value in before.items()}
+    new = ((path_str(keys), _value(x)) for keys, x in after[0].items() if keys in before)
+    check_parameters(module, values, new, f" of {type(module).__name__}")
 
 
 @jax.tree_util.register_static
