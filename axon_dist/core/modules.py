@@ -247,6 +247,22 @@ def variables_in(modules: Iterable[nnx.Module]) -> frozenset[int]:
     return frozenset(id(node) for node in nodes if isinstance(node, nnx.Variable))
 
 
+def normed_paths(model: nnx.Module, modules: Iterable[nnx.Module]) -> frozenset[Path]:
+    """Returns the paths, in a model, of what `nnx.SpectralNorm` and `nnx.WeightNorm` wrap.
+
+    Args:
+        model: the model.
+        modules: modules of the model, within which the norms are.
+    """
+    norms = (nnx.SpectralNorm, nnx.WeightNorm)
+    inside = (part for module in modules for _, part in nnx.iter_modules(module))
+    wrapped = variables_in(part for part in inside if isinstance(part, norms))
+    # The layer that a norm wraps may also be an attribute of the model: its parameters then have
+    # the path of either.
+    paths = (path for path, part in nnx.iter_graph(model) if id(part) in wrapped)
+    return frozenset("/".join(map(str, path)) for path in paths)
+
+
 def check_parameters(
     model: nnx.Module,
     before: Mapping[Path, object],
@@ -271,13 +287,7 @@ def check_parameters(
     changed = [path for path, new in after if new is not before.get(path, new) and is_computed(new)]
     if not changed:
         return
-    norms = (nnx.SpectralNorm, nnx.WeightNorm)
-    wrapped = variables_in(m for _, m in nnx.iter_modules(model) if isinstance(m, norms))
-    # The layer that a norm wraps may also be an attribute of the model: its parameters then have
-    # the path of either.
-    normed = {
-        "/".join(map(str, path)) for path, part in nnx.iter_graph(model) if id(part) in wrapped
-    }
+    normed = normed_paths(model, [model])
     for path in changed:
         if path not in normed:
             raise UnsupportedError(
