@@ -131,6 +131,8 @@ class ModelChanges:
                     variable.set_value(bundle(path, wider))
                 else:
                     gather = Int8Gather(gather, self.model_spec.int8[path], self.dtype)
+                    # The loss may also read it outside the unit that gathers it.
+                    variable.set_value(dataclasses.replace(value, widen=gather))
                 if gather is None:
                     continue
                 if id(variable) in fp8_gathers and self._gathers_in_fp8(gather):
