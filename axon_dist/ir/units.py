@@ -311,8 +311,7 @@ class AsUnit:
                 jax.tree.leaves((args, kwargs), is_leaf=is_node),
                 "or store it in an nnx.Variable",
             )
-            after = _contents_of(copy)
-            _check_weights(copy, {keys: before.get(keys) for keys in weights}, after)
+            after = _contents_after(copy, {keys: before.get(keys) for keys in weights})
             attributes.update(_changes(kind, contents, after))
             arrays_set[:] = [at for at, value in attributes.items() if isinstance(value, Tracer)]
             # Unchanged state is not written back: NNX would refuse the write within `jax.grad`.
@@ -320,12 +319,8 @@ class AsUnit:
             new = {keys: leaf for keys, leaf in others if _value(leaf) is not before.get(keys)}
             # Parameters and keys never change, so they need not pass from block to block.
             changed = nnx.state(arg_nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
-            return (
-                _numbered(output, arg_nodes),
-                nnx.from_flat_state(new),
-                changed,
-                [attributes[at] for at in arrays_set],
-            )
+            made = [attributes[at] for at in arrays_set]
+            return _numbered(output, arg_nodes), nnx.from_flat_state(new), changed, made
 
         arrays = [leaf for leaf in leaves if isinstance(leaf, ARRAYS)]
         flat, tree = jax.tree.flatten((params, rest, arrays, nodes_state))
@@ -343,19 +338,6 @@ class AsUnit:
         for (keys, name), value in values.items():
             setattr(modules[keys], name, value)
         return _filled(output, nodes)
-
-
-def _check_weights(module: nnx.Module, before: Mapping[Keys, Any], after: Contents) -> None:
-    """Raises if a call has changed a parameter of its module: a unit does not return these.
-
-    Args:
-        module: the copy that was called.
-        before: the values of its parameters before the call.
-        after: the contents after it.
-    """
-    values = {path_str(keys): value for keys, value in before.items()}
-    new = ((path_str(keys), _value(x)) for keys, x in after[0].items() if keys in before)
-    check_parameters(module, values, new, f" of {type(module).__name__}")
 
 
 @jax.tree_util.register_static
@@ -416,6 +398,23 @@ def _contents_of(module: nnx.Module) -> Contents:
         if not (name.startswith("_pytree__") or is_node(value))
         and (*map(str, keys), name) not in names
     }
+
+
+def _contents_after(module: nnx.Module, weights: Mapping[Keys, Any]) -> Contents:
+    """Returns the contents of the copy of a module that a unit has called.
+
+    Args:
+        module: the copy.
+        weights: the values of its parameters before the call.
+
+    Raises:
+        UnsupportedError: if the call has changed a parameter, which a unit does not return.
+    """
+    contents = _contents_of(module)
+    before = {path_str(keys): value for keys, value in weights.items()}
+    new = ((path_str(keys), _value(x)) for keys, x in contents[0].items() if keys in weights)
+    check_parameters(module, before, new, f" of {type(module).__name__}")
+    return contents
 
 
 def _changes(module_type: type, before: Contents, after: Contents) -> Attributes:
