@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -12,7 +12,8 @@ import jax
 from flax import nnx
 from flax.errors import TraceContextError
 
-from .errors import ConfigError
+from .compat import is_computed
+from .errors import ConfigError, UnsupportedError
 from .typing import Function, Keys, Path, PyTree
 
 Around: TypeAlias = Function
@@ -229,6 +230,74 @@ def bridges_of(model: nnx.Module) -> Iterator[tuple[Keys, nnx.bridge.ToNNX]]:
     for keys, module in nnx.iter_modules(model):
         if isinstance(module, nnx.bridge.ToNNX):
             yield tuple(keys), module
+
+
+def variables_in(modules: Iterable[nnx.Module]) -> frozenset[int]:
+    """Returns the ids of the variables in modules.
+
+    Identity finds a variable that is shared; its path leads through only one of its owners.
+
+    Example:
+        >>> head, body = (nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2))
+        >>> body.kernel = head.kernel
+        >>> variables_in([body]) == variables_in([head])
+        True
+    """
+    nodes = (node for module in modules for _, node in nnx.iter_graph(module))
+    return frozenset(id(node) for node in nodes if isinstance(node, nnx.Variable))
+
+
+def normed_paths(model: nnx.Module, modules: Iterable[nnx.Module]) -> frozenset[Path]:
+    """Returns the paths, in a model, of what `nnx.SpectralNorm` and `nnx.WeightNorm` wrap.
+
+    Args:
+        model: the model.
+        modules: modules of the model, within which the norms are.
+    """
+    norms = (nnx.SpectralNorm, nnx.WeightNorm)
+    inside = (part for module in modules for _, part in nnx.iter_modules(module))
+    wrapped = variables_in(part for part in inside if isinstance(part, norms))
+    # The layer that a norm wraps may also be an attribute of the model: its parameters then have
+    # the path of either.
+    paths = (path for path, part in nnx.iter_graph(model) if id(part) in wrapped)
+    return frozenset("/".join(map(str, path)) for path in paths)
+
+
+def check_parameters(
+    model: nnx.Module,
+    before: Mapping[Path, object],
+    after: Iterable[tuple[Path, object]],
+    owner: str = "",
+) -> None:
+    """Raises if a call has changed a parameter, other than to normalise it.
+
+    `nnx.SpectralNorm` and `nnx.WeightNorm` write the normalised weight into the layer, for one pass
+    only. The weight before normalisation is trained, as in the papers (arXiv:1802.05957,
+    arXiv:1602.07868).
+
+    Args:
+        model: the model, or the module that was called.
+        before: the values of its parameters before the call, by path.
+        after: the paths and values after it.
+        owner: whose parameters they are, for the message: " of Block"; or "".
+
+    Raises:
+        UnsupportedError: naming the parameter.
+    """
+    changed = [path for path, new in after if new is not before.get(path, new) and is_computed(new)]
+    if not changed:
+        return
+    normed = normed_paths(model, [model])
+    for path in changed:
+        if path not in normed:
+            raise UnsupportedError(
+                f"the forward pass changes the parameter {path!r}{owner}, but only the "
+                "optimizer may change parameters: the change would be lost. If it is trained, "
+                "compute a changed copy and leave the parameter as it is. If it is not, make it a "
+                "variable of another type, which a step keeps and does not train: with class "
+                "Average(nnx.Variable), write layer.kernel = Average(layer.kernel[...])",
+                code="parameter-changed-in-forward",
+            )
 
 
 def is_node(leaf: object) -> bool:

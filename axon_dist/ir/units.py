@@ -20,7 +20,15 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 
 from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
-from ..core.modules import around_of, bridges_of, is_node, num_stacked, stacks_of, wrap_calls
+from ..core.modules import (
+    around_of,
+    bridges_of,
+    check_parameters,
+    is_node,
+    num_stacked,
+    stacks_of,
+    wrap_calls,
+)
 from ..core.tree import path_str
 from ..core.typing import Array, Function, Keys, Path, PyTree
 from .linen import (
@@ -303,7 +311,7 @@ class AsUnit:
                 jax.tree.leaves((args, kwargs), is_leaf=is_node),
                 "or store it in an nnx.Variable",
             )
-            after = _contents_of(copy)
+            after = _contents_after(copy, {keys: before.get(keys) for keys in weights})
             attributes.update(_changes(kind, contents, after))
             arrays_set[:] = [at for at, value in attributes.items() if isinstance(value, Tracer)]
             # Unchanged state is not written back: NNX would refuse the write within `jax.grad`.
@@ -390,6 +398,23 @@ def _contents_of(module: nnx.Module) -> Contents:
         if not (name.startswith("_pytree__") or is_node(value))
         and (*map(str, keys), name) not in names
     }
+
+
+def _contents_after(module: nnx.Module, weights: Mapping[Keys, Any]) -> Contents:
+    """Returns the contents of the copy of a module that a unit has called.
+
+    Args:
+        module: the copy.
+        weights: the values of its parameters before the call.
+
+    Raises:
+        UnsupportedError: if the call has changed a parameter, which a unit does not return.
+    """
+    contents = _contents_of(module)
+    before = {path_str(keys): value for keys, value in weights.items()}
+    new = ((path_str(keys), _value(x)) for keys, x in contents[0].items() if keys in weights)
+    check_parameters(module, before, new, f" of {type(module).__name__}")
+    return contents
 
 
 def _changes(module_type: type, before: Contents, after: Contents) -> Attributes:

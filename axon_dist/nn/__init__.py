@@ -23,6 +23,7 @@ from ..ops.ring import ring_attention as ring_attention
 from ..ops.ring import ulysses_attention as ulysses_attention
 from .attention import TensorParallelAttention as TensorParallelAttention
 from .attention import attended as attended
+from .attention import call_attend as call_attend
 from .attention import check_attend as check_attend
 from .attention import in_any_order as in_any_order
 from .attention import mixes as mixes

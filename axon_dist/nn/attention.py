@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,11 +121,53 @@ class TensorParallelAttention(nnx.Module):
 
 
 def mixes(module: nnx.Module) -> bool:
-    """Whether a module has a method `attend(query, key, value, ...)`.
+    """Whether a module has a method `attend(query, key, value, ...)`, by these or other names.
 
     A further argument may be `segments`, integers `[B, T]`: a position sees only its own segment.
     """
-    return _parameters(module, "attend")[1:4] == ["query", "key", "value"]
+    method = getattr(type(module), "attend", None)
+    kind = inspect.getattr_static(type(module), "attend", None)
+    if not callable(method) or isinstance(kind, (staticmethod, classmethod)):
+        return False
+    heads = _heads(method)
+    is_variadic = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in heads)
+    # Under other names, a method of arguments that may be left out does not attend.
+    is_named = [p.name for p in heads] == ["query", "key", "value"]
+    is_required = all(p.default is p.empty for p in heads)
+    return len(heads) == 3 and not is_variadic and (is_named or is_required)
+
+
+def _heads(attend: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Returns the parameters of a method `attend` that take query, key and value."""
+    return list(inspect.signature(attend).parameters.values())[1:4]
+
+
+def call_attend(
+    attend: Callable[..., Array],
+    module: object,
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array | None = None,
+) -> Array:
+    """Calls a module's `attend`, whatever it calls its parameters for query, key and value.
+
+    Args:
+        attend: the method, as defined by the class.
+        module: the module.
+        query: `[B, T, H, K]`.
+        key: `[B, T, N, K]`.
+        value: like `key`.
+        segments: integers `[B, T]`; None does not pass them.
+
+    Returns:
+        What the method returns.
+    """
+    pairs = list(zip(_heads(attend), (query, key, value), strict=True))
+    placed = [x for p, x in pairs if p.kind is not p.KEYWORD_ONLY]
+    named = {p.name: x for p, x in pairs if p.kind is p.KEYWORD_ONLY}
+    more = {} if segments is None else {"segments": segments}
+    return attend(module, *placed, **named, **more)
 
 
 def in_any_order(module: nnx.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,10 +79,20 @@ class Int8:
     Args:
         numbers: int8, in the shape of the weight.
         scale: bfloat16, with size 1 in the dim along which weights share a scale.
+        widen: computes the weight, for a read of the Variable by `kernel[...]`.
     """
 
     numbers: Array
     scale: Array
+    widen: Callable[[Int8], Array] | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
+
+    def __getitem__(self, index: Any) -> Array:
+        """Widens the weight, where a loss reads it outside the unit that gathers and widens it."""
+        if self.widen is None:
+            raise TypeError("a weight in int8 must be widened before it is read")
+        return self.widen(self)[index]
 
     @property
     def shape(self) -> Shape:

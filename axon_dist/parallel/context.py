@@ -21,6 +21,7 @@ from ..nn import (
     Ring,
     Unread,
     attended,
+    call_attend,
     check_attend,
     differs_by_heads,
     in_any_order,
@@ -49,8 +50,9 @@ def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp
     in each. Here layers keep them split: in a ring no rank holds a whole sequence; with Ulysses
     attention alone sees whole sequences, of some heads. Every layer except attention must work on
     each position independently. Attention is replaced in `nnx.MultiHeadAttention` and in every
-    module with a method `attend(query, key, value)`, as the attention of this library has. The
-    method may also take `segments`, integers `[B, T]`: a position attends only to its segment.
+    module with a method `attend(query, key, value)`, as the attention of this library has; it may
+    name the three otherwise. The method may also take `segments`, integers `[B, T]`: a position
+    attends only to its segment.
 
     Under a causal mask a ring reorders the positions, so that all ranks have the same work. It does
     so once for all layers of a `Transformer` that draws no random numbers, and otherwise in each
@@ -200,6 +202,14 @@ class SplitAttention:
         """
         query, key, value, segments = attended(attend, module, args, kwargs)
         arrays = query, key, value
+        if any(jnp.ndim(x) != 4 for x in arrays):
+            shapes = ", ".join(str([*jnp.shape(x)]) for x in arrays)
+            raise UnsupportedError(
+                f"{type(module).__name__}.attend is called with arrays of the shapes {shapes}; "
+                "context parallelism takes a method of this name for attention, and gives it "
+                "query, key and value [B, T, H, K]. Reshape them, or give a method that does "
+                "something else another name"
+            )
         kind = self._kind(attend, module, arrays, segments is not None)
         heads = self.check_heads(query.shape[2])
         lead = self.layout.spec(query.shape)
@@ -226,10 +236,9 @@ class SplitAttention:
                     window=kind.window,
                     softcap=kind.softcap,
                 )
-            names = ("query", "key", "value", "segments")
 
             def attend_all(*x):
-                return attend(module, **dict(zip(names, x, strict=False)))
+                return call_attend(attend, module, *x)
 
             return ulysses_attention(query, key, value, self.axis, attend_all, *segments)
 
@@ -262,8 +271,7 @@ class SplitAttention:
             return AttentionKind(causal, query.shape[-1] ** -0.5) if is_ring else None
 
         def called(query: Array, key: Array, value: Array, *segments: Array) -> Array:
-            more = {"segments": segments[0]} if segments else {}
-            return attend(module, query=query, key=key, value=value, **more)
+            return call_attend(attend, module, query, key, value, *segments)
 
         if not is_ring:
             num_heads = query.shape[2]

@@ -27,7 +27,7 @@ from ..core.reduction import all_sum
 from ..core.same_function import Comparison, compare, is_from
 from ..core.typing import Array, Function, PyTree
 from ..ir.rewrite import Rewriting
-from ..nn.attention import attended
+from ..nn.attention import attended, call_attend
 from ..nn.attention_kind import differs_by_heads
 from ..nn.layout import Axes, Layout, manual_axes
 from ..ops.linear_loss import (
@@ -93,7 +93,7 @@ class OverMesh:
         more = () if segments is None else (segments,)
 
         def call(q, k, v, *s):
-            return attend(module, q, k, v, **({"segments": s[0]} if s else {}))
+            return call_attend(attend, module, q, k, v, *s)
 
         manual = manual_axes()
         batch = tuple(axis for axis in self.batch if axis not in manual)

@@ -21,7 +21,7 @@ from ..core.modules import wrap_calls
 from ..core.own_context import in_own_context
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Function, Leaf, Path, PyTree
-from ..nn import ParallelMode, mixes, softmax_attention
+from ..nn import ParallelMode, attended, mixes, softmax_attention
 from .dataflow import Cut, Flow, FlowValue, Product, follow
 from .expert import MIX, HasExperts, has_experts
 from .tensor_plan import BIAS, TABLES, Plan, Rule
@@ -187,9 +187,10 @@ def _trace(
 
 
 def _plain_attention(
-    attend: Function, module: nnx.Module, query: Array, key: Array, value: Array
+    attend: Function, module: nnx.Module, *args: object, **kwargs: object
 ) -> Array:
     """Replaces attention of any form in the trace, because fused kernels hide their heads."""
+    query, key, value, _ = attended(attend, module, args, kwargs)
     share = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(heads, share, axis=2) for heads in (key, value))
     return softmax_attention(query, key, value, causal=True)

@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.errors import UnsupportedError
+from ..core.modules import normed_paths
 from ..core.reduction import all_mean, all_sum, cast_for_reduction
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, Path, PyTree
@@ -453,6 +454,39 @@ def check_reads(plan: StepPlan, batch: Batch) -> None:
                 'reduce once per step: Reduction(per="step")',
                 code="weight-read-outside-unit",
             )
+
+
+def check_normed_reads(plan: StepPlan, batch: Batch) -> None:
+    """Raises if a weight is read outside the unit in which a norm writes to it.
+
+    `nnx.SpectralNorm` and `nnx.WeightNorm` write the normalised weight into the layer, where the
+    rest of the forward pass reads it. A unit returns no weights, so outside of it the weight is
+    still that before normalisation.
+
+    Args:
+        plan: the plan of the step, in any view.
+        batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
+
+    Raises:
+        UnsupportedError: naming the weight.
+    """
+    model_spec = plan.spec.model_spec
+    modules = nnx.iter_modules(model_spec.abstract)
+    units = [m for keys, m in modules if "/".join(map(str, keys)) in plan.changes.units]
+    normed = normed_paths(model_spec.abstract, units)
+    if not normed:
+        return
+    samples, shapes = plan.spec.microbatch(batch)
+    jaxpr = plan.separator.program(shapes, samples // plan.spec.num_ranks).jaxpr
+    paths = [path for path, _ in leaves_with_paths(model_spec.weights)]
+    if path := next((p for p in read_outside_units(jaxpr, paths) if p in normed), None):
+        raise UnsupportedError(
+            f"the loss reads {path!r} outside the block in which nnx.SpectralNorm or "
+            "nnx.WeightNorm normalises it: on one device it would read the normalised weight, and "
+            "here that before normalisation. Read it within the block, or use a strategy that "
+            "gathers no blocks, such as ddp()",
+            code="normed-weight-read-outside-block",
+        )
 
 
 def gathers_by_units(spec: StepSpec) -> bool:

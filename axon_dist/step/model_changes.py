@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from ..core.modules import bridges_of, variables_in
 from ..core.tree import wide
 from ..core.typing import Function, Path, PyTree
 from ..ir.layer_scan import scan_over_layers
 from ..ir.loop_rule import LoopRule
 from ..ir.rewrite import CONVOLUTION, SHIFTS, ByRank, Replace, Rewriting, keep_whole, refuse
-from ..ir.units import GATHER, RematPolicy, is_in_any, is_inside, mark_units
+from ..ir.units import GATHER, RematPolicy, is_in_any, mark_units
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8
 from ..ops.precision import autocast, cast_floating
@@ -112,6 +113,7 @@ class ModelChanges:
                 for keys, variable in nnx.iter_graph(model)
                 if isinstance(variable, nnx.Variable)
             }
+            bridged = variables_in(bridge for _, bridge in bridges_of(model))
             units = (
                 mark_units(model, lambda path, _: path in self.units, remat, self.stacked_units)
                 if self.units
@@ -124,11 +126,13 @@ class ModelChanges:
                 value = variable.get_value()
                 if not isinstance(value, Int8):
                     variable.set_value(bundle(path, self.cast(value)))
-                elif any(is_inside(path, bridge) for bridge in self.model_spec.bridges):
+                elif id(variable) in bridged:
                     wider = self.model_spec.int8[path].widen(value.numbers, value.scale, self.dtype)
                     variable.set_value(bundle(path, wider))
                 else:
                     gather = Int8Gather(gather, self.model_spec.int8[path], self.dtype)
+                    # The loss may also read it outside the unit that gathers it.
+                    variable.set_value(dataclasses.replace(value, widen=gather))
                 if gather is None:
                     continue
                 if id(variable) in fp8_gathers and self._gathers_in_fp8(gather):

@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core.compat import is_computed
 from ..core.errors import AxonDistError, ConfigError, UnsupportedError
+from ..core.modules import check_parameters
 from ..core.tree import combine, is_key, leaves_with_paths, map_with_path, wide
-from ..core.typing import Array, Batch, Function, LossFn, Metrics, Path, PyTree
+from ..core.typing import Array, Batch, Function, LossFn, Metrics, PyTree
 from ..core.weighted import Count, Weighted, WithTerm
-from ..ir.units import is_inside
 from .model_spec import MEAN_WEIGHT, SHARED, STEP, ModelSpec, split_inputs
 from .options import FLAG, LOSS_SCALE, METRICS, NORMS_BY_LAYER, OVERFLOW
 
@@ -120,7 +119,8 @@ def evaluate(
             loss = Weighted(loss.total, loss.weight)
     weighted = loss if isinstance(loss, Weighted) else Weighted(loss, 1.0)
     _check_outputs(weighted, metrics)
-    _check_parameters(before, model)
+    after = leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    check_parameters(model, before, after)
     return Outcome(weighted, dict(metrics), buffers_like(buffers, model))
 
 
@@ -153,31 +153,6 @@ def _check_outputs(loss: Weighted, metrics: Any) -> None:
             )
         for part in (value.total, value.weight) if isinstance(value, Weighted) else (value,):
             _check_scalar(f"metric {name!r}", part)
-
-
-def _check_parameters(before: Mapping[Path, Array], model: nnx.Module) -> None:
-    """Raises if the forward pass has changed a parameter, other than to normalise it.
-
-    `nnx.SpectralNorm` and `nnx.WeightNorm` write the normalised weight into the layer, for one pass
-    only. The weight before normalisation is trained, as in the papers (arXiv:1802.05957,
-    arXiv:1602.07868).
-    """
-    norms = (nnx.SpectralNorm, nnx.WeightNorm)
-    normed = [
-        "/".join(map(str, path))
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, norms)
-    ]
-    for path, new in leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))):
-        is_changed = new is not before.get(path, new) and is_computed(new)
-        if is_changed and not any(is_inside(path, norm) for norm in normed):
-            raise UnsupportedError(
-                f"the forward pass changes the parameter {path!r}, but only the "
-                "optimizer may change parameters: the change would be lost. Make it a variable of "
-                "another type, which a step keeps: with class Average(nnx.Variable), write "
-                "layer.kernel = Average(layer.kernel[...])",
-                code="parameter-changed-in-forward",
-            )
 
 
 def _call_loss(loss_fn: LossFn, model: nnx.Module, batch: Batch, kwargs: dict[str, Any]) -> Any:

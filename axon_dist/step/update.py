@@ -22,7 +22,7 @@ from ..optim.wrappers import Watched
 from .batch import Placed
 from .elastic import elastic_gradients, elastic_update, whole_layer_norms, whole_norm
 from .global_view import global_gradients
-from .local_view import local_gradients
+from .local_view import check_normed_reads, local_gradients
 from .model_spec import MEAN_WEIGHT, SHARED, split_inputs
 from .objective import GradientArguments, GradientResult, evaluate, wide_number
 from .options import FLAG, LOSS_SCALE, NORMS_BY_LAYER, OVERFLOW, StepOptions
@@ -215,6 +215,7 @@ def mean_gradients(plan: StepPlan, arguments: GradientArguments) -> GradientResu
     arguments = with_mean_weight(spec, arguments)
     plan = plan.with_shared(arguments.buffers.get(SHARED, {}))
     separation = plan.separator.of(arguments.batch)
+    check_normed_reads(plan, arguments.batch)
     if spec.strategy.pipeline is not None:
         view = pipeline_gradients
     elif spec.options.is_elastic:

@@ -198,7 +198,8 @@ def save_weights(
         model: an `nnx.Module`; or the state of a step, together with `step`.
         path: a file that ends in `.safetensors`, or a folder for `model.safetensors`. The file
             appears under its name once it is complete. With a hub format, a `config.json` is
-            written next to it.
+            written next to it. Its `torch_dtype` is the dtype of the floats written, of several
+            that of most bytes.
         rules: as for `load_weights`, applied in reverse.
         step: the step of that state.
         dtype: the dtype of floats, such as `"bfloat16"`; None keeps that of the model.
@@ -228,7 +229,7 @@ def save_weights(
     table.validate()
     tensors = outgoing(weights, table, _float_dtype(dtype))
     folder, stem = _place(as_path(path, "the weights"))
-    config = _hub_config(rules, structure, dtype, keys or {})
+    config = _hub_config(rules, structure, tensors, keys or {})
     _Export(folder, stem, _files(tensors, stem, max_file), config).write(weights)
 
 
@@ -576,7 +577,10 @@ def _files(tensors: list[Outgoing], stem: str, max_file: int) -> dict[str, dict[
 
 
 def _hub_config(
-    rules: WeightRules | str | None, model: nnx.Module, dtype: str | None, keys: Mapping[str, Any]
+    rules: WeightRules | str | None,
+    model: nnx.Module,
+    tensors: list[Outgoing],
+    keys: Mapping[str, Any],
 ) -> str | None:
     """Returns the text of a hub's `config.json`; None without a hub format."""
     if not isinstance(rules, str) or rules not in FORMATS:
@@ -587,7 +591,8 @@ def _hub_config(
             )
         return None
     config = FORMATS[rules].to_hub(config_of(model, rules))
-    stored = {} if dtype is None else {"torch_dtype": jnp.dtype(dtype).name}
+    # The parameters may have been cast since the config of the model made them.
+    stored = {} if (dtype := _main_dtype(tensors)) is None else {"torch_dtype": dtype.name}
     try:
         return _json({**config, **stored, **keys})
     except (TypeError, ValueError) as error:
@@ -596,6 +601,15 @@ def _hub_config(
             "and dicts of these with strings as keys",
             code="keys-not-json",
         ) from error
+
+
+def _main_dtype(tensors: list[Outgoing]) -> np.dtype | None:
+    """Returns the float dtype of most bytes, of two equal ones the wider; None without floats."""
+    sizes: dict[np.dtype, int] = {}
+    for tensor in tensors:
+        if is_dtype(tensor.dtype, jnp.floating):
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.size
+    return max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize), default=None)
 
 
 def _json(data: Mapping[str, Any]) -> str:

@@ -224,3 +224,32 @@ def test_a_model_of_units_is_differentiated_within_a_loss():
 
     # No count of the dropout has moved, and none is written back at another level of the trace.
     np.testing.assert_allclose(jax.jit(run)(state, x), want, rtol=1e-6)
+
+
+class Normed(nnx.Module):
+    def __init__(self):
+        self.inner = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.norm = nnx.WeightNorm(self.inner, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.norm(x)
+
+
+class Drifting(nnx.Module):
+    def __init__(self):
+        self.inner = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        y = self.inner(x)
+        self.inner.bias[...] = 0.9 * self.inner.bias[...] + y.mean(0)
+        return y
+
+
+def test_a_unit_that_changes_its_parameters_is_refused_unless_it_normalises_them():
+    model = nnx.Sequential(Drifting())
+    mark_units(model, by_class("Drifting"))
+    with pytest.raises(UnsupportedError, match="changes the parameter 'inner/bias' of Drifting"):
+        model(jnp.ones((2, 4)))
+    model = nnx.Sequential(Normed())
+    mark_units(model, by_class("Normed"))
+    assert model(jnp.ones((2, 4))).shape == (2, 4)

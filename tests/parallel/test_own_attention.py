@@ -11,7 +11,7 @@ from flax import nnx
 
 from axon_dist import World, build_train_step
 from axon_dist.core.errors import UnsupportedError
-from axon_dist.nn import Unread, kind_of
+from axon_dist.nn import Unread, call_attend, kind_of, mixes
 from axon_dist.parallel import context_parallel
 from tests.drawn import drawn
 
@@ -192,6 +192,68 @@ def test_a_mask_of_a_small_number_is_named():
 @pytest.mark.parametrize("kind", UNLIMITED)
 def test_large_scores_do_not_hide_softmax_attention(kind):
     assert str(kind_found(UNLIMITED[kind])) == "causal, of scale 0.5"
+
+
+class Short(Attention):
+    def attend(self, q, k, v):
+        return self.function(q, k, v)
+
+
+class Named(Attention):
+    def attend(self, *, queries, keys, values, segments=None):
+        return self.function(queries, keys, values)
+
+
+class Embedding(nnx.Module):
+    def attend(self, x, scale=1.0, shift=0.0):
+        return x * scale + shift
+
+
+class Static(nnx.Module):
+    @staticmethod
+    def attend(query, key, value, causal):
+        return value
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_attention"),
+    [(Attention, True), (Short, True), (Named, True), (Embedding, False), (Static, False)],
+)
+def test_attention_is_a_method_of_three_arrays_by_any_names(kind, is_attention):
+    args = (attention(), nnx.Rngs(0)) if issubclass(kind, Attention) else ()
+    module = kind(*args)
+    assert mixes(module) == is_attention
+    if is_attention:
+        query, key, value = jax.random.normal(jax.random.key(0), (3, 1, LENGTH, HEADS, 4))
+        found = call_attend(kind.attend, module, query, key, value)
+        np.testing.assert_array_equal(found, attention()(query, key, value))
+
+
+@pytest.mark.parametrize("mode", ["ring", "ulysses"])
+def test_attention_of_each_class_of_a_model_is_replaced_by_any_names(mode, make_world):
+    layout = context_parallel(mode).layout(make_world("cp=2").mesh)
+    kinds = (Attention, Short)
+    model = nnx.Sequential(*(kind(attention(), nnx.Rngs(i)) for i, kind in enumerate(kinds)))
+    for layers in context_parallel(mode).layers:
+        layers.check(model, layout)
+        layers(model, layout)
+    x = jax.ShapeDtypeStruct((2, LENGTH, WIDTH), jnp.float32)
+    program = jax.make_jaxpr(lambda x: model(x))(x)
+    assert str(program).count("shard_map[") == len(kinds)
+
+
+def test_a_method_of_that_name_on_other_arrays_is_refused(make_world):
+    class Pool(nnx.Module):
+        def attend(self, x, mask, scale):
+            return x * mask * scale
+
+    layout = context_parallel("ulysses").layout(make_world("cp=2").mesh)
+    model = Pool()
+    for layers in context_parallel("ulysses").layers:
+        layers(model, layout)
+    arrays = jnp.ones((2, 8, 4)), jnp.ones((2, 8, 1)), jnp.float32(1)
+    with pytest.raises(UnsupportedError, match=r"Pool.attend is called with.* \[2, 8, 1\], \[\];"):
+        model.attend(*arrays)
 
 
 def test_a_window_longer_than_the_trial_is_found_in_the_program():

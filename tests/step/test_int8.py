@@ -23,7 +23,7 @@ from axon_dist import (
 )
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.inspect import collectives
-from axon_dist.ops.int8 import Int8Form, int8_form
+from axon_dist.ops.int8 import Int8, Int8Form, int8_form
 from axon_dist.step import PortableForm
 from axon_dist.step.model_spec import trainable_filter
 from axon_dist.weights import load_weights, save_weights
@@ -148,6 +148,27 @@ def assert_trains(step, make=Net):
 
 def own_bytes(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+class Shared(Net):
+    """A layer of the last block is applied in front of the blocks, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = self.blocks[DEPTH - 1].up
+
+
+def test_a_loss_may_read_a_weight_in_eight_bits_outside_its_block(make_world):
+    def reads(model, batch):
+        return loss_fn(model, batch) + jnp.mean(model.layer(model.embed(batch["x"])) ** 2)
+
+    options = {"trainable": SOME, "frozen_dtype": "int8", "batch": BATCHES[0]}
+    build_train_step(Shared, optax.sgd(0.5), reads, fsdp(**SMALL), make_world("fsdp=2"), **options)
+    form = int8_form("up/kernel", jax.ShapeDtypeStruct((32, 4), "float32"))
+    numbers = form.narrow(jax.random.normal(jax.random.key(0), (32, 4)))
+    weight = Int8(numbers["int8"], numbers["scale"], lambda x: form.widen(x.numbers, x.scale))
+    variable = nnx.Param(weight)
+    np.testing.assert_array_equal(variable[...], numbers["int8"] * np.float32(numbers["scale"]))
 
 
 @pytest.mark.full

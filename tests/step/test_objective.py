@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import Weighted, World, build_train_step, ddp
+from axon_dist.core.compat import eval_jaxpr
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.optim import Spikes, watched
 from axon_dist.step.microbatches import accumulate
@@ -126,6 +127,27 @@ def test_a_norm_excuses_only_the_parameters_inside_it():
         jax.make_jaxpr(lambda p: evaluate(model_spec, changes, p, buffers, BATCH).loss.total)(
             params
         )
+
+
+@pytest.mark.parametrize("name", ["layer", "zlayer"])
+@pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
+def test_a_norm_excuses_the_layer_it_wraps_whatever_attribute_also_holds_it(name, norm):
+    class Net(nnx.Module):
+        def __init__(self):
+            layer = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+            setattr(self, name, layer)
+            self.norm = norm(layer, rngs=nnx.Rngs(1))
+
+    def both(model, batch):
+        # The norm writes into the layer, which the loss then reads as on one device.
+        return plain(model.norm, batch) + jnp.sum(getattr(model, name).kernel[...] ** 2)
+
+    model = Net()
+    model_spec, source = split_model(model)
+    params, buffers = source.arrays
+    traced = jax.make_jaxpr(lambda p: evaluate(model_spec, both, p, buffers, BATCH).loss.total)
+    found = eval_jaxpr(traced(params), jax.tree.leaves(params))
+    np.testing.assert_allclose(found[0], both(model, BATCH), rtol=1e-6)
 
 
 def dense(loss_fn):

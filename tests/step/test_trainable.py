@@ -454,6 +454,38 @@ def test_a_parameter_that_the_loss_changes_is_refused_and_a_variable_is_kept():
     np.testing.assert_allclose(after.teacher[...], 0.9 + 0.1 * kernel, rtol=1e-6)
 
 
+class Critic(nnx.Module):
+    """Two blocks with a layer that a norm wraps."""
+
+    class Normed(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(4, 4, rngs=rngs)
+            self.norm = nnx.SpectralNorm(self.layer, rngs=rngs)
+
+        def __call__(self, x):
+            return jnp.tanh(self.norm(x))
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([self.Normed(rngs), self.Normed(rngs)])
+
+
+def test_a_normalised_weight_is_read_in_its_block_or_refused():
+    def loss_fn(model, batch):
+        x = model.blocks[1](model.blocks[0](batch["x"]))
+        return jnp.mean(x**2) + (jnp.mean(model.blocks[0].layer(x) ** 2) if is_outside else 0.0)
+
+    world, batch = World.emulate(2, "fsdp=2"), {"x": np.ones((4, 4), np.float32)}
+    build = lambda: build_train_step(
+        Critic, optax.sgd(0.1), loss_fn, fsdp(min_elements=1), world, batch=batch
+    )
+    is_outside = False
+    build()
+    is_outside = True
+    with pytest.raises(UnsupportedError, match="'blocks/0/layer/kernel' outside the block"):
+        build()
+
+
 class Twins(nnx.Module):
     def __init__(self):
         student, teacher = ([Block(WIDTH, nnx.Rngs(n + i)) for n in range(2)] for i in (0, 5))

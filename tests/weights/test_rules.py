@@ -298,6 +298,19 @@ def test_a_config_names_dtypes_and_numbers_of_any_library(kind, tmp_path):
         assert (written["eos_token_id"], written["bos_token_id"]) == ([2, 3], 1)
 
 
+@pytest.mark.parametrize(
+    ("kept", "dtype"), [("nothing", "bfloat16"), ("token_embedding", "float32")]
+)
+def test_a_config_names_the_dtype_that_most_bytes_of_the_weights_have(kept, dtype, tmp_path):
+    config = TransformerConfig(vocab_size=256, width=16, num_layers=1, num_heads=2, ffn_width=16)
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    for path, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Param) and kept not in path:
+            variable.set_value(variable[...].astype(jnp.bfloat16))
+    save_weights(model, tmp_path, "hf-llama")
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == dtype
+
+
 def test_a_config_that_cannot_be_written_leaves_no_weights(tmp_path):
     config = TransformerConfig(vocab_size=32, width=16, num_layers=1, num_heads=2, ffn_width=16)
     model = Transformer(config, rngs=nnx.Rngs(0))
