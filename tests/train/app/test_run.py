@@ -35,6 +35,7 @@ from axon_dist.train.config import DATA, LOGGERS, MODELS, OPTIMIZERS, RATES, Run
 from axon_dist.train.config.models import make_model
 from axon_dist.train.config.read import read
 from axon_dist.train.loop import TrainResult
+from tests.words import WORDS
 
 
 def plain_console():
@@ -504,7 +505,7 @@ def test_a_best_metric_that_no_validation_has_is_found_before_the_first_step(tin
     def best(metric):
         train = tiny["train"] | {"best": {"metric": metric}}
         sets = {"validation": {"again": tiny["data"]["validation_files"]}}
-        return build_run(RunConfig.from_dict(tiny | sets | {"train": train}))
+        return build_run(RunConfig.from_dict(tiny | sets | {"train": train, "model": WORDS}))
 
     for metric in ("validation/los", "validation/again/los"):
         with pytest.raises(ConfigError, match=r"no metric 'los'\. Did you mean 'loss'\?"):
