@@ -10,8 +10,7 @@ import pytest
 from axon_dist.launch import LaunchPlan, launch
 from axon_dist.train.app import train
 from axon_dist.train.config import load_config
-
-from .conftest import Processes
+from axon_dist.train.loop import has_module
 
 pytestmark = pytest.mark.multiprocess
 
@@ -57,10 +56,14 @@ STRATEGIES = {
 
 @pytest.fixture
 def config(tmp_path):
+    return config_in(tmp_path)
+
+
+def config_in(folder):
     for name in ("train", "validation"):
-        (tmp_path / f"{name}.txt").write_text(f"{name}: the quick brown fox jumps. " * 99)
-    path = tmp_path / "tiny.yaml"
-    path.write_text(CONFIG.format(texts=tmp_path))
+        (folder / f"{name}.txt").write_text(f"{name}: the quick brown fox jumps. " * 99)
+    path = folder / "tiny.yaml"
+    path.write_text(CONFIG.format(texts=folder))
     return path
 
 
@@ -75,42 +78,53 @@ def of_one_process(path, overrides):
     return losses_in(folder)
 
 
-def of_many(path, overrides, count, monkeypatch):
-    """What the launcher makes of it, and what rank 0 said."""
-    folder, logs = path.parent / "many", path.parent / "logs"
-    monkeypatch.delenv("NPROC", raising=False)
-    monkeypatch.setenv("XLA_FLAGS", FLAGS)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    memory = path.parent / "memory"
+def launched(folder, command, count):
+    """What each process of a launched run prints; if one fails, the message shows all."""
+    memory, logs = folder / "memory", folder / "logs"
     memory.mkdir()
-    monkeypatch.setenv("AXON_MEMORY", str(memory))
-    cache = jax.config.values["jax_compilation_cache_dir"]
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", cache)
-    copies = "checkpoint.memory_every=2"
-    arguments = ["train", str(path), "--resume", "auto", *overrides, copies, f"run_dir={folder}"]
-    command = (sys.executable, "-m", "axon_dist.train.cli", *arguments)
-    plan = LaunchPlan(command=command, num_processes=count, log_dir=logs)
+    plan = LaunchPlan(command=(sys.executable, *command), num_processes=count, log_dir=logs)
     told = []
-    assert launch(plan, told.append) == 0, told
-    return losses_in(folder), (logs / "rank-0.log").read_text()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv("NPROC", raising=False)
+        environment.setenv("XLA_FLAGS", FLAGS)
+        environment.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        environment.setenv("AXON_MEMORY", str(memory))
+        cache = jax.config.values["jax_compilation_cache_dir"]
+        environment.setenv("JAX_COMPILATION_CACHE_DIR", cache)
+        code = launch(plan, told.append)
+    texts = [(logs / f"rank-{rank}.log").read_text() for rank in range(count)]
+    assert code == 0, "\n".join([*told, *texts])
+    return texts
 
 
-MARKS = {("words", 2): [], ("dropout", 2): pytest.mark.full}
+def arguments_of_many(path, overrides):
+    copies, folder = "checkpoint.memory_every=2", f"run_dir={path.parent / 'many'}"
+    return ["train", str(path), "--resume", "auto", *overrides, copies, folder]
+
+
+def assert_trains_as_one_process(path, overrides, said, count):
+    expected = of_one_process(path, overrides)
+    assert len(expected) == 6
+    assert losses_in(path.parent / "many") == pytest.approx(expected, rel=1e-5)
+    for process in range(count):
+        assert f"process {process}  host " in said
+
+
+# The default run trains "words" in the processes of the other programs of this file, below.
 CASES = [
-    pytest.param(name, count, marks=MARKS.get((name, count), pytest.mark.slow))
+    pytest.param(name, count, marks=pytest.mark.full if full else pytest.mark.slow)
     for name in STRATEGIES
     for count in (2, 4)
+    for full in [(name, count) == ("dropout", 2)]
 ]
 
 
 @pytest.mark.parametrize(("name", "count"), CASES)
-def test_the_losses_of_one_process(config, name, count, monkeypatch):
-    expected = of_one_process(config, STRATEGIES[name])
-    losses, said = of_many(config, STRATEGIES[name], count, monkeypatch)
-    assert len(expected) == 6
-    assert losses == pytest.approx(expected, rel=1e-5)
-    for process in range(count):
-        assert f"process {process}  host " in said
+def test_the_losses_of_one_process(config, name, count):
+    overrides = STRATEGIES[name]
+    command = ("-m", "axon_dist.train.cli", *arguments_of_many(config, overrides))
+    said, *_ = launched(config.parent, command, count)
+    assert_trains_as_one_process(config, overrides, said, count)
 
 
 TOGETHER = """
@@ -236,7 +250,7 @@ def test_jax_arrays_of_one_process_are_its_rows_and_spread_ones_those_of_all(tex
             for count in (1, 2):
                 assert f"own rows {name} {count} 93220.0 93220.0" in text
         said = [line.split() for line in text.splitlines()]
-        padded = {words[1]: float(words[2]) for words in said if words[0] == "padded"}
+        padded = {words[1]: float(words[2]) for words in said if words[:1] == ["padded"]}
         assert padded == pytest.approx({"numpy": mean, "spread": mean}, rel=1e-6)
         assert ["pad-mixed-leaves"] in said
         for name in ("numpy", "jax", "mine"):
@@ -344,24 +358,32 @@ print(json.dumps(losses), flush=True)
 """
 
 
-def texts_of(processes):
-    """What each of two processes printed; if one fails, the message shows both."""
-    codes = processes.wait([0, 1], 240)
-    texts = [processes.text(rank) for rank in (0, 1)]
-    assert codes == [0, 0], "\n".join(texts)
-    return texts
+TRAIN = """
+import sys
+from axon_dist.train.cli.main import main
+
+assert main(sys.argv[1:]) == 0
+"""
 
 
 @pytest.fixture(scope="module")
-def texts_of_two(tmp_path_factory):
+def config_of_two(tmp_path_factory):
+    return config_in(tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def texts_of_two(config_of_two):
     """What each of two processes prints that run the short programs of this file one by one."""
-    program = "\n".join((ROWS, "print(json.dumps(losses), flush=True)", ARRAYS, TOGETHER))
-    folder = tmp_path_factory.mktemp("two")
-    processes = Processes(folder, [sys.executable, "-c", program], 2)
-    try:
-        return texts_of(processes)
-    finally:
-        processes.end()
+    last = "print(json.dumps(losses), flush=True)"
+    program = "\n".join((ROWS, last, ARRAYS, TOGETHER, TRAIN))
+    arguments = arguments_of_many(config_of_two, STRATEGIES["words"])
+    return launched(config_of_two.parent, ("-c", program, *arguments), 2)
+
+
+def test_a_config_trains_to_the_losses_of_one_process(texts_of_two, config_of_two):
+    assert_trains_as_one_process(config_of_two, STRATEGIES["words"], texts_of_two[0], 2)
+    if has_module("matplotlib"):
+        assert (config_of_two.parent / "many" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def losses_of(said):
@@ -387,9 +409,8 @@ def test_rows_that_are_not_consecutive_train_as_on_one_process(texts_of_two, cap
 
 
 @pytest.mark.full
-def test_rows_of_any_ranks_train_as_on_one_process(start, capsys):
-    processes = start(2, "-c", ROWS + OTHER_ROWS)
-    texts = texts_of(processes)
+def test_rows_of_any_ranks_train_as_on_one_process(tmp_path, capsys):
+    texts = launched(tmp_path, ("-c", ROWS + OTHER_ROWS), 2)
     assert_losses_are_those_of_one_process(texts, ROWS + OTHER_ROWS, capsys)
     for said in texts:
         assert "rows-of-processes-differ the processes disagree about 'batch': " in said

@@ -363,7 +363,7 @@ VERBS: tuple[Verb, ...] = (
     _verb(
         "launch",
         "Start several processes on this host, and monitor them.",
-        "machine:launch_processes",
+        "launching:launch_processes",
         _int("-n --num-processes", "processes on this host", default=1),
         _int("--devices-per-process", "CPU devices that each process emulates"),
         _int("--nnodes", "hosts that run this command", default=1),

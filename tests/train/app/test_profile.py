@@ -37,9 +37,10 @@ def test_a_config_and_a_run(tiny, tmp_path, capsys, monkeypatch):
     assert "layers.py" in page
 
 
-def test_a_pipeline_counts_what_it_runs(tiny):
-    tiny |= {"mesh": "dp=2,pp=2", "devices": {"emulate": 4}}
-    tiny |= {"train": {"steps": 2, "global_batch": 4}}
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_pipeline_counts_what_it_runs(tiny, ranks):
+    tiny |= {"mesh": f"dp={ranks},pp=2", "devices": {"emulate": 2 * ranks}}
+    tiny |= {"train": {"steps": 2, "global_batch": 2 * ranks}}
     tiny |= {"parallel": {"ddp": {}, "pipeline": {"num_microbatches": 2}}}
     sizes = {"num_layers": 2, "width": 16, "num_heads": 2, "vocab_size": 256, "max_length": 16}
     tiny |= {"model": {"kind": "transformer", **sizes}}
@@ -48,7 +49,7 @@ def test_a_pipeline_counts_what_it_runs(tiny):
     block = 16 * (4 + 3 * 4) * 16
     # The program computes the masked scores too.
     per_sample = 2 * 16 * (2 * block + 16 * 256 + 2 * 2 * 16 * 16)
-    # Each of two data ranks has two samples, and its two stages share a sample.
+    # Each data rank has two samples, and its two stages share a sample.
     assert found.flops == pytest.approx(3 * 2 * per_sample / 2, rel=1e-6)
     lost = {loss.kind: loss for loss in found.losses}
     assert lost["recomputed"].seconds > 0

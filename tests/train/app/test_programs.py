@@ -102,7 +102,7 @@ def test_a_program_is_loaded_where_all_is_equal_alone(tmp_path):
         compiled = jax.jit(stale, compiler_options=options).lower(shape).compile()
         (found,) = loaded
         jax.clear_caches()
-        x = jax.device_put(jnp.ones(size), jax.devices()[0])
+        x = jax.device_put(np.ones(size, np.float32), jax.devices()[0])
         assert compiled(x).tolist() == [constant] * size
         return found
 

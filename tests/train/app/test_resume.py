@@ -380,8 +380,8 @@ def test_a_run_goes_on_when_what_watches_it_begins_or_ends(name, config, three_s
 
 
 def test_a_checkpoint_that_does_not_fit_names_the_changed_keys(config, three_steps):
-    path = three_steps(config)
-    other = config("on", optimizer={"name": "sgd", "learning_rate": 0.1, "momentum": 0.9})
+    path = three_steps(config, **OWN)
+    other = config("on", **OWN, optimizer={"name": "sgd", "learning_rate": 0.1, "momentum": 0.9})
     with pytest.raises(CheckpointError, match=r"does not fit: .* saved: optimizer.name: .* Set"):
         train(other, resume=str(path))
 

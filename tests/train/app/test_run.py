@@ -35,6 +35,7 @@ from axon_dist.train.config import DATA, LOGGERS, MODELS, OPTIMIZERS, RATES, Run
 from axon_dist.train.config.models import make_model
 from axon_dist.train.config.read import read
 from axon_dist.train.loop import TrainResult
+from tests.words import WORDS
 
 
 def plain_console():
@@ -353,7 +354,8 @@ def test_an_axis_that_nothing_is_split_over_is_told(tiny):
 
 def test_a_dry_run_says_all_and_writes_nothing(tiny, tmp_path, capsys):
     path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(tiny | {"mesh": "dp=2", "devices": {"emulate": 2}}))
+    tiny |= {"mesh": "dp=2", "devices": {"emulate": 2}, "model": WORDS}
+    path.write_text(yaml.safe_dump(tiny))
     before = sorted(tmp_path.rglob("*"))
     assert main(["train", str(path), "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -457,7 +459,7 @@ def jsonl_of(folder, name, count):
 def test_an_epoch_of_buckets_has_only_the_rows_that_fill_a_batch(tiny, tmp_path):
     tiny["data"] = jsonl_of(tmp_path, "x", 15) | {"sequence_length": 16, "buckets": 2}
     tiny["train"] |= {"steps": 4, "global_batch": 8}
-    run = build_run(RunConfig.from_dict(tiny))
+    run = build_run(RunConfig.from_dict(tiny | {"model": WORDS}))
     # 8 of the 15 rows are an epoch, so the second batch has some of the first again.
     assert [run.data_facts()(count)["seen/epoch"] for count in (1, 2)] == [1.0, 2.0]
     assert any(
@@ -504,7 +506,7 @@ def test_a_best_metric_that_no_validation_has_is_found_before_the_first_step(tin
     def best(metric):
         train = tiny["train"] | {"best": {"metric": metric}}
         sets = {"validation": {"again": tiny["data"]["validation_files"]}}
-        return build_run(RunConfig.from_dict(tiny | sets | {"train": train}))
+        return build_run(RunConfig.from_dict(tiny | sets | {"train": train, "model": WORDS}))
 
     for metric in ("validation/los", "validation/again/los"):
         with pytest.raises(ConfigError, match=r"no metric 'los'\. Did you mean 'loss'\?"):

@@ -164,6 +164,7 @@ def test_the_loss_of_replicas_is_a_sum_if_the_loss_is_one():
 
 def test_a_strategys_precision_is_that_of_the_config(monkeypatch):
     monkeypatch.setattr(config_plans, "MOST", 4)  # enough that a plan with fsdp is among them
+    monkeypatch.setattr(config_plans, "FEW", 1)
     half = MixedPrecision.bf16()
     strategies = {"fsdp": {"mixed_precision": "bf16"}}
     config = RunConfig.from_dict({**SMALL, "mesh": "fsdp=2", "parallel": strategies})

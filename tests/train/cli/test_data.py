@@ -17,6 +17,7 @@ from axon_dist.train.cli import runs
 from axon_dist.train.cli.main import main
 from axon_dist.train.config import RunConfig
 from axon_dist.train.loop import SilentProgress
+from tests.words import WORDS
 
 
 @pytest.fixture
@@ -123,13 +124,13 @@ def test_every_process_times_the_steps_of_one_position(tiny, monkeypatch):
     monkeypatch.setattr("axon_dist.train.app.measure._load_for", load_for)
     monkeypatch.setattr("axon_dist.train.app.measure._time_steps", time_steps)
     for _ in range(2):
-        check_data(RunConfig.from_dict(tiny), num_samples=1, seconds=0.01)
+        check_data(RunConfig.from_dict(tiny | {"model": WORDS}), num_samples=1, seconds=0.01)
     assert seen[0] == seen[1]
 
 
 def test_pictures_are_told_by_their_shape(tiny):
     data = {"kind": "synthetic_images", "num_images": 40, "image_size": 16}
-    plain = tiny | {"model": {"kind": "vit", "preset": "tiny"}, "data": data}
+    plain = tiny | {"model": {"kind": "vit", "preset": "tiny", "num_layers": 1}, "data": data}
     found = check_data(RunConfig.from_dict(plain), 1, 0.01, with_step=False)
     assert found.samples[0].startswith("x uint8[16, 16, 3], y=")
     assert (found.padding, found.learned, found.keeps_up) == (None, None, None)

@@ -11,14 +11,14 @@ import yaml
 from axon_dist.launch import INTERRUPTED, LaunchPlan, from_env
 from axon_dist.launch.local import USER_ERROR
 from axon_dist.launch.watchdog import EXIT_PEER_LOST
-from axon_dist.train.cli import machine
+from axon_dist.train.cli import launching
 from axon_dist.train.cli.main import main
 from axon_dist.train.config import load_config
 
 
 def test_the_command_follows_two_dashes(tmp_path):
     options = ["-n", "4", "--devices-per-process", "2", "--max-restarts", "3", "--elastic"]
-    with mock.patch.object(machine, "launch", return_value=7) as launch:
+    with mock.patch.object(launching, "launch", return_value=7) as launch:
         code = main(["launch", *options, "--log-dir", str(tmp_path), "--", "axon", "train", "-x"])
     plan = launch.call_args.args[0]
     assert code == 7

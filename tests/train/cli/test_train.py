@@ -1,4 +1,4 @@
-"""`axon train` as users run it: in its own process, with eight emulated devices."""
+"""`axon train` as users run it: in its own process, with emulated devices."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_trains(config, tmp_path):
 
 
 def test_ctrl_c_keeps_what_was_done(config, tmp_path):
-    plain = {"run_dir": str(tmp_path / "run"), "devices": {"emulate": 8}, **OWN}
+    plain = {"run_dir": str(tmp_path / "run"), "devices": {"emulate": 2}, "mesh": "dp=2", **OWN}
     plain["train"] = {"steps": 1000000, "global_batch": 8, "eval_every": 0, "log_every": 5}
     config.write_text(yaml.safe_dump(plain))
     process = start(config, cwd=pathlib.Path(__file__).parents[3])

@@ -21,6 +21,7 @@ from axon_dist.train.app.runs import build_run
 from axon_dist.train.app.steps import build_step, build_world, names_on, warn_of_vanishing
 from axon_dist.train.config import LOGGERS, RunConfig, build_strategy, with_own_precision
 from axon_dist.train.loop import SilentProgress
+from tests.words import WORDS
 
 
 @pytest.mark.full
@@ -161,6 +162,7 @@ def test_trainable_is_a_config_key(tiny):
 def test_options_of_the_compiler_reach_the_step_and_a_wrong_one_is_named(tiny, chip):
     """They override those of the chip, null removes one, and `build_step` overrides both."""
     passes, _ = chip.options[0]
+    tiny["model"] = WORDS
     for given in ({"xla_cpu_enable_fast_math": False}, {passes: None}):
         config = RunConfig.from_dict(tiny | {"compiler_options": given})
         assert RunConfig.from_dict(config.to_dict()) == config

@@ -14,7 +14,7 @@ from axon_dist.core.tree import bytes_per_device, leaves_with_paths
 from axon_dist.mesh import abstract_world
 from axon_dist.mesh.chips import hardware
 from axon_dist.models import ExpertConfig, Transformer, TransformerConfig, next_token_loss
-from axon_dist.train.app import plan_config
+from axon_dist.train.app import config_plans, plan_config
 from axon_dist.train.app.steps import build_step
 from axon_dist.train.config import RunConfig
 from axon_dist.train.loop import model_flops_utilization, profile, time_step
@@ -106,9 +106,14 @@ def test_utilization_counts_the_experts_of_a_token_and_causal_attention(world):
 
 @pytest.mark.parametrize(
     ("experts", "chip", "precision"),
-    [({"count": 4, "per_token": 1}, "h100", "bf16"), (None, "v5p", None)],
+    [
+        ({"count": 4, "per_token": 1}, "h100", "bf16"),
+        pytest.param(None, "v5p", None, marks=pytest.mark.full),
+    ],
 )
-def test_a_plan_and_its_run_count_the_same_flops(experts, chip, precision):
+def test_a_plan_and_its_run_count_the_same_flops(experts, chip, precision, monkeypatch):
+    monkeypatch.setattr(config_plans, "MOST", 1)
+    monkeypatch.setattr(config_plans, "FEW", 0)
     sizes = {"num_layers": 2, "width": 32, "num_heads": 2, "vocab_size": 16, "max_length": 128}
     model = {"kind": "transformer", **sizes, "windows": [16, 0], "experts": experts}
     plain = {"model": model, "data": {"kind": "text", "sequence_length": 128}}
