@@ -106,9 +106,11 @@ def saved(tmp_path):
 @pytest.mark.sample(
     *(f"forged {key}" for key in ("no format", "type", "a leaf", "shape", "serial beyond")),
     *(f"forged {key}" for key in ("score NaN", "meta", "a checksum", "a file elsewhere")),
+    *(f"forged {key}" for key in ("leaves", "files", "one key more")),
     *(f"manifest {text}" for text in ("empty", "list", "deep", "not UTF-8")),
-    *(f"instead {kind}" for kind in ("file", "pipe", "dangling")),
+    *(f"instead {kind}" for kind in ("file", "pipe", "dangling", "device")),
     *("marker is a folder", "manifest is a pipe", "manifest is gone", "arrays are gone"),
+    "arrays are a pipe",
 )
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_the_one_before_is_taken(saved, damage):

@@ -404,11 +404,8 @@ class Reporting(Experts):
         self.report.set_value(self.report[...].at[0].set(dropped))
 
 
-@pytest.mark.parametrize(
-    "compared", [compare_evaluation, pytest.param(compare, marks=pytest.mark.full)]
-)
-def test_hidden_features_of_experts_are_split_only_if_their_results_add_up(compared, few_sizes):
-    compared(lambda: Mixture(HiddenFeed), tensor_parallel("transformer"), "tp=2")
+def test_hidden_features_of_experts_are_split_only_if_their_results_add_up(few_sizes):
+    compare(lambda: Mixture(HiddenFeed), tensor_parallel("transformer"), "tp=2")
 
 
 def test_what_experts_return_besides_their_sum_is_not_lost():
@@ -490,7 +487,7 @@ KERNELS = {
 WRONG_AS_KERNEL = ("heads-tp", "samples-dp", "heads-pp")
 
 
-@pytest.mark.sample("heads-tp-flash")
+@pytest.mark.sample("heads-tp-flash", "heads-dp-flash")
 @pytest.mark.parametrize("form", ["auto", "flash"])
 @pytest.mark.parametrize("row", KERNELS)
 def test_attention_of_ones_own_runs_as_a_kernel_only_if_nothing_is_mixed(row, form):
@@ -502,10 +499,6 @@ def test_attention_of_ones_own_runs_as_a_kernel_only_if_nothing_is_mixed(row, fo
             run()
     else:
         run()
-
-
-def test_attention_that_mixes_heads_runs_as_a_kernel_of_samples():
-    compare_evaluation(lambda: attending(MixedHeads, "flash"), ddp(), "dp=2")
 
 
 def twice(*arrays, dtype=None, **options):
@@ -644,8 +637,7 @@ def sharp(make):
     return model
 
 
-# The default run compares, decodes by calls and warns with the layer of the next test.
-@pytest.mark.full
+@pytest.mark.sample("attend")
 @pytest.mark.parametrize("kind", GENERATED)
 def test_generating_gives_the_tokens_of_the_models_call(kind, recwarn):
     model = sharp(GENERATED[kind])

@@ -68,6 +68,7 @@ CASES = [
     "inner dim-threefry2x32",
     "keys of samples-threefry2x32",
     "in a scan-threefry2x32",
+    "half-threefry2x32",
     "rows-rbg",
     "rows-mine",
 )

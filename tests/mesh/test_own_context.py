@@ -81,7 +81,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.sample("fsdp-explicit")
+@pytest.mark.sample("fsdp-explicit", "pipeline-explicit")
 @pytest.mark.parametrize("name", ["none", "explicit", "auto", "legacy"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_does_not_see_the_context(strategy, name):

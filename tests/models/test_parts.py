@@ -238,7 +238,7 @@ def on_one_device(row, scan_layers, num_layers):
     return trained(make(), optax.sgd(0.1), mean, [{"tokens": TOKENS}] * 3)
 
 
-@pytest.mark.sample("listed-tp-olmo 2")
+@pytest.mark.sample("stacked-tp-olmo 2")
 @pytest.mark.parametrize("row", ["gemma 2", "gemma 3", "olmo 2", "mistral"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["listed", "stacked"])

@@ -144,7 +144,7 @@ def test_bfloat16_logits_are_rounded_and_nothing_else():
     assert float(linear_cross_entropy(HIDDEN, KERNEL, LABELS).total) != float(got.total)
 
 
-@pytest.mark.sample("float16")
+@pytest.mark.sample("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_gradients_come_in_the_dtype_of_what_they_are_of(dtype):
     hidden, kernel = HIDDEN.astype(dtype), KERNEL.astype(dtype)

@@ -349,8 +349,6 @@ def test_a_search_traces_an_optimizer_and_the_norms_of_layers_once(make_world, m
     assert len(traced) == 2
 
 
-# Vectors are measured below.
-@pytest.mark.sample("rows", "stack")
 @pytest.mark.parametrize("model", ["rows", "vectors", "stack"])
 def test_layers_of_stages_have_the_norms_of_the_models_layers(model, make_world):
     shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(make(model), nnx.Param)))

@@ -67,9 +67,8 @@ PROVEN = {
 """Programs whose outputs rules prove for every input, and one where they cannot."""
 
 
-# One row each whose outputs rules prove, and whose bits are cut into parts. Parts travel in the
-# labels of the further right programs.
-@pytest.mark.sample("masked_loss", "dropout_with_folded_keys")
+# One row each whose outputs rules prove, whose bits are cut into parts, and whose blocks travel.
+@pytest.mark.sample("masked_loss", "dropout_with_folded_keys", "ring_attention_causal")
 @pytest.mark.parametrize("name", RIGHT)
 def test_nothing_is_found_in_a_right_program(name):
     report = prove(RIGHT[name], meshes=REAL)
@@ -363,7 +362,7 @@ def test_the_step_of_a_strategy_is_proven(name):
     strategy, meshes = STRATEGIES[name]
     batch = {"x": BATCH, "y": TARGETS}
     report = prove_strategy(
-        lambda: Net(nnx.Rngs(0)), optax.sgd(1e-2, momentum=0.9), loss_fn, strategy, batch, meshes
+        lambda: Net(nnx.Rngs(0)), optax.adam(1e-2), loss_fn, strategy, batch, meshes
     )
     assert report.ok, report
 

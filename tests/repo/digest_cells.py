@@ -325,7 +325,7 @@ OTHERS: Mapping[str, Cell] = {
         "decoder",
     ),
     "expert ring x ddp": Cell(
-        "dp=2,ep=2", lambda: compose(ddp(), expert_parallel("ring")), "experts"
+        "dp=2,ep=2", lambda: compose(ddp(), expert_parallel("ring")), "experts", quick=True
     ),
     "expert all_to_all x full_shard": Cell(
         "fsdp=2,ep=2",
@@ -336,7 +336,7 @@ OTHERS: Mapping[str, Cell] = {
     ),
     "expert x tensor": Cell("ep=2,tp=2", lambda: compose(expert_parallel(), tp()), "experts"),
     "diloco x full_shard": Cell(
-        "nodes=2,fsdp=2", lambda: compose(diloco(every=4), shard()), "blocks"
+        "nodes=2,fsdp=2", lambda: compose(diloco(every=4), shard()), "blocks", quick=True
     ),
     "diloco fragments x ddp k4": Cell(
         "nodes=2,dp=2", lambda: compose(diloco(every=4, fragments=2), ddp()), "dropout", 4
@@ -361,6 +361,7 @@ OTHERS: Mapping[str, Cell] = {
         1,
         "adam",
         {"trainable": nnx.LoRAParam, "frozen_dtype": "int8", "ema": 0.9},
+        quick=True,
     ),
     "trainable zero1 k4": Cell(
         "dp=4", lambda: stage(1), "blocks", 4, "adam", {"trainable": ("up", "head")}
@@ -411,7 +412,7 @@ TARGETS: Mapping[str, Cell] = {
     "cuda pipeline x ddp": Cell("pp=2,dp=2", pipe(ddp), "blocks", platform="cuda"),
     "cuda full_shard decoder": Cell("fsdp=8", shard, "decoder", platform="cuda"),
     "tpu full_shard bf16": Cell(
-        "fsdp=8", shard, "decoder", 1, "adam", {"precision": "bf16"}, "tpu"
+        "fsdp=8", shard, "decoder", 1, "adam", {"precision": "bf16"}, "tpu", quick=True
     ),
     "tpu pipeline x full_shard": Cell(
         "pp=2,fsdp=2", pipe(shard, schedule="zero_bubble_h1"), "blocks", platform="tpu"

@@ -63,7 +63,7 @@ WHOLE, BUCKETS = ddp(), ddp(bucket_capacity=100)
 ONE_SHARD = {"deterministic": "elastic", "logical_shards": 1}
 
 
-@pytest.mark.sample("whole-2-2", "buckets-1-1", "buckets-2-1", "pipeline-1-1")
+@pytest.mark.sample("whole-2-2", "buckets-1-1", "buckets-2-1", "pipeline-1-1", "elastic-1-1")
 @pytest.mark.parametrize(
     ("strategy", "ranks", "count", "options"),
     [

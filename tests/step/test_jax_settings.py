@@ -212,7 +212,7 @@ class Embedded(nnx.Module):
 
 @pytest.mark.parametrize(
     "make",
-    [transformer(windows=(4,), max_length=16), Embedded],
+    [transformer(windows=(4, 0), num_layers=2, max_length=16), Embedded],
     ids=["windows", "no cache"],
 )
 def test_generation_promotes_nothing(make):

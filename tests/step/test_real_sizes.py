@@ -149,6 +149,7 @@ REFUSED = {
     "log of one is 0-accumulate-4",
     "other power-accumulate-16",
     "every second-buckets-4",
+    "every second-both-4",
     "overwritten carry-buckets-4",
 )
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_separable_false_averages_the_metrics_of_microbatches():
 
 
 # What is declared of parts is read of ranks in buckets as of microbatches.
-@pytest.mark.sample("False")
+@pytest.mark.sample("False", "buckets")
 @pytest.mark.parametrize(
     ("strategy", "count", "separable"),
     [(ddp(), 2, False), (ddp(), 2, True), (ddp(bucket_capacity=64), 1, True)],
