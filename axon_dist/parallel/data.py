@@ -63,6 +63,8 @@ def ddp(
         ('dp',)
     """
     reduction = Reduction(per, sync, bucket_capacity, reduce_dtype, broadcast_buffers)
+    # Show the size of overlapped reductions, too, as a setting of the strategy.
+    reduction = dataclasses.replace(reduction, bucket_capacity=reduction.capacity)
     over, defaults = axes_or(axes, "dp")
     return Strategy("ddp", batch_axes=over, reduction=reduction, default_axes=defaults)
 

@@ -72,16 +72,18 @@ class Reduction:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync", GradSyncStrategy(self.sync))
-        if self.bucket_capacity is None and self.sync is GradSyncStrategy.OVERLAPPED:
-            # What overlaps are the reductions of buckets.
-            object.__setattr__(self, "bucket_capacity", OVERLAPPED_CAPACITY)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", floating_dtype(self.dtype, "reduce"))
         check_fields(self)
         self.validate()
 
     def validate(self) -> None:
-        """Raises `ConfigError` unless every field has a valid value."""
+        """Raises unless every field has a valid value.
+
+        Raises:
+            ConfigError: for an unknown `per`, or a capacity below one.
+            StrategyConflictError: for NO_SYNC.
+        """
         if self.sync is GradSyncStrategy.NO_SYNC:
             raise StrategyConflictError(
                 "a training step got GradSyncStrategy.NO_SYNC, with which the replicas would drift "
@@ -101,17 +103,27 @@ class Reduction:
             )
 
     @property
+    def capacity(self) -> int | None:
+        """The elements in a bucket; None if gradients are not reduced in buckets."""
+        # What overlaps are the reductions of buckets.
+        overlaps = self.sync is GradSyncStrategy.OVERLAPPED
+        is_default = self.bucket_capacity is None and overlaps
+        return OVERLAPPED_CAPACITY if is_default else self.bucket_capacity
+
+    @property
     def is_grouped(self) -> bool:
         """Whether gradients are reduced in buckets."""
-        return self.bucket_capacity is not None
+        return self.capacity is not None
 
     @property
     def grouped_by(self) -> str:
-        """The settings that ask for buckets, as in a call; a size that is a default is left out."""
-        overlaps = self.sync is GradSyncStrategy.OVERLAPPED
-        is_default = overlaps and self.bucket_capacity == OVERLAPPED_CAPACITY
-        capacity = "" if is_default else f"bucket_capacity={self.bucket_capacity}"
-        return " with ".join(filter(None, (capacity, f"sync={self.sync.name}" * overlaps)))
+        """The settings that ask for buckets, as in a call."""
+        settings = []
+        if self.bucket_capacity is not None:
+            settings.append(f"bucket_capacity={self.bucket_capacity}")
+        if self.sync is GradSyncStrategy.OVERLAPPED:
+            settings.append(f"sync={self.sync.name}")
+        return " with ".join(settings)
 
     def is_local(self, num_microbatches: int, compute: Any = None) -> bool:
         """Whether gradients must be summed per rank before they are reduced.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from ..collectives import GradSyncStrategy
 from ..core.errors import AxonDistError, MeshError, Requirement, StrategyConflictError, did_you_mean
 from ..mesh import World
 from .strategy import Strategy
@@ -270,16 +269,13 @@ STRATEGY_RULES: tuple[Requirement[Any], ...] = (
     _rule(
         "a pipeline reduces once",
         StrategyConflictError,
-        "a pipeline got bucket_capacity={strategy.reduction.bucket_capacity} and "
-        "sync={strategy.reduction.sync.name}; it reduces every gradient once, after the last "
-        "microbatch, and leaves the grouping to the compiler, so leave both out",
+        "a pipeline got {what}; it reduces every gradient once, after the last microbatch, and "
+        "leaves the grouping to the compiler, so leave it out",
         lambda strategy, _: (
             strategy.pipeline
             and strategy.reduction
-            and (
-                strategy.reduction.bucket_capacity is not None
-                or strategy.reduction.sync is not GradSyncStrategy.SYNCHRONOUS
-            )
+            and strategy.reduction.is_grouped
+            and {"what": strategy.reduction.grouped_by}
         ),
         code="pipeline-and-buckets",
     ),

@@ -388,8 +388,9 @@ def _check_weight(
         raise UnsupportedError(
             f"the weight of the loss depends on the parameter {path!r}, which the pipeline splits "
             "among its ranks; in Weighted(total, weight) let the weight depend on the batch alone, "
-            "such as the number of its tokens, or on parameters outside the blocks that are "
-            "frozen or wrapped in jax.lax.stop_gradient",
+            "such as the number of its tokens, or on parameters outside the blocks, and not in a "
+            "vocabulary that the schedule splits, that are frozen or wrapped in "
+            "jax.lax.stop_gradient",
             code="weight-of-parameters",
         )
     inputs = program.jaxpr.invars
@@ -400,8 +401,8 @@ def _check_weight(
         path = "/".join(map(str, read[trained[moving[0]]]))
         raise UnsupportedError(
             f"the weight of the loss depends on the parameter {path!r}; in Weighted(total, weight) "
-            "the weight must depend on the batch alone, such as the number of its tokens, or be "
-            "wrapped in jax.lax.stop_gradient",
+            "the weight must depend on the batch alone, such as the number of its tokens, or the "
+            "parameter must be frozen, or wrapped in jax.lax.stop_gradient",
             code="weight-of-parameters",
         )
 

@@ -471,8 +471,8 @@ def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterat
         for sizes in row.sizes(ranks, hardware.node_size):
             # Replicas of a model that is split within each are left to strategies on one axis.
             if len(sizes) == 1 or max(split.values()) == 1:
-                dp, fsdp = sizes.get("dp", 1), sizes.get("fsdp", 1)
-                yield Candidate(strategy=name, dp=dp, fsdp=fsdp, **model)
+                axes: dict[str, Any] = {**model, **sizes}
+                yield Candidate(strategy=name, **axes)
 
 
 def more_microbatches(candidate: Candidate, work: Workload, least: int) -> Candidate | None:

@@ -335,11 +335,11 @@ def reduce_tree(
         axes: the axes to sum over.
         reduction: gives the dtype, and the buckets.
     """
-    if reduction.bucket_capacity is None:
+    if reduction.capacity is None:
         return jax.tree.map(lambda g, spec: reduce_by(g, spec, axes, reduction.dtype), grads, specs)
     # Each bucket has one dtype, so gradients are cast before they are packed.
     addends = jax.tree.map(lambda g: cast_for_reduction(g, reduction.dtype), grads)
-    buckets = plan_buckets(addends, reduction.bucket_capacity)
+    buckets = plan_buckets(addends, reduction.capacity)
     total = functools.partial(all_sum, axes=axes)
     reduced = reduce_buckets(addends, buckets, total, strategy=reduction.sync)
     return jax.tree.map(lambda total, grad: total.astype(grad.dtype), reduced, grads)

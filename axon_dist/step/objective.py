@@ -338,8 +338,9 @@ def weighted_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
 def shard_metrics(outcome: Outcome, num_shards: int) -> dict[str, Array | Weighted]:
     """Returns the metrics of one of `num_shards` parts of a batch, ready to be added up.
 
-    Those of a single part are returned as they are, as `gradient_means` does: weighted, a metric
-    would be 0 in a batch without weight, and an integer would become a float.
+    Those of a single part are not weighted: a metric would be 0 in a batch without weight, and an
+    integer would become a float. They are what `gradient_means` returns, except that a pipeline
+    widens bools and half precision, and an integer with a weight of its own is divided in float32.
     """
     if num_shards > 1:
         return weighted_metrics(outcome)

@@ -298,8 +298,8 @@ class StepOptions(_Fields):
             case; `"param_norm"`, that of the parameters after the update; and `"norms_by_layer"`,
             which reports `grad_norm/L` before clipping, `param_norm/L` before the update, and
             `update_norm/L` of every layer L: a block such as `blocks/0`, or else the first part of
-            a path. The update of a step that
-            `watched(spikes=...)` skips is 0, and so are its norms. `"loss"` may be listed too.
+            a path. The update of a step that `watched(spikes=...)` skips is 0, and so are its
+            norms. `"loss"` may be listed too.
         scaler: the loss scale; float16 compute has one by default. A step then reports the metrics
             `loss_scale` and `gradient_overflow`.
         nonfinite: with `"stop"`, `"skip"` or `"rollback"`, a step whose loss or gradient is not

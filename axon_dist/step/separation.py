@@ -27,6 +27,7 @@ from jax.extend.core import ClosedJaxpr
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import AxonDistError, UnsupportedError, warn
+from ..core.renamed import renamed_fields
 from ..core.tree import is_key, leaves_with_paths, shape_key, shapes_of
 from ..core.typing import Batch, LossFn, Path, PyTree
 from ..ir.randomness import is_added_to
@@ -54,6 +55,7 @@ MakeChange: TypeAlias = Callable[..., ModelChange]
 """(gather of each weight or None, first change) -> the change to a merged model."""
 
 
+@renamed_fields(averaged="why_averaged")
 @dataclasses.dataclass(frozen=True)
 class Separation:
     """How the loss of a batch is computed from its parts.
@@ -221,6 +223,16 @@ class Separator:
         if sizes[0] == sizes[1]:
             # A single sample in a single microbatch cannot be cut.
             return ""
+        try:
+            return self._coupling(shapes, sizes)
+        except AxonDistError as error:
+            if error.code != "weight-of-parameters":
+                raise
+            # A single part can train with such a weight, but several cannot.
+            return str(error)
+
+    def _coupling(self, shapes: Batch, sizes: tuple[int, int]) -> str:
+        """Returns why the losses of parts of the first size do not give that of the second."""
         if any(self._is_float(path) for path, _ in self._buffers):
             # Ranks share the statistics of BatchNorm, but each microbatch has its own.
             own = self._with_own_statistics.dependence(shapes, sizes).buffers

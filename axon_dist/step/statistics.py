@@ -114,7 +114,8 @@ def warn_of_analysed_statistic(
     parts = {"/".join(map(str, keys)): part for keys, part in nnx.iter_graph(model)}
     owner = path.rpartition("/")[0]
     if isinstance(parts.get(owner), nnx.BatchNorm):
-        warn(_of_parts(f"BatchNorm at {owner!r}{place}", num_microbatches, FREEZE))
+        name = owner or type(model).__name__
+        warn(_of_parts(f"BatchNorm at {name!r}{place}", num_microbatches, FREEZE))
         return
     # Other modules, such as those of Linen and the user's own, need not have that argument.
     what = f"the module with the statistic {path!r}{place}"

@@ -1,5 +1,6 @@
 """Strategies are values: they validate, compose, and say who conflicts."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -43,9 +44,14 @@ def test_reductions_are_normalised_values():
 
 
 def test_overlapped_reductions_have_a_size():
-    assert Reduction(sync="overlapped") == ddp(sync="overlapped").reduction
-    assert Reduction(sync="overlapped").bucket_capacity == 25_000_000
-    assert Reduction(sync="overlapped", bucket_capacity=9).bucket_capacity == 9
+    overlapped = Reduction(sync="overlapped")
+    assert overlapped.capacity == ddp(sync="overlapped").reduction.bucket_capacity == 25_000_000
+    assert Reduction(sync="overlapped", bucket_capacity=9).capacity == 9
+    assert Reduction().capacity is None
+    # The size is no setting that another part of a strategy could contradict.
+    assert dataclasses.replace(overlapped, sync="synchronous") == Reduction()
+    sized = compose(ddp("dp", bucket_capacity=9), Strategy("x", reduction=overlapped))
+    assert sized.reduction == Reduction(sync="overlapped", bucket_capacity=9)
 
 
 def test_a_reduction_of_a_step_synchronizes():

@@ -72,7 +72,7 @@ def test_a_weight_may_read_parameters_outside_the_blocks_without_a_gradient(hold
     got = mean_microbatch_weight(trace, data_of(STACKED), 4, (), rest, frozen)
     assert float(got) == pytest.approx(float(jnp.sum(params["norm"])))
     if frozen:
-        with pytest.raises(UnsupportedError, match="or be wrapped in jax"):
+        with pytest.raises(UnsupportedError, match="must be frozen, or wrapped in jax"):
             mean_microbatch_weight(trace, data_of(STACKED), 4, (), rest)
 
 

@@ -228,7 +228,7 @@ EXAMPLES = {
     ),
     "a pipeline reduces once": (
         lambda: build(compose(pipelined(2, 4), ddp(bucket_capacity=9)), PP),
-        "bucket_capacity=9 and sync=SYNCHRONOUS",
+        "a pipeline got bucket_capacity=9; it reduces",
     ),
     "the pipeline sets the number of microbatches": (
         lambda: build(compose(*WIDE), PP, accumulate=2),

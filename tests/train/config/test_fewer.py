@@ -11,7 +11,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_dist import Shared
+from axon_dist import Shared, Weighted
 from axon_dist.inspect import coupling
 from axon_dist.mesh import World
 from axon_dist.parallel import ddp
@@ -101,3 +101,14 @@ def test_buffers_that_no_sample_changes_couple_nothing():
     step = build_train_step(Masked(nnx.Rngs(0)), optax.sgd(0.1), loss_fn, ddp(), World.emulate(4))
     batch = {"x": np.ones((24, 4), np.float32), "table": Shared(np.ones(4, np.float32))}
     assert coupling(step, batch) == ""
+
+
+def test_a_weight_of_parameters_couples_parts_and_is_told_as_that():
+    def loss_fn(model, batch):
+        squares = jnp.sum(model(batch["x"]) ** 2)
+        return Weighted(squares, jnp.sum(jax.nn.sigmoid(model.linear.kernel[...])))
+
+    step = build_train_step(Masked(nnx.Rngs(0)), optax.sgd(0.1), loss_fn, ddp(), World.emulate(1))
+    batch = {"x": np.ones((24, 4), np.float32)}
+    step(step.init(), batch)
+    assert "the weight of the loss depends on the parameter" in coupling(step, batch)
