@@ -855,9 +855,26 @@ async def _after_all(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def is_computed(value: object) -> bool:
-    """Whether a traced value is the result of a single operation.
+    """Whether a traced value is the result of an operation, also of one within `jax.jit`.
 
-    False for arguments, and for results of an inner program, such as that of `jax.checkpoint`.
+    False for arguments, which `jax.jit` may pass through, and for results of another inner program,
+    such as that of `jax.checkpoint`.
     """
-    parent = getattr(getattr(value, "primal", value), "parent", None)
-    return parent is not None and not any(inner_programs(parent))
+    tracer: Any = getattr(value, "primal", value)
+    parent = getattr(tracer, "parent", None)
+    return parent is not None and _computes(parent, tracer.val)
+
+
+def _computes(equation: Any, result: object) -> bool:
+    """Whether an equation computes a result of its own, and does not pass an argument through."""
+    programs = list(inner_programs(equation))
+    if not programs:
+        return True
+    if equation.primitive.name not in ("jit", "pjit"):
+        return False
+    (program,) = programs
+    at = next(i for i, variable in enumerate(equation.outvars) if variable is result)
+    inner = program.outvars[at]
+    producers = (each for each in program.eqns if inner in each.outvars)
+    producer = next(producers, None)
+    return producer is not None and _computes(producer, inner)

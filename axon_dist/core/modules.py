@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -247,19 +247,34 @@ def variables_in(modules: Iterable[nnx.Module]) -> frozenset[int]:
     return frozenset(id(node) for node in nodes if isinstance(node, nnx.Variable))
 
 
-def normed_paths(model: nnx.Module, modules: Iterable[nnx.Module]) -> frozenset[Path]:
-    """Returns the paths, in a model, of what `nnx.SpectralNorm` and `nnx.WeightNorm` wrap.
+def normed_in(module: nnx.Module) -> frozenset[int]:
+    """Returns the ids of the parameters to which norms in a module write normalised weights.
 
-    Args:
-        model: the model.
-        modules: modules of the model, within which the norms are.
+    `nnx.SpectralNorm` normalises matrices, `nnx.WeightNorm` what its `variable_filter` selects.
     """
-    norms = (nnx.SpectralNorm, nnx.WeightNorm)
-    inside = (part for module in modules for _, part in nnx.iter_modules(module))
-    wrapped = variables_in(part for part in inside if isinstance(part, norms))
-    # The layer that a norm wraps may also be an attribute of the model: its parameters then have
-    # the path of either.
-    paths = (path for path, part in nnx.iter_graph(model) if id(part) in wrapped)
+    found: set[int] = set()
+    for _, norm in nnx.iter_modules(module):
+        if not isinstance(norm, (nnx.SpectralNorm, nnx.WeightNorm)):
+            continue
+        for path, part in nnx.iter_graph(norm.layer_instance):
+            if not isinstance(part, nnx.Param):
+                continue
+            if isinstance(norm, nnx.WeightNorm):
+                is_normed = norm.variable_filter(path, part)
+            else:
+                is_normed = norm.n_steps >= 1 and len(part.shape) > 1
+            if is_normed:
+                found.add(id(part))
+    return frozenset(found)
+
+
+def paths_of(model: nnx.Module, ids: Container[int]) -> frozenset[Path]:
+    """Returns the paths, in a model, of the variables with the ids.
+
+    The layer that a norm wraps may also be an attribute of the model: its parameters then have the
+    path of either.
+    """
+    paths = (path for path, part in nnx.iter_graph(model) if id(part) in ids)
     return frozenset("/".join(map(str, path)) for path in paths)
 
 
@@ -287,7 +302,7 @@ def check_parameters(
     changed = [path for path, new in after if new is not before.get(path, new) and is_computed(new)]
     if not changed:
         return
-    normed = normed_paths(model, [model])
+    normed = paths_of(model, normed_in(model))
     for path in changed:
         if path not in normed:
             raise UnsupportedError(

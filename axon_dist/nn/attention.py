@@ -121,20 +121,20 @@ class TensorParallelAttention(nnx.Module):
 
 
 def mixes(module: nnx.Module) -> bool:
-    """Whether a module has a method `attend(query, key, value, ...)`, by these or other names.
+    """Whether a module has a method `attend(query, key, value, ...)`.
 
-    A further argument may be `segments`, integers `[B, T]`: a position sees only its own segment.
+    The names may also be q, k, v, or queries, keys, values. A further argument may be `segments`,
+    integers `[B, T]`: a position sees only its own segment.
     """
     method = getattr(type(module), "attend", None)
     kind = inspect.getattr_static(type(module), "attend", None)
     if not callable(method) or isinstance(kind, (staticmethod, classmethod)):
         return False
-    heads = _heads(method)
-    is_variadic = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in heads)
-    # Under other names, a method of arguments that may be left out does not attend.
-    is_named = [p.name for p in heads] == ["query", "key", "value"]
-    is_required = all(p.default is p.empty for p in heads)
-    return len(heads) == 3 and not is_variadic and (is_named or is_required)
+    return tuple(p.name for p in _heads(method)) in _NAMES
+
+
+_NAMES = (("query", "key", "value"), ("q", "k", "v"), ("queries", "keys", "values"))
+"""The names of the three arrays by which a method `attend` is known as attention."""
 
 
 def _heads(attend: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.errors import UnsupportedError
-from ..core.modules import normed_paths
+from ..core.modules import normed_in, paths_of, variables_in
 from ..core.reduction import all_mean, all_sum, cast_for_reduction
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, Path, PyTree
@@ -460,8 +460,9 @@ def check_normed_reads(plan: StepPlan, batch: Batch) -> None:
     """Raises if a weight is read outside the unit in which a norm writes to it.
 
     `nnx.SpectralNorm` and `nnx.WeightNorm` write the normalised weight into the layer, where the
-    rest of the forward pass reads it. A unit returns no weights, so outside of it the weight is
-    still that before normalisation.
+    rest of the forward pass reads it. A unit returns no weights, so outside of it, and in another
+    unit, the weight is still that before normalisation. A read before the forward pass is refused,
+    too: the program does not say which comes first.
 
     Args:
         plan: the plan of the step, in any view.
@@ -471,20 +472,28 @@ def check_normed_reads(plan: StepPlan, batch: Batch) -> None:
         UnsupportedError: naming the weight.
     """
     model_spec = plan.spec.model_spec
-    modules = nnx.iter_modules(model_spec.abstract)
+    model = model_spec.abstract
+    modules = nnx.iter_modules(model)
     units = [m for keys, m in modules if "/".join(map(str, keys)) in plan.changes.units]
-    normed = normed_paths(model_spec.abstract, units)
+    normed_by = [normed_in(unit) for unit in units]
+    normed = frozenset[int]().union(*normed_by)
     if not normed:
         return
     samples, shapes = plan.spec.microbatch(batch)
-    jaxpr = plan.separator.program(shapes, samples // plan.spec.num_ranks).jaxpr
+    # A loss that couples its samples may not be traceable for a part of them.
+    is_per_rank = plan.separator.of(batch).is_per_rank
+    size = samples // plan.spec.num_ranks if is_per_rank else samples
+    jaxpr = plan.separator.program(shapes, size).jaxpr
     paths = [path for path, _ in leaves_with_paths(model_spec.weights)]
-    if path := next((p for p in read_outside_units(jaxpr, paths) if p in normed), None):
+    pairs = zip(units, normed_by, strict=True)
+    elsewhere = {each for unit, own in pairs for each in variables_in([unit]) & (normed - own)}
+    outside = paths_of(model, elsewhere) | frozenset(read_outside_units(jaxpr, paths))
+    for path in sorted(outside & paths_of(model, normed)):
         raise UnsupportedError(
             f"the loss reads {path!r} outside the block in which nnx.SpectralNorm or "
             "nnx.WeightNorm normalises it: on one device it would read the normalised weight, and "
-            "here that before normalisation. Read it within the block, or use a strategy that "
-            "gathers no blocks, such as ddp()",
+            "here that before normalisation. Read it within the block, or let no block be gathered "
+            "or recomputed: ddp() without remat, scan_layers and frozen_dtype",
             code="normed-weight-read-outside-block",
         )
 

@@ -176,7 +176,8 @@ class Traces:
             raise UnsupportedError(
                 f"the weight of the loss depends on the parameter {trained[0]!r}; in "
                 "Weighted(total, weight) the weight must depend on the batch alone, such as the "
-                "number of its tokens, or be wrapped in jax.lax.stop_gradient",
+                "number of its tokens, or the parameter must be frozen, or wrapped in "
+                "jax.lax.stop_gradient",
                 code="weight-of-parameters",
             )
         try:

@@ -627,7 +627,7 @@ def test_weights_are_gathered_and_gradients_reduced_once_per_step(stage):
 
 def test_gradients_in_buckets_raise():
     strategy = compose(pipelined(2, 4), ddp(bucket_capacity=100))
-    with pytest.raises(StrategyConflictError, match=r"bucket_capacity=100.*leave both out"):
+    with pytest.raises(StrategyConflictError, match=r"bucket_capacity=100.*so leave it out"):
         build(MODELS["mlp"].make(), MODELS["mlp"].loss_fn, strategy, "pp=2,dp=2")
 
 

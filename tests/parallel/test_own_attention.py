@@ -204,9 +204,9 @@ class Named(Attention):
         return self.function(queries, keys, values)
 
 
-class Embedding(nnx.Module):
-    def attend(self, x, scale=1.0, shift=0.0):
-        return x * scale + shift
+class Gate(nnx.Module):
+    def attend(self, x, gate, shift):
+        return x * gate + shift
 
 
 class Static(nnx.Module):
@@ -217,9 +217,9 @@ class Static(nnx.Module):
 
 @pytest.mark.parametrize(
     ("kind", "is_attention"),
-    [(Attention, True), (Short, True), (Named, True), (Embedding, False), (Static, False)],
+    [(Attention, True), (Short, True), (Named, True), (Gate, False), (Static, False)],
 )
-def test_attention_is_a_method_of_three_arrays_by_any_names(kind, is_attention):
+def test_attention_is_known_by_the_names_of_its_three_arrays(kind, is_attention):
     args = (attention(), nnx.Rngs(0)) if issubclass(kind, Attention) else ()
     module = kind(*args)
     assert mixes(module) == is_attention
@@ -230,7 +230,7 @@ def test_attention_is_a_method_of_three_arrays_by_any_names(kind, is_attention):
 
 
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
-def test_attention_of_each_class_of_a_model_is_replaced_by_any_names(mode, make_world):
+def test_attention_of_each_class_of_a_model_is_replaced(mode, make_world):
     layout = context_parallel(mode).layout(make_world("cp=2").mesh)
     kinds = (Attention, Short)
     model = nnx.Sequential(*(kind(attention(), nnx.Rngs(i)) for i, kind in enumerate(kinds)))
@@ -244,8 +244,8 @@ def test_attention_of_each_class_of_a_model_is_replaced_by_any_names(mode, make_
 
 def test_a_method_of_that_name_on_other_arrays_is_refused(make_world):
     class Pool(nnx.Module):
-        def attend(self, x, mask, scale):
-            return x * mask * scale
+        def attend(self, q, k, v):
+            return q * k * v
 
     layout = context_parallel("ulysses").layout(make_world("cp=2").mesh)
     model = Pool()

@@ -470,20 +470,47 @@ class Critic(nnx.Module):
         self.blocks = nnx.List([self.Normed(rngs), self.Normed(rngs)])
 
 
-def test_a_normalised_weight_is_read_in_its_block_or_refused():
+def build_critic(also, make=Critic):
     def loss_fn(model, batch):
         x = model.blocks[1](model.blocks[0](batch["x"]))
-        return jnp.mean(x**2) + (jnp.mean(model.blocks[0].layer(x) ** 2) if is_outside else 0.0)
+        return jnp.mean(x**2) + also(model.blocks[0], x)
 
     world, batch = World.emulate(2, "fsdp=2"), {"x": np.ones((4, 4), np.float32)}
-    build = lambda: build_train_step(
-        Critic, optax.sgd(0.1), loss_fn, fsdp(min_elements=1), world, batch=batch
-    )
-    is_outside = False
-    build()
-    is_outside = True
+    return build_train_step(make, optax.sgd(0.1), loss_fn, fsdp(min_elements=1), world, batch=batch)
+
+
+@pytest.mark.parametrize(
+    "also",
+    [
+        lambda block, x: 0.0,
+        lambda block, x: jnp.mean(block.layer.bias[...] ** 2),
+        # Two parts of the batch do not divide into groups of four.
+        lambda block, x: jnp.mean(x.reshape(-1, 4, 4).std(1)),
+    ],
+    ids=["nothing", "what no norm changes", "groups"],
+)
+def test_a_normalised_weight_may_be_read_in_its_block(also):
+    build_critic(also)
+
+
+def test_a_normalised_weight_that_is_read_outside_its_block_is_refused():
     with pytest.raises(UnsupportedError, match="'blocks/0/layer/kernel' outside the block"):
-        build()
+        build_critic(lambda block, x: jnp.mean(block.layer(x) ** 2))
+
+    class Reader(nnx.Module):
+        def __init__(self, layer):
+            self.layer = layer
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    class Shared(Critic):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nnx.List([self.blocks[0], Reader(self.blocks[0].layer)])
+
+    with pytest.raises(UnsupportedError, match="'blocks/0/layer/kernel' outside the block"):
+        build_critic(lambda block, x: 0.0, Shared)
 
 
 class Twins(nnx.Module):
