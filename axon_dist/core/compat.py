@@ -857,8 +857,8 @@ async def _after_all(coroutine: Coroutine[Any, Any, Any]) -> Any:
 def is_computed(value: object) -> bool:
     """Whether a traced value is the result of an operation, also of one within `jax.jit`.
 
-    False for arguments, which `jax.jit` may pass through, and for results of another inner program,
-    such as that of `jax.checkpoint`.
+    False for arguments, which `jax.jit` may pass through, and for results of other inner programs,
+    such as those of `jax.checkpoint` and of loops.
     """
     tracer: Any = getattr(value, "primal", value)
     parent = getattr(tracer, "parent", None)
@@ -870,11 +870,14 @@ def _computes(equation: Any, result: object) -> bool:
     programs = list(inner_programs(equation))
     if not programs:
         return True
-    if equation.primitive.name not in ("jit", "pjit"):
+    if equation.primitive.name not in ("jit", "pjit", "custom_jvp_call", "custom_vjp_call"):
         return False
     (program,) = programs
     at = next(i for i, variable in enumerate(equation.outvars) if variable is result)
     inner = program.outvars[at]
-    producers = (each for each in program.eqns if inner in each.outvars)
+    if any(inner is variable for variable in program.invars):
+        return False
+    producers = (each for each in program.eqns if any(inner is v for v in each.outvars))
     producer = next(producers, None)
-    return producer is not None and _computes(producer, inner)
+    # A result that no equation produces is a constant.
+    return producer is None or _computes(producer, inner)

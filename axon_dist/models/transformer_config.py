@@ -124,8 +124,9 @@ class TransformerConfig(Presets):
             float32 in either case, and so are logits, unless `logits_dtype` says otherwise.
         attention: how attention is computed, see `axon_dist.models.attention`.
         scan_layers: stack all blocks into one and run it in a `lax.scan`. The function and the
-            initial weights are the same. Compile time does not grow with depth, nor under remat
-            does the memory of a block's intermediate values. A list of blocks is easier to inspect.
+            initial weights are the same. Compile time does not grow with depth. Under remat, the
+            intermediate values of only one block are in memory at a time. A list of blocks is
+            easier to inspect.
         norm: `"rms"` for RMSNorm; `"rms_plus_one"` for RMSNorm that multiplies by 1 + scale, so
             that weight decay pulls towards the identity (Gemma); `"layer"` for LayerNorm with scale
             and bias.
@@ -247,7 +248,7 @@ class TransformerConfig(Presets):
 
     @property
     def has_special_scores(self) -> bool:
-        """Whether scores are capped, or layers have windows as data: no fused kernel here can."""
+        """Whether scores are capped, or windows are data of layers: no fused kernel supports it."""
         return self.attention_softcap is not None or self.layer_data is not None
 
     def _special_scores(self) -> list[tuple[str, str]]:

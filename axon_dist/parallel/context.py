@@ -51,8 +51,8 @@ def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp
     attention alone sees whole sequences, of some heads. Every layer except attention must work on
     each position independently. Attention is replaced in `nnx.MultiHeadAttention` and in every
     module with a method `attend(query, key, value)`, as the attention of this library has, or
-    `attend(q, k, v)`. The method may also take `segments`, integers `[B, T]`: a position
-    attends only to its segment.
+    with the names q, k, v, or queries, keys, values. The method may also take `segments`, integers
+    `[B, T]`: a position attends only to its segment.
 
     Under a causal mask a ring reorders the positions, so that all ranks have the same work. It does
     so once for all layers of a `Transformer` that draws no random numbers, and otherwise in each

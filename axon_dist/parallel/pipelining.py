@@ -77,9 +77,9 @@ def pipelined(
         split_vocabulary: splits embedding and head over the ranks by the vocabulary. Head and loss
             become separate actions `V`, the lookups become `E` and their gradients `G`; all ranks
             run them together. The last stage is then not the slowest, no rank holds embedding or
-            head whole, and backward passes start later, usually by one or two ticks. The loss must
-            end in `linear_cross_entropy`; its head may be tied to the embedding. A table that has
-            these actions splits the vocabulary in any case.
+            head whole, and backward passes start later, usually by two or three ticks. The loss
+            must end in `linear_cross_entropy`; its head may be tied to the embedding. A table that
+            has these actions splits the vocabulary in any case.
 
     Returns:
         The strategy.

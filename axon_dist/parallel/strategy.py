@@ -117,11 +117,14 @@ class Reduction:
 
     @property
     def grouped_by(self) -> str:
-        """The settings that ask for buckets, as in a call."""
+        """The settings that ask for buckets, as in a call; a size that is a default is left out."""
+        overlaps = self.sync is GradSyncStrategy.OVERLAPPED
         settings = []
-        if self.bucket_capacity is not None:
+        if self.bucket_capacity is not None and not (
+            overlaps and self.bucket_capacity == OVERLAPPED_CAPACITY
+        ):
             settings.append(f"bucket_capacity={self.bucket_capacity}")
-        if self.sync is GradSyncStrategy.OVERLAPPED:
+        if overlaps:
             settings.append(f"sync={self.sync.name}")
         return " with ".join(settings)
 

@@ -1,4 +1,7 @@
-"""The loss of one microbatch as a jaxpr: its blocks as calls, its weight and its products."""
+"""The loss of one microbatch as a jaxpr with blocks as calls, and its weight.
+
+Also matrix products with merged batch dims, in which such a program is faster on CPUs.
+"""
 
 from __future__ import annotations
 
@@ -184,7 +187,7 @@ def buffers_over_time(
 ) -> tuple[dict[int, Array], PyTree]:
     """Computes the values of the buffers before each microbatch and after the last.
 
-    A schedule runs the microbatches of a stage in any order, and each of them several times. So a
+    A table may run the microbatches of a stage in any order, and each of them several times. So a
     buffer's value must be known without running the model. This holds for the counts of random
     streams and the estimates of a spectral norm: their part of the program is cut out and run
     ahead. Buffers that only one stage updates and reads are kept by that stage.
@@ -388,9 +391,8 @@ def _check_weight(
         raise UnsupportedError(
             f"the weight of the loss depends on the parameter {path!r}, which the pipeline splits "
             "among its ranks; in Weighted(total, weight) let the weight depend on the batch alone, "
-            "such as the number of its tokens, or on parameters outside the blocks, and not in a "
-            "vocabulary that the schedule splits, that are frozen or wrapped in "
-            "jax.lax.stop_gradient",
+            "such as the number of its tokens, or on parameters that are outside the blocks, are "
+            "not split over the vocabulary, and are frozen or wrapped in jax.lax.stop_gradient",
             code="weight-of-parameters",
         )
     inputs = program.jaxpr.invars

@@ -1,7 +1,8 @@
 """Cuts a loss into stages that have different programs, by the data flow of its jaxpr.
 
-`Calls` records the order in which a loss calls the blocks of a model. It determines the stages, and
-errors name the calls that make it impossible to cut a loss.
+`Calls` records the order in which a loss calls the blocks of a model. It determines the stages
+where the order of the model does not fit, and errors name the calls that make it impossible to cut
+a loss.
 """
 
 from __future__ import annotations

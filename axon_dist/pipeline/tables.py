@@ -37,8 +37,8 @@ class Lane:
         phase: of the action.
         columns: arrays [ranks, ticks], by name: `active`, whether the rank has an action; its
             `stage` and `microbatch`; the slot of each field of `State` that the action reads or
-            writes; and `hand_over`, the slot from which the next stage on the same rank reads the
-            result.
+            writes; and `hand_over`, the slot from which the receiving stage, if it is on the same
+            rank, reads the result.
     """
 
     phase: Phase
@@ -275,8 +275,8 @@ class State(NamedTuple):
         scatters: the gradients of these rows.
         sums: the `Totals` so far; None in the copy that an action gets to read slots from.
         mutable_buffers: the history of each buffer that stages update, by number: its values before
-            each microbatch and after the last. For buffers that other ranks update only slot 0 is
-            set, to the initial value.
+            each microbatch and after the last. For buffers that other ranks update only the first
+            value is set, the initial one.
     """
 
     inputs: Wire

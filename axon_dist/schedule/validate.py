@@ -1,4 +1,7 @@
-"""Checks a table before anything runs it. The executor can run every table that passes."""
+"""Checks a table before anything runs it.
+
+The executor can run every table that passes, unless a buffer needs the forwards in order.
+"""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _check_index(value: Value) -> None:
 def chosen(rows: Value, indices: Value) -> Value:
     """Returns rows of which an index reads or writes some places.
 
-    Rows that are the same for all samples are not once each sample has an index of its own.
+    Rows that are equal for all samples may differ once each sample has its own index.
     """
     is_same = indices.is_constant or indices.repeats
     return dataclasses.replace(rows, repeats=rows.repeats and is_same)

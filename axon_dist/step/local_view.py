@@ -3,8 +3,8 @@
 Some reductions cannot be expressed in global view: one reduction for all microbatches, or buckets.
 
 A model that keeps its layers in a list has one array per layer, but the loop over layers wants them
-stacked. If the loop over microbatches carried the list, weights and sums would be in memory twice.
-It carries stacks instead and splits them in its body, so the compiler sees one array.
+stacked. If the loop over microbatches held the list, weights and sums would be in memory twice. It
+holds stacks instead and splits them in its body, so the compiler sees one array.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..core.reduction import all_mean, all_sum, cast_for_reduction
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Function, Path, PyTree
 from ..ir.pieces import read_once, read_outside_units
-from ..ir.units import is_inside
+from ..ir.units import is_inside, units_of
 from ..sharding import Policy, spec_axes, specs
 from ..sharding.padding import cut_like, for_region, stored_shape
 from .batch import batch_spec
@@ -473,8 +473,7 @@ def check_normed_reads(plan: StepPlan, batch: Batch) -> None:
     """
     model_spec = plan.spec.model_spec
     model = model_spec.abstract
-    modules = nnx.iter_modules(model)
-    units = [m for keys, m in modules if "/".join(map(str, keys)) in plan.changes.units]
+    units = [unit for _, unit in units_of(model, lambda path, _: path in plan.changes.units)]
     normed_by = [normed_in(unit) for unit in units]
     normed = frozenset[int]().union(*normed_by)
     if not normed:
@@ -490,10 +489,11 @@ def check_normed_reads(plan: StepPlan, batch: Batch) -> None:
     outside = paths_of(model, elsewhere) | frozenset(read_outside_units(jaxpr, paths))
     for path in sorted(outside & paths_of(model, normed)):
         raise UnsupportedError(
-            f"the loss reads {path!r} outside the block in which nnx.SpectralNorm or "
-            "nnx.WeightNorm normalises it: on one device it would read the normalised weight, and "
-            "here that before normalisation. Read it within the block, or let no block be gathered "
-            "or recomputed: ddp() without remat, scan_layers and frozen_dtype",
+            f"the loss reads {path!r}, or another block holds it, outside the block in which "
+            "nnx.SpectralNorm or nnx.WeightNorm normalises it: on one device it would be the "
+            "normalised weight there, and here that before normalisation. Read it within the "
+            "block, or let no block be gathered or recomputed: ddp() without remat, scan_layers "
+            "and frozen_dtype",
             code="normed-weight-read-outside-block",
         )
 

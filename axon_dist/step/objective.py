@@ -43,7 +43,7 @@ class Outcome:
 
 
 RESERVED = frozenset({*METRICS, LOSS_SCALE, OVERFLOW, FLAG}) - {NORMS_BY_LAYER}
-"""Names of metrics that a step reports itself; those of layers are checked with the model."""
+"""Names of metrics that a step reports itself; `update.py` checks those of layers, too."""
 
 ModelChange: TypeAlias = Callable[[nnx.Module], None]
 """Changes a merged model in place, for example to average statistics over mesh axes."""
@@ -339,8 +339,9 @@ def shard_metrics(outcome: Outcome, num_shards: int) -> dict[str, Array | Weight
     """Returns the metrics of one of `num_shards` parts of a batch, ready to be added up.
 
     Those of a single part are not weighted: a metric would be 0 in a batch without weight, and an
-    integer would become a float. They are what `gradient_means` returns, except that a pipeline
-    widens bools and half precision, and an integer with a weight of its own is divided in float32.
+    integer would become a float. So they are those of `gradient_means`, except that a pipeline
+    returns bools and half precision in float32, and `Weighted(integer, 1)` becomes a float, because
+    its weight is an array here.
     """
     if num_shards > 1:
         return weighted_metrics(outcome)

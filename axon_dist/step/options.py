@@ -328,8 +328,8 @@ class StepOptions(_Fields):
         separable: whether the loss of a batch can be computed from the losses of its parts: the
             microbatches, and the samples of each rank. With None, the step proves it. With True or
             False a loss that couples samples is not refused: it is the mean over the parts. A loss
-            that is proven to be a sum is summed. A metric that follows from sums over
-            the samples, such as the perplexity `exp(mean)`, is that of the whole batch in any case.
+            that is proven to be a sum is summed. A metric that follows from sums over the samples,
+            such as the perplexity `exp(mean)`, is that of the whole batch in any case.
             In a microbatch, with True each rank computes the loss of its own samples, and these are
             averaged; with False all ranks compute the loss of the microbatch together.
 
@@ -345,8 +345,8 @@ class StepOptions(_Fields):
               instead.
             - False: it cannot. All ranks compute the loss of a microbatch together, in global
               view, and the result is the mean over the microbatches, which may differ from the
-              loss of the whole batch. A sum of terms that grow differently with the number of
-              samples is refused.
+              loss of the whole batch. Refused are a sum of terms that grow differently with the
+              number of samples, and an option that needs each rank to compute its own loss.
         eval_kwargs: keyword arguments that `evaluate` passes to the call of the model, in place of
             those that the loss passes, such as `{"deterministic": True}`. NNX modules are put into
             eval mode by `eval()`; in bridged Linen modules the layers are switched, and the
@@ -357,7 +357,7 @@ class StepOptions(_Fields):
             it.
         unroll: the largest number of blocks that are unrolled, where `scan_layers` is `"auto"` and
             the strategy splits or recomputes blocks; longer chains run as one loop. None leaves it
-            to `scan_layers`. It does not change the results.
+            to `scan_layers`. It changes the results by rounding at most.
         scan_layers: whether equal blocks that are called one after another run as one loop, a
             `lax.scan`, or are unrolled. A loop is compiled once, gathers and recomputes one block
             at a time, and stacks what each block keeps for its backward pass; unrolled, each block
@@ -368,7 +368,7 @@ class StepOptions(_Fields):
             weights, run as a loop. On other devices, and under tensor, context and expert
             parallelism, more than four run as a loop. `print(step)` says what it chose and why,
             once a batch was traced. Blocks that the model keeps stacked run in the model's own
-            loop. It does not change the results.
+            loop. It changes the results by rounding at most.
         axis_names: which mesh axes the axis names in the model's code refer to, such as
             `{"data": ("dp", "fsdp"), "heads": "tp"}`: in `with_sharding_constraint`, in
             `reshard`, and in the annotations of `nnx.with_partitioning`. Mesh axes are known by

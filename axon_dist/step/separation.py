@@ -4,8 +4,9 @@ Microbatches and ranks see parts of a batch. If the loss is a mean or a sum over
 `Weighted`, the step computes the loss and the gradient of the whole batch, no matter how the batch
 is cut. If the loss couples the samples, for example by comparing each sample with every other,
 ranks must not compute it from their own samples. With one microbatch the step then runs in global
-view; with several it is refused, unless `separable=False` asks for the mean over microbatches. It
-is also refused if an option needs ranks that work on their own.
+view; with several it is refused, unless `separable` is given: True averages over all parts, False
+over the microbatches. It is also refused if an option needs ranks that work on their own, unless
+`separable=True`.
 
 An output that does not follow from the outputs for the parts may still follow from sums over the
 samples, such as `sqrt(mean)`: see `loss_sums.py`. `Traces` in `sample_traces.py` traces the loss

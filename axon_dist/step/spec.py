@@ -34,7 +34,7 @@ from .options import StepOptions
 class StepSpec:
     """The arguments of `build_train_step`, with every option resolved.
 
-    `StepPlan` has the decisions that follow from them, the model and its traces.
+    `StepPlan` has the decisions that follow from these arguments and from traces of the model.
 
     Args:
         model_spec: the model's structure, and the shapes of its parameters and buffers.

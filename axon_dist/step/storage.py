@@ -1,7 +1,7 @@
 """How a state stores the parameters: as the model has them, or in rows for a pipeline's stages.
 
-A pipeline cuts the program of the loss. The order in which the loss calls the blocks decides which
-stage gets which block.
+A pipeline cuts the program of the loss. Stages get the blocks in the model's order; where the calls
+of the loss do not fit it, in the order of the calls.
 """
 
 from __future__ import annotations

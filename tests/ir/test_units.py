@@ -235,6 +235,16 @@ class Normed(nnx.Module):
         return self.norm(x)
 
 
+class Jitted(nnx.Module):
+    """Its parameters pass through a jitted function."""
+
+    def __init__(self):
+        self.inner = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return nnx.jit(lambda layer, x: layer(x))(self.inner, x)
+
+
 class Drifting(nnx.Module):
     def __init__(self, change):
         self.inner = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
@@ -247,13 +257,16 @@ class Drifting(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    "change", [lambda x: x + 1, lambda x: jnp.clip(x, -1, 1)], ids=["operation", "jitted function"]
+    "change",
+    [lambda x: x + 1, lambda x: jnp.clip(x, -1, 1), jax.nn.relu, jax.jit(lambda x: jnp.ones(4))],
+    ids=["operation", "jitted function", "custom derivative", "constant"],
 )
 def test_a_unit_that_changes_its_parameters_is_refused_unless_it_normalises_them(change):
     model = nnx.Sequential(Drifting(change))
     mark_units(model, by_class("Drifting"))
     with pytest.raises(UnsupportedError, match="changes the parameter 'inner/bias' of Drifting"):
         model(jnp.ones((2, 4)))
-    model = nnx.Sequential(Normed())
-    mark_units(model, by_class("Normed"))
-    assert model(jnp.ones((2, 4))).shape == (2, 4)
+    for unit in (Normed(), Jitted()):
+        model = nnx.Sequential(unit)
+        mark_units(model, by_class(type(unit).__name__))
+        assert model(jnp.ones((2, 4))).shape == (2, 4)

@@ -493,8 +493,21 @@ def test_a_normalised_weight_may_be_read_in_its_block(also):
     build_critic(also)
 
 
+def test_blocks_that_are_norms_are_accepted():
+    """The class of the layer that a norm wraps is that of another block, too."""
+
+    def make():
+        rngs = nnx.Rngs(0)
+        layers = [nnx.Linear(4, 4, rngs=rngs) for _ in range(2)]
+        return nnx.Sequential(nnx.SpectralNorm(layers[0], rngs=rngs), layers[1])
+
+    loss_fn = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+    world, batch = World.emulate(2, "fsdp=2"), {"x": np.ones((4, 4), np.float32)}
+    build_train_step(make, optax.sgd(0.1), loss_fn, fsdp(min_elements=1), world, batch=batch)
+
+
 def test_a_normalised_weight_that_is_read_outside_its_block_is_refused():
-    with pytest.raises(UnsupportedError, match="'blocks/0/layer/kernel' outside the block"):
+    with pytest.raises(UnsupportedError, match="reads 'blocks/0/layer/kernel', or another"):
         build_critic(lambda block, x: jnp.mean(block.layer(x) ** 2))
 
     class Reader(nnx.Module):
@@ -509,7 +522,7 @@ def test_a_normalised_weight_that_is_read_outside_its_block_is_refused():
             super().__init__()
             self.blocks = nnx.List([self.blocks[0], Reader(self.blocks[0].layer)])
 
-    with pytest.raises(UnsupportedError, match="'blocks/0/layer/kernel' outside the block"):
+    with pytest.raises(UnsupportedError, match="reads 'blocks/0/layer/kernel', or another"):
         build_critic(lambda block, x: 0.0, Shared)
 
 

@@ -251,12 +251,12 @@ class RunConfig:
             limit, from the compiled step. On devices of unknown memory, such as emulated ones, and
             in a pipeline, whose stages recompute by its own options, `auto` adds nothing.
         unroll: where the strategy splits or recomputes blocks, up to this many blocks are unrolled,
-            and more blocks run as a loop; None leaves it to `scan_layers`. It does not change the
-            numbers.
+            and more blocks run as a loop; None leaves it to `scan_layers`. It changes numbers by
+            rounding at most.
         scan_layers: `true` runs all equal blocks as one loop. `false` unrolls the blocks that the
             strategy splits or recomputes; `auto` decides about these by the costs on the devices,
             and a run, `axon plan` and `axon inspect` report the choice. Blocks that
-            `model.scan_layers` stacks are always a loop. It does not change the numbers.
+            `model.scan_layers` stacks are always a loop. It changes numbers by rounding at most.
         axis_names: maps axis names in the code of a user-defined model to axes of `mesh`, such as
             `{data: [dp, fsdp], heads: tp}`, for `with_sharding_constraint`, `reshard` and
             `nnx.with_partitioning`; an empty list means no axis. Axes of the mesh are known by

@@ -258,7 +258,7 @@ def test_an_option_without_a_default_is_explained(name):
         ({"sources": ["images"], "weights": [1]}, r"^data.sources\[0\].kind: there is no 'images'"),
         (
             {"sources": ["text"], "weights": [0]},
-            r"^data.weights\[0\]: got 0.0, which must be a number, abov",
+            r"^data.weights\[0\]: got 0.0, which must be a number, at least 1e-37",
         ),
         (
             {"sources": ["text", {"kind": "tokens", "files": ["a"]}], "weights": [1, 1]},
