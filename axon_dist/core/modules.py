@@ -251,18 +251,29 @@ def normed_in(module: nnx.Module) -> frozenset[int]:
     """Returns the ids of the parameters to which norms in a module write normalised weights.
 
     `nnx.SpectralNorm` normalises matrices, `nnx.WeightNorm` what its `variable_filter` selects.
+
+    Example:
+        >>> make = lambda rngs: nnx.SpectralNorm(nnx.Linear(2, 2, rngs=rngs), rngs=rngs)
+        >>> norm = make(nnx.Rngs(0))
+        >>> normed_in(norm) == {id(norm.layer_instance.kernel)}
+        True
+        >>> norm = nnx.eval_shape(lambda: nnx.vmap(make)(nnx.Rngs(0).split(3)))
+        >>> normed_in(norm) == {id(norm.layer_instance.kernel)}
+        True
     """
     found: set[int] = set()
     for _, norm in nnx.iter_modules(module):
         if not isinstance(norm, (nnx.SpectralNorm, nnx.WeightNorm)):
             continue
+        # A stack of layers has one dim more.
+        dims_of_vector = 1 if num_stacked(norm.layer_instance) is None else 2
         for path, part in nnx.iter_graph(norm.layer_instance):
             if not isinstance(part, nnx.Param):
                 continue
             if isinstance(norm, nnx.WeightNorm):
                 is_normed = norm.variable_filter(path, part)
             else:
-                is_normed = norm.n_steps >= 1 and len(part.shape) > 1
+                is_normed = norm.n_steps >= 1 and len(part.shape) > dims_of_vector
             if is_normed:
                 found.add(id(part))
     return frozenset(found)

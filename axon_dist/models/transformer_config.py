@@ -248,7 +248,7 @@ class TransformerConfig(Presets):
 
     @property
     def has_special_scores(self) -> bool:
-        """Whether scores are capped, or windows are data of layers: no fused kernel supports it."""
+        """Whether scores are capped, or windows are data: no fused kernel here supports either."""
         return self.attention_softcap is not None or self.layer_data is not None
 
     def _special_scores(self) -> list[tuple[str, str]]:

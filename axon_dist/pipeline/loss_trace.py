@@ -1,6 +1,6 @@
 """The loss of one microbatch as a jaxpr with blocks as calls, and its weight.
 
-Also matrix products with merged batch dims, in which such a program is faster on CPUs.
+Also matrix products with merged batch dims, which are faster on CPUs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Checks a table before anything runs it.
 
-The executor can run every table that passes, unless a buffer needs the forwards in order.
+The executor can run every table that passes, if the model and its loss fit it: buffers may need the
+forwards in order, and `V` needs a loss that ends in `linear_cross_entropy`.
 """
 
 from __future__ import annotations

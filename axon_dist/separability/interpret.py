@@ -497,7 +497,7 @@ class Walk:
 
 
 _ANY = 0.37
-"""The scale of the number that is differentiated: any that no ratio of sample counts equals."""
+"""The scale of the number that is differentiated, which is no ratio of sample counts."""
 
 _COPIES = frozenset({"copy", "copy_p", "reduce_precision", "stop_gradient"})
 """Operations whose result is the operand, except for rounding."""

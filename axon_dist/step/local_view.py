@@ -461,8 +461,9 @@ def check_normed_reads(plan: StepPlan, batch: Batch) -> None:
 
     `nnx.SpectralNorm` and `nnx.WeightNorm` write the normalised weight into the layer, where the
     rest of the forward pass reads it. A unit returns no weights, so outside of it, and in another
-    unit, the weight is still that before normalisation. A read before the forward pass is refused,
-    too: the program does not say which comes first.
+    unit, the weight is still that before normalisation. Refused, too, are a read before the forward
+    pass, because the program does not say which comes first, and another unit that only holds the
+    weight.
 
     Args:
         plan: the plan of the step, in any view.
@@ -489,11 +490,11 @@ def check_normed_reads(plan: StepPlan, batch: Batch) -> None:
     outside = paths_of(model, elsewhere) | frozenset(read_outside_units(jaxpr, paths))
     for path in sorted(outside & paths_of(model, normed)):
         raise UnsupportedError(
-            f"the loss reads {path!r}, or another block holds it, outside the block in which "
-            "nnx.SpectralNorm or nnx.WeightNorm normalises it: on one device it would be the "
-            "normalised weight there, and here that before normalisation. Read it within the "
-            "block, or let no block be gathered or recomputed: ddp() without remat, scan_layers "
-            "and frozen_dtype",
+            f"{path!r} is normalised by nnx.SpectralNorm or nnx.WeightNorm in one block, but the "
+            "loss reads it outside of it, or another block holds it: on one device that would be "
+            "the normalised weight, and here it is the weight before normalisation. Read it within "
+            "the block, or let no block be gathered or recomputed: ddp() without remat, "
+            "scan_layers and frozen_dtype",
             code="normed-weight-read-outside-block",
         )
 

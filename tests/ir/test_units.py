@@ -258,7 +258,7 @@ class Drifting(nnx.Module):
 
 @pytest.mark.parametrize(
     "change",
-    [lambda x: x + 1, lambda x: jnp.clip(x, -1, 1), jax.nn.relu, jax.jit(lambda x: jnp.ones(4))],
+    [lambda x: x + 1, lambda x: jnp.clip(x, -1, 1), jax.nn.relu, jax.jit(lambda x: np.ones(4))],
     ids=["operation", "jitted function", "custom derivative", "constant"],
 )
 def test_a_unit_that_changes_its_parameters_is_refused_unless_it_normalises_them(change):
