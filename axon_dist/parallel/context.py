@@ -208,7 +208,8 @@ class SplitAttention:
                 f"{type(module).__name__}.attend is called with arrays of the shapes {shapes}; "
                 "context parallelism takes a method of this name for attention, and gives it "
                 "query, key and value [B, T, H, K]. Reshape them, or give a method that does "
-                "something else another name"
+                "something else another name",
+                code="attend-of-other-arrays",
             )
         kind = self._kind(attend, module, arrays, segments is not None)
         heads = self.check_heads(query.shape[2])

@@ -86,9 +86,9 @@ class Reduction:
         """
         if self.sync is GradSyncStrategy.NO_SYNC:
             raise StrategyConflictError(
-                "a training step got GradSyncStrategy.NO_SYNC, with which the replicas would drift "
-                "apart; to synchronize once per K microbatches, build the step with accumulate=K, "
-                "or call DDP.sync_gradients on your own gradients",
+                "a training step got GradSyncStrategy.NO_SYNC, with which the replicas would "
+                "diverge; to synchronize once per K microbatches, build the step with "
+                "accumulate=K, or call DDP.sync_gradients on your own gradients",
                 code="no-sync-in-step",
             )
         if self.per not in (None, "step", "microbatch"):

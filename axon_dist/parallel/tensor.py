@@ -296,7 +296,9 @@ class LayerLayout:
         if not is_cut or not isinstance(module, nnx.Module) or not can_cut(module, dims):
             return run(module)
 
-        whole, dim = module, dims.kernel if dims.output is None else dims.output
+        # The type checkers do not see within `run_blocks` that the module was checked.
+        whole = module
+        dim = dims.kernel if dims.output is None else dims.output
 
         def run_blocks(run: Callable[[nnx.Module], Array]) -> Array:
             blocks = [run(layer) for layer in cut_outputs(whole, num_fused, dims)]

@@ -55,7 +55,7 @@ def test_overlapped_reductions_have_a_size():
 
 
 def test_a_reduction_of_a_step_synchronizes():
-    with pytest.raises(StrategyConflictError, match=r"replicas would drift apart.*accumulate=K"):
+    with pytest.raises(StrategyConflictError, match=r"replicas would diverge.*accumulate=K"):
         Reduction(sync="no_sync")
 
 

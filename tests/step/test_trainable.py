@@ -507,8 +507,9 @@ def test_blocks_that_are_norms_are_accepted():
 
 
 def test_a_normalised_weight_that_is_read_outside_its_block_is_refused():
-    with pytest.raises(UnsupportedError, match="'blocks/0/layer/kernel' is normalised by"):
+    with pytest.raises(UnsupportedError, match="'blocks/0/layer/kernel' is normalised") as raised:
         build_critic(lambda block, x: jnp.mean(block.layer(x) ** 2))
+    assert raised.value.code == "normed-weight-read-outside-block"
 
     class Reader(nnx.Module):
         def __init__(self, layer):
