@@ -171,7 +171,7 @@ def local_gradients(
     frozen = for_region(arguments.frozen, program.frozen_specs, spec.mesh)
     grads, (loss, metrics), buffers = mapped(params, frozen, *arguments[2:])
     grads = cut_like(grads, spec.model_spec.params)
-    return Sums(grads, loss, metrics).result(buffers, spec.num_microbatches * spec.num_ranks)
+    return Sums(grads, loss, metrics).result(buffers, spec.num_shards)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -234,7 +234,7 @@ class RankProgram:
         accumulated = functools.partial(
             accumulate, num_microbatches=count, part_buffers=self.part_buffers
         )
-        num_shards = count * self.spec.num_ranks
+        num_shards = self.spec.num_shards
         mean_over_ranks = functools.partial(all_mean, axes=self.axes)
         if not gathers_by_units(self.spec):
             # Cast before the gather, to send half the bytes in half precision. The gradient then
@@ -362,8 +362,7 @@ class RankProgram:
             # The sums of the earlier microbatches are already weighted, so differentiate the total
             # here and not the mean.
             run = self._with_scans(forward) if units else forward
-            num_shards = self.spec.num_microbatches * self.spec.num_ranks
-            totals = gradient_sums(run, num_shards, common=lambda _: 1)
+            totals = gradient_sums(run, self.spec.num_shards, common=lambda _: 1)
             added, buffers = totals(slots, buffers, batch)
             both = jax.tree.map(jnp.add, (sums.loss, sums.metrics), (added.loss, added.metrics))
             return Sums(added.grads, *both), buffers

@@ -96,7 +96,7 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
         out_specs=(*region.grad_specs(split_dims), replicated, replicated, replicated),
         check_vma=False,
     )
-    num_shards = spec.num_microbatches * spec.num_ranks
+    num_shards = spec.num_shards
     # As in `gradient_sums`: gradients are scaled like those of the mean of the whole batch.
     scale = None if scale is None else scale / num_shards
     rows, rest, grad_factor, loss, buffers = mapped(
@@ -121,7 +121,7 @@ def _parts_draw(plan: StepPlan, batch: Batch) -> bool:
         batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
     """
     spec = plan.spec
-    if spec.num_microbatches * spec.num_ranks == 1:
+    if spec.num_shards == 1:
         return False
     samples, shapes = spec.microbatch(batch)
     program = plan.separator.program(shapes, samples // spec.num_ranks)
@@ -387,8 +387,7 @@ class PipelineRegion:
         )
         stacks = self.plan.state_plan.storage.stacks
         rewrite = rewrite if in_region else None
-        num_shards = spec.num_microbatches * spec.num_ranks
-        return traced(run, rewrite, stacks, params, buffers, one, num_shards)
+        return traced(run, rewrite, stacks, params, buffers, one, spec.num_shards)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """Cuts a traced loss into stages: one program for all if its blocks are a uniform chain."""
