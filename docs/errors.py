@@ -21,11 +21,14 @@ FIELD = re.compile(r"{([^{}!:]*)[^{}]*}")
 START, END = "\x01", "\x02"
 
 
+MODULES = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+
+
 def constants() -> dict[str, str]:
     """The texts of the package's constants, by name; a name with two texts is left out."""
     texts: dict[str, set[str]] = {}
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
+    for module in MODULES.values():
+        for node in module.body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 value = node.value
                 if isinstance(value, ast.Constant) and isinstance(value.value, str):
@@ -106,8 +109,9 @@ def template(sentence: str) -> str:
 
 def calls() -> Iterator[tuple[ast.Call, str, ast.Module]]:
     """Yields each call in the package that gives a code, the code, and the module."""
-    for path in PACKAGE.rglob("*.py"):
-        module = ast.parse(path.read_text())
+    for path, module in MODULES.items():
+        if "code=" not in path.read_text():  # as most modules
+            continue
         for node in ast.walk(module):
             if isinstance(node, ast.Call) and node.args:
                 codes = [x.value for x in node.keywords if x.arg == "code"]
