@@ -1,4 +1,11 @@
-"""Runs an optimizer of the model's own tree on the parameters that a pipeline stores."""
+"""Runs an optimizer of the model's own tree on the parameters that a pipeline stores.
+
+Three engines run its update, and `StagedOptimizer` takes the first that fits:
+
+- `on_whole_vectors`: stages differ, so they are stored as vectors, and the update is elementwise.
+- `RowProgram`: stages or blocks are equal, so each leaf has a row of its own.
+- `RankBranches`: all other updates, with one branch per rank.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +109,8 @@ class StagedOptimizer:
     store the blocks. An optimizer that cannot run like this is refused here, before a state exists.
 
     Args:
-        optimizer: any optax transformation of the stored parameters.
+        optimizer: any optax transformation of the model's parameters, or the `UnstackedOptimizer`
+            of a model with stacked leaves.
         storage: the stored form of the parameters.
         mesh: the mesh of all devices.
         axis: the axis of the pipeline.

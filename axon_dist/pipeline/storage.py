@@ -45,7 +45,8 @@ class StageStorage:
         chunk_rows: the numbers of the rows that contain each chunk.
         cells: the rank and the row of each block.
         by_stage: the keys of the leaves of each stage.
-        packing: how the leaves of a stage become vectors; None if rows hold blocks.
+        packing: how the leaves of a stage become stored leaves: vectors, if stages differ; None if
+            rows hold blocks.
         row_names: the keys of the stored leaves of each row.
         row_keys: the keys of the stored leaves of all rows.
         slots: for each leaf in a block, the stored leaf that contains it; leaves in vectors have

@@ -567,9 +567,10 @@ class Separator:
 
     def _traces(self, ranks: int) -> Traces:
         """Returns the traces of the loss; experts may be marked as per-sample functions."""
-        # Experts sort tokens, which couples samples, so that outside of pipelines a step with ranks
-        # goes to global view. There, and in pipelines, all samples are sorted together, and experts
-        # are marked as functions of one sample.
+        # Experts sort tokens, so their trace seems to mix samples. Outside of pipelines a step with
+        # ranks therefore goes to global view, which sorts all samples together. A pipeline has no
+        # global view, and each of its ranks sorts its own samples. So experts are marked as
+        # functions of one sample in the traces of pipelines and of global view.
         marks_experts = ranks == 1 or self._spec.strategy.pipeline is not None
         if marks_experts not in self._traced:
             modules = nnx.iter_modules(self.model_spec.abstract)
