@@ -339,7 +339,7 @@ class OfBlocks(Wrapped):
 
 
 @dataclasses.dataclass(frozen=True)
-class Staged(Policy):
+class ByStages(Policy):
     """Shards dim 0 of every row over the pipeline axis, and its other dims by another policy.
 
     Parameters outside the blocks (embedding, final norm, head) are used at one end of the pipeline.

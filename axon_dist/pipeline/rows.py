@@ -32,7 +32,7 @@ Name: TypeAlias = Hashable
 Arrays: TypeAlias = Sequence[Array]
 Named: TypeAlias = dict[Name, Array]
 
-Home: TypeAlias = tuple[int, Name]
+VariantPlace: TypeAlias = tuple[int, Name]
 """The number of the variant that computes a value, and the value's name in it."""
 
 
@@ -81,7 +81,7 @@ class _Sum:
         single: the terms that are not summed as rows.
     """
 
-    rows: Mapping[Home, tuple[int, ...]]
+    rows: Mapping[VariantPlace, tuple[int, ...]]
     single: tuple[ValueId, ...]
 
 
@@ -120,12 +120,12 @@ class RowProgram:
             for rank in variant
         }
         used = {*program.inputs, *(v for op in program.operations for v in op.outputs)}
-        self._homes: dict[ValueId, Home] = {}
+        self._places: dict[ValueId, VariantPlace] = {}
         for value, owner in enumerate(program.owners):
             if isinstance(owner, tuple) and value in used:
                 number = variant_of[owner]
                 members = self._variants[number][1]
-                self._homes[value] = number, members[owner[0]].names[value]
+                self._places[value] = number, members[owner[0]].names[value]
         sums, self._partial_sums = sums_of(program)
         self._sums = {value: self._sum_of(terms) for value, terms in sums.items()}
         self._sent = self._values_to_send()
@@ -224,17 +224,17 @@ class RowProgram:
 
     def _sum_of(self, terms: Sequence[ValueId]) -> _Sum:
         """Returns a sum over blocks, by rows if each block of a variant has one term in it."""
-        terms_at: dict[Home, list[ValueId]] = {}
+        terms_at: dict[VariantPlace, list[ValueId]] = {}
         for term in terms:
             if self._program.owners[term] is not None:
-                terms_at.setdefault(self._homes[term], []).append(term)  # type: ignore[index]
-        ranks = {home: tuple(self._variants[home[0]][1]) for home in terms_at}
+                terms_at.setdefault(self._places[term], []).append(term)  # type: ignore[index]
+        ranks = {place: tuple(self._variants[place[0]][1]) for place in terms_at}
 
-        def is_whole(home):
-            return len(terms_at[home]) == len(set(terms_at[home])) == len(ranks[home])
+        def is_whole(place):
+            return len(terms_at[place]) == len(set(terms_at[place])) == len(ranks[place])
 
-        rows = {home: ranks[home] for home in terms_at if is_whole(home)}
-        single = [term for term in terms if self._homes.get(term) not in rows]  # type: ignore[arg-type]
+        rows = {place: ranks[place] for place in terms_at if is_whole(place)}
+        single = [term for term in terms if self._places.get(term) not in rows]  # type: ignore[arg-type]
         return _Sum(rows, tuple(single))
 
     def _values_to_send(self) -> tuple[int, ...]:
@@ -280,8 +280,8 @@ class RowProgram:
 
         Values of equal shape and dtype are stacked, so that they are gathered together.
         """
-        sent = {v: self._homes[v] for v in self._sent if self._program.levels[v] == level}
-        groups: dict[Hashable, dict[Home, Array]] = {}
+        sent = {v: self._places[v] for v in self._sent if self._program.levels[v] == level}
+        groups: dict[Hashable, dict[VariantPlace, Array]] = {}
         for number, name in sent.values():
             row = made[number][name]
             groups.setdefault((row.shape, row.dtype), {})[number, name] = row
@@ -289,11 +289,11 @@ class RowProgram:
         for rows in groups.values():
             stacked = jnp.stack(list(rows.values()), axis=1)
             stacked = jax.lax.with_sharding_constraint(stacked, self._replicated)
-            columns.update({home: stacked[:, number] for number, home in enumerate(rows)})
-        for value, home in sent.items():
+            columns.update({place: stacked[:, number] for number, place in enumerate(rows)})
+        for value, place in sent.items():
             owner = self._program.owners[value]
             assert isinstance(owner, tuple)
-            known[value] = columns[home][owner[0]]
+            known[value] = columns[place][owner[0]]
 
     def _collect(self, made: list[Named], known: Mapping[ValueId, Array]) -> dict[Slot, Array]:
         """Returns the stored leaves; each entry of a row is the result of that block's part."""
@@ -306,16 +306,16 @@ class RowProgram:
             else:
                 rows.setdefault((slot, place.cell[1]), {})[place.cell[0]] = atom
         for (slot, row), atoms in rows.items():
-            homes = {
-                rank: self._homes[atom] if self._program.owners[atom] == (rank, row) else None  # type: ignore[index]
+            place_of = {
+                rank: self._places[atom] if self._program.owners[atom] == (rank, row) else None  # type: ignore[index]
                 for rank, atom in atoms.items()
             }
-            sources = {home: [r for r in homes if homes[r] == home] for home in homes.values()}
-            for home, ranks in sources.items():
-                if home is None:
+            for computed_at in dict.fromkeys(place_of.values()):
+                ranks = [rank for rank in place_of if place_of[rank] == computed_at]
+                if computed_at is None:
                     values = self._row_of({rank: atoms[rank] for rank in ranks}, known)
                 else:
-                    values = made[home[0]][home[1]]
+                    values = made[computed_at[0]][computed_at[1]]
                 if len(ranks) < self._num_ranks:
                     mask = self._is_in(ranks, values.ndim)
                     # Ranks without a block in this row keep zeros, whatever the part computes.

@@ -344,14 +344,14 @@ class PipelineRegion:
             saves_residuals=self.pipeline.saves_residuals,
             frozen_weights=jax.tree.map(lambda leaf: leaf[0], frozen[0]),
             frozen_rest=frozen[1],
-            mutable_buffers={i: first[i] for i in mutable},
+            initial_buffers={i: first[i] for i in mutable},
             reads_initial=reads_initial,
             averaged_buffers=averaged,
             partitioned=split_dims,
             lookups=lookups,
         ).run()
         leaves, structure = jax.tree.flatten(changed)
-        after = structure.unflatten(sums.mutable_buffers.get(i, x) for i, x in enumerate(leaves))
+        after = structure.unflatten(sums.final_buffers.get(i, x) for i, x in enumerate(leaves))
         changed = buffers_together(after) if stacks.counts else after
         if part_buffers is not None:
             changed = part_buffers.over_ranks(changed, buffers)

@@ -92,7 +92,7 @@ class Separation:
         return text + (f"; averaged over microbatches{also}" if self.why_averaged else "")
 
 
-BEFORE = (
+COMPUTE_BEFORE = (
     "Compute what depends on the batch alone, such as normalised advantages, counts of classes, "
     "masks divided by their means or a shuffled partner of each sample, before the step, and give "
     "it in the batch; let every other term depend on one sample alone"
@@ -124,7 +124,7 @@ _INSTEAD: MappingProxyType[str, str] = MappingProxyType(
 
 def _instead_of(why: str, samples: int) -> str:
     """Advises how to rewrite a loss, given the reason `why` and the samples of a part."""
-    advice = next((advice for reason, advice in _INSTEAD.items() if reason in why), BEFORE)
+    advice = next((advice for reason, advice in _INSTEAD.items() if reason in why), COMPUTE_BEFORE)
     if samples == 1 and any(reason in why for reason in (Why.DIFFERS, RESIZED)):
         return f"Give each part two samples or more: JAX may trace one sample differently. {advice}"
     return advice

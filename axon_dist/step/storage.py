@@ -28,12 +28,12 @@ from ..ir.units import mark_units, names_of
 from ..ops.int8 import Int8Form, narrowed, widened
 from ..parallel import PipelinePlan, Strategy
 from ..pipeline import (
-    BATCH,
+    PASS_A_BATCH,
+    ByStages,
     Calls,
     LossTrace,
     OfBlocks,
     Stacks,
-    Staged,
     Stages,
     StageStorage,
     buffers_together,
@@ -172,8 +172,8 @@ def storage_of(
     storages = filter(None, (rows, rows.trained, rows.untrained))
     row_paths = frozenset("/".join(map(str, keys)) for part in storages for keys in part.row_keys)
 
-    def staged(policy: Policy) -> Staged:
-        return Staged(
+    def staged(policy: Policy) -> ByStages:
+        return ByStages(
             OfBlocks(policy, stacks) if stacks.counts else policy, pipeline.axis, row_paths
         )
 
@@ -242,7 +242,7 @@ def _too_few(model: nnx.Module, pipeline: PipelinePlan, blocks: Sequence[Keys]) 
     kinds = (
         ", ".join(pipeline.classes) or "modules in lists, stacked by nnx.vmap or numbered by Linen"
     )
-    repeated = f". Where the loss calls a block several times: {BATCH}" if blocks else ""
+    repeated = f". Where the loss calls a block several times: {PASS_A_BATCH}" if blocks else ""
     return UnsupportedError(
         f"the pipeline has {pipeline.schedule.num_stages} stages, but the model has {len(blocks)} "
         f"block{'s' * (len(blocks) != 1)} to cut between ({kinds}). Use fewer stages, "
