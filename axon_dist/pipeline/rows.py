@@ -24,7 +24,7 @@ from ..core.typing import Array
 from ..ir.walk import same
 from .owners import OwnedOperation, OwnedProgram, ValueId, as_array, sums_of
 from .storage import RankRow
-from .tree_storage import LeafPlace, Slot
+from .tree_storage import LeafPlace, StoredKey
 
 Name: TypeAlias = Hashable
 """The name of a value in a block's part, equal for all blocks that have an equal part."""
@@ -89,7 +89,7 @@ class RowProgram:
     """Runs a program of a model's leaves on rows that stack these leaves by rank.
 
     Args:
-        program: a program of the model's leaves; owners are cells.
+        program: a program of the model's leaves; owners are `RankRow`s.
         sources: the place of each input among the leaves of the arguments.
         targets: the place of each output among the leaves of the results.
         mesh: the mesh of all devices.
@@ -110,10 +110,12 @@ class RowProgram:
         self._ranks = range(num_ranks)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         pairs = zip(program.inputs, sources, strict=True)
-        self._slots: dict[int, Slot] = {value: place.stored for value, place in pairs}
+        self._stored_keys: dict[int, StoredKey] = {
+            value: place.stored_key for value, place in pairs
+        }
         owners = [*program.owners, *program.homes]
-        cells: list[RankRow] = sorted({owner for owner in owners if isinstance(owner, tuple)})
-        self._variants = self._find_variants(cells)
+        rank_rows: list[RankRow] = sorted({owner for owner in owners if isinstance(owner, tuple)})
+        self._variants = self._find_variants(rank_rows)
         variant_of: dict[RankRow, int] = {
             (rank, row): number
             for number, (row, variant) in enumerate(self._variants)
@@ -130,7 +132,7 @@ class RowProgram:
         self._sums = {value: self._sum_of(terms) for value, terms in sums.items()}
         self._sent = self._values_to_send()
 
-    def run(self, stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
+    def run(self, stored: Mapping[StoredKey, Array]) -> dict[StoredKey, Array]:
         """Runs the program.
 
         Args:
@@ -140,9 +142,9 @@ class RowProgram:
             The stored leaves of all results.
         """
         known: dict[ValueId, Array] = {**self._program.constants}
-        for value, slot in self._slots.items():
+        for value, key in self._stored_keys.items():
             if self._program.owners[value] is None:
-                known[value] = stored[slot]
+                known[value] = stored[key]
         made: list[Named] = [{**stored} for _ in self._variants]
         for level in range(self._program.num_levels):
             self._replicate(level - 1, made, known)
@@ -153,14 +155,14 @@ class RowProgram:
                 made[number].update(self._run_part(variant, level, made[number], known))
         return self._collect(made, known)
 
-    def _find_variants(self, cells: list[RankRow]) -> Sequence[tuple[int, RowVariant]]:
+    def _find_variants(self, rank_rows: list[RankRow]) -> Sequence[tuple[int, RowVariant]]:
         """Groups the blocks of each row by equal parts; returns each group with its row."""
         variants: list[tuple[int, dict[int, Share]]] = []
-        for rank, row in cells:
+        for rank, row in rank_rows:
             operations = self._program.by_owner.get((rank, row), ())
             owners = self._program.owners
             names: dict[ValueId, Name] = {
-                v: slot for v, slot in self._slots.items() if owners[v] == (rank, row)
+                v: key for v, key in self._stored_keys.items() if owners[v] == (rank, row)
             }
             for number, op in enumerate(operations):
                 names.update({value: (number, i) for i, value in enumerate(op.outputs)})
@@ -295,17 +297,17 @@ class RowProgram:
             assert isinstance(owner, tuple)
             known[value] = columns[place][owner[0]]
 
-    def _collect(self, made: list[Named], known: Mapping[ValueId, Array]) -> dict[Slot, Array]:
+    def _collect(self, made: list[Named], known: Mapping[ValueId, Array]) -> dict[StoredKey, Array]:
         """Returns the stored leaves; each entry of a row is the result of that block's part."""
-        stored: dict[Slot, Array] = {}
-        rows: dict[tuple[Slot, int], dict[int, ValueId]] = {}
+        stored: dict[StoredKey, Array] = {}
+        rows: dict[tuple[StoredKey, int], dict[int, ValueId]] = {}
         for atom, place in zip(self._program.outputs, self._targets, strict=True):
-            slot = place.stored
-            if place.cell is None:
-                stored[slot] = as_array(known[atom], self._program.avals[atom])
+            key = place.stored_key
+            if place.rank_row is None:
+                stored[key] = as_array(known[atom], self._program.avals[atom])
             else:
-                rows.setdefault((slot, place.cell[1]), {})[place.cell[0]] = atom
-        for (slot, row), atoms in rows.items():
+                rows.setdefault((key, place.rank_row[1]), {})[place.rank_row[0]] = atom
+        for (key, row), atoms in rows.items():
             place_of = {
                 rank: self._places[atom] if self._program.owners[atom] == (rank, row) else None  # type: ignore[index]
                 for rank, atom in atoms.items()
@@ -319,7 +321,7 @@ class RowProgram:
                 if len(ranks) < self._num_ranks:
                     mask = self._is_in(ranks, values.ndim)
                     # Ranks without a block in this row keep zeros, whatever the part computes.
-                    others = stored[slot] if slot in stored else jnp.zeros_like(values)
+                    others = stored[key] if key in stored else jnp.zeros_like(values)
                     values = jnp.where(mask, values, others)
-                stored[slot] = values
+                stored[key] = values
         return stored
