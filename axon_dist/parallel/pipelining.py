@@ -61,7 +61,8 @@ def pipelined(
         num_microbatches: microbatches per step.
         schedule: a name of `PipelineSchedule`, a table, or the path of a CSV file with one. The
             default is the 1F1B that is fastest when ranks run in lockstep: rank s keeps `2(S-s)-1`
-            inputs for it. `"1f1b"` keeps `S-s`, but its step takes up to 1.8 times as long.
+            inputs for it. `"1f1b"` keeps `S-s`, but its step takes up to 1.5 times as long if
+            a backward pass, which recomputes its stage, takes as long as 3 forward passes.
         chunks: stages per rank; None uses the schedule's usual number.
         axis: the mesh axis of the pipeline.
         classes: the block classes or their names, one or several; empty for the blocks that the

@@ -312,7 +312,7 @@ def _pipeline(
     """Pipeline parallelism over the axis `pp`, by a schedule's name or CSV file.
 
     Args:
-        model: is cut over the ranks of the world.
+        model: is not read here; the step cuts it over the ranks of `pp`.
         world: the devices, and the mesh they form.
         num_microbatches: the parts that a batch is cut into.
         schedule: a name that `axon schedule` draws, or the path of a CSV file with a table.

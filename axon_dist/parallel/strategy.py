@@ -299,7 +299,11 @@ class Strategy:
 
     @property
     def keeps_weights_whole(self) -> bool:
-        """Whether no loop of a step gathers weights over the data axes; False for pipelines."""
+        """Whether weights are whole over the data axes while the loops of a step run.
+
+        Always False for pipelines. Their loop over ticks receives arrays for its next turn, so it
+        is compiled with the options of loops that gather.
+        """
         splits = not set(self.reduced_axes).isdisjoint(self.params.split_axes)
         once = self.gathers_once or (self.reduction is not None and self.reduction.per == "step")
         return (once or not splits) and self.pipeline is None

@@ -10,9 +10,9 @@ embeddings and heads over the ranks. This package does not depend on strategies;
 """
 
 from .executor import Executor as Executor
+from .layout import ByStages as ByStages
 from .layout import OfBlocks as OfBlocks
 from .layout import Stacks as Stacks
-from .layout import Staged as Staged
 from .layout import Stages as Stages
 from .layout import buffers_together as buffers_together
 from .layout import flatten as flatten
@@ -30,7 +30,7 @@ from .stage import StageLoss as StageLoss
 from .stage import StageProgram as StageProgram
 from .stage import Wire as Wire
 from .storage import StageStorage as StageStorage
-from .switch import BATCH as BATCH
+from .switch import PASS_A_BATCH as PASS_A_BATCH
 from .switch import Calls as Calls
 from .switch import SwitchStages as SwitchStages
 from .switch import stages_by_calls as stages_by_calls

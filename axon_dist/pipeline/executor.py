@@ -95,7 +95,7 @@ class Executor:
         scale: the loss scale of the backward passes.
         saves_residuals: whether forward passes save residuals; otherwise backward passes recompute.
         frozen_weights, frozen_rest: the parameters that are not trained.
-        mutable_buffers: the initial values of the buffers that stages update, by number. Each
+        initial_buffers: the initial values of the buffers that stages update, by number. Each
             microbatch reads the value that the microbatch before it, by number, wrote.
         reads_initial: the numbers of the mutable buffers whose initial value every microbatch
             reads.
@@ -135,7 +135,7 @@ class Executor:
     saves_residuals: bool = False
     frozen_weights: list[list[Any]] = dataclasses.field(default_factory=list)
     frozen_rest: list[Any] = dataclasses.field(default_factory=list)
-    mutable_buffers: Mapping[int, Array] = dataclasses.field(default_factory=dict)
+    initial_buffers: Mapping[int, Array] = dataclasses.field(default_factory=dict)
     reads_initial: Collection[int] = ()
     averaged_buffers: Collection[int] = ()
     partitioned: Collection[int] = ()
@@ -199,7 +199,7 @@ class Executor:
         last = self.schedule.num_stages - 1
         self.fuse_last_forward: bool = not (
             self.saves_residuals or self.schedule.splits_vocabulary
-        ) and (not self.mutable_buffers or self.schedule.in_order(last, (Phase.B, Phase.I)))
+        ) and (not self.initial_buffers or self.schedule.in_order(last, (Phase.B, Phase.I)))
 
     def run(self) -> Totals:
         """Runs the schedule inside `shard_map`; returns this rank's sums."""
@@ -236,9 +236,9 @@ class Executor:
                 },
                 loss=zeros(loss, wide=True),
             ),
-            mutable_buffers={
+            buffer_histories={
                 i: empty(x, self.schedule.num_microbatches + 1).at[0].set(x)
-                for i, x in self.mutable_buffers.items()
+                for i, x in self.initial_buffers.items()
             },
         )
         # The scan itself is never differentiated: B, I and W are actions in the tables. So it saves
@@ -250,10 +250,10 @@ class Executor:
         ranks = {i: self.schedule.placement[stage] for i, stage in stages.items()}
         final = {
             i: history[1:].mean(0) if i in self.averaged_buffers else history[-1]
-            for i, history in state.mutable_buffers.items()
+            for i, history in state.buffer_histories.items()
         }
         replicated = {i: from_rank(x, rank == ranks[i], self.axis) for i, x in final.items()}
-        return state.sums._replace(mutable_buffers=replicated)
+        return state.sums._replace(final_buffers=replicated)
 
     def _tick(self, state: State, tables: tuple[list[LaneEntry], list[Any]]) -> tuple[State, None]:
         lanes, arrivals = tables
@@ -327,33 +327,31 @@ class Executor:
         last = self.schedule.num_stages - 1
 
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple[Wire, Wire, list, dict]:
-            inputs, stash, mutable_buffers = operand
+            inputs, stash, histories = operand
             program = bound.program
-            data = self._data(entry, mutable_buffers)
+            data = self._data(entry, histories)
             first_data = data._replace(looked_up=get(state.lookups, entry["lookups"]))
             first = partial(program.first, self.all_rest, first_data)
             x = program.at_stage(0, stage, first, lambda: get(inputs, entry["inputs"]))
             operands = StageOperands(bound.weights, bound.rest, data, stage, x, bound.frozen)
             if not self.saves_residuals:
                 if self.fuse_last_forward and last == 0:
-                    return x, x, stash, mutable_buffers
+                    return x, x, stash, histories
                 # The stage runs forward here, and again in its backward pass. `inspect.waterfall`
                 # counts one of the two as recomputed. It is this one, because the last stage may
                 # run forward only in its backward pass.
                 with jax.named_scope(RUN_TWICE):
                     y = operands.run(program)
-                return x, y.sent, stash, self._updated_buffers(program, entry, y, mutable_buffers)
+                return x, y.sent, stash, self._updated_buffers(program, entry, y, histories)
             y, residuals = self.backwards[i].forward(operands)
             values = self.stash.pack([*jax.tree.leaves(y.sent), *residuals])
-            mutable_buffers = self._updated_buffers(program, entry, y, mutable_buffers)
-            return x, y.sent, put(stash, entry["stash"], values), mutable_buffers
+            histories = self._updated_buffers(program, entry, y, histories)
+            return x, y.sent, put(stash, entry["stash"], values), histories
 
         active = entry["active"] & ~((stage == last) & (stage > 0) & self.fuse_last_forward)
-        operand = (state.inputs, state.stash, state.mutable_buffers)
-        x, y, stash, mutable_buffers = self._choose(
-            entry, active, run, (self.wire, self.wire), operand
-        )
-        state = state._replace(mutable_buffers=mutable_buffers)
+        operand = (state.inputs, state.stash, state.buffer_histories)
+        x, y, stash, histories = self._choose(entry, active, run, (self.wire, self.wire), operand)
+        state = state._replace(buffer_histories=histories)
         if self.schedule.splits_vocabulary:
             outputs = put(state.outputs, entry["outputs"], y, active & (stage == last))
             state = state._replace(outputs=outputs)
@@ -386,8 +384,8 @@ class Executor:
 
     def _backward(self, entry: LaneEntry, state: State) -> tuple[State, Wire]:
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple:
-            state, sums, scatters, mutable_buffers = operand
-            operands = self._operands(bound, entry, state, mutable_buffers)
+            state, sums, scatters, histories = operand
+            operands = self._operands(bound, entry, state, histories)
             if self.saves_residuals:
                 y, residuals = self._stashed(i, entry, state)
                 seed, sums = self._seed(bound, entry, y, state, sums)
@@ -397,53 +395,53 @@ class Executor:
                 y, pull = pull_back(bound.program, operands)
                 seed, sums = self._seed(bound, entry, y, state, sums)
                 weights, rest, inputs = pull(seed)
-                mutable_buffers = self._updated_buffers(
-                    bound.program, entry, y, mutable_buffers, in_backward=True
+                histories = self._updated_buffers(
+                    bound.program, entry, y, histories, in_backward=True
                 )
             sums = sums.add_rows(bound.program.rows, weights).add_rest(rest)
             back = self._backward_of_first_layers(bound, entry, inputs, state, (sums, scatters))
-            return inputs, *back, mutable_buffers
+            return inputs, *back, histories
 
         # State that a branch updates is passed as its own operand: XLA then writes the buffer in
         # place. It would copy a buffer that is passed among read-only ones.
-        read = state._replace(sums=None, scatters=[], mutable_buffers={})
-        operand = (read, state.sums, state.scatters, state.mutable_buffers)
-        result, sums, back, mutable_buffers = self._choose(
+        read = state._replace(sums=None, scatters=[], buffer_histories={})
+        operand = (read, state.sums, state.scatters, state.buffer_histories)
+        result, sums, back, histories = self._choose(
             entry, entry["active"], run, (self.wire.floats,), operand
         )
-        state = state._replace(sums=sums, scatters=back, mutable_buffers=mutable_buffers)
+        state = state._replace(sums=sums, scatters=back, buffer_histories=histories)
         return state, Wire(result, [])
 
     def _input_gradient(self, entry: LaneEntry, state: State) -> tuple[State, Wire]:
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple:
-            state, held, sums, scatters, mutable_buffers = operand
-            operands = self._operands(bound, entry, state, mutable_buffers)
+            state, held, sums, scatters, histories = operand
+            operands = self._operands(bound, entry, state, histories)
             if self.saves_residuals:
                 y, residuals = self._stashed(i, entry, state)
             else:
                 y, residuals = self.backwards[i].forward(operands)
-                mutable_buffers = self._updated_buffers(
-                    bound.program, entry, y, mutable_buffers, in_backward=True
+                histories = self._updated_buffers(
+                    bound.program, entry, y, histories, in_backward=True
                 )
             seed, sums = self._seed(bound, entry, y, state, sums)
             result, intermediates = self.backwards[i].input_gradient(operands, residuals, seed)
             held = put(held, entry["held"], self.held.pack(intermediates))
             back = self._backward_of_first_layers(bound, entry, result, state, (sums, scatters))
-            return result, held, *back, mutable_buffers
+            return result, held, *back, histories
 
-        read = state._replace(sums=None, held=[], scatters=[], mutable_buffers={})
-        operand = (read, state.held, state.sums, state.scatters, state.mutable_buffers)
-        result, held, sums, back, mutable_buffers = self._choose(
+        read = state._replace(sums=None, held=[], scatters=[], buffer_histories={})
+        operand = (read, state.held, state.sums, state.scatters, state.buffer_histories)
+        result, held, sums, back, histories = self._choose(
             entry, entry["active"], run, (self.wire.floats,), operand
         )
-        state = state._replace(sums=sums, held=held, scatters=back, mutable_buffers=mutable_buffers)
+        state = state._replace(sums=sums, held=held, scatters=back, buffer_histories=histories)
         return state, Wire(result, [])
 
     def _weight_gradient(self, entry: LaneEntry, state: State) -> tuple[State, None]:
         def run(i: int, bound: BoundProgram, operand: Any) -> tuple[Totals]:
             state, sums = operand
             intermediates = self.held.unpack(i, get(state.held, entry["held"]))
-            operands = self._operands(bound, entry, state, state.mutable_buffers)
+            operands = self._operands(bound, entry, state, state.buffer_histories)
             grads = self.backwards[i].weight_gradient(operands, intermediates)
             return (sums.add_rows(bound.program.rows, grads[0]).add_rest(grads[1]),)
 
@@ -456,18 +454,18 @@ class Executor:
         bound: BoundProgram,
         entry: LaneEntry,
         state: State,
-        mutable_buffers: Mapping[int, Array],
+        histories: Mapping[int, Array],
     ) -> StageOperands:
         """Returns the operands of a backward pass; the input is zeros if residuals replace it."""
-        data = self._data(entry, mutable_buffers)
+        data = self._data(entry, histories)
         wire = zeros(self.wire) if self.saves_residuals else get(state.inputs, entry["inputs"])
         return StageOperands(bound.weights, bound.rest, data, entry["stage"], wire, bound.frozen)
 
-    def _data(self, entry: LaneEntry, mutable_buffers: Mapping[int, Array]) -> MicrobatchData:
+    def _data(self, entry: LaneEntry, histories: Mapping[int, Array]) -> MicrobatchData:
         """Returns the data of a microbatch, with the current values of the buffers."""
         data = self.data(entry["microbatch"])
         buffers = list(data.buffers)
-        for i, history in mutable_buffers.items():
+        for i, history in histories.items():
             reads_initial = i in self.reads_initial
             buffers[i] = history[0] if reads_initial else get(history, entry["microbatch"])
         return data._replace(buffers=buffers)
@@ -477,7 +475,7 @@ class Executor:
         program: StageProgram,
         entry: LaneEntry,
         output: Wire,
-        mutable_buffers: Mapping[int, Array],
+        histories: Mapping[int, Array],
         in_backward: bool = False,
     ) -> dict[int, Array]:
         """Returns the buffers of all microbatches, with the values that a stage has just written.
@@ -485,7 +483,7 @@ class Executor:
         A backward pass that recomputes the stage writes nothing, unless the stage's forward pass
         is fused into it.
         """
-        new = dict(mutable_buffers)
+        new = dict(histories)
         last = self.schedule.num_stages - 1
         for (i, home), value in zip(program.buffer_stages.items(), output.new_buffers, strict=True):
             if in_backward and not (self.fuse_last_forward and home == last):

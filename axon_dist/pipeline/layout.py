@@ -339,7 +339,7 @@ class OfBlocks(Wrapped):
 
 
 @dataclasses.dataclass(frozen=True)
-class Staged(Policy):
+class ByStages(Policy):
     """Shards dim 0 of every row over the pipeline axis, and its other dims by another policy.
 
     Parameters outside the blocks (embedding, final norm, head) are used at one end of the pipeline.
@@ -352,8 +352,6 @@ class Staged(Policy):
         rows: the paths of all rows.
         min_elements: leaves outside the blocks with fewer elements are replicated.
         state_rows: the paths of the rows in the optimizer's state, of any shapes.
-        label: the name of the rows in tables: stages of a `pipeline`, or experts.
-        spreads: whether leaves that are not rows are split over the axis too.
     """
 
     inner: Policy
@@ -361,8 +359,7 @@ class Staged(Policy):
     rows: frozenset[Path]
     min_elements: int = 1024
     state_rows: frozenset[Path] = frozenset()
-    label: str = "pipeline"  # pyrefly: ignore[bad-override]
-    spreads: bool = True
+    label = "pipeline"
 
     @property
     def name(self) -> str:
@@ -386,8 +383,6 @@ class Staged(Policy):
         if path in self.rows:
             row = self.inner.decide(path, shape[1:], mesh)
             return Decision(PartitionSpec(self.axis, *row.spec), self.name, "one row of blocks")
-        if not self.spreads:
-            return self.inner.decide(path, shape, mesh, taken)
         spread = LargestDim((self.axis,), self.min_elements, "pipeline")
         policy = spread if self.inner == Replicate() else Merge((self.inner, spread))
         return policy.decide(path, shape, mesh, taken)

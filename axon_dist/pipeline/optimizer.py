@@ -1,4 +1,11 @@
-"""Runs an optimizer of the model's own tree on the parameters that a pipeline stores."""
+"""Runs an optimizer of the model's own tree on the parameters that a pipeline stores.
+
+Three engines run its update, and `StagedOptimizer` takes the first that fits:
+
+- `on_whole_vectors`: stages differ, so they are stored as vectors, and the update is elementwise.
+- `RowProgram`: stages or blocks are equal, so each leaf has a row of its own.
+- `RankBranches`: all other updates, with one branch per rank.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +28,15 @@ from .owners import OwnedOperation, OwnedProgram, ValueId, as_array, owned
 from .rows import RowProgram
 from .storage import StageStorage
 from .tables import Packing
-from .tree_storage import Ends, LeafPlace, Run, Slot, TreeStorage, VectorLayout, on_whole_vectors
+from .tree_storage import (
+    Ends,
+    LeafPlace,
+    Run,
+    StoredKey,
+    TreeStorage,
+    VectorLayout,
+    on_whole_vectors,
+)
 
 
 class _Form(ParamLike):
@@ -102,7 +117,8 @@ class StagedOptimizer:
     store the blocks. An optimizer that cannot run like this is refused here, before a state exists.
 
     Args:
-        optimizer: any optax transformation of the stored parameters.
+        optimizer: any optax transformation of the model's parameters, or the `UnstackedOptimizer`
+            of a model with stacked leaves.
         storage: the stored form of the parameters.
         mesh: the mesh of all devices.
         axis: the axis of the pipeline.
@@ -200,13 +216,13 @@ class StagedOptimizer:
         if self._storage.vectors:
             run = self._on_whole_vectors(program, sources, ends, forms)
         if run is None:
-            by_cell = program(lambda place: place.cell)
+            by_rank_row = program(lambda place: place.rank_row)
             stages = self._storage.stages
-            if all(place.slot is not None for place in (*sources, *ends)):
-                run = RowProgram(by_cell, sources, ends, self._mesh, stages.num_devices).run
+            if all(place.stored_leaf is not None for place in (*sources, *ends)):
+                run = RowProgram(by_rank_row, sources, ends, self._mesh, stages.num_devices).run
             else:
                 run = RankBranches(
-                    by_cell, sources, ends, *forms, stages, self._mesh, self._axis
+                    by_rank_row, sources, ends, *forms, stages, self._mesh, self._axis
                 ).run
         return functools.partial(_run, run, *forms)
 
@@ -232,14 +248,14 @@ def _run(
     run: Function, sources: list[TreeStorage], targets: list[TreeStorage], *trees: PyTree
 ) -> list[PyTree]:
     stored = {
-        (number, *slot): leaf
+        (number, *key): leaf
         for number, (form, tree) in enumerate(zip(sources, trees, strict=True))
-        for slot, leaf in form.slots(tree).items()
+        for key, leaf in form.stored_leaves(tree).items()
     }
     results: list[Any] = [{} for _ in targets]
     for (number, part, keys), leaf in run(stored).items():
         results[number][part, keys] = leaf
-    return [form.of_slots(slots) for form, slots in zip(targets, results, strict=True)]
+    return [form.of_stored_leaves(leaves) for form, leaves in zip(targets, results, strict=True)]
 
 
 def _places(forms: dict[str, TreeStorage]) -> tuple[list[LeafPlace], list[Path]]:
@@ -257,7 +273,7 @@ class RankBranches:
     """Runs an update with one branch per rank and level, if the ranks' stages differ.
 
     Args:
-        program: a program of the model's leaves; owners are cells.
+        program: a program of the model's leaves; owners are `RankRow`s.
         sources: the place of each input among the leaves of the arguments.
         targets: the place of each output among the leaves of the results.
         arguments: the stored forms of the arguments.
@@ -300,7 +316,7 @@ class RankBranches:
             if rank is not None:
                 self._sent[program.levels[value]][rank].append(value)
 
-    def run(self, stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
+    def run(self, stored: Mapping[StoredKey, Array]) -> dict[StoredKey, Array]:
         """Runs the program.
 
         Args:
@@ -309,10 +325,12 @@ class RankBranches:
         Returns:
             The stored leaves of all results.
         """
-        inputs = {v: stored[place.stored] for v, place in self._sources if place.cell is None}
+        inputs = {
+            v: stored[place.stored_key] for v, place in self._sources if place.rank_row is None
+        }
         known: dict[ValueId, Array] = {**self._program.constants, **inputs}
-        vectors = [stored[slot] for slot in _vectors_of(self._arguments)]
-        outputs: dict[Slot, Array] = {}
+        vectors = [stored[key] for key in _vectors_of(self._arguments)]
+        outputs: dict[StoredKey, Array] = {}
         for level in range(self._program.num_levels):
             for op in self._program.by_owner.get(None, ()):
                 if op.level == level:
@@ -328,8 +346,8 @@ class RankBranches:
                     known.update(zip(values, unpacked, strict=True))
                 outputs.update(zip(_vectors_of(self._results), results[len(sent) :], strict=False))
         for atom, place in self._targets:
-            if place.cell is None:
-                outputs[place.stored] = as_array(known[atom], self._program.avals[atom])
+            if place.rank_row is None:
+                outputs[place.stored_key] = as_array(known[atom], self._program.avals[atom])
         return outputs
 
     def _on_ranks(
@@ -370,12 +388,12 @@ class RankBranches:
         self, level: int, reads: list[int], rank: int, operands: Sequence[Array]
     ) -> list[Array]:
         """Computes the results of a rank up to a level, from its vectors and the shared values."""
-        slots = _vectors_of(self._arguments)
-        leaves = self._unpacked(rank, dict(zip(slots, operands, strict=False)))
-        inputs = dict(zip(reads, operands[len(slots) :], strict=True))
+        stored_keys = _vectors_of(self._arguments)
+        leaves = self._unpacked(rank, dict(zip(stored_keys, operands, strict=False)))
+        inputs = dict(zip(reads, operands[len(stored_keys) :], strict=True))
         values: dict[ValueId, Array] = {**self._program.constants, **inputs}
         for value, place in self._sources:
-            if place.cell is not None and place.cell[0] == rank:
+            if place.rank_row is not None and place.rank_row[0] == rank:
                 values[value] = leaves[place.tree, place.part, place.keys]
         for op in self._part(rank, level)[0]:
             results = eval_equation(op.equation, [values[a] for a in op.inputs])
@@ -385,14 +403,14 @@ class RankBranches:
         return [*self._packing(level).pack(sent), *packed]
 
     def _unpacked(
-        self, rank: int, slots: Mapping[Slot, Array]
+        self, rank: int, stored: Mapping[StoredKey, Array]
     ) -> dict[tuple[int, int, Keys], Array]:
         """Returns the leaves of a rank's blocks, for all arguments."""
         leaves = {}
         for tree, part, storage in _storages(self._arguments):
             for stage in (s for s, home in enumerate(self._stages.placement) if home == rank):
                 names = storage.row_names[self._stages.chunk_of(stage)]
-                vectors = [slots[tree, part, name] for name in names]
+                vectors = [stored[tree, part, name] for name in names]
                 of_stage = storage.block_weights(stage, [vectors])
                 leaves.update({(tree, part, keys): x for keys, x in of_stage.items()})
         return leaves
@@ -401,7 +419,7 @@ class RankBranches:
         """Returns the vectors of a rank, for all results."""
         flat: dict[tuple[int, int], dict[Keys, Array]] = {}
         for atom, place in self._targets:
-            if place.cell is not None and place.cell[0] == rank:
+            if place.rank_row is not None and place.rank_row[0] == rank:
                 leaf = as_array(values[atom], self._program.avals[atom])
                 flat.setdefault((place.tree, place.part), {})[place.keys] = leaf
         vectors: list[Array] = []
@@ -423,7 +441,7 @@ class RankBranches:
         """
         needed = {v for v in self._sent[level][rank]}
         if level == self._last:
-            needed |= {atom for atom, p in self._targets if p.cell and p.cell[0] == rank}
+            needed |= {atom for atom, p in self._targets if p.rank_row and p.rank_row[0] == rank}
         operations = []
         for op in reversed(self._program.operations):
             if _rank(op.owner) == rank and op.level <= level and needed & {*op.outputs}:
@@ -441,8 +459,8 @@ def _storages(forms: Sequence[TreeStorage]) -> Iterator[tuple[int, int, StageSto
                 yield tree, part, storage
 
 
-def _vectors_of(forms: Sequence[TreeStorage]) -> list[Slot]:
-    """Returns the slots of the stored vectors of several trees."""
+def _vectors_of(forms: Sequence[TreeStorage]) -> list[StoredKey]:
+    """Returns the keys of the stored vectors of several trees."""
     return [
         (tree, part, keys) for tree, part, storage in _storages(forms) for keys in storage.row_keys
     ]

@@ -24,7 +24,7 @@ from ..core.typing import Array
 from ..ir.walk import same
 from .owners import OwnedOperation, OwnedProgram, ValueId, as_array, sums_of
 from .storage import RankRow
-from .tree_storage import LeafPlace, Slot
+from .tree_storage import LeafPlace, StoredKey
 
 Name: TypeAlias = Hashable
 """The name of a value in a block's part, equal for all blocks that have an equal part."""
@@ -32,7 +32,7 @@ Name: TypeAlias = Hashable
 Arrays: TypeAlias = Sequence[Array]
 Named: TypeAlias = dict[Name, Array]
 
-Home: TypeAlias = tuple[int, Name]
+VariantPlace: TypeAlias = tuple[int, Name]
 """The number of the variant that computes a value, and the value's name in it."""
 
 
@@ -81,7 +81,7 @@ class _Sum:
         single: the terms that are not summed as rows.
     """
 
-    rows: Mapping[Home, tuple[int, ...]]
+    rows: Mapping[VariantPlace, tuple[int, ...]]
     single: tuple[ValueId, ...]
 
 
@@ -89,7 +89,7 @@ class RowProgram:
     """Runs a program of a model's leaves on rows that stack these leaves by rank.
 
     Args:
-        program: a program of the model's leaves; owners are cells.
+        program: a program of the model's leaves; owners are `RankRow`s.
         sources: the place of each input among the leaves of the arguments.
         targets: the place of each output among the leaves of the results.
         mesh: the mesh of all devices.
@@ -110,27 +110,29 @@ class RowProgram:
         self._ranks = range(num_ranks)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         pairs = zip(program.inputs, sources, strict=True)
-        self._slots: dict[int, Slot] = {value: place.stored for value, place in pairs}
+        self._stored_keys: dict[int, StoredKey] = {
+            value: place.stored_key for value, place in pairs
+        }
         owners = [*program.owners, *program.homes]
-        cells: list[RankRow] = sorted({owner for owner in owners if isinstance(owner, tuple)})
-        self._variants = self._find_variants(cells)
+        rank_rows: list[RankRow] = sorted({owner for owner in owners if isinstance(owner, tuple)})
+        self._variants = self._find_variants(rank_rows)
         variant_of: dict[RankRow, int] = {
             (rank, row): number
             for number, (row, variant) in enumerate(self._variants)
             for rank in variant
         }
         used = {*program.inputs, *(v for op in program.operations for v in op.outputs)}
-        self._homes: dict[ValueId, Home] = {}
+        self._places: dict[ValueId, VariantPlace] = {}
         for value, owner in enumerate(program.owners):
             if isinstance(owner, tuple) and value in used:
                 number = variant_of[owner]
                 members = self._variants[number][1]
-                self._homes[value] = number, members[owner[0]].names[value]
+                self._places[value] = number, members[owner[0]].names[value]
         sums, self._partial_sums = sums_of(program)
         self._sums = {value: self._sum_of(terms) for value, terms in sums.items()}
         self._sent = self._values_to_send()
 
-    def run(self, stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
+    def run(self, stored: Mapping[StoredKey, Array]) -> dict[StoredKey, Array]:
         """Runs the program.
 
         Args:
@@ -140,9 +142,9 @@ class RowProgram:
             The stored leaves of all results.
         """
         known: dict[ValueId, Array] = {**self._program.constants}
-        for value, slot in self._slots.items():
+        for value, key in self._stored_keys.items():
             if self._program.owners[value] is None:
-                known[value] = stored[slot]
+                known[value] = stored[key]
         made: list[Named] = [{**stored} for _ in self._variants]
         for level in range(self._program.num_levels):
             self._replicate(level - 1, made, known)
@@ -153,14 +155,14 @@ class RowProgram:
                 made[number].update(self._run_part(variant, level, made[number], known))
         return self._collect(made, known)
 
-    def _find_variants(self, cells: list[RankRow]) -> Sequence[tuple[int, RowVariant]]:
+    def _find_variants(self, rank_rows: list[RankRow]) -> Sequence[tuple[int, RowVariant]]:
         """Groups the blocks of each row by equal parts; returns each group with its row."""
         variants: list[tuple[int, dict[int, Share]]] = []
-        for rank, row in cells:
+        for rank, row in rank_rows:
             operations = self._program.by_owner.get((rank, row), ())
             owners = self._program.owners
             names: dict[ValueId, Name] = {
-                v: slot for v, slot in self._slots.items() if owners[v] == (rank, row)
+                v: key for v, key in self._stored_keys.items() if owners[v] == (rank, row)
             }
             for number, op in enumerate(operations):
                 names.update({value: (number, i) for i, value in enumerate(op.outputs)})
@@ -224,17 +226,17 @@ class RowProgram:
 
     def _sum_of(self, terms: Sequence[ValueId]) -> _Sum:
         """Returns a sum over blocks, by rows if each block of a variant has one term in it."""
-        terms_at: dict[Home, list[ValueId]] = {}
+        terms_at: dict[VariantPlace, list[ValueId]] = {}
         for term in terms:
             if self._program.owners[term] is not None:
-                terms_at.setdefault(self._homes[term], []).append(term)  # type: ignore[index]
-        ranks = {home: tuple(self._variants[home[0]][1]) for home in terms_at}
+                terms_at.setdefault(self._places[term], []).append(term)  # type: ignore[index]
+        ranks = {place: tuple(self._variants[place[0]][1]) for place in terms_at}
 
-        def is_whole(home):
-            return len(terms_at[home]) == len(set(terms_at[home])) == len(ranks[home])
+        def is_whole(place):
+            return len(terms_at[place]) == len(set(terms_at[place])) == len(ranks[place])
 
-        rows = {home: ranks[home] for home in terms_at if is_whole(home)}
-        single = [term for term in terms if self._homes.get(term) not in rows]  # type: ignore[arg-type]
+        rows = {place: ranks[place] for place in terms_at if is_whole(place)}
+        single = [term for term in terms if self._places.get(term) not in rows]  # type: ignore[arg-type]
         return _Sum(rows, tuple(single))
 
     def _values_to_send(self) -> tuple[int, ...]:
@@ -280,8 +282,8 @@ class RowProgram:
 
         Values of equal shape and dtype are stacked, so that they are gathered together.
         """
-        sent = {v: self._homes[v] for v in self._sent if self._program.levels[v] == level}
-        groups: dict[Hashable, dict[Home, Array]] = {}
+        sent = {v: self._places[v] for v in self._sent if self._program.levels[v] == level}
+        groups: dict[Hashable, dict[VariantPlace, Array]] = {}
         for number, name in sent.values():
             row = made[number][name]
             groups.setdefault((row.shape, row.dtype), {})[number, name] = row
@@ -289,37 +291,37 @@ class RowProgram:
         for rows in groups.values():
             stacked = jnp.stack(list(rows.values()), axis=1)
             stacked = jax.lax.with_sharding_constraint(stacked, self._replicated)
-            columns.update({home: stacked[:, number] for number, home in enumerate(rows)})
-        for value, home in sent.items():
+            columns.update({place: stacked[:, number] for number, place in enumerate(rows)})
+        for value, place in sent.items():
             owner = self._program.owners[value]
             assert isinstance(owner, tuple)
-            known[value] = columns[home][owner[0]]
+            known[value] = columns[place][owner[0]]
 
-    def _collect(self, made: list[Named], known: Mapping[ValueId, Array]) -> dict[Slot, Array]:
+    def _collect(self, made: list[Named], known: Mapping[ValueId, Array]) -> dict[StoredKey, Array]:
         """Returns the stored leaves; each entry of a row is the result of that block's part."""
-        stored: dict[Slot, Array] = {}
-        rows: dict[tuple[Slot, int], dict[int, ValueId]] = {}
+        stored: dict[StoredKey, Array] = {}
+        rows: dict[tuple[StoredKey, int], dict[int, ValueId]] = {}
         for atom, place in zip(self._program.outputs, self._targets, strict=True):
-            slot = place.stored
-            if place.cell is None:
-                stored[slot] = as_array(known[atom], self._program.avals[atom])
+            key = place.stored_key
+            if place.rank_row is None:
+                stored[key] = as_array(known[atom], self._program.avals[atom])
             else:
-                rows.setdefault((slot, place.cell[1]), {})[place.cell[0]] = atom
-        for (slot, row), atoms in rows.items():
-            homes = {
-                rank: self._homes[atom] if self._program.owners[atom] == (rank, row) else None  # type: ignore[index]
+                rows.setdefault((key, place.rank_row[1]), {})[place.rank_row[0]] = atom
+        for (key, row), atoms in rows.items():
+            place_of = {
+                rank: self._places[atom] if self._program.owners[atom] == (rank, row) else None  # type: ignore[index]
                 for rank, atom in atoms.items()
             }
-            sources = {home: [r for r in homes if homes[r] == home] for home in homes.values()}
-            for home, ranks in sources.items():
-                if home is None:
+            for computed_at in dict.fromkeys(place_of.values()):
+                ranks = [rank for rank in place_of if place_of[rank] == computed_at]
+                if computed_at is None:
                     values = self._row_of({rank: atoms[rank] for rank in ranks}, known)
                 else:
-                    values = made[home[0]][home[1]]
+                    values = made[computed_at[0]][computed_at[1]]
                 if len(ranks) < self._num_ranks:
                     mask = self._is_in(ranks, values.ndim)
                     # Ranks without a block in this row keep zeros, whatever the part computes.
-                    others = stored[slot] if slot in stored else jnp.zeros_like(values)
+                    others = stored[key] if key in stored else jnp.zeros_like(values)
                     values = jnp.where(mask, values, others)
-                stored[slot] = values
+                stored[key] = values
         return stored

@@ -171,7 +171,7 @@ class Start:
 
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
-"""The primitives whose weight gradients are delayed to `W`."""
+"""The primitives of products. Weight gradients that need one of these always wait for `W`."""
 
 
 class StageOperands(NamedTuple):
@@ -291,7 +291,8 @@ class DividedBackward:
             The three parts.
         """
         if not saves_residuals:
-            # A checkpointed block would run twice in one branch, where XLA would merge both runs.
+            # The forward part and the input gradient run in one branch. There XLA merges the second
+            # run of a checkpointed block with the first, so a checkpoint would save no memory.
             program = dataclasses.replace(program, middle=_without_checkpoints(program.middle))
 
         def both_passes(

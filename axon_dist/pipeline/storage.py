@@ -43,13 +43,14 @@ class StageStorage:
         block_of: the block of every leaf that is in a block; other leaves are on all ranks.
         rest: the keys of the leaves outside the blocks, in the order of the model's leaves.
         chunk_rows: the numbers of the rows that contain each chunk.
-        cells: the rank and the row of each block.
+        rank_rows: the rank and the row of each block.
         by_stage: the keys of the leaves of each stage.
-        packing: how the leaves of a stage become vectors; None if rows hold blocks.
+        packing: how the leaves of a stage become stored leaves: vectors, if stages differ; None if
+            rows hold blocks.
         row_names: the keys of the stored leaves of each row.
         row_keys: the keys of the stored leaves of all rows.
-        slots: for each leaf in a block, the stored leaf that contains it; leaves in vectors have
-            none.
+        stored_leaf_of: for each leaf in a block, the stored leaf that contains it; leaves in
+            vectors have none.
         vectors: the leaves in each vector on each rank, in order, by chunk and vector number.
         leaves: the keys of the leaves within a block; if blocks differ, within the first.
         trained: the storage of the trained parameters alone.
@@ -84,7 +85,7 @@ class StageStorage:
         if stages.blocks:
             self.leaves = [keys[len(stages.blocks[0]) :] for keys in leaves[0]]
         self.packing: Packing | None = None
-        self.slots: dict[Keys, Keys] = {}
+        self.stored_leaf_of: dict[Keys, Keys] = {}
         self.vectors: dict[tuple[int, int], list[tuple[Keys, ...]]] = {}
         if by_blocks:
             self._lay_blocks(leaves)
@@ -118,7 +119,7 @@ class StageStorage:
             size = max(len(stages.blocks_of(stage)) for stage in stages.stages_of(chunk))
             self.chunk_rows.append(range(first, first + size))
             first += size
-        self.cells: list[RankRow] = []
+        self.rank_rows: list[RankRow] = []
         self.by_stage: list[list[Keys]] = []
         # In an optimizer's state, some blocks may lack a leaf that others have.
         rows: list[dict[Keys, None]] = [{} for _ in range(first)]
@@ -127,11 +128,11 @@ class StageStorage:
             numbers = self.chunk_rows[stages.chunk_of(stage)]
             self.by_stage.append([keys for block in blocks for keys in leaves[block]])
             for block, row in zip(blocks, numbers, strict=False):
-                self.cells.append((rank, row))
+                self.rank_rows.append((rank, row))
                 inner = [keys[len(stages.blocks[block]) :] for keys in leaves[block]]
-                slots = [stages.blocks[row] + keys for keys in inner]
-                rows[row].update(dict.fromkeys(slots))
-                self.slots.update(zip(leaves[block], slots, strict=True))
+                stored = [stages.blocks[row] + keys for keys in inner]
+                rows[row].update(dict.fromkeys(stored))
+                self.stored_leaf_of.update(zip(leaves[block], stored, strict=True))
         self.row_names: list[list[Keys]] = [list(row) for row in rows]
 
     def _lay_chunks(self) -> None:
@@ -140,7 +141,7 @@ class StageStorage:
         chunks = range(stages.num_chunks)
         self.chunk_rows = [range(chunk, chunk + 1) for chunk in chunks]
         stage_of = [stages.stage_of(block) for block in range(len(stages.blocks))]
-        self.cells = [(stages.placement[stage], stages.chunk_of(stage)) for stage in stage_of]
+        self.rank_rows = [(stages.placement[stage], stages.chunk_of(stage)) for stage in stage_of]
         self.by_stage = [[] for _ in stages.placement]
         for keys, block in self.block_of.items():
             self.by_stage[stage_of[block]].append(keys)
@@ -152,7 +153,9 @@ class StageStorage:
         self.packing = packing
         if packing.is_uniform:
             for stage, leaves in enumerate(self.by_stage):
-                self.slots.update(zip(leaves, self.row_names[stages.chunk_of(stage)], strict=True))
+                self.stored_leaf_of.update(
+                    zip(leaves, self.row_names[stages.chunk_of(stage)], strict=True)
+                )
             return
         for chunk in chunks:
             on_rank = {stages.placement[s]: self.by_stage[s] for s in stages.stages_of(chunk)}
@@ -191,8 +194,8 @@ class StageStorage:
                     stored[name] = jnp.stack([vectors[number] for vectors in packed])
             return nest(stored)
         entries: dict[Keys, dict[int, Array]] = {name: {} for name in self.row_keys}
-        for keys, slot in self.slots.items():
-            entries[slot][self.cells[self.block_of[keys]][0]] = flat[keys]
+        for keys, stored_leaf in self.stored_leaf_of.items():
+            entries[stored_leaf][self.rank_rows[self.block_of[keys]][0]] = flat[keys]
         for name, by_rank in entries.items():
             like = next(iter(by_rank.values()))
             empty = [r for r in ranks if r not in by_rank]
@@ -205,8 +208,8 @@ class StageStorage:
         flat = flatten(stored)
         params = {keys: flat[keys] for keys in self.rest}
         if self.packing is None:
-            for keys, slot in self.slots.items():
-                params[keys] = flat[slot][self.cells[self.block_of[keys]][0]]
+            for keys, stored_leaf in self.stored_leaf_of.items():
+                params[keys] = flat[stored_leaf][self.rank_rows[self.block_of[keys]][0]]
             return nest(params)
         for stage, rank in enumerate(self.stages.placement):
             names = self.row_names[self.stages.chunk_of(stage)]
@@ -261,7 +264,7 @@ class StageStorage:
         named: dict[Keys, Array] = {}
         for number, row in zip(numbers, rows, strict=True):
             named.update(zip(self.row_names[number], row, strict=True))
-        return {keys: named[self.slots[keys]] for keys in self.by_stage[stage]}
+        return {keys: named[self.stored_leaf_of[keys]] for keys in self.by_stage[stage]}
 
     def leaves_at(self, row: int, values: Sequence[Array], stage: Array) -> list[Array]:
         """Returns the leaves of the block that a stage has in a row, in the order of `leaves`.
@@ -277,7 +280,9 @@ class StageStorage:
         frozen_names = self.untrained.row_names[row]
         trained = dict(zip(trained_names, values, strict=False))
         frozen = dict(zip(frozen_names, values[len(trained_names) :], strict=True))
-        block_at = {cell: self.stages.blocks[number] for number, cell in enumerate(self.cells)}
+        block_at = {
+            rank_row: self.stages.blocks[number] for number, rank_row in enumerate(self.rank_rows)
+        }
         blocks = [block_at.get((rank, row)) for rank in self.stages.placement]
         leaves = []
         for leaf in self.leaves:

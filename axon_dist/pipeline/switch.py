@@ -28,7 +28,7 @@ from .stage import MicrobatchData, Rest, StageLoss, StageProgram, Weights, Wire
 from .storage import StageStorage
 from .tables import Packing, zeros
 
-BATCH = (
+PASS_A_BATCH = (
     "Pass a batch of arrays or shapes to build_train_step(batch=...): it then reads the calls from "
     "the loss before it lays out parameters, and stores on all ranks a block that several ranks "
     "call"
@@ -398,13 +398,13 @@ def _homes(trace: LossTrace, stages: Stages, block_of: Mapping[Var, int]) -> dic
     for owners in calls.owners:
         if not owners:
             raise UnsupportedError(
-                f"the loss calls a block that shares all its parameters with others. {BATCH}"
+                f"the loss calls a block that shares all its parameters with others. {PASS_A_BATCH}"
             )
         if len({stages.stage_of(number) for number in owners}) != 1:
             names = " and ".join(sorted(repr(paths[number]) for number in owners))
             raise UnsupportedError(
                 f"one call reads parameters of the blocks {names}, and each may lie on another "
-                f"rank. {BATCH}"
+                f"rank. {PASS_A_BATCH}"
             )
     homes = [stages.stage_of(min(owners)) for owners in calls.owners]
     if late := calls.late(homes):
@@ -412,8 +412,8 @@ def _homes(trace: LossTrace, stages: Stages, block_of: Mapping[Var, int]) -> dic
         raise UnsupportedError(
             f"the model calls {paths[min(calls.owners[call])]!r}, a block of stage {homes[call]}, "
             f"after blocks of stage {at}: stages have the blocks in the order in which the model "
-            f"holds them. {BATCH}; if these are not the blocks that you mean, name their class: "
-            'classes=("Block",)'
+            f"holds them. {PASS_A_BATCH}; if these are not the blocks that you mean, name their "
+            'class: classes=("Block",)'
         )
     return dict(zip(trace.calls, homes, strict=True))
 

@@ -235,14 +235,14 @@ class Totals(NamedTuple):
         rows: gradients of the rows of block parameters.
         rest: gradients of the other parameters, by number.
         loss: sums of losses, of weights, and of weight x metric.
-        mutable_buffers: the values of the buffers that stages update, by number, after the last
+        final_buffers: the values of the buffers that stages update, by number, after the last
             microbatch; empty during the scan.
     """
 
     rows: list[list[Array]]
     rest: dict[int, Array]
     loss: StageLoss
-    mutable_buffers: Mapping[int, Array] = {}
+    final_buffers: Mapping[int, Array] = {}
 
     def add_rows(self, numbers: Sequence[int], grads: Sequence[Sequence[Array | None]]) -> Totals:
         """Adds gradients of rows, by their numbers; None in place of frozen leaves."""
@@ -263,7 +263,7 @@ GradientSums: TypeAlias = tuple[Totals, list[Array]]
 class State(NamedTuple):
     """The carry of the scan over ticks.
 
-    Dim 0 of its arrays counts slots, except in `sums` and `mutable_buffers`.
+    Dim 0 of its arrays counts slots, except in `sums` and `buffer_histories`.
 
     Args:
         inputs: inputs of stages.
@@ -274,9 +274,9 @@ class State(NamedTuple):
         lookups: rows looked up for the first stage, if the schedule has the action `E`.
         scatters: the gradients of these rows.
         sums: the `Totals` so far; None in the copy that an action gets to read slots from.
-        mutable_buffers: the history of each buffer that stages update, by number: its values before
-            each microbatch and after the last. For buffers that other ranks update only the first
-            value is set, the initial one.
+        buffer_histories: the history of each buffer that stages update, by number: its values
+            before each microbatch and after the last. For buffers that other ranks update only the
+            first value is set, the initial one.
     """
 
     inputs: Wire
@@ -287,7 +287,7 @@ class State(NamedTuple):
     lookups: list[Array]
     scatters: list[Array]
     sums: Any
-    mutable_buffers: dict[int, Array]
+    buffer_histories: dict[int, Array]
 
 
 def empty(shapes: PyTree, num_slots: int) -> PyTree:

@@ -25,7 +25,7 @@ from .layout import ParamLike, flatten, nest
 from .owners import OwnedOperation, OwnedProgram, ValueId, as_array, sums_of
 from .storage import RankRow, StageStorage
 
-Slot: TypeAlias = tuple[int, int, Keys | None]
+StoredKey: TypeAlias = tuple[int, int, Keys | None]
 """A stored leaf: the number of its tree among the arguments or results, its part, and its keys."""
 
 
@@ -35,24 +35,24 @@ class LeafPlace:
 
     Args:
         path: the path of the leaf in the model's form.
-        cell: the rank and row of its block; None for leaves outside the blocks.
+        rank_row: the rank and row of its block; None for leaves outside the blocks.
         part: the number of the part of the tree that contains it.
         keys: the keys of the leaf within the part.
-        slot: the keys of the stored leaf within the part; None if the leaf is in a vector.
+        stored_leaf: the keys of the stored leaf within the part; None if the leaf is in a vector.
         tree: the number of the tree among several.
     """
 
     path: Path
-    cell: RankRow | None
+    rank_row: RankRow | None
     part: int
     keys: Keys
-    slot: Keys | None
+    stored_leaf: Keys | None
     tree: int = 0
 
     @property
-    def stored(self) -> Slot:
+    def stored_key(self) -> StoredKey:
         """The stored leaf that contains it."""
-        return self.tree, self.part, self.slot
+        return self.tree, self.part, self.stored_leaf
 
 
 class TreeStorage:
@@ -89,12 +89,12 @@ class TreeStorage:
                 if of_part is None or keys not in of_part.block_of:
                     self.places.append(LeafPlace(path, None, part, keys, keys))
                     continue
-                cell = of_part.cells[of_part.block_of[keys]]
-                slot = of_part.slots.get(keys)
-                self.places.append(LeafPlace(path, cell, part, keys, slot))
-                if slot is None:
+                rank_row = of_part.rank_rows[of_part.block_of[keys]]
+                stored_leaf = of_part.stored_leaf_of.get(keys)
+                self.places.append(LeafPlace(path, rank_row, part, keys, stored_leaf))
+                if stored_leaf is None:
                     continue
-                other_path, other = first.setdefault((part, slot), (path, leaf))
+                other_path, other = first.setdefault((part, stored_leaf), (path, leaf))
                 if (leaf.shape, leaf.dtype) != (other.shape, other.dtype):
                     raise UnsupportedError(
                         f"the optimizer keeps {other_path!r} as {other.dtype}{list(other.shape)} "
@@ -114,7 +114,7 @@ class TreeStorage:
             for keys in (*storage.rest, *storage.row_keys)
         }
         others = {(part, ()): False for part, s in enumerate(self.storages) if s is None}
-        leaves = leaves_with_paths(self.of_slots(is_row | others))
+        leaves = leaves_with_paths(self.of_stored_leaves(is_row | others))
         return frozenset(path for path, row in leaves if row)
 
     def from_model(self, tree: PyTree) -> PyTree:
@@ -131,15 +131,15 @@ class TreeStorage:
             [part if storage is None else storage.to_model(part) for part, storage in parts]
         )
 
-    def slots(self, stored: PyTree) -> dict[tuple[int, Keys], Array]:
+    def stored_leaves(self, stored: PyTree) -> dict[tuple[int, Keys], Array]:
         """Returns the stored leaves by part and keys."""
         parts = enumerate(self._form.outer.flatten_up_to(stored))
         return {(number, keys): x for number, part in parts for keys, x in flatten(part).items()}
 
-    def of_slots(self, slots: Mapping[tuple[int, Keys], PyTree]) -> PyTree:
-        """Inverts `slots`."""
+    def of_stored_leaves(self, leaves: Mapping[tuple[int, Keys], PyTree]) -> PyTree:
+        """Inverts `stored_leaves`."""
         flat: list[dict[Keys, PyTree]] = [{} for _ in self.storages]
-        for (part, keys), leaf in slots.items():
+        for (part, keys), leaf in leaves.items():
             flat[part][keys] = leaf
         return self._form.outer.unflatten(
             flat[number][()] if storage is None else nest(flat[number])
@@ -200,11 +200,11 @@ class VectorLayout:
         sizes = {v: packing.packed[v[1]].shape[0] for v in order}
         return cls(owners, sides, sizes, lengths)
 
-    def slot(self, place: LeafPlace, side: int) -> Slot:
+    def stored_key(self, place: LeafPlace, side: int) -> StoredKey:
         """Returns the stored leaf that contains a leaf of the arguments (side 0) or results (1)."""
         storage = self.sides[side][place.tree].storages[place.part]
-        if place.cell is None or storage is None:
-            return place.stored
+        if place.rank_row is None or storage is None:
+            return place.stored_key
         (chunk, number), _ = self.owners[place.keys]
         return place.tree, place.part, storage.row_names[chunk][number]
 
@@ -261,7 +261,7 @@ def _operations_key(
     return tuple(keys), tuple(sorted(map(repr, names.values())))
 
 
-Run: TypeAlias = Callable[[Mapping[Slot, Array]], dict[Slot, Array]]
+Run: TypeAlias = Callable[[Mapping[StoredKey, Array]], dict[StoredKey, Array]]
 """The stored leaves of all arguments -> those of all results."""
 
 
@@ -289,11 +289,11 @@ def on_whole_vectors(
         first.setdefault(owner[0], owner)
     leaders = {None, *first.values()}
 
-    def run(stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
+    def run(stored: Mapping[StoredKey, Array]) -> dict[StoredKey, Array]:
         known: dict[ValueId, Array] = {**program.constants}
         for value, place in zip(program.inputs, sources, strict=True):
             if program.owners[value] in leaders:
-                known[value] = stored[layout.slot(place, 0)]
+                known[value] = stored[layout.stored_key(place, 0)]
         for op in program.operations:
             if op.owner in leaders:
                 # In a sum over leaves the first leaf's term is already the sum of the whole vector.
@@ -306,13 +306,15 @@ def on_whole_vectors(
                 ]
                 results = _on_vector(program, op, operands, layout)
                 known.update(zip(op.outputs, results, strict=True))
-        outputs: dict[Slot, Array] = {}
+        outputs: dict[StoredKey, Array] = {}
         for atom, place in zip(program.outputs, targets, strict=True):
             owner = program.owners[atom]
             if owner in leaders:
                 value = as_array(known[atom], program.avals[atom])
                 leaf = _leaf_owner(owner)
-                outputs[layout.slot(place, 1)] = layout.masked(leaf[0], value) if leaf else value
+                outputs[layout.stored_key(place, 1)] = (
+                    layout.masked(leaf[0], value) if leaf else value
+                )
         return outputs
 
     return run

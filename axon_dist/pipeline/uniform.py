@@ -47,7 +47,7 @@ class UniformStages:
         by_block: the programs, one per block, of each operand that differs between blocks but is
             not a weight, such as a random key.
         reported: the results of blocks that the loss reads, and no other block.
-        mutable_buffers: the block and the result that update each buffer, by the buffer's number.
+        buffer_writers: the block and the result that update each buffer, by the buffer's number.
         prologue, epilogue: the programs before the first block and after the last.
     """
 
@@ -60,7 +60,7 @@ class UniformStages:
     shared: Piece
     by_block: dict[int, list[Piece]]
     reported: list[int]
-    mutable_buffers: dict[int, tuple[int, int]]
+    buffer_writers: dict[int, tuple[int, int]]
     prologue: Piece
     epilogue: Piece
 
@@ -77,8 +77,8 @@ class UniformStages:
         chain = chains[0]
         calls = [trace.jaxpr.eqns[index] for index in chain.calls]
         weights = _weights(trace, storage, calls)
-        mutable_buffers = _mutable_buffers(trace, calls)
-        if weights is None or mutable_buffers is None:
+        buffer_writers = _buffer_writers(trace, calls)
+        if weights is None or buffer_writers is None:
             return None
         first = calls[0].invars
         made = made_by(calls)
@@ -116,7 +116,7 @@ class UniformStages:
             shared,
             by_block,
             reported,
-            mutable_buffers,
+            buffer_writers,
             prologue,
             epilogue,
         )
@@ -126,7 +126,7 @@ class UniformStages:
         stages = self.storage.stages
         by_block = itertools.chain(*self.by_block.values())
         middle_uses = self.trace.uses(self.storage.rest, self.shared, *by_block)
-        homes = {i: stages.stage_of(number) for i, (number, _) in self.mutable_buffers.items()}
+        homes = {i: stages.stage_of(number) for i, (number, _) in self.buffer_writers.items()}
         return [
             StageProgram(
                 stages=stages.stages_of(chunk),
@@ -201,11 +201,11 @@ class UniformStages:
                 free = [lambda wire, do=do: unconstrained(do(wire)) for do in branches]
                 wire, results = jax.lax.cond(row < sizes[stage], *free, wire)
             results_of_rows.append(results)
-        homes = {number: stages.stage_of(number) for number, _ in self.mutable_buffers.values()}
+        homes = {number: stages.stage_of(number) for number, _ in self.buffer_writers.values()}
         return wire._replace(
             new_buffers=[
                 results_of_rows[number - stages.boundaries[homes[number]]][result]
-                for number, result in self.mutable_buffers.values()
+                for number, result in self.buffer_writers.values()
                 if homes[number] in stages.stages_of(chunk)
             ]
         )
@@ -236,7 +236,7 @@ class UniformStages:
         results = eval_equation(self.calls[0], operands)
         pairs = zip(reports, self.reported, strict=True)
         reports = [x.at[number].set(results[r]) for x, r in pairs]
-        new_buffers = {r: results[r] for _, r in self.mutable_buffers.values()}
+        new_buffers = {r: results[r] for _, r in self.buffer_writers.values()}
         return self._wire([*(results[role] for role in self.chain.carried), *reports]), new_buffers
 
     def _last(self, rest: Rest, data: MicrobatchData, wire: Wire) -> StageLoss:
@@ -270,7 +270,7 @@ def _weights(
     return previous
 
 
-def _mutable_buffers(trace: LossTrace, calls: Sequence[Any]) -> dict[int, tuple[int, int]] | None:
+def _buffer_writers(trace: LossTrace, calls: Sequence[Any]) -> dict[int, tuple[int, int]] | None:
     """Returns the block and the result that update each buffer; None if blocks share a buffer."""
     made = {v: (n, r) for n, call in enumerate(calls) for r, v in enumerate(call.outvars)}
     found = {}

@@ -106,31 +106,31 @@ class Embedding:
     home: int
     data: Callable[[Array], MicrobatchData]
 
-    def look_up(self, tick: LaneEntry, state: State, parts: Rest) -> State:
+    def look_up(self, entry: LaneEntry, state: State, parts: Rest) -> State:
         """Looks up the rows of a microbatch and stores them in their slot.
 
         Args:
-            tick: contains the microbatch and the slot.
+            entry: contains the microbatch and the slot.
             state: the state before the action.
             parts: the parameters outside the blocks, by number.
         """
 
         def looked_up(slots: list[Array]) -> list[Array]:
-            data = self.data(tick["microbatch"])
+            data = self.data(entry["microbatch"])
             rows = [each.read(parts[each.table], data, self.axis) for each in self.lookups]
-            return put(slots, tick["lookups"], rows)
+            return put(slots, entry["lookups"], rows)
 
         if not self.lookups:
             return state
         # All ranks take this branch in the same ticks, so its collectives do not hang.
-        lookups = jax.lax.cond(tick["active"], looked_up, lambda same: same, state.lookups)
+        lookups = jax.lax.cond(entry["active"], looked_up, lambda same: same, state.lookups)
         return state._replace(lookups=lookups)
 
-    def scatter(self, tick: LaneEntry, state: State) -> State:
+    def scatter(self, entry: LaneEntry, state: State) -> State:
         """Adds the gradients of the rows looked up for a microbatch; each rank adds its own rows.
 
         Args:
-            tick: contains the microbatch, and the slot of the gradients on the first stage's rank.
+            entry: contains the microbatch, and the slot of the gradients on the first stage's rank.
             state: the state before the action.
         """
         is_home = jax.lax.axis_index(self.axis) == self.home
@@ -138,8 +138,8 @@ class Embedding:
         trained = {each.table for each in self.lookups} & state.sums.rest.keys()
 
         def run(sums: dict[int, Array]) -> dict[int, Array]:
-            data = self.data(tick["microbatch"])
-            gradients = from_rank(get(state.scatters, tick["scatters"]), is_home, self.axis)
+            data = self.data(entry["microbatch"])
+            gradients = from_rank(get(state.scatters, entry["scatters"]), is_home, self.axis)
             for each, gradient in zip(self.lookups, gradients, strict=True):
                 if each.table in sums:
                     total = each.added(sums[each.table], gradient, data, self.axis)
@@ -149,11 +149,11 @@ class Embedding:
         if not trained:
             return state
         totals = {table: state.sums.rest[table] for table in sorted(trained)}
-        added = jax.lax.cond(tick["active"], run, lambda same: same, totals)
+        added = jax.lax.cond(entry["active"], run, lambda same: same, totals)
         return state._replace(sums=state.sums._replace(rest={**state.sums.rest, **added}))
 
 
-LEFT_OUT = "or leave split_vocabulary out"
+OR_LEAVE_IT_OUT = "or leave split_vocabulary out"
 _BY_TOKENS = {1: 1, 4: 0}
 """The operands of the loss with a vocabulary dim, kernel and bias: operand number -> dim."""
 
@@ -192,7 +192,7 @@ def partition_by_tokens(
             raise UnsupportedError(
                 f"split_vocabulary splits the head over {axis!r}, but its {what} is not a "
                 "parameter outside the blocks, at most cast or transposed. Give the model its "
-                f"own head, such as a Transformer's tied_head=False; {LEFT_OUT}",
+                f"own head, such as a Transformer's tied_head=False; {OR_LEAVE_IT_OUT}",
                 code="head-not-a-parameter",
             )
         path = "/".join(map(str, named[operand.source]))
@@ -215,14 +215,14 @@ def partition_by_tokens(
                 f"read by {other}; only linear_cross_entropy may read it, cast or transposed, and, "
                 "if it is also the embedding, lookups by ids that depend on the batch alone. "
                 "Give the model its own head, such as a Transformer's tied_head=False; "
-                f"{LEFT_OUT}"
+                f"{OR_LEAVE_IT_OUT}"
             )
         count = operand.source.aval.shape[operand.dim]
         if count % size:
             raise DivisibilityError(
                 f"the head {path!r} has {count} tokens, and split_vocabulary splits them over the "
                 f"{size} ranks of {axis!r}; make them a multiple, such as "
-                f"{-(-count // size) * size}, {LEFT_OUT}"
+                f"{-(-count // size) * size}, {OR_LEAVE_IT_OUT}"
             )
         dims[named[operand.source]] = operand.dim
     count = struct_of(loss.invars[1]).shape[1]
@@ -243,7 +243,7 @@ def _linear_head(trace: LossTrace, axis: str) -> Any:
             f"{len(losses)} visible calls of linear_cross_entropy; it must have one. Let it end in "
             "axon_dist.linear_cross_entropy(hidden, kernel, labels), as next_token_loss does for a "
             "model that has before_head, such as a Transformer with "
-            f'logits="chunked"; {LEFT_OUT}',
+            f'logits="chunked"; {OR_LEAVE_IT_OUT}',
             code="no-linear-head",
         )
     return losses[0]
@@ -279,7 +279,8 @@ def _is_embedding(trace: LossTrace, keys: Keys, count: int, axis: str) -> bool:
         raise UnsupportedError(
             f"split_vocabulary splits the embedding {path!r} over {axis!r}, and it is also read by "
             f"{_name(reads.others[0])}; only lookups by ids that depend on the batch alone may "
-            f"read it, as those of an nnx.Embed do. Give the other reader its own; {LEFT_OUT}"
+            "read it, as those of an nnx.Embed do. Give the other reader its own; "
+            f"{OR_LEAVE_IT_OUT}"
         )
     return bool(reads.rows)
 

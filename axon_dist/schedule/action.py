@@ -101,17 +101,17 @@ _PATTERN = re.compile(r"([0-9]+)([EFVBIWG])([0-9]+)")
 _MOST_ACTIONS = 2**20
 
 
-def check_sizes(**sizes: SupportsIndex) -> None:
-    """Refuses a number of stages, microbatches or chunks below 1, and tables that are too large.
+def check_positive(**sizes: SupportsIndex) -> None:
+    """Refuses a number that is not a positive integer.
 
     Args:
         **sizes: the numbers, by their names in the message.
 
     Raises:
-        ScheduleError: a number is not a positive integer, or their product is above a million.
+        ScheduleError: a number is not an integer of at least 1.
 
     Example:
-        >>> check_sizes(num_stages=4, num_microbatches=8)
+        >>> check_positive(num_layers=20_000)
     """
     for name, size in sizes.items():
         try:
@@ -121,6 +121,22 @@ def check_sizes(**sizes: SupportsIndex) -> None:
             is_size = False
         if not is_size:
             raise ScheduleError(f"got {name}={size!r:.80}. It must be an integer of at least 1.")
+
+
+def check_sizes(**sizes: SupportsIndex) -> None:
+    """Refuses a number of stages, microbatches or chunks below 1, and tables that are too large.
+
+    Args:
+        **sizes: the numbers whose product is the forwards of a table, by their names in the
+            message.
+
+    Raises:
+        ScheduleError: a number is not a positive integer, or their product is above a million.
+
+    Example:
+        >>> check_sizes(num_stages=4, num_microbatches=8)
+    """
+    check_positive(**sizes)
     actions = math.prod(operator.index(size) for size in sizes.values())
     if actions > _MOST_ACTIONS:
         named = ", ".join(f"{name}={size}" for name, size in sizes.items())

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 
 from ..core.errors import NamedChoice, ScheduleError, did_you_mean
 from ..core.renamed import renamed_arguments
-from .action import Phase, check_sizes
+from .action import Phase, check_positive, check_sizes
 from .builders import (
     eager_1f1b,
     gpipe,
@@ -319,7 +319,7 @@ def efficiency(num_microbatches: int, num_stages: int) -> float:
         >>> round(efficiency(num_microbatches=8, num_stages=4), 4)
         0.7273
     """
-    check_sizes(num_microbatches=num_microbatches, num_stages=num_stages)
+    check_positive(num_microbatches=num_microbatches, num_stages=num_stages)
     return num_microbatches / (num_microbatches + num_stages - 1)
 
 
@@ -340,7 +340,7 @@ def min_microbatches(num_stages: int, target: float) -> int:
         >>> min_microbatches(4, 0.9)
         27
     """
-    check_sizes(num_stages=num_stages)
+    check_positive(num_stages=num_stages)
     if not 0 < target < 1:
         raise ScheduleError(
             f"got an efficiency target of {target!r}. It must lie between 0 and 1, both excluded: "

@@ -271,7 +271,7 @@ def search(
     memory: float = inf,
     chunks: int = 2,
 ) -> SearchResult:
-    """Finds the fastest table that memory allows; no named schedule is faster in lockstep.
+    """Finds a table at least as fast in lockstep as the named schedules within memory and chunks.
 
     Candidates are all named schedules, unchanged and with their cells filled evenly, and tables
     built tick by tick under many rules. A faster table may still exist.
@@ -286,8 +286,8 @@ def search(
         chunks: the largest number of stages per device.
 
     Returns:
-        The fastest table. Among equally fast ones, it is the one that needs the least memory, then
-        the fewest stages.
+        The fastest candidate. Among equally fast ones, it is the one that needs the least memory,
+        then the fewest stages.
 
     Raises:
         ScheduleError: a number below 1, less memory than any schedule needs, or weights that no

@@ -8,7 +8,7 @@ from math import inf
 from operator import add, itemgetter
 
 from ..core.errors import ScheduleError
-from .action import check_sizes
+from .action import check_positive, check_sizes
 
 Boundaries = tuple[int, ...]
 """`S + 1` layer indices from 0 to the number of layers; stage `s` has layers `b[s]` to `b[s+1]`."""
@@ -46,7 +46,9 @@ def partition(
         >>> partition(4, 2, costs=[10, 20, 15, 5])
         (0, 2, 4)
     """
-    check_sizes(num_layers=num_layers, num_stages=num_stages)
+    check_positive(num_layers=num_layers)
+    # A table has at least one forward per stage; its size does not depend on the layers.
+    check_sizes(num_stages=num_stages)
     if num_layers < num_stages:
         raise ScheduleError(
             f"got {num_layers} layers for {num_stages} stages. Every stage needs a layer; use at "

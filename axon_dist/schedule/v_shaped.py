@@ -1,10 +1,12 @@
 """Schedules whose second chunk runs back over the ranks: V-Half, V-Min, DualPipeV, ZB-V.
 
 Device `d` of `P` holds the stages `d` and `2P-1-d`. A microbatch goes down the V, up, and back the
-same way. In a building block, every hop between neighbours takes a fixed number of ticks. The next
-microbatch follows 6 ticks later, because a device has 6 tasks per microbatch. So the number of
-microbatches in flight on a device is the lifespan of the block divided by 6, for any number of
-microbatches.
+same way.
+
+V-Half and V-Min repeat a building block, in which every hop between neighbours takes a fixed number
+of ticks. The next microbatch follows 6 ticks later, because a device has 6 tasks per microbatch. So
+the number of microbatches in flight on a device is the lifespan of the block divided by 6, for any
+number of microbatches. DualPipeV and ZB-V are given cell by cell.
 
 Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362.
 """

@@ -366,7 +366,7 @@ class StateLayout:
         """
         model_spec = self.spec.model_spec
         mesh = self.spec.mesh
-        if self.plan.state_plan.storage.rows is None:
+        if self.plan.state_plan.storage.stage_storage is None:
             stored = combine(*self._stored_shardings)
         else:
             stored = shardings(LargestDim(tuple(mesh.axis_names)), model_spec.weights, mesh)
@@ -380,7 +380,7 @@ class StateLayout:
         """Returns the arrays of `weight_targets` with the values of a state."""
         targets = self.weight_targets
         values = self.values
-        if self.plan.state_plan.storage.rows is not None or self.padding is not None:
+        if self.plan.state_plan.storage.stage_storage is not None or self.padding is not None:
             values = self._placed_values
         arrays = {path: leaf for tree in values(state) for path, leaf in leaves_with_paths(tree)}
         return {path: arrays[path] for path in targets}
@@ -419,7 +419,7 @@ class StateLayout:
             first = (state.params, state.frozen)
             # With rows, the trained and the frozen blocks of a row have the same path in both
             # trees, which cannot be combined then.
-            can_combine = self.plan.state_plan.storage.rows is None
+            can_combine = self.plan.state_plan.storage.stage_storage is None
             agree(world, "first parameters", checksums(combine(*first) if can_combine else first))
         self.claims.check(state)
         return state
@@ -478,7 +478,9 @@ class StateLayout:
 
         Rows of a pipeline, int8 weights and padded arrays are not.
         """
-        is_unchanged = self.plan.state_plan.storage.rows is None and not self.spec.model_spec.int8
+        is_unchanged = (
+            self.plan.state_plan.storage.stage_storage is None and not self.spec.model_spec.int8
+        )
         return is_unchanged and self.padding is None
 
     def _first_stored(self, replacing: dict[Path, Array]) -> tuple[Any, PyTree]:

@@ -81,12 +81,12 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
     if jax.tree.leaves(buffers) or _parts_draw(plan, batch):
         part_buffers = part_buffers_of(spec, plan.separator, batch, spec.strategy.batch_axes)
     rest_specs = [
-        region.split_spec(split_dims.get(i), replicated) for i in range(len(region.rows.rest))
+        region.split_spec(split_dims.get(i), replicated) for i in range(len(region.storage.rest))
     ]
-    stored = [(region.rows.trained.rows_of(params), region.rows.rest_of(params)), ([], [])]
+    stored = [(region.storage.trained.rows_of(params), region.storage.rest_of(params)), ([], [])]
     in_specs: list[Any] = [(region.row_specs, rest_specs), replicated]
-    if region.rows.untrained is not None:
-        stored[1] = (region.rows.untrained.rows_of(frozen), region.rows.rest_of(frozen))
+    if region.storage.untrained is not None:
+        stored[1] = (region.storage.untrained.rows_of(frozen), region.storage.rest_of(frozen))
         in_specs[1] = (region.frozen_specs, rest_specs)
     mapped = jax.shard_map(
         lambda p, f, b, x, s: region.run(p, f, b, x, s, part_buffers, split_dims),
@@ -105,7 +105,7 @@ def pipeline_gradients(plan: StepPlan, arguments: GradientArguments) -> Gradient
     if not region.is_whole_mesh:
         rows, rest = region.reduced_outside(rows, rest)
     # `shard_map` needs equal shards: cut the padding off again.
-    reduced = cut_like(region.rows.assemble(rows, rest), plan.state_plan.params)
+    reduced = cut_like(region.storage.assemble(rows, rest), plan.state_plan.params)
     reduced = jax.lax.with_sharding_constraint(reduced, plan.state_plan.grad_shardings)
     total, weight, metrics = loss
     grad_factor = grad_factor if scale is None else grad_factor * num_shards
@@ -170,7 +170,7 @@ class PipelineRegion:
     Args:
         plan: the plan of the step.
         pipeline: the pipeline of its strategy.
-        rows: the stored form of the parameters.
+        storage: the stored form of the parameters.
         axes: the manual axes.
         is_whole_mesh: whether all axes are manual, so that none is left to the compiler.
         changes: the changes made to a rank's model; they mark its blocks as units.
@@ -185,7 +185,7 @@ class PipelineRegion:
 
     plan: StepPlan
     pipeline: PipelinePlan
-    rows: StageStorage
+    storage: StageStorage
     axes: tuple[str, ...]
     is_whole_mesh: bool
     changes: ModelChanges
@@ -199,37 +199,37 @@ class PipelineRegion:
         """Builds the region of a step whose strategy has a pipeline."""
         spec = plan.spec
         strategy = spec.strategy
-        rows = plan.state_plan.storage.rows
+        storage = plan.state_plan.storage.stage_storage
         assert strategy.pipeline is not None
-        assert rows is not None
+        assert storage is not None
         axis = strategy.pipeline.axis
         batch_axes = strategy.batch_axes
         axes = (axis, *batch_axes)
-        called = (*rows.stages.blocks, *rows.stages.shared)
+        called = (*storage.stages.blocks, *storage.stages.shared)
         blocks, stacked_units = unit_paths(called, plan.state_plan.storage.stacks)
-        rank_shapes = dict(rows.flat_shapes)
+        rank_shapes = dict(storage.flat_shapes)
         row_specs = []
         manual = (axis, *strategy.ungathered_axes)
-        for part in filter(None, (rows.trained, rows.untrained)):
+        for part in filter(None, (storage.trained, storage.untrained)):
             stored = jax.eval_shape(part.from_model, part.shapes)
             layout = specs(plan.state_plan.storage.strategy.params, stored, spec.mesh)
             layout = jax.tree.map(lambda each: only_axes(each, manual), layout)
             row_specs.append(part.rows_of(layout))
-            by_slot = flatten(layout)
-            for keys, slot in part.slots.items():
-                sharding = NamedSharding(spec.mesh, PartitionSpec(*by_slot[slot][1:]))
+            by_keys = flatten(layout)
+            for keys, stored_leaf in part.stored_leaf_of.items():
+                sharding = NamedSharding(spec.mesh, PartitionSpec(*by_keys[stored_leaf][1:]))
                 shape = sharding.shard_shape(rank_shapes[keys].shape)
                 rank_shapes[keys] = jax.ShapeDtypeStruct(shape, rank_shapes[keys].dtype)
         return cls(
             plan=plan,
             pipeline=strategy.pipeline,
-            rows=rows,
+            storage=storage,
             axes=axes,
             is_whole_mesh=all(a in axes or size == 1 for a, size in spec.mesh.shape.items()),
             changes=ModelChanges(strategy, spec.model_spec, blocks, stacked_units=stacked_units),
             rank_shapes=nest(rank_shapes),
             row_specs=row_specs[0],
-            frozen_specs=row_specs[1] if rows.frozen else [],
+            frozen_specs=row_specs[1] if storage.frozen else [],
             added_over=[
                 [tuple(axis for axis in batch_axes if axis not in spec_axes(row)) for row in of_row]
                 for of_row in row_specs[0]
@@ -246,7 +246,7 @@ class PipelineRegion:
         trace = self.trace(buffers, batch, in_region=False)
         axis = self.pipeline.axis
         embedding = self.pipeline.schedule.splits_embedding
-        rest = self.rows.rest
+        rest = self.storage.rest
         size = self.spec.mesh.shape[axis]
         dims = partition_by_tokens(trace, rest, axis, size, embedding)
         return {i: dims[keys] for i, keys in enumerate(rest) if keys in dims}
@@ -280,9 +280,9 @@ class PipelineRegion:
         )
         rest = [
             None if spec is None else self.split_spec(split_dims.get(i), spec)
-            for i, spec in enumerate(self.rows.rest_of(manual))
+            for i, spec in enumerate(self.storage.rest_of(manual))
         ]
-        return self.rows.trained.rows_of(manual), rest
+        return self.storage.trained.rows_of(manual), rest
 
     def run(
         self,
@@ -307,10 +307,10 @@ class PipelineRegion:
         first_buffers = stacks.split_buffers(first_buffers) if stacks.counts else first_buffers
         trace = self.trace(first_buffers, batch)
         lookups = (
-            lookups_in(trace, {i: self.rows.rest[i] for i in split_dims}) if split_dims else []
+            lookups_in(trace, {i: self.storage.rest[i] for i in split_dims}) if split_dims else []
         )
         looked_up = tuple(lookup.rows.result for lookup in lookups)
-        unsplit = {keys: i for i, keys in enumerate(self.rows.rest) if i not in split_dims}
+        unsplit = {keys: i for i, keys in enumerate(self.storage.rest) if i not in split_dims}
         trace = dataclasses.replace(trace, looked_up=looked_up, rest=tuple(unsplit))
         programs = self.programs(trace)
         count = spec.num_microbatches
@@ -344,14 +344,14 @@ class PipelineRegion:
             saves_residuals=self.pipeline.saves_residuals,
             frozen_weights=jax.tree.map(lambda leaf: leaf[0], frozen[0]),
             frozen_rest=frozen[1],
-            mutable_buffers={i: first[i] for i in mutable},
+            initial_buffers={i: first[i] for i in mutable},
             reads_initial=reads_initial,
             averaged_buffers=averaged,
             partitioned=split_dims,
             lookups=lookups,
         ).run()
         leaves, structure = jax.tree.flatten(changed)
-        after = structure.unflatten(sums.mutable_buffers.get(i, x) for i, x in enumerate(leaves))
+        after = structure.unflatten(sums.final_buffers.get(i, x) for i, x in enumerate(leaves))
         changed = buffers_together(after) if stacks.counts else after
         if part_buffers is not None:
             changed = part_buffers.over_ranks(changed, buffers)
@@ -377,7 +377,7 @@ class PipelineRegion:
 
         policy = None if strategy.remat is None else strategy.remat.remat
         change = self.changes.change_with(None, first, policy)
-        shapes = self.rank_shapes if in_region else self.rows.shapes
+        shapes = self.rank_shapes if in_region else self.storage.shapes
         params = jax.eval_shape(self.changes.cast, shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
         run = functools.partial(evaluate, spec.model_spec, spec.loss_fn, change=change)
@@ -391,8 +391,8 @@ class PipelineRegion:
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """Cuts a traced loss into stages: one program for all if its blocks are a uniform chain."""
-        uniform = UniformStages.find(trace, self.rows) if trace.is_chain else None
-        programs = (uniform or SwitchStages(trace, self.rows)).programs()
+        uniform = UniformStages.find(trace, self.storage) if trace.is_chain else None
+        programs = (uniform or SwitchStages(trace, self.storage)).programs()
         if self.pipeline.schedule.splits_vocabulary:
             programs = [with_partitioned_loss(program, self.pipeline.axis) for program in programs]
         if not self.is_whole_mesh:
@@ -412,7 +412,7 @@ class PipelineRegion:
         reduce_dtype = self.spec.reduction.dtype
         batch_axes = self.spec.strategy.batch_axes
         rows = jax.tree.map(lambda leaf: leaf[None], sums.rows)
-        rest = [sums.rest.get(i) for i in range(len(self.rows.rest))]
+        rest = [sums.rest.get(i) for i in range(len(self.storage.rest))]
         if not self.is_whole_mesh:
             rows = jax.tree.map(lambda x: jnp.expand_dims(x, 1), rows)
             return rows, jax.tree.map(lambda x: jnp.expand_dims(x, (0, 1)), rest)
@@ -436,8 +436,8 @@ class PipelineRegion:
         grad_specs = jax.tree.map(
             lambda sharding: sharding.spec, self.plan.state_plan.grad_shardings
         )
-        row_places = self.rows.trained.rows_of(grad_specs)
-        rest_places = self.rows.rest_of(grad_specs)
+        row_places = self.storage.trained.rows_of(grad_specs)
+        rest_places = self.storage.rest_of(grad_specs)
 
         stages = self.pipeline.axis
         others = tuple(axis for axis in self.spec.mesh.axis_names if axis != stages)

@@ -60,7 +60,7 @@ class StatePlan:
             spec: the derived step, such as that of one replica, or of all of them together; its
                 mesh may have manual axes.
         """
-        if self.storage.rows is not None:
+        if self.storage.stage_storage is not None:
             # The optimizer of stages is made for a mesh.
             return plan_state(spec)
         grad_shardings = shardings(self.storage.strategy.opt_state, self.params, spec.mesh)
@@ -167,7 +167,7 @@ def plan_state(spec: StepSpec) -> StatePlan:
     optimizer, storage, update = optimizer_for(spec.optimizer, model_spec, storage, spec.mesh)
     params, frozen = jax.eval_shape(storage.store, model_spec.weights)
     # Stages whose blocks are partly trained have trained and frozen rows at the same paths.
-    shapes = combine(params, frozen) if storage.rows is None else params
+    shapes = combine(params, frozen) if storage.stage_storage is None else params
     storage = dataclasses.replace(storage, shapes=shapes)
     policies = storage.strategy
     distributed = DistributedUpdate(
@@ -177,7 +177,7 @@ def plan_state(spec: StepSpec) -> StatePlan:
         spec.mesh,
     )
     grad_shardings = shardings(policies.opt_state, params, spec.mesh)
-    is_staged = storage.rows is not None and NORMS_BY_LAYER in spec.options.metrics
+    is_staged = storage.stage_storage is not None and NORMS_BY_LAYER in spec.options.metrics
     measure = _staged_layer_norms(spec, storage) if is_staged else layer_norms
     return StatePlan(storage, params, frozen, grad_shardings, distributed, measure)
 
@@ -233,11 +233,13 @@ def optimizer_for(
     update = shared_value(key, functools.partial(trace_update, extended, model_spec))
     fitting = update.optimizer
     pipeline = storage.strategy.pipeline
-    if storage.rows is None or pipeline is None:
+    if storage.stage_storage is None or pipeline is None:
         return fitting, storage, update
     if storage.stacks.counts:
         fitting = UnstackedOptimizer(fitting, storage.stacks, model_spec.params)
-    staged = StagedOptimizer(fitting, storage.rows.trained, mesh, pipeline.axis, update.extra_args)
+    staged = StagedOptimizer(
+        fitting, storage.stage_storage.trained, mesh, pipeline.axis, update.extra_args
+    )
     # Which leaves of the optimizer's state are rows.
     policy: Any = storage.strategy.opt_state
     policy = dataclasses.replace(policy, state_rows=staged.state_form.row_paths)

@@ -56,7 +56,7 @@ class PortableForm:
         storage = layout.plan.state_plan.storage
         self._layout = layout
         self.target: TrainState = layout.placed_shapes
-        self._is_same = storage.rows is None
+        self._is_same = storage.stage_storage is None
         if self._is_same:
             return
         optimizer: Any = layout.plan.state_plan.update.traced.optimizer

@@ -365,7 +365,7 @@ def _stage_experts(plan: StepPlan) -> Found:
     spec = plan.spec
     strategy = spec.strategy
     storage = plan.state_plan.storage
-    assert storage.rows is not None
+    assert storage.stage_storage is not None
     axis = strategy.ungathered_axes[0]
 
     def split_along_axis(policy: Policy, tree: PyTree) -> list[Path]:
@@ -382,7 +382,7 @@ def _stage_experts(plan: StepPlan) -> Found:
         offending = others
         place = "in a module without the methods mix_experts and feed"
     elif not storage.rows_hold_chunks:
-        rows = {"/".join(map(str, keys)) for keys in storage.rows.row_keys}
+        rows = {"/".join(map(str, keys)) for keys in storage.stage_storage.row_keys}
         paths = [
             *split_along_axis(storage.strategy.params, plan.state_plan.params),
             *split_along_axis(storage.strategy.params, plan.state_plan.frozen),
@@ -395,7 +395,7 @@ def _stage_experts(plan: StepPlan) -> Found:
 def _stage_classes(plan: StepPlan) -> Found:
     spec = plan.spec
     remat = spec.strategy.remat
-    rows = plan.state_plan.storage.rows
+    rows = plan.state_plan.storage.stage_storage
     if remat is None or not remat.classes:
         return None
     assert rows is not None

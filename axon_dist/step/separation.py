@@ -92,7 +92,7 @@ class Separation:
         return text + (f"; averaged over microbatches{also}" if self.why_averaged else "")
 
 
-BEFORE = (
+COMPUTE_BEFORE = (
     "Compute what depends on the batch alone, such as normalised advantages, counts of classes, "
     "masks divided by their means or a shuffled partner of each sample, before the step, and give "
     "it in the batch; let every other term depend on one sample alone"
@@ -124,7 +124,7 @@ _INSTEAD: MappingProxyType[str, str] = MappingProxyType(
 
 def _instead_of(why: str, samples: int) -> str:
     """Advises how to rewrite a loss, given the reason `why` and the samples of a part."""
-    advice = next((advice for reason, advice in _INSTEAD.items() if reason in why), BEFORE)
+    advice = next((advice for reason, advice in _INSTEAD.items() if reason in why), COMPUTE_BEFORE)
     if samples == 1 and any(reason in why for reason in (Why.DIFFERS, RESIZED)):
         return f"Give each part two samples or more: JAX may trace one sample differently. {advice}"
     return advice
@@ -567,9 +567,10 @@ class Separator:
 
     def _traces(self, ranks: int) -> Traces:
         """Returns the traces of the loss; experts may be marked as per-sample functions."""
-        # Experts sort tokens, which couples samples, so that outside of pipelines a step with ranks
-        # goes to global view. There, and in pipelines, all samples are sorted together, and experts
-        # are marked as functions of one sample.
+        # Experts sort tokens, so their trace seems to mix samples. Outside of pipelines a step with
+        # ranks therefore goes to global view, which sorts all samples together. A pipeline has no
+        # global view, and each of its ranks sorts its own samples. So experts are marked as
+        # functions of one sample in the traces of pipelines and of global view.
         marks_experts = ranks == 1 or self._spec.strategy.pipeline is not None
         if marks_experts not in self._traced:
             modules = nnx.iter_modules(self.model_spec.abstract)

@@ -19,6 +19,7 @@ from flax import nnx
 
 from ..core.errors import UnsupportedError
 from ..core.modules import bridges_of, stacks_of
+from ..core.renamed import renamed_fields
 from ..core.tree import combine, leaves_with_paths, map_with_path, partition
 from ..core.typing import Array, Batch, Function, Keys, LossFn, Path, PyTree
 from ..core.weighted import Weighted
@@ -28,12 +29,12 @@ from ..ir.units import mark_units, names_of
 from ..ops.int8 import Int8Form, narrowed, widened
 from ..parallel import PipelinePlan, Strategy
 from ..pipeline import (
-    BATCH,
+    PASS_A_BATCH,
+    ByStages,
     Calls,
     LossTrace,
     OfBlocks,
     Stacks,
-    Staged,
     Stages,
     StageStorage,
     buffers_together,
@@ -51,21 +52,23 @@ CONTAINERS: tuple[type[Any], ...] = (nnx.List, nnx.Dict)
 """Modules that only contain others and are never called."""
 
 
+@renamed_fields(rows="stage_storage")
 @dataclasses.dataclass(frozen=True)
 class ParamStorage:
     """How a state stores parameters, and the strategy that shards them.
 
     Args:
         strategy: its policies are about stored leaves.
-        rows: the rows of a pipeline; None without one.
+        stage_storage: the storage by stages of a pipeline; None without one.
         stacks: the stacked modules of the model, which a pipeline splits into layers first.
-        frozen: the paths of the stored leaves that the optimizer does not train; empty with rows.
+        frozen: the paths of the stored leaves that the optimizer does not train; empty with a
+            pipeline.
         int8: the form of the parameters that the state keeps in eight bits, by path.
         shapes: the shapes of stored parameters, trained and frozen, without padding.
     """
 
     strategy: Strategy
-    rows: StageStorage | None = None
+    stage_storage: StageStorage | None = None
     stacks: Stacks = Stacks()
     frozen: frozenset[Path] = frozenset()
     int8: Mapping[Path, Int8Form] = dataclasses.field(default_factory=dict)
@@ -74,22 +77,22 @@ class ParamStorage:
     @property
     def rows_hold_chunks(self) -> bool:
         """Whether rows of a pipeline hold whole chunks, because its blocks differ."""
-        return self.rows is not None and not self.rows.by_blocks
+        return self.stage_storage is not None and not self.stage_storage.by_blocks
 
     def from_model(self, params: PyTree) -> PyTree:
         """Converts the nested dict of the model to the stored form.
 
         A pipeline takes and returns the trained parameters only.
         """
-        if self.rows is not None:
-            return self.rows.trained.from_model(self.stacks.unstack(params))
+        if self.stage_storage is not None:
+            return self.stage_storage.trained.from_model(self.stacks.unstack(params))
         return narrowed(params, self.int8) if self.int8 else params
 
     def to_model(self, stored: PyTree) -> PyTree:
         """The exact inverse of `from_model`; takes padded arrays too."""
         stored = self._without_padding(stored)
-        if self.rows is not None:
-            return self.stacks.restack(self.rows.trained.to_model(stored))
+        if self.stage_storage is not None:
+            return self.stacks.restack(self.stage_storage.trained.to_model(stored))
         return widened(stored, self.int8) if self.int8 else stored
 
     def _without_padding(self, stored: PyTree) -> PyTree:
@@ -108,19 +111,21 @@ class ParamStorage:
         Returns:
             The stored trained parameters, and the stored frozen parameters.
         """
-        if self.rows is not None:
-            return self.rows.store(self.stacks.unstack(weights))
+        if self.stage_storage is not None:
+            return self.stage_storage.store(self.stacks.unstack(weights))
         return partition(self.from_model(weights), self.frozen)
 
     def weights(self, params: PyTree, frozen: PyTree) -> PyTree:
         """Returns the model's nested dict of all parameters; the inverse of `store`."""
-        if self.rows is not None:
-            return self.stacks.restack(self.rows.restore(params, frozen))
+        if self.stage_storage is not None:
+            return self.stacks.restack(self.stage_storage.restore(params, frozen))
         return self.to_model(combine(params, frozen))
 
     def forward(self, params: PyTree, frozen: PyTree) -> PyTree:
         """Returns all parameters as a forward pass takes them; int8 weights may stay in int8."""
-        return combine(params, frozen) if self.rows is None else self.weights(params, frozen)
+        return (
+            combine(params, frozen) if self.stage_storage is None else self.weights(params, frozen)
+        )
 
 
 def storage_of(
@@ -168,19 +173,19 @@ def storage_of(
     shapes = stacks.unstack(model_spec.weights)
     paths = {keys: "/".join(map(str, stacks.in_model(keys))) for keys in flatten(shapes)}
     frozen = frozenset(keys for keys, path in paths.items() if path in model_spec.frozen_paths)
-    rows = StageStorage(stages, shapes, frozen)
-    storages = filter(None, (rows, rows.trained, rows.untrained))
+    by_stages = StageStorage(stages, shapes, frozen)
+    storages = filter(None, (by_stages, by_stages.trained, by_stages.untrained))
     row_paths = frozenset("/".join(map(str, keys)) for part in storages for keys in part.row_keys)
 
-    def staged(policy: Policy) -> Staged:
-        return Staged(
+    def staged(policy: Policy) -> ByStages:
+        return ByStages(
             OfBlocks(policy, stacks) if stacks.counts else policy, pipeline.axis, row_paths
         )
 
     strategy = dataclasses.replace(
         strategy, params=staged(strategy.params), opt_state=staged(strategy.opt_state)
     )
-    return ParamStorage(strategy, rows, stacks)
+    return ParamStorage(strategy, by_stages, stacks)
 
 
 def _stages(
@@ -242,7 +247,7 @@ def _too_few(model: nnx.Module, pipeline: PipelinePlan, blocks: Sequence[Keys]) 
     kinds = (
         ", ".join(pipeline.classes) or "modules in lists, stacked by nnx.vmap or numbered by Linen"
     )
-    repeated = f". Where the loss calls a block several times: {BATCH}" if blocks else ""
+    repeated = f". Where the loss calls a block several times: {PASS_A_BATCH}" if blocks else ""
     return UnsupportedError(
         f"the pipeline has {pipeline.schedule.num_stages} stages, but the model has {len(blocks)} "
         f"block{'s' * (len(blocks) != 1)} to cut between ({kinds}). Use fewer stages, "

@@ -223,6 +223,6 @@ def assert_same_training(
         assert_metrics(metrics, metrics_of, f"step {number}")
     to_model = step.storage.to_model
     # One program splits all rows of a pipeline, instead of one for each shape.
-    trained = (to_model if step.storage.rows is None else jax.jit(to_model))(state.params)
+    trained = (to_model if step.storage.stage_storage is None else jax.jit(to_model))(state.params)
     assert_close(trained, want.params, tolerance, "parameter")
     assert_close(state.buffers, want.buffers, 1e-5, "buffer")

@@ -296,8 +296,8 @@ def test_equals_one_device(model, schedule, mesh, others, optimizer, backward):
 
 def stages_of(step) -> Stages:
     """Which blocks lie on which rank."""
-    assert step.storage.rows is not None
-    return step.storage.rows.stages
+    assert step.storage.stage_storage is not None
+    return step.storage.stage_storage.stages
 
 
 @pytest.mark.sample("twice-1f1b-4-0", "recurrent-1f1b-0-1", "common-1f1b-4-1")

@@ -218,7 +218,7 @@ def test_equals_one_device_or_says_what_couples_the_samples(name, option):
     expected = jax.tree.map(lambda g: g * factor, want.grads[0])
     loose = 1000 if option == "recast" else 1
     # Rows of stages are compared after a step, in the form of the model.
-    if step.storage.rows is None:
+    if step.storage.stage_storage is None:
         grads, metrics = step.gradients(step.init(), batch(0))
         assert_close(grads, expected, 2e-5 * loose, "gradient")
         assert float(metrics["loss"]) == pytest.approx(want.losses[0] * factor, rel=1e-5)

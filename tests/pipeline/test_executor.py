@@ -238,9 +238,9 @@ def test_stages_keep_what_a_microbatch_has_left_for_the_next(name):
                 [jnp.float32(s) for s in range(size)], [jnp.asarray(LEARNT_BATCH)[index]]
             ),
             saves_residuals=keeps,
-            mutable_buffers={stage: jnp.float32(stage) for stage in range(size)},
+            initial_buffers={stage: jnp.float32(stage) for stage in range(size)},
         ).run()
-        return sums.rows[0][0][None], sums.mutable_buffers
+        return sums.rows[0][0][None], sums.final_buffers
 
     mesh, spec = World.emulate(size, f"pp={size}").mesh, PartitionSpec("pp")
     run = jax.shard_map(

@@ -4,13 +4,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from axon_dist.mesh import MeshSpec
-from axon_dist.pipeline import Staged
+from axon_dist.pipeline import ByStages
 from axon_dist.sharding import LargestDim, Replicate
 
 MESH = MeshSpec(pp=2, dp=4)
 ROWS = frozenset({"blocks/0/kernel", "blocks/0/bias"})
-ALONE = Staged(Replicate(), "pp", ROWS)
-SPLIT = Staged(LargestDim(("dp",), min_elements=8), "pp", ROWS)
+ALONE = ByStages(Replicate(), "pp", ROWS)
+SPLIT = ByStages(LargestDim(("dp",), min_elements=8), "pp", ROWS)
 
 
 @pytest.mark.parametrize(

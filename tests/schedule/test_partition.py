@@ -20,6 +20,11 @@ def test_stages_are_as_even_as_possible():
     assert stage_ranges((0, 2, 3)) == (range(0, 2), range(2, 3))
 
 
+def test_a_long_chain_is_not_a_large_table():
+    assert partition(20_000, 64)[-1] == 20_000
+    assert partition(2**21, 2) == (0, 2**20, 2**21)
+
+
 @pytest.mark.parametrize(
     ("costs", "num_stages", "expected"),
     [

@@ -449,7 +449,7 @@ VERBS: tuple[Verb, ...] = (
             metavar="TIME",
         ),
         _flag("--ahead", "draw ranks that run ahead without waiting for each tick"),
-        _flag("--search", "find the fastest table in lockstep"),
+        _flag("--search", "search for a faster table in lockstep"),
         _number(
             "--memory",
             "with --search: the maximum number of microbatches whose activations a rank keeps for "
