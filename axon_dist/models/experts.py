@@ -62,7 +62,7 @@ class Experts(nnx.Module):
         experts = config.experts
         assert experts is not None
         width = config.width
-        hidden = experts.width or config.hidden_size
+        hidden = config.expert_size
         std = init_std(config)
 
         def make(shape: Shape, std: float) -> nnx.Param:
