@@ -31,7 +31,7 @@ _R = TypeVar("_R")
 
 FREE = PartitionSpec.UNCONSTRAINED
 
-_DATA = ("nodes", "dp", "fsdp")
+_DATA = ("pods", "nodes", "dp", "fsdp")
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     name: _DATA if axis == "dp" else (axis,)
     for axis, names in AXIS_SYNONYMS.items()

@@ -126,7 +126,8 @@ def block_paths(model: nnx.Module, names: tuple[str, ...] = ()) -> frozenset[Pat
         model: any NNX module; its leaves may be shapes.
         names: names of block classes. A module within a bridged one has a class only while it
             runs, so it goes by its name without the number: `layer` or `encoder/layer` for
-            `encoder/layer/0`, `Block` for `Block_0`. If empty, the repeated blocks of the model.
+            `encoder/layer/0`, `Block` for `Block_0`. If empty, the classes are those that the
+            model repeats in a list or stacks, and all their modules are blocks, wherever they are.
 
     Returns:
         The paths.

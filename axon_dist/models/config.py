@@ -217,7 +217,8 @@ class ExpertConfig:
         Raises:
             ConfigError: a number is out of range, or a name is unknown.
         """
-        check_at_least_one(self, ("count", "per_token", *(("width",) if self.width else ())))
+        given = () if self.width is None else ("width",)
+        check_at_least_one(self, ("count", "per_token", *given))
         check_flags(self)
         if self.per_token > self.count:
             raise ConfigError(

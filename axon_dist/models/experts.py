@@ -19,7 +19,7 @@ from .layers import GatedMLP, PlainMLP, init_std
 from .transformer_config import TransformerConfig
 
 
-class Balance(nnx.Variable):
+class RouterBias(nnx.Variable):
     """A bias added to the probabilities of experts only for the choice; it has no gradient."""
 
 
@@ -62,7 +62,7 @@ class Experts(nnx.Module):
         experts = config.experts
         assert experts is not None
         width = config.width
-        hidden = experts.width or config.hidden_size
+        hidden = config.expert_size
         std = init_std(config)
 
         def make(shape: Shape, std: float) -> nnx.Param:
@@ -79,7 +79,7 @@ class Experts(nnx.Module):
             kind = GatedMLP if config.gated else PlainMLP
             self.shared_mlp = kind(shared, rngs=rngs)
         if experts.bias_rate:
-            self.bias = Balance(jnp.zeros((experts.count,), jnp.float32))
+            self.bias = RouterBias(jnp.zeros((experts.count,), jnp.float32))
         self.report = ExpertReport(jnp.zeros((len(Findings._fields),), jnp.float32))
         self.experts: ExpertConfig = experts
         self.activation: str = config.activation

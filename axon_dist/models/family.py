@@ -495,7 +495,7 @@ class Family:
         entries = {
             keys.count: experts.count,
             "num_experts_per_tok": experts.per_token,
-            keys.width: experts.width or config.hidden_size,
+            keys.width: config.expert_size,
             "output_router_logits": experts.balance > 0,
             "router_aux_loss_coef": experts.balance / ratio,
         }
@@ -520,7 +520,8 @@ def _norm_parts(config: TransformerConfig) -> list[tuple[str, str]]:
 
 def _rotary_fraction(rope: Mapping[str, Any], data: Mapping[str, Any]) -> float:
     """Returns the share of features that are rotated, by these parameters or else by the config."""
-    return rope.get("partial_rotary_factor", data.get("partial_rotary_factor")) or 1.0
+    share = rope.get("partial_rotary_factor", data.get("partial_rotary_factor"))
+    return 1.0 if share is None else share
 
 
 def _balance_ratio(per_token: int, num_layers: int) -> float:

@@ -72,8 +72,8 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
 
 def next_token_scores(
     model: Callable[[Array], Array], batch: Mapping[str, Array]
-) -> tuple[Weighted, dict[str, Weighted]]:
-    """Computes the `next_token_loss` and the accuracy of the likeliest token.
+) -> tuple[Weighted, dict[str, Array | Weighted]]:
+    """Computes the `next_token_loss`, and the accuracy of the likeliest token.
 
     Finding the likeliest token needs another pass over all logits, so this is for evaluation.
 
@@ -82,7 +82,8 @@ def next_token_scores(
         batch: as for `next_token_loss`.
 
     Returns:
-        The loss, and `accuracy` with the number of tokens that count as its weight.
+        The loss, and `accuracy` with the number of tokens that count as its weight; with further
+        metrics if the model has any, of which one named `accuracy` takes the place of this one.
 
     Example:
         >>> sure = lambda tokens: 9.0 * jax.nn.one_hot(tokens + 1, 4)
@@ -95,15 +96,17 @@ def next_token_scores(
     labels = batch["tokens"][:, 1:]
     counts = _counts(batch)
     if (head := _before_head(model, batch)) is not None:
-        return linear_scores(labels=labels, weights=counts, **head)
-    logits = _predict(model, batch)
-    losses = cross_entropy(logits, labels)
-    hits = is_likeliest(logits, labels)
-    weight = jnp.sum(counts)
-    return (
-        Weighted(jnp.sum(losses * counts), weight),
-        {"accuracy": Weighted(jnp.sum(hits * counts), weight)},
-    )
+        loss, scores = linear_scores(labels=labels, weights=counts, **head)
+    else:
+        logits = _predict(model, batch)
+        losses = cross_entropy(logits, labels)
+        hits = is_likeliest(logits, labels)
+        weight = jnp.sum(counts)
+        loss = Weighted(jnp.sum(losses * counts), weight)
+        scores = {"accuracy": Weighted(jnp.sum(hits * counts), weight)}
+    output = _with_auxiliary(model, loss)
+    total, metrics = output if isinstance(output, tuple) else (output, {})
+    return total, {**scores, **metrics}
 
 
 def classification_loss(

@@ -15,7 +15,7 @@ RESOLVED: Mapping[str, str] = MappingProxyType(
 )
 """Maps fields of a `TransformerConfig` to the properties that resolve their defaults."""
 
-FREE = frozenset(
+WITHOUT_MEANING = frozenset(
     (
         *("max_length", "dropout", "param_dtype", "dtype", "attention", "scan_layers"),
         *("logits", "logits_dtype", "experts"),
@@ -49,7 +49,9 @@ def meaning(config: TransformerConfig) -> Mapping[str, Any]:
         Values by field; those of experts as `experts.count`. A field without effect is None, so
         that all configs have the same fields.
     """
-    names = [field.name for field in dataclasses.fields(config) if field.name not in FREE]
+    names = [
+        field.name for field in dataclasses.fields(config) if field.name not in WITHOUT_MEANING
+    ]
     values = {name: getattr(config, RESOLVED.get(name, name)) for name in names}
     if config.positions == "learned":
         values["rope_theta"] = None

@@ -234,6 +234,12 @@ class TransformerConfig(Presets):
         return -(-8 * self.width // (3 * 64)) * 64 if self.gated else 4 * self.width
 
     @property
+    def expert_size(self) -> int:
+        """The hidden size of one expert, with the default resolved."""
+        own = None if self.experts is None else self.experts.width
+        return self.hidden_size if own is None else own
+
+    @property
     def layer_windows(self) -> tuple[int, ...]:
         """The window of each layer; 0 for none."""
         return tuple(
@@ -408,7 +414,7 @@ def num_params(config: TransformerConfig) -> int:
     router = 0
     experts = config.experts
     if experts is not None:
-        hidden = (experts.count + experts.shared) * (experts.width or hidden)
+        hidden = (experts.count + experts.shared) * config.expert_size
         router = width * experts.count
     heads = config.num_heads + config.kv_heads
     kernels = 3 if config.gated else 2

@@ -25,7 +25,7 @@ from .attention import TensorParallelAttention as TensorParallelAttention
 from .attention import attended as attended
 from .attention import call_attend as call_attend
 from .attention import check_attend as check_attend
-from .attention import in_any_order as in_any_order
+from .attention import has_residual_method as has_residual_method
 from .attention import mixes as mixes
 from .attention import softmax_attention as softmax_attention
 from .attention_kind import AttentionKind as AttentionKind

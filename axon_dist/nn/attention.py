@@ -170,7 +170,7 @@ def call_attend(
     return attend(module, *placed, **named, **more)
 
 
-def in_any_order(module: nnx.Module) -> bool:
+def has_residual_method(module: nnx.Module) -> bool:
     """Whether a module has a method `residual(tokens, segments, positions)`.
 
     The method promises that a token's result depends on `positions` and attention only, not on

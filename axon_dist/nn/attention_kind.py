@@ -434,12 +434,11 @@ def _samples(
 def _large_scores(
     kind: AttentionKind, closed: ClosedJaxpr, bounds: Sequence[float], is_low: bool
 ) -> list[float]:
-    """Returns large scores to try; up to eight times as much may lie between two of them.
+    """Returns large scores to try; two scores of one input may differ by eight times as much.
 
-    A finite number that masks scores, such as -1e4, is not one if scores are as large, but differs
-    from a mask in a model only there. So numbers from 500 on are taken for masks, unless the
-    program limits scores by them or compares scores with them, and scores stay below them. A mask
-    may also be the least value of the largest score of a row.
+    A finite mask such as -1e4 fails only for scores of its size, which models do not reach. So
+    numbers from 500 on count as masks, unless the program bounds or compares with them, and test
+    scores stay below them. A mask may also be the floor of a running maximum.
     """
     floors = {-x for x in _bounds(closed, {"max"}) if x < 0} & {*_set_numbers(closed.jaxpr)}
     limits = {*bounds} - floors

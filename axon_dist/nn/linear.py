@@ -247,7 +247,13 @@ class ParallelMLP(nnx.Module):
         (2, 3)
     """
 
-    @checked("ParallelMLP", in_features=COUNT, hidden_features=COUNT, rngs=RNGS)
+    @checked(
+        "ParallelMLP",
+        in_features=COUNT,
+        hidden_features=COUNT,
+        out_features=COUNT.or_none(),
+        rngs=RNGS,
+    )
     def __init__(
         self,
         in_features: int,
@@ -276,7 +282,8 @@ class ParallelMLP(nnx.Module):
         self.gate: ColumnParallelLinear | None = (
             column(in_features, hidden_features) if gated else None
         )
-        self.down: RowParallelLinear = row(hidden_features, out_features or in_features)
+        out_features = in_features if out_features is None else out_features
+        self.down: RowParallelLinear = row(hidden_features, out_features)
         self.activation = activation
 
     def __call__(self, x: Array) -> Array:

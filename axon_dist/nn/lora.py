@@ -279,7 +279,7 @@ def merge_lora(model: nnx.Module, dtype: DTypeLike | None = None) -> nnx.Module:
         dtype: the dtype of merged kernels; None keeps theirs and rounds the sums to it.
 
     Returns:
-        A model of `nnx.Linear` and `nnx.LinearGeneral` layers.
+        A model in which the adapted layers are `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Embed`.
 
     Raises:
         ConfigError: when the model has no adapters, or one that belongs to no kernel.

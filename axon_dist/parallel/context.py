@@ -24,7 +24,7 @@ from ..nn import (
     call_attend,
     check_attend,
     differs_by_heads,
-    in_any_order,
+    has_residual_method,
     kind_of,
     mixes,
     ring_attention,
@@ -158,7 +158,7 @@ class ContextLayers(AdaptLayers):
                 module.attention_fn = AttentionFunction(attention, module.attention_fn)
             elif mixes(module):
                 wrap_calls(module, {"attend": attention})
-        for module in filter(in_any_order, modules if self.sends_around else []):
+        for module in filter(has_residual_method, modules if self.sends_around else []):
             # A user's own `residual` may depend on the order of the tokens, so it is left alone.
             if is_own(getattr(type(module), "residual")):  # noqa: B009
                 wrap_calls(module, {"residual": DistributedOnce(attention)})
@@ -354,7 +354,7 @@ class DistributedOnce:
         segments: Array | None = None,
         positions: Array | None = None,
     ) -> Array:
-        """Runs `residual`, a method of the form that `in_any_order` expects, on balanced tokens.
+        """Runs `residual`, a method of the form of `has_residual_method`, on balanced tokens.
 
         Args:
             residual: the method that is replaced.

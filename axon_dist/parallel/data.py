@@ -156,7 +156,7 @@ def zero(
         cpu_offload: which arrays live in host memory between steps.
         mixed_precision: dtypes, a preset's name, or True.
         auto_wrap_policy: which modules are gathered and freed as one unit, in stage 3; by default
-            the blocks that the model keeps in a list.
+            the modules of every class that the model repeats in a list, wherever they are.
         activation_checkpointing: what the backward pass recomputes.
         min_elements: leaves with fewer elements stay whole.
         reduction: how gradients are reduced. By default stage 1 reduces once per step, and stages 2
@@ -286,8 +286,8 @@ def fsdp(
             `fsdp("hybrid_shard", ("dp", "fsdp"))`.
         cpu_offload: which arrays live in host memory between steps.
         mixed_precision: dtypes, a preset's name, or True.
-        auto_wrap_policy: which modules are gathered and freed as one unit; by default the blocks
-            that the model keeps in a list.
+        auto_wrap_policy: which modules are gathered and freed as one unit; by default the modules
+            of every class that the model repeats in a list, wherever they are.
         activation_checkpointing: what the backward pass recomputes.
         min_elements: leaves with fewer elements stay whole.
         reduction: how gradients are reduced.

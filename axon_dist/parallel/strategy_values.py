@@ -183,9 +183,10 @@ class TransformerAutoWrapPolicy:
     """Every module of the block classes is a unit.
 
     Args:
-        classes: block classes or their names. Without any, the units are the blocks that the model
-            keeps in lists or that a bridged Linen model repeats. The modules of a bridged model
-            exist only while it runs and are given by their name without its number.
+        classes: block classes or their names. Without any, the units are the modules of every class
+            that the model repeats in a list, wherever they are, and the blocks that a bridged
+            Linen model repeats. The modules of a bridged model exist only while it runs and are
+            given by their name without its number.
 
     Example:
         >>> TransformerAutoWrapPolicy("Block").classes

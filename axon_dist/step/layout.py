@@ -140,13 +140,15 @@ def _buffer_specs(spec: StepSpec) -> PyTree:
     """Returns the partition of every buffer."""
     model_spec = spec.model_spec
     buffers = buffer_partition(model_spec.buffers, spec.reduction, spec.strategy.batch_axes)
-    if not model_spec.others or not spec.reduction.sync_buffers:
+    if not model_spec.outside_forward_state or not spec.reduction.sync_buffers:
         return buffers
     # Buffers that are not statistics are sharded as parameters would be, but only by the part of
     # the policy that ignores the path of a leaf: rules about paths are for parameters.
     policy = spec.strategy.params.flexible_part
     return map_with_path(
-        lambda path, x, own: policy(path, x.shape, spec.mesh) if path in model_spec.others else own,
+        lambda path, x, own: (
+            policy(path, x.shape, spec.mesh) if path in model_spec.outside_forward_state else own
+        ),
         model_spec.buffers,
         buffers,
     )
@@ -198,7 +200,7 @@ class StateLayout:
             shardings(of_replica.params, state_plan.frozen, mesh),
         )
         buffers = _buffer_specs(spec)
-        self._split_buffers = model_spec.others & {
+        self._split_buffers = model_spec.outside_forward_state & {
             path for path, place in leaves_with_paths(buffers) if place != PartitionSpec()
         }
         strategy = strategy or of_replica

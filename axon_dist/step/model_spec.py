@@ -181,8 +181,8 @@ class ModelSpec:
         frozen: nested dict of `ShapeDtypeStruct`: the parameters that the optimizer does not train.
         reads_step: whether the loss takes the number of the step.
         shared: nested dict of `ShapeDtypeStruct`: the `Shared` leaves of a batch.
-        others: the paths of all Variables whose types are not in `FORWARD_STATE`: parameters,
-            and buffers of other types, which may be of any size.
+        outside_forward_state: the paths of all Variables whose types are not in `FORWARD_STATE`:
+            parameters, and buffers of other types, which may be of any size.
         int8: the frozen parameters that the state keeps in eight bits, by path; `frozen` and
             `weights` describe them as the model reads them.
 
@@ -201,7 +201,7 @@ class ModelSpec:
     buffers: PyTree
     frozen: PyTree = dataclasses.field(default_factory=dict)
     reads_step: bool = False
-    others: frozenset[Path] = frozenset()
+    outside_forward_state: frozenset[Path] = frozenset()
     shared: PyTree = dataclasses.field(default_factory=dict)
     int8: Mapping[Path, Int8Form] = dataclasses.field(default_factory=dict)
     weights: PyTree = dataclasses.field(init=False, repr=False)
@@ -343,7 +343,7 @@ def split_model(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mod
     if isinstance(model, nnx.Module):
         if trainable is not nnx.Param:
             check_trainable(trainable, model)
-        (graphdef, others), trees = _split(model, is_trained)
+        (graphdef, outside), trees = _split(model, is_trained)
         for path, leaf in leaves_with_paths(trees):
             name = path.partition("/")[2]
             if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -356,7 +356,9 @@ def split_model(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mod
             if isinstance(leaf, jax.Array) and (problem := problem_of(leaf)) is not None:
                 raise ConfigError(f"{name!r} of the model {problem}")
         params, buffers, frozen = jax.tree.map(jnp.asarray, trees)
-        model_spec = ModelSpec(graphdef, *shapes_of((params, buffers, frozen)), others=others)
+        model_spec = ModelSpec(
+            graphdef, *shapes_of((params, buffers, frozen)), outside_forward_state=outside
+        )
         return model_spec, Source(arrays=(combine(params, frozen), buffers))
     _check_makes_model(model)
     make = traceable(model)
@@ -377,8 +379,9 @@ def split_model(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mod
         return trees
 
     closed, shapes = jax.make_jaxpr(new, return_shape=True)()
-    graphdef, others = structure
-    return ModelSpec(graphdef, *shapes, others=others), Source(make=_values(new, closed, shapes))
+    graphdef, outside = structure
+    model_spec = ModelSpec(graphdef, *shapes, outside_forward_state=outside)
+    return model_spec, Source(make=_values(new, closed, shapes))
 
 
 def _values(new: Function, closed: Any, shapes: PyTree) -> Function:
@@ -475,7 +478,8 @@ def _split(
     """Splits a model.
 
     Returns:
-        The structure with the paths of `ModelSpec.others`; and (trained, buffers, frozen).
+        The structure, with the paths of `ModelSpec.outside_forward_state`; and (trained, buffers,
+        frozen).
     """
     graphdef, params, frozen, buffers = nnx.split(model, trained, nnx.Param, ...)
     states = (params, buffers, frozen)
@@ -492,11 +496,11 @@ def _split(
                 "nnx.List"
             )
     kinds = nnx.to_flat_state(nnx.state(model))
-    others = frozenset(
+    outside = frozenset(
         "/".join(map(str, keys)) for keys, kind in kinds if not isinstance(kind, FORWARD_STATE)
     )
     params, buffers, frozen = map(nnx.to_pure_dict, states)
-    return (graphdef, others), (params, buffers, frozen)
+    return (graphdef, outside), (params, buffers, frozen)
 
 
 def _check_makes_model(model: Any) -> None:

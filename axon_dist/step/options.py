@@ -364,11 +364,11 @@ class StepOptions(_Fields):
             is compiled separately. True loops all equal blocks. `"auto"` and False concern blocks
             that the strategy splits or recomputes; False unrolls them. `"auto"` unrolls up to four
             blocks, and on GPUs more if the stacks of a loop would cost more time in 10,000 steps
-            than compiling the blocks; but recomputed blocks, and more than 16 that gather their
-            weights, run as a loop. On other devices, and under tensor, context and expert
-            parallelism, more than four run as a loop. `print(step)` says what it chose and why,
-            once a batch was traced. Blocks that the model keeps stacked run in the model's own
-            loop. It changes the results by rounding at most.
+            than compiling the blocks; but recomputed blocks, blocks that contain a loop, and more
+            than 16 that gather their weights run as a loop. On other devices, and under tensor,
+            context and expert parallelism, more than four run as a loop. `print(step)` says what it
+            chose and why, once a batch was traced. Blocks that the model keeps stacked run in the
+            model's own loop. It changes the results by rounding at most.
         axis_names: which mesh axes the axis names in the model's code refer to, such as
             `{"data": ("dp", "fsdp"), "heads": "tp"}`: in `with_sharding_constraint`, in
             `reshard`, and in the annotations of `nnx.with_partitioning`. Mesh axes are known by

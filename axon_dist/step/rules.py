@@ -299,7 +299,10 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
         code="replicas-and-ema",
     ),
 )
-"""The additional rules for a step with several replicas."""
+"""The rules that are checked on the undivided strategy of a step with several replicas.
+
+They come before `RULES`, which repeats some of them for the strategy of one replica.
+"""
 
 
 def _no_fp8_gather(spec: StepSpec, fp8: Fp8Layers) -> str:

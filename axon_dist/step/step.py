@@ -901,10 +901,10 @@ class TrainStep:
 
     @in_context_of_step
     def check(self, batch: Batch, *, own_rows: bool = False) -> None:
-        """Traces and lowers the step for a batch, without compiling or storing anything.
+        """Traces and lowers the step for a batch, without compiling, or allocating arrays.
 
-        The results are cached: a step on such a batch then only has to be compiled. In an abstract
-        world it only traces.
+        The trace and the lowered program are cached: a step on such a batch then only has to be
+        compiled. In an abstract world it only traces.
 
         Args:
             batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.

@@ -451,6 +451,7 @@ ONE_BY_ONE = {
     "row below 0": lambda _: axon_dist.RowParallelLinear(4, -4, rngs=RNGS),
     "row of half": lambda _: axon_dist.RowParallelLinear(4, 2.5, rngs=RNGS),
     "MLP of 0": lambda _: axon_dist.ParallelMLP(4, 0, rngs=RNGS),
+    "MLP with results of 0": lambda _: axon_dist.ParallelMLP(4, 8, 0, rngs=RNGS),
     "attention of 0 heads": lambda _: axon_dist.TensorParallelAttention(4, 0, rngs=RNGS),
     "attention without rngs": lambda _: axon_dist.TensorParallelAttention(4, 2, rngs=3),
     "Transformer of None": lambda _: axon_dist.models.Transformer(None, rngs=RNGS),

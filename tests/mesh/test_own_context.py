@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from axon_dist import (
@@ -30,7 +30,8 @@ from axon_dist import (
     zero,
 )
 from axon_dist.core.errors import UnsupportedError
-from axon_dist.core.own_context import own_context
+from axon_dist.core.own_context import AxisNames, own_context
+from axon_dist.mesh import SLOW_AXES
 from axon_dist.models import Transformer, TransformerConfig
 from axon_dist.models.experts import ExpertConfig
 from axon_dist.models.loss import next_token_loss
@@ -100,6 +101,13 @@ def test_a_step_does_not_see_the_context(strategy, name):
     for path, value in nnx.to_flat_state(updated):
         name_of = "/".join(map(str, path))
         np.testing.assert_allclose(got[name_of], value.get_value(), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["data", "batch"])
+@pytest.mark.parametrize("slow", SLOW_AXES)
+def test_a_models_name_for_the_batch_means_slow_axes_too(slow, name):
+    mesh = AbstractMesh((2, 2, 2, 2), (slow, "dp", "fsdp", "tp"))
+    assert AxisNames(mesh).meant(name) == (slow, "dp", "fsdp")
 
 
 TOKENS = {"tokens": np.random.default_rng(0).integers(0, 32, (4, 9)).astype(np.int32)}

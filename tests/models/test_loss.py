@@ -103,6 +103,35 @@ def test_the_scores_of_tokens_are_the_loss_and_how_many_are_right():
     assert float(metrics["accuracy"].weight) == counts.sum()
 
 
+class WithTermOfEveryCall:
+    """A model with a term of its own, in evaluation too; with or without a head by chunks."""
+
+    def __init__(self, by_chunks):
+        self.by_chunks = by_chunks
+
+    def __call__(self, tokens):
+        return bigram(tokens)
+
+    def before_head(self, tokens):
+        hidden = jax.nn.one_hot(tokens, 5)
+        return {"hidden": hidden, "kernel": jnp.asarray(TABLE)} if self.by_chunks else None
+
+    def auxiliary(self):
+        return jnp.float32(0.25), {"spread": jnp.float32(3.0)}
+
+
+@pytest.mark.parametrize("by_chunks", [False, True])
+def test_the_scores_of_a_model_with_a_term_of_its_own_have_the_term_of_its_loss(by_chunks):
+    model = WithTermOfEveryCall(by_chunks)
+    loss, metrics = run(next_token_scores, model, {"tokens": TOKENS})
+    want, terms = run(next_token_loss, model, {"tokens": TOKENS})
+    plain = run(next_token_loss, bigram, {"tokens": TOKENS})
+    assert float(loss.mean) == pytest.approx(float(want.mean))
+    assert float(loss.mean) == pytest.approx(float(plain.mean) + 0.25)
+    assert metrics.keys() == {"accuracy", *terms} == {"accuracy", "spread"}
+    assert float(metrics["spread"]) == 3
+
+
 @jax.jit
 def of_labels(labels):
     """All losses of two samples among 512 classes with their gradients, and which are right."""

@@ -6,7 +6,7 @@ from flax import nnx
 
 from axon_dist.core import tree
 from axon_dist.core.errors import ConfigError, DTypeError
-from axon_dist.models import PRESETS, Transformer, TransformerConfig, num_params
+from axon_dist.models import PRESETS, ExpertConfig, Transformer, TransformerConfig, num_params
 
 
 # One preset of each form, and what none has.
@@ -68,6 +68,8 @@ def test_it_is_a_value():
     [
         ({"num_layers": 0}, ConfigError, r"num_layers=0 must be at least 1"),
         ({"ffn_width": -4}, ConfigError, r"hidden_size=-4 must be at least 1"),
+        ({"ffn_width": 0}, ConfigError, r"hidden_size=0 must be at least 1"),
+        ({"experts": ExpertConfig(width=0)}, ConfigError, r"width=0 must be at least 1"),
         ({"width": 30}, ConfigError, r"width=30 does not divide by num_heads=4.*head_dim"),
         ({"num_kv_heads": 3}, ConfigError, r"num_heads=4.*num_kv_heads=3.*use a divisor"),
         ({"head_dim": 7}, ConfigError, r"heads of size 7 .*must be even"),

@@ -287,8 +287,9 @@ def test_a_window_beyond_the_longest_sequence_is_none(tmp_path):
         ("hf-llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("hf-qwen2", {"use_sliding_window": True, "sliding_window": 4,
                       "layer_types": ["chunked_attention"] * 2}, "kind 'chunked_attention'"),
+        ("hf-llama", {"partial_rotary_factor": 0}, "partial_rotary_factor=0"),
     ],
-    ids=range(10),
+    ids=range(11),
 )  # fmt: skip
 def test_unsupported_hub_configs_are_refused(name, data, text, tmp_path):
     entries = FORMATS[name].to_hub(of_family(name))
