@@ -253,7 +253,10 @@ def means(sums: Mapping[str, Weighted]) -> dict[str, Array]:
     Returns:
         total / weight, by name; the total of a `Total`.
     """
-    return {name: x.total if isinstance(x, Total) else mean_loss(x) for name, x in sums.items()}
+    return {
+        name: jnp.asarray(x.total) if isinstance(x, Total) else mean_loss(x)
+        for name, x in sums.items()
+    }
 
 
 def _with_arguments(module: nnx.Module, method: str, kwargs: Mapping[str, Any]) -> WithArguments:
