@@ -94,6 +94,20 @@ class Count(Weighted):
     """
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Total(Weighted):
+    """A metric of an evaluation that is a sum over the samples, such as a number of hits.
+
+    Batches add `total` up in its own dtype, and nothing divides it. The weight is 1.
+    """
+
+    @property
+    def mean(self) -> Array | float:
+        """The sum itself."""
+        return self.total
+
+
 @dataclasses.dataclass(frozen=True)
 class Shared:
     """Marks an array of a batch that all samples share, so it is not split among devices.

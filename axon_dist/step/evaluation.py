@@ -24,10 +24,11 @@ from flax import nnx
 from ..core.errors import AxonDistError, ConfigError, did_you_mean
 from ..core.modules import wrap_calls
 from ..core.tree import shapes_of
-from ..core.typing import Array, Batch, Function, PyTree
-from ..core.weighted import Shared, Weighted
+from ..core.typing import Array, Batch, Function, LossFn, PyTree
+from ..core.weighted import Shared, Total, Weighted
 from ..ops.linear_loss import BEFORE_HEAD
-from ..separability.abstract_values import same_scale
+from ..parallel import mark_experts_per_sample
+from ..separability.abstract_values import Dependence, same_scale
 from .batch import samples_of
 from .global_view import global_forward
 from .model_changes import change_layers
@@ -39,6 +40,7 @@ from .objective import (
     is_one,
     mean_loss,
     weighted_metrics,
+    wide_number,
     wide_pair,
 )
 from .plan import StepPlan
@@ -59,6 +61,10 @@ MODEL_EVAL_ARGUMENTS: MappingProxyType[str, bool] = MappingProxyType(
     {"deterministic": True, "train": False, "training": False, "is_training": False}
 )
 """Argument that Linen models switch to evaluation with -> its value in evaluation."""
+
+
+AVERAGED = (Dependence.MEAN, Dependence.CONSTANT)
+"""The kinds of metrics whose value for several batches is their mean over the samples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +98,7 @@ def _call_in_eval_mode(call: Function, module: nnx.Module, *args: object, **kwar
 
 
 def evaluation(
-    plan: StepPlan, params: PyTree, buffers: PyTree, batch: Batch
+    plan: StepPlan, params: PyTree, buffers: PyTree, batch: Batch, shared: PyTree
 ) -> dict[str, Weighted]:
     """Computes the loss and metrics of a batch in eval mode, with the program of training.
 
@@ -105,11 +111,10 @@ def evaluation(
         params: of the model, trained and frozen.
         buffers: of the model.
         batch: placed.
+        shared: the `Shared` leaves of the batch, which `buffers` has too; {} for nothing.
 
     Returns:
-        `loss` and the metrics of the loss function, each as its sum over the samples and its
-        weight. A metric without a weight has that of the loss. A plain scalar loss has the number
-        of samples as its weight.
+        `loss` and the metrics of the loss function; see `summed`.
     """
     spec = plan.spec
     set_eval_mode = in_eval_mode(spec)
@@ -118,7 +123,10 @@ def evaluation(
         set_eval_mode(model)
         change_layers(spec.strategy, spec.world.mesh, model)
 
-    return summed(global_forward(plan, first)(params, buffers, batch), batch)
+    outcome = global_forward(plan, first)(params, buffers, batch)
+    is_plain = any(not isinstance(x, Weighted) for x in outcome.metrics.values())
+    kinds = metric_kinds(plan.with_shared(shared), batch) if is_plain else {}
+    return summed(outcome, batch, kinds)
 
 
 def in_eval_mode(spec: StepSpec) -> ModelChange:
@@ -137,23 +145,67 @@ def in_eval_mode(spec: StepSpec) -> ModelChange:
     return change
 
 
-def summed(outcome: Outcome, batch: Batch) -> dict[str, Weighted]:
-    """Returns the loss and metrics of a batch as weighted sums over its samples.
+def metric_kinds(plan: StepPlan, batch: Batch) -> dict[str, Dependence]:
+    """Returns how the metrics of an evaluation depend on the samples, as far as it is known.
+
+    Reads it from the program of the loss in eval mode, traced for as many samples as there are
+    ranks, and for twice as many: it must not depend on the size of a batch, because the last of a
+    validation is shorter.
+
+    Args:
+        plan: the plan of the step.
+        batch: leaves of shape [B, ...], arrays or shapes.
+    """
+    spec = plan.spec
+    set_eval_mode = in_eval_mode(spec)
+
+    def first(model: nnx.Module) -> None:
+        set_eval_mode(model)
+        mark_experts_per_sample(model)
+
+    change = plan.changes.change_with(None, first)
+    traces = Traces(spec.model_spec, spec.loss_fn, change, over_all=False)
+    least = max(spec.num_ranks, 2)
+    try:
+        dependence = traces.dependence(shapes_of(batch), (least, 2 * least))
+    except Exception:  # The user's loss may raise anything for another number of samples.
+        return {}
+    return {name: output.kind for name, output in dependence.metrics.items()}
+
+
+def summed(outcome: Outcome, batch: Batch, kinds: Mapping[str, Dependence]) -> dict[str, Weighted]:
+    """Returns the loss and metrics of a batch as sums over its samples, with their weights.
+
+    A plain scalar loss, and a metric that is a mean over the samples or a constant, has their
+    number as its weight. A metric that is a sum over them is a `Total`. Any other metric without a
+    weight, such as a maximum, has that of the loss.
 
     Args:
         outcome: of the loss function for the batch.
         batch: leaves of shape [B, ...].
+        kinds: how the metrics depend on the samples, from `metric_kinds`.
     """
+    size = jnp.float32(samples_of(batch))
     if is_one(outcome.loss.weight):
-        # The loss is a mean over samples. Weigh it by their number, so that batches of different
-        # sizes add up.
-        size = jnp.float32(jax.tree.leaves(batch)[0].shape[0])
         outcome = dataclasses.replace(outcome, loss=Weighted(outcome.loss.total * size, size))
+    of_kind = {}
+    for name, x in outcome.metrics.items():
+        if not isinstance(x, Weighted) and kinds.get(name) is Dependence.SUM:
+            of_kind[name] = Total(_wide_sum(x), jnp.ones(()))
+        elif not isinstance(x, Weighted) and kinds.get(name) in AVERAGED:
+            of_kind[name] = wide_pair(Weighted(x * size, size))
     loss = wide_pair(outcome.loss)
-    return {"loss": loss} | {
+    others = {
         name: x if isinstance(x, Weighted) else Weighted(x, loss.weight)
         for name, x in weighted_metrics(outcome).items()
     }
+    return {"loss": loss} | others | of_kind
+
+
+def _wide_sum(value: Any) -> Array:
+    """Returns a sum as an array: of integers in their own dtype, of others in float32 at least."""
+    is_count = jnp.issubdtype(jnp.result_type(value), jnp.integer)
+    return jnp.asarray(value) if is_count else wide_number(value)
 
 
 def _set_linen_eval_mode(module: nnx.bridge.ToNNX) -> None:
@@ -193,15 +245,18 @@ def _called(module: nnx.Module) -> Any:
 
 
 def means(sums: Mapping[str, Weighted]) -> dict[str, Array]:
-    """Divides sums over samples by their weights.
+    """Divides sums over samples by their weights, except `Total`s.
 
     Args:
         sums: by name, from `evaluation`; those of several batches can be added up.
 
     Returns:
-        total / weight, by name.
+        total / weight, by name; the total of a `Total`.
     """
-    return {name: mean_loss(x) for name, x in sums.items()}
+    return {
+        name: jnp.asarray(x.total) if isinstance(x, Total) else mean_loss(x)
+        for name, x in sums.items()
+    }
 
 
 def _with_arguments(module: nnx.Module, method: str, kwargs: Mapping[str, Any]) -> WithArguments:
@@ -287,7 +342,13 @@ class EvalPiece:
 
     def without_copies(self, sums: dict[str, Weighted]) -> dict[str, Weighted]:
         """Returns the sums over the samples of the piece, with each sample counted once."""
-        return jax.tree.map(lambda x: x / self.copies, sums) if self.copies > 1 else sums
+        if self.copies == 1:
+            return sums
+
+        def once(x: Array) -> Array:
+            return x // self.copies if jnp.issubdtype(x.dtype, jnp.integer) else x / self.copies
+
+        return jax.tree.map(once, sums)
 
 
 def pieces(samples: int, ranks: int) -> list[EvalPiece]:
@@ -311,17 +372,27 @@ def pieces(samples: int, ranks: int) -> list[EvalPiece]:
     return found
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _EvaluationSums(PartLoss):
-    """A loss function that returns the sums of an evaluation as metrics."""
+    """A loss function that returns the sums of an evaluation as metrics.
+
+    Args:
+        loss_fn: the user's loss.
+        kinds: how its metrics depend on the samples.
+    """
+
+    loss_fn: LossFn
+    kinds: Mapping[str, Dependence]
 
     def outcome(
         self, forward: Forward, params: PyTree, buffers: PyTree, batch: Batch
     ) -> tuple[Outcome, object]:
         outcome = forward(params, buffers, batch)
         sums = {}
-        for name, value in summed(outcome, batch).items():
+        for name, value in summed(outcome, batch, self.kinds).items():
             sums[f"{name} total"] = value.total
-            sums[f"{name} weight"] = value.weight
+            if not isinstance(value, Total):
+                sums[f"{name} weight"] = value.weight
         return Outcome(Weighted(jnp.zeros(()), 1.0), sums, outcome.buffers), None
 
 
@@ -343,7 +414,7 @@ def adds_up(plan: StepPlan, batch: Batch) -> bool:
     least = max(spec.num_ranks, 2)
     largest = samples_of(batch) // least * least
     change = plan.changes.change_with(None, in_eval_mode(spec))
-    sums: Any = _EvaluationSums(spec.loss_fn)
+    sums: Any = _EvaluationSums(spec.loss_fn, metric_kinds(plan, batch))
     traces = Traces(spec.model_spec, sums, change, over_all=False)
     sizes = [(least, whole) for whole in dict.fromkeys((2 * least, largest)) if whole > least]
     # `least` and `least + 1` have no common divisor, so a loss of groups of samples adds up over

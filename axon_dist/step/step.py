@@ -391,7 +391,7 @@ def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
 
     def evaluate(state: TrainState, placed: Placed) -> dict[str, Weighted]:
         arguments = layout.arguments(on_device(state), placed.shared)
-        return evaluation(together, *arguments, batches.over_ranks(placed.arrays))
+        return evaluation(together, *arguments, batches.over_ranks(placed.arrays), placed.shared)
 
     return StepPrograms(
         state_layout=layout,
@@ -790,8 +790,10 @@ class TrainStep:
         """Computes the numbers of `evaluate` as sums, which add up over batches of any sizes.
 
         Over several batches a metric is `sum(totals) / sum(weights)`. A `Weighted` metric has its
-        own weight; any other metric has the weight of the loss. The weight of a plain scalar loss
-        is the number of samples.
+        own weight. A plain scalar loss, and a metric that is a mean over the samples, has their
+        number as its weight. A metric that is a sum over the samples is a `Total`: over several
+        batches it is `sum(totals)`. Any other metric, such as a maximum, has the weight of the
+        loss, so that over several batches it is the mean of its values for each.
 
         Args:
             state: a state of this step; it stays usable.

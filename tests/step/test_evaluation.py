@@ -12,6 +12,7 @@ from axon_dist import Trainer, Weighted, World, build_train_step, ddp, zero
 from axon_dist.core.errors import ConfigError
 from axon_dist.step.evaluation import WithArguments
 from axon_dist.train.loop import LoopOptions
+from axon_dist.train.loop.meters import MetricSums
 
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 
@@ -183,7 +184,13 @@ def means(model, batch):
 
 def masked(model, batch):
     each = (0 * model(batch["x"]) + batch["y"])[:, 0]
-    return Weighted((each * batch["w"]).sum(), batch["w"].sum()), {"square": (each**2).mean()}
+    return Weighted((each * batch["w"]).sum(), batch["w"].sum()), {
+        "square": (each**2).mean(),
+        "hits": jnp.sum(batch["w"] > 0),
+        "sum": each.sum(),
+        "classes": 7,
+        "largest": each.max(),
+    }
 
 
 def counted(model, batch):
@@ -201,7 +208,8 @@ BATCHES = {
     "weights": (
         masked,
         [batch(4, 1.0, 1.0), batch(4, 5.0, 3.0), batch(8, 9.0, 0.0)],
-        {"loss": 4.0, "square": 19.0},
+        # The largest of each batch, weighted as the loss.
+        {"loss": 4.0, "square": 47.0, "hits": 8, "sum": 96.0, "classes": 7, "largest": 4.0},
     ),
 }
 
@@ -243,3 +251,21 @@ def test_validation_over_unequal_batches_is_that_of_all_samples(name, strategy):
 def test_counts_are_whole_numbers(name):
     with pytest.raises(ConfigError, match=rf"got {name}=2\.5, a float; give a whole number"):
         LoopOptions(**{"num_steps": 4, name: 2.5}).validate()
+
+
+def test_sums_over_batches_of_any_size_are_those_of_all_samples():
+    def loss_fn(model, batch):
+        far = jnp.abs(model(batch["x"])) > 0.5
+        return jnp.mean(model(batch["x"]) ** 2), {"far": jnp.sum(far), "share": jnp.mean(far)}
+
+    data = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
+    step = build(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), loss_fn)
+    state = step.init()
+    _, expected = loss_fn(step.merge(state), {"x": data})
+    for size in (20, 8, 7):
+        sums = MetricSums()
+        for start in range(0, 20, size):
+            sums.add(step.evaluate_sums(state, {"x": data[start : start + size]}))
+        assert sums.means["far"] == int(expected["far"])
+        assert sums.means["share"] == pytest.approx(float(expected["share"]), rel=1e-6)
+    assert step.evaluate(state, {"x": data[:7]})["far"].dtype == jnp.int32

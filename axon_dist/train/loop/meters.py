@@ -22,7 +22,7 @@ from flax import nnx
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import leaves_with_paths
 from axon_dist.core.typing import PyTree
-from axon_dist.core.weighted import Weighted
+from axon_dist.core.weighted import Total, Weighted
 
 from ...step import TrainStep
 
@@ -308,6 +308,7 @@ class MetricSums:
 
     def __init__(self) -> None:
         self._sums: dict[str, np.ndarray] = {}
+        self._totals: set[str] = set()
 
     def add(self, metrics: Mapping[str, Weighted]) -> None:
         """Adds the totals and weights of a batch, and waits for them.
@@ -316,13 +317,20 @@ class MetricSums:
             metrics: the result of `evaluate_sums`.
         """
         for name, part in jax.device_get(dict(metrics)).items():
+            if isinstance(part, Total):
+                self._totals.add(name)
             sums = np.array([part.total, part.weight], np.float64)
             self._sums[name] = self._sums.get(name, np.zeros(2)) + sums
 
     @property
     def means(self) -> dict[str, float]:
-        """`sum(totals) / sum(weights)` of every metric; 0 if the weights sum to 0."""
-        return {n: float(total / w) if w else 0.0 for n, (total, w) in self._sums.items()}
+        """`sum(totals) / sum(weights)` of every metric, or 0 if the weights sum to 0.
+
+        A metric of `Total`s is `sum(totals)`.
+        """
+        sums = self._sums.items()
+        quotients = {n: float(total / w) if w else 0.0 for n, (total, w) in sums}
+        return quotients | {name: float(self._sums[name][0]) for name in self._totals}
 
 
 def delayed(items: Iterable[_T], lag: int) -> Iterator[_T]:
