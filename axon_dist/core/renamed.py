@@ -1,4 +1,7 @@
-"""Renamed fields, attributes and arguments: old names work for one more release, and warn."""
+"""Renamed fields, attributes and arguments: old names work for a while, and warn.
+
+CONTRIBUTING.md says for how long: for one minor version, and at least for three months.
+"""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ def by_rows(function: Function) -> Function:
         function: traced again, with whole arrays.
 
     Returns:
-        A function with the same arguments and results. It has no checkpoints or jitted functions
-        around units within a loop over layers.
+        A function with the same arguments and results. Calls and checkpoints that contain units, or
+        that get a `Stacked`, are inlined in it, and loops around units are unrolled.
 
     Example:
         >>> total = by_rows(lambda x: jnp.sum(2 * x))

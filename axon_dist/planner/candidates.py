@@ -50,7 +50,8 @@ class Workload:
     Args:
         num_params: trainable scalars.
         num_layers: blocks that the model repeats; 1 where it repeats none.
-        flops: FLOPs of a step's products over all devices, without recomputation.
+        flops: FLOPs of a step's products over all devices. No block is recomputed, but the backward
+            pass of fused attention recomputes its scores.
         global_batch: samples per step, over all devices and microbatches.
         has_attention: whether one of its modules mixes positions by attention.
         num_experts: the greatest common divisor of the expert counts of its mixtures; 1 without

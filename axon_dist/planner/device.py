@@ -133,7 +133,7 @@ class _Reader:
         name = equation.primitive.name
         if name in _SPECIAL:
             return _SPECIAL[name](self, equation, operands)
-        inner = None if name == "pallas_call" else called(equation)
+        inner = called(equation)
         if inner is None:
             return self._operation(equation, operands)
         if equation.params.get("differentiated") and np.any(equation.params["prevent_cse"]):

@@ -350,7 +350,9 @@ def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0)
 
 
 def _filled(nodes: list[Node]) -> list[Node]:
-    """Moves reductions that do not depend on a loop before it, where they hide its transfers.
+    """Moves reductions that follow a loop, and do not depend on it, to before the loop.
+
+    There they hide its transfers.
 
     An example are the argmax positions of a max-pool, which are only needed after later blocks.
     """

@@ -387,7 +387,10 @@ def handed(name: str, operands: list[Sharded]) -> tuple[Sum, ...]:
 
 
 def joined(sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
-    """Returns the sums left when partial sums are added: one for all products, or each its own."""
+    """Returns the sums left when partial sums are added: the first if all are equal products.
+
+    Otherwise it returns them all.
+    """
     if any(one.node.name in SCATTERS for one in sums):
         for one in sums:
             one.is_base = one.node.kind == "product"

@@ -88,7 +88,6 @@ class Why(enum.StrEnum):
     UNEVEN = SOME + ", and different ones for a part of the batch than for the whole"
     TURNED = "reverses the order of the samples"
     JOINED = "concatenates samples with something else along the batch dim"
-    RUNNING = "runs along the batch dim, by"
     OFTEN = "is computed in a loop whose number of iterations depends on the samples"
     ONE_EACH = "is an array with an entry of its own for every sample"
 
@@ -141,7 +140,7 @@ class Value:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it does not depend on the samples."""
+        """Whether it does not depend on the values of the samples."""
         return self.kind is Kind.CONSTANT
 
     @property
@@ -207,6 +206,7 @@ def plus(left: Value, right: Value) -> Value:
 
     Raises:
         Coupling: if the result depends on several samples and is not a sum over them.
+        Mixing: if the terms grow differently with the number of samples.
     """
     for one, other in ((left, right), (right, left)):
         if one.is_zero and not (other.is_rows and other.positions):

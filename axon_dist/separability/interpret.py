@@ -419,7 +419,7 @@ class Walk:
         ]
         lengths: tuple[Any, Any] = (loops[0].times, loops[1].times)
         if not lengths[0]:
-            # How often a part adds to a carry says nothing about the whole if it never does.
+            # A part whose loop runs no iteration does not show what an iteration of the whole does.
             return [bad] * len(bodies[0].jaxpr.outvars)
         is_numbered &= lengths[1] == lengths[0] * self._ratio
         roles = [

@@ -226,12 +226,10 @@ def _along(op: Operation, values: list[Value]) -> list[Value]:
     """The rule for operations along some dims, or on windows, that keep the other dims."""
     # Indices along a dim that counts samples differ between a part of a batch and the whole.
     if op.roles - {Role.PASSES}:
-        how = Why.RUNNING if op.name.startswith("cum") else "takes"
-        raise Coupling(f"{how} `{op.name}` along the samples")
+        raise Coupling(f"takes `{op.name}` along the samples")
     is_sum = op.name in ("cumsum", "reduce_window_sum")
     result = values[0] if is_sum else nonlinear(op.name, values)
-    if result.positions or result.kind is Kind.CARRY:
-        raise Coupling(Why.NUMBERS)
+    result = not_numbered(result)
     known = result.known if result.is_zero else None
     return [dataclasses.replace(result, known=known)] * len(op.outputs)
 

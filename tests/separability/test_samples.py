@@ -409,7 +409,7 @@ COUPLED = {
     "top": (lambda p, b: jnp.sum(jax.lax.top_k(error(p, b), 2)[0]), "`top_k` along the samples"),
     "places in the queue of an expert": (
         lambda p, b: jnp.mean(jnp.cumsum(jax.nn.one_hot(b["label"], 3), 0) < 2),
-        "by `cumsum` along the samples",
+        "takes `cumsum` along the samples",
     ),
     "softmax over samples": (
         lambda p, b: jnp.sum(jax.nn.softmax(error(p, b)) * error(p, b)),
@@ -478,6 +478,18 @@ COUPLED = {
         lambda p, b: jnp.mean(error(p, b))
         * jnp.zeros(3).at[jnp.zeros((len(b["x"]),) * 2, int)].add(p["w"][0, 0])[0],
         "is written where several samples may write",
+    ),
+    "a loop that reorders its running sum": (
+        lambda p, b: jax.lax.scan(
+            lambda c, x: (c[::-1] + x, None), jnp.zeros(b["x"].shape[1:]), b["x"]
+        )[0].sum(),
+        "loop over the samples that does more",
+    ),
+    "a loop that adds up its running sum": (
+        lambda p, b: jax.lax.scan(
+            lambda c, x: (jnp.cumsum(c) + x, None), jnp.zeros(b["x"].shape[1:]), b["x"]
+        )[0].sum(),
+        "loop over the samples that does more",
     ),
     "a loop in reverse with a counter": (in_reverse, "loop over the samples that does more"),
     "a whole quotient of a count": (
