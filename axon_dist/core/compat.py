@@ -345,6 +345,11 @@ def cudnn_operations() -> tuple[Primitive, Primitive]:
     return forward, kernels._dot_product_attention_bwd_p_wrapper
 
 
+def callback_function(value: Any) -> Any:
+    """The user's function in the `callback` parameter of `pure_callback` and its like."""
+    return getattr(value, "callback_func", value)
+
+
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     """The numbers of constant and of carried operands of a `scan`."""
     if "num_consts" in equation.params:

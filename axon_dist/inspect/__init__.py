@@ -40,11 +40,11 @@ from ..mesh.targets import prepare_environment as prepare_environment
 from ..mesh.targets import target_options as target_options
 from .calls import Recomputed as Recomputed
 from .calls import attention_kernels as attention_kernels
-from .calls import expect_bytes as expect_bytes
-from .calls import expect_collectives as expect_collectives
-from .calls import expect_kernels as expect_kernels
 from .calls import kernels as kernels
 from .calls import recomputed as recomputed
+from .claims import expect_bytes as expect_bytes
+from .claims import expect_collectives as expect_collectives
+from .claims import expect_kernels as expect_kernels
 from .computations import carried_bytes as carried_bytes
 from .flops import Flops as Flops
 from .flops import flops as flops

@@ -159,8 +159,8 @@ class Value:
         return not same_scale(self.scale, 1.0)
 
     @property
-    def chosen(self) -> Number | None:
-        """Its value if that is known and equal for a part and the whole; else None."""
+    def same_number(self) -> Number | None:
+        """The number that it equals both in a part and in the whole; None if there is none."""
         known = self.known
         return known[0] if known is not None and known[0] == known[1] else None
 

@@ -14,11 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ..core.compat import eval_equation, source_line
+from ..core.compat import callback_function, eval_equation, source_line
 from ..core.tree import is_key
 from ..core.typing import Array, PyTree
 from ..ir.factors import Factors, Role, factors_of
-from ..ir.walk import OPENED, Atom, Aval, Params, dtype_of, equations, shape_of, struct_of
+from ..ir.walk import (
+    OPENED,
+    Atom,
+    Aval,
+    Params,
+    dtype_of,
+    equations,
+    same,
+    shape_of,
+    struct_of,
+)
 from .abstract_values import CONSTANT, Coupling, Kind, Number, Value, Why, coupled
 
 Constant: TypeAlias = Array | np.ndarray | Number
@@ -186,6 +196,9 @@ _SIZED = frozenset(
 def are_equal(op: Operation) -> bool:
     """Whether an operation's parameters are equal for a part and the whole, except for sizes.
 
+    Functions are not compared, as each trace makes them anew: what they compute is also a program
+    among the parameters. Only the user's function of a callback has none.
+
     Example:
         >>> square = {"y": 2}
         >>> are_equal(Operation("integer_pow", square, {"y": 3}, (), (), ("f", "f")))
@@ -193,6 +206,8 @@ def are_equal(op: Operation) -> bool:
     """
     for name, one in op.params.items():
         other = op.others.get(name)
+        if name == "callback" and not same(callback_function(one), callback_function(other)):
+            return False
         if name in _SIZED or one is other or (callable(one) and callable(other)):
             continue
         is_array = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
@@ -285,7 +300,7 @@ def _kind(atoms: Sequence[Atom]) -> str:
     return "f" if is_float else np.dtype(dtype).kind
 
 
-CALLS = OPENED | {"shard_map", "composite"}
+RUN_ONCE = OPENED | {"shard_map", "composite"}
 """Primitives that run an inner program once, on their operands in order."""
 
 
@@ -341,7 +356,7 @@ NOT_FIRST = (
     "does not count samples in dim 0"
 )
 
-RESIZED = "with sizes that follow from the number of samples"
+RESIZED = "with sizes or other parameters that follow from the number of samples"
 """The end of a reason: the operation's parameters depend on the number of samples."""
 
 WITHIN = (
