@@ -47,6 +47,7 @@ def changed_results(program: ClosedJaxpr, first: int, count: int) -> list[int]:
         count: how many results to look at.
 
     Example:
+        >>> import jax
         >>> changed_results(jax.make_jaxpr(lambda x, y, z: (x, y, z + 1))(1, 2, 3), 1, 2)
         [1]
     """
@@ -67,6 +68,7 @@ def is_added_to(program: ClosedJaxpr, invar: int, output: int) -> bool:
         output: the position of the output.
 
     Example:
+        >>> import jax
         >>> program = jax.make_jaxpr(lambda n, x: (n + 2 * x, 2 * n + x, x))(1, 1)
         >>> [is_added_to(program, 0, number) for number in range(3)]
         [True, False, False]
