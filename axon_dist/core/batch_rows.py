@@ -96,8 +96,10 @@ def rows_of_parts(
             f"a global batch of {global_batch} rows does not divide by {of_replicas}"
             f"{num_microbatches} microbatches; use {near} or {near + cuts} rows"
         )
-    for part in parts:
-        local_rows(num_parts, part, num_parts)
+    if wrong := [part for part in parts if not 0 <= part < num_parts]:
+        raise ConfigError(
+            f"part {wrong[0]} of {num_parts} does not exist: give parts from 0 to {num_parts - 1}."
+        )
     # A part may hold several replicas, or a replica several parts: both are whole pieces.
     pieces = math.lcm(num_replicas, num_parts) // num_replicas
     if size < 1 or size % pieces:

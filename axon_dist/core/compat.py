@@ -298,9 +298,10 @@ def in_place_of(equation: JaxprEqn) -> Iterator[None]:
 def called(equation: JaxprEqn) -> ClosedJaxpr | None:
     """The inner program of an equation that calls it once, as `jit` or `checkpoint`; else None.
 
-    The program's inputs are the last operands of the equation. Loops and branches are not calls.
+    The program's inputs are the last operands of the equation. Loops, branches and kernels are not
+    calls.
     """
-    if equation.primitive.name in REDUCERS | {"scan"}:
+    if equation.primitive.name in REDUCERS | {"scan", "pallas_call"}:
         return None
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         program = equation.params.get(key)
@@ -335,6 +336,18 @@ def expanded(equation: JaxprEqn) -> tuple[ClosedJaxpr, list[int]] | None:
 
     structs = (jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
     return jax.make_jaxpr(run)(*structs), positions
+
+
+def cudnn_operations() -> tuple[Primitive, Primitive]:
+    """The primitives of cuDNN's fused attention, forward and backward."""
+    kernels: Any = fused_attention_stablehlo
+    forward = kernels._dot_product_attention_fwd_p_wrapper
+    return forward, kernels._dot_product_attention_bwd_p_wrapper
+
+
+def callback_function(value: Any) -> Any:
+    """The user's function in the `callback` parameter of `pure_callback` and its like."""
+    return getattr(value, "callback_func", value)
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import jax
 import jax.numpy as jnp
 
+from .compat import cudnn_operations
 from .compat import fused_attention_stablehlo as kernels
 from .typing import Array, Leaf
 
@@ -107,7 +108,8 @@ def cudnn_attention_forward(
     Returns:
         `[B, T, H, K]`, and with `keeps_weights` the logsumexp, float32 `[B, H, T]`.
     """
-    outputs = kernels._dot_product_attention_fwd_p_wrapper.bind(
+    forward, _ = cudnn_operations()
+    outputs = forward.bind(
         *_cudnn_operands(query, key, value, bias),
         **_cudnn_parameters(query, bias, causal),
         is_training=keeps_weights,
@@ -164,7 +166,8 @@ def cudnn_attention_gradients(
     Returns:
         The gradients of queries, keys and values.
     """
-    gradients = kernels._dot_product_attention_bwd_p_wrapper.bind(
+    _, backward = cudnn_operations()
+    gradients = backward.bind(
         *_cudnn_operands(query, key, value, bias),
         log_weight,
         out,

@@ -1,8 +1,8 @@
 """Local files, and objects in buckets at `gs://` and `s3://`.
 
-Reads are bounded in size and never block; errors are one sentence. tensorstore reads and writes
-both kinds of bucket: it finds the credentials, retries requests that were throttled, cut short or
-not answered, and returns the version of an object, a GCS generation or an S3 ETag.
+Reads of local files are bounded in size and never block; errors are one sentence. tensorstore reads
+and writes both kinds of bucket: it finds the credentials, retries requests that were throttled, cut
+short or not answered, and returns the version of an object, a GCS generation or an S3 ETag.
 """
 
 from __future__ import annotations

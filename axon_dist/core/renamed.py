@@ -1,8 +1,12 @@
-"""Renamed fields, attributes and arguments: old names work for one more release, and warn."""
+"""Renamed fields, attributes, arguments and names: old names work for a while, and warn.
+
+CONTRIBUTING.md says for how long: for one minor version, and at least for three months.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -72,6 +76,24 @@ def renamed_attribute(old: str, new: str) -> property:
         return getattr(self, new)
 
     return property(get, doc=f"The deprecated name of `{new}`.")
+
+
+def renamed_names(module: str, **new_of: str) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a module some of whose names are renamed; each use warns.
+
+    Args:
+        module: `__name__` of the module.
+        **new_of: the new name of a function or class, by its old name.
+    """
+
+    def module_getattr(name: str) -> Any:
+        if name not in new_of:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        text = f"{module}.{name} is deprecated; use {new_of[name]}"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], new_of[name])
+
+    return module_getattr
 
 
 def renamed_arguments(**new_of: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

@@ -1,8 +1,9 @@
 """Measures what a compiled step sends, stores and computes on each device.
 
-This package reads only the text of the optimised program that will run, except in `steps.py`. It
-does not know the strategies, so it can check their claims independently. Times follow from the
-rates of `mesh.chips`.
+Most of this package reads only the text of the optimised program that will run. Besides, `memory`
+asks the compiler, `timeline.py` reads traces, and `steps.py` traces steps. It does not know the
+strategies, so it can check their claims independently. Times follow from the peak rates of
+`mesh.chips`, except those of `model_time` and `waterfall`.
 
 * `collectives` lists the collectives: their bytes, mesh axis and count, and whether compute hides
   them. `expect_collectives` and `expect_bytes` turn that into tests.
@@ -16,8 +17,8 @@ rates of `mesh.chips`.
 * `report` combines these.
 * `trace_step`, `lower_init`, `lower_outer_steps` and `trace_outer_steps` return the programs of a
   training step; `separation` and `coupling` say how it computes its loss.
-* `read_trace` reads a trace of `jax.profiler`; `waterfall` uses it with the program to show where
-  the time of a step went.
+* `read_trace` reads a trace of `jax.profiler`; `waterfall` uses its measured times with the program
+  to show where the time of a step went.
 * `target_mesh("h100:8x8", "fsdp=64")` returns devices that programs can be compiled for without
   having them. `target_options` returns the compiler options of their chip, which a step built for
   them already has.
@@ -39,11 +40,11 @@ from ..mesh.targets import prepare_environment as prepare_environment
 from ..mesh.targets import target_options as target_options
 from .calls import Recomputed as Recomputed
 from .calls import attention_kernels as attention_kernels
-from .calls import expect_bytes as expect_bytes
-from .calls import expect_collectives as expect_collectives
-from .calls import expect_kernels as expect_kernels
 from .calls import kernels as kernels
 from .calls import recomputed as recomputed
+from .claims import expect_bytes as expect_bytes
+from .claims import expect_collectives as expect_collectives
+from .claims import expect_kernels as expect_kernels
 from .computations import carried_bytes as carried_bytes
 from .flops import Flops as Flops
 from .flops import flops as flops

@@ -286,8 +286,8 @@ class Report:
         kinds = {row.kind for row in self.collectives}
         if self.is_cpu and "reduce-scatter" not in kinds >= {"all-gather", "all-reduce"}:
             yield (
-                "XLA:CPU has no reduce-scatter: a sum of which each rank keeps a slice is "
-                "all-reduced here, at twice the bytes"
+                "XLA:CPU's partitioner makes no reduce-scatters: a sum of which each rank keeps a "
+                "slice is all-reduced here, at twice the bytes; Reduction(manual=True) scatters it"
             )
         yield from self.warnings()
 

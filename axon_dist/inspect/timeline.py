@@ -135,14 +135,15 @@ class Spent:
     num_devices: int
 
 
-def spent(events: Sequence[Event], num_runs: int, rank: Callable[[Event], int]) -> Spent:
+def spent(events: Sequence[Event], num_runs: int, priority: Callable[[Event], int]) -> Spent:
     """Adds up the times of the operations of a step.
 
     Args:
         events: the events of `num_runs` consecutive steps, on all devices.
         num_runs: the number of traced steps. The first is not measured, because the trace starts in
             it. The last only marks the end of the step before it.
-        rank: a moment in which several events run is shared equally by those of the lowest rank.
+        priority: a moment in which several events run is shared equally by those with the lowest
+            number.
 
     Raises:
         UnsupportedError: if fewer than three steps can be distinguished.
@@ -165,7 +166,7 @@ def spent(events: Sequence[Event], num_runs: int, rank: Callable[[Event], int]) 
     }
     between = 0.0
     for device, own in by_device.items():
-        between += _sweep(own, runs[device], (begin, end), rank, totals)
+        between += _sweep(own, runs[device], (begin, end), priority, totals)
     counts = {name: x / (found - 2) / len(runs) for name, x in totals["counts"].items()}
     return Spent(
         step=(end - begin) * 1e-9 / (found - 2),
@@ -203,7 +204,7 @@ def _sweep(
     events: Sequence[Event],
     runs: Sequence[tuple[float, float]],
     window: tuple[float, float],
-    rank: Callable[[Event], int],
+    priority: Callable[[Event], int],
     totals: Mapping[str, dict[str, float]],
 ) -> float:
     """Attributes every moment of a window to operations; returns the time between steps."""
@@ -211,7 +212,7 @@ def _sweep(
     inside = sorted((e for e in events if e.end > begin and e.start < end), key=lambda e: e.start)
     for event in inside:
         totals["counts"][event.name] += event.start >= begin
-    ranks = [rank(event) for event in inside]
+    priorities = [priority(event) for event in inside]
     running: set[int] = set()
     ends: list[tuple[float, int]] = []
     between = 0.0
@@ -220,11 +221,11 @@ def _sweep(
         until = end if event is None else max(begin, event.start)
         while ends and ends[0][0] <= until:
             stop, ended = heapq.heappop(ends)
-            _share(inside, ranks, running, stop - clock, totals["by_name"])
+            _share(inside, priorities, running, stop - clock, totals["by_name"])
             running.discard(ended)
             clock = max(clock, stop)
         if running:
-            _share(inside, ranks, running, until - clock, totals["by_name"])
+            _share(inside, priorities, running, until - clock, totals["by_name"])
         elif until > clock:
             idle = _outside(clock, until, runs)
             between += idle
@@ -238,16 +239,16 @@ def _sweep(
 
 def _share(
     events: Sequence[Event],
-    ranks: Sequence[int],
+    priorities: Sequence[int],
     running: set[int],
     time: float,
     total: dict[str, float],
 ) -> None:
-    """Shares a time among the running events of the lowest rank."""
+    """Shares a time among the running events with the lowest number."""
     if time <= 0:
         return
-    lowest = min(ranks[number] for number in running)
-    owners = [number for number in running if ranks[number] == lowest]
+    lowest = min(priorities[number] for number in running)
+    owners = [number for number in running if priorities[number] == lowest]
     for number in owners:
         total[events[number].name] += time / len(owners)
 
@@ -258,7 +259,7 @@ def _outside(begin: float, end: float, runs: Sequence[tuple[float, float]]) -> f
     return (end - begin) - sum(x for x in covered if x > 0)
 
 
-RANKS: Mapping[str, int] = MappingProxyType(
+PRIORITY: Mapping[str, int] = MappingProxyType(
     {
         "products": 0,
         "attention": 0,
@@ -269,4 +270,4 @@ RANKS: Mapping[str, int] = MappingProxyType(
         "gaps": 4,
     }
 )
-"""The rank of each kind of work; a moment with several kinds belongs to the lowest."""
+"""The kinds of work; a moment with several kinds belongs to those with the lowest number."""

@@ -28,7 +28,7 @@ from .ledger import KINDS as COLLECTIVES
 from .ledger import as_text
 from .model_time import MOVES
 from .parse import Computation, Instruction, Module, ProgramLike, as_module, origin
-from .timeline import RANKS, Event, Spent, spent
+from .timeline import PRIORITY, Event, Spent, spent
 from .transfers import collective_kind
 
 KINDS: Mapping[str, str] = MappingProxyType(
@@ -305,10 +305,10 @@ def waterfall(
     own = [_own(event, module, known) for event in events]
     kinds = {event.name: _kind(event.name, known) for event in own}
 
-    def rank(event: Event) -> int:
+    def priority(event: Event) -> int:
         operation = known.get(event.name)
         is_container = operation is not None and operation.is_container
-        return RANKS["gaps"] + 1 if is_container else RANKS[kinds[event.name]]
+        return PRIORITY["gaps"] + 1 if is_container else PRIORITY[kinds[event.name]]
 
     if not any(event.name in known for event in own):
         raise UnsupportedError(
@@ -316,7 +316,7 @@ def waterfall(
             f"{module.name!r}); pass the trace and the program of the same step",
             code="other-program",
         )
-    time = spent(own, num_runs, rank)
+    time = spent(own, num_runs, priority)
     return _broken_down(time, known, kinds, module, peak_flops, peak_source, device)
 
 
@@ -466,7 +466,7 @@ def _broken_down(
         peak_source=peak_source,
         flops=peak_flops * sum(at_peak[name] for name in at_peak if kinds[name] != "recomputed"),
         useful_seconds=useful,
-        losses=tuple(_loss(kind, rows) for kind, rows in lost.items()),
+        losses=tuple(_lost(kind, rows) for kind, rows in lost.items()),
         notes=tuple(notes),
     )
 
@@ -498,8 +498,8 @@ def _at_peak(
     return {name: count / peak_flops for name, count in done.items()}
 
 
-def _loss(kind: str, rows: Iterable[tuple[str, str, float, float]]) -> LostTime:
-    """Groups the losses of one kind by source line."""
+def _lost(kind: str, rows: Iterable[tuple[str, str, float, float]]) -> LostTime:
+    """Groups the lost time of one kind by source line."""
     by_source: dict[str, list[tuple[str, float, float]]] = defaultdict(list)
     for source, name, seconds, count in rows:
         if seconds > 0:

@@ -27,8 +27,8 @@ class _Value(NamedTuple):
     Args:
         is_part: whether it is a part of an array that may be split: an input with dims, or
             computed from one element by element.
-        made_by: the operation that made an array of which elements may differ, and which is not a
-            part of one that is split; "" for scalars and arrays of equal elements.
+        made_by: for an array of unequal elements that comes from no split input, the operation that
+            made it; "" for all others.
     """
 
     is_part: bool = False

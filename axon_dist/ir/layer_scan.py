@@ -96,8 +96,8 @@ class LayerScan:
             self.rule.tell(LoopChoice(length, True, "groups of them are recomputed together"))
             return True
         program = jaxpr.eqns[chain.calls[0]].params["jaxpr"]
-        keeps = functools.partial(self.protect, times=length)
-        return self.rule.loops(program, chain.roles, length, keeps)
+        protect = functools.partial(self.protect, times=length)
+        return self.rule.loops(program, chain.roles, length, protect)
 
     def protect(self, body: Function, times: int) -> Function:
         """Puts a function that runs `times` times under `jax.checkpoint`.

@@ -2,11 +2,11 @@
 
 A bridged model is one NNX module with a tree of parameters. The submodules of its Linen module
 exist only while it runs, and each has its own subtree. Subtrees under one name with different
-numbers, at least half of whose leaves have equal shapes, are repeated blocks. While the model runs,
-a Flax interceptor sees every method call, and lifts the call of a block out of the model, as
-`flax.linen.jit` would do: it becomes one equation of the traced program. Equal blocks get the same
-inner program: their random keys, which Flax derives from their names, are computed before the call
-and passed in.
+numbers are repeated blocks if each has at least half of its leaves, by name and shape, in common
+with the one before it. While the model runs, a Flax interceptor sees every method call, and lifts
+the call of a block out of the model, as `flax.linen.jit` would do: it becomes one equation of the
+traced program. Equal blocks get the same inner program: their random keys, which Flax derives from
+their names, are computed before the call and passed in.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ def linen_modules(model: nnx.Module) -> Iterator[tuple[Keys, str]]:
 def linen_blocks(bridge: nnx.bridge.ToNNX, names: Collection[str] = ()) -> list[Keys]:
     """Returns the repeated blocks of a bridged Linen module, or its modules with given names.
 
-    Modules are equal if at least half of their leaves have equal shapes; the outermost equal
-    modules are blocks. If numbered modules differ, as the stages of a ResNet do, the equal modules
-    within them are blocks. Single layers are blocks only if no larger module is.
+    Modules are equal if each has at least half of its leaves, by name and shape, in common with the
+    one before it; the outermost equal modules are blocks. If numbered modules differ, as the stages
+    of a ResNet do, the equal modules within them are blocks. Single layers are blocks only if no
+    larger module is.
 
     Args:
         bridge: its leaves may be shapes.

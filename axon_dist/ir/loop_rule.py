@@ -126,8 +126,8 @@ class LoopCost:
         return LoopChoice(num_blocks, True, why)
 
 
-Keeps: TypeAlias = Callable[[Function], Function]
-"""Puts the function of a block under `jax.checkpoint`, or returns it unchanged."""
+ProtectBlock: TypeAlias = Callable[[Function], Function]
+"""The function of a block -> the same under `jax.checkpoint`, or unchanged."""
 
 
 def _ignore(choice: LoopChoice) -> None:
@@ -152,7 +152,7 @@ class LoopRule:
     tell: Callable[[LoopChoice], None] = _ignore
 
     def loops(
-        self, program: ClosedJaxpr, roles: Sequence[str | int], length: int, keeps: Keeps
+        self, program: ClosedJaxpr, roles: Sequence[str | int], length: int, protect: ProtectBlock
     ) -> bool:
         """Whether a chain runs as a loop.
 
@@ -161,14 +161,14 @@ class LoopRule:
             roles: the role of each operand: the index of the result that a carried operand comes
                 from, `"stacked"` if each block has its own, or `"shared"`.
             length: how many blocks there are.
-            keeps: puts a block under the `jax.checkpoint` that it runs under.
+            protect: puts a block under the `jax.checkpoint` that it runs under.
         """
-        choice = self._choice(program, roles, length, keeps)
+        choice = self._choice(program, roles, length, protect)
         self.tell(choice)
         return choice.is_loop
 
     def _choice(
-        self, program: ClosedJaxpr, roles: Sequence[str | int], length: int, keeps: Keeps
+        self, program: ClosedJaxpr, roles: Sequence[str | int], length: int, protect: ProtectBlock
     ) -> LoopChoice:
         if self.most is not None:
             return LoopChoice(length, length > self.most, self.why)
@@ -176,7 +176,7 @@ class LoopRule:
             # The inner loop stacks what the block saves in any case.
             return LoopChoice(length, True, "each loops itself")
         if length > UNROLLED and self.cost is not None:
-            each = stacked_bytes(program, roles, self.cost.platform, keeps)
+            each = stacked_bytes(program, roles, self.cost.platform, protect)
             return self.cost.choice(length, length * each)
         why = f"up to {UNROLLED} are compiled separately, more run as one loop"
         if length > UNROLLED and self.why:
@@ -188,7 +188,7 @@ def stacked_bytes(
     program: ClosedJaxpr,
     roles: Sequence[str | int],
     platform: str,
-    keeps: Keeps = lambda block: block,
+    protect: ProtectBlock = lambda block: block,
 ) -> int:
     """Returns the bytes that a loop stacks per iteration, found by differentiating the block.
 
@@ -199,7 +199,7 @@ def stacked_bytes(
         program: the program of the block.
         roles: the role of each operand, as in `LoopRule.loops`.
         platform: only the branches for this platform are counted.
-        keeps: puts the block under the `jax.checkpoint` that it runs under.
+        protect: puts the block under the `jax.checkpoint` that it runs under.
     """
 
     def pullback(*values: Array) -> object:
@@ -208,7 +208,7 @@ def stacked_bytes(
         def block(*values: Array) -> list[Array]:
             return interpret(program.jaxpr, program.consts, values, run, enters=_is_call)
 
-        return jax.vjp(keeps(block), *values)[1]
+        return jax.vjp(protect(block), *values)[1]
 
     traced = jax.make_jaxpr(pullback)(*map(_shape, program.in_avals)).jaxpr
     kept = {var for var in traced.outvars if isinstance(var, Var)}

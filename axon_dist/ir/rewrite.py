@@ -37,7 +37,7 @@ from .walk import LOOPS, Params, equations, interpret
 Replace: TypeAlias = Callable[[JaxprEqn, Sequence[Array]], Sequence[Array] | None]
 """(equation, operands) -> its results, or None to leave the equation unchanged."""
 
-OPENED = CALLS | REMATS | LOOPS | {"cond"}
+REWRITABLE = CALLS | REMATS | LOOPS | {"cond"}
 """Primitives whose inner programs are all in their parameters, so that these can be replaced."""
 
 
@@ -175,7 +175,7 @@ class _Run:
                 results = self.rewriting.replace[name](equation, operands)
             if results is not None:
                 return results
-        elif name in OPENED:
+        elif name in REWRITABLE:
             if any(map(self.rewriting.concerns, inner_programs(equation))):
                 equation = equation.replace(params=self._opened(equation.params))
         else:

@@ -59,7 +59,7 @@ class Stacked:
         return jnp.stack(list(map(jnp.asarray, self.rows))) if self._array is None else self._array
 
     @property
-    def shape(self) -> jax.ShapeDtypeStruct:
+    def struct(self) -> jax.ShapeDtypeStruct:
         """The shape and dtype of the array."""
         row = jnp.asarray(self.rows[0])
         return jax.ShapeDtypeStruct((len(self.rows), *row.shape), row.dtype)
@@ -76,8 +76,8 @@ def by_rows(function: Function) -> Function:
         function: traced again, with whole arrays.
 
     Returns:
-        A function with the same arguments and results. It has no checkpoints or jitted functions
-        around units within a loop over layers.
+        A function with the same arguments and results. Calls and checkpoints that contain units, or
+        that get a `Stacked`, are inlined in it, and loops around units are unrolled.
 
     Example:
         >>> total = by_rows(lambda x: jnp.sum(2 * x))
@@ -88,9 +88,9 @@ def by_rows(function: Function) -> Function:
 
     def run(*args: PyTree) -> PyTree:
         values, structure = jax.tree.flatten(args)
-        shapes = [value.shape if isinstance(value, Stacked) else value for value in values]
+        structs = [value.struct if isinstance(value, Stacked) else value for value in values]
         trace = jax.make_jaxpr(lambda *xs: function(*structure.unflatten(xs)), return_shape=True)
-        closed, results = trace(*shapes)
+        closed, results = trace(*structs)
         outputs = interpret(closed.jaxpr, closed.consts, values, _run)
         return jax.tree.unflatten(jax.tree.structure(results), outputs)
 

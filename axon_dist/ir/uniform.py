@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..core.compat import eval_equation
-from .factors import CHEAP_ELEMENTWISE, KEEPS, MOVES
+from .factors import CHEAP_ELEMENTWISE, KEEPS, MOVES, SCATTER_ADDS
 from .walk import LOOPS, dtype_of, inners, interpret, shape_of
 
 
@@ -41,7 +41,7 @@ class UniformValue:
 
 UNKNOWN = UniformValue()
 ZERO = UniformValue(0.0)
-INFINITE = UniformValue(None, is_finite=False)
+MAYBE_INFINITE = UniformValue(None, is_finite=False)
 
 # fmt: off
 _MOVES = (MOVES | KEEPS | {
@@ -120,7 +120,7 @@ def _scan(equation: JaxprEqn, operands: Sequence[UniformValue]) -> list[UniformV
 
     settled = inner.settled(carry, iteration, lambda a, b: _join([a, b]))
     if settled is None:
-        return [INFINITE] * len(equation.outvars)
+        return [MAYBE_INFINITE] * len(equation.outvars)
     return [*settled[0], *settled[1]]
 
 
@@ -146,7 +146,7 @@ def _select(equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformValu
 
 def _product(equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformValue:
     if any(value.is_zero for value in operands):
-        return ZERO if _unknown(operands).is_finite else INFINITE
+        return ZERO if _unknown(operands).is_finite else MAYBE_INFINITE
     is_each = equation.primitive.name == "mul"
     return _computed(equation, operands) if is_each else _unknown(operands)
 
@@ -163,9 +163,9 @@ def _quotient(equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformVa
     if divisor.is_zero:
         # A scalar 0 / 0 is a weighted mean without weights; nothing uses it when all weights are 0.
         is_total = numerator.is_zero and not shape_of(equation.outvars[0])
-        return ZERO if is_total else INFINITE
+        return ZERO if is_total else MAYBE_INFINITE
     if numerator.is_zero:
-        return ZERO if _unknown(operands).is_finite else INFINITE
+        return ZERO if _unknown(operands).is_finite else MAYBE_INFINITE
     return _computed(equation, operands)
 
 
@@ -192,7 +192,10 @@ _RULES: dict[str, Callable[[JaxprEqn, Sequence[UniformValue]], UniformValue]] = 
     "div": _quotient,
     "select_n": _select,
     "reduce_sum": _sum,
-    "scatter-add": lambda _, operands: operands[0] if operands[2].is_zero else _unknown(operands),
+    **dict.fromkeys(
+        SCATTER_ADDS,
+        lambda _, operands: operands[0] if operands[2].is_zero else _unknown(operands),
+    ),
 }
 
 
@@ -210,6 +213,6 @@ def _computed(equation: JaxprEqn, operands: Sequence[UniformValue]) -> UniformVa
     except Exception:  # The operation may need a shape or dtype that a scalar cannot have.
         return _unknown(operands)
     if known.value is None:
-        return INFINITE  # The result is NaN: it does not equal itself.
+        return MAYBE_INFINITE  # The result is NaN: it does not equal itself.
     overflows = np.isinf(known.value) and not any(np.isinf(value.value or 0) for value in operands)
     return dataclasses.replace(known, is_finite=_unknown(operands).is_finite and not overflows)

@@ -68,7 +68,8 @@ class Inner:
         num_carried: how many of the next inputs are carried from the previous iteration. The first
             outputs of the program, and the first results of the loop, are this carry. The other
             inputs and outputs are rows of arrays.
-        times: how often it runs; None if this is decided at run time.
+        times: how often it runs; 1 also for a branch, which may not run; None if this is decided at
+            run time.
     """
 
     program: ClosedJaxpr

@@ -15,5 +15,5 @@ from .muon import hidden_matrices as hidden_matrices
 from .muon import muon as muon
 from .wrappers import Spikes as Spikes
 from .wrappers import by_path as by_path
-from .wrappers import matrices as matrices
+from .wrappers import decayed as decayed
 from .wrappers import watched as watched

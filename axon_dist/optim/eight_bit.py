@@ -147,8 +147,8 @@ def block_dim(shape: Shape) -> int:
     It is the last one, unless that is the largest; then it is the one before. FSDP and ZeRO usually
     split the largest dim and blocks run along another one, so that no shard boundary cuts a block.
     If that other dim is so short that blocks would be small and scales many, blocks run along the
-    largest dim after all. Devices that share a block compute its scale together, with the numbers
-    of one device.
+    largest dim after all. Devices that share a block compute its scale together, so it is the one
+    that a single device computes.
 
     Example:
         >>> block_dim((1024, 256)), block_dim((256, 1024)), block_dim((3, 1024))

@@ -159,7 +159,12 @@ def muon(
 ) -> optax.GradientTransformation:
     """Muon, equal to `optax.contrib.muon`, but distributed over the devices of a step.
 
-        mu = beta mu + (1 - beta) g,   w -= rate (scale orthogonal(mu) + weight_decay w)
+        mu = beta mu + (1 - beta) g
+        m = beta mu^ + (1 - beta) g^ with Nesterov momentum, else mu^
+        w -= rate (scale orthogonal(m) + weight_decay w)
+
+    Here ^ is the bias correction: a division by 1 - beta^t, with t the number of the step, or of
+    the next one for mu^ with Nesterov momentum.
 
     The arguments, results and state are those of `optax.contrib.muon`, so either can continue from
     a state of the other. In a step, matrices of equal shape are stacked. One all-to-all gives each

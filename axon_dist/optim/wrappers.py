@@ -21,7 +21,7 @@ _OTHERWISE = "*"
 """The label of all other parameters; not a valid regular expression, so no group has it."""
 
 
-def matrices(params: PyTree) -> PyTree:
+def decayed(params: PyTree) -> PyTree:
     """A mask for `optax.adamw(mask=...)`: norms, biases, embeddings and positions do not decay.
 
     A parameter decays unless it has fewer than two dims or its name ends in `bias`, `scale`,
@@ -33,7 +33,7 @@ def matrices(params: PyTree) -> PyTree:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> matrices({"kernel": jnp.ones((2, 2)), "bias": jnp.ones((4, 2))})
+        >>> decayed({"kernel": jnp.ones((2, 2)), "bias": jnp.ones((4, 2))})
         {'bias': False, 'kernel': True}
     """
     return map_with_path(lambda path, x: x.ndim > 1 and not _UNDECAYED.search(path), params)

@@ -276,7 +276,7 @@ class Stacks:
 
         def split(path: KeyPath, leaf: PyTree) -> PyTree:
             _, count = self.of(tuple(getattr(entry, "key", None) for entry in path))
-            form = leaf.shape if isinstance(leaf, Stacked) else leaf
+            form = leaf.struct if isinstance(leaf, Stacked) else leaf
             is_float = jnp.issubdtype(form.dtype, jnp.floating)
             if is_float and _is_stacked(leaf, count):
                 return StackedBuffer(_rows(leaf, count))
@@ -292,7 +292,7 @@ class Stacks:
 
 
 def _is_stacked(leaf: PyTree, count: int) -> bool:
-    shape = (leaf.shape if isinstance(leaf, Stacked) else leaf).shape
+    shape = (leaf.struct if isinstance(leaf, Stacked) else leaf).shape
     return count > 0 and len(shape) > 0 and shape[0] == count
 
 

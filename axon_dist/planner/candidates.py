@@ -19,6 +19,7 @@ from flax import nnx
 from ..core.checks import COUNT, ArgumentKind, checked, made_by
 from ..core.errors import AxonDistError, ConfigError, ScheduleError, did_you_mean
 from ..core.own_context import in_own_context
+from ..core.renamed import renamed_attribute
 from ..core.tree import num_params
 from ..core.typing import Batch, JsonDict, LossFn, PyTree
 from ..core.weighted import Shared, Weighted
@@ -50,7 +51,8 @@ class Workload:
     Args:
         num_params: trainable scalars.
         num_layers: blocks that the model repeats; 1 where it repeats none.
-        flops: FLOPs of a step's products over all devices, without recomputation.
+        flops: FLOPs of a step's products over all devices. No block is recomputed, but the backward
+            pass of fused attention recomputes its scores.
         global_batch: samples per step, over all devices and microbatches.
         has_attention: whether one of its modules mixes positions by attention.
         num_experts: the greatest common divisor of the expert counts of its mixtures; 1 without
@@ -68,8 +70,8 @@ class Workload:
     Example:
         >>> sizes = {"num_params": 10, "num_layers": 4, "flops": 60.0, "has_attention": False}
         >>> work = Workload(**sizes, global_batch=8)
-        >>> work.divides(1, 4, 1), work.divides(1, 8, 1), work.divides(1, 1, 2)
-        (True, False, False)
+        >>> [work.is_worth_trying(1, pp, cp) for pp, cp in ((4, 1), (8, 1), (1, 2))]
+        [True, False, False]
     """
 
     num_params: int
@@ -93,10 +95,12 @@ class Workload:
         """The dtypes."""
         return MixedPrecision.of(self.precision)
 
-    def divides(self, tp: int, pp: int, cp: int, ep: int = 1) -> bool:
-        """Whether these sizes are worth a try; only building the step shows what can be split."""
+    def is_worth_trying(self, tp: int, pp: int, cp: int, ep: int = 1) -> bool:
+        """Whether to try these sizes of axes; only building the step shows what can be split."""
         blocks = pp == 1 or (self.num_layers > 1 and self.num_layers >= pp)
         return blocks and self.num_experts % ep == 0 and (cp == 1 or self.has_attention)
+
+    divides = renamed_attribute("divides", "is_worth_trying")
 
 
 @in_own_context
@@ -457,7 +461,7 @@ def _splits(work: Workload, split: dict[str, int], hardware: Hardware) -> bool:
     # Pipeline stages run at different times, but a ring over positions needs all ranks at once.
     can_ring = split["pp"] == 1 or split["cp"] == 1
     fits_node = split["tp"] * split["cp"] * split["ep"] <= (hardware.node_size or 8)
-    return can_ring and fits_node and work.divides(**split)
+    return can_ring and fits_node and work.is_worth_trying(**split)
 
 
 def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterator[Candidate]:

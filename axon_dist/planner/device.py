@@ -40,8 +40,8 @@ from .placement import (
     either,
     flops_of,
     handed,
-    is_added_to,
     is_rare,
+    is_running_sum,
     kind_of,
     of_spec,
     placed,
@@ -85,7 +85,7 @@ def liveness_program(
     specialized = for_platform(jaxpr, reader.branch_of)
     needed, read = needed_for(specialized, range(len(jaxpr.outvars)))
     outputs = reader.run(needed, closed.consts, [inputs[place] for place in read])
-    outputs = [reader.resolved(value) for value in outputs]
+    outputs = [reader.resolve(value) for value in outputs]
     for place, variable in enumerate(jaxpr.outvars[:num_state]):
         outputs[place] = reader.placed(outputs[place], splits[place], variable)
     program = reader.read(inputs, outputs)
@@ -133,7 +133,7 @@ class _Reader:
         name = equation.primitive.name
         if name in _SPECIAL:
             return _SPECIAL[name](self, equation, operands)
-        inner = None if name == "pallas_call" else called(equation)
+        inner = called(equation)
         if inner is None:
             return self._operation(equation, operands)
         if equation.params.get("differentiated") and np.any(equation.params["prevent_cse"]):
@@ -142,7 +142,7 @@ class _Reader:
 
     def behind_barrier(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
         """Returns the same values after a barrier: kept in memory, never recomputed after it."""
-        values = [self.resolved(one) for one in operands]
+        values = [self.resolve(one) for one in operands]
         for number, one in enumerate(values):
             if one.buffer >= 0:
                 behind = self.buffer(0, one.splits)
@@ -171,8 +171,8 @@ class _Reader:
         ours = (n for n, names in enumerate(platforms) if names is None or self.platform in names)
         return next(ours, 0)
 
-    def resolved(self, value: Sharded, scatter: Axes = NONE) -> Sharded:
-        """Completes a partial sum; over the axes of `scatter` each rank keeps a shard of it."""
+    def resolve(self, value: Sharded, scatter: Axes = NONE) -> Sharded:
+        """Completes the sums of a value, and returns it; over `scatter` each rank keeps a shard."""
         for one in value.partial:
             if not one.is_done:
                 one.is_done = True
@@ -190,7 +190,7 @@ class _Reader:
     def _add_up(self, one: Sum, scatter: Axes) -> None:
         shard = one.axes & scatter
         rest = one.axes - scatter
-        if shard and self._sends_rows(one, shard):
+        if shard and self._send_rows(one, shard):
             self._send_sum(one, NONE, rest, one.num_bytes // self.ways(shard))
             return
         # XLA:CPU all-reduces and then slices. On no platform is a replicated sum scattered over
@@ -203,8 +203,10 @@ class _Reader:
             return
         self._send_sum(one, shard, rest, one.num_bytes)
 
-    def _sends_rows(self, one: Sum, over: Axes) -> bool:
-        """Gathers the updates of all ranks if that is cheaper; each rank adds those of its shard.
+    def _send_rows(self, one: Sum, over: Axes) -> bool:
+        """Gathers the updates of all ranks if that is cheaper, and returns whether it is.
+
+        Each rank then adds the updates of its shard.
 
         XLA's partitioner does so where the rows of all ranks, such as those of a step's tokens, are
         fewer bytes than the table. No sum over these axes is then left.
@@ -269,10 +271,10 @@ class _Reader:
             split = union(axes for one in operands if not one.partial for axes in one.splits)
             for one in operands:
                 if any(part.axes & split for part in one.partial):
-                    self.resolved(one, scatter=split)
+                    self.resolve(one, scatter=split)
         parts = handed(name, operands)
         if not parts:
-            operands = [self.resolved(one) for one in operands]
+            operands = [self.resolve(one) for one in operands]
         if name == "dot_general":
             operands = self._met(equation, operands)
         layouts = placed(equation, [one.splits for one in operands])
@@ -350,7 +352,7 @@ class _Reader:
                 # (WhileLoopAllReduceCodeMotion).
                 one.trips = one.trips if self.platform == "cpu" else 1
         if splits != operand.splits or summed & axes:
-            self.resolved(operand, scatter=axes)
+            self.resolve(operand, scatter=axes)
         if splits == operand.splits or operand.buffer < 0:
             return [Sharded(operand.buffer, splits, operand.partial)]
         before = union(operand.splits)
@@ -376,7 +378,7 @@ class _Reader:
         inputs = []
         for atom, value, spec in zip(equation.invars, operands, params["in_specs"], strict=True):
             wanted = of_spec(spec, len(value.splits))
-            self.resolved(value, scatter=union(wanted))
+            self.resolve(value, scatter=union(wanted))
             keep = without_repeats(
                 [(a - manual) | s for a, s in zip(value.splits, wanted, strict=True)]
             )
@@ -390,7 +392,7 @@ class _Reader:
         for value, spec in zip(results, params["out_specs"], strict=True):
             pairs = zip(value.splits, of_spec(spec, len(value.splits)), strict=True)
             outputs.append(
-                Sharded(self.resolved(value).buffer, without_repeats([a | s for a, s in pairs]))
+                Sharded(self.resolve(value).buffer, without_repeats([a | s for a, s in pairs]))
             )
         return outputs
 
@@ -432,7 +434,7 @@ class _Reader:
         if which is not None:
             selected = equation.params["branches"][which]
             return self.run(selected.jaxpr, selected.consts, operands[1:])
-        operands = [self.resolved(one) for one in operands][1:]
+        operands = [self.resolve(one) for one in operands][1:]
         each = [
             self._body(branch, [one.splits for one in operands])
             for branch in equation.params["branches"]
@@ -449,8 +451,8 @@ class _Reader:
         results = reader.run(closed.jaxpr, closed.consts, inputs)
         for place, value in enumerate(results):
             before = inputs[carry[place]].buffer if place < len(carry) else -1
-            if not is_added_to(before, value.buffer, reader.nodes):
-                reader.resolved(value)
+            if not is_running_sum(before, value.buffer, reader.nodes):
+                reader.resolve(value)
         return dataclasses.replace(reader.read(inputs, results), is_rare=is_rare(closed)), results
 
     def read(self, inputs: Sequence[Sharded], outputs: Sequence[Sharded]) -> LivenessProgram:
@@ -461,7 +463,7 @@ class _Reader:
     def loop(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
         """Reads a loop; its carry has the layout that another iteration leaves unchanged."""
         loop = inners(equation)[-1]
-        operands = [self.resolved(one) for one in operands]
+        operands = [self.resolve(one) for one in operands]
         shared, carried, rows = ([x.splits for x in part] for part in loop.split_operands(operands))
         counts = loop.num_shared, loop.num_carried
         while True:

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from .placement import ADDS, IN_PLACE, LivenessProgram, Node, is_added_to
+from .placement import ADDS, IN_PLACE, LivenessProgram, Node, is_running_sum
 
 DEAR = frozenset({"tanh", "erf", "erfc", "erf_inv", "atan2", "lgamma", "digamma"})
 """Expensive elementwise operations, which are not computed twice."""
@@ -325,7 +325,7 @@ def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0)
     needed = {
         made
         for start, made in zip(before, after, strict=False)
-        if made >= 0 and not is_added_to(start, made, program.nodes)
+        if made >= 0 and not is_running_sum(start, made, program.nodes)
     }
     ends: set[int] = set()
     for number in reversed(range(len(program.nodes))):
@@ -350,7 +350,9 @@ def postponed(program: LivenessProgram, num_consts: int = 0, num_carry: int = 0)
 
 
 def _filled(nodes: list[Node]) -> list[Node]:
-    """Moves reductions that do not depend on a loop before it, where they hide its transfers.
+    """Moves reductions that follow a loop, and do not depend on it, to before the loop.
+
+    There they hide its transfers.
 
     An example are the argmax positions of a max-pool, which are only needed after later blocks.
     """

@@ -350,7 +350,7 @@ class Sum:
     is_base: bool = False
 
 
-def is_added_to(before: int, after: int, nodes: Sequence[Node]) -> bool:
+def is_running_sum(before: int, after: int, nodes: Sequence[Node]) -> bool:
     """Whether a loop only adds to a value that it carries.
 
     Args:
@@ -364,7 +364,7 @@ def is_added_to(before: int, after: int, nodes: Sequence[Node]) -> bool:
         return not any(before in node.reads for node in nodes)
     readers = [node for node in nodes if before in node.reads]
     linear = all(node.name in LINEAR or node.name in ADDS for node in readers)
-    return linear and all(is_added_to(w, after, nodes) for n in readers for w in n.writes)
+    return linear and all(is_running_sum(w, after, nodes) for n in readers for w in n.writes)
 
 
 def handed(name: str, operands: list[Sharded]) -> tuple[Sum, ...]:
@@ -378,7 +378,7 @@ def handed(name: str, operands: list[Sharded]) -> tuple[Sum, ...]:
     if name in ADDS:
         # Values that a loop adds to its carry are summed over ranks after the loop. Other addends
         # may be summed before or after the addition.
-        return joined(tuple(sum(partial, ()))) if any(is_part) else ()
+        return join_sums(tuple(sum(partial, ()))) if any(is_part) else ()
     if name == "mul" and sum(is_part) == 1:
         return partial[0] or partial[1]
     if name == "div":
@@ -386,8 +386,12 @@ def handed(name: str, operands: list[Sharded]) -> tuple[Sum, ...]:
     return partial[0] if name in LINEAR else ()
 
 
-def joined(sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
-    """Returns the sums left when partial sums are added: one for all products, or each its own."""
+def join_sums(sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
+    """Joins partial sums that are added, and returns those that are left.
+
+    If all are equal products, only the first is left, and the others are marked as done. Products
+    to which a scatter-add of parts is added are marked as its base.
+    """
     if any(one.node.name in SCATTERS for one in sums):
         for one in sums:
             one.is_base = one.node.kind == "product"

@@ -88,7 +88,6 @@ class Why(enum.StrEnum):
     UNEVEN = SOME + ", and different ones for a part of the batch than for the whole"
     TURNED = "reverses the order of the samples"
     JOINED = "concatenates samples with something else along the batch dim"
-    RUNNING = "runs along the batch dim, by"
     OFTEN = "is computed in a loop whose number of iterations depends on the samples"
     ONE_EACH = "is an array with an entry of its own for every sample"
 
@@ -141,7 +140,7 @@ class Value:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it does not depend on the samples."""
+        """Whether it does not depend on the values of the samples."""
         return self.kind is Kind.CONSTANT
 
     @property
@@ -160,8 +159,8 @@ class Value:
         return not same_scale(self.scale, 1.0)
 
     @property
-    def chosen(self) -> Number | None:
-        """Its value if that is known and equal for a part and the whole; else None."""
+    def same_number(self) -> Number | None:
+        """The number that it equals both in a part and in the whole; None if there is none."""
         known = self.known
         return known[0] if known is not None and known[0] == known[1] else None
 
@@ -207,6 +206,7 @@ def plus(left: Value, right: Value) -> Value:
 
     Raises:
         Coupling: if the result depends on several samples and is not a sum over them.
+        Mixing: if the terms grow differently with the number of samples.
     """
     for one, other in ((left, right), (right, left)):
         if one.is_zero and not (other.is_rows and other.positions):

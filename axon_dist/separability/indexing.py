@@ -49,7 +49,7 @@ def _take(op: Operation, values: list[Value]) -> Value:
         if not is_row:
             raise Coupling(Why.STRAY)
         return table.in_dim(None)
-    return _take_rows(op, chosen(table, indices), indices)
+    return _take_rows(op, with_own_index(table, indices), indices)
 
 
 _TABLE, _INDICES, _UPDATES = range(3)
@@ -61,7 +61,7 @@ def _check_index(value: Value) -> None:
         raise Coupling(Why.NUMBERS)
 
 
-def chosen(rows: Value, indices: Value) -> Value:
+def with_own_index(rows: Value, indices: Value) -> Value:
     """Returns rows of which an index reads or writes some places.
 
     Rows that are equal for all samples may differ once each sample has its own index.
@@ -135,7 +135,7 @@ def _scatter(op: Operation, values: list[Value]) -> Value:
         raise Coupling("writes to samples by an index")
     if op.name.endswith(("mul", "min", "max")) and (table.is_scaled or updates.is_scaled):
         raise Coupling(Why.SIZES)
-    table = chosen(table, indices)
+    table = with_own_index(table, indices)
     if updates.is_rows:
         if _factor(op, updates, _UPDATES) != factor:
             raise Coupling(Why.STRAY)

@@ -42,8 +42,8 @@ from .abstract_values import (
 )
 from .one_sample import Aligned, aligned_equations, is_loose, loosely, relay, relayed
 from .operation import (
-    CALLS,
     RESIZED,
+    RUN_ONCE,
     WITHIN,
     Constant,
     Operation,
@@ -203,7 +203,7 @@ class Walk:
                 self._with_number(value, object()) for value in special(self, pair, operands, line)
             ]
             return self._checked(op.outputs, results, line)
-        part, whole = (called(one), called(two)) if name in CALLS else (None, None)
+        part, whole = (called(one), called(two)) if name in RUN_ONCE else (None, None)
         if part is not None and whole is not None:
             results = self._call(op, (part, whole), operands, call_line, one)
             has_vjp = name.startswith("custom_") and not self._in_backward
@@ -234,9 +234,11 @@ class Walk:
         if len(known) == len(operands) and (number := folded(op, known)) is not None:
             key = (name, str(op.params), *known)
             return [self._with_number(grown_scalar(*number, self._ratio), key)]
-        decided = name == "select_n" and operands[0].chosen is not None
+        decided = name == "select_n" and operands[0].same_number is not None
         spoiled = [v for v in operands if v.kind is Kind.COUPLED]
         if spoiled and not decided:
+            # Name the reason that says most: a dependence on the number of samples often follows
+            # from another one.
             return [with_line(min(spoiled, key=lambda v: Why.SIZES in v.why), line)] * count
         rule = SAMPLE_RULES.get(name, unknown)
         try:
@@ -419,7 +421,7 @@ class Walk:
         ]
         lengths: tuple[Any, Any] = (loops[0].times, loops[1].times)
         if not lengths[0]:
-            # How often a part adds to a carry says nothing about the whole if it never does.
+            # A part whose loop runs no iteration does not show what an iteration of the whole does.
             return [bad] * len(bodies[0].jaxpr.outvars)
         is_numbered &= lengths[1] == lengths[0] * self._ratio
         roles = [

@@ -22,7 +22,7 @@ from ..core.typing import Shape
 from ..ir.factors import ELEMENTWISE, RESHAPES
 from ..ir.walk import shape_of
 from .abstract_values import Coupling, Kind, Value
-from .indexing import chosen
+from .indexing import with_own_index
 from .operation import Operation, PairValues, Shapes
 from .rules import SAMPLE_RULES, is_transposed
 
@@ -216,7 +216,7 @@ def _rows_in_windows(op: Operation, values: list[Value]) -> Value | None:
     if table.dim not in dims or (table.outer, indices.outer) != (1, 1) or table.positions:
         return None
     place = places[dims.index(table.dim)]
-    moved = op.moved(chosen(table, indices))
+    moved = op.moved(with_own_index(table, indices))
     # The other batching dims, as numbered in the part: its indices lack the dim `place`.
     others = [(d, p - (p > place)) for d, p in zip(dims, places, strict=True) if d != table.dim]
     hidden = (*other.collapsed_slice_dims, *dims)

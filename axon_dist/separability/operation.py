@@ -14,11 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ..core.compat import eval_equation, source_line
+from ..core.compat import callback_function, eval_equation, source_line
 from ..core.tree import is_key
 from ..core.typing import Array, PyTree
 from ..ir.factors import Factors, Role, factors_of
-from ..ir.walk import OPENED, Atom, Aval, Params, dtype_of, equations, shape_of, struct_of
+from ..ir.walk import (
+    OPENED,
+    Atom,
+    Aval,
+    Params,
+    dtype_of,
+    equations,
+    same,
+    shape_of,
+    struct_of,
+)
 from .abstract_values import CONSTANT, Coupling, Kind, Number, Value, Why, coupled
 
 Constant: TypeAlias = Array | np.ndarray | Number
@@ -103,7 +113,7 @@ def as_rows(value: Value, shapes: Shapes) -> Value:
 
 
 def all_constant(values: Sequence[Value]) -> bool:
-    """Whether no value depends on the samples."""
+    """Whether no value depends on the values of the samples."""
     return all(value.is_constant for value in values)
 
 
@@ -126,7 +136,9 @@ def is_loop_index(value: Value, count: int) -> bool:
 
 def not_numbered(value: Value) -> Value:
     """Returns a value without sample positions that is not a loop's running sum; else raises."""
-    if value.positions or value.kind is Kind.CARRY:
+    if value.kind is Kind.CARRY:
+        raise Coupling(Why.LOOPED)
+    if value.positions:
         raise Coupling(Why.NUMBERS)
     return value
 
@@ -184,6 +196,9 @@ _SIZED = frozenset(
 def are_equal(op: Operation) -> bool:
     """Whether an operation's parameters are equal for a part and the whole, except for sizes.
 
+    Functions are not compared, as each trace makes them anew: what they compute is also a program
+    among the parameters. Only the user's function of a callback has none.
+
     Example:
         >>> square = {"y": 2}
         >>> are_equal(Operation("integer_pow", square, {"y": 3}, (), (), ("f", "f")))
@@ -191,6 +206,8 @@ def are_equal(op: Operation) -> bool:
     """
     for name, one in op.params.items():
         other = op.others.get(name)
+        if name == "callback" and not same(callback_function(one), callback_function(other)):
+            return False
         if name in _SIZED or one is other or (callable(one) and callable(other)):
             continue
         is_array = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
@@ -283,12 +300,16 @@ def _kind(atoms: Sequence[Atom]) -> str:
     return "f" if is_float else np.dtype(dtype).kind
 
 
-CALLS = OPENED | {"shard_map", "composite"}
+RUN_ONCE = OPENED | {"shard_map", "composite"}
 """Primitives that run an inner program once, on their operands in order."""
 
 
 def is_of_jax(name: str) -> bool:
-    """Whether a jitted function is one of JAX's own."""
+    """Guesses by its name whether a jitted function is one of JAX's own.
+
+    Only the line that an error names depends on the guess: for a function that the user has given
+    such a name, it is the line of the call, not one within the function.
+    """
     modules = (jnp, jnp.linalg, jax.nn, jax.random, jax.lax, jax.scipy.special)
     return name.startswith("_") or any(hasattr(module, name) for module in modules)
 
@@ -330,7 +351,12 @@ def differing(part: Jaxpr, whole: Jaxpr, line: str) -> list[Value]:
     return [coupled(Why.DIFFERS, line)] * len(part.outvars)
 
 
-RESIZED = "with sizes that follow from the number of samples"
+NOT_FIRST = (
+    "goes through a function that axon_dist.per_sample marks, with an operand or a result that "
+    "does not count samples in dim 0"
+)
+
+RESIZED = "with sizes or other parameters that follow from the number of samples"
 """The end of a reason: the operation's parameters depend on the number of samples."""
 
 WITHIN = (
@@ -367,7 +393,7 @@ def promised(outputs: Sequence[Shapes], operands: list[Value]) -> list[Value]:
     def of(dims: list[int]) -> Value:
         if dims == ([] if is_one else [0]):
             return Value(Kind.ROWS, dim=None if is_one else 0)
-        return coupled("has no samples first", "") if dims else CONSTANT
+        return coupled(NOT_FIRST, "") if dims else CONSTANT
 
     return [problem or of(grown(shapes)) for shapes in outputs]
 
@@ -385,7 +411,7 @@ def _unkept(value: Value) -> Value | None:
     if value.is_scaled and not value.is_zero:
         return coupled(Why.SIZES, "")
     if value.dim not in (None, 0) or value.outer != 1:
-        return coupled("has no samples first", "")
+        return coupled(NOT_FIRST, "")
     return None
 
 
@@ -451,7 +477,7 @@ def grown_scalar(first: Number, second: Number, ratio: float, eps: float = 2**-2
 
 
 def _rounded(scale: float, ratio: float, eps: float) -> float:
-    """Rounds a scale to a (half-integer) power of the ratio if it equals one up to rounding."""
+    """Replaces a scale by a (half-integer) power of the ratio that it equals up to rounding."""
     power = round(2 * math.log(abs(scale)) / math.log(ratio)) / 2 if ratio != 1 else 0.0
     exact = math.copysign(ratio**power, scale)
     return exact if math.isclose(scale, exact, rel_tol=max(2 * eps, 1e-12)) else scale

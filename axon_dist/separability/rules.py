@@ -23,6 +23,7 @@ from .abstract_values import (
     Value,
     Why,
     aligned,
+    coupled,
     either,
     nonlinear,
     over,
@@ -30,7 +31,17 @@ from .abstract_values import (
     times,
 )
 from .indexing import INDEXING
-from .operation import Operation, Rule, all_constant, as_rows, grown, not_numbered, only_numbers
+from .operation import (
+    RESIZED,
+    Operation,
+    Rule,
+    all_constant,
+    are_equal,
+    as_rows,
+    grown,
+    not_numbered,
+    only_numbers,
+)
 
 
 def _linear(op: Operation, values: list[Value]) -> Value:
@@ -226,12 +237,10 @@ def _along(op: Operation, values: list[Value]) -> list[Value]:
     """The rule for operations along some dims, or on windows, that keep the other dims."""
     # Indices along a dim that counts samples differ between a part of a batch and the whole.
     if op.roles - {Role.PASSES}:
-        how = Why.RUNNING if op.name.startswith("cum") else "takes"
-        raise Coupling(f"{how} `{op.name}` along the samples")
+        raise Coupling(f"takes `{op.name}` along the samples")
     is_sum = op.name in ("cumsum", "reduce_window_sum")
     result = values[0] if is_sum else nonlinear(op.name, values)
-    if result.positions or result.kind is Kind.CARRY:
-        raise Coupling(Why.NUMBERS)
+    result = not_numbered(result)
     known = result.known if result.is_zero else None
     return [dataclasses.replace(result, known=known)] * len(op.outputs)
 
@@ -317,8 +326,8 @@ def _unstack(op: Operation, values: list[Value]) -> list[Value]:
 
 def _select(op: Operation, values: list[Value]) -> Value:
     which, *cases = values
-    if which.chosen is not None:
-        return cases[int(which.chosen)]
+    if which.same_number is not None:
+        return cases[int(which.same_number)]
     if which.is_constant and not which.is_scaled:
         joined = functools.reduce(either, cases)
         return dataclasses.replace(joined, known=None)
@@ -392,9 +401,10 @@ def _attention(op: Operation, values: list[Value]) -> list[Value]:
     """The rule for fused attention kernels: arrays have the samples in dim 0, or not at all."""
     operands = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
     # The backward pass is linear in the cotangent, and in nothing else.
-    returned = operands[_RETURNED] if "_bwd_" in op.name else CONSTANT
-    if "_bwd_" in op.name:
-        operands[_RETURNED] = dataclasses.replace(returned, scale=1.0)
+    place = _RETURNED.get(op.name)
+    returned = CONSTANT if place is None else operands[place]
+    if place is not None:
+        operands[place] = dataclasses.replace(returned, scale=1.0)
     result = nonlinear(op.name, operands)
     if result.is_rows or result.is_constant:
         result = dataclasses.replace(result, scale=returned.scale)
@@ -402,9 +412,11 @@ def _attention(op: Operation, values: list[Value]) -> list[Value]:
         return [result] * len(op.outputs)
     if (result.dim, result.outer) != (0, 1):
         raise Coupling(f"goes through `{op.name}` in a dim that is not the first")
-    # A result without a samples' dim is the gradient of a bias that all samples share.
+    # A result without a samples' dim is the gradient of a bias that all samples share. The kernels
+    # in eight bits take no bias; such results of them are the largest values, for later scales.
     more = returned.scale * op.inputs[0][1][0] / op.inputs[0][0][0]
-    of_all = Value(Kind.TOTAL, more)
+    largest = coupled("takes the largest value over the samples", "")
+    of_all = largest if "_fp8_" in op.name else Value(Kind.TOTAL, more)
     return [result if grown(shapes) else of_all for shapes in op.outputs]
 
 
@@ -424,8 +436,10 @@ def _linear_loss(op: Operation, values: list[Value]) -> list[Value]:
     return [result] * len(op.outputs)
 
 
-_RETURNED = 12
-"""The position of the cotangent among the operands of `dot_product_attention_bwd`."""
+_RETURNED: MappingProxyType[str, int] = MappingProxyType(
+    {"dot_product_attention_bwd_wrapper": 12, "dot_product_attention_fp8_bwd_wrapper": 4}
+)
+"""The position of the cotangent among the operands of a backward kernel, by its name."""
 
 
 _LINEAR = (
@@ -486,6 +500,8 @@ def unknown(op: Operation, values: list[Value]) -> Value:
     if not values and op.name in ("platform_index", "empty", "create_token"):
         return CONSTANT
     if values and all(v.is_constant or (v.is_rows and v.dim is None) for v in values) and fixed:
+        if not are_equal(op):
+            raise Coupling(f"takes `{op.name}` {RESIZED}")
         return Value(Kind.ROWS)
     raise Coupling(unread(op.name))
 

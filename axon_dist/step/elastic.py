@@ -31,7 +31,7 @@ from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, PyTree
-from ..ir.randomness import changed_results
+from ..ir.results import changed_results
 from ..optim.wrappers import layer_norms
 from ..sharding import axes_of, optimizer_shardings
 from ..sharding.padding import cut_like, for_region

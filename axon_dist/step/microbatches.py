@@ -23,12 +23,11 @@ from ..core.typing import Array, Batch, Path, PyTree
 from ..ir.randomness import (
     Drawn,
     SampleRows,
-    changed_results,
     find_rows,
-    results_of_no_sample,
     with_part,
     without_part,
 )
+from ..ir.results import changed_results, results_of_no_sample
 from .objective import Sums
 from .separation import Separator
 from .spec import StepSpec

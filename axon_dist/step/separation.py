@@ -31,7 +31,7 @@ from ..core.errors import AxonDistError, UnsupportedError, warn
 from ..core.renamed import renamed_fields
 from ..core.tree import is_key, leaves_with_paths, shape_key, shapes_of
 from ..core.typing import Batch, LossFn, Path, PyTree
-from ..ir.randomness import is_added_to
+from ..ir.results import is_added_to
 from ..ir.walk import sources_of
 from ..parallel import SUM_SAMPLES, mark_experts_per_sample
 from ..separability.abstract_values import (

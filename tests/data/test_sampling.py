@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from axon_dist.core.batch_rows import rows_of_parts
 from axon_dist.core.errors import ConfigError, DivisibilityError
 from axon_dist.data import local_rows, num_windows, shuffled, spread_starts, windows_at
 
@@ -71,6 +72,11 @@ def test_spread_starts_stay_inside_and_reach_both_ends(num_tokens, length, num_s
 def test_rows_that_cannot_be_divided(arguments, error, message):
     with pytest.raises(error, match=message):
         local_rows(*arguments)
+
+
+def test_a_part_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match=r"part 9 of 8 does not exist: give parts from 0 to 7"):
+        rows_of_parts(16, [0, 9], 8)
 
 
 def test_a_seed_out_of_range_is_refused():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas
 
 from axon_dist.core.compat import eval_equation
 from axon_dist.ir.uniform import UNKNOWN, ZERO, uniform_values
@@ -11,6 +12,7 @@ from axon_dist.ir.walk import (
     called,
     depends_on,
     equations,
+    inners,
     interpret,
     needed_for,
     same_program,
@@ -21,6 +23,19 @@ from axon_dist.ir.walk import (
 def nested(x, flag):
     inner = jax.jit(lambda y: jax.lax.scan(lambda c, _: (jnp.sin(c), None), y, length=3)[0])
     return jax.lax.cond(flag, inner, jnp.cos, jax.checkpoint(jnp.exp)(x)) * 2.0
+
+
+def test_a_kernel_is_no_call():
+    """Its program reads and writes references, so it cannot be run on the operands."""
+
+    def double(x_ref, out_ref):
+        out_ref[...] = 2 * x_ref[...]
+
+    like = jax.ShapeDtypeStruct((8,), jnp.float32)
+    program = jax.make_jaxpr(pallas.pallas_call(double, out_shape=like))(like)
+    (kernel,) = (e for e in equations(program.jaxpr) if e.primitive.name == "pallas_call")
+    assert called(kernel) is None
+    assert inners(kernel) == []
 
 
 def test_every_equation_is_seen_however_deep():

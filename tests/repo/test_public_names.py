@@ -31,6 +31,13 @@ MOVED = [
 ]
 """Old places that still have their names, a name each, and the places that have them now."""
 
+RENAMED = [
+    ("axon_dist.planner", "Arrangement", "Candidate"),
+    ("axon_dist.planner", "StepTime", "StepCost"),
+    ("axon_dist.planner", "arrange", "candidate_for"),
+]
+"""Places with names that are renamed, the old names and the new ones."""
+
 
 @pytest.mark.parametrize("place", PLACES)
 def test_every_public_name_is_found(place):
@@ -47,6 +54,16 @@ def test_an_old_place_forwards_its_names_and_warns(old, name, new):
     assert value is getattr(importlib.import_module(new), name)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         getattr(importlib.import_module(old), "noth" + "ing")
+
+
+@pytest.mark.parametrize(("place", "old", "new"), RENAMED)
+def test_an_old_name_works_and_warns(place, old, new):
+    module = importlib.import_module(place)
+    with pytest.warns(DeprecationWarning, match=f"{place}.{old} is deprecated; use {new}"):
+        value = getattr(module, old)
+    assert value is getattr(module, new)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        getattr(module, "noth" + "ing")
 
 
 def test_the_top_lists_what_most_programs_need():

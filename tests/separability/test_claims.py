@@ -83,6 +83,12 @@ def foreign(x):
     return jax.pure_callback(lambda x: np.tanh(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
+def times_of(count, x):
+    """Multiplies by a number that only the function of a callback has."""
+    like = jax.ShapeDtypeStruct(np.shape(x), jnp.float32)
+    return jax.pure_callback(lambda x: np.float32(x * count), like, x)
+
+
 SUM = jax.ops.segment_sum
 CLAIMS = {
     "a total looked up in a loop over the samples": (
@@ -112,6 +118,18 @@ CLAIMS = {
     "a foreign call of a sample over the number of samples": (
         lambda x, y, w: lax.map(lambda row: foreign(row / len(x)).sum(), x).sum(),
         "whose effect on samples is unknown",
+    ),
+    "a foreign call that multiplies a constant by the number of samples": (
+        lambda x, y, w: x.mean() * times_of(len(x), 2.0),
+        "`pure_callback` with sizes or other parameters that follow",
+    ),
+    "a foreign call that multiplies a constant by a number": (
+        lambda x, y, w: x.mean() * times_of(3, 2.0),
+        "total",
+    ),
+    "a foreign call that multiplies a sample by the number of samples": (
+        lambda x, y, w: lax.map(lambda row: times_of(len(x), row).sum(), x).sum(),
+        "`pure_callback` with sizes or other parameters that follow",
     ),
     "a foreign call of a sample": (
         lambda x, y, w: lax.map(lambda row: foreign(row).sum(), x).sum(),

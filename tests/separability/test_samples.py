@@ -1,5 +1,6 @@
 """How losses depend on their samples: a table of losses with the expected results."""
 
+import dataclasses
 import re
 
 import jax
@@ -13,8 +14,9 @@ from axon_dist.core.weighted import per_sample
 from axon_dist.ir import factors
 from axon_dist.ops.linear_loss import linear_cross_entropy
 from axon_dist.separability import interpret as samples
-from axon_dist.separability.abstract_values import Dependence, dependence_of, nonlinear
+from axon_dist.separability.abstract_values import Dependence, Kind, Value, dependence_of, nonlinear
 from axon_dist.separability.interpret import follow_samples
+from axon_dist.separability.operation import Operation
 
 KEY = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
 PARAMS = {
@@ -409,7 +411,7 @@ COUPLED = {
     "top": (lambda p, b: jnp.sum(jax.lax.top_k(error(p, b), 2)[0]), "`top_k` along the samples"),
     "places in the queue of an expert": (
         lambda p, b: jnp.mean(jnp.cumsum(jax.nn.one_hot(b["label"], 3), 0) < 2),
-        "by `cumsum` along the samples",
+        "takes `cumsum` along the samples",
     ),
     "softmax over samples": (
         lambda p, b: jnp.sum(jax.nn.softmax(error(p, b)) * error(p, b)),
@@ -478,6 +480,18 @@ COUPLED = {
         lambda p, b: jnp.mean(error(p, b))
         * jnp.zeros(3).at[jnp.zeros((len(b["x"]),) * 2, int)].add(p["w"][0, 0])[0],
         "is written where several samples may write",
+    ),
+    "a loop that reorders its running sum": (
+        lambda p, b: jax.lax.scan(
+            lambda c, x: (c[::-1] + x, None), jnp.zeros(b["x"].shape[1:]), b["x"]
+        )[0].sum(),
+        "loop over the samples that does more",
+    ),
+    "a loop that adds up its running sum": (
+        lambda p, b: jax.lax.scan(
+            lambda c, x: (jnp.cumsum(c) + x, None), jnp.zeros(b["x"].shape[1:]), b["x"]
+        )[0].sum(),
+        "loop over the samples that does more",
     ),
     "a loop in reverse with a counter": (in_reverse, "loop over the samples that does more"),
     "a whole quotient of a count": (
@@ -662,6 +676,21 @@ def test_fused_attention_on_gpus_does_not_mix_samples(monkeypatch, dtype):
     assert "dot_product_attention" in str(trace(2))
     (found,) = follow_samples(trace, (2, 4), num_batch=1)
     assert (found.kind.value, found.scale) == ("total", 1.0), found.why
+
+
+def test_attention_in_eight_bits_is_linear_in_its_cotangent_and_takes_largest_values():
+    """A mean over the samples gives each of them a cotangent that shrinks with their number."""
+    heads = (2, 8, 2, 64), (4, 8, 2, 64)
+    weights = (2, 2, 8), (4, 2, 8)
+    largest = ((1, 1, 1, 1),) * 2
+    rows = Value(Kind.ROWS, dim=0)
+    name = "dot_product_attention_fp8_bwd_wrapper"
+    operands = (*[heads] * 5, weights, *[largest] * 12)
+    op = Operation(name, {}, {}, operands, (*[heads] * 3, *[largest] * 4), ("f", "f"))
+    values = [*[rows] * 4, dataclasses.replace(rows, scale=0.5), rows, *[Value()] * 12]
+    queries, *_, last = samples.SAMPLE_RULES[name](op, values)
+    assert (queries.kind, queries.dim, queries.scale) == (Kind.ROWS, 0, 0.5)
+    assert (last.kind, last.why) == (Kind.COUPLED, "takes the largest value over the samples")
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,11 @@ def spectrum(dim):
 
 
 ROWS = {
-    "a transform": (spectrum(0), "loss takes `fft` with sizes that follow", spectrum(1)),
+    "a transform": (
+        spectrum(0),
+        "loss takes `fft` with sizes or other parameters that follow",
+        spectrum(1),
+    ),
     "a product of means": (balanced((0, 1)), "tokens of each sample and then", balanced(1)),
     "a loop of Python": (one_by_one, r"jax.vmap\(function\)\(samples\) or jax.lax.map", mapped),
     "the same by map": (one_by_one, r"jax.lax.map\(function, samples\)", looped),

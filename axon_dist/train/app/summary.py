@@ -17,7 +17,7 @@ from axon_dist.core.typing import JsonDict
 from axon_dist.core.words import AUTO, byte_size, clock_time, plural, si
 from axon_dist.mesh import World, rank_table
 from axon_dist.models import TransformerConfig, describe_attention
-from axon_dist.optim import matrices
+from axon_dist.optim import decayed
 from axon_dist.parallel import ContextMode
 from axon_dist.planner import read_step, usable_bytes
 from axon_dist.planner.reading import LADDER, recomputing_line
@@ -94,7 +94,7 @@ def _decay_line(run: Run) -> str | None:
         return None
     own = optimizer.weight_decay
     is_masked = optimizer.mask is not None and own > 0
-    flags = leaves_with_paths(matrices(run.step.model_spec.params))
+    flags = leaves_with_paths(decayed(run.step.model_spec.params))
     rates = Counter(
         _group_decay(optimizer, path, own if is_matrix or not is_masked else 0.0)
         for path, is_matrix in flags

@@ -20,7 +20,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import leaves_with_paths
 from axon_dist.core.typing import PyTree
 from axon_dist.core.words import pattern_error
-from axon_dist.optim import adamw_8bit, hidden_matrices, matrices, muon
+from axon_dist.optim import adamw_8bit, decayed, hidden_matrices, muon
 from axon_dist.optim.wrappers import by_label
 
 from .rates import RATES, Cosine, RateSchedule
@@ -189,7 +189,7 @@ class Decaying(Optimizer):
     @property
     def mask(self) -> Callable[[PyTree], PyTree] | None:
         """The optax mask of parameters with weight decay; None for all."""
-        return None if self.decay == "all" else matrices
+        return None if self.decay == "all" else decayed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
