@@ -87,19 +87,10 @@ class WithTerm(Weighted):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Count(Weighted):
-    """A metric that is an integer sum over the samples, in one of the parts of a batch.
+    """A metric that is an integer sum over the samples, of a part of a batch or of an evaluation.
 
-    The parts add `total` up in its own dtype, because float32 holds integers only up to 2^24. The
-    weights of all parts add up to 1, so nothing divides the sum of the totals.
-    """
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Total(Weighted):
-    """A metric of an evaluation that is a sum over the samples, such as a number of hits.
-
-    Batches add `total` up in its own dtype, and nothing divides it. The weight is 1.
+    The parts, and the batches of an evaluation, add `total` up in its own dtype, because float32
+    holds integers only up to 2^24. Nothing divides the sum; the weight is not read.
     """
 
     @property

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -23,13 +24,13 @@ from flax import nnx
 
 from ..core.errors import AxonDistError, ConfigError, did_you_mean
 from ..core.modules import wrap_calls
-from ..core.tree import shapes_of
+from ..core.tree import shape_key, shapes_of
 from ..core.typing import Array, Batch, Function, LossFn, PyTree
-from ..core.weighted import Shared, Total, Weighted
+from ..core.weighted import Count, Shared, Weighted
 from ..ops.linear_loss import BEFORE_HEAD
 from ..parallel import mark_experts_per_sample
 from ..separability.abstract_values import Dependence, same_scale
-from .batch import samples_of
+from .batch import Placed, samples_of
 from .global_view import global_forward
 from .model_changes import change_layers
 from .objective import (
@@ -40,7 +41,6 @@ from .objective import (
     is_one,
     mean_loss,
     weighted_metrics,
-    wide_number,
     wide_pair,
 )
 from .plan import StepPlan
@@ -98,7 +98,7 @@ def _call_in_eval_mode(call: Function, module: nnx.Module, *args: object, **kwar
 
 
 def evaluation(
-    plan: StepPlan, params: PyTree, buffers: PyTree, batch: Batch, shared: PyTree
+    plan: StepPlan, kinds: MetricKinds, params: PyTree, buffers: PyTree, placed: Placed
 ) -> dict[str, Weighted]:
     """Computes the loss and metrics of a batch in eval mode, with the program of training.
 
@@ -108,10 +108,10 @@ def evaluation(
 
     Args:
         plan: the plan of the step.
+        kinds: how its metrics depend on the samples.
         params: of the model, trained and frozen.
-        buffers: of the model.
-        batch: placed.
-        shared: the `Shared` leaves of the batch, which `buffers` has too; {} for nothing.
+        buffers: of the model, with the `Shared` leaves of the batch.
+        placed: a batch whose arrays are `[B, ...]`.
 
     Returns:
         `loss` and the metrics of the loss function; see `summed`.
@@ -123,10 +123,10 @@ def evaluation(
         set_eval_mode(model)
         change_layers(spec.strategy, spec.world.mesh, model)
 
+    batch = placed.arrays
     outcome = global_forward(plan, first)(params, buffers, batch)
-    is_plain = any(not isinstance(x, Weighted) for x in outcome.metrics.values())
-    kinds = metric_kinds(plan.with_shared(shared), batch) if is_plain else {}
-    return summed(outcome, batch, kinds)
+    has_plain = any(not isinstance(x, Weighted) for x in outcome.metrics.values())
+    return summed(outcome, batch, kinds.of(batch, placed.shared) if has_plain else {})
 
 
 def in_eval_mode(spec: StepSpec) -> ModelChange:
@@ -145,67 +145,84 @@ def in_eval_mode(spec: StepSpec) -> ModelChange:
     return change
 
 
-def metric_kinds(plan: StepPlan, batch: Batch) -> dict[str, Dependence]:
-    """Returns how the metrics of an evaluation depend on the samples, as far as it is known.
+class MetricKinds:
+    """How the metrics of an evaluation depend on the samples, as far as it is known.
 
-    Reads it from the program of the loss in eval mode, traced for as many samples as there are
-    ranks, and for twice as many: it must not depend on the size of a batch, because the last of a
-    validation is shorter.
+    It is read from the program of the loss in eval mode, traced for two numbers of samples. They do
+    not depend on the batch, because the last of a validation is shorter; and for the same reason
+    they are not small: `jnp.sum(each) / max(len(each), 8)` is a sum for few samples alone.
 
     Args:
         plan: the plan of the step.
-        batch: leaves of shape [B, ...], arrays or shapes.
     """
-    spec = plan.spec
-    set_eval_mode = in_eval_mode(spec)
 
-    def first(model: nnx.Module) -> None:
-        set_eval_mode(model)
-        mark_experts_per_sample(model)
+    def __init__(self, plan: StepPlan):
+        self._plan = plan
+        self._found: dict[Hashable, dict[str, Dependence]] = {}
 
-    change = plan.changes.change_with(None, first)
-    traces = Traces(spec.model_spec, spec.loss_fn, change, over_all=False)
-    least = max(spec.num_ranks, 2)
-    try:
-        dependence = traces.dependence(shapes_of(batch), (least, 2 * least))
-    except Exception:  # The user's loss may raise anything for another number of samples.
-        return {}
-    return {name: output.kind for name, output in dependence.metrics.items()}
+    def of(self, batch: Batch, shared: PyTree) -> dict[str, Dependence]:
+        """Returns the kind of each metric; {} if the loss cannot be traced for these numbers.
+
+        Args:
+            batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
+            shared: the `Shared` leaves of the batch; {} for nothing.
+        """
+        samples = math.lcm(64, self._plan.spec.num_ranks)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype), batch
+        )
+        key = shape_key((shapes, shapes_of(shared)))
+        if key not in self._found:
+            self._found[key] = self._read(shapes, self._plan.with_shared(shared), samples)
+        return self._found[key]
+
+    def _read(self, batch: Batch, plan: StepPlan, samples: int) -> dict[str, Dependence]:
+        spec = plan.spec
+        set_eval_mode = in_eval_mode(spec)
+
+        def first(model: nnx.Module) -> None:
+            set_eval_mode(model)
+            mark_experts_per_sample(model)
+
+        change = plan.changes.change_with(None, first)
+        traces = Traces(spec.model_spec, spec.loss_fn, change, over_all=False)
+        try:
+            dependence = traces.dependence(batch, (samples, 2 * samples))
+        except Exception:  # The user's loss may raise anything for another number of samples.
+            return {}
+        return {name: output.kind for name, output in dependence.metrics.items()}
 
 
 def summed(outcome: Outcome, batch: Batch, kinds: Mapping[str, Dependence]) -> dict[str, Weighted]:
     """Returns the loss and metrics of a batch as sums over its samples, with their weights.
 
     A plain scalar loss, and a metric that is a mean over the samples or a constant, has their
-    number as its weight. A metric that is a sum over them is a `Total`. Any other metric without a
-    weight, such as a maximum, has that of the loss.
+    number as its weight. A sum of integers over them is a `Count`. Any other metric without a
+    weight, such as a maximum or a sum of floats, has that of the loss.
 
     Args:
         outcome: of the loss function for the batch.
         batch: leaves of shape [B, ...].
-        kinds: how the metrics depend on the samples, from `metric_kinds`.
+        kinds: how the metrics depend on the samples, as far as it is known.
     """
     size = jnp.float32(samples_of(batch))
     if is_one(outcome.loss.weight):
         outcome = dataclasses.replace(outcome, loss=Weighted(outcome.loss.total * size, size))
+    loss = wide_pair(outcome.loss)
     of_kind = {}
     for name, x in outcome.metrics.items():
-        if not isinstance(x, Weighted) and kinds.get(name) is Dependence.SUM:
-            of_kind[name] = Total(_wide_sum(x), jnp.ones(()))
-        elif not isinstance(x, Weighted) and kinds.get(name) in AVERAGED:
+        if isinstance(x, Weighted):
+            continue
+        is_integer = jnp.issubdtype(jnp.result_type(x), jnp.integer)
+        if is_integer and kinds.get(name) is Dependence.SUM:
+            of_kind[name] = Count(jnp.asarray(x), jnp.ones(()))
+        elif kinds.get(name) in AVERAGED:
             of_kind[name] = wide_pair(Weighted(x * size, size))
-    loss = wide_pair(outcome.loss)
     others = {
         name: x if isinstance(x, Weighted) else Weighted(x, loss.weight)
         for name, x in weighted_metrics(outcome).items()
     }
     return {"loss": loss} | others | of_kind
-
-
-def _wide_sum(value: Any) -> Array:
-    """Returns a sum as an array: of integers in their own dtype, of others in float32 at least."""
-    is_count = jnp.issubdtype(jnp.result_type(value), jnp.integer)
-    return jnp.asarray(value) if is_count else wide_number(value)
 
 
 def _set_linen_eval_mode(module: nnx.bridge.ToNNX) -> None:
@@ -245,16 +262,16 @@ def _called(module: nnx.Module) -> Any:
 
 
 def means(sums: Mapping[str, Weighted]) -> dict[str, Array]:
-    """Divides sums over samples by their weights, except `Total`s.
+    """Divides sums over samples by their weights, except `Count`s.
 
     Args:
         sums: by name, from `evaluation`; those of several batches can be added up.
 
     Returns:
-        total / weight, by name; the total of a `Total`.
+        total / weight, by name; the total of a `Count`.
     """
     return {
-        name: jnp.asarray(x.total) if isinstance(x, Total) else mean_loss(x)
+        name: jnp.asarray(x.total) if isinstance(x, Count) else mean_loss(x)
         for name, x in sums.items()
     }
 
@@ -391,12 +408,12 @@ class _EvaluationSums(PartLoss):
         sums = {}
         for name, value in summed(outcome, batch, self.kinds).items():
             sums[f"{name} total"] = value.total
-            if not isinstance(value, Total):
+            if not isinstance(value, Count):
                 sums[f"{name} weight"] = value.weight
         return Outcome(Weighted(jnp.zeros(()), 1.0), sums, outcome.buffers), None
 
 
-def adds_up(plan: StepPlan, batch: Batch) -> bool:
+def adds_up(plan: StepPlan, kinds: Mapping[str, Dependence], batch: Batch) -> bool:
     """Returns whether every number of an evaluation is a sum of contributions of single samples.
 
     Reads it from the program of the loss in eval mode, traced for as many samples as there are
@@ -408,13 +425,14 @@ def adds_up(plan: StepPlan, batch: Batch) -> bool:
 
     Args:
         plan: the plan of the step.
+        kinds: how its metrics depend on the samples, as far as it is known.
         batch: leaves of shape [B, ...], arrays or shapes.
     """
     spec = plan.spec
     least = max(spec.num_ranks, 2)
     largest = samples_of(batch) // least * least
     change = plan.changes.change_with(None, in_eval_mode(spec))
-    sums: Any = _EvaluationSums(spec.loss_fn, metric_kinds(plan, batch))
+    sums: Any = _EvaluationSums(spec.loss_fn, kinds)
     traces = Traces(spec.model_spec, sums, change, over_all=False)
     sizes = [(least, whole) for whole in dict.fromkeys((2 * least, largest)) if whole > least]
     # `least` and `least + 1` have no common divisor, so a loss of groups of samples adds up over

@@ -50,7 +50,7 @@ from ..sharding.padding import stored_tree
 from ..sharding.policy import NO_DIM
 from .batch import BatchLayout, Placed, samples_of, split_shared, unwrapped
 from .describe import describe, idle_axes, replicated_arrays, summary, whole_bytes, whole_summary
-from .evaluation import added, adds_up, evaluation, means, pieces
+from .evaluation import MetricKinds, added, adds_up, evaluation, means, pieces
 from .guards import ESCAPED, DeadlockGuard, trace
 from .layout import Claims, StateLayout
 from .model_spec import ModelLike, ModelSpec, split_model, stored_as
@@ -305,6 +305,7 @@ class StepPrograms:
         step: (state, placed batch, nonfinite flag) -> next state, metrics; donates the state.
         evaluate: (state, placed batch) -> the sums of an evaluation.
         gradients: (state, placed batch) -> reduced gradients, metrics.
+        metric_kinds: how the metrics of evaluations depend on the samples.
         evaluation_plan: the plan of evaluations, which treats all replicas as one data-parallel
             group.
         outer_steps: state -> state, one for each fragment of the parameters, where replicas train
@@ -316,6 +317,7 @@ class StepPrograms:
     step: Any
     evaluate: Any
     gradients: Any
+    metric_kinds: MetricKinds
     evaluation_plan: StepPlan
     outer_steps: tuple[Any, ...]
 
@@ -377,6 +379,7 @@ def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
     on_device = layout.on_device
     # Replicas are evaluated together, as if they synchronized on every step.
     together = plan if spec.strategy.outer_loop is None else plan_step(spec.together(), plan)
+    kinds = MetricKinds(together)
 
     # Profilers show a compiled program under the name of its function.
     def train_step(
@@ -391,7 +394,8 @@ def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
 
     def evaluate(state: TrainState, placed: Placed) -> dict[str, Weighted]:
         arguments = layout.arguments(on_device(state), placed.shared)
-        return evaluation(together, *arguments, batches.over_ranks(placed.arrays), placed.shared)
+        over_ranks = dataclasses.replace(placed, arrays=batches.over_ranks(placed.arrays))
+        return evaluation(together, kinds, *arguments, over_ranks)
 
     return StepPrograms(
         state_layout=layout,
@@ -401,6 +405,7 @@ def programs_of(layout: StateLayout, batches: BatchLayout) -> StepPrograms:
         ),
         evaluate=jit(evaluate, out_shardings=layout.replicated),
         gradients=jit(gradients, out_shardings=(layout.grad_shardings, layout.reported)),
+        metric_kinds=kinds,
         evaluation_plan=together,
         outer_steps=tuple(
             jit(_on_stored(run, layout), donate_argnums=0, out_shardings=layout.state_shardings)
@@ -791,9 +796,10 @@ class TrainStep:
 
         Over several batches a metric is `sum(totals) / sum(weights)`. A `Weighted` metric has its
         own weight. A plain scalar loss, and a metric that is a mean over the samples, has their
-        number as its weight. A metric that is a sum over the samples is a `Total`: over several
-        batches it is `sum(totals)`. Any other metric, such as a maximum, has the weight of the
-        loss, so that over several batches it is the mean of its values for each.
+        number as its weight. A metric that is a sum of integers over the samples is a `Count`: over
+        several batches it is `sum(totals)`. Any other metric, such as a maximum or a sum of floats,
+        has the weight of the loss, so that over several batches it is the mean of its values for
+        each. So is a plain scalar loss that is a sum over the samples.
 
         Args:
             state: a state of this step; it stays usable.
@@ -841,7 +847,8 @@ class TrainStep:
         key = shape_key((shapes_of(samples), shapes_of(shared)))
         if key not in self._sums_of_parts:
             plan = self.programs.evaluation_plan.with_shared(shared)
-            self._sums_of_parts[key] = adds_up(plan, samples)
+            kinds = self.programs.metric_kinds.of(samples, shared)
+            self._sums_of_parts[key] = adds_up(plan, kinds, samples)
         return self._sums_of_parts[key]
 
     @readable_by_caller

@@ -208,8 +208,8 @@ BATCHES = {
     "weights": (
         masked,
         [batch(4, 1.0, 1.0), batch(4, 5.0, 3.0), batch(8, 9.0, 0.0)],
-        # The largest of each batch, weighted as the loss.
-        {"loss": 4.0, "square": 47.0, "hits": 8, "sum": 96.0, "classes": 7, "largest": 4.0},
+        # The sum and the largest of each batch are weighted as the loss.
+        {"loss": 4.0, "square": 47.0, "hits": 8, "sum": 16.0, "classes": 7, "largest": 4.0},
     ),
 }
 

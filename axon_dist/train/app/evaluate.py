@@ -35,7 +35,11 @@ from .steps import build_step, build_world, without_axes
 SCORES: MappingProxyType[Callable, Callable] = MappingProxyType(
     {next_token_loss: next_token_scores}
 )
-"""Maps losses to functions for evaluation that also return metrics too expensive for training."""
+"""Maps losses to functions for evaluation that also return metrics too expensive for training.
+
+Both add the model's own term, if it returns one in eval mode; so do the perplexity and the bits per
+byte that follow from the loss.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +88,8 @@ def evaluate(
 
     Every number equals that of plain JAX with the model in eval mode: `sum(totals) / sum(weights)`
     over all samples. It does not depend on the mesh or the batches, even if the last batch is
-    smaller.
+    smaller. The exceptions are those numbers of an own loss that `evaluate_sums` names, such as a
+    maximum: they are means of their values for the batches.
 
     Args:
         run: the folder of a run.

@@ -22,7 +22,7 @@ from flax import nnx
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import leaves_with_paths
 from axon_dist.core.typing import PyTree
-from axon_dist.core.weighted import Total, Weighted
+from axon_dist.core.weighted import Count, Weighted
 
 from ...step import TrainStep
 
@@ -308,7 +308,7 @@ class MetricSums:
 
     def __init__(self) -> None:
         self._sums: dict[str, np.ndarray] = {}
-        self._totals: set[str] = set()
+        self._counts: set[str] = set()
 
     def add(self, metrics: Mapping[str, Weighted]) -> None:
         """Adds the totals and weights of a batch, and waits for them.
@@ -317,8 +317,8 @@ class MetricSums:
             metrics: the result of `evaluate_sums`.
         """
         for name, part in jax.device_get(dict(metrics)).items():
-            if isinstance(part, Total):
-                self._totals.add(name)
+            if isinstance(part, Count):
+                self._counts.add(name)
             sums = np.array([part.total, part.weight], np.float64)
             self._sums[name] = self._sums.get(name, np.zeros(2)) + sums
 
@@ -326,11 +326,11 @@ class MetricSums:
     def means(self) -> dict[str, float]:
         """`sum(totals) / sum(weights)` of every metric, or 0 if the weights sum to 0.
 
-        A metric of `Total`s is `sum(totals)`.
+        A metric of `Count`s is `sum(totals)`.
         """
         sums = self._sums.items()
         quotients = {n: float(total / w) if w else 0.0 for n, (total, w) in sums}
-        return quotients | {name: float(self._sums[name][0]) for name in self._totals}
+        return quotients | {name: float(self._sums[name][0]) for name in self._counts}
 
 
 def delayed(items: Iterable[_T], lag: int) -> Iterator[_T]:

@@ -73,9 +73,10 @@ class Trainer:
         batches: the batches for the step; the run ends early if they end.
         options: length and cadence of the run.
         validation: a function that returns the batches of one validation, of any sizes that the
-            step accepts. Metrics are means over all samples, `sum(totals) / sum(weights)`. Or
-            several such functions by name: the metrics of `""` are called `validation/loss`, those
-            of a set `code` are called `validation/code/loss`. None for no validation.
+            step accepts. Metrics are means over all samples, `sum(totals) / sum(weights)`, or sums
+            of integers; see `TrainStep.evaluate_sums`. Or several such functions by name: the
+            metrics of `""` are called `validation/loss`, those of a set `code` are called
+            `validation/code/loss`. None for no validation.
         writers: receive the metrics. They stay open: close them after `fit`.
         progress: displays the progress of the run.
         should_stop: called before every step with the latest record of metrics, once there is one.
