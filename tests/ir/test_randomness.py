@@ -1,5 +1,7 @@
 """Random draws of one rank's rows are those that one device would make."""
 
+import functools
+
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -7,7 +9,13 @@ import numpy as np
 import pytest
 
 from axon_dist.core.errors import UnsupportedError
-from axon_dist.ir.randomness import SampleRows, find_rows, with_part, without_part
+from axon_dist.ir.randomness import (
+    SampleRows,
+    find_rows,
+    is_added_to,
+    with_part,
+    without_part,
+)
 from axon_dist.separability.interpret import follow_samples
 
 RANKS, LOCAL = 4, 3
@@ -173,3 +181,37 @@ def test_other_threefry_settings_are_followed():
         ranked = with_part({"key": key}, rows_of(draw), jnp.int32(2))["key"]
         mine = draw(ranked, LOCAL)
     np.testing.assert_array_equal(mine, whole[6:9])
+
+
+ROW_LOOPS = {
+    "row added to": (lambda x, row: (x * 2, row + x), [False, True]),
+    "row passed on": (lambda x, row: (x, row), [False, True]),
+    "row scaled": (lambda x, row: (x, 0.9 * row + x), [False, False]),
+    "row read by the carry": (lambda x, row: (x + row, row + 1), [False, False]),
+}
+CARRY_LOOPS = {
+    "carry added to": (lambda x, row: (x + row, x + 1), [True, True]),
+    "carry read": (lambda x, row: (x + row, x * row), [True, False]),
+    "carry added twice": (lambda x, row: (x + x, row), [False, False]),
+}
+
+
+@pytest.mark.parametrize("name", ROW_LOOPS | CARRY_LOOPS)
+def test_a_loop_adds_to_what_each_iteration_adds_to(name):
+    body, expected = (ROW_LOOPS | CARRY_LOOPS)[name]
+    program = jax.make_jaxpr(functools.partial(jax.lax.scan, body))(jnp.float32(1), jnp.ones(3))
+    assert [is_added_to(program, int(name in ROW_LOOPS), number) for number in (0, 1)] == expected
+
+
+def test_carries_that_change_places_are_no_sums():
+    swap = lambda pair, row: ((pair[1] + row, pair[0]), None)
+    program = jax.make_jaxpr(functools.partial(jax.lax.scan, swap))((1.0, 2.0), jnp.ones(2))
+    assert not any(is_added_to(program, 0, number) for number in (0, 1))
+
+
+def test_a_print_does_not_hide_a_sum():
+    def run(total, x):
+        jax.debug.print("{}", x)
+        return total + x
+
+    assert is_added_to(jax.make_jaxpr(run)(1.0, 2.0), 0, 0)
