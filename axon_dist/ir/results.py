@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .factors import SCATTER_ADDS
-from .walk import dtype_of, interpret, needed_for, same, same_program
+from .walk import dtype_of, inners, interpret, needed_for, same, same_program
 
 
 def results_of_no_sample(
@@ -75,22 +75,38 @@ def is_added_to(program: ClosedJaxpr, invar: int, output: int) -> bool:
         >>> program = jax.make_jaxpr(lambda n, x: (n + 2 * x, 0.9 * n + 0.1 * x))(1.0, 1.0)
         >>> [is_added_to(program, 0, number) for number in range(2)]
         [True, False]
+        >>> loop = lambda rows: jax.lax.scan(lambda x, row: (x + 1, row + x), 0, rows)[1]
+        >>> is_added_to(jax.make_jaxpr(loop)(jnp.arange(3)), 0, 0)
+        True
     """
 
     def run(equation: JaxprEqn, addends: Sequence[int]) -> list[int]:
         """Counts how often the input is an addend of each result; any other use counts as 2."""
         name = equation.primitive.name
+        if name == "scan":
+            return run_loop(equation, addends)
         count = sum(addends)
         is_sum = name == "add" or (name in _ADDING and not any(addends[1:]))
-        is_same_kind = jnp.issubdtype(dtype_of(equation.outvars[0]), kind)
-        return [count if is_sum and is_same_kind else 2 * bool(count)] * len(equation.outvars)
+        # Only a sum surely has a result: a print has none.
+        is_addend = is_sum and jnp.issubdtype(dtype_of(equation.outvars[0]), kind)
+        return [count if is_addend else 2 * bool(count)] * len(equation.outvars)
+
+    def run_loop(equation: JaxprEqn, addends: Sequence[int]) -> list[int]:
+        """Counts for the results of a loop what one iteration counts."""
+        (loop,) = inners(equation)
+        _, carries, _ = loop.split_operands(addends)
+        counts = run_program(loop.program, addends)
+        # If an iteration changes the count of a carry, the next one changes it again.
+        return counts if counts[: len(carries)] == [*carries] else [2] * len(counts)
+
+    def run_program(inner: ClosedJaxpr, addends: Sequence[int]) -> list[int]:
+        nothing = [0] * len(inner.consts)
+        return interpret(inner.jaxpr, nothing, addends, run, lambda _: 0, lambda e: True)
 
     is_integer = jnp.issubdtype(dtype_of(program.jaxpr.invars[invar]), jnp.integer)
     kind = jnp.integer if is_integer else jnp.inexact
     values = [int(number == invar) for number in range(len(program.jaxpr.invars))]
-    nothing = [0] * len(program.consts)
-    counts = interpret(program.jaxpr, nothing, values, run, lambda _: 0, lambda e: True)
-    return counts[output] == 1
+    return run_program(program, values)[output] == 1
 
 
 _ADDING = (

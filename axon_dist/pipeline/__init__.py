@@ -14,6 +14,7 @@ from .layout import ByStages as ByStages
 from .layout import OfBlocks as OfBlocks
 from .layout import Stacks as Stacks
 from .layout import Stages as Stages
+from .layout import buffer_paths as buffer_paths
 from .layout import buffers_together as buffers_together
 from .layout import flatten as flatten
 from .layout import has_split as has_split

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
 
 from ..core.errors import StrategyConflictError
+from ..core.tree import path_str
 from ..core.typing import Keys, Path, PyTree, Shape
 from ..ir.rows import Stacked, whole
 from ..sharding import Decision, HasShape, LargestDim, Merge, Policy, Replicate, Wrapped, axes_of
@@ -188,6 +189,20 @@ def buffers_together(split: PyTree, stack: Callable[[list[PyTree]], PyTree] = jn
         return stack(leaf.rows) if isinstance(leaf, StackedBuffer) else leaf
 
     return jax.tree.map(restack, split, is_leaf=_is_split)
+
+
+def buffer_paths(buffers: PyTree) -> list[Path]:
+    """Returns the path in the model of each leaf of a tree of buffers, split or not.
+
+    Every row of a split buffer has the path of the buffer.
+
+    Example:
+        >>> buffer_paths({"a": StackedBuffer([1.0, 2.0]), "b": 3.0})
+        ['a', 'a', 'b']
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(buffers, is_leaf=_is_split)
+    counted = ((path_str(path), len(jax.tree.leaves(leaf))) for path, leaf in leaves)
+    return [path for path, count in counted for _ in range(count)]
 
 
 def _is_split(leaf: object) -> bool:

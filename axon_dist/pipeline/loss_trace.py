@@ -21,7 +21,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from ..core.compat import CALLS, REMATS, eval_equation, eval_jaxpr
 from ..core.errors import UnsupportedError
 from ..core.reduction import all_mean
-from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Keys, Path, PyTree
 from ..ir.pieces import Piece, backward_slice
 from ..ir.units import is_unit
@@ -35,7 +34,7 @@ from ..ir.walk import (
     struct_of,
 )
 from ..schedule import Phase, Schedule
-from .layout import flatten
+from .layout import buffer_paths, flatten
 from .stage import MicrobatchData, Rest
 
 Atom: TypeAlias = "Var | Literal"
@@ -212,7 +211,7 @@ def buffers_over_time(
     changing = [i for i in trace.changing if i not in mutable_buffers]
     if not changing:
         return {}, buffers
-    paths = [path for path, _ in leaves_with_paths(buffers)]
+    paths = buffer_paths(buffers)
     advance = _advance(trace, paths, changing, rest)
     once = {i for i in changing if paths[i] in once_per_step}
     last, over_time = _over_time(advance, leaves, changing, once, num_microbatches)
@@ -261,8 +260,8 @@ def check_order(
     """
     _, used = needed_for(trace.jaxpr, range(len(trace.jaxpr.outvars)))
     read = {trace.jaxpr.invars[number] for number in used}
-    named = zip(leaves_with_paths(buffers), trace.buffers, strict=True)
-    for i, ((path, _), variable) in enumerate(named):
+    named = zip(buffer_paths(buffers), trace.buffers, strict=True)
+    for i, (path, variable) in enumerate(named):
         if i not in buffer_stages or variable not in read:
             continue
         stage = buffer_stages[i]

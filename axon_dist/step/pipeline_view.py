@@ -14,7 +14,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.reduction import all_sum, cast_for_reduction
-from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
 from ..ir.randomness import at_part
@@ -28,6 +27,7 @@ from ..pipeline import (
     StageStorage,
     SwitchStages,
     UniformStages,
+    buffer_paths,
     buffers_over_time,
     buffers_together,
     check_order,
@@ -137,7 +137,9 @@ def _kinds_of_buffers(
     """
     if part_buffers is None:
         return set(), set()
-    paths = [path for path, _ in leaves_with_paths(buffers)]
+    paths = buffer_paths(buffers)
+    # A buffer that is missed would change with every microbatch, and no error would say so.
+    assert (part_buffers.averaged | part_buffers.once_per_step).issubset(paths)
     averaged = {i for i in mutable if paths[i] in part_buffers.averaged}
     return averaged, {i for i in mutable if paths[i] in part_buffers.once_per_step} | averaged
 

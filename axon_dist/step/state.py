@@ -136,7 +136,12 @@ def _problem(leaf: Any, wanted: Any, sharding: Any) -> str | None:
     if leaf is None or wanted is None:
         return "is missing" if leaf is None else "is not part of this step's state"
     if not hasattr(leaf, "shape") or not hasattr(leaf, "__array__"):
-        return f"is a {type(leaf).__name__}, not an array"
+        problem = f"is a {type(leaf).__name__}, not an array"
+        # Users set numbers in an optimizer's state, such as a learning rate.
+        is_number = wanted.shape == () and jnp.issubdtype(wanted.dtype, jnp.number)
+        if isinstance(leaf, (int, float)) and is_number:
+            problem += f": set it to jnp.asarray({leaf}, jnp.{wanted.dtype})"
+        return problem
     if leaf.shape != wanted.shape or leaf.dtype != wanted.dtype:
         return f"is {leaf.dtype}{list(leaf.shape)} and must be {wanted.dtype}{list(wanted.shape)}"
     if (problem := problem_of(leaf)) is not None:

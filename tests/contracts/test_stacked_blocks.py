@@ -15,6 +15,8 @@ from axon_dist.inspect import collectives
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import compose
 
+from .models import Case, regression_batch
+from .reference import assert_close, train
 from .rows import part
 
 SIZES = {"vocab_size": 64, "width": 32, "num_heads": 4, "ffn_width": 64, "max_length": 16}
@@ -125,6 +127,79 @@ def test_stacked_blocks_train_as_on_one_device(kind, row):
     trained = nnx.to_pure_dict(nnx.state(step.merge(state), nnx.Param))
     for actual, wanted in zip(jax.tree.leaves(trained), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-6)
+
+
+class Kept(nnx.Variable):
+    """What a block keeps from one step to the next."""
+
+
+class Keeping(nnx.Module):
+    """A residual block that changes a buffer of its own with every call."""
+
+    def __init__(self, keeps, rngs):
+        layer = nnx.Linear(16, 16, rngs=rngs)
+        self.layer = nnx.SpectralNorm(layer, rngs=rngs) if keeps == "estimate" else layer
+        self.kept = Kept(jnp.ones(() if keeps == "count" else 16))
+        self.keeps = keeps
+
+    def __call__(self, x):
+        if self.keeps == "estimate":
+            return x + jnp.tanh(self.layer(x, update_stats=True))
+        y, old = self.layer(x), self.kept[...]
+        if self.keeps == "count":
+            self.kept[...] = old + 1
+            return x + jnp.tanh(y) / old
+        if self.keeps == "mean":
+            self.kept[...] = 0.9 * old + 0.1 * jax.lax.stop_gradient(y.mean(0))
+            return x + jnp.tanh(y - old)
+        self.kept[...] = old + jax.lax.stop_gradient(y.sum(0))
+        return x + jnp.tanh(y)
+
+
+class ScannedKeeping(nnx.Module):
+    """Two of these blocks in a stack."""
+
+    def __init__(self, keeps):
+        make = nnx.vmap(lambda rngs: Keeping(keeps, rngs))
+        self.blocks = make(nnx.Rngs(0).split(2))
+        self.head = nnx.Linear(16, 4, rngs=nnx.Rngs(2))
+
+    def __call__(self, x):
+        call = lambda x, block: block(x)
+        return self.head(nnx.scan(call, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks))
+
+
+KEEPING_ROWS = {
+    "pipeline": ("pp=2", lambda: pipelined(2, 2), {}),
+    "gpipe": ("pp=2", lambda: pipelined(2, 4, "gpipe"), {}),
+    "accumulate": ("dp=2", lambda: ddp(), {"accumulate": 2}),
+}
+
+
+@pytest.mark.sample("pipeline-estimate", "gpipe-mean", "accumulate-sum")
+@pytest.mark.parametrize("keeps", ["estimate", "count", "mean", "sum"])
+@pytest.mark.parametrize("row", KEEPING_ROWS)
+def test_stacked_blocks_keep_the_buffers_of_one_device(row, keeps):
+    """What does not depend on samples changes once per step, and means are those of the batch."""
+    mesh, strategy, options = KEEPING_ROWS[row]
+
+    def loss_fn(model, batch):
+        outputs = model(batch["x"])
+        return jnp.mean((outputs - batch["y"]) ** 2), {"size": jnp.mean(jnp.abs(outputs))}
+
+    case = Case(lambda: ScannedKeeping(keeps), loss_fn, regression_batch)
+    optimizer = optax.sgd(0.01, momentum=0.9)
+    world = World.emulate(2, mesh)
+    step = build_train_step(case.make(), optimizer, loss_fn, strategy(), world, **options)
+    state, want = step.init(), train(case, optimizer, 3)
+    for number in range(3):
+        state, metrics = step(state, case.batch(number))
+        for name in ("loss", "size"):
+            np.testing.assert_allclose(metrics[name], want.metrics[number][name], rtol=1e-5)
+    model = step.merge(state)
+    got = (nnx.to_pure_dict(nnx.state(model, kind)) for kind in (nnx.Param, nnx.Not(nnx.Param)))
+    assert_close(next(got), want.params, 2e-5, "parameter")
+    assert_close(next(got), want.buffers, 2e-5, "buffer")
 
 
 @pytest.mark.full

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from axon_dist.core.errors import UnsupportedError
-from axon_dist.ir.randomness import SampleRows, find_rows, with_part, without_part
+from axon_dist.ir.randomness import (
+    SampleRows,
+    find_rows,
+    with_part,
+    without_part,
+)
 from axon_dist.separability.interpret import follow_samples
 
 RANKS, LOCAL = 4, 3

@@ -11,6 +11,7 @@ from axon_dist.pipeline import (
     SwitchStages,
     UniformStages,
     Wire,
+    buffer_paths,
     buffers_over_time,
     buffers_together,
     check_order,
@@ -124,6 +125,35 @@ def test_buffers_of_stacked_blocks_are_split_except_for_streams():
     together = buffers_together(apart)
     assert jax.tree.structure(together) == jax.tree.structure(whole)
     assert jax.tree.map(jnp.shape, together) == jax.tree.map(jnp.shape, whole)
+
+
+def test_rows_of_a_split_buffer_have_its_path():
+    stacks = Stacks(((("blocks",), 2),))
+    whole = {"blocks": {"bias": jnp.ones((2, 3)), "count": jnp.arange(2)}, "norm": jnp.ones(3)}
+    apart = stacks.split_buffers(whole)
+    assert buffer_paths(apart) == ["blocks/bias", "blocks/bias", "blocks/count", "norm"]
+    assert buffer_paths(whole) == ["blocks/bias", "blocks/count", "norm"]
+
+
+def test_split_buffers_that_change_once_per_step_are_found_by_the_path_of_the_model():
+    """Every microbatch reads their initial value, as it does of buffers that are not split."""
+
+    def counting_loss(params, buffers, batch):
+        after = jax.tree.map(lambda count: count + 1, buffers)
+        x = batch["x"] @ params["embed"]
+        for number in range(len(BLOCKS)):
+            x, _, _ = telling(params["blocks"][number], x, buffers["blocks"]["own"].rows[number])
+        return jnp.sum(x**2), 1.0, {}, after
+
+    stacks = Stacks(((("blocks",), len(BLOCKS)),))
+    buffers = stacks.split_buffers({"blocks": {"own": jnp.zeros(len(BLOCKS))}})
+    trace, _ = traced(counting_loss, params_of(), buffers, microbatch(0))
+    over_time, after = buffers_over_time(trace, buffers, 4, (), {"blocks/own"})
+    assert over_time == {}
+    np.testing.assert_array_equal(buffers_together(after)["blocks"]["own"], np.ones(len(BLOCKS)))
+    over_time, after = buffers_over_time(trace, buffers, 4)
+    np.testing.assert_array_equal(over_time[0], np.arange(4))
+    np.testing.assert_array_equal(buffers_together(after)["blocks"]["own"], [4] * len(BLOCKS))
 
 
 def test_values_within_a_stage_are_not_sent():

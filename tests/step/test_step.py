@@ -144,6 +144,22 @@ def test_a_state_that_was_used_up(world):
         step.merge(state)
 
 
+def test_a_number_in_the_state_of_an_optimizer_is_refused_with_what_to_write(make_world):
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    loss_fn = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+    make = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    step = build_train_step(make, optimizer, loss_fn, ddp(), make_world("dp=2"))
+    batch, state = {"x": np.ones((4, 4), np.float32)}, step.init()
+    state.opt_state.hyperparams["learning_rate"] = 0.0
+    with pytest.raises(
+        ConfigError, match=r"is a float, not an array: set it to jnp\.asarray\(0\.0, jnp\.float32\)"
+    ):
+        step(state, batch)
+    state.opt_state.hyperparams["learning_rate"] = jnp.asarray(0.0, jnp.float32)
+    before = np.asarray(state.params["kernel"])
+    np.testing.assert_array_equal(step(state, batch)[0].params["kernel"], before)
+
+
 @pytest.mark.full
 def test_a_state_of_numpy_arrays(world):
     step = build(world)
