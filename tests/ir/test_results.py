@@ -8,7 +8,6 @@ import pytest
 
 from axon_dist.ir.results import is_added_to
 
-
 ROW_LOOPS = {
     "row added to": (lambda x, row: (x * 2, row + x), [False, True]),
     "row passed on": (lambda x, row: (x, row), [False, True]),
