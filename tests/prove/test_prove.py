@@ -350,6 +350,27 @@ def test_the_place_of_a_mesh_that_cannot_be_tried_is_in_the_users_file(tmp_path,
     assert {place["file"] for place in found["places"]} == {str(file)}
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        'Mesh(np.array(jax.devices()).reshape(8, 8), ("dp", "tp"))',
+        'jax.make_mesh((64, 1), ("dp", "tp"))',
+    ],
+)
+def test_a_file_whose_mesh_has_too_many_devices_is_advised_how_to_give_sizes(
+    mesh, tmp_path, capsys
+):
+    file = tmp_path / "program.py"
+    written = 'Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("dp", "tp"))'
+    assert written in PROGRAM
+    file.write_text(PROGRAM.replace(written, mesh))
+    count = len(jax.devices())
+    assert main(["prove", f"{file}:loss"]) == 2
+    said = capsys.readouterr().err
+    assert "[PROVE003]" in said
+    assert f"JAX has {count} devices here: give the sizes of its mesh, as in --mesh dp=16" in said
+
+
 def test_the_plugin_proves_marked_tests(tmp_path, capsys):
     file = tmp_path / "test_program.py"
     file.write_text(
