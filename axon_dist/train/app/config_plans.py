@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import optax
 from flax import nnx
 
-from axon_dist.core.checks import checked
+from axon_dist.core.checks import SIZE, checked
 from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.core.words import AUTO
 from axon_dist.inspect import Report, bytes_per_device, trace_outer_steps
@@ -143,7 +143,7 @@ class ConfigPlans:
 
 
 @in_own_context
-@checked(config=CONFIG)
+@checked(config=CONFIG, num_compiled=SIZE)
 def plan_config(
     config: RunConfig,
     hardware: Hardware,

@@ -127,6 +127,12 @@ def test_lines_of_a_plan_recompute_what_the_plan_does(is_recomputed):
     assert _pasted(config, one).remat == (config.remat if is_recomputed else None)
 
 
+def test_fewer_than_no_plan_cannot_be_compiled(capsys):
+    words = [str(CONFIGS / "fsdp8.yaml"), "--target", "cpu:8", "--compile", "-1"]
+    assert main(["plan", *words]) == 2
+    assert "num_compiled=-1" in capsys.readouterr().err
+
+
 def _pasted(config, candidate):
     """Returns the config after the lines of a plan are pasted into it."""
     console = Console(file=io.StringIO())
