@@ -364,8 +364,9 @@ _PATIENCE_MS = 1_200_000
 
 def _is_news(record: logging.LogRecord) -> bool:
     trace = record.exc_info[2] if record.exc_info else None
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
-    return not any("orbax" in name for name in files)
+    # The name of a file would not do: a user's folder may be called so, too.
+    names = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(trace)]
+    return not any(name.partition(".")[0] == "orbax" for name in names)
 
 
 def _empty(target: jax.ShapeDtypeStruct) -> Array:

@@ -342,6 +342,7 @@ _MOST_THREADS = 2**12
 MOST_DEVICES = 1024
 """The most emulated devices of a run."""
 _VARIABLE = "JAX_NUM_CPU_DEVICES"
+_COUNT_FLAG = r"--xla_force_host_platform_device_count=([0-9]{1,9})\b"
 
 
 def stated_share(env: Mapping[str, str]) -> int | None:
@@ -355,6 +356,18 @@ def stated_share(env: Mapping[str, str]) -> int | None:
     # JAX treats -1 as unset.
     number = _within(env[_VARIABLE], _VARIABLE, -1, MOST_DEVICES)
     return None if number == -1 else number
+
+
+def flagged_devices(env: Mapping[str, str]) -> int:
+    """The number of CPU devices that `XLA_FLAGS` asks for; 0 if it does not say.
+
+    Example:
+        >>> flagged_devices({"XLA_FLAGS": "--xla_force_host_platform_device_count=16"})
+        16
+    """
+    counts = re.findall(_COUNT_FLAG, env.get("XLA_FLAGS", ""))
+    # XLA reads the last one.
+    return min(int(counts[-1]), MOST_DEVICES) if counts else 0
 
 
 def _within(text: str, name: str, least: int, most: int) -> int:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
+from ..core.arguments import COUNT
 from ..core.errors import AxonDistError, MeshError
 from .inputs import draws_of
 from .lattice import proven_outputs
@@ -98,8 +101,9 @@ def prove(
 
     Raises:
         MeshError: when no mesh is found, or there are too few devices.
-        ConfigError: when `function` is not a function.
+        ConfigError: when `function` is not a function, or for fewer than one draw.
     """
+    COUNT.check("prove", "draws", draws)
     drawn = [tuple(inputs(number)) for number in range(draws)] if inputs is not None else []
     subject = subject_of(function, drawn[0] if drawn else arguments, name)
     own = find_mesh(function) or (mesh_in_context() if subject.is_in_context else None)
@@ -127,7 +131,9 @@ def prove_subject(
     Raises:
         MeshError: when no mesh is known, its axes are not those of the function's own mesh, or
             there are too few devices.
+        ConfigError: for fewer than one draw.
     """
+    COUNT.check("prove", "draws", draws)
     tried = _tried(subject.name, own, meshes)
     tell(title_of(tried[0]))
     refused: Finding | None = None
@@ -240,7 +246,7 @@ def _refused(error: Exception, sizes: Mapping[str, int], subject: Subject) -> Fi
     frames = [
         frame
         for frame in reversed(traceback.extract_tb(error.__traceback__))
-        if "site-packages" not in frame.filename and "/axon_dist/" not in frame.filename
+        if _is_users_file(frame.filename)
     ]
     places = [
         Place(f.filename, f.lineno or 0, f.colno, f.end_colno if f.lineno == f.end_lineno else None,
@@ -251,6 +257,22 @@ def _refused(error: Exception, sizes: Mapping[str, int], subject: Subject) -> Fi
     text = " ".join(str(error).split())
     message = f"on mesh {title} it raised {type(error).__name__}: {text:.300}"
     return Finding(None, tuple(places), tuple(sizes), title, message=message)
+
+
+_PACKAGE = Path(__file__).parents[1]
+_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+
+
+def _is_users_file(name: str) -> bool:
+    """Whether a file is neither of this package, nor of Python, nor installed.
+
+    Whole folders are compared, because a user's folder may have the name of this package, too.
+    """
+    file = Path(name)
+    # Python's imports run in frames of files such as `<frozen importlib._bootstrap>`.
+    is_python = file.is_relative_to(_STANDARD_LIBRARY) or name.startswith("<frozen ")
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
+    return not (is_python or is_installed or file.is_relative_to(_PACKAGE))
 
 
 def _is_within(sizes: Mapping[str, int], other: Mapping[str, int]) -> bool:

@@ -76,7 +76,8 @@ def bisect_files(
         one: `file.py:function`.
         other: another function, or the same one.
         mesh: the mesh of the first, as `"dp=4"`; by default the mesh of its file.
-        other_mesh: the mesh of the other; by default the mesh of its file, or of the first.
+        other_mesh: the mesh of the other; by default `mesh` if that is given, else the mesh of its
+            file, or of the first.
         shapes: the shapes of the arguments, to draw at random.
         arguments: the alternative to `shapes`: the name of a function of the first file that
             returns the arguments.
@@ -90,7 +91,7 @@ def bisect_files(
     """
     subject, own_mesh = file_subject(one, shapes, arguments)
     other_subject, others_mesh = file_subject(other, shapes, arguments, one)
-    meshes = mesh or own_mesh, other_mesh or others_mesh
+    meshes = mesh or own_mesh, other_mesh or mesh or others_mesh
     return bisect_subjects(subject, other_subject, *meshes, steps)
 
 

@@ -7,6 +7,7 @@ import copy
 import functools
 import importlib.util
 import math
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -339,13 +340,33 @@ def load_file(path: Path, sizes: Sizes | None = None) -> types.ModuleType:
     sys.modules[name] = module
     folder = str(path.parent.resolve())
     within = contextlib.nullcontext() if sizes is None else substituted(sizes)
-    wording = (f"[PROVE003] {path} cannot be imported", "run it alone first")
+    failed = f"[PROVE003] {path} cannot be imported"
     search = mock.patch.object(sys, "path", [folder, *sys.path])
     # JAX has started here, with enough devices; files that make their own would fail.
     devices = mock.patch.object(jax.config, "update", _update_but_devices)
-    with search, devices, within, reworded(*wording, of=Exception):
+    with (
+        search, devices, within,
+        reworded(failed, "run it alone first", of=Exception), _naming_devices(failed),
+    ):  # fmt: skip
         spec.loader.exec_module(module)
     return module
+
+
+@contextlib.contextmanager
+def _naming_devices(failed: str) -> Iterator[None]:
+    """Rewords the error of a file whose mesh has more devices than there are."""
+    try:
+        yield
+    except ValueError as error:
+        count = len(available_devices())
+        text = " ".join(str(error).split())
+        # `jax.make_mesh` says the former, and an array of all devices the latter.
+        if re.search(rf"Number of devices {count}\b|cannot reshape array of size {count}\b", text):
+            raise ConfigError(
+                f"{failed}: {text:.400}; JAX has {count} devices here: give the sizes of its mesh, "
+                "as in --mesh dp=16, or set JAX_NUM_CPU_DEVICES=16"
+            ) from error
+        raise
 
 
 def _update_but_devices(name: str, value: Any) -> None:

@@ -46,6 +46,7 @@ class Parting:
         runs: how often a step of both programs ran to find it, without runs that measure rounding.
         operations: how many operations a step has.
         note: a further fact, or the reason why no operation is named.
+        titles: the mesh of each program; for a config also its strategy and precision.
     """
 
     ok: bool
@@ -60,6 +61,7 @@ class Parting:
     runs: int = 0
     operations: int = 0
     note: str = ""
+    titles: tuple[str, ...] = ()
 
     @property
     def place(self) -> Place | None:
@@ -69,7 +71,10 @@ class Parting:
     def __str__(self) -> str:
         """Describes the divergence in a sentence, with its source line."""
         runs = f"{self.runs} run{'s' * (self.runs != 1)}"
-        ran = f"({self.operations} operations compared, in {runs})"
+        # The same program on two meshes may differ because of a mesh that nobody asked for.
+        several = len(set(self.titles)) > 1
+        on = f"; A {self.titles[0]}, B {self.titles[1]}" if several else ""
+        ran = f"({self.operations} operations compared, in {runs}{on})"
         if self.ok:
             return f"equal but for rounding {ran}"
         where = f"{self.place}: " if self.place else ""
@@ -110,7 +115,8 @@ def bisect(
             on another mesh. If it computes in lower precision, it may differ by what that rounds.
         *arguments: the arguments of both: arrays, or shapes to draw at random.
         mesh: the mesh of the first; by default the one in its closure.
-        other_mesh: the mesh of the other; by default its own, or that of the first.
+        other_mesh: the mesh of the other; by default `mesh` if that is given, else its own, or that
+            of the first.
         steps: how many steps are compared. Leading outputs with the shapes of the leading arguments
             replace these in the next step.
 
@@ -127,9 +133,9 @@ def bisect(
         >>> bisect(old, new, np.ones(3, np.float32)).operation
         'mul'
     """
-    mesh, other_mesh = mesh or find_mesh(one), other_mesh or find_mesh(other)
+    meshes = mesh or find_mesh(one), other_mesh or mesh or find_mesh(other)
     sides = (subject_of(one, arguments), subject_of(other, arguments))
-    return bisect_subjects(*sides, mesh, other_mesh, steps)
+    return bisect_subjects(*sides, *meshes, steps)
 
 
 def bisect_subjects(
@@ -169,14 +175,21 @@ def compare(one: Recording, other: Recording) -> Parting:
 
 def _compared(one: Recording, other: Recording) -> tuple[Parting, list[int]]:
     """Compares step by step; also returns which programs a mesh changes, if that is the cause."""
-    count = len(one.values)
+
+    def ran(number: int) -> dict[str, Any]:
+        return {
+            "runs": number,
+            "operations": len(one.values),
+            "titles": (one.title, other.title),
+        }
+
     number = 0
     for number, (first, second) in enumerate(zip(one.steps, other.steps, strict=False), 1):
         if names := _differing(first.inputs, second.inputs):
             note = "these are inputs of the step"
-            return Parting(False, names, number, runs=number, operations=count, note=note), []
+            return Parting(False, names, number, note=note, **ran(number)), []
         if names := _differing(first.outputs, second.outputs):
-            found = Parting(False, names, number, runs=number, operations=count)
+            found = Parting(False, names, number, **ran(number))
             if _differing(first.alone, second.alone):
                 return _located(found, (one, first), (other, second)), []
             pairs = ((one, first), (other, second))
@@ -185,7 +198,7 @@ def _compared(one: Recording, other: Recording) -> tuple[Parting, list[int]]:
             if len(changed) == 1:
                 note += f", and {pairs[changed[0]][0].title} differs from that"
             return dataclasses.replace(found, note=note), changed
-    return Parting(True, operations=count, runs=number), []
+    return Parting(True, **ran(number)), []
 
 
 def _located(

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..core.arguments import COUNT
 from ..core.compat import source_frames
 from ..core.errors import ConfigError
 from ..core.files import host_memory
@@ -327,6 +328,8 @@ def record(subject: Subject, mesh: Any, steps: int = 1) -> Recording:
 
 def started(subject: Subject, mesh: Any, steps: int) -> Recording:
     """Returns a recording whose steps run when they are taken, which they can be once."""
+    # Without a step, any two programs would be equal.
+    COUNT.check("bisect", "steps", steps)
     sizes = sizes_of(mesh)
     own = alone = subject.on(sizes, mesh)
     if own.mesh.size > 1:

@@ -1,4 +1,5 @@
 import gc
+import logging
 import os
 import re
 import resource
@@ -315,6 +316,18 @@ def full_disk(limit):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(("module", "is_news"), [("orbax.checkpoint", False), ("mine", True)])
+def test_only_errors_of_orbax_are_not_logged_whatever_a_folder_is_called(module, is_news):
+    program = compile("1 / 0", "/home/me/orbax/train.py", "exec")
+    with pytest.raises(ZeroDivisionError) as raised:
+        exec(program, {"__name__": module})
+    error = raised.value
+    assert error.__traceback__ is not None
+    told = type(error), error, error.__traceback__.tb_next
+    record = logging.LogRecord("absl", logging.ERROR, "", 1, "", None, told)
+    assert store._is_news(record) is is_news
 
 
 @KINDS

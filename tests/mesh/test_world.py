@@ -87,11 +87,29 @@ def test_a_loop_that_never_waits_does_not_starve():
     assert run.stdout.strip() == "1500.0", run.stderr
 
 
+@pytest.mark.parametrize(("flagged", "asked"), [(16, 16), (2, 8)])
+def test_flags_may_ask_for_more_devices_than_a_world_has(flagged, asked, monkeypatch):
+    counts = []
+    monkeypatch.setattr("axon_dist.mesh.world.prepare_emulation", counts.append)
+    monkeypatch.setattr("axon_dist.mesh.world.can_restart", lambda: False)
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={flagged} --xla_dump")
+    assert World.emulate(8).size == 8
+    assert counts == [asked]
+
+
 @pytest.mark.full
-def test_the_environment_may_ask_for_more_devices_than_the_first_world():
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"JAX_NUM_CPU_DEVICES": "4", "NPROC": "8"},
+        {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_the_environment_may_ask_for_more_devices_than_the_first_world(asked):
     worlds = "World.emulate(1, 'dp=1'); print(World.emulate(4, 'dp=4').size)"
     program = f"from axon_dist import World; {worlds}"
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "NPROC": "8"}
+    environment = {**os.environ, **asked}
     run = [sys.executable, "-c", program]
     done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=120)
     assert done.stdout == "4\n", done.stderr

@@ -286,6 +286,91 @@ def test_the_verbs_print_the_line_and_write_json_and_sarif(tmp_path, capsys):
     assert "it differs from one device: sum for mean" in out
 
 
+MADE = (
+    PROGRAM
+    + """
+def make(mesh):
+    def run(x):
+        return jax.lax.psum(x.sum(), "dp") / mesh.shape["dp"]
+    return jax.shard_map(run, mesh=mesh, in_specs=P("dp"), out_specs=P())
+"""
+)
+
+
+def test_the_mesh_of_a_is_that_of_b_although_their_file_has_one(tmp_path, capsys):
+    file = tmp_path / "program.py"
+    file.write_text(MADE)
+    same = [f"{file}:make", f"{file}:make", "--mesh", "dp=2,tp=1"]
+    assert main(["bisect", *same]) == 0
+    assert main(["bisect", *same, "--other-mesh", "dp=4,tp=2"]) == 1
+    first, second = capsys.readouterr().out.split("equal but for rounding")[1].split("\n", 1)
+    assert "; A on" not in first
+    assert "; A on dp=2,tp=1, B on dp=4,tp=2)" in second
+
+
+def test_the_mesh_of_one_function_is_that_of_the_other_although_it_has_one(make_world):
+    mesh = make_world("dp=4").mesh
+    mean = jax.shard_map(
+        lambda x: lax.psum(x.sum(), "dp") / mesh.shape["dp"],
+        mesh=mesh, in_specs=DATA, out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    found = bisect(mean, mean, np.ones(8, np.float32), mesh={"dp": 2})
+    assert found.titles == ("on dp=2", "on dp=2")
+    assert found.ok
+
+
+@pytest.mark.parametrize("draws", [0, -1])
+def test_fewer_than_one_input_is_refused(draws, tmp_path, capsys):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    words = ["prove", f"{file}:mean", "--shape", "f32[8]", "--draws", str(draws)]
+    assert main(words) == 2
+    assert f"draws={draws}, an int; give a whole number, at least 1" in capsys.readouterr().err
+    make = RIGHT["mean_loss"]
+    with pytest.raises(ConfigError, match="at least 1"):
+        prove(make, meshes="dp=2", draws=draws)
+    with pytest.raises(ConfigError, match="at least 1"):
+        assert_mesh_invariant(make, meshes="dp=2", inputs=lambda number: (), draws=draws)
+
+
+def test_a_comparison_of_no_step_is_refused():
+    with pytest.raises(ConfigError, match="steps=0"):
+        bisect(jnp.sin, jnp.cos, np.ones(3, np.float32), steps=0)
+
+
+def test_the_place_of_a_mesh_that_cannot_be_tried_is_in_the_users_file(tmp_path, capsys):
+    folder = tmp_path / "axon_dist"
+    folder.mkdir()
+    file = folder / "program.py"
+    file.write_text(PROGRAM.replace("loss = jax.jit(", "loss = ("))
+    written = tmp_path / "found.json"
+    assert main(["prove", f"{file}:mean", "--mesh", "dp=3,tp=1", "--json", str(written)]) == 2
+    assert "program.py:12: cannot be tried [PROVE010]" in capsys.readouterr().out
+    (found,) = json.loads(written.read_text())["findings"]
+    assert {place["file"] for place in found["places"]} == {str(file)}
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        'Mesh(np.array(jax.devices()).reshape(8, 8), ("dp", "tp"))',
+        'jax.make_mesh((64, 1), ("dp", "tp"))',
+    ],
+)
+def test_a_file_whose_mesh_has_too_many_devices_is_advised_how_to_give_sizes(
+    mesh, tmp_path, capsys
+):
+    file = tmp_path / "program.py"
+    written = 'Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("dp", "tp"))'
+    assert written in PROGRAM
+    file.write_text(PROGRAM.replace(written, mesh))
+    count = len(jax.devices())
+    assert main(["prove", f"{file}:loss"]) == 2
+    said = capsys.readouterr().err
+    assert "[PROVE003]" in said
+    assert f"JAX has {count} devices here: give the sizes of its mesh, as in --mesh dp=16" in said
+
+
 def test_the_plugin_proves_marked_tests(tmp_path, capsys):
     file = tmp_path / "test_program.py"
     file.write_text(

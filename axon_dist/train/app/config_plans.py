@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import optax
 from flax import nnx
 
-from axon_dist.core.checks import checked
+from axon_dist.core.checks import SIZE, checked
 from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.core.words import AUTO
 from axon_dist.inspect import Report, bytes_per_device, trace_outer_steps
@@ -40,7 +40,7 @@ from axon_dist.planner.reading import USABLE
 from axon_dist.step import TrainStep, sharing_steps
 
 from ...core.own_context import in_own_context
-from ..config import CONFIG, RunConfig, abstract_batch, with_own_precision
+from ..config import CONFIG, RunConfig, abstract_batch, with_own_precision, without_option
 from ..loop.meters import useful_flops_per_token
 from .examine import examine
 from .steps import ModelOfZeros, build_step, names_on, optimizer_of
@@ -143,7 +143,7 @@ class ConfigPlans:
 
 
 @in_own_context
-@checked(config=CONFIG)
+@checked(config=CONFIG, num_compiled=SIZE)
 def plan_config(
     config: RunConfig,
     hardware: Hardware,
@@ -353,12 +353,17 @@ def config_for(config: RunConfig, candidate: Candidate) -> RunConfig:
     """
     plain = config.to_dict()
     lines = candidate.to_config()
-    strategies = plain.get("parallel") or {}
+    given = plain.get("parallel") or {}
+    key = "activation_checkpointing"
+    own_remats = [options[key] for options in given.values() if options.get(key) is not None]
+    # The candidate says whether blocks are recomputed, and `remat` below says how.
+    strategies = without_option(given, key)
     lines["parallel"] = {
         name: {**strategies.get(name, {}), **options} for name, options in lines["parallel"].items()
     }
     train = {**plain["train"], "accumulate": 1, **lines.pop("train", {})}
     configured = None if config.remat == AUTO else plain.get("remat")
+    configured = configured or next(iter(own_remats), None)
     remat = configured or {"interval": 1} if candidate.remat else None
     devices = {"emulate": None}
     names = names_on(config.axis_names, config.mesh, candidate.mesh)

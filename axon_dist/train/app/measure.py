@@ -16,7 +16,7 @@ import numpy as np
 from rich.table import Table
 
 from axon_dist.core.checks import COUNT, NUMBER, ArgumentKind, checked
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.core.typing import JsonDict, OptionValue, PyTree
 from axon_dist.data import Loader, LocalBatch
 from axon_dist.inspect import memory
@@ -24,7 +24,7 @@ from axon_dist.mesh.chips import DOUBLE_BUFFERED, IN_PARALLEL
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.step import TrainStep
 
-from ..config import CONFIG, RunConfig, abstract_batch
+from ..config import CONFIG, RunConfig, abstract_batch, without_option
 from .runs import build_loader, build_run
 from .steps import build_step, build_world
 
@@ -39,8 +39,9 @@ class Variant:
         name: its name in the table.
         options: compiler options that override those of the chip.
         bare: drop the options of the chip.
-        remat: what the backward pass recomputes; ignored if `as_config`.
-        as_config: use the config's `remat`.
+        remat: what the backward pass recomputes, in place of what config and strategies say; None
+            for nothing. Ignored if `as_config`.
+        as_config: recompute what config and strategies say.
     """
 
     name: str
@@ -210,15 +211,42 @@ def _compiled(
     config: RunConfig, world: Any, variant: Variant, batch: PyTree
 ) -> tuple[Any, Any, float]:
     if not variant.as_config:
-        config = dataclasses.replace(config, remat=variant.remat)
+        config = recomputing(config, variant.remat)
     options: dict[str, OptionValue | None] = dict(variant.options)
     if variant.bare:
         names = build_step(config, world).compiler_options
         options = dict.fromkeys(name for name in names if name not in config.compiler_options)
     step = build_step(config, world, compiler_options=options)
     begun = time.perf_counter()
+    if not variant.as_config and step.strategy.remat != variant.remat:
+        # Otherwise the row would show the times of another program.
+        raise ConfigError(
+            f"the strategy {step.strategy.name} recomputes {step.strategy.remat} in place of "
+            f"{variant.remat}; compare by that strategy's own options"
+        )
     compiled = step.lower(batch).compile()
     return step, compiled, time.perf_counter() - begun
+
+
+def recomputing(config: RunConfig, remat: ActivationCheckpointing | None) -> RunConfig:
+    """Returns the config with a remat policy in place of what its strategies say about it.
+
+    Args:
+        config: the config.
+        remat: what the backward pass recomputes; None for nothing.
+
+    Example:
+        >>> own = {"fsdp": {"activation_checkpointing": {}}}
+        >>> dict(recomputing(RunConfig.from_dict({"parallel": own}), None).parallel)
+        {'fsdp': {}}
+    """
+    parallel = without_option(config.parallel, "activation_checkpointing")
+    if "pipeline" in parallel:
+        # Only the option of the pipeline decides what its stages keep.
+        kept = "residuals" if remat is None else remat.policy
+        parallel["pipeline"] = {**parallel["pipeline"], "backward": kept}
+        remat = None
+    return dataclasses.replace(config, parallel=MappingProxyType(parallel), remat=remat)
 
 
 def _alternate(
@@ -262,7 +290,9 @@ def _drawn(shape: Any, config: RunConfig) -> np.ndarray:
 
 
 def _first_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:160]
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    # Our own messages end with what to do; those of compilers may have pages.
+    return text if isinstance(error, AxonDistError) else text[:160]
 
 
 TIMED_STEPS = 3

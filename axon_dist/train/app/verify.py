@@ -207,8 +207,15 @@ class Verification:
 
     @property
     def worst(self) -> Difference:
-        """The row with the largest difference."""
-        return max((*self.metrics, *self.params), key=lambda row: row.relative)
+        """The row with the largest difference, of those that fail if any does."""
+        return self.ranked((*self.metrics, *self.params))[0]
+
+    def ranked(self, rows: Sequence[Difference]) -> list[Difference]:
+        """Sorts rows: those that fail first, then by their difference, the largest first.
+
+        A difference that rounding explains may be larger than one that fails.
+        """
+        return sorted(rows, key=lambda row: (row.passes(self.tolerance), -row.relative))
 
     @property
     def passed(self) -> bool:

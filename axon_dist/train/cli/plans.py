@@ -17,9 +17,10 @@ from rich.table import Table
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
 from axon_dist.core.plain_yaml import to_yaml
-from axon_dist.core.words import byte_size, duration, plural, si
+from axon_dist.core.words import AUTO, byte_size, duration, plural, si
 from axon_dist.mesh.chips import EMULATED, Hardware, hardware, parse_cluster
 from axon_dist.mesh.targets import parse_target, prepare_environment
+from axon_dist.nn import ActivationCheckpointing
 from axon_dist.ops.precision import MixedPrecision
 from axon_dist.parallel import STRATEGIES
 from axon_dist.planner import parse_count, parse_memory
@@ -268,6 +269,11 @@ def _print_lines(plan: TracedPlan, config: RunConfig, console: Console) -> None:
     # The axes that a config names may not be those of the plan's mesh.
     if plan.config.axis_names != config.axis_names:
         lines["axis_names"] = plain["axis_names"]
+    if plan.config.remat is None:
+        # Without this line, the config would recompute what the plan keeps.
+        lines |= {} if config.remat in (None, AUTO) else {"remat": None}
+    elif plan.config.remat != ActivationCheckpointing():
+        lines["remat"] = plain["remat"]
     console.print(to_yaml(lines), end="")
 
 

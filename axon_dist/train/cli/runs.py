@@ -298,6 +298,10 @@ def profile(arguments: argparse.Namespace) -> int:
     return 0
 
 
+_MOST_ROWS = 8
+"""The number of parameters in the table of `axon verify`."""
+
+
 def verify_config(arguments: argparse.Namespace) -> int:
     """Prints the difference from one device; the exit code is 1 if it exceeds the tolerance."""
     config = _config(arguments)
@@ -314,14 +318,17 @@ def verify_config(arguments: argparse.Namespace) -> int:
     is_explained = any(row.rounding for row in (*verification.metrics, *verification.params))
     if is_explained:
         table.add_column("rounding moves one device by", justify="right")
-    farthest = sorted(verification.params, key=lambda row: row.relative, reverse=True)
-    for row in (*verification.metrics, *farthest[:8]):
+    ranked = verification.ranked(verification.params)
+    for row in (*verification.metrics, *ranked[:_MOST_ROWS]):
         style = None if row.passes(verification.tolerance) else "red"
         rounding = [f"{row.rounding:.1e}"] if is_explained else []
         table.add_row(row.what, f"{row.relative:.1e}", *rounding, style=style)
     console = Console()
     console.print(table)
-    more = len(verification.params) - min(len(verification.params), 8)
+    hidden = ranked[_MOST_ROWS:]
+    failing = sum(not row.passes(verification.tolerance) for row in hidden)
+    more = f"{len(hidden)} more parameters are " + ("equal" if not failing else "not shown")
+    more += f", of which {failing} are NOT equal" if failing else ""
     verdict = "equal" if verification.passed else "NOT equal"
     explained = ""
     if is_explained:
@@ -330,6 +337,6 @@ def verify_config(arguments: argparse.Namespace) -> int:
     precision = given if isinstance(given, str) else f"{MixedPrecision.of(given).compute}"
     console.print(
         f"{verdict} within {verification.tolerance:.0e}{explained} "
-        f"({precision}, SGD, {plural(steps, 'step')}; {more} more parameters are closer)"
+        f"({precision}, SGD, {plural(steps, 'step')}; {more})"
     )
     return 0 if verification.passed else 1

@@ -27,6 +27,7 @@ from .schema import abstract_batch as abstract_batch
 from .schema import build_strategy as build_strategy
 from .schema import unit_of as unit_of
 from .schema import with_own_precision as with_own_precision
+from .schema import without_option as without_option
 from .sections import DATA as DATA
 from .sections import LOGGERS as LOGGERS
 from .sections import CheckpointConfig as CheckpointConfig

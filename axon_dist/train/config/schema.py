@@ -172,11 +172,23 @@ def with_own_precision(config: RunConfig) -> RunConfig:
     if not given or any(policy != policies[0] for policy in policies):
         return config
     precision = named[0] if isinstance(named[0], str) else policies[0]
-    parallel = {
-        name: {option: value for option, value in options.items() if option != key}
-        for name, options in config.parallel.items()
+    parallel = MappingProxyType(without_option(config.parallel, key))
+    return dataclasses.replace(config, precision=precision, parallel=parallel)
+
+
+def without_option(
+    parallel: Mapping[str, Mapping[str, object]], option: str
+) -> dict[str, dict[str, object]]:
+    """Returns strategies with their options, as plain data, but without one of these.
+
+    Example:
+        >>> without_option({"fsdp": {"mixed_precision": "bf16"}}, "mixed_precision")
+        {'fsdp': {}}
+    """
+    return {
+        name: {key: value for key, value in options.items() if key != option}
+        for name, options in parallel.items()
     }
-    return dataclasses.replace(config, precision=precision, parallel=MappingProxyType(parallel))
 
 
 def read_strategies(parallel: Mapping[str, Mapping[str, object]]) -> dict[str, JsonDict]:

@@ -46,6 +46,11 @@ class StopRequest:
 def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iterator[StopRequest]:
     """Turns the first SIGINT (Ctrl-C), SIGTERM or SIGHUP into a request; later ones act as usual.
 
+    Python handles signals between two calls of C. So a compile ends first, and equal signals during
+    one compile count as one. They are not counted by a wakeup descriptor: forked workers would
+    write into it, too, and programs that start others often send on a Ctrl-C that the terminal has
+    sent to all.
+
     After the first signal, any SIGHUP is ignored, even after the context: when a terminal closes,
     both the kernel and the shell send it, and a last save may still be running. A process that
     ignores SIGHUP, as under `nohup`, continues to ignore it.

@@ -4,7 +4,9 @@ from typing import Any
 import pytest
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.train.app import Variant, tune, variants
+from axon_dist.nn import ActivationCheckpointing
+from axon_dist.train.app import Variant, measure, tune, variants
+from axon_dist.train.app.steps import build_step, build_world
 from axon_dist.train.cli.main import main
 from axon_dist.train.config import RunConfig
 
@@ -39,6 +41,41 @@ def test_every_kind_of_device_tries_what_is_recomputed():
         names = [variant.name for variant in variants(backend)]
         assert names[0] == "as configured"
         assert len(set(names)) == len(names) >= 5
+
+
+OWN = {"interval": "sqrt"}
+
+
+@pytest.mark.parametrize("name", measure.REMATS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel": {"fsdp": {"activation_checkpointing": OWN}}, "mesh": "fsdp=8"},
+        {
+            "parallel": {"pipeline": {"num_microbatches": 4}},
+            "mesh": "pp=2",
+            "devices": {"emulate": 2},
+        },
+    ],
+    ids=["fsdp", "pipeline"],
+)
+def test_a_row_recomputes_what_its_name_says_whatever_the_strategies_ask_for(tiny, changes, name):
+    model = tiny["model"] | {"num_layers": 2}
+    config = RunConfig.from_dict(tiny | {"model": model} | changes)
+    strategy = build_step(
+        measure.recomputing(config, measure.REMATS[name]), build_world(config)
+    ).strategy
+    assert strategy.remat == measure.REMATS[name]
+    # A stage that keeps nothing would run its forward pass again, whole.
+    assert strategy.pipeline is None or strategy.pipeline.saves_residuals
+
+
+def test_a_row_that_its_strategy_would_change_says_so_with_what_to_do(tiny, monkeypatch):
+    monkeypatch.setattr(measure, "recomputing", lambda config, remat: config)
+    own = tiny | {"parallel": {"fsdp": {"activation_checkpointing": OWN}}, "mesh": "fsdp=8"}
+    every = Variant("every block", remat=ActivationCheckpointing(), as_config=False)
+    with pytest.raises(ConfigError, match=r"recomputes .*sqrt.* by that strategy's own options"):
+        tune(RunConfig.from_dict(own), 1, 1, (every,))
 
 
 @pytest.mark.full

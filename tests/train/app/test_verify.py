@@ -73,6 +73,13 @@ def test_one_row_beyond_the_tolerance_is_enough_wherever_it_is():
     assert not verification(near, Difference("c", math.inf)).passed
 
 
+def test_a_row_that_fails_is_worse_than_a_farther_one_that_rounding_explains():
+    failing, explained = Difference("a", 2e-5), Difference("b", 1e-3, rounding=1e-3)
+    found = verification(explained, failing)
+    assert found.worst is failing
+    assert found.ranked(found.params) == [failing, explained]
+
+
 def test_a_row_may_be_off_by_a_few_times_what_rounding_moves_one_device_by():
     """But only up to a limit: a model that rounding alone changes much proves nothing."""
     assert not Difference("a", 2e-5).passes(1e-5)

@@ -104,6 +104,46 @@ def test_lines_of_a_plan_have_its_names_of_axes(given, printed):
     assert lines.get("axis_names") == printed
 
 
+@pytest.mark.parametrize(("is_recomputed", "remat"), [(False, None), (True, {"interval": "sqrt"})])
+def test_a_plan_recomputes_what_it_says_and_how_the_strategy_of_the_config_asks(
+    is_recomputed, remat
+):
+    own = {"fsdp": {"activation_checkpointing": {"interval": "sqrt"}, "min_elements": 8}}
+    config = RunConfig.from_dict({"mesh": "fsdp=4", "parallel": own, "remat": None})
+    one = Candidate(strategy="fsdp", fsdp=4, remat=is_recomputed)
+    plain = config_plans.config_for(config, one).to_dict()
+    assert plain["parallel"]["fsdp"] == {"min_elements": 8}
+    asked = plain["remat"]
+    assert (asked and {"interval": asked["interval"]}) == remat
+    assert _pasted(config, one).remat == config_plans.config_for(config, one).remat
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_lines_of_a_plan_recompute_what_the_plan_does(is_recomputed):
+    config = RunConfig.from_dict(
+        {"mesh": "fsdp=4", "parallel": "fsdp", "remat": {"policy": "dots"}}
+    )
+    one = Candidate(strategy="fsdp", fsdp=4, remat=is_recomputed)
+    assert _pasted(config, one).remat == (config.remat if is_recomputed else None)
+
+
+def test_fewer_than_no_plan_cannot_be_compiled(capsys):
+    words = [str(CONFIGS / "fsdp8.yaml"), "--target", "cpu:8", "--compile", "-1"]
+    assert main(["plan", *words]) == 2
+    assert "num_compiled=-1" in capsys.readouterr().err
+
+
+def _pasted(config, candidate):
+    """Returns the config after the lines of a plan are pasted into it."""
+    console = Console(file=io.StringIO())
+    plan = types.SimpleNamespace(
+        config=config_plans.config_for(config, candidate), candidate=candidate
+    )
+    _print_lines(plan, config, console)
+    lines = yaml.safe_load(console.file.getvalue().split("Lines of a config:\n")[1])
+    return RunConfig.from_dict({**config.to_dict(), **lines})
+
+
 @pytest.mark.full
 def test_plans_with_other_numerics_are_listed_separately(capsys, few, monkeypatch):
     monkeypatch.setattr(config_plans, "FEW", 1)

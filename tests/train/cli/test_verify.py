@@ -5,6 +5,8 @@ import yaml
 
 from axon_dist.step import gather
 from axon_dist.train.app import tiny
+from axon_dist.train.app.verify import Difference, Verification
+from axon_dist.train.cli import runs
 from axon_dist.train.cli.main import main
 from axon_dist.train.config import load_config
 from axon_dist.train.config.schema import RunConfig
@@ -49,6 +51,23 @@ def test_a_difference_is_exit_code_1(path, capsys, monkeypatch):
     assert "NOT equal within" in text
     # With gradients clipped to length 1, the parameters would be right.
     assert "grad_norm of step 0" in text
+
+
+@pytest.mark.parametrize(
+    ("num_failing", "said"),
+    [(1, "2 more parameters are equal)"), (10, "11 more parameters are not shown, of which 2 ")],
+)
+def test_rows_that_fail_come_before_those_that_rounding_explains(
+    num_failing, said, path, capsys, monkeypatch
+):
+    explained = [Difference(f"near {n}", 1e-3, rounding=1e-3) for n in range(9)]
+    failing = [Difference(f"far {n}", 2e-5) for n in range(num_failing)]
+    found = Verification("ddp", "dp=8", (), (*explained, *failing), 1e-5)
+    monkeypatch.setattr(runs, "verify", lambda config, steps: found)
+    assert main(["verify", path]) == 1
+    text = capsys.readouterr().out
+    assert text.count("far ") == min(num_failing, 8)
+    assert said in " ".join(text.split())
 
 
 def test_tiny_keeps_what_the_mesh_needs():
