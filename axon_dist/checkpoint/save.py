@@ -312,9 +312,10 @@ def load_checkpoint(
         parts: the fields of the state to restore; others are not read. With one name, such as
             `"params"`, the target is that field, such as `target.params`. With several, the
             target is a dict of them. For a `TrainStep`, `"params"` are found also where the
-            checkpoint has them elsewhere: those that replicas shared (DiLoCo) for a step without
-            replicas, rounded to its dtypes; one copy for each replica; and those that only one of
-            the two trains.
+            checkpoint has them elsewhere. Of a checkpoint with replicas (DiLoCo), a step without
+            replicas takes the outer parameters, rounded to its dtypes. A step with replicas copies
+            ordinary parameters to each replica. A parameter that is trained in only one of the two
+            is looked up in `params` and `frozen`.
 
     Returns:
         The state, with the structure of the target.

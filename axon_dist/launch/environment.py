@@ -205,9 +205,10 @@ def from_env(env: Environment) -> LaunchSpec:
     It looks in this order for `AXON_CLUSTER`; the variables of torchrun, which Azure ML, vast.ai,
     Kubernetes templates and `axon launch` set too (`MASTER_ADDR MASTER_PORT WORLD_SIZE RANK
     LOCAL_RANK`), or the `PET_*` that Kubeflow sets for torchrun's options; those of JAX
-    (`JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID`); SageMaker; Open MPI, MVAPICH,
-    MPICH and Intel MPI, with `MASTER_ADDR`; and the clusters that `jax.distributed` can ask (SLURM,
-    Open MPI 4, Kubernetes jobs, TPU pods on GKE). Without any of them there is one process.
+    (`JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID`); SageMaker; Open MPI and MVAPICH,
+    with `MASTER_ADDR`, except Open MPI 4, which `jax.distributed` can ask; SLURM; MPICH and Intel
+    MPI, with `MASTER_ADDR`; Kubernetes jobs and TPU pods on GKE. Without any of them there is one
+    process.
 
     Args:
         env: the environment, as in `os.environ`.

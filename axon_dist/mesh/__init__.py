@@ -1,6 +1,6 @@
 """Meshes: the spec of named axes, the world of devices, and the groups that communicate.
 
-`MeshSpec` never needs a device. No other package asks JAX about devices and processes. Start
+`MeshSpec` never needs a device. Other packages list devices only through this one. Start
 reading in `mesh_spec.py`, then `world.py`. `chips.py` is the table of chips, and `targets.py` names
 machines to compile for. `agreement.py` checks that all processes were started with the same
 arguments, and names one that hangs. How processes find each other is in `launch`.

@@ -262,8 +262,8 @@ class Hardware:
     def bandwidth(self, num_ranks: int, stride: int = 1) -> float:
         """The rate at which each member of a ring sends, bytes/s.
 
-        The first group begins a node. The node with the fewest members has the fewest ports, and
-        all others wait for it.
+        The first member of the first group is the first device of a node. The node with the fewest
+        members has the fewest ports, and all others wait for it.
 
         Args:
             num_ranks: members of the group.

@@ -203,7 +203,8 @@ def buffers_over_time(
 
     Returns:
         The values of each changing leaf before every microbatch, by number, of shape
-        [num_microbatches, ...]; and the buffers after the last microbatch.
+        [num_microbatches, ...], except for those in `mutable_buffers` or
+        `once_per_step`; and the buffers after the last microbatch.
 
     Raises:
         UnsupportedError: if another buffer depends on the batch or the parameters of blocks.

@@ -3,7 +3,7 @@
 Three engines run its update, and `StagedOptimizer` takes the first that fits:
 
 - `on_whole_vectors`: stages differ, so they are stored as vectors, and the update is elementwise.
-- `RowProgram`: stages or blocks are equal, so each leaf has a row of its own.
+- `RowProgram`: stages or blocks are equal, so no leaf lies in a packed vector.
 - `RankBranches`: all other updates, with one branch per rank.
 """
 
@@ -71,7 +71,7 @@ class UnstackedOptimizer:
     """Turns an optimizer of a model with stacked leaves into one of unstacked leaves.
 
     The optimizer is traced on the model's own tree, so that a norm of a stacked leaf is one number.
-    It is computed row by row.
+    The update is computed row by row.
 
     Args:
         optimizer: the optimizer of the model.

@@ -2,8 +2,8 @@
 
 Each input of the program has an owner, such as a block of a pipeline, or is shared by all of them.
 A value that is computed from one owner's values has the same owner. A value that is computed from
-several owners' values, such as a norm over all gradients, is shared; it must be small, because
-every rank needs its operands. The result is one part of the program per owner, which runs on the
+several owners' values, such as a norm over all gradients, is shared; its operands must be small,
+because every rank needs them. The result is one part of the program per owner, which runs on the
 ranks that store the owner's values, and one shared part, which every rank runs.
 """
 
