@@ -36,7 +36,7 @@ from ..core.files import (
 from ..core.typing import Array
 from ..core.typing import Path as LeafPath
 from ..core.words import first_few
-from . import bucket
+from . import object_store
 from .layout import (
     MANIFEST,
     MARKER,
@@ -214,7 +214,7 @@ def put_back(folder: Path) -> None:
 def remove(folder: Place) -> None:
     """Removes a checkpoint; it loses its name first, so no partial one is ever read."""
     if isinstance(folder, Address):
-        bucket.clear(folder)
+        object_store.clear(folder)
         return
     # Otherwise `found_at` would find this older one after the removal.
     _discard(replaced_of(folder))
@@ -318,7 +318,7 @@ def _objects_of(folder: Address) -> tuple[bytes, bytes]:
         marker = (folder / MARKER).read()
         if marker is None:
             break
-        if (found := bucket.slot_of(folder, marker)) is not None:
+        if (found := object_store.slot_of(folder, marker)) is not None:
             return found[1], marker
         if (folder / MARKER).read() == marker:
             # It matches no manifest; `read_manifest` reports that.

@@ -25,7 +25,7 @@ from .agreement import rank_table as rank_table
 from .agreement import self_test as self_test
 from .agreement import watch_steps as watch_steps
 from .chips import option_names as option_names
-from .chips import relative_of as relative_of
+from .chips import options_row_of as options_row_of
 from .group import ProcessGroup as ProcessGroup
 from .mesh_spec import AXIS_ORDER as AXIS_ORDER
 from .mesh_spec import SLOW_AXES as SLOW_AXES

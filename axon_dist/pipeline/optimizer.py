@@ -209,8 +209,8 @@ class StagedOptimizer:
 
         def program(owner_of: Callable[[LeafPlace], Any], **options: Any) -> OwnedProgram:
             owners = list(map(owner_of, sources))
-            homes = list(map(owner_of, ends))
-            return owned(closed, owners, source_names, homes, end_names, **options)
+            destinations = list(map(owner_of, ends))
+            return owned(closed, owners, source_names, destinations, end_names, **options)
 
         run = None
         if self._storage.vectors:
@@ -305,7 +305,9 @@ class RankBranches:
         self._axis = axis
         self._last = program.num_levels - 1
         reads = [(a, _rank(op.owner)) for op in program.operations for a in op.inputs]
-        reads += [(a, _rank(home)) for a, home in zip(program.outputs, program.homes, strict=True)]
+        reads += [
+            (a, _rank(by)) for a, by in zip(program.outputs, program.destinations, strict=True)
+        ]
         # By level and rank, the values that other ranks read.
         self._sent: list[list[list[int]]] = [
             [[] for _ in self._ranks] for _ in range(program.num_levels)
