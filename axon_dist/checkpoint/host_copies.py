@@ -53,9 +53,9 @@ from .copy_files import (
 from .layout import (
     LeafSpec,
     as_array,
+    broadcast_json,
     described,
     differences,
-    from_main,
     from_stored,
     in_form_of,
     named_leaves,
@@ -247,7 +247,7 @@ class HostCopies:
         location = f"{socket.gethostname()} {folder.resolve()}"
         self._ring = HostRing(tuple(_gathered(zlib.crc32(location.encode()) >> 1)))
         # After a loss steps are repeated, and files of different starts must not be mixed.
-        self._generation: str = from_main(secrets.token_hex(8))
+        self._generation: str = broadcast_json(secrets.token_hex(8))
         self._copy_number = 0
 
     def check(self, target: PyTree) -> None:
@@ -440,7 +440,7 @@ def _newest_complete(
             if tuple(other) == copy
         }
         header_text = here[copy][0].to_json() if copy in here else None
-        header = CopyHeader.from_json(from_main(header_text, min(parts)))
+        header = CopyHeader.from_json(broadcast_json(header_text, min(parts)))
         if is_whole([part for listed in parts.values() for part in listed], header.leaves):
             holders: dict[LeafPath, dict[Slices, int]] = {}
             for teller, listed in parts.items():

@@ -434,7 +434,7 @@ def is_main() -> bool:
     return process_index() == 0
 
 
-def from_main(value: object, source: int = 0) -> Any:
+def broadcast_json(value: object, source: int = 0) -> Any:
     """Broadcasts a value from process 0 or another process; all must call this.
 
     Args:
@@ -468,7 +468,7 @@ def on_main(action: Callable[[], Any]) -> Any:
             outcome = {"result": action()}
         except AxonDistError as error:
             outcome = {"kind": type(error).__name__, "text": str(error)}
-    outcome = from_main(outcome)
+    outcome = broadcast_json(outcome)
     if "kind" in outcome:
         raise getattr(errors, outcome["kind"])(outcome["text"])
     return outcome["result"]

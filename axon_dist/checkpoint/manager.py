@@ -22,7 +22,7 @@ from ..core.errors import (
 from ..core.files import Address, Place, as_place, kind_at, sync_path
 from ..core.own_context import in_own_context
 from ..core.typing import PyTree
-from . import bucket
+from . import object_store
 from .layout import (
     MARKER,
     OLD,
@@ -562,7 +562,7 @@ class CheckpointManager:
                 check_replaceable(folder / step)
                 remove(folder / step)
             elif all(not found.isdisjoint(slot) for slot in SLOTS):
-                bucket.tidy(folder / step)
+                object_store.tidy(folder / step)
 
     def _remove_outdated(self) -> None:
         try:

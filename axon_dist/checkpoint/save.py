@@ -32,7 +32,7 @@ from ..core.typing import Path as LeafPath
 from ..core.words import byte_size, first_few
 from ..mesh import check_shared
 from ..sharding.padding import EvenShards, paddings_in
-from . import bucket
+from . import object_store
 from .layout import (
     LeafSpec,
     Manifest,
@@ -179,7 +179,7 @@ class PendingSave:
         stored = {path: to_stored(array) for path, array in arrays.items()}
         check_dtypes(type, stored)
         size = sum(array.nbytes for array in arrays.values())
-        name = on_main(lambda: self._claim_name(meta, size))
+        name = on_main(lambda: self._prepare_folder(meta, size))
         manifest = Manifest(
             type=type,
             leaves={path: spec_of(array) for path, array in arrays.items()},
@@ -193,7 +193,7 @@ class PendingSave:
         checksums = leaf_checksums(stored)
         write = self._run(
             lambda: (
-                bucket.begin(folder, int(name), stored)
+                object_store.begin(folder, int(name), stored)
                 if isinstance(folder, Address)
                 else STORES[type].begin(staging_of(folder), stored, name)
             )
@@ -205,7 +205,7 @@ class PendingSave:
                 sums = {path: int(x) for path, x in jax.device_get(checksums).items()}
                 whole = dataclasses.replace(manifest, checksums=sums)
                 if isinstance(folder, Address):
-                    bucket.commit(folder, int(name), whole, bucket.writers(checksums))
+                    object_store.commit(folder, int(name), whole, object_store.writers(checksums))
                 else:
                     seal(staging_of(folder), whole)
                     publish(folder)
@@ -234,14 +234,14 @@ class PendingSave:
         except BaseException as error:  # Any error must reach the waiting thread.
             self._written.set_exception(error)
 
-    def _claim_name(self, meta: Any, size: int) -> str:
+    def _prepare_folder(self, meta: Any, size: int) -> str:
         """Prepares the folder; returns a unique name of the save, or the slot in a bucket."""
         check_meta(meta)
         self._run(lambda: check_replaceable(self.folder))
 
         def clear() -> str:
             if isinstance(self.folder, Address):
-                return str(bucket.prepare(self.folder))
+                return str(object_store.prepare(self.folder))
             staging = staging_of(self.folder)
             shutil.rmtree(staging, ignore_errors=True)
             make_folder(staging.parent)
@@ -312,9 +312,10 @@ def load_checkpoint(
         parts: the fields of the state to restore; others are not read. With one name, such as
             `"params"`, the target is that field, such as `target.params`. With several, the
             target is a dict of them. For a `TrainStep`, `"params"` are found also where the
-            checkpoint has them elsewhere: those that replicas shared (DiLoCo) for a step without
-            replicas, rounded to its dtypes; one copy for each replica; and those that only one of
-            the two trains.
+            checkpoint has them elsewhere. Of a checkpoint with replicas (DiLoCo), a step without
+            replicas takes the outer parameters, rounded to its dtypes. A step with replicas copies
+            ordinary parameters to each replica. A parameter that is trained in only one of the two
+            is looked up in `params` and `frozen`.
 
     Returns:
         The state, with the structure of the target.
@@ -537,8 +538,8 @@ def _read(
 ) -> dict[LeafPath, Array]:
     stored = {path: stored_target(target) for path, target in targets.items()}
     try:
-        if bucket.is_from_bucket(manifest):
-            return bucket.restore(folder, manifest, stored)
+        if object_store.is_from_bucket(manifest):
+            return object_store.restore(folder, manifest, stored)
         there = folder
         if isinstance(there, Address):
             # The checkpoint was written on a disk and then copied to the bucket: copy it back.

@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -36,7 +36,7 @@ from ..core.files import (
 from ..core.typing import Array
 from ..core.typing import Path as LeafPath
 from ..core.words import first_few
-from . import bucket
+from . import object_store
 from .layout import (
     MANIFEST,
     MARKER,
@@ -214,7 +214,7 @@ def put_back(folder: Path) -> None:
 def remove(folder: Place) -> None:
     """Removes a checkpoint; it loses its name first, so no partial one is ever read."""
     if isinstance(folder, Address):
-        bucket.clear(folder)
+        object_store.clear(folder)
         return
     # Otherwise `found_at` would find this older one after the removal.
     _discard(replaced_of(folder))
@@ -318,7 +318,7 @@ def _objects_of(folder: Address) -> tuple[bytes, bytes]:
         marker = (folder / MARKER).read()
         if marker is None:
             break
-        if (found := bucket.slot_of(folder, marker)) is not None:
+        if (found := object_store.slot_of(folder, marker)) is not None:
             return found[1], marker
         if (folder / MARKER).read() == marker:
             # It matches no manifest; `read_manifest` reports that.
@@ -361,15 +361,17 @@ def check_files(folder: Place, manifest: Manifest) -> None:
 
 def stray_in(folder: Place, manifest: Manifest) -> str | None:
     """A file in a checkpoint that was added after it was sealed, or None."""
-    known = {*manifest.files, MANIFEST, MARKER}
-    if isinstance(folder, Address):
-        # Leftovers of a killed save in the other slot are not part of the checkpoint.
-        slots = {name for slot in SLOTS for name in slot}
-        others = (name for name in folder.names() if name.split("/")[0] not in slots)
-        return next((name for name in others if name not in known), None)
-    folder = found_at(folder)
-    there = (str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
-    return next((name for name in there if name not in known), None)
+    # Leftovers of a killed save in the other slot of a bucket are not part of the checkpoint, also
+    # in a copy of it on a disk.
+    known = {*manifest.files, MARKER}
+    slots = {name for slot in SLOTS for name in slot}
+    there = folder.names() if isinstance(folder, Address) else _names_in(found_at(folder))
+    others = (name for name in there if name.split("/")[0] not in slots)
+    return next((name for name in others if name not in known), None)
+
+
+def _names_in(folder: Path) -> Iterator[str]:
+    return (str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
 
 
 _MOST_REPLACED = 3

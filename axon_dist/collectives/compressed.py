@@ -133,8 +133,8 @@ class Quantized:
         top = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
         scale = top / largest
         # Devices may take smaller scales for zero, and zero divided by zero is no number. Numbers
-        # so small become zeros. A block that is not finite keeps such a scale, so that the mean is
-        # not finite either.
+        # so small become zeros. A block that is not finite keeps its scale, which is not finite
+        # either, so that the mean is not.
         scale = jnp.where(scale < jnp.finfo(scale.dtype).tiny, 1, scale)
         scaled = jnp.clip(blocks / scale, -largest, largest)
         if self.kind == "int8":

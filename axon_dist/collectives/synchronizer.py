@@ -140,7 +140,7 @@ class GradientSynchronizer:
         self._gradients = dict(enumerate(reduced))
 
     def _check_stacked(self, gradients: list[Array]) -> None:
-        """Raises `GroupError` if only some gradients have one row more per rank than planned.
+        """Raises `GroupError` if only some gradients have an unplanned leading dim of ranks.
 
         Where none has, stacked arrays were planned, and their rows are those of the ranks.
         """

@@ -205,9 +205,10 @@ def from_env(env: Environment) -> LaunchSpec:
     It looks in this order for `AXON_CLUSTER`; the variables of torchrun, which Azure ML, vast.ai,
     Kubernetes templates and `axon launch` set too (`MASTER_ADDR MASTER_PORT WORLD_SIZE RANK
     LOCAL_RANK`), or the `PET_*` that Kubeflow sets for torchrun's options; those of JAX
-    (`JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID`); SageMaker; Open MPI, MVAPICH,
-    MPICH and Intel MPI, with `MASTER_ADDR`; and the clusters that `jax.distributed` can ask (SLURM,
-    Open MPI 4, Kubernetes jobs, TPU pods on GKE). Without any of them there is one process.
+    (`JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID`); SageMaker; Open MPI and MVAPICH,
+    with `MASTER_ADDR`, except Open MPI 4, which `jax.distributed` can ask; SLURM; MPICH and Intel
+    MPI, with `MASTER_ADDR`; Kubernetes jobs and TPU pods on GKE. Without any of them there is one
+    process.
 
     Args:
         env: the environment, as in `os.environ`.
@@ -406,7 +407,7 @@ class _Mpi:
         process: the variable with the rank.
         local: the variables with the rank on this host, by launcher; one of them is set.
         here: the variables with the number of ranks on this host; one of them may be set.
-        silence: the words between the name and "tell them where rank 0 runs".
+        fails_to: the words between the name and "tell them where rank 0 runs".
         option: how a user adds the host of rank 0.
     """
 
@@ -416,7 +417,7 @@ class _Mpi:
     process: str
     local: tuple[str, ...]
     here: tuple[str, ...]
-    silence: str
+    fails_to: str
     option: str
 
     def read(self, env: Environment) -> LaunchSpec | None:
@@ -440,8 +441,8 @@ class _Mpi:
             return names
         if not has_address and here != count:
             raise LaunchError(
-                f"{self.name} started {count} processes, but {self.silence} tell them where rank 0 "
-                f"runs; {self.option}, or set {CLUSTER}=mpi4py if mpi4py is installed, or "
+                f"{self.name} started {count} processes, but {self.fails_to} tell them where rank "
+                f"0 runs; {self.option}, or set {CLUSTER}=mpi4py if mpi4py is installed, or "
                 f"{CLUSTER}=none for processes that train alone"
             )
         return dataclasses.replace(names, coordinator_address=f"{_master(env)}:{_port(env)}")
@@ -454,7 +455,7 @@ _OPEN_MPI = _Mpi(
     process="OMPI_COMM_WORLD_RANK",
     local=("OMPI_COMM_WORLD_LOCAL_RANK",),
     here=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    silence="since version 5 it does not",
+    fails_to="since version 5 it does not",
     option="add -x MASTER_ADDR=<host of rank 0> to mpirun",
 )
 _MVAPICH = _Mpi(
@@ -464,7 +465,7 @@ _MVAPICH = _Mpi(
     process="MV2_COMM_WORLD_RANK",
     local=("MV2_COMM_WORLD_LOCAL_RANK",),
     here=("MV2_COMM_WORLD_LOCAL_SIZE",),
-    silence="it does not",
+    fails_to="it does not",
     option="add MASTER_ADDR=<host of rank 0> before the program of mpirun_rsh",
 )
 _PMI = _Mpi(
@@ -474,7 +475,7 @@ _PMI = _Mpi(
     process="PMI_RANK",
     local=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
     here=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-    silence="it does not",
+    fails_to="it does not",
     option="add -genv MASTER_ADDR <host of rank 0> to mpiexec",
 )
 """MPICH, Intel MPI and Cray's PALS. The PMI plugins of srun set these too, so SLURM comes first."""

@@ -482,7 +482,7 @@ class _Attempt:
     def _code(self) -> int:
         """The exit code of the run, once all ranks have ended."""
         if self.failed is not None:
-            # Ranks that are started by hand end with this code by themselves.
+            # Without a launcher, the ranks that are left end with this code, too.
             return EXIT_PEER_LOST if self.failed.was_killed else self.failed.code or 0
         codes = [child.code or 0 for child in self.children if child not in self.late]
         if self.received:

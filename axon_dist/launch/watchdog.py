@@ -1,9 +1,12 @@
-"""The watchdog: when a process is killed, hangs or fails, the others name it and end.
+"""The watchdog: when a process is killed, stopped or fails, the others name it and end.
+
+A process whose main thread hangs is found by `StepWatch`, see `mesh/agreement.py`.
 
 Without it they would wait in a collective for ever, or JAX would abort them without naming the lost
 process. Every process writes a heartbeat to the key-value store of `jax.distributed`. Process 0
-reads all of them and posts a verdict about lost processes; the others read only the verdict and the
-heartbeat of process 0. So the traffic grows linearly with the number of processes.
+reads all of them and posts a verdict about lost processes; the others read the verdict, the
+heartbeat of process 0, and whether a collective failed. So the traffic grows linearly with the
+number of processes.
 """
 
 from __future__ import annotations

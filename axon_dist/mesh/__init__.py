@@ -1,6 +1,6 @@
 """Meshes: the spec of named axes, the world of devices, and the groups that communicate.
 
-`MeshSpec` never needs a device. No other package asks JAX about devices and processes. Start
+`MeshSpec` never needs a device. Other packages list devices only through this one. Start
 reading in `mesh_spec.py`, then `world.py`. `chips.py` is the table of chips, and `targets.py` names
 machines to compile for. `agreement.py` checks that all processes were started with the same
 arguments, and names one that hangs. How processes find each other is in `launch`.
@@ -25,7 +25,7 @@ from .agreement import rank_table as rank_table
 from .agreement import self_test as self_test
 from .agreement import watch_steps as watch_steps
 from .chips import option_names as option_names
-from .chips import relative_of as relative_of
+from .chips import options_row_of as options_row_of
 from .group import ProcessGroup as ProcessGroup
 from .mesh_spec import AXIS_ORDER as AXIS_ORDER
 from .mesh_spec import SLOW_AXES as SLOW_AXES

@@ -262,8 +262,8 @@ class Hardware:
     def bandwidth(self, num_ranks: int, stride: int = 1) -> float:
         """The rate at which each member of a ring sends, bytes/s.
 
-        The first group begins a node. The node with the fewest members has the fewest ports, and
-        all others wait for it.
+        The first member of the first group is the first device of a node. The node with the fewest
+        members has the fewest ports, and all others wait for it.
 
         Args:
             num_ranks: members of the group.
@@ -494,7 +494,7 @@ def machine_of(mesh: jax.sharding.Mesh | None) -> Hardware | None:
     return next((row for row in rows if any(re.fullmatch(x, kind) for x in row.kinds)), None)
 
 
-def relative_of(mesh: jax.sharding.Mesh) -> Hardware | None:
+def options_row_of(mesh: jax.sharding.Mesh) -> Hardware | None:
     """The row whose compiler options suit the devices of a mesh.
 
     That is their own row. For a GPU without one it is the newest known GPU that is not newer,
@@ -514,7 +514,7 @@ def unknown_chip(mesh: jax.sharding.Mesh) -> str | None:
     device = mesh.devices.flat[0]
     if machine_of(mesh) is not None or getattr(device, "platform", "cpu") == "cpu":
         return None
-    row = relative_of(mesh)
+    row = options_row_of(mesh)
     options = "without options of their own" if row is None else f"with the options of {row.name}"
     return (
         f"the table of chips has no row for {device.device_kind!r}: steps are compiled {options}, "

@@ -15,7 +15,7 @@ from ..core.words import plural
 _COUNT = dataclasses.replace(COUNT, error=MeshError)
 
 SLOW_AXES = ("pods", "nodes")
-"""The axes that may cross slow links; all others stay within a node if nodes are known."""
+"""The axes over slow links. In a mesh that has one of them, the other axes stay within a node."""
 
 AXIS_ORDER = (*SLOW_AXES, "pp", "dp", "fsdp", "cp", "ep", "tp")
 """The axes of this library, outer to inner; inner axes send most and need the fastest links."""
@@ -118,8 +118,9 @@ class MeshSpec:
             raise MeshError(
                 f"mesh {self} needs {needed} and got {num_devices}; the sizes must multiply to the "
                 f"number of devices. Change a size"
-                f"{f', as in mesh={MeshSpec(fits[0])}' if fits else ''}, give one axis the "
-                f"size -1, or emulate other devices: devices.emulate={known}, in Python "
+                f"{f', as in mesh={MeshSpec(fits[0])}' if fits else ''}, "
+                f"{'' if inferred else 'give one axis the size -1, '}"
+                f"or emulate other devices: devices.emulate={known}, in Python "
                 f"World.emulate({known})"
             )
         rest = num_devices // known
@@ -199,7 +200,7 @@ def by_links(spec: MeshSpec, devices: Sequence[_Device]) -> list[list[_Device]]:
     """Divides devices among the ranks of the slow axes, so that no other axis leaves a node.
 
     A node is a slice in JAX's terms: devices that reach each other without the network. If all
-    devices are of one slice, a node is the devices of one process.
+    devices are of one slice, a node is the devices of one process or of several consecutive ones.
 
     Args:
         spec: resolved axes; those of `SLOW_AXES` come first.

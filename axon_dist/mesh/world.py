@@ -1,4 +1,4 @@
-"""`World`: the devices of a run as a mesh; the only file that asks JAX about devices."""
+"""`World`: the devices of a run as a mesh; other files list devices only through this one."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class LossTrace:
         of_batch: the variables that depend on the batch, but on no parameter and no block.
         looked_up: the variables of the rows of split tables, which are looked up before the first
             stage.
-        rest: the keys of the parameters outside the blocks that are replicated on every rank.
+        known_params: the keys of the parameters outside the blocks that every rank has in full.
     """
 
     jaxpr: Jaxpr
@@ -76,7 +76,7 @@ class LossTrace:
     changing: list[int]
     of_batch: frozenset[Var]
     looked_up: tuple[Var, ...] = ()
-    rest: tuple[Keys, ...] = ()
+    known_params: tuple[Keys, ...] = ()
 
     def cut(self, outputs: Sequence[Atom], known: Iterable[Var] = ()) -> Piece:
         """Returns the piece that computes some values from others.
@@ -95,7 +95,7 @@ class LossTrace:
     @cached_property
     def known_ahead(self) -> set[Var]:
         """The inputs that every rank has before it runs a microbatch."""
-        return {*self.buffers, *(self.params[keys] for keys in self.rest)}
+        return {*self.buffers, *(self.params[keys] for keys in self.known_params)}
 
     @cached_property
     def dependent_buffers(self) -> dict[int, Atom]:
@@ -202,7 +202,8 @@ def buffers_over_time(
 
     Returns:
         The values of each changing leaf before every microbatch, by number, of shape
-        [num_microbatches, ...]; and the buffers after the last microbatch.
+        [num_microbatches, ...], except for those in `mutable_buffers` or
+        `once_per_step`; and the buffers after the last microbatch.
 
     Raises:
         UnsupportedError: if another buffer depends on the batch or the parameters of blocks.

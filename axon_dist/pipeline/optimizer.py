@@ -3,7 +3,7 @@
 Three engines run its update, and `StagedOptimizer` takes the first that fits:
 
 - `on_whole_vectors`: stages differ, so they are stored as vectors, and the update is elementwise.
-- `RowProgram`: stages or blocks are equal, so each leaf has a row of its own.
+- `RowProgram`: stages or blocks are equal, so no leaf lies in a packed vector.
 - `RankBranches`: all other updates, with one branch per rank.
 """
 
@@ -71,7 +71,7 @@ class UnstackedOptimizer:
     """Turns an optimizer of a model with stacked leaves into one of unstacked leaves.
 
     The optimizer is traced on the model's own tree, so that a norm of a stacked leaf is one number.
-    It is computed row by row.
+    The update is computed row by row.
 
     Args:
         optimizer: the optimizer of the model.
@@ -209,8 +209,8 @@ class StagedOptimizer:
 
         def program(owner_of: Callable[[LeafPlace], Any], **options: Any) -> OwnedProgram:
             owners = list(map(owner_of, sources))
-            homes = list(map(owner_of, ends))
-            return owned(closed, owners, source_names, homes, end_names, **options)
+            destinations = list(map(owner_of, ends))
+            return owned(closed, owners, source_names, destinations, end_names, **options)
 
         run = None
         if self._storage.vectors:
@@ -305,7 +305,9 @@ class RankBranches:
         self._axis = axis
         self._last = program.num_levels - 1
         reads = [(a, _rank(op.owner)) for op in program.operations for a in op.inputs]
-        reads += [(a, _rank(home)) for a, home in zip(program.outputs, program.homes, strict=True)]
+        reads += [
+            (a, _rank(by)) for a, by in zip(program.outputs, program.destinations, strict=True)
+        ]
         # By level and rank, the values that other ranks read.
         self._sent: list[list[list[int]]] = [
             [[] for _ in self._ranks] for _ in range(program.num_levels)

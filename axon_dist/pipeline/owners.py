@@ -2,8 +2,8 @@
 
 Each input of the program has an owner, such as a block of a pipeline, or is shared by all of them.
 A value that is computed from one owner's values has the same owner. A value that is computed from
-several owners' values, such as a norm over all gradients, is shared; it must be small, because
-every rank needs its operands. The result is one part of the program per owner, which runs on the
+several owners' values, such as a norm over all gradients, is shared; its operands must be small,
+because every rank needs them. The result is one part of the program per owner, which runs on the
 ranks that store the owner's values, and one shared part, which every rank runs.
 """
 
@@ -74,7 +74,7 @@ class OwnedProgram:
         by_owner: the operations of each owner in order; None has the shared ones.
         inputs: the values that the program takes.
         outputs: the values that the program returns.
-        homes: the owner that needs each output; None if all need it.
+        destinations: the owner that needs each output; None if all need it.
         constants: the constants of the program.
         owners: the owner of every value, by its number; constants are shared.
         avals: the shape and dtype of every value, by its number.
@@ -89,7 +89,7 @@ class OwnedProgram:
     by_owner: Mapping[Owner, Sequence[OwnedOperation]]
     inputs: tuple[ValueId, ...]
     outputs: tuple[ValueId, ...]
-    homes: tuple[Owner, ...]
+    destinations: tuple[Owner, ...]
     constants: Mapping[ValueId, Array]
     owners: tuple[Owner, ...]
     avals: tuple[Aval, ...]
@@ -102,7 +102,7 @@ def owned(
     closed: ClosedJaxpr,
     owners: Sequence[Owner],
     names: Sequence[Path],
-    homes: Sequence[Owner],
+    destinations: Sequence[Owner],
     results: Sequence[Path],
     small: int = SMALL,
 ) -> OwnedProgram:
@@ -112,7 +112,7 @@ def owned(
         closed: a closed jaxpr.
         owners: the owner of each input; None if it is shared.
         names: the names of the inputs, for error messages.
-        homes: the owner that needs each output; None if all need it.
+        destinations: the owner that needs each output; None if all need it.
         results: the names of the outputs, for error messages.
         small: a shared value that only one owner reads stays shared up to this many elements.
 
@@ -136,8 +136,8 @@ def owned(
     pairs = zip(closed.jaxpr.invars, owners, names, strict=True)
     inputs = [flat.new(v.aval, owner, name) for v, owner, name in pairs]
     outputs = flat.follow(closed.jaxpr, closed.consts, inputs)
-    flat.settle(outputs, homes)
-    return flat.finish(inputs, outputs, homes, results)
+    flat.settle(outputs, destinations)
+    return flat.finish(inputs, outputs, destinations, results)
 
 
 class _Flat:
@@ -215,7 +215,7 @@ class _Flat:
             results += self.follow(select.jaxpr, select.consts, [which, *cases])
         return results
 
-    def settle(self, outputs: Sequence[ValueId], homes: Sequence[Owner]) -> None:
+    def settle(self, outputs: Sequence[ValueId], destinations: Sequence[Owner]) -> None:
         """Eliminates dead operations and moves others to the owner that reads their results.
 
         A large shared value that only one owner reads, such as zeros of a leaf's shape, becomes
@@ -223,8 +223,8 @@ class _Flat:
         such as the first terms of a sum over all owners, becomes shared.
         """
         readers: dict[ValueId, set[Owner]] = {}
-        for atom, home in zip(outputs, homes, strict=True):
-            readers.setdefault(atom, set()).add(home)
+        for atom, destination in zip(outputs, destinations, strict=True):
+            readers.setdefault(atom, set()).add(destination)
         live: list[OwnedOperation] = []
         for op in reversed(self.operations):
             by: set[Owner] = set().union(*(readers.get(a, ()) for a in op.outputs))
@@ -250,7 +250,7 @@ class _Flat:
         self,
         inputs: Sequence[ValueId],
         outputs: Sequence[ValueId],
-        homes: Sequence[Owner],
+        destinations: Sequence[Owner],
         results: Sequence[Path],
     ) -> OwnedProgram:
         """Computes the levels, checks what owners exchange, and returns the program."""
@@ -266,7 +266,7 @@ class _Flat:
                 levels[atom] = op.level
         named = ((op, f"the operation {op.equation.primitive.name!r}") for op in operations)
         reads = [(atom, op.owner, reader) for op, reader in named for atom in op.inputs]
-        reads += zip(outputs, homes, map(repr, results), strict=True)
+        reads += zip(outputs, destinations, map(repr, results), strict=True)
         sent = [(atom, by) for atom, owner, by in reads if self.owners[atom] not in (None, owner)]
         for atom, reader in sent:
             if self.avals[atom].size > SMALL:
@@ -284,7 +284,7 @@ class _Flat:
             by_owner,
             tuple(inputs),
             tuple(outputs),
-            tuple(homes),
+            tuple(destinations),
             self.constants,
             tuple(self.owners),
             tuple(self.avals),

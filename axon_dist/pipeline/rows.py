@@ -37,7 +37,7 @@ VariantPlace: TypeAlias = tuple[int, Name]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Share:
+class BlockPart:
     """One block's part of a program.
 
     Args:
@@ -48,12 +48,12 @@ class Share:
     operations: tuple[OwnedOperation, ...]
     names: Mapping[ValueId, Name]
 
-    def is_like(self, other: Share, program: OwnedProgram) -> bool:
+    def is_like(self, other: BlockPart, program: OwnedProgram) -> bool:
         """Whether another block's part has the same operations, up to shared values."""
 
-        def reads(share: Share, op: OwnedOperation) -> list[Name]:
+        def reads(part: BlockPart, op: OwnedOperation) -> list[Name]:
             avals = [(atom, program.avals[atom]) for atom in op.inputs]
-            return [share.names.get(atom, (aval.shape, aval.dtype)) for atom, aval in avals]
+            return [part.names.get(atom, (aval.shape, aval.dtype)) for atom, aval in avals]
 
         def are_equal(op: OwnedOperation, other_op: OwnedOperation) -> bool:
             return (
@@ -68,7 +68,7 @@ class Share:
         return all(map(are_equal, self.operations, other.operations))
 
 
-RowVariant: TypeAlias = Mapping[int, Share]
+RowVariant: TypeAlias = Mapping[int, BlockPart]
 """The equal parts of blocks of one row, by rank; the first one is run for all ranks."""
 
 
@@ -113,7 +113,7 @@ class RowProgram:
         self._stored_keys: dict[int, StoredKey] = {
             value: place.stored_key for value, place in pairs
         }
-        owners = [*program.owners, *program.homes]
+        owners = [*program.owners, *program.destinations]
         rank_rows: list[RankRow] = sorted({owner for owner in owners if isinstance(owner, tuple)})
         self._variants = self._find_variants(rank_rows)
         variant_of: dict[RankRow, int] = {
@@ -157,7 +157,7 @@ class RowProgram:
 
     def _find_variants(self, rank_rows: list[RankRow]) -> Sequence[tuple[int, RowVariant]]:
         """Groups the blocks of each row by equal parts; returns each group with its row."""
-        variants: list[tuple[int, dict[int, Share]]] = []
+        variants: list[tuple[int, dict[int, BlockPart]]] = []
         for rank, row in rank_rows:
             operations = self._program.by_owner.get((rank, row), ())
             owners = self._program.owners
@@ -166,14 +166,14 @@ class RowProgram:
             }
             for number, op in enumerate(operations):
                 names.update({value: (number, i) for i, value in enumerate(op.outputs)})
-            share = Share(tuple(operations), names)
+            part = BlockPart(tuple(operations), names)
             for other_row, members in variants:
                 first = next(iter(members.values()))
-                if other_row == row and first.is_like(share, self._program):
-                    members[rank] = share
+                if other_row == row and first.is_like(part, self._program):
+                    members[rank] = part
                     break
             else:
-                variants.append((row, {rank: share}))
+                variants.append((row, {rank: part}))
         return variants
 
     def _run_part(
@@ -190,7 +190,7 @@ class RowProgram:
             atom = first.operations[i].inputs[at]
             if atom in first.names:
                 continue
-            atoms = {rank: share.operations[i].inputs[at] for rank, share in variant.items()}
+            atoms = {rank: part.operations[i].inputs[at] for rank, part in variant.items()}
             if len({self._program.value_numbers[each] for each in atoms.values()}) == 1:
                 equal[i, at] = known[atom]
             else:
@@ -249,7 +249,7 @@ class RowProgram:
             total = self._sums.get(op.outputs[0])
             read = op.inputs if total is None else total.single
             reads += [(a, op.owner) for a in read]
-        reads += zip(program.outputs, program.homes, strict=True)
+        reads += zip(program.outputs, program.destinations, strict=True)
         sent = [a for a, by in reads if program.owners[a] not in (None, by)]
         return tuple(dict.fromkeys(sent))  # type: ignore[arg-type]
 

@@ -331,9 +331,9 @@ def _cuts(
     """Finds the stage that computes each value, and the values that are live at each cut.
 
     Returns:
-        The stage of each value that depends on a block: S for the loss after the last stage, and -1
-        for rows of split tables, which are looked up before the first stage. And for each cut, the
-        values that are computed before it and read after it.
+        The stage of each value that depends on a block: `count` for the loss after the last stage,
+        and -1 for rows of split tables, which are looked up before the first stage. And for each
+        cut, the values that are computed before it and read after it.
     """
     last = trace.jaxpr.eqns[trace.calls[-1]]
     after = depends_on(trace.jaxpr, last.outvars) - set(last.outvars)

@@ -179,7 +179,7 @@ class UniformStages:
         known = self.trace.known(data, self.storage.rest, rest)
         shared = self.shared.run(known)
         stages = self.storage.stages
-        # `stage` is a traced value: all ranks run the same program, and know their stage only then.
+        # `stage` is traced: all ranks run one program, and know their stage only when it runs.
         sizes = jnp.asarray([len(stages.blocks_of(s)) for s in range(stages.num_stages)])
         starts = jnp.asarray(stages.boundaries)
         always = min(len(stages.blocks_of(s)) for s in stages.stages_of(chunk))

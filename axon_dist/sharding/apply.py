@@ -116,17 +116,10 @@ def on_devices_of(leaf: Array | np.ndarray, sharding: NamedSharding) -> Array | 
 
 
 def _on_host(leaf: Array, sharding: NamedSharding) -> Array | np.ndarray:
-    """Converts an array on one CPU device of this process to numpy; returns most others unchanged.
-
-    JAX cannot move an array to other devices and to another kind of memory at once (0.10 to 0.12),
-    so such an array is first moved to the devices.
-    """
+    """Converts an array on one CPU device of this process to numpy; returns others unchanged."""
     if not isinstance(leaf, jax.Array) or is_key(leaf) or not sharding.is_fully_addressable:
         return leaf
     devices = leaf.sharding.device_set
-    kind = leaf.sharding.memory_kind
-    if len(devices) > 1 and devices != sharding.device_set and kind != sharding.memory_kind:
-        return jax.device_put(leaf, sharding.with_memory_kind(kind or "device"))
     is_on_host = len(devices) == 1 and next(iter(devices)).platform == "cpu"
     return np.asarray(leaf) if is_on_host else leaf
 

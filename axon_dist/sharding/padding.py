@@ -258,7 +258,7 @@ class EvenShards:
         return self.sharding.is_fully_addressable
 
     @cached_property
-    def _here(self) -> NamedSharding:
+    def _in_device_memory(self) -> NamedSharding:
         """The same sharding in device memory, the only memory where arrays can be sliced."""
         return _in_memory(self.sharding)
 
@@ -274,7 +274,7 @@ class EvenShards:
             whole = spec_of(
                 () if d in self._dims else axes_of(spec, d) for d in range(len(self.shape))
             )
-            return NamedSharding(mesh, whole, memory_kind=self._here.memory_kind)
+            return NamedSharding(mesh, whole, memory_kind=self._in_device_memory.memory_kind)
         moved = {axis for dim in self._dims for axis in axes_of(spec, dim)}
         others = [axis for axis in mesh.axis_names if axis not in moved]
         order = [axis for dim in self._dims for axis in axes_of(spec, dim)] + others
@@ -287,7 +287,9 @@ class EvenShards:
         names = {dim: f"padded{dim}" for dim in self._dims}
         fewer = Mesh(devices, (*names.values(), *others))
         entries = ((names[d],) if d in names else axes_of(spec, d) for d in range(len(self.shape)))
-        return NamedSharding(fewer, spec_of(entries), memory_kind=self._here.memory_kind)
+        return NamedSharding(
+            fewer, spec_of(entries), memory_kind=self._in_device_memory.memory_kind
+        )
 
     @property
     def _recut(self) -> Shape:
@@ -301,10 +303,10 @@ class EvenShards:
 
     def of(self, stored: Array) -> Array:
         """Converts the stored array to the model's shape."""
-        stored = jax.device_put(stored, self._here)
+        stored = jax.device_put(stored, self._in_device_memory)
         if not self._is_within_process:
             return _reshaped(self.shape, self.shape, self.target)(stored)
-        recut = _reshaped(self.shape, self._recut, self._here)(stored)
+        recut = _reshaped(self.shape, self._recut, self._in_device_memory)(stored)
         return _on_devices(recut.addressable_shards, self.shape, self.target)
 
     def stored(self, array: Array) -> Array:
@@ -312,20 +314,24 @@ class EvenShards:
         full = stored_shape(self.shape, self.sharding.spec, self.sharding.mesh)
         if self._is_within_process:
             array = self._on_all(array)
-        return jax.device_put(_reshaped(self.shape, full, self._here)(array), self.sharding)
+        return jax.device_put(
+            _reshaped(self.shape, full, self._in_device_memory)(array), self.sharding
+        )
 
     def _on_all(self, array: Array) -> Array:
         """Extends an array to all devices, with zeros on those without a shard."""
         shard_on = {shard.device: shard.data for shard in array.addressable_shards}
-        size = self._here.shard_shape(self._recut)
+        size = self._in_device_memory.shard_shape(self._recut)
         pieces: list[Array] = []
-        for device in self._here.addressable_devices_indices_map(self._recut):
+        for device in self._in_device_memory.addressable_devices_indices_map(self._recut):
             piece = shard_on.get(device)
             if piece is None:
-                sharding = SingleDeviceSharding(device, memory_kind=self._here.memory_kind)
+                sharding = SingleDeviceSharding(
+                    device, memory_kind=self._in_device_memory.memory_kind
+                )
                 piece = jax.device_put(np.zeros(size, array.dtype), sharding)
             pieces.append(piece)
-        return jax.make_array_from_single_device_arrays(self._recut, self._here, pieces)
+        return jax.make_array_from_single_device_arrays(self._recut, self._in_device_memory, pieces)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -45,7 +45,7 @@ class Policy(abc.ABC):
     same `PartitionSpec` on every process, and needs no device.
     """
 
-    # Frozen, like the fields over it; pyrefly takes it for writable and refuses these.
+    # Subclasses override this by a frozen field; pyrefly takes it for writable and rejects that.
     label = ""
     flexible = False
     """Whether the policy chooses among the dims that other policies leave free."""

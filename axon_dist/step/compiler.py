@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean, warn
 from ..core.typing import OptionValue
-from ..mesh import Backend, World, is_abstract, option_names, relative_of
+from ..mesh import Backend, World, is_abstract, option_names, options_row_of
 from ..parallel import Strategy
 from .options import ELASTIC
 
@@ -119,7 +119,7 @@ def compiler_options(
     if is_abstract(world):
         return {name: value for name, value in given.items() if value is not None}
     defaults: Mapping[str, OptionValue] = {}
-    chip = None if world.is_cpu else relative_of(world.mesh)
+    chip = None if world.is_cpu else options_row_of(world.mesh)
     if chip is not None and strategy is None:
         defaults = chip.options_for(world.size)
     elif chip is not None and strategy is not None:

@@ -313,7 +313,7 @@ class PipelineRegion:
         )
         looked_up = tuple(lookup.rows.result for lookup in lookups)
         unsplit = {keys: i for i, keys in enumerate(self.storage.rest) if i not in split_dims}
-        trace = dataclasses.replace(trace, looked_up=looked_up, rest=tuple(unsplit))
+        trace = dataclasses.replace(trace, looked_up=looked_up, known_params=tuple(unsplit))
         programs = self.programs(trace)
         count = spec.num_microbatches
         # The buffers that stages keep, each with the stage that updates it. `buffers_over_time`

@@ -17,7 +17,7 @@ from ..core.tree import combine, shape_key
 from ..core.typing import Array, LossFn, OptionValue, Path, PyTree
 from ..core.words import AUTO
 from ..ir.loop_rule import GATHERED_BLOCKS, LoopChoice, LoopCost, LoopRule
-from ..mesh import relative_of
+from ..mesh import options_row_of
 from ..optim.wrappers import layer_norms
 from ..pipeline import UnstackedOptimizer
 from ..pipeline.optimizer import StagedOptimizer
@@ -305,7 +305,7 @@ def _loop_cost(spec: StepSpec) -> tuple[LoopCost | None, str]:
     """Returns the cost of a loop over blocks here, or None and why it is not known."""
     if spec.world.is_cpu:
         return None, "on CPUs compiling more blocks costs more time than a loop does"
-    chip = relative_of(spec.world.mesh)
+    chip = options_row_of(spec.world.mesh)
     if chip is None or not chip.block_seconds:
         return None, "the cost of a loop on these devices is not known"
     strategy = spec.strategy

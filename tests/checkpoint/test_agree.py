@@ -2,14 +2,14 @@
 
 import pytest
 
-from axon_dist.checkpoint.layout import from_main, is_main, on_main
+from axon_dist.checkpoint.layout import broadcast_json, is_main, on_main
 from axon_dist.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 
 def test_any_json_comes_through_whole():
     value = {"step": 7, "text": "größer", "list": [None, True, 1.5, "x" * 3000], "empty": {}}
     assert is_main()
-    assert from_main(value) == value
+    assert broadcast_json(value) == value
     assert on_main(lambda: value) == value
     assert on_main(lambda: None) is None
 

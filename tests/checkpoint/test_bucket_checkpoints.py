@@ -10,6 +10,7 @@ from axon_dist.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
+from axon_dist.checkpoint.seal import stray_in
 from axon_dist.core.errors import CheckpointError, ConfigError, DamagedCheckpointError, StoreError
 from axon_dist.core.files import as_place
 from axon_dist.mesh import World
@@ -56,6 +57,22 @@ def test_a_copy_on_a_disk_is_a_checkpoint_and_back_again(
     (tmp_path / "step" / name).write_bytes(b"")
     with pytest.raises(DamagedCheckpointError, match=f"file {name} has 0 bytes"):
         load_checkpoint(tmp_path / "step", target)
+
+
+@pytest.mark.sample("gs")
+def test_no_file_of_a_copy_on_a_disk_counts_as_added(folder, server, tmp_path, values, place):
+    """Also where the checkpoint had replaced another, so that its manifest has the second name."""
+    save_checkpoint(f"{folder}/step", place(values, World.emulate(2)))
+    save_checkpoint(f"{folder}/step", place(values, World.emulate(2)))
+    for name in server.names():
+        path = tmp_path / name.removeprefix("bucket/runs/one/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(server.objects[name][1])
+    copy = tmp_path / "step"
+    assert (copy / "manifest.2.json").exists()
+    assert stray_in(copy, read_manifest(copy)) is None
+    (copy / "notes").write_text("")
+    assert stray_in(copy, read_manifest(copy)) == "notes"
 
 
 @pytest.mark.parametrize("type", ["sharded", "full"])

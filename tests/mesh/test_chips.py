@@ -21,8 +21,8 @@ from axon_dist.mesh.chips import (
     hardware,
     machine_of,
     option_names,
+    options_row_of,
     parse_cluster,
-    relative_of,
     unknown_chip,
 )
 from axon_dist.mesh.targets import parse_target
@@ -139,7 +139,7 @@ def test_an_unknown_chip_is_reported(kind, capability, options):
         f"the table of chips has no row for {kind!r}: steps are compiled {options}, and neither "
         "times nor whether memory suffices is known"
     )
-    row = relative_of(mesh)
+    row = options_row_of(mesh)
     assert ("without" in options) == (row is None)
 
 

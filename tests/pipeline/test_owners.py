@@ -8,12 +8,12 @@ from axon_dist.pipeline.owners import SMALL, owned, sums_of
 SIZE = SMALL + 8
 
 
-def program_of(function, owners, homes, sizes=None):
+def program_of(function, owners, destinations, sizes=None):
     sizes = sizes or {}
     shapes = [jax.ShapeDtypeStruct((sizes.get(name, SIZE),), jnp.float32) for name in owners]
     names = [f"leaf {name}" for name in owners]
     closed = jax.make_jaxpr(function)(*shapes)
-    return owned(closed, owners, names, homes, [f"result {home}" for home in homes])
+    return owned(closed, owners, names, destinations, [f"result {home}" for home in destinations])
 
 
 def work(program):

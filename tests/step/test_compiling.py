@@ -70,7 +70,7 @@ def test_a_chip_brings_its_own_and_the_user_comes_last(world, chip):
 def test_sums_alone_have_options_of_their_own(chip, strategy, alone, monkeypatch):
     """Above those of the chip, below those of the user."""
     row = dataclasses.replace(chip, sums_only_options=((NAME, "dce"),))
-    monkeypatch.setattr("axon_dist.step.compiler.relative_of", lambda mesh: row)
+    monkeypatch.setattr("axon_dist.step.compiler.options_row_of", lambda mesh: row)
     world = World.emulate(8, "dp=4,tp=2" if "tensor" in strategy.name else "dp=8")
     make = lambda **options: build(world, strategy, **options).compiler_options
     assert make() == {NAME: "dce" if alone else "algsimp"}
@@ -90,7 +90,7 @@ def test_rings_over_positions_have_several_transfers_in_flight(
     chip, layers, axes, several, monkeypatch
 ):
     row = dataclasses.replace(chip, parallel_options=((NAME, "dce"),))
-    monkeypatch.setattr("axon_dist.step.compiler.relative_of", lambda mesh: row)
+    monkeypatch.setattr("axon_dist.step.compiler.options_row_of", lambda mesh: row)
     config = TransformerConfig(64, width=32, num_layers=1, num_heads=2)
     model, world = lambda: Transformer(config, rngs=nnx.Rngs(0)), World.emulate(8, axes)
     strategy = compose(ddp("dp"), layers)
@@ -112,7 +112,7 @@ def test_rings_over_positions_have_several_transfers_in_flight(
 def test_weights_that_are_whole_have_options_of_their_own(chip, strategy, whole, monkeypatch):
     """Above those of the chip, below those of sums alone."""
     row = dataclasses.replace(chip, no_gather_options=((NAME, "dce"),))
-    monkeypatch.setattr("axon_dist.step.compiler.relative_of", lambda mesh: row)
+    monkeypatch.setattr("axon_dist.step.compiler.options_row_of", lambda mesh: row)
     world = World.emulate(8, "dp=4,tp=2" if "tensor" in strategy.name else "dp=8")
     assert build(world, strategy).compiler_options == {NAME: "dce" if whole else "algsimp"}
     row = dataclasses.replace(row, sums_only_options=((NAME, "cse"),))
@@ -124,7 +124,7 @@ def test_options_unknown_to_the_compiler_are_dropped_with_a_warning(world, chip,
     """An option that the user asks for is refused, also where the chip has it."""
     bogus = (("xla_bogus", True), ("xla_gone", 4))
     row = dataclasses.replace(chip, options=chip.options + bogus)
-    monkeypatch.setattr("axon_dist.step.compiler.relative_of", lambda mesh: row)
+    monkeypatch.setattr("axon_dist.step.compiler.options_row_of", lambda mesh: row)
     word = "emulated devices does not know xla_bogus, xla_gone, which the table of chips has"
     with pytest.warns(UserWarning, match=word):
         assert compiler_options(world) == {NAME: "algsimp"}
