@@ -1,4 +1,5 @@
 """Numerical operations: attention, rings, losses, expert routing, precision.
 
-This package imports only `core`. Nothing in it depends on a mesh or on devices.
+This package imports only `core`. Nothing in it takes a mesh; some functions read the axes of the
+mesh in context.
 """

@@ -171,9 +171,10 @@ class BlockAttention:
     """Attention to a block of keys, with the kernel of the platform that is compiled for.
 
     Args:
-        form: `"auto"`, or one of `BLOCK_KERNELS`.
-        window: position t sees only positions after t - window; None for no window. Windows, which
-            read the positions of queries and keys, and caps use plain products.
+        form: `"auto"`, or one of `BLOCK_KERNELS`. Windows and caps use plain products, whatever it
+            is.
+        window: position t sees only positions after t - window; None for no window. Windows read
+            the positions of queries and keys.
         softcap: c of `c tanh(score / c)`; None for uncapped scores.
     """
 

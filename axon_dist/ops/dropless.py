@@ -7,8 +7,10 @@ multiplies the rows of each expert in blocks of R/8,
 
     y[t] = x[t] W[e],    dx[t] = dy[t] W[e]^T,    dW[e] += x[t]^T dy[t]
 
-with the sum for one expert in the loop's carry. The rows multiplied are at most 17/16 of the actual
-rows if tokens are spread evenly, 4/3 of the busiest expert's load up to 2, and 9/8 beyond.
+with the sum for one expert in the loop's carry. Apart from rounding slots and blocks to tiles, an
+expert multiplies at most 17/16 R rows if tokens are spread evenly, and at most 4/3 of the busiest
+expert's rows while these are at most 2 R. Beyond, all experts multiply at most 9/8 of the actual
+rows.
 
 Source: Gale et al., MegaBlocks, arXiv:2211.15841, on experts that drop no token.
 """

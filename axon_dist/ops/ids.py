@@ -11,7 +11,7 @@ from ..core.typing import Array
 def wide_ids(ids: ArrayLike) -> Array:
     """Converts integers of less than 32 bits to int32, and returns others as they are.
 
-    In uint8 class 259 would be class 3, and the number of classes may be 0.
+    In uint8, class 259 would wrap to 3, and a count of 256 classes to 0.
 
     Example:
         >>> wide_ids(jnp.array([3], "uint8")).dtype, wide_ids(jnp.array([3], "uint32")).dtype

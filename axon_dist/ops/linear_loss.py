@@ -41,7 +41,10 @@ The products are then large, and the logits small compared with a model.
 """
 
 CHUNK_SHARE = 1 / 64
-"""The largest limit for a chunk's logits, as a share of a device's memory."""
+"""The largest limit for a chunk's logits, as a share of a device's memory.
+
+It counts where it exceeds `CHUNK_BYTES`.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +187,9 @@ def linear_cross_entropy(
             with a head in bfloat16. All sums are float32 in either case, or float64 for a float64
             model.
         num_chunks: into how many chunks each rank cuts its positions. None uses as many as keep
-            the float32 logits of one below 512 MiB, or on a known chip below the bytes of the
-            kernel's float32 gradient and 1/64 of the chip's memory.
+            the float32 logits of one within 512 MiB. If the kernel needs a gradient, a known chip
+            raises this limit to the bytes of that gradient in float32, or to 1/64 of the chip's
+            memory if that is less.
 
     Returns:
         The sum, in nats, and the sum of the weights, float32; float64 for a float64 model.

@@ -33,9 +33,10 @@ from ..core.typing import Array, PyTree
 from .attention import BlockAttention, Keys, Queries, merged, narrowed
 
 AROUND = "around_a_ring"
-"""The checkpoint name of ring attention's result, which every remat policy saves.
+"""The checkpoint name of ring attention's result, which every remat policy but one saves.
 
-It is only one activation, and recomputing it would send all keys around the ring again.
+It is only one activation, and recomputing it would send all keys around the ring again, as the
+policy `offload_dots` does: JAX cannot combine a policy that offloads with another.
 """
 
 Tree = TypeVar("Tree")

@@ -92,7 +92,8 @@ class Executor:
         weights: the trained rows of this rank's block parameters.
         rest: the parameters outside the blocks; None in place of frozen ones.
         data: (index of a microbatch) -> its `MicrobatchData`.
-        scale: the loss scale of the backward passes.
+        scale: the factor of the differentiated loss: the loss scale over the mean weight of a
+            microbatch; None for 1.
         saves_residuals: whether forward passes save residuals; otherwise backward passes recompute.
         frozen_weights, frozen_rest: the parameters that are not trained.
         initial_buffers: the initial values of the buffers that stages update, by number. Each

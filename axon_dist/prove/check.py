@@ -276,7 +276,7 @@ def _is_users_file(name: str) -> bool:
 
 
 def _is_within(sizes: Mapping[str, int], other: Mapping[str, int]) -> bool:
-    """Whether another mesh has the same axes, at these sizes where they are not 1, and more."""
+    """Whether another mesh is this mesh with further axes larger than 1."""
     if sizes == other or set(sizes) != set(other):
         return False
     return all(size in (1, other[name]) for name, size in sizes.items())

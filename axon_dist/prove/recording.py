@@ -3,8 +3,8 @@
 A fingerprint is the norm of a value and its product with an array of random signs. With those of
 every value, and with the change of each that rounding explains, two programs are compared that
 cannot run in one process: versions of JAX in two virtual environments. Two configs that should be
-equal are compared by their results on their own meshes, and located by a reading on one device,
-where they have the same form whatever their strategies are.
+equal are compared by their results on their own meshes; where they differ is found from a recording
+on one device, on which they have the same form whatever their strategies are.
 """
 
 from __future__ import annotations

@@ -188,10 +188,11 @@ def places_of(frames: Iterable[Frame]) -> tuple[Place, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One mistake, or one thing that could not be tried.
+    """One mistake, or one reason why the function has no result for other meshes.
 
     Args:
-        kind: the kind of mistake; None where the function cannot be tried on a mesh.
+        kind: the kind of mistake; None where the function cannot be tried on a mesh, or divides by
+            a hard-coded mesh size, which may be right on the function's own mesh.
         places: its source lines, the most useful first.
         axes: the mesh axes at fault.
         mesh: the mesh on which it occurs.
@@ -199,7 +200,7 @@ class Finding:
         outputs: the outputs that are wrong because of it.
         difference: by how much the worst of them differs.
         bound: how much of that rounding explains.
-        message: what could not be tried, and why; empty for a mistake.
+        message: what could not be tried and why, or which size is hard-coded; empty for a mistake.
     """
 
     kind: Kind | None
@@ -294,10 +295,12 @@ class Report:
 
     Args:
         function: the name of the function.
-        meshes: the meshes that were compared; the first is that of one device.
+        meshes: the meshes to compare, the first of which is that of one device. A mesh of several
+            axes is skipped once another mesh has a finding, and one is not compared if the
+            function cannot be traced on it.
         draws: how many inputs were tried.
         outputs: the result for each output.
-        findings: the mistakes, and the meshes that could not be tried.
+        findings: the mistakes, and the findings without a kind.
     """
 
     function: str

@@ -118,7 +118,7 @@ class Value:
             part and of the whole, if it is a constant there.
         from_own_key: whether it is a random key that the loss creates or closes over, hence equal
             on all ranks, or is computed from such a key.
-        why: for MIXED and COUPLED, the reason.
+        why: for RATIO, MIXED and COUPLED, the reason.
         line: the user's line that is the reason.
         value_number: its value number, equal for equal computations.
     """

@@ -213,7 +213,10 @@ class Walk:
         return self._primitive(op, operands, line) if results is None else results
 
     def _expanded(self, pair: Pair, operands: list[Value], line: str) -> list[Value] | None:
-        """Returns the results of an operation that is a program to JAX; None for others."""
+        """Returns the results of an operation that JAX expands only when it compiles.
+
+        Also those of `custom_linear_solve`; None for other operations.
+        """
         try:
             part, whole = map(expanded, pair)
         except (AttributeError, LookupError, TypeError, ValueError):

@@ -417,11 +417,11 @@ def adds_up(plan: StepPlan, kinds: Mapping[str, Dependence], batch: Batch) -> bo
     """Returns whether every number of an evaluation is a sum of contributions of single samples.
 
     Reads it from the program of the loss in eval mode, traced for as many samples as there are
-    ranks, for twice as many, and for as many as the largest piece of the batch has: a loss may
-    depend on the number of its samples, such as `jnp.sum(each) / min(len(each), 8)`. It is also
-    traced for one sample more than there are ranks: a loss of pairs of neighbors adds up only
-    over parts of an even size. The result is False for a loss that compares samples, and for
-    a loss that is a sum over the samples rather than a mean.
+    ranks but at least two, for twice as many, and for as many as the largest piece of the batch
+    has: a loss may depend on the number of its samples, such as `jnp.sum(each) / min(len(each),
+    8)`. It is also traced for one sample more than the fewest: a loss of pairs of neighbors adds up
+    only over parts of an even size. The result is False for a loss that compares samples, and for a
+    loss that is a sum over the samples rather than a mean.
 
     Args:
         plan: the plan of the step.

@@ -152,7 +152,10 @@ def _named(
 
 
 def _shares(program_slice: ProgramSlice, out_shardings: Sequence[Sharding]) -> NamedSharding | None:
-    """Returns the sharding in which replicas draw a large array; None if each draws it whole."""
+    """Returns the sharding in which devices that hold the same part of an array draw it.
+
+    None if each device draws all that it holds.
+    """
     place = out_shardings[0]
     shape = program_slice.shape
     if len(out_shardings) > 1 or program_slice.is_operand or not isinstance(place, NamedSharding):

@@ -254,7 +254,7 @@ class PipelineRegion:
         return {i: dims[keys] for i, keys in enumerate(rest) if keys in dims}
 
     def split_spec(self, dim: int | None, spec: PartitionSpec) -> PartitionSpec:
-        """Returns a spec that splits `dim` over the pipeline axis.
+        """Returns a spec that splits `dim` over the pipeline axis, and no other dim.
 
         Returns the given spec if it splits `dim` over that axis already, or if `dim` is None.
         """

@@ -115,7 +115,8 @@ def plan_step(spec: StepSpec, parent: StepPlan | None = None) -> StepPlan:
     Args:
         spec: the resolved arguments of the step.
         parent: the plan of the step that this one is derived from, as that of one replica is. Both
-            share the parent's compiler options, its traced optimizer, and its choices of loops.
+            share the parent's compiler options, its choices of loops, and its traced optimizer,
+            which a pipeline traces again.
 
     Returns:
         The plan.

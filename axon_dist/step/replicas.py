@@ -165,7 +165,7 @@ class Outer:
         return outer, {"opt_state": states, "missing": missing}
 
     def state_shardings(self, state: TrainState, params: PyTree) -> tuple[PyTree, Metrics]:
-        """Returns the shardings: each replica's devices hold the outer parameters as its own.
+        """Returns the shardings: outer parameters are sharded like a replica's own parameters.
 
         Args:
             state: a state of shapes.

@@ -558,6 +558,10 @@ class Separator:
         """
         # Some callers are inside `shard_map`, where the names of mesh axes are bound. This program
         # is traced without them.
+        # It may be a trace that `of` has made, with statistics over all parts and marked experts.
+        # Callers do not run it. They read which weights, keys and draws it has, and there such
+        # traces agree. Those that compare two sizes compare a part with the whole, of which `of`
+        # has made either both or none.
         return self._with_own_statistics.of(batch, samples, self._traced.values()).program
 
     @cached_property
