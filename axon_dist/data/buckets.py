@@ -115,7 +115,7 @@ class Buckets:
         return self.lengths[int(self.which[numbers].max())]
 
     def order(self, seed: int, batch: int) -> BucketOrder:
-        """Returns an endless order in which a batch has rows of one bucket, or of two neighbours.
+        """Returns an endless order in which a batch has rows of one bucket, or of adjacent ones.
 
         Args:
             seed: the seed of the order.
@@ -138,7 +138,7 @@ class BucketOrder:
 
     Each epoch shuffles all rows and drops the last ones, which do not fill a batch; so each epoch
     drops different rows. The others are sorted by bucket and cut into batches, and the batches are
-    shuffled. A batch at the boundary of two buckets has rows of both and the larger length.
+    shuffled. A batch may have rows of adjacent buckets, and then has the largest length.
 
     Args:
         buckets: the bucket of each row.

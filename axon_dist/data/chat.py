@@ -522,7 +522,8 @@ class Written:
     Args:
         text: the text of the chat.
         spans: start and end of each part of the text between generation tags.
-        ends: for each prefix, the length of its text; None if `text` does not begin with it.
+        ends: for each prefix the length of its text, without an `eos_token` that only closes the
+            text, or None if `text` does not begin with it.
         same: for each variant, whether its text equals `text`.
     """
 

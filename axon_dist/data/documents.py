@@ -52,7 +52,8 @@ class DocumentSource:
         validation_files: paths or globs for validation; empty to draw records from `files`.
         validation_fraction: the share of records for validation, in (0, 1), if there are no
             `validation_files`; None for a tenth.
-        text: the field that holds the text; None means `text`, without a prompt.
+        text: the field that holds the text; None is the field `text`, if neither `prompt` nor
+            `messages` is set.
         prompt: the field that holds the prompt, with `response`; or the first messages, with
             `messages`.
         response: the field that holds the response, which is learned.

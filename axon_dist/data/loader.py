@@ -41,9 +41,9 @@ class Loader:
     """Endless batches of samples.
 
     Iterates over this process's rows of each global batch. The order of samples depends only on
-    the samples and the seed. The state is one number: the samples yielded so far over all
-    processes. Batches that were prefetched but not yielded do not count, so a resumed run neither
-    repeats nor skips a sample.
+    the samples and the seed, and with buckets also on `global_batch`. The state is one number: the
+    samples yielded so far over all processes. Batches that were prefetched but not yielded do not
+    count, so a resumed run neither repeats nor skips a sample.
 
     Args:
         samples: the samples to read.

@@ -5,7 +5,7 @@ Of W windows or user's samples, sample `g` of an endless run is number `g mod W`
 the next samples, cut into microbatches, and a process has some rows of each
 (`core/batch_rows.py`). Replicas that train independently first get consecutive rows of the
 batch, and each cuts its own into microbatches. The counter is the only state, so a run can continue
-with another number of processes or another batch size.
+with another number of processes, and without buckets with another batch size.
 """
 
 from __future__ import annotations

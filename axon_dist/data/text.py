@@ -45,8 +45,9 @@ class TextSource:
             `.model`; None for bytes.
         cache: the folder in which the tokens of a tokenizer are cached, so that all processes
             together tokenize only once; None for `.axon_tokens` next to the first file.
-        max_bytes: on each side of the split, read only the first files by name, or parts of files,
-            that together stay within this many bytes; None for all.
+        max_bytes: on each side of the split, read only the first files by name (or parts of files
+            that the split made) that together stay within this many bytes, and cut none; None for
+            all.
 
     Example:
         >>> TextSource(validation_fraction=0.05).validate()

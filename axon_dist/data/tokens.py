@@ -183,7 +183,8 @@ class TokenSource:
         document_end: the token that ends every document, such as 50256 for GPT-2: tokens then
             attend only within their document, and the first token of a document is not a target.
             None if windows ignore document boundaries.
-        tokenizer: a `tokenizer.json` or SentencePiece `.model` to show samples to people.
+        tokenizer: a `tokenizer.json` or SentencePiece `.model`, to show samples as text and to
+            generate text and export a run; None if nothing of this is needed.
 
     Example:
         >>> TokenSource(files=("train.bin",), validation_files=("val.bin",)).validate()

@@ -7,9 +7,9 @@ has `lora_embedding_A` and `lora_embedding_B`. PEFT scales the product of A and 
 ratio of the two.
 
 A fused layer of the file, such as `qkv_proj`, is several layers of the model. It has one adapter
-in the file and one adapter per part in the model. Loading gives each part all of A and its own rows
-of B. Saving concatenates the A of all parts and makes B block-diagonal, so the rank in the file is
-the sum of the ranks.
+in the file and one adapter per part in the model. Saving concatenates the A of all parts and makes
+B block-diagonal, so the rank in the file is the sum of the ranks. Loading gives each part its own
+rows of B. It gives each part its own rows of A if B is block-diagonal, and else all of A.
 """
 
 from __future__ import annotations

@@ -198,8 +198,8 @@ def save_weights(
         model: an `nnx.Module`; or the state of a step, together with `step`.
         path: a file that ends in `.safetensors`, or a folder for `model.safetensors`. The file
             appears under its name once it is complete. With a hub format, a `config.json` is
-            written next to it. Its `torch_dtype` is the dtype of the floats written, of several
-            that of most bytes.
+            written next to it. Its `torch_dtype` is the dtype of the floats written; if there are
+            several, the one with the most bytes.
         rules: as for `load_weights`, applied in reverse.
         step: the step of that state.
         dtype: the dtype of floats, such as `"bfloat16"`; None keeps that of the model.

@@ -201,7 +201,7 @@ def _narrower(config: RunConfig, step: TrainStep) -> str:
 
 def _recompute_less(config: RunConfig, step: TrainStep) -> str:
     if config.remat == AUTO:
-        return "memory: remat: auto recomputes no more than it has to"
+        return "remat: auto already recomputes only what memory requires"
     if config.remat is not None:
         return "remat: auto recomputes only as much as memory requires"
     return "leave out the activation_checkpointing of fsdp"

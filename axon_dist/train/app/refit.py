@@ -101,8 +101,8 @@ def _watched_parts(
     """Returns the leaves of a watched optimizer that begin, and those that end."""
     has = set(theirs)
     kept = {path for path in own if names[path] in has}
-    # The metrics are those of the last step only. Averages that are not all there have seen no
-    # steps.
+    # The metrics are those of the last step only, so a missing one begins alone. If any average or
+    # the step count is missing, all begin anew.
     if any(path not in kept and not path.startswith(_METRICS) for path in own):
         kept = set()
     return set(own) - kept, has - {names[path] for path in kept}

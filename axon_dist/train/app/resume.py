@@ -138,10 +138,10 @@ class SavedStates:
         self.copies.save(number, self.form.to_canonical(state), meta)
 
     def go_back(self) -> TrainState | None:
-        """Loads the newest good checkpoint of this call, or that of its start; None without any.
+        """Loads the newest good checkpoint that this `train` saved, or that of its start.
 
         Drops the copies in memory, because they may contain the steps to undo. Sets `counts` to
-        those of the checkpoint.
+        those of the checkpoint. Returns None if there is no such checkpoint.
         """
         self.checkpoints.wait()
         if self.copies is not None:
@@ -153,7 +153,7 @@ class SavedStates:
         return self.form.from_canonical(restored.state)
 
     def is_saved(self, number: int) -> bool:
-        """Whether a checkpoint has the state of this call after a number of steps.
+        """Whether a checkpoint that this `train` saved or began from has the state after `number`.
 
         A copy in memory is none: it is lost with the launcher.
         """

@@ -204,7 +204,7 @@ def load_arrays(
     Args:
         checkpoint: the folder of the checkpoint.
         model_spec: the shapes of the model. Floating-point arrays keep the dtypes that were saved;
-            weights in `parts.int8` are returned in int8 form.
+            weights in `model_spec.int8` are returned in int8 form.
         shardings: the shardings of the trained and frozen parameters, in a tree like theirs.
         buffer_sharding: the sharding of every buffer.
 

@@ -245,10 +245,11 @@ def attention_line(config: RunConfig, step: TrainStep) -> str | None:
     if not isinstance(model, TransformerConfig):
         return None
     if model.has_special_scores:
+        # Windows that no layer uses are no data, unless a `local_rope_theta` needs them.
+        advice = "; leave windows out where none is shorter than max_length" * model.has_windows
         return (
             "attention: einsum, which stores the scores of all pairs: fused kernels support "
-            "neither score caps nor windows per layer; if max_length is within the windows, and "
-            "there is no local_rope_theta, no window is needed"
+            f"neither score caps nor windows per layer{advice}"
         )
     rings = [x for x in step.strategy.layers if getattr(x, "mode", None) is ContextMode.RING]
     # In ring attention each rank has two pieces of the sequence, and a kernel sees one of them.

@@ -287,7 +287,7 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
     rounding errors of zero gradients into full-size steps. The inputs are random numbers, or the
     first batches of the data if only the data determine which values are valid. Microbatches,
     clipping, dropout and precision are the config's. Replicas with outer steps are each trained on
-    one device in turn; they synchronize after every second step, without compression.
+    one device in turn; they synchronize after every second step at the latest, without compression.
 
     Args:
         config: a checked run, as YAML describes it.

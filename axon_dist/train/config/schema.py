@@ -275,7 +275,8 @@ class RunConfig:
             their own names, and common names such as `data` and `model` have defaults. It does not
             change the numbers.
         weights: files with the initial weights; None initializes them randomly.
-        lora: adapters added to linear layers; only the adapters are trained. None for no adapters.
+        lora: adapters added to linear layers; trained are only the adapters, and what `trainable`
+            matches. None for no adapters.
         trainable: regular expressions, searched for in the paths of parameters. Parameters that
             match are trained, and also the adapters if there are any; all others are frozen. Empty
             trains all parameters, or only the adapters.

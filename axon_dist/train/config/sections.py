@@ -123,7 +123,7 @@ class TrainConfig:
         best: which checkpoint is the best, and when a run ends early.
         log_every: steps between written metrics, each averaged over these steps.
         peak_flops: the peak FLOP/s of one device, for the utilization in the metrics; None for that
-            of the chip. Without it, an unknown chip has no utilization.
+            of the chip for the compute dtype. Without it, an unknown chip has no utilization.
         ema: decay of a moving average of the parameters, which is then validated instead of them;
             None for no average.
         nonfinite: what to do if a loss or gradient is not finite: `stop` with an error, `skip`
@@ -298,7 +298,9 @@ LOGGERS: MappingProxyType[str, type[Logger]] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Low-rank adapters, which are then the only trained parameters; see `axon_dist.lora`.
+    """Low-rank adapters; see `axon_dist.lora`.
+
+    Then only the adapters are trained, and what `trainable` matches.
 
     Args:
         rank: columns of the first matrix of an adapter, and rows of the second.

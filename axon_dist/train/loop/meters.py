@@ -162,7 +162,8 @@ def utilization_of(
 def useful_flops_per_token(step: TrainStep, length: int | None = None) -> float:
     """Returns the FLOPs per token that MFU counts, over all devices.
 
-    The step of a run and the step of a plan count the same, so their MFUs can be compared.
+    The step of a run and the step of a plan count the same FLOPs. For the MFU, a run divides by the
+    peak of its compute dtype, a plan by that of bfloat16.
 
     Args:
         step: the step, as for `utilization_of`.

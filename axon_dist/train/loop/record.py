@@ -265,7 +265,7 @@ class MetricRecorder:
 
     Args:
         options: length and cadence of the run, and the items of its throughput.
-        first_step: steps taken before this call, or before the last rollback in it.
+        first_step: steps of the state from which this call, or its last rollback, starts.
         writers: receive the records.
         progress: gets a status after every fetched step.
         device_bytes: bytes of the train state per device, for the status.

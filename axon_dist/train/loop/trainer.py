@@ -61,8 +61,8 @@ class Trainer:
 
     SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run after the current step, or with several
     processes two steps later, with everything saved; a validation that has begun ends without a
-    result. A later `fit` with that state, on a trainer with that `history`, first runs this
-    validation.
+    result. A later `fit` with that state, on a trainer whose `history` has this run's records,
+    first runs this validation.
 
     The `nonfinite` option of the step handles a loss or gradient that is not finite. A step built
     without this option has already changed its state when this is detected: the run ends with an

@@ -227,8 +227,8 @@ class TensorBoardWriter:
 class WandbWriter:
     """A run of Weights & Biases.
 
-    W&B drops a record of its own step that is below an earlier one, as after a rollback. So the
-    records have a metric `step`, which is the x-axis of the others.
+    W&B drops a record whose W&B step is lower than an earlier one, as after a rollback. So the
+    records have a metric `step` instead, which is the x-axis of the others.
 
     Args:
         directory: the folder for its files; `wandb sync` uploads an offline run from it.
@@ -324,7 +324,7 @@ class MlflowWriter:
     """A run of MLflow.
 
     Args:
-        uri: the server, or the folder of the runs.
+        uri: MLflow's tracking URI: a server, a database or a folder.
         experiment: the experiment the run belongs to; created if it does not exist.
         name: the name of the run.
         config: the config of the run, as nested dicts; its values become MLflow parameters.
