@@ -359,7 +359,7 @@ def stated_share(env: Mapping[str, str]) -> int | None:
 
 
 def flagged_devices(env: Mapping[str, str]) -> int:
-    """The number of CPU devices that `XLA_FLAGS` asks for; 0 if it does not say.
+    """The number of CPU devices that `XLA_FLAGS` asks for, up to `MOST_DEVICES`; 0 if none.
 
     Example:
         >>> flagged_devices({"XLA_FLAGS": "--xla_force_host_platform_device_count=16"})
@@ -441,14 +441,19 @@ def prepare_emulation(num_devices: int, only_cpu: bool = True) -> None:
     """
     if backend_started():
         return
-    fewest = _FEWEST_THREADS if jax.distributed.is_initialized() else 2 * num_devices
+    is_alone = not jax.distributed.is_initialized()
+    # The environment may ask for more devices, for a later world in this process. JAX reads the
+    # flag only if the variable is not set; the option, which is set below, replaces both.
+    asked = getattr(jax.config, "jax_num_cpu_devices")  # noqa: B009
+    if asked < 1 and is_alone:
+        asked = flagged_devices(os.environ)
+    num_devices = max(num_devices, asked)
+    fewest = 2 * num_devices if is_alone else _FEWEST_THREADS
     requested = _within(os.environ.get("NPROC") or "0", "NPROC", 0, _MOST_THREADS)
     threads = max(fewest, 2 * num_devices, requested, os.cpu_count() or 1)
     os.environ["NPROC"] = str(threads)
     _add_flags(rendezvous_flags())
-    # The environment may ask for more devices, for a later world in this process.
-    asked = getattr(jax.config, "jax_num_cpu_devices")  # noqa: B009
-    jax.config.update("jax_num_cpu_devices", max(num_devices, asked))
+    jax.config.update("jax_num_cpu_devices", num_devices)
     if only_cpu and not getattr(jax.config, "jax_platforms"):  # noqa: B009
         jax.config.update("jax_platforms", "cpu")
     EmulatedDevices.are_ours = True

@@ -23,7 +23,6 @@ from ..core.typing import JsonDict
 from ..launch.distributed import (
     Timeouts,
     can_restart,
-    flagged_devices,
     initialize,
     keep_collectives_in_order,
     prepare_emulation,
@@ -228,10 +227,6 @@ class World:
             spec = from_env(os.environ)
             share = share_of(num_devices, spec, stated_share(os.environ))
             initialize(spec, Timeouts.from_env(os.environ), share)
-            if not spec.is_distributed:
-                # The number that is set here replaces that of the flag, which may be for a later
-                # world, as may that of the variable.
-                share = max(share, flagged_devices(os.environ))
             if can_restart() and len(jax.devices("cpu")) < share:
                 # Arrays keep their backend alive, so those made before remain readable.
                 clear_backends()

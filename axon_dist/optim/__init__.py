@@ -5,6 +5,7 @@ Start reading in `muon.py`; `step/optimizer.py` distributes its matrices over de
 `train/config/optimizers.py`.
 """
 
+from ..core.renamed import renamed_names as _renamed_names
 from .eight_bit import DynamicCode as DynamicCode
 from .eight_bit import adamw_8bit as adamw_8bit
 from .eight_bit import dequantize as dequantize
@@ -17,3 +18,5 @@ from .wrappers import Spikes as Spikes
 from .wrappers import by_path as by_path
 from .wrappers import decayed as decayed
 from .wrappers import watched as watched
+
+__getattr__ = _renamed_names(__name__, matrices="decayed")

@@ -6,7 +6,7 @@ compiled step is exact; `axon inspect` reads it. Imports `inspect`, `parallel`, 
 `ir`, `ops`, `mesh` and `core`. Start reading in `candidates.py`; `reading.py` reads a traced step.
 """
 
-from ..core.renamed import renamed_names
+from ..core.renamed import renamed_names as _renamed_names
 from ..mesh.chips import HARDWARE as HARDWARE
 from ..mesh.chips import Hardware as Hardware
 from ..mesh.chips import hardware as hardware
@@ -36,6 +36,6 @@ from .scaling import parse_memory as parse_memory
 from .scaling import scale_lr as scale_lr
 from .scaling import scaling_efficiency as scaling_efficiency
 
-__getattr__ = renamed_names(
+__getattr__ = _renamed_names(
     __name__, StepTime="StepCost", Arrangement="Candidate", arrange="candidate_for"
 )

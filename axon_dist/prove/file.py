@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from ..core.errors import ConfigError, did_you_mean
 from .check import prove_subject
-from .meshes import find_mesh, load_file, sizes_of, substituted
+from .meshes import find_mesh, load_file, mesh_of_other, sizes_of, substituted
 from .parting import ONE_DEVICE, Parting, bisect_subjects
 from .recording import Recording, record
 from .report import Report
@@ -76,8 +76,8 @@ def bisect_files(
         one: `file.py:function`.
         other: another function, or the same one.
         mesh: the mesh of the first, as `"dp=4"`; by default the mesh of its file.
-        other_mesh: the mesh of the other; by default `mesh` if that is given, else the mesh of its
-            file, or of the first.
+        other_mesh: the mesh of the other; by default `mesh`, unless its file has a mesh with other
+            axes; without `mesh` the mesh of its file, or of the first.
         shapes: the shapes of the arguments, to draw at random.
         arguments: the alternative to `shapes`: the name of a function of the first file that
             returns the arguments.
@@ -91,7 +91,7 @@ def bisect_files(
     """
     subject, own_mesh = file_subject(one, shapes, arguments)
     other_subject, others_mesh = file_subject(other, shapes, arguments, one)
-    meshes = mesh or own_mesh, other_mesh or mesh or others_mesh
+    meshes = mesh or own_mesh, other_mesh or mesh_of_other(mesh, others_mesh)
     return bisect_subjects(subject, other_subject, *meshes, steps)
 
 

@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from ..core.errors import ConfigError, MeshError, reworded
+from ..core.words import plural
 from ..mesh.world import available_devices
 
 Sizes: TypeAlias = Mapping[str, int]
@@ -88,6 +89,18 @@ def find_mesh(function: Any) -> Mesh | None:
     Meshes of `NamedSharding`s, and of arrays placed by one, count too.
     """
     return max(_Closure(function).meshes, key=lambda mesh: mesh.size, default=None)
+
+
+def mesh_of_other(mesh: Any, own: Any) -> Any:
+    """Returns the mesh of a second function: the first's, unless its own has other axes.
+
+    Args:
+        mesh: the mesh that was given for the first function; None if none was.
+        own: the second function's own mesh; None if it has none.
+    """
+    if mesh is None or own is None:
+        return own if mesh is None else mesh
+    return mesh if set(sizes_of(mesh)) == set(sizes_of(own)) else own
 
 
 def rebind(function: Any, sizes: Sizes) -> Any:
@@ -360,11 +373,11 @@ def _naming_devices(failed: str) -> Iterator[None]:
     except ValueError as error:
         count = len(available_devices())
         text = " ".join(str(error).split())
-        # `jax.make_mesh` says the former, and an array of all devices the latter.
+        # `jax.make_mesh` says the former. An array of all devices says the latter, as any may.
         if re.search(rf"Number of devices {count}\b|cannot reshape array of size {count}\b", text):
             raise ConfigError(
-                f"{failed}: {text:.400}; JAX has {count} devices here: give the sizes of its mesh, "
-                "as in --mesh dp=16, or set JAX_NUM_CPU_DEVICES=16"
+                f"{failed}: {text:.400}; JAX has {plural(count, 'device')} here. If that is about "
+                "the file's mesh, give its sizes, as in --mesh dp=16, or set JAX_NUM_CPU_DEVICES=16"
             ) from error
         raise
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from .check import prove_subject
 from .locate import matched
-from .meshes import find_mesh
+from .meshes import find_mesh, mesh_of_other
 from .program import EXACT
 from .recording import Fingerprint, RecordedStep, RecordedValue, Recording, started
 from .report import Place, finite
@@ -115,8 +115,8 @@ def bisect(
             on another mesh. If it computes in lower precision, it may differ by what that rounds.
         *arguments: the arguments of both: arrays, or shapes to draw at random.
         mesh: the mesh of the first; by default the one in its closure.
-        other_mesh: the mesh of the other; by default `mesh` if that is given, else its own, or that
-            of the first.
+        other_mesh: the mesh of the other; by default `mesh`, unless its own has other axes; without
+            `mesh` its own, or that of the first.
         steps: how many steps are compared. Leading outputs with the shapes of the leading arguments
             replace these in the next step.
 
@@ -133,7 +133,7 @@ def bisect(
         >>> bisect(old, new, np.ones(3, np.float32)).operation
         'mul'
     """
-    meshes = mesh or find_mesh(one), other_mesh or mesh or find_mesh(other)
+    meshes = mesh or find_mesh(one), other_mesh or mesh_of_other(mesh, find_mesh(other))
     sides = (subject_of(one, arguments), subject_of(other, arguments))
     return bisect_subjects(*sides, *meshes, steps)
 

@@ -356,7 +356,7 @@ NOT_FIRST = (
     "does not count samples in dim 0"
 )
 
-RESIZED = "with sizes or other parameters that follow from the number of samples"
+RESIZED = "with sizes or other parameters that differ from one number of samples to another"
 """The end of a reason: the operation's parameters depend on the number of samples."""
 
 WITHIN = (

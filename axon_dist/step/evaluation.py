@@ -149,8 +149,9 @@ class MetricKinds:
     """How the metrics of an evaluation depend on the samples, as far as it is known.
 
     It is read from the program of the loss in eval mode, traced for two numbers of samples. They do
-    not depend on the batch, because the last of a validation is shorter; and for the same reason
-    they are not small: `jnp.sum(each) / max(len(each), 8)` is a sum for few samples alone.
+    not depend on the batch, because the last of a validation is shorter. For the same reason they
+    are small only if the loss takes no more: `jnp.sum(each) / max(len(each), 8)` is a sum for few
+    samples alone.
 
     Args:
         plan: the plan of the step.
@@ -167,16 +168,13 @@ class MetricKinds:
             batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
             shared: the `Shared` leaves of the batch; {} for nothing.
         """
-        samples = math.lcm(64, self._plan.spec.num_ranks)
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype), batch
-        )
-        key = shape_key((shapes, shapes_of(shared)))
+        samples = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+        key = shape_key((samples, shapes_of(shared)))
         if key not in self._found:
-            self._found[key] = self._read(shapes, self._plan.with_shared(shared), samples)
+            self._found[key] = self._read(shapes_of(batch), self._plan.with_shared(shared))
         return self._found[key]
 
-    def _read(self, batch: Batch, plan: StepPlan, samples: int) -> dict[str, Dependence]:
+    def _read(self, batch: Batch, plan: StepPlan) -> dict[str, Dependence]:
         spec = plan.spec
         set_eval_mode = in_eval_mode(spec)
 
@@ -186,11 +184,14 @@ class MetricKinds:
 
         change = plan.changes.change_with(None, first)
         traces = Traces(spec.model_spec, spec.loss_fn, change, over_all=False)
-        try:
-            dependence = traces.dependence(batch, (samples, 2 * samples))
-        except Exception:  # The user's loss may raise anything for another number of samples.
-            return {}
-        return {name: output.kind for name, output in dependence.metrics.items()}
+        for samples in (math.lcm(64, spec.num_ranks), max(spec.num_ranks, 2)):
+            try:
+                dependence = traces.dependence(batch, (samples, 2 * samples))
+            except Exception:  # The user's loss may raise anything for another number of samples.
+                continue
+            if not dependence.failure:
+                return {name: output.kind for name, output in dependence.metrics.items()}
+        return {}
 
 
 def summed(outcome: Outcome, batch: Batch, kinds: Mapping[str, Dependence]) -> dict[str, Weighted]:
@@ -359,13 +360,7 @@ class EvalPiece:
 
     def without_copies(self, sums: dict[str, Weighted]) -> dict[str, Weighted]:
         """Returns the sums over the samples of the piece, with each sample counted once."""
-        if self.copies == 1:
-            return sums
-
-        def once(x: Array) -> Array:
-            return x // self.copies if jnp.issubdtype(x.dtype, jnp.integer) else x / self.copies
-
-        return jax.tree.map(once, sums)
+        return jax.tree.map(lambda x: x / self.copies, sums) if self.copies > 1 else sums
 
 
 def pieces(samples: int, ranks: int) -> list[EvalPiece]:
@@ -407,9 +402,10 @@ class _EvaluationSums(PartLoss):
         outcome = forward(params, buffers, batch)
         sums = {}
         for name, value in summed(outcome, batch, self.kinds).items():
+            # The weight of a `Count` does not grow with the samples, so the batch counts as one
+            # that does not add up: the sum of its copies may exceed the range of its integers.
             sums[f"{name} total"] = value.total
-            if not isinstance(value, Count):
-                sums[f"{name} weight"] = value.weight
+            sums[f"{name} weight"] = value.weight
         return Outcome(Weighted(jnp.zeros(()), 1.0), sums, outcome.buffers), None
 
 

@@ -263,7 +263,15 @@ class ModelSpec:
     @cached_property
     def counts(self) -> frozenset[Path]:
         """The paths of the counts of random streams."""
-        flat = nnx.to_flat_state(nnx.state(self.abstract, nnx.RngCount))
+        return self._paths_of(nnx.RngCount)
+
+    @cached_property
+    def random_state(self) -> frozenset[Path]:
+        """The paths of the keys and counts of random streams."""
+        return self._paths_of(nnx.RngState)
+
+    def _paths_of(self, kind: type[nnx.Variable]) -> frozenset[Path]:
+        flat = nnx.to_flat_state(nnx.state(self.abstract, kind))
         return frozenset("/".join(map(str, keys)) for keys, _ in flat)
 
     @cached_property

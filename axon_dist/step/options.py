@@ -329,7 +329,8 @@ class StepOptions(_Fields):
             microbatches, and the samples of each rank. With None, the step proves it. With True or
             False a loss that couples samples is not refused: it is the mean over the parts. A loss
             that is proven to be a sum is summed. A metric that follows from sums over the samples,
-            such as the perplexity `exp(mean)`, is that of the whole batch in any case.
+            such as the perplexity `exp(mean)`, is that of the whole batch in any case; that of
+            replicas that train on their own is their mean.
             In a microbatch, with True each rank computes the loss of its own samples, and these are
             averaged; with False all ranks compute the loss of the microbatch together.
 

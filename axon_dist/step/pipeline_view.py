@@ -139,7 +139,8 @@ def _kinds_of_buffers(
         return set(), set()
     paths = buffer_paths(buffers)
     # A buffer that is missed would change with every microbatch, and no error would say so.
-    assert (part_buffers.averaged | part_buffers.once_per_step).issubset(paths)
+    missed = (part_buffers.averaged | part_buffers.once_per_step).difference(paths)
+    assert not missed, f"the pipeline has no buffer {sorted(missed)}"
     averaged = {i for i in mutable if paths[i] in part_buffers.averaged}
     return averaged, {i for i in mutable if paths[i] in part_buffers.once_per_step} | averaged
 

@@ -29,6 +29,7 @@ from .options import FLAG
 from .plan import StepPlan, plan_step
 from .separation import Separation
 from .state import TrainState, wide_copy
+from .statistics import mean_of_rows
 from .update import one_step, unscaled_gradients
 
 PER_REPLICA = ("params", "opt_state", "buffers", "scaler")
@@ -88,7 +89,7 @@ def buffers_for_evaluation(buffers: PyTree) -> PyTree:
     """Returns mean statistics, and the other buffers of the first replica."""
 
     def mean_or_first(x: Array) -> Array:
-        return x.mean(0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
+        return mean_of_rows(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
 
     return jax.tree.map(mean_or_first, buffers)
 
@@ -405,9 +406,7 @@ class ReplicaLayout(StateLayout):
         """See `StateLayout.with_params`; the outer parameters are the mean over the replicas."""
 
         def mean(replicas: Array, outer: Array) -> Array:
-            replicas = replicas.astype(outer.dtype)
-            # Equal replicas keep their bits, also if their number is no power of two.
-            return replicas[0] + jnp.mean(replicas - replicas[0], 0)
+            return mean_of_rows(replicas.astype(outer.dtype))
 
         placed = jax.tree.map(lambda x: x.sharding, state.outer)
         outer = jax.jit(lambda p, o: jax.tree.map(mean, p, o), out_shardings=placed)(

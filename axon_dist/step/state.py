@@ -138,8 +138,10 @@ def _problem(leaf: Any, wanted: Any, sharding: Any) -> str | None:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "__array__"):
         problem = f"is a {type(leaf).__name__}, not an array"
         # Users set numbers in an optimizer's state, such as a learning rate.
-        is_number = wanted.shape == () and jnp.issubdtype(wanted.dtype, jnp.number)
-        if isinstance(leaf, (int, float)) and is_number:
+        is_number = type(leaf) in (int, float) and math.isfinite(leaf)
+        kind = jnp.integer if type(leaf) is int else jnp.floating
+        is_wanted = jnp.issubdtype(wanted.dtype, kind) or jnp.issubdtype(wanted.dtype, jnp.floating)
+        if is_number and wanted.shape == () and is_wanted:
             problem += f": set it to jnp.asarray({leaf}, jnp.{wanted.dtype})"
         return problem
     if leaf.shape != wanted.shape or leaf.dtype != wanted.dtype:

@@ -13,8 +13,8 @@ from jax.extend.core import ClosedJaxpr
 
 from ..core.compat import eval_jaxpr
 from ..core.errors import ConfigError, UnsupportedError
-from ..core.tree import shapes_of, wide
-from ..core.typing import Array, Metrics, PyTree
+from ..core.tree import map_with_path, shapes_of, wide
+from ..core.typing import Array, Metrics, Path, PyTree
 from ..core.weighted import AUXILIARY
 from ..ir.walk import needed_for
 from ..ops.precision import GradScaler, NormOf, all_finite, clip_by_global_norm, keep_if
@@ -129,7 +129,11 @@ def average(decay: float, ema: PyTree, params: PyTree) -> PyTree:
 
 
 def skip_overflow(
-    scaler: GradScaler, finite: Array, new: TrainState, old: TrainState
+    scaler: GradScaler,
+    finite: Array,
+    new: TrainState,
+    old: TrainState,
+    random_state: frozenset[Path],
 ) -> TrainState:
     """Keeps the old state where a gradient is not finite, and adjusts the scale.
 
@@ -138,11 +142,12 @@ def skip_overflow(
         finite: whether the gradients are finite.
         new: the state after the update.
         old: the state before the step.
+        random_state: the paths of the buffers that are keys and counts of random streams.
 
     Returns:
-        The resulting state; counts of random draws advance either way.
+        The resulting state; random streams advance either way.
     """
-    state = _update_if(finite, new, old)
+    state = _update_if(finite, new, old, random_state)
     return dataclasses.replace(state, scaler=scaler.update(old.scaler, finite))
 
 
@@ -153,6 +158,7 @@ def undo_nonfinite(
     new: TrainState,
     old: TrainState,
     was_nonfinite: Array | None,
+    random_state: frozenset[Path],
 ) -> tuple[TrainState, Array]:
     """Keeps the old state where the loss or a gradient is not finite.
 
@@ -167,6 +173,7 @@ def undo_nonfinite(
         old: the state before the step.
         was_nonfinite: whether an earlier step was not finite, if the policy keeps the state from
             then on.
+        random_state: the paths of the buffers that are keys and counts of random streams.
 
     Returns:
         The resulting state, and a boolean scalar: whether the step counts as nonfinite. `skip`
@@ -178,23 +185,29 @@ def undo_nonfinite(
     nonfinite |= ~jnp.isfinite(loss)
     assert options.nonfinite is not None
     if not options.nonfinite.holds:
-        return _update_if(~nonfinite, new, old), nonfinite
+        return _update_if(~nonfinite, new, old, random_state), nonfinite
     nonfinite = nonfinite if was_nonfinite is None else nonfinite | was_nonfinite
     return keep_if(~nonfinite, new, old), nonfinite
 
 
-def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
-    """Returns the new state, with the old values unless the update applies; counts advance."""
+def _update_if(
+    applies: Array, new: TrainState, old: TrainState, random_state: frozenset[Path]
+) -> TrainState:
+    """Returns the new state, with the old values unless the update applies.
 
-    def select(n, o):
-        return jnp.where(applies, n, o) if jnp.issubdtype(n.dtype, jnp.inexact) else n
+    Random streams advance, so that the next step draws other numbers. All other buffers go back
+    together: a total and its count, or a queue and its position, are of the same steps.
+    """
+
+    def select(path: Path, n: Array, o: Array) -> Array:
+        return n if path in random_state else keep_if(applies, n, o)
 
     return dataclasses.replace(
         new,
         params=keep_if(applies, new.params, old.params),
         opt_state=keep_if(applies, new.opt_state, old.opt_state),
         ema=keep_if(applies, new.ema, old.ema),
-        buffers=jax.tree.map(select, new.buffers, old.buffers),
+        buffers=map_with_path(select, new.buffers, old.buffers),
     )
 
 
@@ -353,13 +366,14 @@ def one_step(
         ema=None if options.ema is None else average(options.ema, state.ema, params),
     )
     finite = _are_finite(grads, measured, options)
+    random_state = plan.spec.model_spec.random_state
     if options.scaler is not None:
-        new = skip_overflow(options.scaler, finite, new, state)
+        new = skip_overflow(options.scaler, finite, new, state, random_state)
         measured[LOSS_SCALE] = new.scaler.scale
         measured[OVERFLOW] = ~finite
     if options.nonfinite is not None:
         new, measured[FLAG] = undo_nonfinite(
-            options, metrics["loss"], finite, new, state, was_nonfinite
+            options, metrics["loss"], finite, new, state, was_nonfinite, random_state
         )
     if "param_norm" in options.metrics:
         # Of the parameters that the next step starts from, also if this step is skipped.

@@ -1,12 +1,14 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import pytest
 from jax.sharding import AxisType
 
 from axon_dist.core.errors import BackendStartedError, GroupError, MeshError, UnsupportedError
+from axon_dist.launch.distributed import prepare_emulation
 from axon_dist.mesh import Backend, MeshSpec, World
 from axon_dist.mesh import world as world_module
 
@@ -87,14 +89,19 @@ def test_a_loop_that_never_waits_does_not_starve():
     assert run.stdout.strip() == "1500.0", run.stderr
 
 
-@pytest.mark.parametrize(("flagged", "asked"), [(16, 16), (2, 8)])
-def test_flags_may_ask_for_more_devices_than_a_world_has(flagged, asked, monkeypatch):
-    counts = []
-    monkeypatch.setattr("axon_dist.mesh.world.prepare_emulation", counts.append)
-    monkeypatch.setattr("axon_dist.mesh.world.can_restart", lambda: False)
+@pytest.mark.parametrize(
+    ("flagged", "variable", "asked"), [(16, -1, 16), (2, -1, 8), (16, 4, 8), (4, 16, 16)]
+)
+def test_flags_may_ask_for_more_devices_than_a_world_has(flagged, variable, asked, monkeypatch):
+    monkeypatch.setenv("NPROC", "")
     monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={flagged} --xla_dump")
-    assert World.emulate(8).size == 8
-    assert counts == [asked]
+    monkeypatch.setattr("axon_dist.launch.distributed.backend_started", lambda: False)
+    monkeypatch.setattr("axon_dist.launch.distributed.EmulatedDevices", mock.Mock())
+    with mock.patch("axon_dist.launch.distributed.jax") as fake:
+        fake.config = mock.Mock(jax_num_cpu_devices=variable, jax_platforms="cpu")
+        fake.distributed.is_initialized.return_value = False
+        prepare_emulation(8)
+    fake.config.update.assert_called_once_with("jax_num_cpu_devices", asked)
 
 
 @pytest.mark.full

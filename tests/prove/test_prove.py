@@ -319,6 +319,20 @@ def test_the_mesh_of_one_function_is_that_of_the_other_although_it_has_one(make_
     assert found.ok
 
 
+def test_a_mesh_that_was_given_for_one_function_is_not_for_another_with_other_axes(make_world):
+    of_data, of_rows = make_world("dp=4").mesh, make_world("tp=2").mesh
+    means = [
+        jax.shard_map(
+            lambda x, axis=axis, size=size: lax.psum(x.sum(), axis) / size,
+            mesh=mesh, in_specs=P(axis), out_specs=P(), check_vma=False,
+        )
+        for mesh, axis, size in ((of_data, "dp", 8.0), (of_rows, "tp", 8.0))
+    ]  # fmt: skip
+    found = bisect(*means, np.ones(8, np.float32), mesh={"dp": 2})
+    assert found.titles == ("on dp=2", "on tp=2")
+    assert found.ok
+
+
 @pytest.mark.parametrize("draws", [0, -1])
 def test_fewer_than_one_input_is_refused(draws, tmp_path, capsys):
     file = tmp_path / "program.py"
@@ -368,7 +382,8 @@ def test_a_file_whose_mesh_has_too_many_devices_is_advised_how_to_give_sizes(
     assert main(["prove", f"{file}:loss"]) == 2
     said = capsys.readouterr().err
     assert "[PROVE003]" in said
-    assert f"JAX has {count} devices here: give the sizes of its mesh, as in --mesh dp=16" in said
+    assert f"JAX has {count} devices here. If that is about the file's mesh, give its sizes" in said
+    assert "as in --mesh dp=16" in said
 
 
 def test_the_plugin_proves_marked_tests(tmp_path, capsys):

@@ -33,6 +33,7 @@ MOVED = [
 
 RENAMED = [
     ("axon_dist.planner", "Arrangement", "Candidate"),
+    ("axon_dist.optim", "matrices", "decayed"),
     ("axon_dist.planner", "StepTime", "StepCost"),
     ("axon_dist.planner", "arrange", "candidate_for"),
 ]

@@ -121,7 +121,7 @@ CLAIMS = {
     ),
     "a foreign call that multiplies a constant by the number of samples": (
         lambda x, y, w: x.mean() * times_of(len(x), 2.0),
-        "`pure_callback` with sizes or other parameters that follow",
+        "`pure_callback` with sizes or other parameters that differ",
     ),
     "a foreign call that multiplies a constant by a number": (
         lambda x, y, w: x.mean() * times_of(3, 2.0),
@@ -129,7 +129,7 @@ CLAIMS = {
     ),
     "a foreign call that multiplies a sample by the number of samples": (
         lambda x, y, w: lax.map(lambda row: times_of(len(x), row).sum(), x).sum(),
-        "`pure_callback` with sizes or other parameters that follow",
+        "`pure_callback` with sizes or other parameters that differ",
     ),
     "a foreign call of a sample": (
         lambda x, y, w: lax.map(lambda row: foreign(row).sum(), x).sum(),

@@ -85,7 +85,7 @@ def spectrum(dim):
 ROWS = {
     "a transform": (
         spectrum(0),
-        "loss takes `fft` with sizes or other parameters that follow",
+        "loss takes `fft` with sizes or other parameters that differ",
         spectrum(1),
     ),
     "a product of means": (balanced((0, 1)), "tokens of each sample and then", balanced(1)),

@@ -269,3 +269,18 @@ def test_sums_over_batches_of_any_size_are_those_of_all_samples():
         assert sums.means["far"] == int(expected["far"])
         assert sums.means["share"] == pytest.approx(float(expected["share"]), rel=1e-6)
     assert step.evaluate(state, {"x": data[:7]})["far"].dtype == jnp.int32
+
+
+def test_a_sum_of_integers_of_a_batch_that_does_not_divide_fits_where_that_of_copies_would_not():
+    loss_fn = lambda model, batch: (
+        jnp.mean(model(batch["x"]) ** 2),
+        {"bytes": jnp.sum(batch["bytes"]), "small": jnp.sum(batch["small"], dtype=jnp.uint8)},
+    )
+    step = build(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), loss_fn)
+    batch = {
+        "x": np.ones((3, 1), np.float32),
+        "bytes": np.array([7, 7, 1_500_000_000], np.int32),
+        "small": np.array([1, 2, 200], np.uint8),
+    }
+    found = step.evaluate(step.init(), batch)
+    assert (int(found["bytes"]), int(found["small"])) == (1_500_000_014, 203)

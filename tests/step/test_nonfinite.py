@@ -404,3 +404,37 @@ def test_a_step_without_a_policy_stops_too_and_saves_nothing_poisoned(steps):
     with pytest.raises(NonfiniteError, match="the parameters after step 3 are not finite"):
         fit(build(policy=None, loss=steep), saves, save_every=1)[0].fit()
     assert sorted(saves.states) == [1, 2]
+
+
+class Counting(nnx.Module):
+    """Keeps an accuracy, whose total is a float and whose count is an integer, and draws."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, 3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.accuracy = nnx.metrics.Accuracy()
+
+
+def counting_loss(model, batch):
+    logits = model.linear(model.dropout(batch["x"]))
+    model.accuracy.update(logits=logits, labels=batch["labels"])
+    return jnp.mean(logits**2 * batch["factor"][:, None])
+
+
+def test_a_skipped_step_keeps_neither_the_total_nor_the_count_of_a_metric():
+    make = lambda: Counting(nnx.Rngs(0, dropout=1))
+    step = build_train_step(
+        make, optax.sgd(0.1), counting_loss, ddp(), World.emulate(2, "dp=2"), nonfinite="skip"
+    )
+    x = np.random.default_rng(0).normal(size=(SAMPLES, WIDTH)).astype(np.float32)
+    state = step.init()
+    seen = []
+    for factor in (1.0, np.nan):
+        batch = {"x": x, "labels": np.zeros(SAMPLES, np.int32)}
+        state, _ = step(state, batch | {"factor": np.full(SAMPLES, factor, np.float32)})
+        model = step.merge(state)
+        accuracy = model.accuracy
+        seen.append([float(accuracy.total[...]), int(accuracy.count[...])])
+    assert seen[1] == seen[0]
+    assert seen[0][1] == SAMPLES
+    assert int(model.dropout.rngs.count[...]) == 2

@@ -543,6 +543,28 @@ def test_evaluation_is_that_of_one_device(world, strategy):
     assert float(again["loss"]) == float(metrics["loss"])
 
 
+def test_an_evaluation_with_own_buffers_has_their_constants_bit_for_bit(world):
+    class Masked(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+            self.lowest = nnx.Variable(jnp.full((), jnp.finfo(jnp.float32).min))
+            self.minus_infinity = nnx.Variable(jnp.full((), -jnp.inf))
+
+    def loss_fn(model, batch):
+        masked = jnp.where(batch["x"][:, :3] > 99, model.minus_infinity[...], 0.0)
+        return jnp.mean((model.linear(batch["x"]) + 0 * model.lowest[...] + masked) ** 2)
+
+    strategy = ddp(broadcast_buffers=False)
+    step = build_train_step(Masked, optax.sgd(0.1), loss_fn, strategy, World.emulate(4, "dp=4"))
+    state = step.init()
+    x = np.ones((8, 4), np.float32)
+    wanted = float(loss_fn(Masked(), {"x": x}))
+    assert float(step.evaluate(state, {"x": x})["loss"]) == pytest.approx(wanted, rel=1e-6)
+    model = step.merge(state)
+    assert float(model.lowest[...]) == np.finfo(np.float32).min
+    assert float(model.minus_infinity[...]) == -np.inf
+
+
 @pytest.mark.full
 def test_evaluation_computes_in_the_dtype_of_training(world):
     step = build(world, make, precision="bf16")

@@ -28,20 +28,25 @@ def state(value: float, scale: float | None = None) -> TrainState:
         step=jnp.int32(value),
         params={"w": jnp.full(2, float(value))},
         opt_state={"moment": jnp.full(2, float(value)), "count": jnp.int32(value)},
-        buffers={"mean": jnp.full(2, float(value)), "draws": jnp.int32(value)},
+        buffers={
+            "draws": jnp.int32(value),
+            "hits": jnp.int32(value),
+            "mean": jnp.full(2, float(value)),
+        },
         scaler=scaler,
     )
 
 
 def numbers(state: TrainState) -> list:
-    """One number per leaf: step, params, moment count and moment, draws and mean."""
+    """One number per leaf: step, params, moment count and moment, draws, hits and mean."""
     trees = [state.step, state.params, state.opt_state, state.buffers]
     return [float(np.ravel(leaf)[0]) for leaf in jax.tree.leaves(trees)]
 
 
-NEW, OLD = [2.0] * 6, [1.0] * 6
-UNDONE = [2.0, 1.0, 1.0, 1.0, 2.0, 1.0]
-"""The step and the draws count on; parameters, moments and statistics stay."""
+NEW, OLD = [2.0] * 7, [1.0] * 7
+UNDONE = [2.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0]
+"""The step and the draws count on; parameters, moments, statistics and their counts stay."""
+RANDOM = frozenset({"draws"})
 
 
 @pytest.mark.parametrize(("limit", "factor"), [(None, 1), (10.0, 1), (5.0, 1), (2.5, 0.5)])
@@ -99,10 +104,10 @@ def test_squares_of_half_precision_are_added_up_in_float32():
 
 
 def test_an_overflow_keeps_the_state_and_lowers_the_scale():
-    kept = skip_overflow(SCALER, NO, state(2, 8), state(1, 8))
+    kept = skip_overflow(SCALER, NO, state(2, 8), state(1, 8), RANDOM)
     assert numbers(kept) == UNDONE
     assert (float(kept.scaler.scale), int(kept.scaler.skipped)) == (4, 1)
-    taken = skip_overflow(SCALER, YES, state(2, 8), state(1, 8))
+    taken = skip_overflow(SCALER, YES, state(2, 8), state(1, 8), RANDOM)
     assert numbers(taken) == NEW
     assert (float(taken.scaler.scale), int(taken.scaler.good_steps)) == (8, 1)
 
@@ -110,7 +115,7 @@ def test_an_overflow_keeps_the_state_and_lowers_the_scale():
 def undo(policy, loss, finite, was_nonfinite=None, scale=None):
     options = StepOptions(nonfinite=policy, scaler=None if scale is None else SCALER)
     new, lost = undo_nonfinite(
-        options, jnp.float32(loss), finite, state(2, scale), state(1, scale), was_nonfinite
+        options, jnp.float32(loss), finite, state(2, scale), state(1, scale), was_nonfinite, RANDOM
     )
     return numbers(new), bool(lost)
 

@@ -188,7 +188,7 @@ def tune(
         try:
             step, compiled, seconds = _compiled(config, world, variant, batch)
         except Exception as error:  # Compilers raise all kinds of errors; the row reports it.
-            rows[variant.name] = Timed(variant.name, None, failure=_first_line(error))
+            rows[variant.name] = Timed(variant.name, None, failure=_message_of(error))
             continue
         steps[variant.name] = step, compiled, step.place(batch)
         peak = memory(compiled).peak
@@ -267,7 +267,7 @@ def _alternate(
                 jax.block_until_ready(state)
                 seconds = (time.perf_counter() - begun) / calls
             except jax.errors.JaxRuntimeError as error:  # Such as out of memory.
-                rows[name] = dataclasses.replace(rows[name], failure=_first_line(error))
+                rows[name] = dataclasses.replace(rows[name], failure=_message_of(error))
                 del times[name]
                 state = None
                 continue
@@ -289,7 +289,7 @@ def _drawn(shape: Any, config: RunConfig) -> np.ndarray:
     return random.normal(size=shape.shape).astype(shape.dtype)
 
 
-def _first_line(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     # Our own messages end with what to do; those of compilers may have pages.
     return text if isinstance(error, AxonDistError) else text[:160]

@@ -530,7 +530,9 @@ VERBS: tuple[Verb, ...] = (
         ),
         _file("--record", "only write the fingerprints of A to this file"),
         _argument("--mesh", "the mesh of A, as dp=4; that of its file by default"),
-        _argument("--other-mesh", "the mesh of B; by default --mesh, or that of its own file"),
+        _argument(
+            "--other-mesh", "the mesh of B; by default --mesh, unless its own has other axes"
+        ),
         _argument(
             "--shape",
             "an argument to draw at random, as f32[16,8]; repeat it for each",
