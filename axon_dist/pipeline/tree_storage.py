@@ -359,7 +359,7 @@ def _sums_all(program: OwnedProgram, names: Names, targets: Ends, layout: Vector
     if any(program.owners[atom] is not None for op in others for atom in op.inputs):
         return False
     results: dict[Hashable, Hashable] = {}
-    for atom, place, home in zip(program.outputs, targets, program.homes, strict=True):
+    for atom, place, home in zip(program.outputs, targets, program.destinations, strict=True):
         if program.owners[atom] != home:
             return False
         owner = _leaf_owner(home)
