@@ -234,6 +234,9 @@ def _loss(loss: float | None, unit: str) -> str:
     return "not measured" if loss is None else f"{loss:.4f} {unit}".rstrip()
 
 
+_WITHOUT_WINDOWS = "without local_rope_theta, and with max_length within the shortest window"
+
+
 def attention_line(config: RunConfig, step: TrainStep) -> str | None:
     """Describes which attention runs; None for a model that is no `Transformer`.
 
@@ -245,8 +248,9 @@ def attention_line(config: RunConfig, step: TrainStep) -> str | None:
     if not isinstance(model, TransformerConfig):
         return None
     if model.has_special_scores:
-        # Windows that no layer uses are no data, unless a `local_rope_theta` needs them.
-        advice = "; leave windows out where none is shorter than max_length" * model.has_windows
+        is_capped = model.attention_softcap is not None
+        # A score cap is part of what the model computes, so nothing else lets a kernel run.
+        advice = "" if is_capped else f"; {_WITHOUT_WINDOWS}, they can run"
         return (
             "attention: einsum, which stores the scores of all pairs: fused kernels support "
             f"neither score caps nor windows per layer{advice}"

@@ -28,7 +28,7 @@ from axon_dist.train.app import config_plans, create_directory, train
 from axon_dist.train.app.directory import RunDirectory
 from axon_dist.train.app.examine import _files_of as files_of
 from axon_dist.train.app.runs import build_loader, build_run
-from axon_dist.train.app.summary import opening_lines, summarize
+from axon_dist.train.app.summary import attention_line, opening_lines, summarize
 from axon_dist.train.app.training import advice
 from axon_dist.train.cli.main import main
 from axon_dist.train.config import DATA, LOGGERS, MODELS, OPTIMIZERS, RATES, RunConfig, load_config
@@ -301,6 +301,18 @@ def test_a_chip_that_is_known_needs_no_rate_for_utilization(tiny, chip):
     run = build_run(config)
     assert run.peak_flops == chip.rate("float32")
     assert dataclasses.replace(run, config=_with_peak(config, 7.0)).peak_flops == 7.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "can_run"),
+    [({"windows": [4]}, True), ({"windows": [4], "attention_softcap": 5.0}, False)],
+    ids=["windows", "windows and a cap"],
+)
+def test_advice_about_windows_is_given_only_where_a_kernel_would_then_run(tiny, fields, can_run):
+    config = RunConfig.from_dict(tiny | {"model": tiny["model"] | fields})
+    line = attention_line(config, build_run(config).step)
+    assert line.startswith("attention: einsum")
+    assert ("with max_length within the shortest window" in line) == can_run
 
 
 def _with_peak(config, peak):
