@@ -361,13 +361,14 @@ def check_files(folder: Place, manifest: Manifest) -> None:
 
 def stray_in(folder: Place, manifest: Manifest) -> str | None:
     """A file in a checkpoint that was added after it was sealed, or None."""
-    # Leftovers of a killed save in the other slot of a bucket are not part of the checkpoint, also
-    # in a copy of it on a disk.
-    known = {*manifest.files, MARKER}
-    slots = {name for slot in SLOTS for name in slot}
+    known = {*manifest.files, MANIFEST, MARKER}
     there = folder.names() if isinstance(folder, Address) else _names_in(found_at(folder))
-    others = (name for name in there if name.split("/")[0] not in slots)
-    return next((name for name in others if name not in known), None)
+    slots = {name for slot in SLOTS for name in slot}
+    if not slots.isdisjoint(name.split("/")[0] for name in manifest.files):
+        # Leftovers of a killed save in the other slot of a bucket are not part of the checkpoint,
+        # also in a copy of it on a disk.
+        there = (name for name in there if name.split("/")[0] not in slots)
+    return next((name for name in there if name not in known), None)
 
 
 def _names_in(folder: Path) -> Iterator[str]:

@@ -31,6 +31,26 @@ def all_mean(tree: PyTree, axes: str | tuple[str, ...]) -> PyTree:
     return _each(lambda x, axes: jax.lax.pmean(x, axes), tree, axes)
 
 
+def mean_of_copies(x: Array) -> Array:
+    """Averages over dim 0; an element that is equal in all copies keeps its value.
+
+    A model may keep constants such as the lowest number of float32, which masks scores. The sum of
+    its copies would be infinite, and three times another number may not divide by 3.
+
+    Args:
+        x: floating-point or complex numbers, `[copies, ...]`.
+
+    Returns:
+        The mean, in the dtype of `x`.
+
+    Example:
+        >>> lowest = jnp.finfo(jnp.float32).min
+        >>> bool(mean_of_copies(jnp.full(3, lowest)) == lowest)
+        True
+    """
+    return jnp.where((x == x[0]).all(0), x[0], x.mean(0))
+
+
 def all_max(tree: PyTree, axes: str | tuple[str, ...]) -> PyTree:
     """Takes the maximum over mesh axes; NaNs are lost on CPU."""
     return _each(lambda x, axes: jax.lax.pmax(x, axes), tree, axes)

@@ -429,26 +429,27 @@ class EmulatedDevices:
     are_ours: ClassVar[bool] = False
 
 
-def prepare_emulation(num_devices: int, only_cpu: bool = True) -> None:
+def prepare_emulation(num_devices: int, only_cpu: bool = True, reads_flag: bool = False) -> None:
     """Sets up emulated CPU devices before the backend starts; does nothing afterwards.
 
     Args:
         num_devices: the number of CPU devices of this process.
         only_cpu: whether JAX starts only the CPU backend, unless `jax_platforms` is set.
+        reads_flag: whether `XLA_FLAGS` may ask for more devices. Not for one of several processes,
+            because all must have equal shares of the devices.
 
     With one thread per core, a loop that never blocks fills XLA's thread pool with devices that
     wait for each other, and the process dies. So the pool gets enough threads for all devices.
     """
     if backend_started():
         return
-    is_alone = not jax.distributed.is_initialized()
     # The environment may ask for more devices, for a later world in this process. JAX reads the
     # flag only if the variable is not set; the option, which is set below, replaces both.
     asked = getattr(jax.config, "jax_num_cpu_devices")  # noqa: B009
-    if asked < 1 and is_alone:
+    if asked < 1 and reads_flag:
         asked = flagged_devices(os.environ)
     num_devices = max(num_devices, asked)
-    fewest = 2 * num_devices if is_alone else _FEWEST_THREADS
+    fewest = _FEWEST_THREADS if jax.distributed.is_initialized() else 2 * num_devices
     requested = _within(os.environ.get("NPROC") or "0", "NPROC", 0, _MOST_THREADS)
     threads = max(fewest, 2 * num_devices, requested, os.cpu_count() or 1)
     os.environ["NPROC"] = str(threads)

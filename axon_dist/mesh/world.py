@@ -230,7 +230,7 @@ class World:
             if can_restart() and len(jax.devices("cpu")) < share:
                 # Arrays keep their backend alive, so those made before remain readable.
                 clear_backends()
-            prepare_emulation(share)
+            prepare_emulation(share, reads_flag=not spec.is_distributed)
         available = jax.devices("cpu")
         count = len(available) if num_devices is None else int(num_devices)
         if len(available) < count:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.compat import RUN_TWICE
+from ..core.reduction import mean_of_copies
 from ..core.typing import Array, PyTree
 from ..ir.pieces import unconstrained
 from ..schedule import Phase, Schedule, Slots, assign_slots
@@ -250,7 +251,7 @@ class Executor:
         }
         ranks = {i: self.schedule.placement[stage] for i, stage in stages.items()}
         final = {
-            i: history[1:].mean(0) if i in self.averaged_buffers else history[-1]
+            i: mean_of_copies(history[1:]) if i in self.averaged_buffers else history[-1]
             for i, history in state.buffer_histories.items()
         }
         replicated = {i: from_rank(x, rank == ranks[i], self.axis) for i, x in final.items()}

@@ -76,8 +76,8 @@ def bisect_files(
         one: `file.py:function`.
         other: another function, or the same one.
         mesh: the mesh of the first, as `"dp=4"`; by default the mesh of its file.
-        other_mesh: the mesh of the other; by default `mesh`, unless its file has a mesh with other
-            axes; without `mesh` the mesh of its file, or of the first.
+        other_mesh: the mesh of the other; by default `mesh`, unless that lacks axes of the mesh of
+            its file; without `mesh` the mesh of its file, or of the first.
         shapes: the shapes of the arguments, to draw at random.
         arguments: the alternative to `shapes`: the name of a function of the first file that
             returns the arguments.

@@ -92,15 +92,15 @@ def find_mesh(function: Any) -> Mesh | None:
 
 
 def mesh_of_other(mesh: Any, own: Any) -> Any:
-    """Returns the mesh of a second function: the first's, unless its own has other axes.
+    """Returns the mesh of a second function: the first's, unless that lacks axes of its own.
 
     Args:
         mesh: the mesh that was given for the first function; None if none was.
         own: the second function's own mesh; None if it has none.
     """
-    if mesh is None or own is None:
-        return own if mesh is None else mesh
-    return mesh if set(sizes_of(mesh)) == set(sizes_of(own)) else own
+    if not mesh or own is None:
+        return mesh or own
+    return mesh if set(sizes_of(own)) <= set(sizes_of(mesh)) else own
 
 
 def rebind(function: Any, sizes: Sizes) -> Any:

@@ -115,8 +115,8 @@ def bisect(
             on another mesh. If it computes in lower precision, it may differ by what that rounds.
         *arguments: the arguments of both: arrays, or shapes to draw at random.
         mesh: the mesh of the first; by default the one in its closure.
-        other_mesh: the mesh of the other; by default `mesh`, unless its own has other axes; without
-            `mesh` its own, or that of the first.
+        other_mesh: the mesh of the other; by default `mesh`, unless that lacks axes of its own;
+            without `mesh` its own, or that of the first.
         steps: how many steps are compared. Leading outputs with the shapes of the leading arguments
             replace these in the next step.
 

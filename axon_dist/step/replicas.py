@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.reduction import all_mean
+from ..core.reduction import all_mean, mean_of_copies
 from ..core.tree import combine, leaves_with_paths, num_params, partition
 from ..core.typing import Array, Batch, Metrics, Path, PyTree
 from ..core.weighted import Weighted
@@ -29,7 +29,6 @@ from .options import FLAG
 from .plan import StepPlan, plan_step
 from .separation import Separation
 from .state import TrainState, wide_copy
-from .statistics import mean_of_rows
 from .update import one_step, unscaled_gradients
 
 PER_REPLICA = ("params", "opt_state", "buffers", "scaler")
@@ -89,7 +88,7 @@ def buffers_for_evaluation(buffers: PyTree) -> PyTree:
     """Returns mean statistics, and the other buffers of the first replica."""
 
     def mean_or_first(x: Array) -> Array:
-        return mean_of_rows(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
+        return mean_of_copies(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
 
     return jax.tree.map(mean_or_first, buffers)
 
@@ -406,7 +405,7 @@ class ReplicaLayout(StateLayout):
         """See `StateLayout.with_params`; the outer parameters are the mean over the replicas."""
 
         def mean(replicas: Array, outer: Array) -> Array:
-            return mean_of_rows(replicas.astype(outer.dtype))
+            return mean_of_copies(replicas.astype(outer.dtype))
 
         placed = jax.tree.map(lambda x: x.sharding, state.outer)
         outer = jax.jit(lambda p, o: jax.tree.map(mean, p, o), out_shardings=placed)(

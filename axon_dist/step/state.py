@@ -131,6 +131,16 @@ def check_fits(state: TrainState, shapes: TrainState, state_shardings: TrainStat
             )
 
 
+def _is_number_of(leaf: Any, dtype: Any) -> bool:
+    """Whether `jnp.asarray(leaf, dtype)` is this Python number, up to rounding."""
+    if isinstance(leaf, bool) or not isinstance(leaf, (int, float)):
+        return False
+    # NaN and the infinities, which are no literals, are in neither range.
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min <= leaf <= jnp.iinfo(dtype).max and leaf == int(leaf)
+    return jnp.issubdtype(dtype, jnp.floating) and abs(leaf) <= float(jnp.finfo(dtype).max)
+
+
 def _problem(leaf: Any, wanted: Any, sharding: Any) -> str | None:
     """Returns what is wrong with one array of a state, or None."""
     if leaf is None or wanted is None:
@@ -138,10 +148,7 @@ def _problem(leaf: Any, wanted: Any, sharding: Any) -> str | None:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "__array__"):
         problem = f"is a {type(leaf).__name__}, not an array"
         # Users set numbers in an optimizer's state, such as a learning rate.
-        is_number = type(leaf) in (int, float) and math.isfinite(leaf)
-        kind = jnp.integer if type(leaf) is int else jnp.floating
-        is_wanted = jnp.issubdtype(wanted.dtype, kind) or jnp.issubdtype(wanted.dtype, jnp.floating)
-        if is_number and wanted.shape == () and is_wanted:
+        if wanted.shape == () and _is_number_of(leaf, wanted.dtype):
             problem += f": set it to jnp.asarray({leaf}, jnp.{wanted.dtype})"
         return problem
     if leaf.shape != wanted.shape or leaf.dtype != wanted.dtype:

@@ -11,8 +11,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.errors import warn
-from ..core.tree import is_key, wide
-from ..core.typing import Array, Path, PyTree
+from ..core.reduction import mean_of_copies
+from ..core.tree import is_key
+from ..core.typing import Path, PyTree
 from ..parallel import SUM_SAMPLES, Reduction, has_experts, sum_over_ranks
 from .model_spec import split_inputs
 
@@ -32,27 +33,7 @@ def stack_buffers(buffers: PyTree, reduction: Reduction, num_ranks: int) -> PyTr
 
 def mean_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
     """Averages the ranks' own statistics, for evaluation."""
-    return _map_statistics(reduction, mean_of_rows, buffers)
-
-
-def mean_of_rows(rows: Array) -> Array:
-    """Returns the mean over dim 0; equal elements keep their bits, whatever their number.
-
-    A model may keep constants such as the lowest number of float32, which masks scores. Their sum
-    would be infinite, and that of three others may not divide by 3.
-
-    Args:
-        rows: `[N, ...]`, floating-point.
-
-    Example:
-        >>> lowest = jnp.finfo(jnp.float32).min
-        >>> bool(mean_of_rows(jnp.full(3, lowest)) == lowest)
-        True
-    """
-    values = wide(rows)
-    # Without the condition, two equal infinities would differ by NaN.
-    away = jnp.where(values == values[0], 0, values - values[0])
-    return (values[0] + away.mean(0)).astype(rows.dtype)
+    return _map_statistics(reduction, mean_of_copies, buffers)
 
 
 def rank_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:

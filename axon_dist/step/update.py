@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from ..core.compat import eval_jaxpr
 from ..core.errors import ConfigError, UnsupportedError
-from ..core.tree import map_with_path, shapes_of, wide
+from ..core.tree import is_key, map_with_path, shapes_of, wide
 from ..core.typing import Array, Metrics, Path, PyTree
 from ..core.weighted import AUXILIARY
 from ..ir.walk import needed_for
@@ -195,12 +195,12 @@ def _update_if(
 ) -> TrainState:
     """Returns the new state, with the old values unless the update applies.
 
-    Random streams advance, so that the next step draws other numbers. All other buffers go back
-    together: a total and its count, or a queue and its position, are of the same steps.
+    Random streams and keys advance, so that the next step draws other numbers. All other buffers go
+    back together: a total and its count, or a queue and its position, are of the same steps.
     """
 
     def select(path: Path, n: Array, o: Array) -> Array:
-        return n if path in random_state else keep_if(applies, n, o)
+        return n if path in random_state or is_key(n) else keep_if(applies, n, o)
 
     return dataclasses.replace(
         new,

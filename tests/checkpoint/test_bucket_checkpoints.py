@@ -189,3 +189,14 @@ def test_a_full_checkpoint_is_refused_before_anything_runs(folder):
         ConfigError, match=r"checkpoint.type: full is not.*Use sharded, or a folder"
     ):
         CheckpointManager(folder, type="full")
+
+
+def test_a_file_with_a_name_of_a_bucket_counts_as_added_to_a_checkpoint_of_a_disk(
+    tmp_path, values, place
+):
+    save_checkpoint(tmp_path / "step", place(values, World.emulate(2)))
+    manifest = read_manifest(tmp_path / "step")
+    assert stray_in(tmp_path / "step", manifest) is None
+    (tmp_path / "step" / "zarr.2").mkdir()
+    (tmp_path / "step" / "zarr.2" / ".zarray").write_text("")
+    assert stray_in(tmp_path / "step", manifest) == "zarr.2/.zarray"

@@ -28,6 +28,43 @@ def test_each_process_makes_up_its_share():
     assert (stated_share({}), stated_share({"JAX_NUM_CPU_DEVICES": "2"})) == (None, 2)
 
 
+def test_one_of_several_processes_has_its_share_whatever_the_flag_says(monkeypatch):
+    given = []
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=16")
+    monkeypatch.setattr("axon_dist.mesh.world.from_env", lambda env: FOUR)
+    monkeypatch.setattr("axon_dist.mesh.world.initialize", lambda *arguments: None)
+    monkeypatch.setattr("axon_dist.mesh.world.can_restart", lambda: False)
+    monkeypatch.setattr(
+        "axon_dist.mesh.world.prepare_emulation",
+        lambda n, reads_flag: given.append((n, reads_flag)),
+    )
+    World.emulate(8)
+    assert given == [(2, False)]
+
+
+SPREAD = """
+from axon_dist import World
+devices = World.emulate(4, "dp=4").mesh.devices.flat
+print([device.process_index for device in devices])
+"""
+
+
+@pytest.mark.full
+def test_two_processes_share_the_devices_although_the_flag_asks_for_more(tmp_path):
+    program = tmp_path / "spread.py"
+    program.write_text(SPREAD)
+    command = ["-m", "axon_dist.train.cli", "launch", "-n", "2", "--log-dir", str(tmp_path)]
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, *command, "--", sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"} | flags,
+    )
+    assert "[0, 0, 1, 1]" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("spec", "stated", "words"),
     [

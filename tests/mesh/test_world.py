@@ -100,8 +100,12 @@ def test_flags_may_ask_for_more_devices_than_a_world_has(flagged, variable, aske
     with mock.patch("axon_dist.launch.distributed.jax") as fake:
         fake.config = mock.Mock(jax_num_cpu_devices=variable, jax_platforms="cpu")
         fake.distributed.is_initialized.return_value = False
+        prepare_emulation(8, reads_flag=True)
+        fake.config.update.assert_called_once_with("jax_num_cpu_devices", asked)
+        fake.config.update.reset_mock()
+        # Without it, as for one of several processes, only the variable counts.
         prepare_emulation(8)
-    fake.config.update.assert_called_once_with("jax_num_cpu_devices", asked)
+        fake.config.update.assert_called_once_with("jax_num_cpu_devices", max(8, variable))
 
 
 @pytest.mark.full

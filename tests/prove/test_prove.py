@@ -331,6 +331,9 @@ def test_a_mesh_that_was_given_for_one_function_is_not_for_another_with_other_ax
     found = bisect(*means, np.ones(8, np.float32), mesh={"dp": 2})
     assert found.titles == ("on dp=2", "on tp=2")
     assert found.ok
+    # A mesh with further axes serves both.
+    both = bisect(*means, np.ones(8, np.float32), mesh={"dp": 2, "tp": 4})
+    assert both.titles == ("on dp=2,tp=4", "on dp=2,tp=4")
 
 
 @pytest.mark.parametrize("draws", [0, -1])

@@ -413,9 +413,11 @@ class Counting(nnx.Module):
         self.linear = nnx.Linear(WIDTH, 3, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.accuracy = nnx.metrics.Accuracy()
+        self.key = nnx.Variable(jax.random.key(3))
 
 
 def counting_loss(model, batch):
+    model.key[...] = jax.random.split(model.key[...])[0]
     logits = model.linear(model.dropout(batch["x"]))
     model.accuracy.update(logits=logits, labels=batch["labels"])
     return jnp.mean(logits**2 * batch["factor"][:, None])
@@ -428,13 +430,15 @@ def test_a_skipped_step_keeps_neither_the_total_nor_the_count_of_a_metric():
     )
     x = np.random.default_rng(0).normal(size=(SAMPLES, WIDTH)).astype(np.float32)
     state = step.init()
-    seen = []
+    seen, keys = [], []
     for factor in (1.0, np.nan):
         batch = {"x": x, "labels": np.zeros(SAMPLES, np.int32)}
         state, _ = step(state, batch | {"factor": np.full(SAMPLES, factor, np.float32)})
         model = step.merge(state)
         accuracy = model.accuracy
+        keys.append(jax.random.key_data(model.key[...]).tolist())
         seen.append([float(accuracy.total[...]), int(accuracy.count[...])])
     assert seen[1] == seen[0]
     assert seen[0][1] == SAMPLES
     assert int(model.dropout.rngs.count[...]) == 2
+    assert keys[0] != keys[1]

@@ -39,6 +39,7 @@ from axon_dist.parallel import TransformerAutoWrapPolicy
 from axon_dist.step import idle_axes
 from axon_dist.step.layout import StateLayout
 from axon_dist.step.model_spec import split_model
+from axon_dist.step.state import _is_number_of
 from tests.drawn import drawn
 
 WIDTH = 16
@@ -158,6 +159,24 @@ def test_a_number_in_the_state_of_an_optimizer_is_refused_with_what_to_write(mak
     state.opt_state.hyperparams["learning_rate"] = jnp.asarray(0.0, jnp.float32)
     before = np.asarray(state.params["kernel"])
     np.testing.assert_array_equal(step(state, batch)[0].params["kernel"], before)
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype", "is_advised"),
+    [
+        (3, "float32", True),
+        (3.0, "int32", True),
+        (3.5, "int32", False),
+        (-1, "uint32", False),
+        (10**400, "float32", False),
+        (1e39, "float32", False),
+        (float("nan"), "float32", False),
+        (float("inf"), "int32", False),
+        (True, "float32", False),
+    ],
+)
+def test_a_number_is_advised_only_where_it_can_be_written(number, dtype, is_advised):
+    assert _is_number_of(number, jnp.dtype(dtype)) == is_advised
 
 
 @pytest.mark.full
@@ -543,7 +562,7 @@ def test_evaluation_is_that_of_one_device(world, strategy):
     assert float(again["loss"]) == float(metrics["loss"])
 
 
-def test_an_evaluation_with_own_buffers_has_their_constants_bit_for_bit(world):
+def test_an_evaluation_with_own_buffers_has_their_constants(world):
     class Masked(nnx.Module):
         def __init__(self):
             self.linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))

@@ -28,6 +28,7 @@ from axon_dist.checkpoint.manager import ranked
 from axon_dist.core.errors import AxonDistError, CheckpointError, ConfigError
 from axon_dist.core.files import Place, as_path, as_place, kind_at
 from axon_dist.core.plain_yaml import read_yaml
+from axon_dist.core.reduction import mean_of_copies
 from axon_dist.core.tree import combine, is_key, leaves_with_paths, map_with_path, partition
 from axon_dist.core.typing import Array, Leaf, PyTree
 from axon_dist.core.typing import Path as LeafPath
@@ -256,7 +257,7 @@ def load_arrays(
             return value.astype(saved[path.replace(params, "params", 1)].dtype)
         if replicas and path.startswith("buffers/"):
             return buffers_for_evaluation(value)
-        return value.mean(0) if _is_per_rank(saved[path], leaf) else value
+        return mean_of_copies(value) if _is_per_rank(saved[path], leaf) else value
 
     loaded = map_with_path(to_model, wanted, loaded)
     weights = combine(loaded.get(params, {}), loaded.get("frozen", {}))

@@ -531,7 +531,8 @@ VERBS: tuple[Verb, ...] = (
         _file("--record", "only write the fingerprints of A to this file"),
         _argument("--mesh", "the mesh of A, as dp=4; that of its file by default"),
         _argument(
-            "--other-mesh", "the mesh of B; by default --mesh, unless its own has other axes"
+            "--other-mesh",
+            "the mesh of B; by default --mesh; of two functions, B's own if --mesh lacks axes",
         ),
         _argument(
             "--shape",
