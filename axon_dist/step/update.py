@@ -339,6 +339,9 @@ def one_step(
     norm_of = functools.partial(whole_norm, plan.spec) if options.is_elastic else optax.tree.norm
     needs_norm = "norm" in plan.state_plan.update.traced.extra_args
     clipped, measured = clip(grads, options, norm_of, needs_norm)
+    # Read before the optimizer runs, so that the gradients need no memory after it.
+    is_guarded = options.scaler is not None or options.nonfinite is not None
+    finite = _are_finite(grads, measured, options) if is_guarded else None
     extra_args = {"value": metrics["loss"]}
     if needs_norm:
         extra_args["norm"] = measured["grad_norm"]
@@ -365,13 +368,12 @@ def one_step(
         buffers=result.buffers,
         ema=None if options.ema is None else average(options.ema, state.ema, params),
     )
-    finite = _are_finite(grads, measured, options)
     random_state = plan.spec.model_spec.random_state
-    if options.scaler is not None:
+    if options.scaler is not None and finite is not None:
         new = skip_overflow(options.scaler, finite, new, state, random_state)
         measured[LOSS_SCALE] = new.scaler.scale
         measured[OVERFLOW] = ~finite
-    if options.nonfinite is not None:
+    if options.nonfinite is not None and finite is not None:
         new, measured[FLAG] = undo_nonfinite(
             options, metrics["loss"], finite, new, state, was_nonfinite, random_state
         )
